@@ -1,0 +1,52 @@
+"""gradcomp: data-parallel gradients in 2 bits or 1 bit instead of 32.
+
+One line after ``DistributedDataParallel(...)``::
+
+    state = gradcomp.ddp.register(model, "ternary")
+
+Importing gradcomp starts no thread, no network and no MPI, and changes no environment variable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradcomp import codecs, comm
+from gradcomp.averager import GradientAverager, all_reduce
+from gradcomp.codecs import Codec, Identity, OneBit, Ternary
+from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
+from gradcomp.feedback import Feedback
+from gradcomp.rng import RngKey
+from gradcomp.version import __version__
+
+if TYPE_CHECKING:
+    from gradcomp import ddp
+
+__all__ = [
+    "Codec",
+    "CorruptPayload",
+    "Feedback",
+    "GradcompError",
+    "GradientAverager",
+    "Identity",
+    "NativeError",
+    "OneBit",
+    "PeerLost",
+    "PeerMismatch",
+    "RngKey",
+    "Ternary",
+    "UnsupportedTensor",
+    "__version__",
+    "all_reduce",
+    "codecs",
+    "comm",
+    "ddp",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ddp":
+        import importlib
+
+        return importlib.import_module("gradcomp.ddp")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,75 @@
+"""python -m gradcomp: what this installation is and what it can use here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from typing import Any
+
+
+def report() -> dict[str, Any]:
+    """Return versions, tier, threads and what is usable, without starting MPI or torch.distributed."""
+    import cffi
+    import numpy
+    import torch
+    import torch.distributed
+
+    import gradcomp
+    from gradcomp import _native
+
+    has_dist = torch.distributed.is_available()
+    return {
+        "gradcomp": gradcomp.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "cffi": cffi.__version__,
+        "tier": _native.tier(),
+        "tiers": _native.tiers(),
+        "threads": _native.thread_count(),
+        "torch.distributed (gloo)": "usable" if has_dist and torch.distributed.is_gloo_available() else "not built in",
+        "MPI": _mpi(),
+        "bench extra": _extra(("rich", "matplotlib", "sklearn", "psutil"), "bench"),
+    }
+
+
+def _mpi() -> str:
+    if importlib.util.find_spec("mpi4py") is None:
+        return "not usable: mpi4py is not installed (pip install 'gradcomp[mpi]')"
+    return f"mpi4py {importlib.metadata.version('mpi4py')} is installed; gradcomp {_no_mpi_yet()}"
+
+
+def _no_mpi_yet() -> str:
+    return "does not use it yet" if importlib.util.find_spec("gradcomp.comm.mpi") is None else "can use it"
+
+
+def _extra(modules: tuple[str, ...], extra: str) -> str:
+    missing = [m for m in modules if importlib.util.find_spec(m) is None]
+    return f"not usable: {missing[0]} is missing (pip install 'gradcomp[{extra}]')" if missing else "usable"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report as a table or, with --json, as JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradcomp",
+        description="Print versions, kernel tier, threads and what gradcomp can use on this machine.",
+        epilog="GRADCOMP_DISABLE_CPU_FEATURES=avx2 switches kernel tiers off. Benchmarks: python -m gradcomp.bench --help",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(argv)
+    found = report()
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        width = max(len(k) for k in found)
+        for key, value in found.items():
+            print(f"{key:<{width}}  {', '.join(value) if isinstance(value, list) else value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Average gradients without DistributedDataParallel: one tensor with `all_reduce`, a model with `GradientAverager`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcomp.codecs import Codec, resolve
+from gradcomp.codecs.base import check_tensor
+from gradcomp.comm.base import Communicator
+from gradcomp.engine import Engine, Options
+from gradcomp.exchange import BucketExchange, BucketPlan, choose
+from gradcomp.feedback import Feedback
+from gradcomp.layout import Slot, assign_buckets
+from gradcomp.rng import check_uint32
+from gradcomp.stats import Stats
+
+
+class _Call:
+    """What `all_reduce` keeps between calls for one (communicator, key): step counter and buffers."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.exchanges: dict[Any, BucketExchange] = {}
+
+
+def all_reduce(
+    tensor: Tensor,
+    codec: Codec | str,
+    comm: Communicator | None = None,
+    *,
+    key: int = 0,
+    step: int | None = None,
+    feedback: Feedback | None = None,
+    exchange: str = "auto",
+    timeout_s: float = 300.0,
+) -> Tensor:
+    """Average one tensor over all ranks, compressed, in place.
+
+    Collective: every rank calls it with a tensor of the same shape and dtype and the same other arguments.
+
+    Args:
+        tensor: any shape, float32, bfloat16 or float16, contiguous, CPU; overwritten by the average.
+        codec: codec or name.
+        comm: the ranks; torch.distributed's default group when None.
+        key: tells tensors apart: it takes the place of the parameter's position in random numbers and feedback.
+        step: training step for the random numbers; None counts the calls for this (comm, key).
+        feedback: residuals of error-feedback codecs, ``Feedback({key: tensor.numel()})``; None: no error feedback.
+        exchange: "auto", "all_gather" or "reduce_scatter".
+        timeout_s: seconds after which a silent peer is given up.
+
+    Returns:
+        `tensor`; all NaN when any rank's held NaN or Inf.
+
+    Raises:
+        UnsupportedTensor: dtype, device or layout.
+        ValueError: an argument out of its range.
+        PeerMismatch, PeerLost, CorruptPayload: as they say.
+    """
+    check_tensor(tensor, "tensor")
+    codec = resolve(codec)
+    check_uint32("key", key)
+    if feedback is not None and not codec.error_feedback:
+        raise ValueError(f"{codec!r} takes no feedback")
+    if comm is None:
+        from gradcomp.comm.torchdist import default_communicator
+
+        comm = default_communicator()
+    call = comm.kept.setdefault(("all_reduce", key), _Call())
+    now = call.step if step is None else step
+    if step is None:
+        call.step += 1
+    strategy = choose(codec, comm.world_size, exchange)
+    if comm.world_size == 1:
+        return tensor
+    place = (tuple(tensor.shape), tensor.dtype, codec.digest(), strategy, feedback)
+    if place not in call.exchanges:
+        offset = feedback.offset(key) if feedback is not None else 0
+        slot = Slot(key, tensor.numel(), codec.group_numel(tuple(tensor.shape)), True, 0, offset)
+        plan = BucketPlan(codec, [slot], strategy, comm.world_size, comm.rank)
+        call.exchanges[place] = BucketExchange(
+            plan,
+            comm,
+            tensor.dtype,
+            Stats(),
+            feedback=feedback,
+            seed=int(getattr(codec, "seed", 0)),
+            timeout_s=timeout_s,
+        )
+    call.exchanges[place].run(tensor.view(-1), now)
+    return tensor
+
+
+class GradientAverager:
+    """Averages the gradients of a model that is not wrapped in DDP, over any communicator.
+
+    Gradients are fused into buckets, whose exchanges overlap each other. Use it after ``loss.backward()`` and before
+    ``optimizer.step()``::
+
+        averager = gradcomp.GradientAverager(model.named_parameters(), "ternary")
+        ...
+        loss.backward()
+        averager.average()
+        optimizer.step()
+
+    Args:
+        named_parameters: (name, parameter) pairs as ``model.named_parameters()`` gives them, the same on every rank.
+        codec: codec or name.
+        comm: the ranks; torch.distributed's default group when None. Closed with the averager if it was passed.
+        bucket_cap_mb: largest bucket in MB (2**20 bytes); one larger tensor gets a bucket of its own.
+        start_step, min_numel, exclude, exchange, grad_scaler, transactional, timeout_s: as in `gradcomp.ddp.register`.
+
+    Raises:
+        ValueError, UnsupportedTensor: as `gradcomp.ddp.register`.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        codec: Codec | str,
+        comm: Communicator | None = None,
+        *,
+        bucket_cap_mb: float = 25.0,
+        start_step: int = 0,
+        min_numel: int = 1024,
+        exclude: Sequence[str] = (),
+        exchange: str = "auto",
+        grad_scaler: Any = None,
+        transactional: bool | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
+        named = list(named_parameters)
+        options = Options(
+            start_step=start_step,
+            min_numel=min_numel,
+            exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
+            exchange=exchange,
+            transactional=bool(transactional) or grad_scaler is not None,
+            timeout_s=timeout_s,
+        )
+        scale: Callable[[], float] | None = grad_scaler.get_scale if grad_scaler is not None else None
+        if comm is None:
+            from gradcomp.comm.torchdist import TorchCommunicator
+
+            comm = TorchCommunicator(timeout_s=timeout_s)
+        self._engine = Engine(named, codec, comm, options, scale)
+        self._buckets = _fuse([(i, p) for i, (_, p) in enumerate(named) if p.requires_grad], bucket_cap_mb)
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes and seconds so far."""
+        return self._engine.stats
+
+    def average(self) -> None:
+        """Replace every ``p.grad`` by its average over all ranks; a missing gradient counts as zero.
+
+        Raises:
+            PeerMismatch, PeerLost, CorruptPayload: on every rank, and again at every later call.
+            UnsupportedTensor: a sparse gradient, or one of another dtype than its parameter's.
+        """
+        engine = self._engine
+        if engine.comm.world_size == 1:
+            return engine.pass_step()
+        for _, parameter in engine.named:
+            if parameter.grad is not None and parameter.requires_grad:
+                check_dense(parameter.grad)
+        engine.begin_step()
+        for bucket in self._buckets:
+            bucket.load()
+            engine.submit(bucket.flat, bucket.members, lambda: None)
+        engine.finish_step()
+        for bucket in self._buckets:
+            bucket.store()
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to resume bit for bit."""
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a `state_dict` of the same rank, world size, codec and model; ValueError for any other."""
+        self._engine.load_state_dict(state)
+
+    def discard_step(self) -> None:
+        """Roll residuals back to before the last `average`: call it when you throw its gradients away."""
+        self._engine.discard_step()
+
+    def check_replicas(self) -> None:
+        """Compare the parameters' bits over all ranks; PeerMismatch names the first tensor and rank that differ."""
+        self._engine.check_replicas()
+
+    def describe(self) -> str:
+        """Return one line: what is compressed, what is not, the exchange, the expected ratio."""
+        return self._engine.describe()
+
+    def close(self) -> None:
+        """Stop the threads and close the communicator."""
+        self._engine.close()
+
+
+class _Bucket:
+    """Parameters that travel together, and the flat tensor that holds their gradients."""
+
+    def __init__(self, parameters: list[tuple[int, nn.Parameter]]) -> None:
+        self._parameters = [p for _, p in parameters]
+        numels = [p.numel() for p in self._parameters]
+        self.flat = torch.zeros(sum(numels), dtype=self._parameters[0].dtype)
+        self._views = [v.view_as(p) for v, p in zip(self.flat.split(numels), self._parameters, strict=True)]
+        offsets = [sum(numels[:i]) for i in range(len(numels))]
+        self.members = tuple((index, offset) for (index, _), offset in zip(parameters, offsets, strict=True))
+
+    @torch.no_grad()
+    def load(self) -> None:
+        for view, parameter in zip(self._views, self._parameters, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+
+    @torch.no_grad()
+    def store(self) -> None:
+        for view, parameter in zip(self._views, self._parameters, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.clone()
+            else:
+                parameter.grad.copy_(view)
+
+
+def check_dense(grad: Tensor) -> None:
+    """Raise UnsupportedTensor for a gradient that is not a dense CPU tensor of a dtype gradcomp takes."""
+    check_tensor(grad if grad.layout != torch.strided else grad.contiguous(), "gradient")
+
+
+def _fuse(parameters: list[tuple[int, nn.Parameter]], bucket_cap_mb: float) -> list[_Bucket]:
+    """Share parameters out over buckets of one dtype each, last parameters first, as backward makes them."""
+    buckets = []
+    for dtype in dict.fromkeys(p.dtype for _, p in parameters):
+        alike = [(i, p) for i, p in parameters if p.dtype == dtype]
+        sizes = [p.numel() * p.element_size() for _, p in alike]
+        for members in assign_buckets(sizes, int(bucket_cap_mb * 2**20)):
+            buckets.append(_Bucket([alike[m] for m in members]))
+    return buckets

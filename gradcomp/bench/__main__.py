@@ -1,0 +1,50 @@
+"""Dispatch ``python -m gradcomp.bench NAME ...`` to ``gradcomp.bench.NAME.main(argv)``, imported only when it is named."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+BENCHMARKS = {
+    "demo": "train LeNet with 2 ranks in fp32, ternary and onebit: accuracy, bytes and seconds in one table",
+    "codec": "GB/s of every kernel beside memcpy and the same codec in torch and NumPy",
+    "ratio": "bytes per step for real models, every codec and exchange, 2 to 64 ranks",
+}
+USAGE = "usage: python -m gradcomp.bench NAME [options]      (python -m gradcomp.bench NAME --help says which)"
+
+
+def describe() -> str:
+    """Return the help text: one line a benchmark."""
+    names = "\n".join(f"  {name:<7}{text}" for name, text in BENCHMARKS.items())
+    return f"{USAGE}\n\n{names}\n\nAll of them take --json FILE or write one, and need: pip install 'gradcomp[bench]'"
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmark named by ``argv[0]`` with the rest of ``argv``.
+
+    Args:
+        argv: the words after ``python -m gradcomp.bench``.
+
+    Returns:
+        The exit status: 0 done, 1 a check failed, 2 wrong usage or something needed is not installed.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(describe())
+        return 0 if argv else 2
+    name, rest = argv[0], argv[1:]
+    if name not in BENCHMARKS:
+        print(f"gradcomp.bench: no benchmark named {name!r}; there are {', '.join(BENCHMARKS)}\n{USAGE}", file=sys.stderr)
+        return 2
+    try:
+        module = importlib.import_module(f"gradcomp.bench.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "gradcomp":
+            raise
+        print(f"gradcomp.bench {name} needs {error.name}: pip install 'gradcomp[bench]'", file=sys.stderr)
+        return 2
+    status: int = module.main(rest)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

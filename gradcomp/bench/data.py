@@ -1,0 +1,193 @@
+"""Read real images: MNIST-style IDX files from a folder, or scikit-learn's digits when none is given.
+
+IDX is the format that MNIST is published in: two zero bytes, a type byte (0x08 = unsigned byte), the number of
+dimensions, one big-endian u32 a dimension, then the values. A file is refused unless every byte of it is accounted for,
+and nothing is allocated by a number that was read from it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IMAGE_SIZE = 28
+NUM_CLASSES = 10
+TRAIN_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+TEST_FILES = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_UNSIGNED_BYTE = 0x08
+_CHUNK_NBYTES = 1 << 20
+_DIGITS_TEST_SHARE = 0.25
+_DIGITS_MAX = 16.0
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Labelled images, split into training and test, standardised with the training set's mean and deviation.
+
+    Attributes:
+        name: short name for tables and file names' titles.
+        note: one sentence on where the images come from and what was done to them.
+        train_images: `(n, 1, 28, 28)` float32.
+        train_labels: `(n,)` int64 in 0..9.
+        test_images: `(m, 1, 28, 28)` float32.
+        test_labels: `(m,)` int64 in 0..9.
+    """
+
+    name: str
+    note: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+def load(folder: Path | None) -> ImageData:
+    """Load the IDX files in ``folder``, or the digits that scikit-learn carries when it is None.
+
+    Raises:
+        FileNotFoundError: the folder or one of its four files does not exist.
+        ValueError: a file is not what its name says; the message names the file and the check.
+    """
+    return load_digits() if folder is None else load_idx_folder(folder)
+
+
+def load_digits() -> ImageData:
+    """Load scikit-learn's 1797 digits of 8x8 pixels, upsampled to 28x28, a fixed quarter of each class held out.
+
+    Returns:
+        1347 training and 450 test images, the same ones in every process and run.
+    """
+    from sklearn.datasets import load_digits as sklearn_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = sklearn_digits()
+    train, test = train_test_split(
+        np.arange(len(bunch.target)), test_size=_DIGITS_TEST_SHARE, random_state=0, stratify=bunch.target
+    )
+    small = torch.as_tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / _DIGITS_MAX
+    images = torch.nn.functional.interpolate(small, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
+    labels = torch.as_tensor(bunch.target, dtype=torch.int64)
+    note = (
+        f"scikit-learn digits, 8x8 images upsampled to 28x28 (bilinear): {len(train)} for training, {len(test)} for test; "
+        "--data DIR takes MNIST or Fashion-MNIST"
+    )
+    return _standardised("digits", note, images[train], labels[train], images[test], labels[test])
+
+
+def load_idx_folder(folder: Path) -> ImageData:
+    """Load the four MNIST-style files (plain or .gz) of a folder.
+
+    Args:
+        folder: holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte,
+            each as it is or with .gz.
+
+    Raises:
+        FileNotFoundError: the folder or a file is missing; the message lists what was looked for.
+        ValueError: a file is broken, or images and labels do not match.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--data {folder}: no such folder; give the folder that holds {TRAIN_FILES[0]}[.gz]")
+    train_images, train_labels = _read_pair(folder, TRAIN_FILES)
+    test_images, test_labels = _read_pair(folder, TEST_FILES)
+    name = folder.resolve().name
+    note = f"IDX files in {folder}: {len(train_labels)} images for training, {len(test_labels)} for test"
+    return _standardised(name, note, train_images, train_labels, test_images, test_labels)
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """Read one IDX file of unsigned bytes, gzip-compressed if its name ends in .gz.
+
+    Args:
+        path: the file.
+
+    Returns:
+        An array of the dimensions that the header gives.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: not gzip though named so, wrong magic or type, truncated, or bytes after the last value.
+    """
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            dims = _read_header(path, stream)
+            expected_nbytes = math.prod(dims)
+            body = _read_at_most(stream, expected_nbytes + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again") from error
+    if len(body) < expected_nbytes:
+        raise ValueError(f"{path}: truncated: the header says {dims} = {expected_nbytes} bytes, the file has {len(body)}")
+    if len(body) > expected_nbytes:
+        raise ValueError(f"{path}: trailing bytes after the {expected_nbytes} that its header {dims} announces")
+    return np.frombuffer(body, dtype=np.uint8).reshape(dims)
+
+
+def _read_header(path: Path, stream: IO[bytes]) -> tuple[int, ...]:
+    magic = stream.read(4)
+    if len(magic) < 4 or magic[:2] != b"\0\0":
+        raise ValueError(f"{path}: not an IDX file: it starts with {magic.hex() or 'nothing'}, not with 0000")
+    if magic[2] != _UNSIGNED_BYTE:
+        raise ValueError(f"{path}: IDX type 0x{magic[2]:02x} is not supported, only 0x08 (unsigned byte)")
+    ndim = magic[3]
+    if ndim not in (1, 3):
+        raise ValueError(f"{path}: {ndim} dimensions; labels have 1 and images have 3")
+    raw = stream.read(4 * ndim)
+    if len(raw) < 4 * ndim:
+        raise ValueError(f"{path}: truncated inside the header ({len(raw)} of {4 * ndim} bytes of dimensions)")
+    dims: tuple[int, ...] = struct.unpack(f">{ndim}I", raw)
+    return dims
+
+
+def _read_at_most(stream: IO[bytes], limit_nbytes: int) -> bytes:
+    """Read up to ``limit_nbytes`` in chunks: a lying header must not decide how much memory is asked for."""
+    chunks: list[bytes] = []
+    left = limit_nbytes
+    while left > 0:
+        chunk = stream.read(min(left, _CHUNK_NBYTES))
+        if not chunk:
+            break
+        chunks.append(chunk)
+        left -= len(chunk)
+    return b"".join(chunks)
+
+
+def _find(folder: Path, stem: str) -> Path:
+    for candidate in (folder / stem, folder / f"{stem}.gz"):
+        if candidate.is_file():
+            return candidate
+    raise FileNotFoundError(f"{folder} holds neither {stem} nor {stem}.gz; it must hold the four files of MNIST's names")
+
+
+def _read_pair(folder: Path, stems: tuple[str, str]) -> tuple[Tensor, Tensor]:
+    images_path, labels_path = _find(folder, stems[0]), _find(folder, stems[1])
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    if images.ndim != 3 or images.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE):
+        raise ValueError(f"{images_path}: dimensions {images.shape}; images of {IMAGE_SIZE}x{IMAGE_SIZE} are needed")
+    if labels.ndim != 1:
+        raise ValueError(f"{labels_path}: {labels.ndim} dimensions; labels have 1")
+    if len(images) != len(labels):
+        raise ValueError(f"{images_path} has {len(images)} images but {labels_path} has {len(labels)} labels")
+    if len(labels) == 0:
+        raise ValueError(f"{labels_path}: holds no samples")
+    if int(labels.max()) >= NUM_CLASSES:
+        raise ValueError(f"{labels_path}: label {labels.max()} is outside 0..{NUM_CLASSES - 1}")
+    scaled = torch.from_numpy(images.astype(np.float32) / np.float32(255.0)).unsqueeze(1)
+    return scaled, torch.from_numpy(labels.astype(np.int64))
+
+
+def _standardised(
+    name: str, note: str, train_images: Tensor, train_labels: Tensor, test_images: Tensor, test_labels: Tensor
+) -> ImageData:
+    mean, std = float(train_images.mean()), float(train_images.std(correction=0))
+    if std == 0.0:
+        raise ValueError(f"{name}: every pixel of the training images is {mean}; there is nothing to learn from")
+    return ImageData(name, note, (train_images - mean) / std, train_labels, (test_images - mean) / std, test_labels)

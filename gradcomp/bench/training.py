@@ -1,0 +1,232 @@
+"""Train LeNet under DDP on this machine, once a codec and seed, and measure accuracy, bytes and seconds.
+
+The caller's process starts the ranks and shows progress; the ranks run the same program that a user would write.
+``fp32`` is DistributedDataParallel with no hook, so its bytes are counted by the ring formula 2(N-1)/N * 4 * numel and
+it has no phases. Everything random depends on the seed alone, so codecs differ in nothing but the codec.
+"""
+
+from __future__ import annotations
+
+import os
+import queue as queues
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+import gradcomp.ddp
+from gradcomp.bench.data import ImageData, load
+from gradcomp.bench.models import LeNet
+
+CODECS = ("fp32", "ternary", "onebit")
+MOMENTUM = 0.9
+WEIGHT_DECAY = 5e-4
+DECAY_POWER = 0.5
+WARM_UP_STEPS = 5
+CURVE_POINTS = 8
+CURVE_TEST_IMAGES = 1000
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What to train; the same on every rank.
+
+    Attributes:
+        codecs: names out of :data:`CODECS`, trained in this order.
+        seeds: number of seeds; run i uses seed i for weights, batches and codec.
+        steps: optimizer steps of a run.
+        batch: images a step over all ranks together; a multiple of ``ranks``.
+        lr: first learning rate; it decays to 0 with the square root of the steps left (TernGrad's LeNet schedule).
+        ranks: processes, one torch thread each.
+        data: folder of IDX files, None for scikit-learn's digits.
+    """
+
+    codecs: tuple[str, ...]
+    seeds: int
+    steps: int
+    batch: int
+    lr: float
+    ranks: int
+    data: Path | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One finished run.
+
+    Attributes:
+        codec: its name.
+        seed: its seed.
+        accuracy: share of the test images that the final model gets right, in percent.
+        bytes_sent: bytes that each rank sent in the whole run, by rank.
+        baseline_bytes: bytes that a rank of an fp32 ring would have sent in the whole run.
+        seconds_per_step: median over the steps after the warm-up, on rank 0, data loading excluded.
+        phase_seconds: rank 0's total seconds by phase (``state.stats.seconds``); empty for fp32.
+        curve: (steps done, bytes sent by rank 0 so far, test accuracy in percent on at most 1000 images).
+    """
+
+    codec: str
+    seed: int
+    accuracy: float
+    bytes_sent: list[int]
+    baseline_bytes: int
+    seconds_per_step: float
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+    curve: list[tuple[int, int, float]] = field(default_factory=list)
+
+
+def train_all(config: TrainConfig, on_step: Callable[[str, int, int], None]) -> list[RunResult]:
+    """Start the ranks, train every seed with every codec, and collect the results.
+
+    Args:
+        config: what to train.
+        on_step: called in this process with (codec, seed, steps done) as the training goes on.
+
+    Returns:
+        One result a (seed, codec), in the order of training.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank raised; the message carries its traceback.
+        torch.multiprocessing.ProcessExitedException: a rank was killed; the others have been ended.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    messages: Any = mp.get_context("spawn").Queue()
+    context = mp.start_processes(
+        _rank_main, args=(config, store.port, messages), nprocs=config.ranks, join=False, daemon=True, start_method="spawn"
+    )
+    results: list[RunResult] = []
+
+    def drain(timeout_s: float) -> None:
+        while True:
+            try:
+                message = messages.get(timeout=timeout_s)
+            except queues.Empty:
+                return
+            if isinstance(message, RunResult):
+                results.append(message)
+            else:
+                on_step(*message)
+
+    try:
+        while not context.join(timeout=0):
+            drain(_POLL_S)
+        drain(_POLL_S)
+    except KeyboardInterrupt:
+        for process in context.processes:
+            process.terminate()
+        raise
+    return results
+
+
+def curve_steps(steps: int) -> list[int]:
+    """Return the steps after which the test accuracy is taken: about evenly spaced on a logarithmic axis, last included."""
+    return sorted({max(1, round(s)) for s in np.geomspace(max(1, steps / 40), steps, CURVE_POINTS)})
+
+
+def batch_indices(count: int, batch: int, steps: int, seed: int) -> list[Tensor]:
+    """Return the images of every step: epochs of fresh permutations, the incomplete rest of an epoch dropped.
+
+    Args:
+        count: number of training images, at least ``batch``.
+        batch: images a step.
+        steps: number of steps.
+        seed: decides the permutations.
+
+    Returns:
+        ``steps`` tensors of `(batch,)` int64.
+
+    Raises:
+        ValueError: there are fewer images than one batch takes.
+    """
+    if count < batch:
+        raise ValueError(f"batch {batch} is larger than the training set of {count} images")
+    generator = torch.Generator().manual_seed(seed)
+    out: list[Tensor] = []
+    while len(out) < steps:
+        order = torch.randperm(count, generator=generator)
+        out += list(order[: count - count % batch].split(batch))
+    return out[:steps]
+
+
+def _rank_main(rank: int, config: TrainConfig, port: int, messages: Any) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=config.ranks)
+    try:
+        data = load(config.data)
+        for seed in range(config.seeds):
+            for codec in config.codecs:
+                result = _run(rank, config, data, codec, seed, messages)
+                if rank == 0:
+                    messages.put(result)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(rank: int, config: TrainConfig, data: ImageData, codec: str, seed: int, messages: Any) -> RunResult:
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(LeNet())
+    state = _register(model, codec, seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 - step / config.steps) ** DECAY_POWER)
+    numel = sum(p.numel() for p in model.parameters())
+    ring_nbytes = round(2 * (config.ranks - 1) / config.ranks * 4 * numel)
+    points = curve_steps(config.steps)
+    curve: list[tuple[int, int, float]] = []
+    step_seconds: list[float] = []
+    for step, indices in enumerate(batch_indices(len(data.train_labels), config.batch, config.steps, seed), start=1):
+        mine = indices[rank :: config.ranks]
+        images, labels = data.train_images[mine], data.train_labels[mine]
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        step_seconds.append(time.perf_counter() - start)
+        schedule.step()
+        if rank == 0:
+            messages.put((codec, seed, step))
+        if step in points:
+            sent = step * ring_nbytes if state is None else state.stats.bytes_sent
+            curve.append((step, sent, _accuracy(rank, config.ranks, model.module, data, CURVE_TEST_IMAGES)))
+    accuracy = _accuracy(rank, config.ranks, model.module, data, len(data.test_labels))
+    sent_by_rank: list[Any] = [None] * config.ranks
+    dist.all_gather_object(sent_by_rank, config.steps * ring_nbytes if state is None else state.stats.bytes_sent)
+    phases = {} if state is None else dict(state.stats.seconds)
+    if state is not None:
+        state.close()
+    seconds = statistics.median(step_seconds[min(WARM_UP_STEPS, config.steps - 1) :])
+    return RunResult(codec, seed, accuracy, sent_by_rank, config.steps * ring_nbytes, seconds, phases, curve)
+
+
+def _register(model: DistributedDataParallel, codec: str, seed: int) -> gradcomp.ddp.CompressionState | None:
+    if codec == "fp32":
+        return None
+    return gradcomp.ddp.register(model, gradcomp.Ternary(seed=seed) if codec == "ternary" else gradcomp.OneBit())
+
+
+def _accuracy(rank: int, ranks: int, model: torch.nn.Module, data: ImageData, limit: int) -> float:
+    """Return the percentage of the first ``limit`` test images that the model gets right; each rank takes its share."""
+    images, labels = data.test_images[rank:limit:ranks], data.test_labels[rank:limit:ranks]
+    counts = torch.zeros(2, dtype=torch.int64)
+    model.eval()
+    with torch.no_grad():
+        for some_images, some_labels in zip(images.split(500), labels.split(500), strict=True):
+            counts[0] += (model(some_images).argmax(dim=1) == some_labels).sum()
+            counts[1] += len(some_labels)
+    model.train()
+    dist.all_reduce(counts)
+    return 100.0 * int(counts[0]) / int(counts[1])

@@ -1,0 +1,29 @@
+"""Codecs: array <-> payload. They know no ranks, buckets or futures."""
+
+from __future__ import annotations
+
+from gradcomp.codecs.base import Codec
+from gradcomp.codecs.identity import Identity
+from gradcomp.codecs.onebit import OneBit
+from gradcomp.codecs.ternary import Ternary
+
+_BY_NAME: dict[str, type[Codec]] = {"ternary": Ternary, "onebit": OneBit, "identity": Identity}
+
+
+def resolve(codec: Codec | str) -> Codec:
+    """Return `codec`, or the codec of that name with its default options.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: neither a codec nor a name.
+    """
+    if isinstance(codec, Codec):
+        return codec
+    if isinstance(codec, str):
+        if codec not in _BY_NAME:
+            raise ValueError(f"unknown codec {codec!r}; known names are {sorted(_BY_NAME)}")
+        return _BY_NAME[codec]()
+    raise TypeError(f"codec must be a gradcomp codec or a name, got {type(codec).__name__}")
+
+
+__all__ = ["Codec", "Identity", "OneBit", "Ternary", "resolve"]

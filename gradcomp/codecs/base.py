@@ -1,0 +1,295 @@
+"""What every codec offers: one-tensor `encode` and `decode` for users, and the steps an exchange is made of.
+
+An exchange calls `measure` (statistics, if the codec has any), then `encode_body`, then later `decode_body` on what the
+ranks sent; each works on a whole payload of many pieces, by the tables of a `PayloadLayout`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradcomp import _native, wire
+from gradcomp.errors import CorruptPayload, UnsupportedTensor
+from gradcomp.layout import HEADER_NBYTES, Form, PayloadLayout, Slot, whole_pieces
+from gradcomp.rng import RngKey
+
+SECOND_PHASES = ("exact", "requantize", "bf16", "fp32")
+
+
+class Codec(ABC):
+    """A way to write gradients in few bits.
+
+    Attributes:
+        name: what `gradcomp.codecs.resolve` knows it by.
+        form: how its codes stand in a payload.
+        shares_scale: the ranks agree on one scale per group before they encode (a scale round).
+        error_feedback: encoding takes and returns residuals.
+    """
+
+    name: ClassVar[str]
+    form: ClassVar[Form]
+    shares_scale: bool = False
+    error_feedback: bool = False
+    whole_groups: ClassVar[bool] = False
+
+    # ---- for one tensor ------------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        scale: float | Tensor | None = None,
+        key: RngKey | None = None,
+    ) -> Tensor:
+        """Encode one tensor into a whole payload.
+
+        Args:
+            x: any shape, float32, bfloat16 or float16, contiguous, CPU.
+            residual: ``(x.numel(),)`` or `x`'s shape, float32, contiguous; what earlier encodings left over. Replaced in
+                place by what this one leaves over, or left alone if `x` holds NaN or Inf. Error-feedback codecs only.
+            scale: the scale to use instead of measuring one: a number, or ``(groups,)`` float32. Ternary only.
+            key: which random numbers to draw; all zeros by default.
+
+        Returns:
+            ``(payload_nbytes,)`` uint8: header, scales, codes (docs/reference/wire-format.md).
+
+        Raises:
+            UnsupportedTensor: dtype, device or layout of `x` or `residual`.
+            ValueError: a residual or scale that this codec does not take, or of the wrong size or value.
+        """
+        check_tensor(x, "x")
+        key = key if key is not None else RngKey()
+        slot = Slot(key.parameter, x.numel(), self.group_numel(tuple(x.shape)), True, 0)
+        layout = PayloadLayout(self.form, whole_pieces([slot]), segmented=False, whole_groups=self.whole_groups)
+        payload = torch.empty(layout.nbytes, dtype=torch.uint8)
+        body, dtype = payload.data_ptr(), _native.DTYPES[x.dtype]
+        nonfinite = False
+        if scale is not None:
+            given = self.check_scale(scale, layout.group_count)
+            self.place_scales(layout, given.data_ptr(), body)
+        elif layout.group_count:
+            scales = torch.empty(layout.group_count)
+            nonfinite = self.measure(x.data_ptr(), dtype, layout, self.scratch(layout), scales.data_ptr())
+            self.place_scales(layout, scales.data_ptr(), body)
+        old, new = 0, torch.empty(0)
+        if residual is not None:
+            self._check_residual(residual, x.numel())
+            old, new = residual.data_ptr(), torch.empty(x.numel())
+        nonfinite |= self.encode_body(x.data_ptr(), dtype, layout, body, key, old, new.data_ptr() if old else 0)
+        if residual is not None and not nonfinite:
+            residual.view(-1).copy_(new)
+        wire.seal(payload.numpy(), self.header(layout, dtype, nonfinite, key.step, key.stream))
+        return payload
+
+    def decode(self, payload: Tensor, *, out: Tensor | None = None, layout: PayloadLayout | None = None) -> Tensor:
+        """Decode a payload that this codec wrote.
+
+        Args:
+            payload: ``(nbytes,)`` uint8, contiguous, CPU; any bytes are safe.
+            out: ``(numel,)`` float32, contiguous, CPU, written in place; allocated when None.
+            layout: of a segmented payload.
+
+        Returns:
+            ``(numel,)`` float32, flat; all NaN when the encoder saw NaN or Inf.
+
+        Raises:
+            CorruptPayload: names the check that failed.
+            UnsupportedTensor: `payload` or `out` of another kind.
+            ValueError: `out` of another size.
+        """
+        if payload.dtype != torch.uint8 or payload.dim() != 1:
+            raise UnsupportedTensor(f"payload must be 1-D uint8, got {payload.dim()}-D {payload.dtype}")
+        check_memory(payload, "payload")
+        view = payload.numpy()
+        header = wire.parse(view)
+        if header.segmented:
+            if layout is None:
+                raise CorruptPayload("segmented", "a segmented payload needs its layout=")
+        elif layout is None:
+            layout = self._layout_of(header, view.size)
+        self.check_header(header, layout, view.size)
+        size = max((p.data + p.numel for p in layout.pieces), default=0)
+        if out is None:
+            out = torch.empty(size)
+        else:
+            check_memory(out, "out")
+            if out.dtype != torch.float32:
+                raise UnsupportedTensor(f"out must be float32, got {out.dtype}")
+            if out.numel() != size:
+                raise ValueError(f"out holds {out.numel()} elements, the payload {size}")
+        if header.nonfinite:
+            return out.fill_(float("nan"))
+        self.validate_body(payload.data_ptr(), layout)
+        self.decode_body([payload.data_ptr()], layout, out.data_ptr(), 0)
+        return out
+
+    def payload_nbytes(self, numel: int, groups: int = 1) -> int:
+        """Return the bytes of a payload of `numel` elements in `groups` scale groups, header included."""
+        if numel < 0 or groups < 0:
+            raise ValueError(f"numel and groups must not be negative, got {numel} and {groups}")
+        scales = 4 * self.form.scales_per_group * groups if numel else 0
+        return HEADER_NBYTES + scales + self.form.code_nbytes(numel)
+
+    # ---- for an exchange -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def options(self) -> dict[str, object]:
+        """Return every option that ranks must agree on."""
+
+    @abstractmethod
+    def group_numel(self, shape: tuple[int, ...]) -> int:
+        """Return the elements of one scale group of a parameter of that shape, at least 1."""
+
+    def resolved_second_phase(self) -> str:
+        """Return the second phase that a reduce_scatter of this codec uses."""
+        return "fp32"
+
+    def requantizer(self) -> Codec:
+        """Return the codec that writes the owner's means in a "requantize" second phase."""
+        return self
+
+    def scratch(self, layout: PayloadLayout) -> NDArray[Any] | None:
+        """Return the memory that `measure` needs, to be kept and passed at every step."""
+        return None
+
+    def measure(self, src: int, dtype: int, layout: PayloadLayout, scratch: NDArray[Any] | None, scales: int) -> bool:
+        """Write one float32 scale a group to address `scales`; return True when a value is not finite."""
+        return False
+
+    def place_scales(self, layout: PayloadLayout, scales: int, payload: int) -> None:
+        """Copy measured or agreed scales to where they stand in a payload."""
+
+    def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
+        """Return a passed-in scale as ``(group_count,)`` float32."""
+        raise ValueError(f"{self.name} takes no scale, got {scale!r}")
+
+    @abstractmethod
+    def encode_packed(
+        self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
+    ) -> bool:
+        """Write the codes of the compressed pieces (`old`, `new`: addresses of residual planes or 0)."""
+
+    @abstractmethod
+    def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
+        """Write the average of the compressed pieces."""
+
+    @abstractmethod
+    def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
+        """Raise CorruptPayload for scales and codes that an encoder does not write."""
+
+    def encode_body(
+        self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int = 0, new: int = 0
+    ) -> bool:
+        """Write the codes of all pieces; scales must stand in the payload. True: a value is not finite."""
+        packed = self.encode_packed(src, dtype, layout, payload, key, old, new)
+        return _native.values_encode(src, dtype, layout.plain, 0, payload) or packed
+
+    def decode_body(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
+        """Write the average over payloads of all pieces to address `out`. True: a value written is not finite."""
+        packed = self.decode_packed(payloads, layout, out, dtype)
+        return _native.values_sum_decode(payloads, 0, layout.plain, out, dtype) or packed
+
+    def validate_body(self, payload: int, layout: PayloadLayout) -> None:
+        """Raise CorruptPayload unless scales and codes are such as an encoder writes."""
+        self.validate_packed(payload, layout)
+
+    def header(self, layout: PayloadLayout, dtype: int, nonfinite: bool, step: int, stream: int) -> wire.Header:
+        """Return the header of a payload of `layout`."""
+        flags = nonfinite * wire.FLAG_NONFINITE | layout.segmented * wire.FLAG_SEGMENTED
+        return wire.Header(
+            self.form.code, dtype, flags, layout.numel, layout.group_numel, layout.scale_count, step, stream
+        )
+
+    def check_header(self, header: wire.Header, layout: PayloadLayout, nbytes: int) -> None:
+        """Raise CorruptPayload unless a header describes a payload of `layout` by this codec."""
+        if header.codec != self.form.code:
+            names = wire.CODEC_NAMES
+            raise CorruptPayload("codec", f"a {names[header.codec]} payload, this is {names[self.form.code]}")
+        if header.segmented != layout.segmented:
+            raise CorruptPayload("segmented", f"segmented = {header.segmented}, expected {layout.segmented}")
+        for field in ("numel", "group_numel", "scale_count"):
+            got, wanted = getattr(header, field), getattr(layout, field)
+            if got != wanted:
+                raise CorruptPayload(field, f"the header says {got}, expected {wanted}")
+        if nbytes != layout.nbytes:
+            check = "truncated" if nbytes < layout.nbytes else "trailing"
+            raise CorruptPayload(check, f"{nbytes} bytes, expected {layout.nbytes}")
+
+    def digest(self) -> int:
+        """Return a 64-bit hash of the codec and its options, for the fingerprint."""
+        text = f"{self.name}{sorted(self.options().items())!r}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{k}={v!r}" for k, v in self.options().items())
+        return f"{type(self).__name__}({inner})"
+
+    def _layout_of(self, header: wire.Header, nbytes: int) -> PayloadLayout:
+        """Return the layout that an unsegmented header implies; allocates nothing by the numbers it reads."""
+        if nbytes < HEADER_NBYTES + self.form.code_nbytes(header.numel):
+            raise CorruptPayload("truncated", f"{nbytes} bytes cannot hold {header.numel} elements")
+        slot = Slot(0, header.numel, header.group_numel, True, 0)
+        groups = -(-header.numel // header.group_numel)
+        if header.scale_count != groups * self.form.scales_per_group:
+            wanted = groups * self.form.scales_per_group
+            raise CorruptPayload("scale_count", f"the header says {header.scale_count}, its groups need {wanted}")
+        return PayloadLayout(self.form, whole_pieces([slot]), segmented=False)
+
+    def _check_residual(self, residual: Tensor, numel: int) -> None:
+        if not self.error_feedback:
+            raise ValueError(f"{self!r} takes no residual")
+        check_memory(residual, "residual")
+        if residual.dtype != torch.float32:
+            raise UnsupportedTensor(f"residual must be float32, got {residual.dtype}")
+        if residual.numel() != numel:
+            raise ValueError(f"residual holds {residual.numel()} elements, the tensor {numel}")
+
+
+def check_memory(tensor: Tensor, name: str) -> None:
+    """Raise UnsupportedTensor unless `tensor` is dense, contiguous and on the CPU."""
+    if tensor.layout != torch.strided:
+        raise UnsupportedTensor(f"{name} is {tensor.layout}; gradcomp takes dense tensors")
+    if tensor.device.type != "cpu":
+        raise UnsupportedTensor(f"{name} is on {tensor.device}: not supported yet, gradcomp takes CPU tensors")
+    if not tensor.is_contiguous():
+        raise UnsupportedTensor(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first")
+
+
+def check_tensor(tensor: Tensor, name: str) -> None:
+    """Raise UnsupportedTensor unless `tensor` is something a codec can encode."""
+    check_memory(tensor, name)
+    if tensor.dtype not in _native.DTYPES:
+        raise UnsupportedTensor(f"{name} is {tensor.dtype}; gradcomp takes float32, bfloat16 and float16")
+    if tensor.numel() >= 2**32:
+        raise UnsupportedTensor(f"{name} has {tensor.numel()} elements; a payload holds fewer than 2**32")
+
+
+def check_group(group: object, names: tuple[str, ...]) -> None:
+    """Raise ValueError unless `group` is one of `names` or a block size."""
+    if isinstance(group, bool) or not (group in names or (isinstance(group, int) and 1 <= group < 2**32)):
+        raise ValueError(f"group must be one of {names} or a block of 1 to 2**32 - 1 elements, got {group!r}")
+
+
+def resolve_group(group: str | int, shape: tuple[int, ...]) -> int:
+    """Return the elements of one scale group: of "tensor", of "row" (all but the first dimension) or of a block."""
+    if isinstance(group, int):
+        return group
+    numel = int(np.prod(shape, dtype=np.int64)) if shape else 1
+    if group == "row" and len(shape) > 1 and shape[0]:
+        return max(1, numel // shape[0])
+    return max(1, numel)
+
+
+def check_second_phase(second_phase: object) -> None:
+    """Raise ValueError unless `second_phase` is None or a known name."""
+    if second_phase is not None and second_phase not in SECOND_PHASES:
+        raise ValueError(f"second_phase must be None or one of {SECOND_PHASES}, got {second_phase!r}")

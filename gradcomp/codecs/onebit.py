@@ -1,0 +1,68 @@
+"""1-bit codes with error feedback: the sign of gradient + residual, and the two class means of each group.
+
+Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", section 2. Deviations: groups are rows of
+a weight matrix (the paper's columns: the weights of one output unit), or tensors or blocks; the residual includes the old
+residual (as CNTK's code does; the printed formula omits it); a group whose local gradient is exactly zero decodes to
+zero and keeps its residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradcomp import _native
+from gradcomp.codecs.base import Codec, check_group, check_second_phase, resolve_group
+from gradcomp.layout import HEADER_NBYTES, Form, PayloadLayout
+from gradcomp.rng import RngKey
+
+
+class OneBit(Codec):
+    """1-bit SGD: one bit a value plus two fp32 means a group.
+
+    Args:
+        group: what shares the two means: "row" (one output unit), "tensor", or a block of n elements.
+        error_feedback: carry what a step's codes leave out into the next step. Without it training diverges; False is
+            for experiments.
+        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "bf16", "fp32".
+
+    Raises:
+        ValueError: an option out of its range; "exact", which needs integer codes.
+    """
+
+    name = "onebit"
+    form = Form(code=3, bits=1, scales_per_group=2)
+    whole_groups = True
+
+    def __init__(
+        self, *, group: str | int = "row", error_feedback: bool = True, second_phase: str | None = None
+    ) -> None:
+        check_group(group, ("row", "tensor"))
+        check_second_phase(second_phase)
+        if second_phase == "exact":
+            raise ValueError('second_phase="exact" needs integer sums; 1-bit codes have two means a rank and group')
+        if error_feedback not in (True, False):
+            raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
+        self.group = group
+        self.error_feedback = error_feedback
+        self.second_phase = second_phase
+
+    def options(self) -> dict[str, object]:
+        return {"group": self.group, "error_feedback": self.error_feedback, "second_phase": self.second_phase}
+
+    def group_numel(self, shape: tuple[int, ...]) -> int:
+        return resolve_group(self.group, shape)
+
+    def resolved_second_phase(self) -> str:
+        return self.second_phase or "requantize"
+
+    def encode_packed(
+        self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
+    ) -> bool:
+        return _native.onebit_encode(src, dtype, layout.packed, old, new, payload)
+
+    def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
+        return _native.onebit_sum_decode(payloads, layout.packed, out, dtype)
+
+    def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
+        _native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=False)
+        _native.onebit_validate(payload, layout.packed)

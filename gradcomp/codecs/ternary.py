@@ -1,0 +1,132 @@
+"""Ternary codes: sign(x) with probability |x| / S, else 0, in two bits.
+
+Implements Wen, Xu, Yan, Wu, Wang, Chen, Li 2017, "TernGrad", equations 3-5, with gradient clipping (equation 9: at
+clip_sigma standard deviations) and scaler sharing (section 3.2). Deviations: the standard deviation is about the mean;
+scales may be per row or block; the owner's second encoding never clips, since means of ternary values are sparse and
+their standard deviation says nothing about outliers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradcomp import _native
+from gradcomp.codecs.base import Codec, check_group, check_second_phase, resolve_group
+from gradcomp.layout import BLOCK, HEADER_NBYTES, Form, PayloadLayout
+from gradcomp.rng import RngKey, check_uint32
+
+
+class Ternary(Codec):
+    """TernGrad: 2 bits a value, unbiased, no residual.
+
+    Args:
+        clip_sigma: clip at this many standard deviations before scaling (TernGrad: 2.5); None: do not clip. A group
+            whose elements are all equal (a single element, for instance) has no deviation and clips to zero.
+        scale: "shared": all ranks use the largest rank's scale, so that sums of codes are integers and can be sent
+            exactly; costs one small round. "own": each rank its own scale: less variance, no extra round.
+        group: what shares a scale: "tensor" (layer-wise), "row", or a block of n elements.
+        second_phase: of a reduce_scatter: "exact" (integer sums), "requantize", "bf16", "fp32"; None: exact if the scale
+            is shared, else requantize.
+        seed: of the random numbers, uint32, the same on every rank.
+
+    Raises:
+        ValueError: an option out of its range, or "exact" with own scales.
+    """
+
+    name = "ternary"
+    form = Form(code=2, bits=2, scales_per_group=1)
+
+    def __init__(
+        self,
+        *,
+        clip_sigma: float | None = 2.5,
+        scale: str = "shared",
+        group: str | int = "tensor",
+        second_phase: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        if clip_sigma is not None and not (math.isfinite(clip_sigma) and clip_sigma > 0):
+            raise ValueError(f"clip_sigma must be None or a positive number, got {clip_sigma!r}")
+        if scale not in ("shared", "own"):
+            raise ValueError(f'scale must be "shared" or "own", got {scale!r}')
+        check_group(group, ("tensor", "row"))
+        check_second_phase(second_phase)
+        if second_phase == "exact" and scale == "own":
+            raise ValueError('second_phase="exact" needs scale="shared": codes of different scales have no integer sum')
+        self.clip_sigma = clip_sigma
+        self.scale = scale
+        self.group = group
+        self.second_phase = second_phase
+        self.seed = check_uint32("seed", seed)
+        self.shares_scale = scale == "shared"
+
+    def options(self) -> dict[str, object]:
+        return {
+            "clip_sigma": self.clip_sigma,
+            "scale": self.scale,
+            "group": self.group,
+            "second_phase": self.second_phase,
+            "seed": self.seed,
+        }
+
+    def group_numel(self, shape: tuple[int, ...]) -> int:
+        return resolve_group(self.group, shape)
+
+    def resolved_second_phase(self) -> str:
+        return self.second_phase or ("exact" if self.shares_scale else "requantize")
+
+    def requantizer(self) -> Codec:
+        return Ternary(clip_sigma=None, scale="own", group=self.group, seed=self.seed)
+
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        scale: float | Tensor | None = None,
+        key: RngKey | None = None,
+    ) -> Tensor:
+        if residual is not None:
+            raise ValueError(
+                "ternary takes no residual: its codes are unbiased and error feedback makes the residual grow "
+                "(64 to 105 times the gradient after 200 steps); use OneBit for error feedback"
+            )
+        return super().encode(x, scale=scale, key=key if key is not None else RngKey(seed=self.seed))
+
+    def scratch(self, layout: PayloadLayout) -> NDArray[Any]:
+        return np.empty(int(layout.group_blocks[-1]), BLOCK)
+
+    def measure(self, src: int, dtype: int, layout: PayloadLayout, scratch: NDArray[Any] | None, scales: int) -> bool:
+        blocks = scratch if scratch is not None else self.scratch(layout)
+        return _native.ternary_scales(src, dtype, layout, blocks, self.clip_sigma, scales)
+
+    def place_scales(self, layout: PayloadLayout, scales: int, payload: int) -> None:
+        _native.copy_bytes(payload + HEADER_NBYTES, scales, 4 * layout.scale_count)
+
+    def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
+        given = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
+        given = given.expand(group_count) if given.numel() == 1 else given
+        if given.numel() != group_count:
+            raise ValueError(f"scale has {given.numel()} values for {group_count} groups")
+        if not bool((torch.isfinite(given) & (given >= 0)).all()):
+            raise ValueError(f"scale must be finite and not negative, got {scale!r}")
+        return (given + 0.0).contiguous()  # -0.0 becomes 0.0
+
+    def encode_packed(
+        self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
+    ) -> bool:
+        return _native.ternary_encode(src, dtype, layout.packed, payload, (key.seed, key.rank, key.step, key.stream))
+
+    def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
+        return _native.ternary_sum_decode(payloads, self.shares_scale, layout.packed, out, dtype)
+
+    def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
+        _native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=True)
+        _native.ternary_validate(payload, layout.packed)

@@ -1,0 +1,21 @@
+"""Communicators: they move bytes between ranks and know no codec."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.local import LocalCommunicator
+
+if TYPE_CHECKING:
+    from gradcomp.comm.torchdist import TorchCommunicator
+
+__all__ = ["Channel", "Communicator", "LocalCommunicator", "TorchCommunicator", "Work"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "TorchCommunicator":
+        from gradcomp.comm.torchdist import TorchCommunicator
+
+        return TorchCommunicator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

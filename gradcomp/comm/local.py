@@ -1,0 +1,131 @@
+"""N ranks in one process: each rank is a thread with its own communicator, sharing memory under one lock.
+
+For tests at world sizes that no test machine has processes for, and for trying out codecs without a cluster.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp.comm.base import Channel, Communicator, Work
+
+
+@dataclass
+class _Slot:
+    """One collective under way: what each rank gave, and how many have fetched their result."""
+
+    given: dict[int, list[Tensor]] = field(default_factory=dict)
+    kinds: set[str] = field(default_factory=set)
+    fetched: int = 0
+
+
+class _Board:
+    """Where the ranks of one group meet."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.changed = threading.Condition()
+        self.slots: dict[tuple[Channel, int], _Slot] = {}
+        self.gone: set[int] = set()
+
+
+class _LocalWork(Work):
+    def __init__(self, board: _Board, place: tuple[Channel, int], fetch: Callable[[_Slot], None]) -> None:
+        self._board, self._place, self._fetch = board, place, fetch
+
+    def wait(self, timeout_s: float) -> None:
+        board, deadline = self._board, time.monotonic() + timeout_s
+        with board.changed:
+            slot = board.slots[self._place]
+            while len(slot.given) < board.world_size:
+                missing = sorted(set(range(board.world_size)) - slot.given.keys())
+                if board.gone & set(missing):
+                    raise ConnectionError(f"ranks {sorted(board.gone & set(missing))} are gone")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no word from ranks {missing}")
+                board.changed.wait(left)
+            if len(slot.kinds) > 1:
+                raise ConnectionError(f"ranks started different collectives: {sorted(slot.kinds)}")
+            self._fetch(slot)
+            slot.fetched += 1
+            if slot.fetched == board.world_size:
+                del board.slots[self._place]
+
+
+class LocalCommunicator(Communicator):
+    """One rank of a group inside this process; make them all at once with `group`."""
+
+    def __init__(self, board: _Board, rank: int) -> None:
+        self._board = board
+        self.rank = rank
+        self.world_size = board.world_size
+        self._started = dict.fromkeys(Channel, 0)
+
+    @classmethod
+    def group(cls, world_size: int) -> list[LocalCommunicator]:
+        """Return the communicators of `world_size` ranks, one for each thread that plays a rank.
+
+        Raises:
+            ValueError: `world_size` below 1.
+        """
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        board = _Board(world_size)
+        return [cls(board, rank) for rank in range(world_size)]
+
+    def start_max(self, values: Tensor, channel: Channel) -> Work:
+        def fetch(slot: _Slot) -> None:
+            stack = [given[0].numpy() for given in slot.given.values()]
+            np.maximum.reduce(stack, out=values.numpy())
+
+        return self._start("max", [values.clone()], channel, fetch)
+
+    def start_all_to_all(
+        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+    ) -> Work:
+        def fetch(slot: _Slot) -> None:
+            runs = [slot.given[k][self.rank] for k in range(self.world_size)]
+            sizes = [run.numel() for run in runs]
+            if sizes != list(recv_nbytes):
+                raise ConnectionError(f"ranks sent {sizes} bytes, {list(recv_nbytes)} expected")
+            torch.cat(runs, out=recv)
+
+        runs = list(send.clone().split(list(send_nbytes)))
+        return self._start("all_to_all", runs, channel, fetch)
+
+    def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
+        def fetch(slot: _Slot) -> None:
+            runs = [slot.given[k][0] for k in range(self.world_size)]
+            if any(run.numel() != send.numel() for run in runs):
+                raise ConnectionError(f"ranks sent {[r.numel() for r in runs]} bytes, {send.numel()} expected")
+            torch.cat(runs, out=recv)
+
+        return self._start("all_gather", [send.clone()], channel, fetch)
+
+    def abort(self) -> None:
+        """Make every wait of the other ranks for this one end in ConnectionError."""
+        with self._board.changed:
+            self._board.gone.add(self.rank)
+            self._board.changed.notify_all()
+
+    def close(self) -> None:
+        """Leave the group; peers that wait for this rank are told."""
+        self.abort()
+
+    def _start(self, kind: str, data: list[Tensor], channel: Channel, fetch: Callable[[_Slot], None]) -> Work:
+        with self._board.changed:
+            place = (channel, self._started[channel])
+            self._started[channel] += 1
+            slot = self._board.slots.setdefault(place, _Slot())
+            slot.given[self.rank] = data
+            slot.kinds.add(kind)
+            self._board.changed.notify_all()
+        return _LocalWork(self._board, place, fetch)

@@ -1,0 +1,240 @@
+"""Communication hook for DistributedDataParallel: one line after `DistributedDataParallel(...)`.
+
+Annotations here are real classes, since DDP inspects those of a hook: no postponed evaluation in this file.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from gradcomp.codecs import Codec
+from gradcomp.comm.base import Communicator
+from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.engine import Engine, Options
+from gradcomp.errors import GradcompError, UnsupportedTensor
+from gradcomp.stats import Stats
+
+logger = logging.getLogger("gradcomp")
+
+
+class CompressionState:
+    """What the hook of one model keeps: codec, residuals, pipeline, statistics.
+
+    `register` makes one and registers it; by hand it is
+    ``model.register_comm_hook(CompressionState(model, "ternary"), compression_hook)``.
+    Arguments and errors are those of `register`. One state serves one model.
+    """
+
+    def __init__(
+        self,
+        model: nn.parallel.DistributedDataParallel,
+        codec: Codec | str,
+        *,
+        comm: Communicator | None = None,
+        start_step: int = 0,
+        min_numel: int = 1024,
+        exclude: Sequence[str] = (),
+        exchange: str = "auto",
+        optimizer: torch.optim.Optimizer | None = None,
+        grad_scaler: Any = None,
+        transactional: bool | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; "
+                "for a model without DDP use gradcomp.GradientAverager"
+            )
+        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+            raise ValueError(f"grad_scaler must have get_scale(), got {type(grad_scaler).__name__}")
+        if transactional is False and grad_scaler is not None:
+            raise ValueError("transactional=False cannot work with a grad_scaler: a skipped step would lose residuals")
+        exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        options = Options(
+            start_step=start_step,
+            min_numel=min_numel,
+            exclude=exclude,
+            exchange=exchange,
+            transactional=bool(transactional) or grad_scaler is not None,
+            timeout_s=timeout_s,
+        )
+        named = list(model.module.named_parameters())
+        self._index = {parameter: number for number, (_, parameter) in enumerate(named)}
+        if optimizer is not None:
+            _check_optimizer(optimizer, self._index)
+        own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=timeout_s)
+        try:
+            scale = grad_scaler.get_scale if grad_scaler is not None else None
+            self._engine = Engine(named, codec, own_comm, options, scale)
+        except BaseException:
+            if comm is None:
+                own_comm.close()
+            raise
+        self._members: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+        self._task_id = -1
+        self._pre_hook = model.register_forward_pre_hook(self._raise_if_failed)
+        if own_comm.rank == 0:
+            logger.info(self._engine.describe())
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes and seconds so far."""
+        return self._engine.stats
+
+    @property
+    def step(self) -> int:
+        """Number of the next backward pass whose gradients are exchanged."""
+        return self._engine.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to resume bit for bit: step, loss scale, residuals by parameter name.
+
+        Save one file a rank; ``torch.load(..., weights_only=True)`` reads it.
+        """
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a `state_dict` of the same rank, world size, codec and model; ValueError for any other."""
+        self._engine.load_state_dict(state)
+
+    def discard_step(self) -> None:
+        """Roll residuals back to before the last backward: call it when you throw its gradients away."""
+        self._engine.discard_step()
+
+    def check_replicas(self) -> None:
+        """Compare the parameters' bits over all ranks; PeerMismatch names the first tensor and rank that differ."""
+        self._engine.check_replicas()
+
+    def describe(self) -> str:
+        """Return the line that `register` logs: what is compressed, what is not, the exchange, the expected ratio."""
+        return self._engine.describe()
+
+    def close(self) -> None:
+        """Stop the threads and destroy the process groups made for this state; the model cannot train on after it."""
+        self._pre_hook.remove()
+        self._engine.close()
+
+    def __repr__(self) -> str:
+        return f"<CompressionState {self.describe()}>"
+
+    # ---- the hook ----------------------------------------------------------------------------------------------------
+
+    def handle(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Average a bucket in its own memory; the future completes when that is done."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        if isinstance(bucket, tuple):
+            raise UnsupportedTensor("compiled autograd's python reducer passes (grad, param) pairs: not supported yet")
+        buffer = bucket.buffer()
+        engine, task_id = self._engine, torch._C._current_graph_task_id()
+        if engine.comm.world_size == 1:
+            if bucket.is_last():
+                engine.pass_step()
+            future.set_result(buffer)
+            return future
+        try:
+            if not engine.is_open or task_id != self._task_id:
+                self._task_id = task_id
+                if task_id != -1:
+                    Variable._execution_engine.queue_callback(engine.finish_step)  # type: ignore[attr-defined]
+                engine.begin_step()
+            engine.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
+            if task_id == -1 and bucket.is_last():  # join(): this rank has run out of data and plays along
+                engine.finish_step()
+        except Exception as error:
+            engine.pipeline.fail(error)
+            if not future.done():
+                future.set_result(buffer)
+            if task_id == -1:
+                raise
+        return future
+
+    def _place(self, bucket: dist.GradBucket) -> tuple[tuple[int, int], ...]:
+        """Return (parameter position, offset) of every tensor in the bucket."""
+        parameters = bucket.parameters()
+        members, offset = [], 0
+        for parameter in parameters:
+            if parameter not in self._index:
+                raise GradcompError("DDP passed a parameter that was not in the model when gradcomp was registered")
+            members.append((self._index[parameter], offset))
+            offset += parameter.numel()
+        return tuple(members)
+
+    def _raise_if_failed(self, module: nn.Module, inputs: Any) -> None:
+        error = self._engine.pipeline.error
+        if error is not None:
+            raise error
+
+
+def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average one DDP bucket compressed; for ``model.register_comm_hook(state, compression_hook)``."""
+    return state.handle(bucket)
+
+
+def register(
+    model: nn.parallel.DistributedDataParallel,
+    codec: Codec | str,
+    *,
+    comm: Communicator | None = None,
+    start_step: int = 0,
+    min_numel: int = 1024,
+    exclude: Sequence[str] = (),
+    exchange: str = "auto",
+    optimizer: torch.optim.Optimizer | None = None,
+    grad_scaler: Any = None,
+    transactional: bool | None = None,
+    timeout_s: float = 300.0,
+) -> CompressionState:
+    """Compress the gradients of a DistributedDataParallel model from the next backward pass on.
+
+    Collective: every rank of the model's process group calls it, with the same arguments, before the first backward.
+
+    Args:
+        model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters on the CPU.
+        codec: `Ternary(...)`, `OneBit(...)`, `Identity()`, or a name ("ternary", "onebit").
+        comm: moves the bytes; by default gloo groups made from the model's process group. Closed with the state.
+        start_step: backward passes before this one are averaged in fp32 (a warm start).
+        min_numel: tensors with fewer elements travel as fp32.
+        exclude: parameter names or patterns (``"*.bias"``) that travel as fp32.
+        exchange: "auto" (fewer bytes), "all_gather", or "reduce_scatter".
+        optimizer: the optimizer of this model, checked to update these parameters.
+        grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a whole step at a time.
+        transactional: commit residuals only if no bucket of the step held NaN or Inf; on by default with `grad_scaler`.
+        timeout_s: seconds after which a silent peer is given up.
+
+    Returns:
+        The state: `stats`, `state_dict`, `discard_step`, `check_replicas`, `close`.
+
+    Raises:
+        TypeError: `model` is not wrapped in DDP.
+        UnsupportedTensor: a parameter's dtype, device or layout.
+        ValueError: an option out of its range; the message has the value.
+
+    Later, out of ``loss.backward()`` on every rank: PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor.
+    """
+    state = CompressionState(
+        model,
+        codec,
+        comm=comm,
+        start_step=start_step,
+        min_numel=min_numel,
+        exclude=exclude,
+        exchange=exchange,
+        optimizer=optimizer,
+        grad_scaler=grad_scaler,
+        transactional=transactional,
+        timeout_s=timeout_s,
+    )
+    model.register_comm_hook(state, compression_hook)
+    return state
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, known: dict[Any, int]) -> None:
+    """Raise ValueError if an optimizer updates none of the model's parameters."""
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(p in known for p in updated):
+        raise ValueError("optimizer updates no parameter of this model; pass the optimizer that trains it")

@@ -1,0 +1,402 @@
+"""What a DDP hook and a GradientAverager share: named parameters -> buckets -> pipeline, with steps and checkpoints.
+
+An engine knows the parameters by position, keeps one `BucketExchange` for every bucket layout it has seen, agrees with
+the peers on each layout before the first byte of it moves (the fingerprint), and commits or rolls back residuals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp import wire
+from gradcomp.codecs import Codec, Identity, resolve
+from gradcomp.codecs.base import check_tensor
+from gradcomp.comm.base import Channel, Communicator
+from gradcomp.errors import PeerLost, PeerMismatch
+from gradcomp.exchange import BucketExchange, BucketPlan, choose, owned_numel
+from gradcomp.feedback import Feedback
+from gradcomp.layout import Slot, describe_parameters, layout_digest
+from gradcomp.pipeline import Pipeline, Task
+from gradcomp.stats import Stats, ring_bytes
+
+FINGERPRINT_FIELDS = (
+    "wire_version",
+    "codec",
+    "codec_options",
+    "exchange",
+    "second_phase",
+    "dtype",
+    "numel",
+    "layout",
+    "start_step",
+    "min_numel",
+    "exclude",
+    "step",
+    "world_size",
+    "transactional",
+    "parameter_count",
+    "bucket",
+)
+_RECORD = struct.Struct(f"<{len(FINGERPRINT_FIELDS)}Q")
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose beside the codec; see `gradcomp.ddp.register`."""
+
+    start_step: int = 0
+    min_numel: int = 1024
+    exclude: tuple[str, ...] = ()
+    exchange: str = "auto"
+    transactional: bool = False
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("start_step", "min_numel"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        if isinstance(self.exclude, str) or not all(isinstance(e, str) for e in self.exclude):
+            raise ValueError(f"exclude must be a sequence of names or patterns, got {self.exclude!r}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s!r}")
+
+
+class Engine:
+    """Averages the gradients of one set of named parameters.
+
+    Args:
+        named: (name, parameter) pairs in the order of ``named_parameters()``, the same on every rank.
+        codec: codec or name.
+        comm: moves the bytes; closed with the engine.
+        options: see `Options`.
+        loss_scale: returns the scale that the gradients of this step carry.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        codec: Codec | str,
+        comm: Communicator,
+        options: Options,
+        loss_scale: Callable[[], float] | None = None,
+    ) -> None:
+        if not named:
+            raise ValueError("there are no parameters to average")
+        self.codec, self.comm, self.options = resolve(codec), comm, options
+        self.strategy = choose(self.codec, comm.world_size, options.exchange)
+        for name, parameter in named:
+            if parameter.requires_grad:
+                check_tensor(parameter.detach(), f"parameter {name!r}")
+        self.named = list(named)
+        shapes = [(name, tuple(p.shape)) for name, p in named]
+        self.parameters = describe_parameters(shapes, self.codec.group_numel, options.min_numel, options.exclude)
+        self.stats = Stats()
+        self.step = 0
+        self._loss_scale, self._scale = loss_scale, 1.0
+        self._exchanges: dict[tuple[Any, ...], BucketExchange] = {}
+        self._open = False
+        self._submitted: list[BucketExchange] = []
+        self._first_submit = self._last_done = 0.0
+        self._layouts_changed = False
+        self._plain = Identity()
+        self.pipeline = Pipeline(4)
+        self.feedback, self.owner_feedback = self._make_feedback()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._open
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Open a step: take over the loss scale, forget what `discard_step` could undo."""
+        if self.pipeline.error is not None:
+            raise self.pipeline.error
+        if self._open:  # the backward before was abandoned by an exception of the user's
+            self.pipeline.wait()
+        self._open, self._submitted = True, []
+        for feedback in self._feedbacks():
+            feedback.begin_step()
+        if self._loss_scale is not None:
+            scale = float(self._loss_scale())
+            if scale != self._scale:
+                for feedback in self._feedbacks():
+                    feedback.rescale(scale / self._scale)
+                self._scale = scale
+
+    def submit(self, buffer: Tensor, members: tuple[tuple[int, int], ...], done: Callable[[], None]) -> None:
+        """Average one bucket in place.
+
+        Args:
+            buffer: ``(numel,)`` float32, bfloat16 or float16, contiguous, CPU.
+            members: (position of the parameter, first element in the buffer) pairs in buffer order.
+            done: called when the average stands in the buffer, or NaN after a failure.
+        """
+        check_tensor(buffer, "the bucket")
+        number = len(self._submitted)
+        exchange, new = self._exchange(buffer, members)
+        self._submitted.append(exchange)
+        if number == 0:
+            self._first_submit = time.perf_counter()
+        exchange.begin(buffer, self.step, number)
+        self.stats.baseline_bytes += ring_bytes(buffer.numel(), self.comm.world_size)
+
+        def first() -> None:
+            if new is not None:
+                self._agree(new, number)
+            exchange.measure()
+
+        def last() -> None:
+            exchange.finish()
+            if not self.options.transactional and not exchange.flagged:
+                exchange.commit()
+
+        def end(error: BaseException | None) -> None:
+            self._last_done = time.perf_counter()
+            if error is not None:
+                buffer.fill_(float("nan"))
+            done()
+
+        self.pipeline.submit(Task((first, exchange.encode, exchange.own, last), end))
+
+    def finish_step(self) -> None:
+        """Wait for every bucket of the step, commit residuals, count the step.
+
+        Raises:
+            GradcompError: what went wrong in any bucket, on this call and on every later one.
+        """
+        begun = time.perf_counter()
+        self.pipeline.wait()
+        if self._submitted:
+            self.stats.add_seconds("hidden", max(0.0, min(begun, self._last_done) - self._first_submit))
+            self._forget_old_layouts()
+        if self.options.transactional and not any(e.flagged for e in self._submitted):
+            for exchange in self._submitted:
+                exchange.commit()
+        self._open = False
+        self.step += 1
+        self.stats.steps += 1
+
+    def pass_step(self) -> None:
+        """Count a step that needed no exchange (world size 1)."""
+        self.step += 1
+        self.stats.steps += 1
+
+    def discard_step(self) -> None:
+        """Give back the residuals of before the last step: for code that throws the step's gradients away."""
+        for feedback in self._feedbacks():
+            feedback.discard()
+
+    # ---- checkpoints, checks ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on bit for bit: tensors, numbers and strings only."""
+        self.pipeline.wait()
+        names = {p.index: p.name for p in self.parameters}
+        return {
+            "version": STATE_VERSION,
+            "codec": repr(self.codec),
+            "strategy": str(self.strategy),
+            "rank": self.comm.rank,
+            "world_size": self.comm.world_size,
+            "step": self.step,
+            "loss_scale": self._scale,
+            "residual": self.feedback.state(names) if self.feedback else {},
+            "owner_residual": self.owner_feedback.state(names) if self.owner_feedback else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` of the same rank, world size and codec was taken.
+
+        Raises:
+            ValueError: a state of another version, rank, world size, codec or model; nothing is changed then.
+        """
+        wanted = {
+            "version": STATE_VERSION,
+            "codec": repr(self.codec),
+            "strategy": str(self.strategy),
+            "rank": self.comm.rank,
+            "world_size": self.comm.world_size,
+        }
+        for key, value in wanted.items():
+            if state.get(key) != value:
+                raise ValueError(
+                    f"this state has {key} {state.get(key)!r}, {value!r} expected: residuals belong to one rank"
+                )
+        self.pipeline.wait()
+        names = {p.index: p.name for p in self.parameters}
+        pairs = ((self.feedback, "residual"), (self.owner_feedback, "owner_residual"))
+        before = [f.state(names) if f else {} for f, _ in pairs]
+        try:
+            for feedback, key in pairs:
+                if feedback:
+                    feedback.load(state[key], names)
+        except ValueError:
+            for (feedback, _), old in zip(pairs, before, strict=True):
+                if feedback:
+                    feedback.load(old, names)
+            raise
+        self.step, self._scale = int(state["step"]), float(state["loss_scale"])
+
+    def check_replicas(self) -> None:
+        """Compare a hash of all parameters over the ranks.
+
+        Raises:
+            PeerMismatch: field "parameter <name>" and the first rank whose bits differ from rank 0's.
+            PeerLost: a rank did not answer.
+        """
+        self.pipeline.wait()
+        digests = b""
+        for _, tensor in self.named:
+            raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            digests += hashlib.blake2b(raw.tobytes(), digest_size=16).digest()
+        everyone = self._gather(digests, "check_replicas", -1)
+        for rank, theirs in enumerate(everyone):
+            for number, (name, _) in enumerate(self.named):
+                part = slice(16 * number, 16 * number + 16)
+                if theirs[part] != everyone[0][part]:
+                    raise PeerMismatch(f"parameter {name}", rank, everyone[0][part].hex(), theirs[part].hex())
+
+    def describe(self) -> str:
+        """Return one line that says what is on."""
+        packed = [p for p in self.parameters if p.compressed and self.named[p.index][1].requires_grad]
+        plain = [p for p in self.parameters if not p.compressed and self.named[p.index][1].requires_grad]
+        if self.comm.world_size == 1:
+            return f"gradcomp: {self.codec!r} is off: world size 1, gradients pass through"
+        ratio = self.expected_ratio()
+        start = f", from step {self.options.start_step} on" if self.options.start_step else ""
+        return (
+            f"gradcomp: {self.codec!r} on {len(packed)} tensors ({sum(p.numel for p in packed):,} values), "
+            f"fp32 for {len(plain)} ({sum(p.numel for p in plain):,} values), "
+            f"{self.strategy} over {self.comm.world_size} ranks{start}; "
+            f"expected {ratio:.1f}x fewer bytes than an fp32 ring"
+        )
+
+    def expected_ratio(self) -> float:
+        """Return baseline bytes / bytes sent, as the exchange's own sizing has it, all parameters in one bucket."""
+        members, offset = [], 0
+        for p in self.parameters:
+            if self.named[p.index][1].requires_grad:
+                members.append((p.index, offset))
+                offset += p.numel
+        plan = self._plan(self._slots(tuple(members)), self.codec)
+        return ring_bytes(offset, self.comm.world_size) / plan.sent_nbytes if plan.sent_nbytes else 1.0
+
+    def close(self) -> None:
+        """Stop the threads and give the communicator back. Closing twice is harmless."""
+        self.pipeline.close()
+        self.comm.close()
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _feedbacks(self) -> list[Feedback]:
+        return [f for f in (self.feedback, self.owner_feedback) if f is not None]
+
+    def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
+        if not self.codec.error_feedback or self.comm.world_size == 1:
+            return None, None
+        numels = {p.index: p.numel for p in self.parameters if p.compressed and self.named[p.index][1].requires_grad}
+        own = None
+        if self.strategy.second_phase == "requantize":
+            world, rank = self.comm.world_size, self.comm.rank
+            own = Feedback({i: owned_numel(n, world, rank) for i, n in numels.items()})
+        return Feedback(numels), own
+
+    def _slots(self, members: tuple[tuple[int, int], ...]) -> list[Slot]:
+        slots = []
+        for index, offset in members:
+            p = self.parameters[index]
+            residual = self.feedback.offset(index) if self.feedback and p.compressed else 0
+            slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
+        return slots
+
+    def _plan(self, slots: list[Slot], codec: Codec) -> BucketPlan:
+        world, rank = self.comm.world_size, self.comm.rank
+        strategy = self.strategy if codec is self.codec else choose(codec, world)
+        own = self.owner_feedback if codec is self.codec else None
+        offsets = {s.index: own.offset(s.index) for s in slots if s.compressed} if own else None
+        return BucketPlan(codec, slots, strategy, world, rank, offsets)
+
+    def _exchange(
+        self, buffer: Tensor, members: tuple[tuple[int, int], ...]
+    ) -> tuple[BucketExchange, list[int] | None]:
+        """Return the exchange of a bucket, and the fingerprint to agree on if its layout is new."""
+        plain = self.step < self.options.start_step
+        place = (members, buffer.dtype, plain)
+        if place in self._exchanges:
+            return self._exchanges[place], None
+        slots = self._slots(members)
+        if sum(s.numel for s in slots) != buffer.numel():
+            raise ValueError(
+                f"the bucket holds {buffer.numel()} elements, its parameters {sum(s.numel for s in slots)}"
+            )
+        codec = self._plain if plain else self.codec
+        self._layouts_changed = True
+        self._exchanges[place] = BucketExchange(
+            self._plan(slots, codec),
+            self.comm,
+            buffer.dtype,
+            self.stats,
+            feedback=None if plain else self.feedback,
+            owner_feedback=None if plain else self.owner_feedback,
+            seed=int(getattr(codec, "seed", 0)),
+            timeout_s=self.options.timeout_s,
+        )
+        return self._exchanges[place], self._fingerprint(slots, buffer)
+
+    def _forget_old_layouts(self) -> None:
+        """Free the buffers of layouts that a bucket rebuild has replaced."""
+        if self._layouts_changed:
+            self._exchanges = {k: e for k, e in self._exchanges.items() if e in self._submitted}
+            self._layouts_changed = False
+
+    def _fingerprint(self, slots: list[Slot], buffer: Tensor) -> list[int]:
+        def digest(text: str) -> int:
+            return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+        options = self.options
+        return [
+            wire.VERSION,
+            self.codec.form.code,
+            self.codec.digest(),
+            digest(self.strategy.exchange),
+            digest(self.strategy.second_phase),
+            digest(str(buffer.dtype)),
+            buffer.numel(),
+            layout_digest(slots, str(buffer.dtype)),
+            options.start_step,
+            options.min_numel,
+            digest(repr(sorted(options.exclude))),
+            self.step,
+            self.comm.world_size,
+            int(options.transactional),
+            len(self.parameters),
+            len(self._submitted),
+        ]
+
+    def _agree(self, record: list[int], bucket: int) -> None:
+        """Compare a fingerprint over the ranks; raise PeerMismatch on every one of them if it differs."""
+        everyone = [_RECORD.unpack(r) for r in self._gather(_RECORD.pack(*record), "fingerprint", bucket)]
+        self.stats.setup_bytes += (self.comm.world_size - 1) * _RECORD.size
+        for number, field in enumerate(FINGERPRINT_FIELDS):
+            for rank, theirs in enumerate(everyone):
+                if theirs[number] != everyone[0][number]:
+                    raise PeerMismatch(field, rank, everyone[0][number], theirs[number])
+
+    def _gather(self, data: bytes, phase: str, bucket: int) -> list[bytes]:
+        begun = time.perf_counter()
+        try:
+            return self.comm.all_gather_bytes(data, self.options.timeout_s, Channel.SCALE)
+        except (TimeoutError, ConnectionError) as error:
+            raise PeerLost(phase, bucket, time.perf_counter() - begun, str(error)) from error

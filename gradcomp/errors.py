@@ -1,0 +1,88 @@
+"""The errors gradcomp raises by name. Wrong arguments are plain ValueError with the value in the message."""
+
+from __future__ import annotations
+
+
+class GradcompError(Exception):
+    """Base of every error that gradcomp raises by name."""
+
+
+class CorruptPayload(GradcompError, ValueError):
+    """A payload that cannot be what an encoder wrote.
+
+    Attributes:
+        check: name of the check that failed (docs/reference/wire-format.md lists them all).
+    """
+
+    def __init__(self, check: str, detail: str) -> None:
+        super().__init__(f"corrupt payload ({check}): {detail}")
+        self.check = check
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type[CorruptPayload], tuple[str, str]]:
+        return type(self), (self.check, self.detail)
+
+
+class PeerMismatch(GradcompError):
+    """Two ranks that run gradcomp with different settings, models or steps.
+
+    Attributes:
+        field: name of the first setting that differs.
+        rank: the first rank that differs from rank 0 (or from this rank, for a payload header).
+        expected: the value here (of rank 0, for a fingerprint).
+        got: the value on ``rank``.
+    """
+
+    def __init__(self, field: str, rank: int, expected: object, got: object) -> None:
+        super().__init__(
+            f"rank {rank} differs in {field!r}: {got} there, {expected} expected; "
+            "give every rank the same model, codec and gradcomp options"
+        )
+        self.field = field
+        self.rank = rank
+        self.expected = expected
+        self.got = got
+
+    def __reduce__(self) -> tuple[type[PeerMismatch], tuple[str, int, object, object]]:
+        return type(self), (self.field, self.rank, self.expected, self.got)
+
+
+class PeerLost(GradcompError):
+    """A rank that died or stayed silent longer than ``timeout_s``.
+
+    Attributes:
+        phase: what was waited for ("scale_round", "first_phase", "second_phase", "fingerprint", ...).
+        bucket: number of the bucket in its step, -1 when there is none.
+        waited_s: seconds waited.
+    """
+
+    def __init__(self, phase: str, bucket: int, waited_s: float, detail: str = "") -> None:
+        text = f"lost a peer in {phase} of bucket {bucket} after {waited_s:.1f} s"
+        super().__init__(f"{text}: {detail}" if detail else text)
+        self.phase = phase
+        self.bucket = bucket
+        self.waited_s = waited_s
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type[PeerLost], tuple[str, int, float, str]]:
+        return type(self), (self.phase, self.bucket, self.waited_s, self.detail)
+
+
+class UnsupportedTensor(GradcompError, TypeError):
+    """A tensor that gradcomp cannot take: its dtype, device, or layout is named in the message."""
+
+
+class NativeError(GradcompError, RuntimeError):
+    """A C kernel refused its arguments; a bug in gradcomp unless memory was corrupted.
+
+    Attributes:
+        status: name of the status code, for instance "GC_INVALID_ARGUMENT".
+    """
+
+    def __init__(self, status: str, function: str) -> None:
+        super().__init__(f"{function} returned {status}")
+        self.status = status
+        self.function = function
+
+    def __reduce__(self) -> tuple[type[NativeError], tuple[str, str]]:
+        return type(self), (self.status, self.function)

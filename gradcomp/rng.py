@@ -1,0 +1,55 @@
+"""Names the random draws of one encoding: (seed, rank, step, parameter, stream) -> Philox4x32-10 key and counter.
+
+Draws are a pure function of these five numbers and of the element, never of threads, tiers, buckets or transports. The
+generator itself lives in C and, to be read, in `gradcomp.reference`.
+
+References: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+STREAM_FIRST = 0  # a rank's own gradient
+STREAM_SECOND = 1  # the owner's mean, drawn independently of the first phase
+STREAM_SERVER = 2
+STREAM_INNER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RngKey:
+    """Which random numbers an encoding draws.
+
+    Args:
+        seed: experiment seed, uint32, the same on every rank.
+        rank: rank that encodes, uint32.
+        step: training step, uint32 (a step counter wraps modulo 2**32 before it gets here).
+        parameter: position of the parameter in ``named_parameters()``, uint32.
+        stream: 0 first phase, 1 second phase, 2 server, 3 inner; below 2**31.
+
+    Raises:
+        ValueError: a number that is not an integer in its range.
+    """
+
+    seed: int = 0
+    rank: int = 0
+    step: int = 0
+    parameter: int = 0
+    stream: int = STREAM_FIRST
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "rank", "step", "parameter"):
+            check_uint32(name, getattr(self, name))
+        if check_uint32("stream", self.stream) >= 2**31:
+            raise ValueError(f"stream must be below 2**31, got {self.stream}")
+
+    def with_stream(self, stream: int) -> RngKey:
+        """Return this key with another stream."""
+        return replace(self, stream=stream)
+
+
+def check_uint32(name: str, value: object) -> int:
+    """Return `value` if it is an integer in [0, 2**32), else raise ValueError naming it."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise ValueError(f"{name} must be an integer in [0, 2**32), got {value!r}")
+    return value

@@ -1,0 +1,62 @@
+"""Bytes and seconds per phase, counted always: a few additions a bucket."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode")
+
+
+def ring_bytes(numel: int, world_size: int) -> int:
+    """Return the bytes that one rank sends in an fp32 ring all_reduce: 2 (N - 1) / N * 4 * numel, rounded up."""
+    return -(-2 * (world_size - 1) * 4 * numel // world_size)
+
+
+@dataclass
+class Stats:
+    """What gradient exchange has cost since the start (or the last `reset`).
+
+    Attributes:
+        steps: backward passes whose gradients were exchanged.
+        bytes_sent, bytes_received: bytes to and from other ranks: headers, scales and padding included, self excluded.
+        baseline_bytes: bytes an fp32 ring all_reduce would have sent: 2 (N - 1) / N * 4 * numel.
+        setup_bytes: bytes of fingerprints (once for each bucket layout), not in `bytes_sent`.
+        nonfinite_buckets: buckets that held NaN or Inf on some rank.
+        seconds: per phase, summed over buckets ("statistics", "scale_round", "encode", "first_phase", "owner",
+            "second_phase", "decode"; the three exchanges are time spent waiting), and "hidden": the part of the time from
+            first to last bucket that backward did not wait for.
+    """
+
+    steps: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    baseline_bytes: int = 0
+    setup_bytes: int = 0
+    nonfinite_buckets: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "hidden"), 0.0))
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def compression_ratio(self) -> float:
+        """baseline_bytes / bytes_sent; 1.0 when nothing had to be sent."""
+        return self.baseline_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    def add_bytes(self, sent: int, received: int) -> None:
+        """Count a collective's bytes."""
+        with self._lock:
+            self.bytes_sent += sent
+            self.bytes_received += received
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """Count time in one phase."""
+        with self._lock:
+            self.seconds[phase] += seconds
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        with self._lock:
+            self.steps = self.bytes_sent = self.bytes_received = 0
+            self.baseline_bytes = self.setup_bytes = self.nonfinite_buckets = 0
+            for phase in self.seconds:
+                self.seconds[phase] = 0.0

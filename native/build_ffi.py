@@ -1,0 +1,38 @@
+"""Describe the extension module gradcomp._gc to cffi: declarations, sources and flags.
+
+setup.py names this file in ``cffi_modules``. One plain compile of every C file builds every tier, since tiers are
+enabled by function attributes and never by flags.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from cffi import FFI
+
+NATIVE = Path(os.path.abspath(__file__)).parent
+ROOT = NATIVE.parent
+
+# -ffp-contract=off: a fused multiply-add would round once where the contract rounds twice, on some compilers only.
+UNIX_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
+
+
+def _below_root(pattern: str) -> list[str]:
+    """Return the matching files relative to setup.py, as setuptools wants them, in an order that never changes."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in NATIVE.glob(pattern))
+
+
+ffibuilder = FFI()
+ffibuilder.cdef((NATIVE / "gradcomp.cdef.txt").read_text(encoding="utf-8"))
+ffibuilder.set_source(
+    "gradcomp._gc",
+    '#include "gradcomp.h"\n',
+    sources=_below_root("src/**/*.c"),
+    include_dirs=["native/include", "native/src"],
+    depends=_below_root("**/*.h"),
+    extra_compile_args=["/O2", "/std:c11", "/fp:precise"] if sys.platform == "win32" else UNIX_FLAGS,
+    libraries=[] if sys.platform == "win32" else ["m"],
+    py_limited_api=True,
+)

@@ -1,0 +1,189 @@
+/* gradcomp.h - the contract of gradcomp's C backend: kernels over flat gradients and packed payloads.
+ *
+ * No Python, no MPI, no threads, no malloc, no global mutable state but the chosen tier. Every kernel is a pure
+ * function of its arguments, and its output bytes are the same on every tier; the portable tier is the specification
+ * and gradcomp/reference.py says the same in NumPy. docs/reference/wire-format.md draws the bytes.
+ *
+ * Common rules, unless a prototype says otherwise:
+ *   - Sizes: *_count and numel are elements, *_nbytes and offsets into payloads are bytes. Pointers may be NULL only
+ *     when their count is 0 or where "optional" is written.
+ *   - Alignment: tensors as their element type; payloads none (they are read and written with unaligned accesses).
+ *   - Overlap: inputs and outputs must not overlap, except residual_in == residual_out.
+ *   - Failure: GC_INVALID_ARGUMENT is returned before anything is written.
+ *   - NaN and Inf never trap. Encoders report them through *nonfinite (set to 1, never cleared); codes of non-finite
+ *     elements are unspecified but valid and the same on every tier.
+ *   - Floating-point environment: round to nearest, denormals kept, whatever the caller's thread has set (x86: MXCSR is
+ *     saved, set and restored by the dispatcher).
+ */
+#ifndef GRADCOMP_H
+#define GRADCOMP_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* ---- status ---------------------------------------------------------------------------------------------------- */
+typedef enum {
+    GC_OK = 0,
+    GC_INVALID_ARGUMENT = 1,  /* a NULL pointer, unknown dtype, start not a multiple of 8, group_numel 0, ... */
+    GC_UNSUPPORTED_TIER = 2,  /* this CPU or this build has no such tier */
+    GC_FORBIDDEN_CODE = 3,    /* a ternary code `11` */
+    GC_BAD_PADDING = 4,       /* padding bits of the last byte are not what the format pins */
+    GC_LANE_RANGE = 5,        /* an integer lane above 2 * world_size */
+    GC_BAD_SCALE = 6          /* a scale that is not finite, or negative where it must not be */
+} gc_status;
+
+/* Name of a status ("GC_OK", ...); "GC_UNKNOWN_STATUS" for anything else. Static storage. */
+const char *gc_status_name(int status);
+
+/* ---- tiers ----------------------------------------------------------------------------------------------------- */
+/* Tier 0 is "portable"; tier 1 is "avx2" (needs avx2, fma, f16c, sse4.2). */
+int gc_tier_count(void);
+const char *gc_tier_name(int tier);   /* NULL when out of range */
+int gc_tier_supported(int tier);      /* 1 when this build and this CPU run it */
+int gc_tier_current(void);            /* the chosen tier; the best supported one until gc_tier_select is called */
+int gc_tier_select(int tier);         /* gc_status; not thread-safe: call it while no kernel runs */
+
+/* ---- dtypes, segments ------------------------------------------------------------------------------------------ */
+enum { GC_F32 = 0, GC_BF16 = 1, GC_F16 = 2 };
+
+enum {
+    GC_BLOCK_NUMEL = 512,      /* sums are float64 over blocks of this many elements, counted from the group's start */
+    GC_SUM_LANES = 16,         /* inside a block element i is added to lane i % 16 in order of i; then, for k = 8, 4, 2,
+                                  1 in turn, lane[j] += lane[j + k] for j < k. The block's sum is lane 0. */
+    GC_ONEBIT_STAGE_NUMEL = 4096, /* 1-bit groups up to this size are encoded in one pass over memory */
+    GC_STREAM = 1              /* flag: outputs are larger than the last-level cache, use streaming stores */
+};
+
+/* One contiguous run of elements of one parameter: where it lies in the tensor, in the residual plane and in the
+ * payload. A parameter's groups are the intervals [j * group_numel, (j + 1) * group_numel) of its elements; a segment
+ * holds those groups cut to [start, start + numel). The scale of element e is number e / group_numel -
+ * start / group_numel of the segment's scales. Element e's code stands at position e - start of the segment's codes.
+ * Layout: 56 bytes, no padding. */
+typedef struct {
+    uint64_t data;        /* first element in the flat tensor (elements) */
+    uint64_t residual;    /* first element in the residual plane (elements) */
+    uint64_t codes;       /* first code byte from the payload's start (bytes) */
+    uint64_t scales;      /* first scale from the payload's start (bytes) */
+    uint64_t block;       /* first entry in the block table (gc_block_sums alone) */
+    uint32_t start;       /* first element within the parameter; a multiple of 8 */
+    uint32_t numel;       /* elements; start + numel < 2^32 */
+    uint32_t group_numel; /* >= 1 */
+    uint32_t parameter;   /* position of the parameter, for the random counter */
+} gc_segment;
+
+/* Sums of one block of at most GC_BLOCK_NUMEL elements of one group. 24 bytes. */
+typedef struct {
+    double sum;           /* of x */
+    double sum_squares;   /* of x * x (exact products, rounded sums) */
+    uint32_t absmax_bits; /* largest bit pattern of |x| as unsigned integer, so NaN > Inf > finite */
+    uint32_t reserved;    /* 0 */
+} gc_block;
+
+/* The Philox4x32-10 key (seed, rank) and the fixed words of the counter (block, parameter, step, stream). */
+typedef struct {
+    uint32_t seed, rank, step, stream;   /* stream < 2^31 */
+} gc_rng_key;
+
+/* ---- statistics ------------------------------------------------------------------------------------------------ */
+/* Sums and absolute maximum of every block of every segment. Blocks are counted from the start of each group as cut by
+ * its segment's start: a segment that begins inside a group must begin at a multiple of GC_BLOCK_NUMEL from that
+ * group's (cut) start. Segment s writes its blocks, group by group, from blocks[s.block] on.
+ *   src: tensor of dtype; blocks: large enough for all. nonfinite: see the common rules. */
+gc_status gc_block_sums(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
+                        gc_block *blocks, uint32_t *nonfinite);
+
+/* Ternary scale of each group: min(absmax, (float)(clip_sigma * std)), std = sqrt(max(0, sumsq/n - (sum/n)^2)) in
+ * float64 over the group's blocks added in order (from 0.0); clip_sigma <= 0 means no clipping. A group whose absmax is
+ * not finite gives that absmax (as bit pattern), so that it wins the scale round.
+ *   group_blocks: group_count + 1 indices into blocks; group_numels: elements of each group (0 gives scale 0). */
+gc_status gc_ternary_scales(const gc_block *blocks, const uint64_t *group_blocks, const uint32_t *group_numels,
+                            size_t group_count, double clip_sigma, float *scales);
+
+/* ---- ternary: 2 bits, TernGrad (Wen et al. 2017, equations 3-5) ------------------------------------------------- */
+/* Encode with the scales that already stand in the payload (fp32, at each segment's `scales`). For element e of the
+ * parameter, a = |x|, S its scale (finite, >= 0):
+ *   p = fl32(a / S); S == 0 or p NaN gives code 0; p >= 1 gives sign(x).
+ *   16-bit draw r of e: Philox block c = philox(key = (seed, rank), counter = (8*(e/64) + e%8, parameter, step, stream)),
+ *   word (e%64)/16 of c, low half when (e/8)%2 == 0, else high half.
+ *   t = p * 65536 (exact), T = floor(t): r < T gives sign(x), r > T gives 0;
+ *   r == T is decided by the deep draw d = word e%4 of philox(counter = (e/4, parameter, step, stream | 0x80000000)):
+ *   sign(x) if d < floor((t - T) * 2^32), else 0.
+ * Codes: 00 = -1, 01 = 0, 10 = +1; element i of the segment in bits 2*(i%4) of byte i/4; padding 01. Writes
+ * ceil(numel / 4) bytes per segment and nothing else. */
+gc_status gc_ternary_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
+                            uint8_t *payload, gc_rng_key key, uint32_t *nonfinite);
+
+/* Average of payload_count payloads of one layout (offsets are those of the segments in every payload), written to
+ * out[data ...] in out_dtype (round to nearest even).
+ *   shared != 0: k = sum of the codes as integers, S from payload 0: fl(fl(S / payload_count) * k).
+ *   shared == 0: decoded values code * S are added in fp32 in payload order, then multiplied by fl(1 / payload_count)
+ *   (one payload: the decoded value itself).
+ * Codes must have been validated (a `11` decodes to an unspecified value, never out of bounds).
+ *   flags: 0 or GC_STREAM. nonfinite: set to 1 when any value written is not finite. payload_count 1..32767. */
+gc_status gc_ternary_sum_decode(const uint8_t *const *payloads, size_t payload_count, int shared,
+                                const gc_segment *segments, size_t segment_count, void *out, int out_dtype,
+                                unsigned flags, uint32_t *nonfinite);
+
+/* ---- exact integer lanes: sums of ternary codes in lane_bits bits ------------------------------------------------ */
+/* k + payload_count (0 .. 2 * payload_count), k the integer sum of the codes of element i, goes to bits
+ * [i * lane_bits, (i + 1) * lane_bits) of the segment's lanes, little-endian bit stream, padding bits 0.
+ * lane_bits = ceil(log2(2 * payload_count + 1)), 2..16. in_segments and out_segments are parallel (same start and
+ * numel); they give the code offsets in the payloads and the lane offsets in out. Scales are not touched. */
+gc_status gc_ternary_sum_lanes(const uint8_t *const *payloads, size_t payload_count, const gc_segment *in_segments,
+                               const gc_segment *out_segments, size_t segment_count, unsigned lane_bits, uint8_t *out);
+
+/* out = fl(fl(S / world_size) * (lane - world_size)), in out_dtype. flags, nonfinite: as gc_ternary_sum_decode. */
+gc_status gc_lanes_decode(const uint8_t *payload, size_t world_size, unsigned lane_bits, const gc_segment *segments,
+                          size_t segment_count, void *out, int out_dtype, unsigned flags, uint32_t *nonfinite);
+
+/* ---- 1 bit with error feedback (Seide et al. 2014, section 2) ---------------------------------------------------- */
+/* x = fl(g + r) (x = g when residual_in is NULL), bit = x > 0, element i of the segment in bit i%8 of byte i/8, padding
+ * 0. Two fp32 scales a group at the segment's `scales`: the means of x over bit 0 and over bit 1, (float)(sum / count),
+ * sums as gc_block_sums does (blocks from the group's cut start, elements of the other class count as +0.0; blocks added
+ * in order from 0.0), 0 for an empty class. A group whose g is +-0 throughout gets both means 0 (bits stay x > 0), so
+ * its residual stays. residual_out = fl(x - q), q the mean of the element's bit; not written when NULL.
+ * Every group must lie whole in one segment. residual_in, residual_out: planes of fp32, optional, may be the same. */
+gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
+                           const float *residual_in, float *residual_out, uint8_t *payload, uint32_t *nonfinite);
+
+/* Decoded values (bit ? scale[1] : scale[0]) added in fp32 in payload order, times fl(1 / payload_count); see
+ * gc_ternary_sum_decode for the rest. */
+gc_status gc_onebit_sum_decode(const uint8_t *const *payloads, size_t payload_count, const gc_segment *segments,
+                               size_t segment_count, void *out, int out_dtype, unsigned flags, uint32_t *nonfinite);
+
+/* ---- plain values: Identity, small and excluded tensors, bf16 second phase ------------------------------------------ */
+/* Copy values into the payload as value_dtype (GC_F32 or GC_BF16, little-endian, nearest even). */
+gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
+                           int value_dtype, uint8_t *payload, uint32_t *nonfinite);
+
+/* Sum in fp32 in payload order, times fl(1 / payload_count) (one payload: the value itself). */
+gc_status gc_values_sum_decode(const uint8_t *const *payloads, size_t payload_count, int value_dtype,
+                               const gc_segment *segments, size_t segment_count, void *out, int out_dtype,
+                               unsigned flags, uint32_t *nonfinite);
+
+/* ---- checks ---------------------------------------------------------------------------------------------------------- */
+/* GC_FORBIDDEN_CODE for a `11`, GC_BAD_PADDING for padding other than 01. */
+gc_status gc_ternary_validate(const uint8_t *payload, const gc_segment *segments, size_t segment_count);
+/* GC_BAD_PADDING for padding bits other than 0. */
+gc_status gc_onebit_validate(const uint8_t *payload, const gc_segment *segments, size_t segment_count);
+/* GC_LANE_RANGE for a lane above 2 * world_size, GC_BAD_PADDING for padding bits other than 0. */
+gc_status gc_lanes_validate(const uint8_t *payload, size_t world_size, unsigned lane_bits, const gc_segment *segments,
+                            size_t segment_count);
+/* GC_BAD_SCALE unless all scale_count fp32 at scales (unaligned) are finite and, if non_negative, not below 0
+ * (-0.0 is refused too when non_negative). */
+gc_status gc_scales_validate(const uint8_t *scales, size_t scale_count, int non_negative);
+
+/* CRC-32C (Castagnoli, reflected, init and xorout 0xFFFFFFFF) of data, continuing crc (0 to begin). "123456789" gives
+ * 0xE3069283. */
+uint32_t gc_crc32c(uint32_t crc, const uint8_t *data, size_t data_nbytes);
+
+/* ---- copies ------------------------------------------------------------------------------------------------------------ */
+typedef struct { uint64_t dst, src, nbytes; } gc_copy_range;   /* byte offsets from the two bases */
+/* memcpy of every range: how one encoded bucket is cut into messages. */
+gc_status gc_copy(uint8_t *dst, const uint8_t *src, const gc_copy_range *ranges, size_t range_count);
+
+/* ---- random numbers ------------------------------------------------------------------------------------------------------ */
+/* One Philox4x32-10 block (Salmon et al. 2011), for tests: counter 0, key 0 gives 6627e8d5 e169c58d bc57ac4c 9b00dbd8. */
+void gc_philox4x32_10(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
+
+#endif

@@ -1,0 +1,77 @@
+/* dispatch.c - the tiers: one constant table of kernels each, and which of them is in use. */
+#include <stdatomic.h>
+
+#include "internal.h"
+
+static const gc_kernels tier_kernels[] = {
+    {
+        .name = "portable",
+        .block_sums = gc_block_sums_portable,
+        .ternary_encode = gc_ternary_encode_portable,
+        .onebit_encode = gc_onebit_encode_portable,
+        .values_encode = gc_values_encode_portable,
+        .ternary_decode = gc_ternary_decode_portable,
+        .lanes_decode = gc_lanes_decode_portable,
+        .onebit_decode = gc_onebit_decode_portable,
+        .values_decode = gc_values_decode_portable,
+        .sum_lanes = gc_sum_lanes_portable,
+        .ternary_validate = gc_ternary_validate_portable,
+        .onebit_validate = gc_onebit_validate_portable,
+        .lanes_validate = gc_lanes_validate_portable,
+        .crc32c = gc_crc32c_portable,
+    },
+    {
+        .name = "avx2",
+        .block_sums = gc_block_sums_portable,
+        .ternary_encode = gc_ternary_encode_portable,
+        .onebit_encode = gc_onebit_encode_portable,
+        .values_encode = gc_values_encode_portable,
+        .ternary_decode = gc_ternary_decode_portable,
+        .lanes_decode = gc_lanes_decode_portable,
+        .onebit_decode = gc_onebit_decode_portable,
+        .values_decode = gc_values_decode_portable,
+        .sum_lanes = gc_sum_lanes_portable,
+        .ternary_validate = gc_ternary_validate_portable,
+        .onebit_validate = gc_onebit_validate_portable,
+        .lanes_validate = gc_lanes_validate_portable,
+        .crc32c = gc_crc32c_portable,
+    },
+};
+
+enum { TIER_COUNT = sizeof tier_kernels / sizeof tier_kernels[0], TIER_PORTABLE = 0, TIER_AVX2 = 1 };
+
+/* -1 until a tier is selected or asked for. Atomic because kernels of several threads may ask at once; they all find the
+ * same answer. */
+static atomic_int chosen_tier = -1;
+
+int gc_tier_count(void) { return TIER_COUNT; }
+
+const char *gc_tier_name(int tier) { return tier >= 0 && tier < TIER_COUNT ? tier_kernels[tier].name : NULL; }
+
+int gc_tier_supported(int tier)
+{
+    return tier == TIER_PORTABLE || (tier == TIER_AVX2 && gc_cpu_has_avx2());
+}
+
+int gc_tier_current(void)
+{
+    int tier = atomic_load_explicit(&chosen_tier, memory_order_relaxed);
+    if (tier < 0) {
+        for (tier = TIER_COUNT - 1; !gc_tier_supported(tier); tier--)
+            ;
+        atomic_store_explicit(&chosen_tier, tier, memory_order_relaxed);
+    }
+    return tier;
+}
+
+int gc_tier_select(int tier)
+{
+    if (tier < 0 || tier >= TIER_COUNT)
+        return GC_INVALID_ARGUMENT;
+    if (!gc_tier_supported(tier))
+        return GC_UNSUPPORTED_TIER;
+    atomic_store_explicit(&chosen_tier, tier, memory_order_relaxed);
+    return GC_OK;
+}
+
+const gc_kernels *gc_current_kernels(void) { return &tier_kernels[gc_tier_current()]; }

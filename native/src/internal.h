@@ -1,0 +1,124 @@
+/* internal.h - what the C files share: jobs, runs of a segment, the kernel table of a tier.
+ *
+ * A kernel handles one segment. The dispatcher has checked every argument before, walks the segments, and passes on the
+ * flag of non-finite values that a kernel leaves in its job.
+ */
+#ifndef GC_INTERNAL_H
+#define GC_INTERNAL_H
+
+#include "gradcomp.h"
+
+#if defined(__GNUC__) || defined(__clang__)
+#define GC_INLINE static inline __attribute__((always_inline))
+#else
+#define GC_INLINE static inline
+#endif
+
+/* Run `body(..., dtype)` with a constant dtype, so that one always-inline body becomes a loop for each. */
+#define GC_BY_DTYPE(dtype, call_f32, call_bf16, call_f16) \
+    do {                                                  \
+        if ((dtype) == GC_F32)                            \
+            call_f32;                                     \
+        else if ((dtype) == GC_BF16)                      \
+            call_bf16;                                    \
+        else                                              \
+            call_f16;                                     \
+    } while (0)
+
+/* ---- jobs: the arguments of a call that all its segments share --------------------------------------------------- */
+typedef struct {
+    const void *src;
+    int dtype;
+    int value_dtype;           /* values alone */
+    uint8_t *payload;
+    gc_block *blocks;          /* block sums alone */
+    const float *residual_in;  /* 1 bit alone, may be NULL */
+    float *residual_out;       /* 1 bit alone, may be NULL */
+    gc_rng_key key;            /* ternary alone */
+    uint32_t nonfinite;        /* set by the kernels */
+} gc_encode_job;
+
+typedef struct {
+    const uint8_t *const *payloads;
+    size_t payload_count;
+    void *out;
+    int out_dtype;
+    int shared;                /* ternary alone */
+    int value_dtype;           /* values alone */
+    unsigned lane_bits;        /* lanes alone, with world_size */
+    uint32_t world_size;
+    unsigned flags;
+    uint32_t nonfinite;        /* set by the kernels */
+} gc_decode_job;
+
+/* ---- runs: the part of one group inside a segment ------------------------------------------------------------------- */
+typedef struct {
+    uint32_t first; /* position of its first element in the segment */
+    uint32_t numel;
+    uint32_t group; /* number of its scale among the segment's scales */
+} gc_run;
+
+/* The run at `position`, cut at `end` (both positions in the segment, position < end <= numel). */
+GC_INLINE gc_run gc_run_at(const gc_segment *segment, uint32_t position, uint32_t end)
+{
+    uint32_t group = (segment->start + position) / segment->group_numel;
+    uint64_t group_end = ((uint64_t)group + 1) * segment->group_numel - segment->start;
+    gc_run run = {position, (uint32_t)(group_end < end ? group_end : end) - position,
+                  group - segment->start / segment->group_numel};
+    return run;
+}
+
+GC_INLINE size_t gc_code_nbytes(uint32_t numel, unsigned bits) { return ((size_t)numel * bits + 7) / 8; }
+
+/* ---- the kernels of a tier -------------------------------------------------------------------------------------------- */
+typedef void gc_encode_kernel(gc_encode_job *job, const gc_segment *segment);
+typedef void gc_decode_kernel(gc_decode_job *job, const gc_segment *segment);
+
+typedef struct {
+    const char *name;
+    gc_encode_kernel *block_sums, *ternary_encode, *onebit_encode, *values_encode;
+    gc_decode_kernel *ternary_decode, *lanes_decode, *onebit_decode, *values_decode;
+    void (*sum_lanes)(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes);
+    gc_status (*ternary_validate)(const uint8_t *codes, uint32_t numel);
+    gc_status (*onebit_validate)(const uint8_t *codes, uint32_t numel);
+    gc_status (*lanes_validate)(const uint8_t *lanes, uint32_t numel, uint32_t world_size, unsigned lane_bits);
+    uint32_t (*crc32c)(uint32_t crc, const uint8_t *data, size_t data_nbytes);
+} gc_kernels;
+
+gc_encode_kernel gc_block_sums_portable, gc_ternary_encode_portable, gc_onebit_encode_portable,
+    gc_values_encode_portable;
+gc_decode_kernel gc_ternary_decode_portable, gc_lanes_decode_portable, gc_onebit_decode_portable,
+    gc_values_decode_portable;
+void gc_sum_lanes_portable(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes);
+gc_status gc_ternary_validate_portable(const uint8_t *codes, uint32_t numel);
+gc_status gc_onebit_validate_portable(const uint8_t *codes, uint32_t numel);
+gc_status gc_lanes_validate_portable(const uint8_t *lanes, uint32_t numel, uint32_t world_size, unsigned lane_bits);
+uint32_t gc_crc32c_portable(uint32_t crc, const uint8_t *data, size_t data_nbytes);
+
+/* ---- parts of the portable kernels that other tiers call for heads, tails and non-finite values ------------------------ */
+/* One block of at most GC_BLOCK_NUMEL elements, from element `first` of the tensor. */
+gc_block gc_block_of(const void *src, int dtype, uint64_t first, uint32_t numel);
+/* Ternary scale of one group from its blocks (gc_ternary_scales). */
+float gc_ternary_scale_of(const gc_block *blocks, uint64_t block_count, uint32_t numel, double clip_sigma);
+/* Code of element `element` of a parameter, drawing its random numbers. */
+unsigned gc_ternary_code(float x, float scale, uint32_t element, uint32_t parameter, const gc_rng_key *key);
+/* One whole group. */
+void gc_onebit_group(gc_encode_job *job, const gc_segment *segment, gc_run run);
+/* Elements [first, first + numel) of a segment, over any groups. */
+typedef void gc_decode_span(gc_decode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
+gc_decode_span gc_ternary_decode_span, gc_lanes_decode_span, gc_onebit_decode_span, gc_values_decode_span;
+void gc_sum_lanes_span(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes,
+                       uint32_t first, uint32_t numel);
+void gc_values_encode_span(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
+
+/* ---- the chosen tier ------------------------------------------------------------------------------------------------------ */
+const gc_kernels *gc_current_kernels(void);
+
+/* ---- the processor -------------------------------------------------------------------------------------------------------- */
+int gc_cpu_has_avx2(void); /* avx2, fma, f16c and sse4.2, and the operating system saves the registers */
+
+#if defined(__x86_64__)
+#include "x86/avx2.h"
+#endif
+
+#endif

@@ -1,0 +1,54 @@
+"""What an exchange must give, from gradcomp.reference alone: one parameter, every codec and strategy."""
+
+import numpy as np
+
+from gradcomp import reference as ref
+from gradcomp.layout import shard_bounds
+
+
+def average(grads, codec, strategy, *, step=0, parameter=0, shape=None, residuals=None, owner_residuals=None):
+    """Return (average float32, new residuals, new owner residuals) of one compressed parameter.
+
+    grads: one flat float32 array a rank. residuals, owner_residuals: one array a rank or None.
+    """
+    n, world = grads[0].size, len(grads)
+    group = codec.group_numel(tuple(shape) if shape is not None else (n,))
+    whole = ref.Piece(n, group)
+    if codec.name == "identity":
+        return ref.float_average(grads), None, None
+    if codec.name == "ternary":
+        clip = codec.clip_sigma or 0.0
+        scales = [ref.ternary_scales(g, whole, clip) for g in grads]
+        if codec.shares_scale:
+            scales = [np.maximum.reduce(scales)] * world
+        codes = [
+            ref.ternary_encode(g, s, whole, ref.Key(codec.seed, k, step, parameter, 0))
+            for k, (g, s) in enumerate(zip(grads, scales))
+        ]
+        mean = ref.ternary_sum_decode(codes, scales, whole, codec.shares_scale)
+        new = None
+    else:
+        old = residuals or [None] * world
+        encoded = [ref.onebit_encode(g, whole, r) for g, r in zip(grads, old)]
+        mean = ref.float_average([ref.onebit_decode(bits, s, whole) for s, bits, _ in encoded])
+        new = [r for _, _, r in encoded]
+    if strategy.exchange == "all_gather" or strategy.second_phase in ("exact", "fp32"):
+        return mean, new, None
+    if strategy.second_phase == "bf16":
+        return ref.to_float32(ref.from_float32(mean, ref.BF16)), new, None
+    out, owners = np.empty(n, np.float32), []
+    for k in range(world):
+        first, last = shard_bounds(n, world, k)
+        piece, part = ref.Piece(last - first, group, first), mean[first:last]
+        if last == first:
+            owners.append(np.zeros(0, np.float32))
+        elif codec.name == "ternary":
+            s = ref.ternary_scales(part, piece, 0.0)
+            codes = ref.ternary_encode(part, s, piece, ref.Key(codec.seed, k, step, parameter, 1))
+            out[first:last] = ref.ternary_sum_decode([codes], [s], piece, False)
+        else:
+            old = owner_residuals[k] if owner_residuals else None
+            s, bits, left = ref.onebit_encode(part, piece, old)
+            out[first:last] = ref.onebit_decode(bits, s, piece)
+            owners.append(left)
+    return out, new, owners or None

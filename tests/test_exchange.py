@@ -1,0 +1,236 @@
+"""Every codec and exchange at many world sizes, against what the reference says the average is, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from _expected import average
+
+import gradcomp
+from gradcomp import Feedback, Identity, OneBit, Ternary
+from gradcomp.exchange import BucketExchange, BucketPlan, choose, predict_bytes
+from gradcomp.layout import PayloadLayout, Slot, owned_pieces, shard_bounds
+from gradcomp.stats import Stats
+
+CODECS = {
+    "identity": Identity(),
+    "ternary": Ternary(seed=3),
+    "ternary-requantize": Ternary(second_phase="requantize", clip_sigma=None),
+    "ternary-own": Ternary(scale="own"),
+    "ternary-own-bf16": Ternary(scale="own", second_phase="bf16"),
+    "ternary-row": Ternary(group="row"),
+    "ternary-block": Ternary(group=24, second_phase="requantize"),
+    "ternary-fp32": Ternary(second_phase="fp32"),
+    "onebit": OneBit(),
+    "onebit-tensor": OneBit(group="tensor"),
+    "onebit-block": OneBit(group=512, second_phase="bf16"),
+}
+
+
+def gradient(rank, numel, step=0):
+    generator = np.random.default_rng([rank, numel, step])
+    return (generator.standard_normal(numel) * 0.1).astype(np.float32)
+
+
+def average_over(comm, codec, shape, exchange, steps):
+    """Return this rank's average of each step, with error feedback where the codec has it."""
+    numel = int(np.prod(shape))
+    feedback = Feedback({7: numel}) if codec.error_feedback else None
+    out = []
+    for step in range(steps):
+        tensor = torch.from_numpy(gradient(comm.rank, numel, step)).reshape(shape).clone()
+        gradcomp.all_reduce(tensor, codec, comm, key=7, feedback=feedback, exchange=exchange)
+        out.append(tensor.flatten().numpy())
+    return out
+
+
+def check(results, codec, shape, exchange, world, steps):
+    numel = int(np.prod(shape))
+    strategy = choose(codec, world, exchange)
+    residuals = None
+    for step in range(steps):
+        grads = [gradient(r, numel, step) for r in range(world)]
+        wanted, residuals, _ = average(
+            grads, codec, strategy, step=step, parameter=7, shape=shape, residuals=residuals
+        )
+        for rank in range(world):
+            got = results[rank][step]
+            assert got.tobytes() == wanted.tobytes(), (rank, step, np.flatnonzero(got != wanted)[:5])
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_average_is_the_references(over, world, name, exchange):
+    codec, shape = CODECS[name], (37, 45)
+    results = over(world, average_over, codec, shape, exchange, 3)
+    check(results, codec, shape, exchange, world, 3)
+
+
+@pytest.mark.parametrize("name", ["ternary", "ternary-requantize", "ternary-own", "onebit", "identity"])
+@pytest.mark.parametrize("world", [1, 4, 8, 33, 64])
+def test_average_at_many_world_sizes(world, name):
+    from _ranks import run_local
+
+    codec, shape = CODECS[name], (11, 127)
+    results = run_local(world, average_over, codec, shape, "auto", 1)
+    if world == 1:  # passes through
+        assert results[0][0].tobytes() == gradient(0, 11 * 127).tobytes()
+    else:
+        check(results, codec, shape, "auto", world, 1)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["ternary", "ternary-requantize", "onebit", "identity"])
+@pytest.mark.parametrize("numel", [0, 1, 7, 9, 63, 130])
+def test_odd_sizes(numel, name, exchange):
+    from _ranks import run_local
+
+    results = run_local(3, average_over, CODECS[name], (numel,), exchange, 2)
+    if numel:
+        check(results, CODECS[name], (numel,), exchange, 3, 2)
+
+
+def test_exact_and_all_gather_agree_bit_for_bit():
+    from _ranks import run_local
+
+    codec = Ternary()
+    gather = run_local(4, average_over, codec, (50, 50), "all_gather", 2)
+    scatter = run_local(4, average_over, codec, (50, 50), "reduce_scatter", 2)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(gather[0], scatter[3]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["ternary", "ternary-own", "ternary-requantize", "onebit", "identity"])
+def test_one_bad_rank_is_everyones_verdict(over, name, value):
+    """Promise 6: NaN on one rank is NaN on all, and the residuals stay as they were."""
+    for before, after in over(3, bad_step, CODECS[name], value):
+        assert before == after
+
+
+def bad_step(comm, codec, value):
+    feedback = Feedback({0: 1000}) if codec.error_feedback else None
+
+    def reduce(step, poison=None):
+        tensor = torch.from_numpy(gradient(comm.rank, 1000, step)).clone()
+        if poison is not None and comm.rank == 1:
+            tensor[17] = poison
+        return gradcomp.all_reduce(
+            tensor, codec, comm, step=step, feedback=feedback, exchange="reduce_scatter" if step % 2 else "all_gather"
+        )
+
+    reduce(0)
+    before = feedback.residual(0).numpy().tobytes() if feedback else b""
+    for step in (1, 2):
+        assert torch.isnan(reduce(step, value)).all() or codec.name == "identity"
+        assert not torch.isfinite(reduce(step, value)).all()
+    after = feedback.residual(0).numpy().tobytes() if feedback else b""
+    assert torch.isfinite(reduce(3)).all()
+    return before, after
+
+
+def test_overflow_of_the_mean_reaches_every_rank():
+    """A finite sum that overflows in the owner's hands must not leave one rank with finite values."""
+    from _ranks import run_local
+
+    def work(comm):
+        tensor = torch.full((1024,), 3e38)
+        return gradcomp.all_reduce(tensor, Identity(), comm, exchange="reduce_scatter")
+
+    for result in run_local(2, work):
+        assert not torch.isfinite(result).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["identity", "ternary", "onebit"])
+def test_half_precision_results_are_rounded_once(name, dtype):
+    from _ranks import run_local
+
+    codec = CODECS[name]
+
+    def work(comm, as_dtype):
+        tensor = torch.from_numpy(gradient(comm.rank, 3000)).to(dtype).to(as_dtype)
+        return gradcomp.all_reduce(tensor, codec, comm, exchange="all_gather")
+
+    for half, full in zip(run_local(3, work, dtype), run_local(3, work, torch.float32)):
+        assert torch.equal(half, full.to(dtype))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_requantized_mean_is_unbiased(world):
+    """Twice quantized, with independent draws: the mean over many steps approaches the true mean (default clipping off).
+
+    With the owner drawing from the first phase's stream the two-rank mean was off by 43 %.
+    """
+    from _ranks import run_local
+
+    codec, numel, steps = Ternary(second_phase="requantize", clip_sigma=None), 64, 4000
+
+    def work(comm):
+        total = torch.zeros(numel, dtype=torch.float64)
+        for step in range(steps):
+            tensor = torch.from_numpy(gradient(comm.rank, numel)).clone()
+            total += gradcomp.all_reduce(tensor, codec, comm, step=step, exchange="reduce_scatter")
+        return total / steps
+
+    true = np.mean([gradient(r, numel).astype(np.float64) for r in range(world)], axis=0)
+    got = run_local(world, work)[0].numpy()
+    scale = max(np.abs(gradient(r, numel)).max() for r in range(world))
+    standard_error = scale / np.sqrt(steps)  # of one element, at most
+    assert np.abs(got - true).max() < 5 * standard_error
+    assert abs((got * true).sum() / (true * true).sum() - 1) < 0.05
+
+
+def test_mixed_bucket_counts_every_byte():
+    """Compressed and fp32 tensors share a payload; what the plan says is what the buffers hold."""
+    slots = [Slot(0, 5000, 5000, True, 0), Slot(1, 100, 100, False, 5000), Slot(2, 2048, 2048, True, 5100)]
+    for world in (2, 4, 8):
+        for exchange in ("all_gather", "reduce_scatter"):
+            plans = [
+                BucketPlan(Ternary(), slots, choose(Ternary(), world, exchange), world, r) for r in range(world)
+            ]
+            assert sum(p.sent_nbytes for p in plans) == sum(p.received_nbytes for p in plans)
+
+
+def test_ownership_covers_every_element_once():
+    for numel in (0, 1, 7, 8, 9, 64, 1000, 12345):
+        for world in (1, 2, 3, 7, 8, 64):
+            bounds = [shard_bounds(numel, world, k) for k in range(world)]
+            assert bounds[0][0] == 0 and bounds[-1][1] == numel
+            assert all(a[1] == b[0] and a[1] % 8 == 0 for a, b in zip(bounds, bounds[1:]))
+    assert owned_pieces([Slot(0, 5, 5, True, 0)], 4, 0) == []
+
+
+def test_steady_state_allocates_no_tensor():
+    """Buffers are made once: a thousand steps later the exchange holds the same memory."""
+    from _ranks import run_local
+
+    def work(comm):
+        slot = Slot(0, 1 << 16, 256, True, 0)
+        plan = BucketPlan(OneBit(), [slot], choose(OneBit(), 2, "reduce_scatter"), 2, comm.rank, {0: 0})
+        feedback, owner = Feedback({0: 1 << 16}), Feedback({0: 1 << 15})
+        exchange = BucketExchange(plan, comm, torch.float32, Stats(), feedback=feedback, owner_feedback=owner)
+        tensor = torch.randn(1 << 16)
+        exchange.run(tensor, 0)
+        held = {k: v.data_ptr() for k, v in vars(exchange).items() if isinstance(v, torch.Tensor)}
+        for step in range(1, 20):
+            exchange.run(tensor, step)
+        return held == {k: v.data_ptr() for k, v in vars(exchange).items() if isinstance(v, torch.Tensor)}
+
+    assert all(run_local(2, work))
+
+
+def test_predicted_bytes_baseline_is_a_ring():
+    count = predict_bytes(Ternary(), [("w", (1000, 1000))], 8)
+    assert count.baseline == 2 * 7 * 4 * 1000000 // 8
+    assert count.baseline / count.sent > 8
+    assert predict_bytes(Ternary(), [("w", (1000, 1000))], 1).sent == 0
+
+
+def test_unknown_exchange_is_a_value_error():
+    with pytest.raises(ValueError, match="ring"):
+        choose(Ternary(), 4, "ring")
+
+
+def test_layout_without_elements():
+    layout = PayloadLayout(Ternary.form, [])
+    assert layout.nbytes == 32 and layout.scale_count == 0 and len(layout.packed) == 0

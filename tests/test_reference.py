@@ -1,0 +1,510 @@
+"""The NumPy reference against truths that do not come from it: published vectors, hand-worked examples, exact laws."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import struct
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcomp import reference as ref
+
+VECTORS = Path(__file__).parent / "vectors"
+sys.path.insert(0, str(VECTORS))
+import generate
+
+KEY = ref.Key(seed=7, rank=1, step=3, parameter=2)
+EXACT_PROBABILITY = 2.0**-24  # |x| / S is rounded to fp32, then cut at 2^-48
+SIX_SIGMA = 6.0  # a mean over n draws is off by more than six of its deviations once in 5e8
+
+
+def f32(*values: float) -> Any:
+    return np.array(values, np.float32)
+
+
+def bits(x: Any) -> list[int]:
+    """Bit patterns, so that -0.0 differs from 0.0 and NaN equals itself."""
+    return [int(b) for b in np.asarray(x, np.float32).view(np.uint32)]
+
+
+def random_f32(n: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+# ---- the frozen vectors ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", generate.NAMES)
+def test_reference_reproduces_frozen_vectors(name: str) -> None:
+    frozen = json.loads((VECTORS / f"{name}.json").read_text())
+    built = generate.build(name)
+    assert frozen.keys() == built.keys()
+    for section in frozen:
+        if isinstance(frozen[section], list):
+            for got, want in zip(built[section], frozen[section], strict=True):
+                assert got == want
+        else:
+            assert built[section] == frozen[section]
+
+
+def test_vector_files_stay_small() -> None:
+    assert sum(f.stat().st_size for f in VECTORS.glob("*.json")) < 300_000
+
+
+def test_reference_imports_numpy_and_the_standard_library_only() -> None:
+    tree = ast.parse(Path(ref.__file__).read_text())
+    names = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    roots = {name.split(".")[0] for name in names}
+    assert roots - set(sys.stdlib_module_names) == {"numpy"}
+
+
+# ---- random numbers, checksum ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),  # kat_vectors of Random123 (Salmon et al. 2011)
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]) -> None:
+    assert tuple(ref.philox4x32_10(np.array(counter), key).tolist()) == words
+
+
+@pytest.mark.parametrize(
+    ("data", "crc"),  # RFC 3720, appendix B.4, and the catalogue's check value
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+    ],
+)
+def test_crc32c_known_answers(data: bytes, crc: int) -> None:
+    assert ref.crc32c(data) == crc
+    assert ref.crc32c(data[5:], ref.crc32c(data[:5])) == crc
+
+
+def test_each_element_has_its_own_draws() -> None:
+    """64 consecutive elements share 8 blocks: all 64 half words, each once, whatever the element's position."""
+    key = KEY
+    for first in (0, 64, 2**32 - 128):
+        blocks = 8 * (first // 64) + np.arange(8)
+        counters = np.array([(b, key.parameter, key.step, key.stream) for b in blocks])
+        words = ref.philox4x32_10(counters, (key.seed, key.rank))
+        halves = sorted([*(words & 0xFFFF).ravel().tolist(), *(words >> 16).ravel().tolist()])
+        assert sorted(ref.ternary_draws(np.arange(first, first + 64), key).tolist()) == halves
+
+
+def test_draws_of_a_piece_are_those_of_the_whole() -> None:
+    whole = ref.ternary_draws(np.arange(1000), KEY)
+    deep = ref.deep_draws(np.arange(1000), KEY)
+    for start, end in ((8, 9), (64, 200), (999, 1000)):
+        assert (ref.ternary_draws(np.arange(start, end), KEY) == whole[start:end]).all()
+        assert (ref.deep_draws(np.arange(start, end), KEY) == deep[start:end]).all()
+
+
+@pytest.mark.parametrize("field", ref.Key._fields)
+def test_every_part_of_the_key_changes_the_draws(field: str) -> None:
+    """The owner's second draw must not repeat its first: with equal draws the mean of two ranks was off by 43 %."""
+    other = KEY._replace(**{field: getattr(KEY, field) + 1})
+    elements = np.arange(4096)
+    same = (ref.ternary_draws(elements, KEY) == ref.ternary_draws(elements, other)).mean()
+    assert same < 0.001  # 2^-16 expected
+    assert (ref.deep_draws(elements, KEY) != ref.deep_draws(elements, other)).all()
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        (0x3F808000, 0x3F80),  # 1.00390625 is half way: to the even side, down
+        (0x3F818000, 0x3F82),  # half way, up
+        (0x3F808001, 0x3F81),
+        (0x80000000, 0x8000),
+        (0x7F7FFFFF, 0x7F80),  # the largest fp32 rounds to Inf
+        (0x7F800000, 0x7F80),
+        (0x00000001, 0x0000),
+        (0x00008001, 0x0001),  # bf16 has denormals
+    ],
+)
+def test_bf16_rounds_to_nearest_even(value: int, want: int) -> None:
+    assert ref.from_float32(np.array([value], np.uint32).view(np.float32), ref.BF16).tolist() == [want]
+
+
+@pytest.mark.parametrize("pattern", [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF])
+@pytest.mark.parametrize("dtype", [ref.BF16, ref.F16])
+def test_narrowing_keeps_nan(pattern: int, dtype: int) -> None:
+    narrow = ref.from_float32(np.array([pattern], np.uint32).view(np.float32), dtype)
+    assert np.isnan(ref.to_float32(narrow)).all()
+
+
+@pytest.mark.parametrize("dtype", [ref.BF16, ref.F16])
+def test_every_narrow_value_survives_a_round_trip(dtype: int) -> None:
+    patterns = np.arange(65536, dtype=np.uint16)
+    narrow = patterns if dtype == ref.BF16 else patterns.view(np.float16)
+    wide = ref.to_float32(narrow)
+    back = ref.from_float32(wide, dtype).view(np.uint16)
+    assert (back == patterns)[~np.isnan(wide)].all()
+
+
+# ---- sums and scales -------------------------------------------------------------------------------------------------
+def test_block_sums_follow_the_written_order() -> None:
+    """The same sum, written out one addition at a time for one block and a tail."""
+    x = random_f32(700) * np.float32(1e10) ** random_f32(700, seed=1)
+    table = ref.block_sums(x, ref.Piece(700, 700))
+    for number, block in enumerate((x[:512], x[512:])):
+        lanes = [0.0] * 16
+        squares = [0.0] * 16
+        for i, v in enumerate(block.tolist()):
+            lanes[i % 16] += v
+            squares[i % 16] += v * v
+        for k in (8, 4, 2, 1):
+            for j in range(k):
+                lanes[j] += lanes[j + k]
+                squares[j] += squares[j + k]
+        assert table["sum"][number] == lanes[0]
+        assert table["sum_squares"][number] == squares[0]
+        assert table["absmax_bits"][number] == np.abs(block).max().view(np.uint32)
+
+
+def test_groups_are_those_of_the_parameter_cut_to_the_piece() -> None:
+    piece = ref.Piece(30, 25, start=16)
+    assert piece.groups() == [slice(0, 9), slice(9, 30)]
+    assert len(ref.Piece(26, 25, start=24).groups()) == 2
+    assert len(ref.Piece(0, 25).groups()) == 0
+    assert len(ref.block_sums(random_f32(1100), ref.Piece(1100, 600))) == 3  # 512 + 88, 500
+
+
+def test_scale_is_the_clipped_deviation_about_the_mean() -> None:
+    x = random_f32(10_000) + np.float32(1)
+    x[17] = 100
+    exact = 2.5 * np.std(x.astype(np.float64))
+    (scale,) = ref.ternary_scales(x, ref.Piece(len(x), len(x)))
+    assert scale == pytest.approx(exact, rel=1e-6)
+    assert ref.ternary_scales(x, ref.Piece(len(x), len(x)), -1.0) == f32(100)
+    assert ref.ternary_scales(x[:10], ref.Piece(10, 10), 100.0) == np.abs(x[:10]).max()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_nonfinite_maximum_wins(bad: float) -> None:
+    x = f32(1, bad, np.inf, 2)
+    (scale,) = ref.ternary_scales(x, ref.Piece(4, 4))
+    assert np.isnan(scale) if math.isnan(bad) else np.isinf(scale)
+
+
+def test_group_without_deviation_has_scale_zero() -> None:
+    """A single element has no deviation about its mean: with clipping it decodes to 0."""
+    assert ref.ternary_scales(f32(3), ref.Piece(1, 1)) == f32(0)
+    assert ref.ternary_scales(f32(3), ref.Piece(1, 1), -1.0) == f32(3)
+
+
+# ---- ternary ---------------------------------------------------------------------------------------------------------
+def test_ternary_codes_are_laid_out_as_drawn() -> None:
+    """-1, 0, +1, +1, -1 is 10 10 01 00, then padding 01 01 01 and 00."""
+    x = f32(-1, 0, 1, 1, -1)
+    assert ref.ternary_encode(x, f32(1), ref.Piece(5, 5), KEY).tolist() == [0b10100100, 0b01010100]
+
+
+def test_ternary_is_unbiased() -> None:
+    n, scale = 4000, np.float32(1.5)
+    x = np.clip(random_f32(64, seed=3), -1.5, 1.5)
+    total = np.zeros(64)
+    for seed in range(n):
+        total += ref.ternary_signs(x, f32(scale), ref.Piece(64, 64), ref.Key(seed=seed))
+    p = np.abs(x) / scale
+    deviation = scale * np.sqrt(p * (1 - p) / n)
+    assert (np.abs(total * scale / n - x) <= SIX_SIGMA * deviation + EXACT_PROBABILITY * scale).all()
+
+
+def test_ternary_is_unbiased_over_elements_of_one_encoding() -> None:
+    n, p = 1 << 16, 0.3
+    signs = ref.ternary_signs(np.full(n, -p, np.float32), f32(1), ref.Piece(n, n), KEY)
+    assert abs(-signs.mean() - p) <= SIX_SIGMA * math.sqrt(p * (1 - p) / n)
+    assert set(signs.tolist()) == {-1, 0}
+
+
+def test_zeros_of_either_sign_and_scale_zero_give_code_zero() -> None:
+    x = f32(0.0, -0.0, 1e-45, -5.0)
+    assert ref.ternary_signs(x[:2], f32(1), ref.Piece(2, 2), KEY).tolist() == [0, 0]
+    assert ref.ternary_signs(x, f32(0), ref.Piece(4, 4), KEY).tolist() == [0, 0, 0, 0]
+
+
+def test_values_beyond_the_scale_are_clipped_to_it() -> None:
+    x = f32(1, -1, 1.0000001, -3e38, np.inf)
+    assert ref.ternary_signs(x, f32(1), ref.Piece(5, 5), KEY).tolist() == [1, -1, 1, -1, 1]
+
+
+def test_deep_draw_decides_ties_on_both_sides() -> None:
+    """A probability is built for one element that ties with its 16-bit draw, just above and just below its deep draw.
+
+    All arithmetic of the expectation is in integers and fractions.
+    """
+    key, decided = ref.Key(seed=11), set()
+    elements = np.arange(4096)
+    draws, deep = ref.ternary_draws(elements, key), ref.deep_draws(elements, key)
+    for e in np.flatnonzero(draws < 128)[:40]:  # below 2^-9 fp32 holds t to 2^-17 or finer
+        fraction = Fraction(int(deep[e]), 2**32)
+        for step in (-1, 1):
+            t = np.float32(int(draws[e]) + float(fraction) + step * 2.0**-12)
+            p = np.float32(float(t) / 65536)
+            exact = Fraction(float(p)) * 65536
+            if math.floor(exact) != draws[e]:
+                continue
+            want = int(deep[e]) < math.floor((exact - math.floor(exact)) * 2**32)
+            x = np.zeros(4096, np.float32)
+            x[e] = -p
+            signs = ref.ternary_signs(x, f32(1), ref.Piece(4096, 4096), key)
+            assert signs[e] == -int(want)
+            decided.add((step, want))
+    assert decided == {(-1, False), (1, True)}
+
+
+def test_tie_exactly_at_the_threshold_is_never_kept() -> None:
+    """t is an integer and equals the draw: the rest is 0, and no draw is below 0."""
+    elements = np.arange(512)
+    draws = ref.ternary_draws(elements, KEY)
+    x = (draws / 65536.0).astype(np.float32)
+    assert (ref.ternary_signs(x, f32(1), ref.Piece(512, 512), KEY) == 0).all()
+    above = ((draws + 1) / 65536.0).astype(np.float32)
+    assert (ref.ternary_signs(above, f32(1), ref.Piece(512, 512), KEY) == 1).all()
+
+
+def test_a_piece_encodes_as_it_does_within_its_parameter() -> None:
+    x, group = random_f32(400), 100
+    scales = ref.ternary_scales(x, ref.Piece(400, group))
+    whole = ref.ternary_signs(x, scales, ref.Piece(400, group), KEY)
+    piece = ref.Piece(144, group, start=88)
+    assert (ref.ternary_signs(x[88:232], scales[0:3], piece, KEY) == whole[88:232]).all()
+
+
+def test_shared_average_counts_and_own_average_adds() -> None:
+    codes = [ref.pack_bits(np.array(s) + 1, 2, 1) for s in ([1, -1, 0], [1, 1, 0], [1, -1, -1])]
+    piece = ref.Piece(3, 3)
+    third = np.float32(1) / np.float32(3)
+    shared = ref.ternary_sum_decode(codes, [f32(1)] * 3, piece, shared=True)
+    assert bits(shared) == bits([third * np.float32(3), -third, -third])
+    own = ref.ternary_sum_decode(codes, [f32(1), f32(2), f32(4)], piece, shared=False)
+    assert bits(own) == bits([np.float32(7) * third, np.float32(-3) * third, np.float32(-4) * third])
+    assert bits(ref.ternary_sum_decode(codes[:1], [f32(0.1)], piece, shared=False)) == bits(f32(0.1, -0.1, 0.0))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 127, 128])
+def test_lanes_give_the_shared_average(world: int) -> None:
+    assert ref.lane_bits(world) == math.ceil(math.log2(2 * world + 1))
+    x = random_f32(77)
+    scales = ref.ternary_scales(x, ref.Piece(77, 20))
+    codes = [ref.ternary_encode(x, scales, ref.Piece(77, 20), KEY._replace(rank=r)) for r in range(world)]
+    lanes = ref.sum_lanes(codes, 77)
+    assert len(lanes) == -(-77 * ref.lane_bits(world) // 8)
+    average = ref.ternary_sum_decode(codes, [scales] * world, ref.Piece(77, 20), shared=True)
+    assert bits(ref.lanes_decode(lanes, scales, ref.Piece(77, 20), world)) == bits(average)
+
+
+def test_lanes_are_a_little_endian_bit_stream() -> None:
+    codes = [ref.pack_bits(np.array([2, 0, 1]), 2, 1)] * 3  # sums 3, -3, 0 -> lanes 6, 0, 3 of 3 bits
+    assert ref.sum_lanes(codes, 3).tolist() == [0b11_000_110, 0b0]
+
+
+# ---- 1 bit -----------------------------------------------------------------------------------------------------------
+def test_onebit_example() -> None:
+    """GRACE's torch decoder turns this into [760, 760, 765, 765]."""
+    payload, left = ref.encode_onebit(f32(-1, -3, 2, 4), None, 4, KEY)
+    assert ref.decode(payload).tolist() == [-2, -2, 3, 3]
+    assert left.tolist() == [1, -1, -1, 1]
+    assert payload[-1] == 0b1100
+
+
+@pytest.mark.parametrize("group", [1, 5, 8, 25, 300])
+@pytest.mark.parametrize("name", ["normal_f32", "normal_bf16", "normal_f16"])
+def test_onebit_loses_nothing(name: str, group: int) -> None:
+    """Conservation: the new residual is fl(fl(g + r) - q), bit for bit, over several steps."""
+    x = generate.INPUTS[name][:300]
+    residual = generate.INPUTS["residual_f32"][:300]
+    for _ in range(4):
+        payload, left = ref.encode_onebit(x, residual, group, KEY)
+        g = ref.to_float32(x)
+        assert bits(left) == bits((g + residual) - ref.decode(payload))
+        residual = left
+
+
+def test_onebit_means_minimise_the_residual() -> None:
+    """The mean of each class is the mean of its members, to fp32: residuals of a class cancel."""
+    x = random_f32(1000)
+    _, left = ref.encode_onebit(x, None, 1000, KEY)
+    for member in (x > 0, ~(x > 0)):
+        assert abs(left[member].astype(np.float64).mean()) < 1e-7
+
+
+def test_onebit_empty_class_has_mean_zero() -> None:
+    scales, codes, left = ref.onebit_encode(f32(1, 2, 3), ref.Piece(3, 3))
+    assert scales.tolist() == [[0, 2]]
+    assert codes.tolist() == [0b111]
+    assert left.tolist() == [-1, 0, 1]
+
+
+def test_onebit_group_without_gradient_keeps_its_residual() -> None:
+    """A constantly zero row would otherwise accumulate error, since a sign cannot say zero."""
+    residual = f32(0.5, -0.25, 0.125, 1.0, 2.0, -1.0)
+    x = f32(0.0, -0.0, 0.0, 1.0, 0.0, 0.0)
+    payload, left = ref.encode_onebit(x, residual, 3, KEY)
+    assert ref.decode(payload)[:3].tolist() == [0, 0, 0]
+    assert left[:3].tolist() == residual[:3].tolist()
+    assert (left[3:] != residual[3:]).any()
+    assert payload[-1] & 0b111 == 0b101  # bits stay those of gradient + residual
+
+
+def test_onebit_zero_of_either_sign_is_bit_zero() -> None:
+    _, codes, left = ref.onebit_encode(f32(0.0, -0.0, 1.0), ref.Piece(3, 3))
+    assert codes.tolist() == [0b100]
+    assert bits(left) == bits([0.0, 0.0 if bits(left)[1] == 0 else -0.0, 0.0])
+
+
+def test_onebit_overflow_of_gradient_plus_residual_is_flagged() -> None:
+    payload, _ = ref.encode_onebit(f32(3e38, 1), f32(3e38, 0), 2, KEY)
+    assert ref.unpack_payload(payload)[0].flags == ref.NONFINITE
+
+
+def test_float_average_adds_in_payload_order() -> None:
+    big, one = f32(1e8), f32(1)
+    assert bits(ref.float_average([big, -big, one])) == bits(f32(1) * (np.float32(1) / np.float32(3)))
+    assert bits(ref.float_average([one, big, -big])) == bits(f32(0))
+
+
+# ---- payloads --------------------------------------------------------------------------------------------------------
+def payloads() -> dict[str, tuple[bytes, int]]:
+    """One valid payload of every codec, with its world size; the codes of 9 elements leave padding everywhere."""
+    x = random_f32(9)
+    ternary = [ref.encode_ternary(x, f32(1, 2), 5, KEY._replace(rank=r)) for r in range(2)]
+    return {
+        "identity": (ref.encode_values(x, ref.IDENTITY, KEY), 1),
+        "bf16": (ref.encode_values(x, ref.BF16_VALUES, KEY), 1),
+        "ternary": (ternary[0], 1),
+        "onebit": (ref.encode_onebit(x, None, 5, KEY)[0], 1),
+        "lanes": (ref.encode_lanes(ternary, KEY._replace(stream=1)), 2),
+    }
+
+
+def seal(payload: bytes) -> bytes:
+    """Put the right checksum on changed bytes."""
+    crc = ref.crc32c(payload[32:], ref.crc32c(payload[:28]))
+    return payload[:28] + struct.pack("<I", crc) + payload[32:]
+
+
+def test_header_is_laid_out_as_drawn() -> None:
+    payload, _ = payloads()["ternary"]
+    assert len(payload) == 32 + 2 * 4 + 3
+    assert payload[:4] == b"GCMP"
+    assert list(payload[4:8]) == [1, ref.TERNARY, ref.F32, 0]
+    assert struct.unpack_from("<5I", payload, 8) == (9, 5, 2, KEY.step, KEY.stream)
+    assert seal(payload) == payload
+    assert struct.unpack_from("<2f", payload, 32) == (1, 2)
+
+
+@pytest.mark.parametrize("name", list(payloads()))
+def test_every_prefix_extension_and_bit_flip_is_refused(name: str) -> None:
+    payload, world = payloads()[name]
+    ref.decode(payload, world)
+    for n in range(len(payload)):
+        with pytest.raises(ValueError, match="^(truncated|crc):"):
+            ref.decode(payload[:n], world)
+    with pytest.raises(ValueError, match="^crc:"):
+        ref.decode(payload + b"\0", world)
+    for bit in range(8 * len(payload)):
+        bad = bytearray(payload)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="^(magic|version|crc):"):
+            ref.decode(bytes(bad), world)
+
+
+U32 = "<I"
+FAULTS: list[tuple[str, str, int, bytes]] = [  # check, payload, offset, bytes put there (then sealed again)
+    ("magic", "ternary", 0, b"PMCG"),
+    ("version", "ternary", 4, b"\x02"),
+    ("codec", "ternary", 5, b"\x00"),
+    ("codec", "ternary", 5, b"\x06"),
+    ("dtype", "ternary", 6, b"\x03"),
+    ("flags", "ternary", 7, b"\x04"),
+    ("flags", "ternary", 7, b"\x80"),
+    ("group_numel", "ternary", 7, b"\x02"),  # segmented with a regular group
+    ("group_numel", "ternary", 12, struct.pack(U32, 0)),  # irregular, but not segmented
+    ("group_numel", "identity", 12, struct.pack(U32, 5)),
+    ("group_numel", "bf16", 12, struct.pack(U32, 10)),
+    ("segmented", "ternary", 7, b"\x02" + struct.pack("<II", 9, 0)),
+    ("scale_count", "ternary", 16, struct.pack(U32, 1)),
+    ("scale_count", "onebit", 16, struct.pack(U32, 2)),
+    ("scale_count", "identity", 16, struct.pack(U32, 1)),
+    ("scale_count", "ternary", 12, struct.pack(U32, 2)),  # five groups, two scales
+    ("truncated", "ternary", 8, struct.pack("<III", 17, 10, 2)),
+    ("truncated", "identity", 8, struct.pack("<II", 0xFFFFFFFF, 0xFFFFFFFF)),
+    ("trailing", "ternary", 8, struct.pack("<III", 8, 5, 2)),
+    ("stream", "ternary", 24, struct.pack(U32, 0x80000000)),
+    ("scale", "ternary", 32, struct.pack("<f", -1.0)),
+    ("scale", "ternary", 32, struct.pack("<f", -0.0)),
+    ("scale", "ternary", 36, struct.pack("<f", math.inf)),
+    ("scale", "onebit", 44, struct.pack("<f", math.nan)),
+    ("scale", "lanes", 32, struct.pack("<f", -1.0)),
+    ("code", "ternary", 40, b"\xff"),
+    ("code", "ternary", 42, b"\x57"),
+    ("padding", "ternary", 42, b"\x95"),
+    ("padding", "onebit", 49, b"\x02"),
+    ("lane", "lanes", 40, b"\x05"),
+    ("padding", "lanes", 43, b"\x80"),
+]
+
+
+@pytest.mark.parametrize(("check", "name", "offset", "patch"), FAULTS)
+def test_every_rejection_has_its_name(check: str, name: str, offset: int, patch: bytes) -> None:
+    payload, world = payloads()[name]
+    bad = seal(payload[:offset] + patch + payload[offset + len(patch) :])
+    with pytest.raises(ValueError, match=f"^{check}:"):
+        ref.decode(bad, world)
+
+
+def test_every_rejection_is_documented() -> None:
+    document = (Path(__file__).parents[1] / "docs" / "reference" / "wire-format.md").read_text()
+    for check in {fault[0] for fault in FAULTS} | {"crc", "numel", "step"}:
+        assert f"| `{check}` |" in document
+
+
+def test_onebit_takes_scales_of_either_sign() -> None:
+    payload, _ = ref.encode_onebit(f32(-1, 1), None, 2, KEY)
+    assert struct.unpack_from("<2f", payload, 32) == (-1, 1)
+    ref.decode(payload)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_nonfinite_value_is_flagged_and_decodes_to_nan_everywhere(bad: float) -> None:
+    x = f32(1, bad, 3, 4, 5)
+    scales = ref.ternary_scales(x, ref.Piece(5, 2))
+    for payload in (
+        ref.encode_values(x, ref.IDENTITY, KEY),
+        ref.encode_values(x, ref.BF16_VALUES, KEY),
+        ref.encode_ternary(x, scales, 2, KEY),
+        ref.encode_onebit(x, None, 2, KEY)[0],
+    ):
+        assert np.isnan(ref.decode(payload)).all()
+    shared = [ref.encode_ternary(v, scales, 2, KEY) for v in (f32(1, 2, 3, 4, 5), x)]
+    assert np.isnan(ref.decode(ref.encode_lanes(shared, KEY), 2)).all()
+
+
+def test_empty_tensor_is_a_header() -> None:
+    x = f32()
+    made = [ref.encode_values(x, ref.IDENTITY, KEY), ref.encode_ternary(x, f32(), 25, KEY)]
+    made.append(ref.encode_onebit(x, None, 25, KEY)[0])
+    for payload in made:
+        assert len(payload) == 32
+        assert ref.unpack_payload(payload)[0].group_numel == 1
+        assert len(ref.decode(payload)) == 0

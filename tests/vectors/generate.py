@@ -1,0 +1,211 @@
+"""Write the golden vectors beside this file from `gradcomp/reference.py`: python tests/vectors/generate.py
+
+The files are frozen: a change of a byte in them is a change of the wire format (docs/reference/wire-format.md), or of the
+random draws, and belongs into one commit with the document and the changelog. `build` returns what the files hold, so
+that the tests can tell whether the reference still gives it.
+
+Numbers are JSON integers. Arrays and payloads are hex strings of their little-endian bytes. Long float outputs are kept
+as the CRC-32C of their bytes. `input` names an entry of `inputs`, `first` and `numel` cut it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from gradcomp import reference as ref
+
+HERE = Path(__file__).parent
+NAMES = ("rng", "crc32c", "ternary", "onebit", "identity", "lanes")
+LENGTHS = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 1025)
+KEY = {"seed": 1, "rank": 2, "step": 3, "parameter": 4, "stream": 0}
+KEYS = (
+    {"seed": 0, "rank": 0, "step": 0, "parameter": 0, "stream": 0},
+    {"seed": 0xFFFFFFFF, "rank": 0xFFFFFFFF, "step": 0xFFFFFFFF, "parameter": 0xFFFFFFFF, "stream": 0x7FFFFFFF},
+    {"seed": 0, "rank": 1, "step": 0, "parameter": 0, "stream": 0},
+    {"seed": 1, "rank": 0, "step": 0, "parameter": 0, "stream": 0},
+    {"seed": 0, "rank": 0, "step": 1, "parameter": 0, "stream": 0},
+    {"seed": 0, "rank": 0, "step": 0, "parameter": 1, "stream": 0},
+    {"seed": 0, "rank": 0, "step": 0, "parameter": 0, "stream": 1},
+)
+Case = dict[str, Any]
+
+
+def hexed(array: Any) -> str:
+    """Return the little-endian bytes of an array as hex."""
+    return str(np.ascontiguousarray(array).tobytes().hex())
+
+
+def crc(array: Any) -> int:
+    """Return the CRC-32C of an array's bytes."""
+    return ref.crc32c(np.ascontiguousarray(array).tobytes())
+
+
+def make_inputs() -> dict[str, Any]:
+    """Return the arrays that cases are cut from; drawn from Philox, so that they depend on no library's generator."""
+    words = ref.philox4x32_10(np.array([(i, 0, 0, 0) for i in range(1030)]), (2026, 1)).astype(np.float64)
+    spread = words.sum(axis=1) / 2**32 - 2.0  # about normal, deviation 0.58
+    normal = spread.astype(np.float32)
+    normal[[7, 40, 600]] = np.float32(-0.0)
+    special = np.array(
+        [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1.1754942e-38, -1.1754944e-38, 3.4028235e38, -3.4028235e38, 1e-30, -1e-20,
+         65504.0, 65520.0, -65536.0, 0.33333334, 1.00390625, 1.01171875, 2.9802322e-08, 5.9604645e-08, 6.1e-05, 1e38],
+        np.float32,
+    )  # fmt: skip
+    return {
+        "normal_f32": normal,
+        "normal_bf16": ref.from_float32(normal, ref.BF16),
+        "normal_f16": normal.astype(np.float16),
+        "residual_f32": np.roll(normal, 311) * np.float32(0.37),
+        "special_f32": special,
+        "zero_f32": np.where(np.arange(64) % 3 == 0, -0.0, 0.0).astype(np.float32),
+        "blocks_f32": np.where(np.arange(200) // 25 % 2 == 0, 0.0, normal[:200]).astype(np.float32),
+        "with_inf_f32": np.where(np.arange(70) == 69, -np.inf, normal[:70]).astype(np.float32),
+        "with_nan_f16": np.where(np.arange(70) == 3, np.nan, normal[:70]).astype(np.float16),
+    }
+
+
+INPUTS = make_inputs()
+
+
+def take(case: Case) -> Any:
+    """Return the array that a case encodes."""
+    return INPUTS[case["input"]][case["first"] : case["first"] + case["numel"]]
+
+
+def key_of(case: Case) -> ref.Key:
+    """Return the random key of a case."""
+    return ref.Key(**case["key"])
+
+
+def cut(name: str, first: int = 0, numel: int | None = None, **more: Any) -> Case:
+    """Return the beginning of a case."""
+    return {"input": name, "first": first, "numel": len(INPUTS[name]) - first if numel is None else numel, **more}
+
+
+# ---- one builder a file ----------------------------------------------------------------------------------------------
+def build_rng() -> Case:
+    counters = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0xFFFFFFFF,) * 4]
+    blocks = [{"counter": c, "key": k} for c in counters for k in ((0, 0), (1, 0), (0, 1), (0xFFFFFFFF, 0xFFFFFFFF))]
+    for case in blocks:
+        case["words"] = [int(w) for w in ref.philox4x32_10(np.array(case["counter"]), case["key"])]
+    draws: list[Case] = []
+    for key, (start, numel) in itertools.product(KEYS, ((0, 130), (2**32 - 72, 71))):
+        elements = np.arange(start, start + numel)
+        draws.append({"key": key, "start": start, "numel": numel})
+        draws[-1]["draws"] = hexed(ref.ternary_draws(elements, ref.Key(**key)).astype("<u2"))
+        draws[-1]["deep"] = hexed(ref.deep_draws(elements, ref.Key(**key)))
+    return {"blocks": blocks, "draws": draws}
+
+
+def build_crc32c() -> Case:
+    data = [bytes((i * 7 + 3) % 256 for i in range(n)) for n in LENGTHS]
+    data += [b"123456789", bytes(32), b"\xff" * 32, bytes(range(32)), bytes(range(31, -1, -1))]
+    return {"cases": [{"data": d.hex(), "crc": ref.crc32c(d)} for d in data]}
+
+
+def build_ternary() -> Case:
+    cases = [cut("normal_f32", 0, n, group_numel=max(n, 1), clip_sigma=2.5, key=KEY) for n in LENGTHS]
+    for name, n, group in itertools.product(("normal_f32", "normal_bf16", "normal_f16"), (65, 513, 1030), (8, 25, 512)):
+        cases.append(cut(name, 0, n, group_numel=group, clip_sigma=2.5, key=KEY))
+    for name, sigma in itertools.product(("normal_bf16", "normal_f16"), (2.5, 1.0, -1.0)):
+        cases.append(cut(name, 1, 129, group_numel=129, clip_sigma=sigma, key=KEY))
+    cases += [cut("normal_f32", 0, 100, group_numel=100, clip_sigma=2.5, key=key) for key in KEYS]
+    cases += [cut("special_f32", group_numel=g, clip_sigma=s, key=KEY) for g in (1, 5, 22) for s in (-1.0, 2.5)]
+    cases += [cut(name, group_numel=25, clip_sigma=-1.0, key=KEY) for name in ("zero_f32", "blocks_f32")]
+    cases += [cut(name, group_numel=64, clip_sigma=2.5, key=KEY) for name in ("with_inf_f32", "with_nan_f16")]
+    for bits in (0x00000000, 0x00000001, 0x00400000, 0x3F000000, 0x3E99999A, 0x42C80000, 0x7F7FFFFF):
+        for name, group in (("normal_f32", 200), ("special_f32", 8), ("normal_f16", 97)):
+            case = cut(name, 0, min(200, len(INPUTS[name])), group_numel=group, key=KEY)
+            count = -(-case["numel"] // group)
+            cases.append({**case, "scales": hexed(np.full(count, bits, "<u4"))})
+    for case in cases:
+        x = take(case)
+        if "scales" in case:
+            scales = np.frombuffer(bytes.fromhex(case["scales"]), "<f4")
+        else:
+            scales = ref.ternary_scales(x, ref.Piece(len(x), case["group_numel"]), case["clip_sigma"])
+        payload = ref.encode_ternary(x, scales, case["group_numel"], key_of(case))
+        case.update(payload=payload.hex(), decoded_crc=crc(ref.decode(payload)))
+    pieces = [
+        cut("normal_f32", 5, n, start=start, group_numel=group, key=KEY)
+        for start, n, group in ((8, 130, 64), (600, 100, 200), (4000, 96, 32), (2**32 - 136, 135, 1000), (24, 17, 25))
+    ]
+    for case in pieces:
+        piece = ref.Piece(case["numel"], case["group_numel"], case["start"])
+        scales = np.array([1.5, 0.75, 2.0, 0.0], np.float32)[: len(piece.groups())]
+        case.update(scales=hexed(scales), codes=hexed(ref.ternary_encode(take(case), scales, piece, key_of(case))))
+    return {"payloads": cases, "pieces": pieces}
+
+
+def build_onebit() -> Case:
+    cases = [
+        cut("normal_f32", 0, n, group_numel=max(n, 1), residual=residual, key=KEY)
+        for n in LENGTHS
+        for residual in (None, "residual_f32")
+    ]
+    for name, n, group in itertools.product(("normal_f32", "normal_bf16", "normal_f16"), (65, 513, 1030), (8, 25, 512)):
+        cases.append(cut(name, 0, n, group_numel=group, residual="residual_f32", key=KEY))
+    for name in ("special_f32", "zero_f32", "blocks_f32"):
+        for group, residual in itertools.product((1, 5, 25), (None, "residual_f32")):
+            cases.append(cut(name, group_numel=group, residual=residual, key=KEY))
+    for case in cases:
+        residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
+        payload, left = ref.encode_onebit(take(case), residual, case["group_numel"], key_of(case))
+        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref.decode(payload)))
+    return {"payloads": cases}
+
+
+def build_identity() -> Case:
+    cases = [cut("normal_f32", 0, n, codec=c, key=KEY) for n in LENGTHS[:16] for c in (ref.IDENTITY, ref.BF16_VALUES)]
+    for name, codec in itertools.product(("normal_bf16", "normal_f16"), (ref.IDENTITY, ref.BF16_VALUES)):
+        cases += [cut(name, 2, n, codec=codec, key=KEY) for n in (1, 9, 65)]
+    cases += [cut("special_f32", codec=codec, key=KEY) for codec in (ref.IDENTITY, ref.BF16_VALUES)]
+    cases += [cut("with_inf_f32", 60, 10, codec=codec, key=KEY) for codec in (ref.IDENTITY, ref.BF16_VALUES)]
+    for case in cases:
+        payload = ref.encode_values(take(case), case["codec"], key_of(case))
+        case.update(payload=payload.hex(), decoded_crc=crc(ref.decode(payload)))
+    return {"payloads": cases}
+
+
+def build_lanes() -> Case:
+    shapes = [(world, n) for world in (1, 2, 3, 4, 7, 8) for n in (0, 1, 5, 8, 9, 65, 130)]
+    shapes += [(world, n) for world in (31, 32, 63, 64, 127, 128) for n in (3, 17)]
+    cases: list[Case] = []
+    for world, n in shapes:
+        scales = ref.ternary_scales(INPUTS["normal_f32"][:n], ref.Piece(n, 64), -1.0)
+        keys = [ref.Key(rank=rank, step=9, seed=5) for rank in range(world)]
+        parts = [ref.encode_ternary(INPUTS["normal_f32"][k.rank :][:n], scales, 64, k) for k in keys]
+        payload = ref.encode_lanes(parts, ref.Key(step=9, stream=1))
+        codes = b"".join(part[32 + 4 * len(scales) :] for part in parts)
+        cases.append({"world_size": world, "numel": n, "group_numel": 64, "scales": hexed(scales)})
+        cases[-1].update(codes=codes.hex(), payload=payload.hex(), decoded=hexed(ref.decode(payload, world)))
+    return {"payloads": cases}
+
+
+def build(name: str) -> Case:
+    """Return what `NAME.json` holds, as JSON reads it back."""
+    content = globals()[f"build_{name}"]()
+    used = {case[field] for case in content.get("payloads", []) for field in ("input", "residual") if case.get(field)}
+    used |= {case["input"] for case in content.get("pieces", [])}
+    inputs = {n: {"dtype": a.dtype.name, "data": hexed(a)} for n, a in INPUTS.items() if n in used}
+    about = f"frozen vectors of wire format {ref.VERSION}; tests/vectors/generate.py says how to read them"
+    result: Case = json.loads(json.dumps({"about": about, "inputs": inputs, **content}))
+    return result
+
+
+def main() -> None:
+    """Write every file: one case a line."""
+    for name in NAMES:
+        lines = json.dumps(build(name)).replace(", {", ",\n{").replace("[{", "[\n{")
+        (HERE / f"{name}.json").write_text(lines + "\n")
+
+
+if __name__ == "__main__":
+    main()
