@@ -115,7 +115,7 @@ class CompressionState:
         return self._engine.describe()
 
     def close(self) -> None:
-        """Stop the threads and destroy the process groups made for this state; the model cannot train on after it."""
+        """Stop the threads and give the process groups back; the model cannot train on after it."""
         self._pre_hook.remove()
         self._engine.close()
 

@@ -161,7 +161,7 @@ def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]
         "model": "LeNet, 1256080 parameters", "ranks": config.ranks, "steps": config.steps, "seeds": config.seeds,
         "batch": config.batch, "lr": config.lr, "backend": "gloo", "threads_per_rank": 1,
     }  # fmt: skip
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "gradcomp": "0"}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "gradcomp": version("gradcomp")}
     return {"data": {"name": data.name, "note": data.note}, "settings": settings, "versions": versions, "codecs": codecs}
 
 

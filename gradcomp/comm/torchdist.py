@@ -2,12 +2,16 @@
 
 The groups are made with `use_local_synchronization=True`: without it, groups made by each data-parallel row of a mesh
 gave wrong sums. Every communicator has groups of its own: two pipelines on one group would start their collectives in an
-order that differs between ranks.
+order that differs between ranks. A closed communicator's groups are kept for the next one on the same parent group, since
+torch cannot make a group again under the name of a destroyed one (it connects to stale addresses and hangs).
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,14 +21,53 @@ from torch import Tensor
 from gradcomp.comm.base import Channel, Communicator, Work
 
 
+@dataclass(eq=False)
+class _Groups:
+    """One process group a channel, and whether a collective on them has failed."""
+
+    by_channel: dict[Channel, dist.ProcessGroup]
+    timeout_s: float
+    broken: bool = False
+
+
+_free: weakref.WeakKeyDictionary[Any, list[_Groups]] = weakref.WeakKeyDictionary()  # by parent group
+_free_lock = threading.Lock()
+
+
+def _take(parent: dist.ProcessGroup, timeout_s: float) -> _Groups:
+    """Return groups that are free, or make them (a collective call)."""
+    with _free_lock:
+        free = _free.setdefault(parent, [])
+        for groups in free:
+            if groups.timeout_s == timeout_s:
+                free.remove(groups)
+                return groups
+    ranks = dist.get_process_group_ranks(parent)
+    return _Groups(
+        {
+            channel: dist.new_group(
+                ranks,
+                backend="gloo",
+                timeout=timedelta(seconds=timeout_s),
+                use_local_synchronization=True,
+                group_desc=f"gradcomp {channel.name.lower()}",
+            )
+            for channel in Channel
+        },
+        timeout_s,
+    )
+
+
 class _TorchWork(Work):
-    def __init__(self, work: Any, buffers: tuple[Tensor, ...]) -> None:
-        self._work, self._buffers = work, buffers  # the collective reads them until it is done
+    def __init__(self, work: Any, groups: _Groups, buffers: tuple[Tensor, ...]) -> None:
+        self._work, self._groups = work, groups
+        self._buffers = buffers  # the collective reads and writes them until it is done
 
     def wait(self, timeout_s: float) -> None:
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
+            self._groups.broken = True
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             if "imed out" in text or "imeout" in text:
                 raise TimeoutError(text) from error
@@ -54,47 +97,36 @@ class TorchCommunicator(Communicator):
         if parent is None or self.rank < 0:
             raise ValueError("this process is not a member of the process group")
         self.world_size = dist.get_world_size(parent)
-        ranks = dist.get_process_group_ranks(parent)
-        self._groups: dict[Channel, dist.ProcessGroup] = {}
-        for channel in Channel:
-            self._groups[channel] = dist.new_group(
-                ranks,
-                backend="gloo",
-                timeout=timedelta(seconds=timeout_s),
-                use_local_synchronization=True,
-                group_desc=f"gradcomp {channel.name.lower()}",
-            )
+        self._parent = parent
+        self._groups: _Groups | None = _take(parent, timeout_s)
 
     def start_max(self, values: Tensor, channel: Channel) -> Work:
-        group = self._group(channel)
-        return self._start((values,), dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True))
+        groups, group = self._channel(channel)
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)
+        return _TorchWork(work, groups, (values,))
 
     def start_all_to_all(
         self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
     ) -> Work:
-        group = self._group(channel)
+        groups, group = self._channel(channel)
         work = dist.all_to_all_single(recv, send, list(recv_nbytes), list(send_nbytes), group=group, async_op=True)
-        return self._start((send, recv), work)
+        return _TorchWork(work, groups, (send, recv))
 
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        group = self._group(channel)
-        return self._start((send, recv), dist.all_gather_single(recv, send, group=group, async_op=True))
+        groups, group = self._channel(channel)
+        return _TorchWork(dist.all_gather_single(recv, send, group=group, async_op=True), groups, (send, recv))
 
     def close(self) -> None:
-        """Tear down the channels; the process group they were made from stays."""
-        groups, self._groups = self._groups, {}
-        if dist.is_initialized():
-            for group in groups.values():
-                dist.destroy_process_group(group)
+        """Give the channels back for the next communicator on the same process group."""
+        groups, self._groups = self._groups, None
+        if groups is not None and not groups.broken:
+            with _free_lock:
+                _free.setdefault(self._parent, []).append(groups)
 
-    def _group(self, channel: Channel) -> dist.ProcessGroup:
-        if not self._groups:
+    def _channel(self, channel: Channel) -> tuple[_Groups, dist.ProcessGroup]:
+        if self._groups is None:
             raise RuntimeError("this communicator is closed")
-        return self._groups[channel]
-
-    @staticmethod
-    def _start(buffers: tuple[Tensor, ...], work: Any) -> Work:
-        return _TorchWork(work, buffers)
+        return self._groups, self._groups.by_channel[channel]
 
 
 _default: tuple[Any, TorchCommunicator] | None = None

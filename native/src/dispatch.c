@@ -3,42 +3,42 @@
 
 #include "internal.h"
 
-static const gc_kernels tier_kernels[] = {
-    {
-        .name = "portable",
-        .block_sums = gc_block_sums_portable,
-        .ternary_encode = gc_ternary_encode_portable,
-        .onebit_encode = gc_onebit_encode_portable,
-        .values_encode = gc_values_encode_portable,
-        .ternary_decode = gc_ternary_decode_portable,
-        .lanes_decode = gc_lanes_decode_portable,
-        .onebit_decode = gc_onebit_decode_portable,
-        .values_decode = gc_values_decode_portable,
-        .sum_lanes = gc_sum_lanes_portable,
-        .ternary_validate = gc_ternary_validate_portable,
-        .onebit_validate = gc_onebit_validate_portable,
-        .lanes_validate = gc_lanes_validate_portable,
-        .crc32c = gc_crc32c_portable,
-    },
-    {
-        .name = "avx2",
-        .block_sums = gc_block_sums_portable,
-        .ternary_encode = gc_ternary_encode_portable,
-        .onebit_encode = gc_onebit_encode_portable,
-        .values_encode = gc_values_encode_portable,
-        .ternary_decode = gc_ternary_decode_portable,
-        .lanes_decode = gc_lanes_decode_portable,
-        .onebit_decode = gc_onebit_decode_portable,
-        .values_decode = gc_values_decode_portable,
-        .sum_lanes = gc_sum_lanes_portable,
-        .ternary_validate = gc_ternary_validate_portable,
-        .onebit_validate = gc_onebit_validate_portable,
-        .lanes_validate = gc_lanes_validate_portable,
-        .crc32c = gc_crc32c_portable,
-    },
-};
+enum { TIER_PORTABLE, TIER_AVX2, TIER_COUNT };
 
-enum { TIER_COUNT = sizeof tier_kernels / sizeof tier_kernels[0], TIER_PORTABLE = 0, TIER_AVX2 = 1 };
+static const gc_kernels tier_kernels[] = {
+    [TIER_PORTABLE] = {
+        .block_sums = gc_block_sums_portable,
+        .ternary_encode = gc_ternary_encode_portable,
+        .onebit_encode = gc_onebit_encode_portable,
+        .values_encode = gc_values_encode_portable,
+        .ternary_decode = gc_ternary_decode_portable,
+        .lanes_decode = gc_lanes_decode_portable,
+        .onebit_decode = gc_onebit_decode_portable,
+        .values_decode = gc_values_decode_portable,
+        .sum_lanes = gc_sum_lanes_portable,
+        .ternary_validate = gc_ternary_validate_portable,
+        .onebit_validate = gc_onebit_validate_portable,
+        .lanes_validate = gc_lanes_validate_portable,
+        .crc32c = gc_crc32c_portable,
+    },
+#if defined(__x86_64__)
+    [TIER_AVX2] = {
+        .block_sums = gc_block_sums_avx2,
+        .ternary_encode = gc_ternary_encode_avx2,
+        .onebit_encode = gc_onebit_encode_avx2,
+        .values_encode = gc_values_encode_avx2,
+        .ternary_decode = gc_ternary_decode_avx2,
+        .lanes_decode = gc_lanes_decode_avx2,
+        .onebit_decode = gc_onebit_decode_avx2,
+        .values_decode = gc_values_decode_avx2,
+        .sum_lanes = gc_sum_lanes_avx2,
+        .ternary_validate = gc_ternary_validate_portable,
+        .onebit_validate = gc_onebit_validate_portable,
+        .lanes_validate = gc_lanes_validate_avx2,
+        .crc32c = gc_crc32c_avx2,
+    },
+#endif
+};
 
 /* -1 until a tier is selected or asked for. Atomic because kernels of several threads may ask at once; they all find the
  * same answer. */
@@ -46,7 +46,11 @@ static atomic_int chosen_tier = -1;
 
 int gc_tier_count(void) { return TIER_COUNT; }
 
-const char *gc_tier_name(int tier) { return tier >= 0 && tier < TIER_COUNT ? tier_kernels[tier].name : NULL; }
+const char *gc_tier_name(int tier)
+{
+    static const char *const names[TIER_COUNT] = {"portable", "avx2"}; /* also of tiers that this build lacks */
+    return tier >= 0 && tier < TIER_COUNT ? names[tier] : NULL;
+}
 
 int gc_tier_supported(int tier)
 {

@@ -75,7 +75,6 @@ typedef void gc_encode_kernel(gc_encode_job *job, const gc_segment *segment);
 typedef void gc_decode_kernel(gc_decode_job *job, const gc_segment *segment);
 
 typedef struct {
-    const char *name;
     gc_encode_kernel *block_sums, *ternary_encode, *onebit_encode, *values_encode;
     gc_decode_kernel *ternary_decode, *lanes_decode, *onebit_decode, *values_decode;
     void (*sum_lanes)(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes);
@@ -100,8 +99,9 @@ uint32_t gc_crc32c_portable(uint32_t crc, const uint8_t *data, size_t data_nbyte
 gc_block gc_block_of(const void *src, int dtype, uint64_t first, uint32_t numel);
 /* Ternary scale of one group from its blocks (gc_ternary_scales). */
 float gc_ternary_scale_of(const gc_block *blocks, uint64_t block_count, uint32_t numel, double clip_sigma);
-/* Code of element `element` of a parameter, drawing its random numbers. */
-unsigned gc_ternary_code(float x, float scale, uint32_t element, uint32_t parameter, const gc_rng_key *key);
+/* Elements [first, first + numel) of a segment; for ternary codes `first` is a multiple of 4. */
+typedef void gc_encode_span(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
+gc_encode_span gc_ternary_encode_span, gc_values_encode_span;
 /* One whole group. */
 void gc_onebit_group(gc_encode_job *job, const gc_segment *segment, gc_run run);
 /* Elements [first, first + numel) of a segment, over any groups. */
@@ -109,7 +109,6 @@ typedef void gc_decode_span(gc_decode_job *job, const gc_segment *segment, uint3
 gc_decode_span gc_ternary_decode_span, gc_lanes_decode_span, gc_onebit_decode_span, gc_values_decode_span;
 void gc_sum_lanes_span(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes,
                        uint32_t first, uint32_t numel);
-void gc_values_encode_span(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
 
 /* ---- the chosen tier ------------------------------------------------------------------------------------------------------ */
 const gc_kernels *gc_current_kernels(void);

@@ -48,20 +48,13 @@ GC_INLINE unsigned code_of(float x, float scale, uint32_t draw, uint32_t element
     return deep_draw(element, parameter, key) < (uint32_t)rest ? sign_code : CODE_ZERO;
 }
 
-unsigned gc_ternary_code(float x, float scale, uint32_t element, uint32_t parameter, const gc_rng_key *key)
-{
-    uint16_t draws[SUPERBLOCK_NUMEL];
-    superblock_draws(draws, element / SUPERBLOCK_NUMEL, parameter, key);
-    return code_of(x, scale, draws[element % SUPERBLOCK_NUMEL], element, parameter, key);
-}
-
-GC_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, int dtype)
+GC_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel, int dtype)
 {
     uint8_t *codes = job->payload + segment->codes;
     uint16_t draws[SUPERBLOCK_NUMEL];
     uint32_t drawn = UINT32_MAX; /* number of the superblock that `draws` holds; elements give at most 2^26 - 1 */
-    for (uint32_t i = 0; i < segment->numel;) {
-        gc_run run = gc_run_at(segment, i, segment->numel);
+    for (uint32_t i = first, end = first + numel; i < end;) {
+        gc_run run = gc_run_at(segment, i, end);
         float scale = gc_scale(job->payload, segment, run.group);
         for (; i < run.first + run.numel; i++) {
             uint32_t element = segment->start + i;
@@ -78,8 +71,13 @@ GC_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, int dt
     }
 }
 
+void gc_ternary_encode_span(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel)
+{
+    GC_BY_DTYPE(job->dtype, encode_body(job, segment, first, numel, GC_F32),
+                encode_body(job, segment, first, numel, GC_BF16), encode_body(job, segment, first, numel, GC_F16));
+}
+
 void gc_ternary_encode_portable(gc_encode_job *job, const gc_segment *segment)
 {
-    GC_BY_DTYPE(job->dtype, encode_body(job, segment, GC_F32), encode_body(job, segment, GC_BF16),
-                encode_body(job, segment, GC_F16));
+    gc_ternary_encode_span(job, segment, 0, segment->numel);
 }

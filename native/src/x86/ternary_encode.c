@@ -1,0 +1,213 @@
+/* ternary_encode.c - ternary codes of whole superblocks: 64 elements, eight Philox blocks, sixteen bytes.
+ *
+ * The eight blocks are two vectors of four 64-bit lanes, of which only the low halves count (the multiplication ignores
+ * the high ones). Even and odd blocks are then woven into eight 32-bit lanes; lane l of word w holds the 16-bit draws of
+ * elements 16w + l and 16w + 8 + l, which is where the pinned layout comes from. Superblocks in which a draw ties with
+ * its threshold (one in about a thousand) and those cut by the segment go to the portable encoder.
+ */
+#include "internal.h"
+
+#if defined(__x86_64__)
+#include "common.h"
+#include "philox.h"
+
+enum { SUPERBLOCK_NUMEL = 64, SUPERBLOCK_NBYTES = 16, PREFETCH_NUMEL = 1024, WORDS = 4 };
+
+/* ---- random numbers ------------------------------------------------------------------------------------------------- */
+/* Philox with what is constant worked out: three of four counter words are, so the first two rounds need one product
+ * each, and the third round one exclusive or less. */
+typedef struct {
+    __m256i round1_c2;           /* c3 ^ k1 of round 1 */
+    __m256i round2_c0, round2_c2;
+    __m256i round3_c2;
+    __m256i key0[GC_PHILOX_ROUNDS], key1[GC_PHILOX_ROUNDS];
+} philox_plan;
+
+GC_AVX2_INLINE philox_plan plan_philox(uint32_t parameter, const gc_rng_key *key)
+{
+    philox_plan plan;
+    uint32_t k0[GC_PHILOX_ROUNDS], k1[GC_PHILOX_ROUNDS];
+    for (uint32_t r = 0; r < GC_PHILOX_ROUNDS; r++) {
+        k0[r] = key->seed + r * GC_PHILOX_W0;
+        k1[r] = key->rank + r * GC_PHILOX_W1;
+        plan.key0[r] = _mm256_set1_epi32((int)k0[r]);
+        plan.key1[r] = _mm256_set1_epi32((int)k1[r]);
+    }
+    uint64_t p1 = (uint64_t)GC_PHILOX_M1 * key->step;                             /* round 1: c2 = step */
+    uint64_t p0 = (uint64_t)GC_PHILOX_M0 * ((uint32_t)(p1 >> 32) ^ parameter ^ k0[0]); /* round 2: its c0 */
+    plan.round1_c2 = _mm256_set1_epi32((int)(key->stream ^ k1[0]));
+    plan.round2_c0 = _mm256_set1_epi32((int)((uint32_t)p1 ^ k0[1]));
+    plan.round2_c2 = _mm256_set1_epi32((int)((uint32_t)(p0 >> 32) ^ k1[1]));
+    plan.round3_c2 = _mm256_set1_epi32((int)((uint32_t)p0 ^ k1[2]));
+    return plan;
+}
+
+GC_AVX2_INLINE __m256i high(__m256i product) { return _mm256_srli_epi64(product, 32); }
+GC_AVX2_INLINE __m256i xor3(__m256i a, __m256i b, __m256i c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+
+/* Four blocks whose first counter words stand in the low halves of `counter`. */
+GC_AVX2_INLINE void philox4(const philox_plan *plan, __m256i counter, __m256i c[WORDS])
+{
+    const __m256i m0 = _mm256_set1_epi32((int)GC_PHILOX_M0), m1 = _mm256_set1_epi32((int)GC_PHILOX_M1);
+    __m256i p0 = _mm256_mul_epu32(counter, m0);
+    __m256i p1 = _mm256_mul_epu32(_mm256_xor_si256(high(p0), plan->round1_c2), m1);
+    c[0] = _mm256_xor_si256(high(p1), plan->round2_c0);
+    c[1] = p1;
+    c[2] = _mm256_xor_si256(p0, plan->round2_c2);
+    p0 = _mm256_mul_epu32(c[0], m0);
+    p1 = _mm256_mul_epu32(c[2], m1);
+    c[0] = xor3(high(p1), c[1], plan->key0[2]);
+    c[1] = p1;
+    c[2] = _mm256_xor_si256(high(p0), plan->round3_c2);
+    c[3] = p0;
+    for (int r = 3; r < GC_PHILOX_ROUNDS; r++) {
+        p0 = _mm256_mul_epu32(c[0], m0);
+        p1 = _mm256_mul_epu32(c[2], m1);
+        c[0] = xor3(high(p1), c[1], plan->key0[r]);
+        c[1] = p1;
+        c[2] = xor3(high(p0), c[3], plan->key1[r]);
+        c[3] = p0;
+    }
+}
+
+/* The 64 draws of a superblock, two in each 32-bit lane. */
+GC_AVX2_INLINE void superblock_draws(const philox_plan *plan, uint32_t superblock, __m256i draws[WORDS])
+{
+    __m256i first = _mm256_set1_epi64x((long long)superblock * 8), even[WORDS], odd[WORDS];
+    philox4(plan, _mm256_add_epi64(first, _mm256_setr_epi64x(0, 2, 4, 6)), even);
+    philox4(plan, _mm256_add_epi64(first, _mm256_setr_epi64x(1, 3, 5, 7)), odd);
+    for (int w = 0; w < WORDS; w++)
+        draws[w] = _mm256_blend_epi32(even[w], _mm256_slli_epi64(odd[w], 32), 0xAA);
+}
+
+/* ---- decisions --------------------------------------------------------------------------------------------------------- */
+typedef struct {
+    __m256i absmax, ties;
+} watch;
+
+/* floor(|x| / S * 65536), at most 65535; 0 in the low half where that is NaN. */
+GC_AVX2_INLINE __m256i threshold8(__m256 x, __m256 scale, watch *seen)
+{
+    __m256i a = gc_abs8(x);
+    seen->absmax = _mm256_max_epi32(seen->absmax, a);
+    __m256 t = _mm256_mul_ps(_mm256_div_ps(_mm256_castsi256_ps(a), scale), _mm256_set1_ps(65536.0f));
+    return _mm256_cvttps_epi32(_mm256_min_ps(_mm256_set1_ps(65535.99609375f), t)); /* NaN: min returns its second */
+}
+
+/* Sixteen elements in 16-bit lanes as the draws lie: low halves from a, high halves from b. */
+typedef struct {
+    __m256i is_zero, sign; /* masks of 16 bits; sign in the top bit */
+} decisions;
+
+GC_AVX2_INLINE decisions decide16(__m256 a, __m256 b, __m256 scale_a, __m256 scale_b, __m256i draws, watch *seen)
+{
+    __m256i ta = threshold8(a, scale_a, seen), tb = threshold8(b, scale_b, seen);
+    __m256i t = _mm256_blend_epi16(ta, _mm256_slli_epi32(tb, 16), 0xAA);
+    seen->ties = _mm256_or_si256(seen->ties, _mm256_cmpeq_epi16(t, draws));
+    decisions d;
+    d.is_zero = _mm256_cmpeq_epi16(_mm256_max_epu16(t, draws), draws); /* not draws < t */
+    d.sign = _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(a), 16), _mm256_castps_si256(b), 0xAA);
+    return d;
+}
+
+/* Codes of two words in bytes: those of v in the low byte of each 16-bit lane, those of w in the high one. */
+GC_AVX2_INLINE __m256i codes32(decisions v, decisions w)
+{
+    const __m256i high_bytes = _mm256_set1_epi16((short)0xFF00);
+    __m256i is_zero = _mm256_blendv_epi8(v.is_zero, w.is_zero, high_bytes);
+    __m256i sign = _mm256_blendv_epi8(_mm256_srli_epi16(v.sign, 8), w.sign, high_bytes);
+    __m256i nonzero = _mm256_blendv_epi8(_mm256_set1_epi8(2), _mm256_setzero_si256(), sign);
+    return _mm256_blendv_epi8(nonzero, _mm256_set1_epi8(1), is_zero);
+}
+
+/* Pack the codes of 64 elements. Byte j of 32-bit lane l of `low` holds word j % 2, half j / 2, element l; `high` words 2
+ * and 3. Lanes l and l % 4 share a byte: number 4 * word + 2 * half + l / 4. */
+GC_AVX2_INLINE __m128i pack64(__m256i low, __m256i high_words)
+{
+    const __m256i shifts = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
+    low = _mm256_sllv_epi32(low, shifts);
+    high_words = _mm256_sllv_epi32(high_words, shifts);
+    __m256i pairs = _mm256_or_si256(_mm256_unpacklo_epi64(low, high_words), _mm256_unpackhi_epi64(low, high_words));
+    __m256i bytes = _mm256_or_si256(pairs, _mm256_srli_epi64(pairs, 32)); /* words 0, 1 in lane 0, 2, 3 in lane 2 */
+    bytes = _mm256_shuffle_epi8(bytes, _mm256_setr_epi8(0, -1, 2, -1, 1, -1, 3, -1, 8, -1, 10, -1, 9, -1, 11, -1,  //
+                                                        -1, 0, -1, 2, -1, 1, -1, 3, -1, 8, -1, 10, -1, 9, -1, 11));
+    return _mm_or_si128(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+}
+
+/* ---- superblocks --------------------------------------------------------------------------------------------------------- */
+/* Encode `count` superblocks from position `first` of the segment on, a superblock's first element. `scales` holds one
+ * scale for all, or 64. */
+GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *segment, const philox_plan *plan,
+                                       uint32_t first, uint32_t count, const float *scales, int is_uniform, int dtype)
+{
+    uint8_t *codes = job->payload + segment->codes;
+    watch seen = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (uint32_t position = first; count; count--, position += SUPERBLOCK_NUMEL) {
+        uint64_t at = segment->data + position;
+        __m256i draws[WORDS];
+        decisions d[WORDS];
+        superblock_draws(plan, (segment->start + position) / SUPERBLOCK_NUMEL, draws);
+        seen.ties = _mm256_setzero_si256();
+        for (int w = 0; w < WORDS; w++) {
+            const float *s = is_uniform ? scales : scales + 16 * w;
+            __m256 sa = is_uniform ? _mm256_set1_ps(*s) : _mm256_loadu_ps(s);
+            __m256 sb = is_uniform ? sa : _mm256_loadu_ps(s + 8);
+            gc_prefetch(job->src, dtype, at + 16 * w + PREFETCH_NUMEL);
+            d[w] = decide16(gc_load8(job->src, dtype, at + 16 * w), gc_load8(job->src, dtype, at + 16 * w + 8), sa, sb,
+                            draws[w], &seen);
+        }
+        _mm_storeu_si128((__m128i *)(codes + position / 4), pack64(codes32(d[0], d[1]), codes32(d[2], d[3])));
+        if (!_mm256_testz_si256(seen.ties, seen.ties))
+            gc_ternary_encode_span(job, segment, position, SUPERBLOCK_NUMEL);
+    }
+    job->nonfinite |= gc_max8(seen.absmax) >= GC_INF_BITS;
+}
+
+/* A scale to divide by: Inf makes every code 0, as the contract wants for S = 0 (and for what is no scale). */
+static float divisor(const gc_encode_job *job, const gc_segment *segment, uint32_t group)
+{
+    float scale = gc_scale(job->payload, segment, group);
+    return scale > 0 ? scale : gc_float_of(GC_INF_BITS);
+}
+
+GC_AVX2_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, const philox_plan *plan, uint32_t first,
+                                uint32_t end, int dtype)
+{
+    for (uint32_t i = first; i < end;) {
+        gc_run run = gc_run_at(segment, i, end);
+        uint32_t whole = run.numel / SUPERBLOCK_NUMEL;
+        if (whole) {
+            float scale = divisor(job, segment, run.group);
+            encode_superblocks(job, segment, plan, i, whole, &scale, 1, dtype);
+            i += whole * SUPERBLOCK_NUMEL;
+            continue;
+        }
+        float scales[SUPERBLOCK_NUMEL];
+        for (uint32_t j = 0; j < SUPERBLOCK_NUMEL;) {
+            run = gc_run_at(segment, i + j, i + SUPERBLOCK_NUMEL);
+            float scale = divisor(job, segment, run.group);
+            for (uint32_t last = j + run.numel; j < last; j++)
+                scales[j] = scale;
+        }
+        encode_superblocks(job, segment, plan, i, 1, scales, 0, dtype);
+        i += SUPERBLOCK_NUMEL;
+    }
+}
+
+GC_AVX2 void gc_ternary_encode_avx2(gc_encode_job *job, const gc_segment *segment)
+{
+    uint32_t head = (SUPERBLOCK_NUMEL - segment->start % SUPERBLOCK_NUMEL) % SUPERBLOCK_NUMEL;
+    head = head < segment->numel ? head : segment->numel;
+    uint32_t end = head + (segment->numel - head) / SUPERBLOCK_NUMEL * SUPERBLOCK_NUMEL;
+    if (head)
+        gc_ternary_encode_span(job, segment, 0, head);
+    if (head < end) {
+        philox_plan plan = plan_philox(segment->parameter, &job->key);
+        GC_BY_DTYPE(job->dtype, encode_body(job, segment, &plan, head, end, GC_F32),
+                    encode_body(job, segment, &plan, head, end, GC_BF16),
+                    encode_body(job, segment, &plan, head, end, GC_F16));
+    }
+    if (end < segment->numel)
+        gc_ternary_encode_span(job, segment, end, segment->numel - end);
+}
+#endif

@@ -1,0 +1,658 @@
+"""The DDP hook over real gloo processes: each function below runs on every rank."""
+
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradcomp
+import gradcomp.ddp
+from gradcomp import Identity, OneBit, PeerMismatch, Ternary, UnsupportedTensor
+
+
+def small_model(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)).to(dtype)
+
+
+def batch(step, rank, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 64, generator=generator).to(dtype), torch.randint(10, (8,), generator=generator)
+
+
+def train(model, optimizer, steps, first=0, dtype=torch.float32):
+    for step in range(first, first + steps):
+        x, y = batch(step, dist.get_rank(), dtype)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x).float(), y).backward()
+        optimizer.step()
+
+
+def bits(model):
+    return b"".join(p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters())
+
+
+def trained(codec, steps=4, register=True, ddp=None, dtype=torch.float32, **options):
+    model = DDP(small_model(dtype), **(ddp or {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = gradcomp.ddp.register(model, codec, min_numel=0, **options) if register else None
+    train(model, optimizer, steps, dtype=dtype)
+    if state is not None:
+        state.check_replicas()
+        state.close()
+    return bits(model)
+
+
+# ---- what is computed ------------------------------------------------------------------------------------------------
+
+
+def identity_and_plain():
+    return trained(Identity(), exchange="all_gather"), trained(None, register=False)
+
+
+def test_identity_equals_no_hook_bit_for_bit(gloo):
+    for with_hook, without in gloo(2, identity_and_plain):
+        assert with_hook == without
+
+
+CODECS = {"ternary": Ternary(), "own": Ternary(scale="own"), "requantize": Ternary(second_phase="requantize"), "onebit": OneBit()}
+
+
+def bucket_sizes(name, exchange):
+    return [
+        trained(CODECS[name], exchange=exchange, ddp={"bucket_cap_mb": cap, "gradient_as_bucket_view": view})
+        for cap, view in ((0.01, False), (25, False), (0.01, True))
+    ]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", CODECS)
+def test_bucket_layout_changes_no_bit(gloo, name, exchange):
+    """Promise 2: runs with bucket_cap_mb 0.01 and 25, and with gradients as bucket views, are the same run."""
+    results = gloo(3, bucket_sizes, name, exchange)
+    assert len({run for rank in results for run in rank}) == 1
+
+
+def modes():
+    runs = [trained(OneBit()), trained(OneBit(), ddp={"static_graph": True})]
+    return [*runs, trained(OneBit(), ddp={"find_unused_parameters": True})]
+
+
+def test_static_graph_and_find_unused_parameters(gloo):
+    results = gloo(2, modes)
+    assert len({run for rank in results for run in rank}) == 1
+
+
+def by_hand():
+    model = DDP(small_model())
+    state = gradcomp.ddp.CompressionState(model, "ternary", min_numel=0)
+    model.register_comm_hook(state, gradcomp.ddp.compression_hook)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 4)
+    state.close()
+    return bits(model), trained("ternary")
+
+
+def test_plain_register_comm_hook_is_the_same(gloo):
+    for one, other in gloo(2, by_hand):
+        assert one == other
+
+
+def accumulate():
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, Identity(), min_numel=0)
+    plain = DDP(small_model())
+    for m in (model, plain):
+        with m.no_sync():
+            nn.functional.cross_entropy(m(batch(0, dist.get_rank())[0]), batch(0, dist.get_rank())[1]).backward()
+        nn.functional.cross_entropy(m(batch(1, dist.get_rank())[0]), batch(1, dist.get_rank())[1]).backward()
+    same = all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
+    steps = state.stats.steps
+    state.close()
+    return same, steps
+
+
+def test_no_sync_accumulates_and_skips_the_hook(gloo):
+    assert gloo(2, accumulate) == [(True, 1)] * 2
+
+
+def half(name):
+    dtype = getattr(torch, name)
+    return trained(Ternary(), dtype=dtype), trained(OneBit(), dtype=dtype), trained(Identity(), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_half_precision_parameters(gloo, name):
+    first, second = gloo(2, half, name)
+    assert first == second
+
+
+def several_models():
+    """Two models in one backward, each with a state of its own, against the same models alone."""
+    results = []
+    for together in (True, False):
+        models = [DDP(small_model(seed=s)) for s in (1, 2)]
+        states = [gradcomp.ddp.register(m, c, min_numel=0) for m, c in zip(models, (Ternary(), OneBit()))]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        for step in range(3):
+            x, y = batch(step, dist.get_rank())
+            losses = [nn.functional.cross_entropy(m(x), y) for m in models]
+            if together:
+                sum(losses).backward()
+            else:
+                for loss in losses:
+                    loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([bits(m) for m in models])
+        for state in states:
+            state.close()
+    return results
+
+
+def test_several_models_in_one_backward(gloo):
+    for together, alone in gloo(2, several_models):
+        assert together == alone
+
+
+def mesh_rows():
+    """A 2x2 mesh, compression along the data-parallel dimension: each row must average over its own two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
+    group = mesh["data"].get_group()
+    model = DDP(nn.Linear(64, 64, bias=False), process_group=group)
+    with torch.no_grad():
+        model.module.weight.zero_()
+    state = gradcomp.ddp.register(model, Identity(), min_numel=0)
+    rank = dist.get_rank()
+    model(torch.full((1, 64), float(10 ** (rank)))).sum().backward()
+    state.close()
+    return model.module.weight.grad[0, 0].item()
+
+
+def test_two_by_two_device_mesh(gloo):
+    assert gloo(4, mesh_rows) == [5.5, 5.5, 550.0, 550.0]
+
+
+class Stack(nn.Module):
+    """40 layers of 64x64 whose gradients are known: each weight's is that rank's constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(64, 64)) for _ in range(40)])
+
+    def forward(self, x):
+        return sum((w * x).sum() * (i + 1) for i, w in enumerate(self.weights))
+
+
+def many_buckets(name):
+    model = DDP(Stack(), bucket_cap_mb=0.01)
+    codec = Ternary(clip_sigma=None) if name == "ternary" else OneBit()
+    state = gradcomp.ddp.register(model, codec, min_numel=0)
+    wrong = 0
+    for step in range(100):
+        model.zero_grad()
+        model(torch.tensor(float((dist.get_rank() + 1) * (1 + step % 3)))).backward()
+        for i, weight in enumerate(model.module.weights):
+            if name == "ternary":  # shared scale 4 c: rank r's code is 1 with probability (r + 1) / 4; sums are of c * k
+                quantum = torch.tensor(4.0 * (1 + step % 3) * (i + 1)) / 4
+                levels = weight.grad / quantum
+                wrong += not torch.equal(levels, levels.round()) or not 1 <= levels.min() <= levels.max() <= 4
+                wrong += abs(levels.mean().item() - 2.5) > 0.1
+            else:  # constant gradients decode exactly: both phases lossless
+                wrong += not torch.equal(weight.grad, torch.full((64, 64), 2.5 * (1 + step % 3) * (i + 1)))
+    buckets = len(state._engine._submitted)
+    state.close()
+    return wrong, buckets
+
+
+@pytest.mark.parametrize("name", ["onebit", "ternary"])
+def test_forty_layers_in_small_buckets_for_a_hundred_steps(gloo, name):
+    """Chained collectives in Future.then hang here; FIFO stages do not, and every value is the exact expectation."""
+    for wrong, buckets in gloo(4, many_buckets, name):
+        assert wrong == 0
+        assert buckets == 40
+
+
+# ---- steps, checkpoints, scalers -----------------------------------------------------------------------------------
+
+
+def resume(name):
+    """Train 6 steps; and 3 steps, save, load into fresh objects, 3 more."""
+    make = {"ternary": Ternary, "onebit": OneBit}[name]
+
+    def fresh():
+        model = DDP(small_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, gradcomp.ddp.register(model, make(), min_numel=0, exchange="reduce_scatter")
+
+    model, optimizer, state = fresh()
+    train(model, optimizer, 6)
+    whole = bits(model)
+    state.close()
+
+    model, optimizer, state = fresh()
+    train(model, optimizer, 3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "gradcomp": state.state_dict()}, file)
+    state.close()
+
+    model, optimizer, state = fresh()
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    state.load_state_dict(saved["gradcomp"])
+    train(model, optimizer, 3, first=3)
+    resumed = bits(model)
+    other = dict(saved["gradcomp"], rank=5)
+    try:
+        state.load_state_dict(other)
+        refused = False
+    except ValueError as error:
+        refused = "rank 5" in str(error)
+    state.close()
+    return whole == resumed, refused
+
+
+@pytest.mark.parametrize("name", ["ternary", "onebit"])
+def test_resumed_run_equals_the_uninterrupted_one(gloo, name):
+    assert gloo(2, resume, name) == [(True, True)] * 2
+
+
+def warm_start():
+    """start_step: plain averages before it, compressed ones after."""
+    model, plain = DDP(small_model()), DDP(small_model())
+    state = gradcomp.ddp.register(model, Ternary(), min_numel=0, start_step=2)
+    equal, sent = [], []
+    for step in range(4):
+        for m in (model, plain):
+            m.zero_grad()
+            x, y = batch(step, dist.get_rank())
+            nn.functional.cross_entropy(m(x), y).backward()
+        equal.append(all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters())))
+        sent.append(state.stats.bytes_sent)
+    state.close()
+    return equal, sent[0] > 8 * (sent[3] - sent[2])
+
+
+def test_start_step(gloo):
+    assert gloo(2, warm_start) == [([True, True, False, False], True)] * 2
+
+
+def exclusion():
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, Ternary(), min_numel=1000, exclude=("4.*", "0.weight"))
+    plain = DDP(small_model())
+    for m in (model, plain):
+        x, y = batch(0, dist.get_rank())
+        nn.functional.cross_entropy(m(x), y).backward()
+    out = {
+        name: torch.equal(p.grad, q.grad)
+        for (name, p), q in zip(model.module.named_parameters(), plain.parameters())
+    }
+    text = state.describe()
+    state.close()
+    try:
+        gradcomp.ddp.register(DDP(small_model()), Ternary(), exclude=("nothing.*",))
+    except ValueError as error:
+        return out, text, str(error)
+    return out, text, ""
+
+
+def test_exclude_and_min_numel_travel_as_fp32(gloo):
+    for equal, text, error in gloo(2, exclusion):
+        assert [n for n, e in equal.items() if not e] == ["2.weight"]
+        assert "on 1 tensors (8,192 values)" in text and "fp32 for 5" in text
+        assert "nothing.*" in error
+
+
+def overflow(codec_name):
+    """One rank overflows once: every rank skips that step, residuals survive, the next step is good."""
+    codec = {"onebit": OneBit(), "ternary": Ternary()}[codec_name]
+    model = DDP(small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = gradcomp.ddp.register(model, codec, min_numel=0, grad_scaler=scaler, exchange="reduce_scatter")
+    log = []
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = batch(step, dist.get_rank())
+        loss = scaler.scale(nn.functional.cross_entropy(model(x), y))
+        if step == 2 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        before = bits(model)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        log.append((before != bits(model), scaler.get_scale(), all(torch.isfinite(p).all() for p in model.parameters())))
+    state.check_replicas()
+    residual = state.state_dict()["residual"]
+    finite = all(bool(torch.isfinite(r).all()) for r in residual.values())
+    state.close()
+    return log, finite
+
+
+@pytest.mark.parametrize("name", ["onebit", "ternary"])
+def test_recovers_on_the_step_after_an_overflow(gloo, name):
+    """Stock PowerSGD with GradScaler never recovers from one Inf batch."""
+    for log, finite in gloo(2, overflow, name):
+        assert [changed for changed, _, _ in log] == [True, True, False, True, True]
+        assert [scale for _, scale, _ in log] == [1024.0, 1024.0, 512.0, 512.0, 512.0]
+        assert all(good for _, _, good in log) and finite
+
+
+def transactional_planes():
+    """One bucket of two holds NaN: with transactional=True neither bucket's residual moves; discard_step goes back."""
+    model = DDP(Stack(), bucket_cap_mb=0.01)
+    state = gradcomp.ddp.register(model, OneBit(), min_numel=0, transactional=True)
+
+    def residuals():
+        return b"".join(r.numpy().tobytes() for r in state.state_dict()["residual"].values())
+
+    def backward(poison=False):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        loss = model(torch.randn(64, 64, generator=generator))
+        if poison and dist.get_rank() == 0:
+            loss = loss + model.module.weights[3].sum() * float("nan")
+        loss.backward()
+
+    backward()
+    backward()
+    first = residuals()
+    backward(poison=True)
+    after_poison = residuals()
+    bad = [bool(torch.isnan(w.grad).any()) for w in model.module.weights]
+    backward()
+    moved = residuals()
+    state.discard_step()
+    after_discard = residuals()
+    state.close()
+    return first == after_poison, sum(bad), moved != first, after_discard == first
+
+
+def test_transactional_step_and_discard(gloo):
+    assert gloo(2, transactional_planes) == [(True, 1, True, True)] * 2
+
+
+def scale_follows():
+    """Residuals live in loss-scaled units: halving the scale halves them, and nothing is lost."""
+    model = DDP(nn.Linear(64, 64, bias=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = gradcomp.ddp.register(model, OneBit(), min_numel=0, grad_scaler=scaler, exchange="all_gather")
+
+    def backward():
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        scaler.scale(model(torch.randn(4, 64, generator=generator)).square().sum()).backward()
+
+    backward()
+    before = state.state_dict()["residual"]["weight"].clone()
+    scaler.update(new_scale=2.0)
+    state._engine.begin_step()
+    after = state._engine.feedback.residual(0).clone()
+    state.close()
+    return torch.equal(after, before / 4)
+
+
+def test_residuals_follow_the_loss_scale(gloo):
+    assert gloo(2, scale_follows) == [True, True]
+
+
+def conservation():
+    """Promise 5 through bucket rebuilds: the sum of gradients = the sum of what was decoded + what is left over."""
+    model = DDP(small_model(), bucket_cap_mb=0.01)
+    state = gradcomp.ddp.register(model, OneBit(), min_numel=0, exchange="all_gather")
+    total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.module.named_parameters()}
+    decoded = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.module.named_parameters()}
+    plain = small_model()
+    for step in range(5):
+        x, y = batch(step, dist.get_rank())
+        model.zero_grad()
+        plain.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for (n, p), q in zip(model.module.named_parameters(), plain.parameters()):
+            total[n] += q.grad
+            decoded[n] += p.grad
+    worst = 0.0
+    left = state.state_dict()["residual"]
+    for n in total:
+        sums = torch.stack([total[n].flatten(), left[n].double()])
+        dist.all_reduce(sums)
+        mean_grad, mean_left = sums / dist.get_world_size()
+        gap = (mean_grad - decoded[n].flatten() - mean_left).abs().max() / mean_grad.abs().max()
+        worst = max(worst, gap.item())
+    state.close()
+    return worst
+
+
+def test_nothing_is_lost_through_bucket_rebuilds(gloo):
+    assert max(gloo(2, conservation)) < 1e-5
+
+
+class Half(nn.Module):
+    """Two branches of which each rank uses one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.never = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, right):
+        return (self.right if right else self.left)(x)
+
+
+def unused():
+    model = DDP(Half(), find_unused_parameters=True)
+    state = gradcomp.ddp.register(model, OneBit(), min_numel=0)
+    for step in range(4):
+        model.zero_grad()
+        x, _ = batch(step, dist.get_rank())
+        model(x, dist.get_rank() == 1 and step < 2).square().sum().backward()
+    left = state.state_dict()["residual"]
+    state.close()
+    return {n: bool((r != 0).any()) for n, r in left.items()}, model.module.never.weight.grad is None
+
+
+def test_unused_parameters_lose_nothing(gloo):
+    """A tensor that no rank uses keeps p.grad None; one that a rank does not use leaves no residual there."""
+    (zero, never0), (one, never1) = gloo(2, unused)
+    assert never0 and never1
+    assert not zero["never.weight"] and not one["never.weight"]
+    assert zero["left.weight"] and not zero["right.weight"]
+    assert one["right.weight"]
+
+
+def joined():
+    """Uneven data under join(): the rank that is done plays along with zero gradients."""
+    from torch.distributed.algorithms.join import Join
+
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, Ternary(), min_numel=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model]):
+        for step in range(3 if dist.get_rank() == 0 else 5):
+            optimizer.zero_grad()
+            x, y = batch(step, dist.get_rank())
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    steps = state.step
+    state.close()
+    return steps
+
+
+def test_join_with_uneven_inputs(gloo):
+    assert gloo(2, joined) == [5, 5]
+
+
+def alone():
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, "onebit")
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 3)
+    text = state.describe()
+    ratio, steps = state.stats.compression_ratio, state.stats.steps
+    state.close()
+    return bits(model) == trained(None, steps=3, register=False), ratio, steps, "world size 1" in text
+
+
+def test_world_size_one_passes_through(gloo):
+    assert gloo(1, alone) == [(True, 1.0, 3, True)]
+
+
+def drift():
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, "ternary")
+    state.check_replicas()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.module[2].bias[5] += 1e-3
+    try:
+        state.check_replicas()
+    except PeerMismatch as error:
+        return error.field, error.rank
+    finally:
+        state.close()
+
+
+def test_check_replicas_names_tensor_and_rank(gloo):
+    assert gloo(2, drift) == [("parameter 2.bias", 1)] * 2
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+
+MISMATCHES = {
+    "codec": (dict(codec="ternary"), dict(codec="onebit")),
+    "codec_options": (dict(codec=Ternary(seed=1)), dict(codec=Ternary(seed=2))),
+    "exchange": (dict(exchange="all_gather"), dict(exchange="reduce_scatter")),
+    "start_step": (dict(start_step=0), dict(start_step=10)),
+    "min_numel": (dict(min_numel=1), dict(min_numel=2)),
+    "exclude": (dict(exclude=()), dict(exclude=("0.bias",))),
+    "transactional": (dict(transactional=True), dict()),
+}
+
+
+def mismatch(field):
+    options = dict({"codec": "ternary"}, **MISMATCHES[field][dist.get_rank() % 2])
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, options.pop("codec"), timeout_s=20, **options)
+    errors = []
+    for _ in range(2):
+        try:
+            model(batch(0, 0)[0]).sum().backward()
+            errors.append(None)
+        except PeerMismatch as error:
+            errors.append((error.field, error.rank))
+    state.close()
+    return errors
+
+
+@pytest.mark.parametrize("field", MISMATCHES)
+def test_ranks_with_other_settings_get_peer_mismatch(gloo, field):
+    """Out of .backward() on every rank, and again out of the next forward."""
+    for errors in gloo(2, mismatch, field):
+        assert errors == [(field, 1)] * 2
+
+
+def other_model(what):
+    """Different models or buckets, without DDP's own checks: the averager must say so on every rank."""
+    size = 64 + dist.get_rank() * (what == "model")
+    model = nn.Sequential(nn.Linear(size, 64), nn.Linear(64, 64))
+    cap = 0.01 if what == "buckets" and dist.get_rank() == 1 else 25
+    averager = gradcomp.GradientAverager(model.named_parameters(), "ternary", bucket_cap_mb=cap, timeout_s=20)
+    try:
+        averager.average()
+    except PeerMismatch as error:
+        return error.field
+    finally:
+        averager.close()
+
+
+@pytest.mark.parametrize("what", ["model", "buckets"])
+def test_different_models_or_buckets(gloo, what):
+    assert gloo(2, other_model, what) == ["numel", "numel"]
+
+
+def bad_arguments():
+    out = {}
+
+    def attempt(name, function):
+        try:
+            function()
+            out[name] = None
+        except Exception as error:
+            out[name] = (type(error).__name__, str(error))
+
+    model = DDP(small_model())
+    attempt("not ddp", lambda: gradcomp.ddp.register(small_model(), "ternary"))
+    attempt("codec", lambda: gradcomp.ddp.register(model, "quaternary"))
+    attempt("exchange", lambda: gradcomp.ddp.register(model, "ternary", exchange="ring"))
+    attempt("min_numel", lambda: gradcomp.ddp.register(model, "ternary", min_numel=-1))
+    attempt("timeout", lambda: gradcomp.ddp.register(model, "ternary", timeout_s=0))
+    attempt("scaler", lambda: gradcomp.ddp.register(model, "ternary", grad_scaler=3))
+    attempt("double", lambda: gradcomp.ddp.register(DDP(small_model(torch.float64)), "ternary"))
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)
+    attempt("optimizer", lambda: gradcomp.ddp.register(model, "ternary", optimizer=stranger))
+    return out
+
+
+def test_wrong_arguments(gloo):
+    out = gloo(1, bad_arguments)[0]
+    assert out["not ddp"][0] == "TypeError" and "Sequential" in out["not ddp"][1]
+    assert out["codec"][0] == "ValueError" and "quaternary" in out["codec"][1]
+    assert out["exchange"][0] == "ValueError" and "ring" in out["exchange"][1]
+    assert out["min_numel"][0] == "ValueError" and "-1" in out["min_numel"][1]
+    assert out["timeout"][0] == "ValueError" and "0" in out["timeout"][1]
+    assert out["scaler"][0] == "ValueError" and "int" in out["scaler"][1]
+    assert out["double"][0] == "UnsupportedTensor" and "float64" in out["double"][1]
+    assert out["optimizer"][0] == "ValueError"
+
+
+def sparse():
+    model = DDP(nn.Embedding(100, 16, sparse=True))
+    state = gradcomp.ddp.register(model, "ternary")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(torch.tensor([1, 2])).sum().backward()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        state.close()
+
+
+def test_sparse_gradients_are_refused_by_name(gloo):
+    for name, text in gloo(2, sparse):
+        assert name == UnsupportedTensor.__name__ and "sparse" in text
+
+
+def users_exception():
+    """An exception of the user's in the middle of backward: it comes out as itself, and the next backward works."""
+    model = DDP(small_model(), bucket_cap_mb=0.01)
+    state = gradcomp.ddp.register(model, "ternary", min_numel=0, timeout_s=20)
+    x, y = batch(0, dist.get_rank())
+    nn.functional.cross_entropy(model(x), y).backward()
+
+    def explode(grad):
+        raise KeyError("the user's own")
+
+    handle = model.module[0].weight.register_hook(explode)
+    try:
+        nn.functional.cross_entropy(model(x), y).backward()
+        first = None
+    except KeyError as error:
+        first = str(error)
+    handle.remove()
+    state.close()
+    return first
+
+
+def test_users_exception_comes_out_as_itself(gloo):
+    assert gloo(2, users_exception) == ["\"the user's own\""] * 2
