@@ -6,7 +6,6 @@ It shares no line with the C backend and has no cleverness for speed. Only tests
 Everywhere: *source* arrays are flat, float32, float16, or uint16 holding bfloat16 bit patterns (NumPy has no bfloat16);
 scales are float32 in units of the gradient; elements are numbered from the start of their parameter; packed codes are
 uint8. Floating-point exceptions are silenced, not results: NaN and Inf pass through and set a flag in the header.
-
 References: Wen et al. 2017, "TernGrad"; Seide et al. 2014, "1-bit stochastic gradient descent"; Salmon et al. 2011.
 """
 
@@ -72,7 +71,10 @@ class Piece(NamedTuple):
 
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
 def to_float32(x: Array) -> Floats:
-    """Widen a source array to float32, which is exact for every finite value."""
+    """Widen a source array to float32, exactly; a float16 NaN becomes a quiet one, as conversion instructions make it."""
+    if x.dtype == np.float16:
+        bits = x.astype(np.float32).view(np.uint32)
+        return np.where(np.isnan(x), bits | 0x00400000, bits).astype(np.uint32).view(np.float32)
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
 
 
@@ -137,6 +139,7 @@ def _ordered_sum(blocks: Array) -> float:
     return float(np.cumsum([0.0, *blocks])[-1])
 
 
+@np.errstate(all="ignore")
 def block_sums(x: Array, piece: Piece) -> Array:
     """Return the sums and the absolute maximum of every block of every group of `piece`, as `(blocks,)` of BLOCK."""
     tables = [np.zeros(0, BLOCK)]
@@ -179,8 +182,7 @@ def pack_bits(values: Array, bits: int, padding: int = 0) -> Bytes:
 
 def unpack_bits(packed: Bytes, numel: int, bits: int) -> Ints:
     """Undo `pack_bits`: `(numel,)` integers."""
-    stream = np.unpackbits(packed, bitorder="little")[: numel * bits].astype(np.int64)
-    return stream.reshape(numel, bits) @ (1 << np.arange(bits))
+    return np.unpackbits(packed, bitorder="little")[: numel * bits].reshape(numel, bits) @ (1 << np.arange(bits))
 
 
 # ---- ternary, and exact sums of ternary codes ------------------------------------------------------------------------
@@ -197,12 +199,10 @@ def ternary_signs(x: Array, scales: Floats, piece: Piece, key: Key) -> Ints:
         `(numel,)` of -1, 0, 1. The probability is off by at most 2**-25 (rounding of |x| / S) plus 2**-48.
     """
     values, scale = to_float32(x), scales[piece.group_of]
-    p = np.abs(values) / scale
-    p = np.where((scale == 0) | np.isnan(p), np.float32(0), p)
-    certain = p >= 1
-    t = np.where(certain, 0.0, p.astype(np.float64)) * 65536  # exact
+    p = np.abs(values) / np.where(scale > 0, scale, np.float32(np.inf))  # S = 0 gives probability 0
+    t = np.where(p > 0, np.minimum(p, 1), 0).astype(np.float64) * 65536  # exact; p >= 1 gives 65536, above every draw
     threshold, draws, deep = np.floor(t), ternary_draws(piece.elements, key), deep_draws(piece.elements, key)
-    kept = certain | (draws < threshold) | ((draws == threshold) & (deep < np.floor((t - threshold) * 2.0**32)))
+    kept = (draws < threshold) | ((draws == threshold) & (deep < np.floor((t - threshold) * 2.0**32)))
     return np.where(kept, np.where(np.signbit(values), -1, 1), 0)
 
 
@@ -212,9 +212,9 @@ def ternary_encode(x: Array, scales: Floats, piece: Piece, key: Key) -> Bytes:
 
 
 @np.errstate(all="ignore")
-def shared_average(total: Array, scale: Floats, count: int) -> Floats:
+def shared_average(total: Ints, scale: Floats, count: int) -> Floats:
     """Return fl(fl(S / count) * k), k the integer sum of the signs of an element over `count` payloads."""
-    return (scale / np.float32(count)) * total.astype(np.float32)
+    return np.multiply(scale / np.float32(count), total.astype(np.float32), dtype=np.float32)
 
 
 @np.errstate(all="ignore")
@@ -246,8 +246,8 @@ def sum_lanes(codes: Sequence[Bytes], numel: int) -> Bytes:
 
 def lanes_decode(lanes: Bytes, scales: Floats, piece: Piece, world_size: int) -> Floats:
     """Return the average that packed lanes stand for, `(numel,)` float32."""
-    total = unpack_bits(lanes, piece.numel, lane_bits(world_size)) - world_size
-    return shared_average(total, scales[piece.group_of], world_size)
+    lane = unpack_bits(lanes, piece.numel, lane_bits(world_size))
+    return shared_average(lane - world_size, scales[piece.group_of], world_size)
 
 
 # ---- 1 bit with error feedback ---------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
+from gradcomp import _gc
 from gradcomp import reference as ref
-from gradcomp._gc import ffi, lib
 
+ffi, lib = _gc.ffi, _gc.lib
 TIERS = [t for t in range(lib.gc_tier_count()) if lib.gc_tier_supported(t)]
 TIER_NAMES = {t: ffi.string(lib.gc_tier_name(t)).decode() for t in TIERS}
 GUARD = 0xA5  # what memory that must not be written holds

@@ -12,8 +12,8 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
@@ -131,7 +131,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     return np.frombuffer(body, dtype=np.uint8).reshape(dims)
 
 
-def _read_header(path: Path, stream: IO[bytes]) -> tuple[int, ...]:
+def _read_header(path: Path, stream: gzip.GzipFile | BufferedReader) -> tuple[int, ...]:
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0":
         raise ValueError(f"{path}: not an IDX file: it starts with {magic.hex() or 'nothing'}, not with 0000")
@@ -147,7 +147,7 @@ def _read_header(path: Path, stream: IO[bytes]) -> tuple[int, ...]:
     return dims
 
 
-def _read_at_most(stream: IO[bytes], limit_nbytes: int) -> bytes:
+def _read_at_most(stream: gzip.GzipFile | BufferedReader, limit_nbytes: int) -> bytes:
     """Read up to ``limit_nbytes`` in chunks: a lying header must not decide how much memory is asked for."""
     chunks: list[bytes] = []
     left = limit_nbytes

@@ -12,7 +12,6 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+import gradcomp
 from gradcomp.bench.data import ImageData, load
+from gradcomp.bench.ranks import RANK_ERRORS
 from gradcomp.bench.training import CODECS, RunResult, TrainConfig, train_all
 
 PHASES = {
@@ -100,7 +101,7 @@ def main(argv: list[str]) -> int:
     start = time.perf_counter()
     try:
         results = _train_with_progress(config, console)
-    except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
+    except RANK_ERRORS as error:
         console.print(f"demo: a rank failed: {error}", style="red", markup=False, highlight=False)
         return 1
     report = summarise(config, data, results)
@@ -161,7 +162,7 @@ def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]
         "model": "LeNet, 1256080 parameters", "ranks": config.ranks, "steps": config.steps, "seeds": config.seeds,
         "batch": config.batch, "lr": config.lr, "backend": "gloo", "threads_per_rank": 1,
     }  # fmt: skip
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "gradcomp": version("gradcomp")}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "gradcomp": gradcomp.__version__}
     return {"data": {"name": data.name, "note": data.note}, "settings": settings, "versions": versions, "codecs": codecs}
 
 

@@ -7,10 +7,7 @@ it has no phases. Everything random depends on the seed alone, so codecs differ 
 
 from __future__ import annotations
 
-import os
-import queue as queues
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +24,8 @@ import gradcomp
 import gradcomp.ddp
 from gradcomp.bench.data import ImageData, load
 from gradcomp.bench.models import LeNet
+from gradcomp.bench.ranks import Emit, run_ranks
+from gradcomp.stats import ring_bytes
 
 CODECS = ("fp32", "ternary", "onebit")
 MOMENTUM = 0.9
@@ -36,7 +34,6 @@ DECAY_POWER = 0.5
 WARM_UP_STEPS = 5
 CURVE_POINTS = 8
 CURVE_TEST_IMAGES = 1000
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -101,32 +98,15 @@ def train_all(config: TrainConfig, on_step: Callable[[str, int, int], None]) -> 
         torch.multiprocessing.ProcessRaisedException: a rank raised; the message carries its traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed; the others have been ended.
     """
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    messages: Any = mp.get_context("spawn").Queue()
-    context = mp.start_processes(
-        _rank_main, args=(config, store.port, messages), nprocs=config.ranks, join=False, daemon=True, start_method="spawn"
-    )
     results: list[RunResult] = []
 
-    def drain(timeout_s: float) -> None:
-        while True:
-            try:
-                message = messages.get(timeout=timeout_s)
-            except queues.Empty:
-                return
-            if isinstance(message, RunResult):
-                results.append(message)
-            else:
-                on_step(*message)
+    def on_message(message: Any) -> None:
+        if isinstance(message, RunResult):
+            results.append(message)
+        else:
+            on_step(*message)
 
-    try:
-        while not context.join(timeout=0):
-            drain(_POLL_S)
-        drain(_POLL_S)
-    except KeyboardInterrupt:
-        for process in context.processes:
-            process.terminate()
-        raise
+    run_ranks(config.ranks, _train_rank, config, on_message=on_message)
     return results
 
 
@@ -156,35 +136,27 @@ def batch_indices(count: int, batch: int, steps: int, seed: int) -> list[Tensor]
     out: list[Tensor] = []
     while len(out) < steps:
         order = torch.randperm(count, generator=generator)
-        out += list(order[: count - count % batch].split(batch))
+        out += list(torch.split(order[: count - count % batch], batch))
     return out[:steps]
 
 
-def _rank_main(rank: int, config: TrainConfig, port: int, messages: Any) -> None:
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", port, None, False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=config.ranks)
-    try:
-        data = load(config.data)
-        for seed in range(config.seeds):
-            for codec in config.codecs:
-                result = _run(rank, config, data, codec, seed, messages)
-                if rank == 0:
-                    messages.put(result)
-    finally:
-        dist.destroy_process_group()
+def _train_rank(rank: int, emit: Emit, config: TrainConfig) -> None:
+    data = load(config.data)
+    for seed in range(config.seeds):
+        for codec in config.codecs:
+            result = _run(rank, emit, config, data, codec, seed)
+            if rank == 0:
+                emit(result)
 
 
-def _run(rank: int, config: TrainConfig, data: ImageData, codec: str, seed: int, messages: Any) -> RunResult:
+def _run(rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str, seed: int) -> RunResult:
     torch.manual_seed(seed)
     model = DistributedDataParallel(LeNet())
     state = _register(model, codec, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 - step / config.steps) ** DECAY_POWER)
     numel = sum(p.numel() for p in model.parameters())
-    ring_nbytes = round(2 * (config.ranks - 1) / config.ranks * 4 * numel)
+    ring_nbytes = ring_bytes(numel, config.ranks)
     points = curve_steps(config.steps)
     curve: list[tuple[int, int, float]] = []
     step_seconds: list[float] = []
@@ -193,12 +165,12 @@ def _run(rank: int, config: TrainConfig, data: ImageData, codec: str, seed: int,
         images, labels = data.train_images[mine], data.train_labels[mine]
         start = time.perf_counter()
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        torch.autograd.backward(torch.nn.functional.cross_entropy(model(images), labels))
         optimizer.step()
         step_seconds.append(time.perf_counter() - start)
         schedule.step()
         if rank == 0:
-            messages.put((codec, seed, step))
+            emit((codec, seed, step))
         if step in points:
             sent = step * ring_nbytes if state is None else state.stats.bytes_sent
             curve.append((step, sent, _accuracy(rank, config.ranks, model.module, data, CURVE_TEST_IMAGES)))
@@ -207,6 +179,7 @@ def _run(rank: int, config: TrainConfig, data: ImageData, codec: str, seed: int,
     dist.all_gather_object(sent_by_rank, config.steps * ring_nbytes if state is None else state.stats.bytes_sent)
     phases = {} if state is None else dict(state.stats.seconds)
     if state is not None:
+        state.check_replicas()
         state.close()
     seconds = statistics.median(step_seconds[min(WARM_UP_STEPS, config.steps - 1) :])
     return RunResult(codec, seed, accuracy, sent_by_rank, config.steps * ring_nbytes, seconds, phases, curve)
@@ -224,7 +197,7 @@ def _accuracy(rank: int, ranks: int, model: torch.nn.Module, data: ImageData, li
     counts = torch.zeros(2, dtype=torch.int64)
     model.eval()
     with torch.no_grad():
-        for some_images, some_labels in zip(images.split(500), labels.split(500), strict=True):
+        for some_images, some_labels in zip(torch.split(images, 500), torch.split(labels, 500), strict=True):
             counts[0] += (model(some_images).argmax(dim=1) == some_labels).sum()
             counts[1] += len(some_labels)
     model.train()

@@ -82,7 +82,7 @@ void gc_fill_scales(const uint8_t *payload, const gc_segment *segment, const gc_
 /* The code bytes from the one that holds the piece's first element on, with GC_PADDING_NBYTES that may be read after the
  * piece's last: in place or, near the end of the segment, in `padded`. */
 const uint8_t *gc_padded_codes(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, unsigned bits,
-                               uint8_t padded[GC_PADDED_NBYTES]);
+                               uint8_t *padded);
 
 /* Whether the piece may be written with streaming stores. */
 int gc_piece_streams(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece);

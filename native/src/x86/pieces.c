@@ -92,7 +92,7 @@ GC_AVX2 void gc_fill_scales(const uint8_t *payload, const gc_segment *segment, c
 }
 
 const uint8_t *gc_padded_codes(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, unsigned bits,
-                               uint8_t padded[GC_PADDED_NBYTES])
+                               uint8_t *padded)
 {
     const uint8_t *codes = payload + segment->codes;
     size_t first = (size_t)piece->first * bits / 8, total = gc_code_nbytes(segment->numel, bits);

@@ -1,0 +1,79 @@
+"""Start N ranks of a gloo process group on this machine, run a function in each, and hear from them on the way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue as queues
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+Emit = Callable[[Any], None]
+RANK_ERRORS = (ProcessRaisedException, ProcessExitedException)
+_POLL_S = 0.1
+
+
+def run_ranks(world_size: int, body: Callable[..., None], *args: Any, on_message: Callable[[Any], None]) -> None:
+    """Run ``body(rank, emit, *args)`` in ``world_size`` new processes, one torch thread each, and wait for all of them.
+
+    The ranks find each other through a store in this process on a port that the system chose, so that two runs at the
+    same time cannot meet.
+
+    Args:
+        world_size: number of ranks.
+        body: a module-level function; a default gloo process group exists while it runs.
+        *args: handed to it; picklable.
+        on_message: called in this process with everything that a rank passed to ``emit`` (picklable), in its order.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank raised; the message carries its traceback.
+        torch.multiprocessing.ProcessExitedException: a rank was killed; the others have been ended.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    messages: Any = mp.get_context("spawn").Queue()
+    context = start_processes(  # type: ignore[no-untyped-call]
+        _rank_main,
+        args=(world_size, store.port, messages, body, args),
+        nprocs=world_size,
+        join=False,
+        daemon=True,
+        start_method="spawn",
+    )
+    try:
+        while not context.join(timeout=0):
+            _drain(messages, on_message)
+        _drain(messages, on_message)
+    except KeyboardInterrupt:
+        for process in context.processes:
+            process.terminate()
+        raise
+
+
+def _drain(messages: Any, on_message: Callable[[Any], None]) -> None:
+    while True:
+        try:
+            message = messages.get(timeout=_POLL_S)
+        except queues.Empty:
+            return
+        on_message(message)
+
+
+def _rank_main(
+    rank: int, world_size: int, port: int, messages: Any, body: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
+    store = dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        body(rank, messages.put, *args)
+    finally:
+        gc.collect()  # a model in a reference cycle would keep gloo's threads until the interpreter ends
+        dist.destroy_process_group()

@@ -1,0 +1,39 @@
+"""Promise 4: a rank that dies or freezes in the middle of a step is PeerLost on the others within timeout_s + 5 s."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 6.0
+
+
+@pytest.mark.parametrize("fault", ["die", "freeze"])
+def test_a_rank_that_dies_or_freezes(tmp_path, fault):
+    script = Path(__file__).with_name("_train.py")
+    world = 3
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path / "store", str(rank), str(world), fault, str(TIMEOUT_S)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        begun = time.monotonic()
+        for process in ranks[:-1]:
+            out, _ = process.communicate(timeout=90 - (time.monotonic() - begun))
+            found = re.search(r"PeerLost step=(\d+) phase=(\w+) seconds=([\d.]+)", out)
+            assert found, out
+            assert found[1] == "3"
+            assert float(found[3]) < TIMEOUT_S + 5
+            assert "again" in out
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

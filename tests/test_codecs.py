@@ -1,0 +1,202 @@
+"""encode and decode of one tensor: what users call, on every tier, with good and bad arguments."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradcomp
+from gradcomp import Identity, OneBit, RngKey, Ternary, UnsupportedTensor
+from gradcomp import reference as ref
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def flat(x):
+    return x.reshape(-1).view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.reshape(-1).numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", ["tensor", "row", 24])
+def test_payloads_are_the_references(tier, dtype, group):
+    torch.manual_seed(1)
+    x = torch.randn(13, 77).to(dtype)
+    key = RngKey(seed=5, rank=2, step=9, parameter=4, stream=1)
+    codec = Ternary(group=group, seed=5)
+    size = codec.group_numel((13, 77))
+    scales = ref.ternary_scales(flat(x), ref.Piece(1001, size), 2.5)
+    assert codec.encode(x, key=key).numpy().tobytes() == ref.encode_ternary(flat(x), scales, size, ref.Key(5, 2, 9, 4, 1))
+    residual = torch.randn(1001)
+    wanted, left = ref.encode_onebit(flat(x), residual.numpy().copy(), size, ref.Key(0, 0, 9, 0, 0))
+    got = OneBit(group=group).encode(x, residual=residual, key=RngKey(step=9))
+    assert got.numpy().tobytes() == wanted
+    assert residual.numpy().tobytes() == left.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_identity_round_trip(dtype):
+    x = torch.randn(100).to(dtype)
+    assert torch.equal(Identity().decode(Identity().encode(x)), x.float())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    numel=st.integers(0, 3000),
+    group=st.one_of(st.just("tensor"), st.integers(1, 700)),
+    seed=st.integers(0, 2**32 - 1),
+    magnitude=st.sampled_from([1e-42, 1e-30, 1.0, 1e30]),
+)
+def test_ternary_decodes_to_scale_times_sign(numel, group, seed, magnitude):
+    x = torch.from_numpy(np.random.default_rng(seed).standard_normal(numel).astype(np.float32)) * magnitude
+    codec = Ternary(group=group, clip_sigma=None, seed=seed)
+    payload = codec.encode(x)
+    groups = math.ceil(numel / codec.group_numel((numel,)))
+    assert payload.numel() == codec.payload_nbytes(numel, groups)
+    decoded = codec.decode(payload)
+    size = codec.group_numel((numel,))
+    for first in range(0, numel, size):
+        part, whole = decoded[first : first + size], x[first : first + size]
+        assert set(part.abs().tolist()) <= {0.0, whole.abs().max().item()}
+        assert torch.all((part == 0) | (part.sign() == whole.sign()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(numel=st.integers(0, 3000), group=st.one_of(st.just("tensor"), st.integers(1, 700)), seed=st.integers(0, 1000))
+def test_onebit_conserves_exactly(numel, group, seed):
+    """Promise 5: r' = fl(fl(g + r) - q), element by element."""
+    rng = np.random.default_rng(seed)
+    gradient = torch.from_numpy(rng.standard_normal(numel).astype(np.float32))
+    residual = torch.from_numpy(rng.standard_normal(numel).astype(np.float32))
+    old, codec = residual.clone(), OneBit(group=group)
+    decoded = codec.decode(codec.encode(gradient, residual=residual))
+    assert torch.equal(residual, (gradient + old) - decoded)
+
+
+def test_onebit_means_of_a_known_vector():
+    """GRACE's decoder turns this into [760, 760, 765, 765]."""
+    codec = OneBit()
+    assert codec.decode(codec.encode(torch.tensor([-1.0, -3.0, 2.0, 4.0]))).tolist() == [-2, -2, 3, 3]
+
+
+def test_untouched_rows_stay_exact():
+    gradient, residual = torch.randn(4, 32), torch.randn(4, 32)
+    gradient[2] = 0
+    old, codec = residual.clone(), OneBit()
+    decoded = codec.decode(codec.encode(gradient, residual=residual.view(-1))).view(4, 32)
+    assert torch.equal(decoded[2], torch.zeros(32)) and torch.equal(residual[2], old[2])
+    assert not torch.equal(residual[1], old[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("codec", [Ternary(), OneBit(), OneBit(group="tensor")])
+def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
+    x = torch.randn(5000)
+    x[4999] = bad
+    residual = torch.randn(5000) if codec.error_feedback else None
+    old = residual.clone() if residual is not None else None
+    decoded = codec.decode(codec.encode(x, residual=residual))
+    assert torch.isnan(decoded).all()
+    assert residual is None or torch.equal(residual, old)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("codec", [Ternary(), Ternary(group=1000), OneBit(group=512), OneBit(group=100_003), Identity()])
+def test_threads_change_no_bit(codec, threads):
+    torch.manual_seed(0)
+    x, residual = torch.randn(1_200_005), torch.randn(1_200_005)
+    kept = {"residual": residual.clone()} if codec.error_feedback else {}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        wanted, wanted_kept = codec.encode(x, **kept), {k: v.clone() for k, v in kept.items()}
+        torch.set_num_threads(threads)
+        kept = {"residual": residual.clone()} if codec.error_feedback else {}
+        got = codec.encode(x, **kept)
+        assert torch.equal(got, wanted)
+        assert all(torch.equal(kept[k], wanted_kept[k]) for k in kept)
+        assert torch.equal(codec.decode(got), codec.decode(wanted))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_flush_to_zero_in_the_callers_thread_changes_no_bit():
+    """torch.set_flush_denormal sets the CPU's FTZ and DAZ flags, which would turn denormal gradients into 0."""
+    x = torch.full((64,), 1e-41)
+    wanted = Ternary(clip_sigma=None).encode(x)
+    if not torch.set_flush_denormal(True):
+        pytest.fail("this CPU cannot flush denormals")
+    try:
+        got = Ternary(clip_sigma=None).encode(x)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got, wanted)
+    assert Ternary().decode(wanted).abs().max() > 0
+
+
+def test_given_scale():
+    x = torch.tensor([0.5, -2.0, 0.0, 1.0])
+    codec = Ternary(clip_sigma=None)
+    decoded = codec.decode(codec.encode(x, scale=1.0))
+    assert decoded[1] == -1 and decoded[3] == 1 and decoded[2] == 0
+    assert codec.decode(codec.encode(x, scale=0.0)).tolist() == [0.0] * 4
+    rows = Ternary(group=2, clip_sigma=None)
+    assert rows.decode(rows.encode(x, scale=torch.tensor([2.0, 1.0])))[1] == -2
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: Ternary(clip_sigma=0), "0"),
+        (lambda: Ternary(clip_sigma=-1.0), "-1.0"),
+        (lambda: Ternary(clip_sigma=float("nan")), "nan"),
+        (lambda: Ternary(scale="global"), "global"),
+        (lambda: Ternary(group="column"), "column"),
+        (lambda: Ternary(group=0), "0"),
+        (lambda: Ternary(group=True), "True"),
+        (lambda: Ternary(second_phase="int8"), "int8"),
+        (lambda: Ternary(scale="own", second_phase="exact"), "own"),
+        (lambda: Ternary(seed=-1), "-1"),
+        (lambda: Ternary(seed=2**32), str(2**32)),
+        (lambda: OneBit(second_phase="exact"), "exact"),
+        (lambda: OneBit(group=-4), "-4"),
+        (lambda: OneBit(error_feedback="yes"), "yes"),
+        (lambda: RngKey(rank=-1), "-1"),
+        (lambda: RngKey(stream=2**31), str(2**31)),
+        (lambda: Ternary().encode(torch.ones(3), scale=-1.0), "-1.0"),
+        (lambda: Ternary().encode(torch.ones(3), scale=float("inf")), "inf"),
+        (lambda: Ternary().encode(torch.ones(3), scale=torch.ones(2)), "2"),
+        (lambda: Ternary().encode(torch.ones(3), residual=torch.ones(3)), "residual"),
+        (lambda: OneBit().encode(torch.ones(3), scale=1.0), "1.0"),
+        (lambda: OneBit().encode(torch.ones(3), residual=torch.ones(4)), "4"),
+        (lambda: OneBit(error_feedback=False).encode(torch.ones(3), residual=torch.ones(3)), "residual"),
+        (lambda: Ternary().decode(Ternary().encode(torch.ones(3)), out=torch.ones(4)), "4"),
+        (lambda: Ternary().payload_nbytes(-1), "-1"),
+        (lambda: gradcomp.codecs.resolve("fp8"), "fp8"),
+    ],
+)
+def test_wrong_arguments_are_value_errors_with_the_value(make, word):
+    with pytest.raises(ValueError, match=word.replace("*", r"\*")):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "word"),
+    [
+        (torch.ones(3, dtype=torch.int64), "int64"),
+        (torch.ones(3, dtype=torch.float64), "float64"),
+        (torch.ones(3, dtype=torch.complex64), "complex64"),
+        (torch.arange(16.0).view(4, 4).t(), "contiguous"),
+        (torch.ones(8)[::2], "contiguous"),
+        (torch.ones(3).to_sparse(), "sparse"),
+        (torch.ones(3, device="meta"), "meta"),
+    ],
+)
+@pytest.mark.parametrize("codec", [Ternary(), OneBit(), Identity()])
+def test_unsupported_tensors_are_named(codec, tensor, word):
+    with pytest.raises(UnsupportedTensor, match=word):
+        codec.encode(tensor)
+    with pytest.raises(TypeError, match=word):
+        gradcomp.all_reduce(tensor, codec, gradcomp.comm.LocalCommunicator.group(1)[0])

@@ -1,0 +1,177 @@
+"""The house stays as it was drawn: layers, quiet import, one C contract."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Top to bottom; a room imports only from rooms below it (rooms of one layer only where listed together on purpose).
+LAYERS = [
+    {"bench", "launch", "__main__", "__init__"},
+    {"ddp", "averager", "server", "onebit_sgd", "optim", "amp", "plan"},
+    {"engine"},
+    {"pipeline"},
+    {"exchange"},
+    {"feedback", "codecs", "comm"},
+    {"wire"},
+    {"layout", "rng", "stats"},
+    {"_native"},
+    {"errors", "version"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def room_of(path):
+    parts = path.relative_to(ROOT / "gradcomp").with_suffix("").parts
+    return parts[0]
+
+
+def imports(path):
+    """Yield (room, names) of everything of gradcomp that a file imports outside TYPE_CHECKING."""
+    tree = ast.parse(path.read_text())
+    hidden = {
+        id(n)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for n in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gradcomp":
+            parts = node.module.split(".")
+            yield from [parts[1]] if len(parts) > 1 else [a.name for a in node.names]
+        elif isinstance(node, ast.Import):
+            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("gradcomp."))
+
+
+def test_rooms_import_only_rooms_below():
+    wrong, seen = [], 0
+    for path in (ROOT / "gradcomp").rglob("*.py"):
+        room = room_of(path)
+        if room in ("__init__", "__main__", "bench"):
+            continue
+        for used in imports(path):
+            if used == "_gc":
+                assert room == "_native", f"{path} goes past the only door to C"
+                continue
+            seen += 1
+            if used == room or room == "reference":
+                continue
+            if used not in LEVEL or LEVEL[used] <= LEVEL[room]:
+                wrong.append(f"{room} imports {used}")
+    assert seen > 30
+    assert not wrong
+
+
+def test_reference_imports_numpy_only_and_nothing_imports_it():
+    tree = ast.parse((ROOT / "gradcomp/reference.py").read_text())
+    names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    names |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert names - set(sys.stdlib_module_names) == {"numpy"}
+    users = [p for p in (ROOT / "gradcomp").rglob("*.py") if "reference" in list(imports(p))]
+    assert all("bench" in p.parts for p in users)
+
+
+def test_torch_distributed_and_mpi_stay_in_their_rooms():
+    for path in (ROOT / "gradcomp").rglob("*.py"):
+        text, name = path.read_text(), path.relative_to(ROOT / "gradcomp").as_posix()
+        if re.search(r"^\s*(import|from) torch\.distributed|import torch\.distributed", text, re.M):
+            assert name in ("comm/torchdist.py", "ddp.py", "__main__.py") or name.startswith("bench/"), name
+        if "mpi4py" in text and re.search(r"^\s*(import|from) mpi4py", text, re.M):
+            assert name == "comm/mpi.py", name
+
+
+def test_python_files_fit_one_sitting():
+    long = {p.name: n for p in (ROOT / "gradcomp").rglob("*.py") if (n := len(p.read_text().splitlines())) > 450}
+    assert not long
+
+
+def test_import_is_quiet():
+    """Promise 9: no MPI, no thread, no network, no environment variable."""
+    script = """
+import json, os, sys, threading, socket
+import torch
+before, threads, modules = dict(os.environ), threading.active_count(), set(sys.modules)
+class Loud(Exception): pass
+def refuse(*a, **k): raise Loud("a socket was opened")
+socket.socket = refuse
+native_threads = len(os.listdir("/proc/self/task"))
+import gradcomp, gradcomp.ddp, gradcomp.comm
+print(json.dumps({
+    "environment": dict(os.environ) == before,
+    "threads": threading.active_count() - threads,
+    "native_threads": len(os.listdir("/proc/self/task")) - native_threads,
+    "mpi": any(m.startswith("mpi4py") for m in sys.modules),
+    "initialised": torch.distributed.is_initialized(),
+    "bench": any(m in sys.modules for m in ("rich", "matplotlib", "sklearn")),
+}))
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found = json.loads(out.stdout)
+    assert found == {
+        "environment": True,
+        "threads": 0,
+        "native_threads": 0,
+        "mpi": False,
+        "initialised": False,
+        "bench": False,
+    }
+
+
+def strip_c(text):
+    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
+    text = re.sub(r"^\s*#.*$", " ", text, flags=re.M)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def test_cdef_equals_the_header():
+    """What cffi sees is what C declares, name by name and type by type."""
+    header = strip_c((ROOT / "native/include/gradcomp.h").read_text())
+    cdef = strip_c((ROOT / "native/gradcomp.cdef.txt").read_text())
+    pattern = r"[\w\s\*]+\bgc_\w+\s*\([^)]*\);"
+    assert [strip_c(p) for p in re.findall(pattern, header)] == [strip_c(p) for p in re.findall(pattern, cdef)]
+    struct = r"typedef struct \{[^}]*\} \w+;"
+    assert re.findall(struct, header) == re.findall(struct, cdef)
+
+
+def test_structs_have_the_size_that_numpy_thinks():
+    from gradcomp._gc import ffi
+    from gradcomp.layout import BLOCK, COPY_RANGE, SEGMENT
+
+    for dtype, name in ((SEGMENT, "gc_segment"), (BLOCK, "gc_block"), (COPY_RANGE, "gc_copy_range")):
+        assert dtype.itemsize == ffi.sizeof(name)
+        assert {f: dtype.fields[f][1] for f in dtype.names} == {f: ffi.offsetof(name, f) for f in dtype.names}
+
+
+@pytest.mark.parametrize(("value", "tier"), [("", None), ("avx2", "portable"), ("fma,sse4.2", "portable")])
+def test_disabling_cpu_features(value, tier):
+    out = run_tier(value)
+    assert out.returncode == 0, out.stderr
+    assert tier is None or out.stdout.strip() == tier
+
+
+def test_an_unknown_cpu_feature_is_an_error():
+    out = run_tier("avx3")
+    assert out.returncode != 0
+    assert "avx3" in out.stderr and "GRADCOMP_DISABLE_CPU_FEATURES" in out.stderr
+
+
+def run_tier(value):
+    code = "from gradcomp import _native; print(_native.tier())"
+    environment = {"PATH": "/usr/bin:/bin", "GRADCOMP_DISABLE_CPU_FEATURES": value}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+
+
+def test_the_report_runs():
+    out = subprocess.run([sys.executable, "-m", "gradcomp", "--json"], capture_output=True, text=True, check=True)
+    found = json.loads(out.stdout)
+    assert found["tier"] in found["tiers"] and found["threads"] >= 1
+    table = subprocess.run([sys.executable, "-m", "gradcomp"], capture_output=True, text=True, check=True).stdout
+    assert "gloo" in table and "MPI" in table

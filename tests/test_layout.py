@@ -1,0 +1,78 @@
+"""Segment tables: every element and every code byte exactly once, cuts where kernels can bear them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradcomp.layout import (
+    BLOCK_NUMEL,
+    CHUNK_NUMEL,
+    Form,
+    PayloadLayout,
+    Slot,
+    assign_buckets,
+    lanes_form,
+    owned_pieces,
+    whole_pieces,
+)
+
+TERNARY, ONEBIT = Form(2, 2, 1), Form(3, 1, 2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    numels=st.lists(st.integers(0, 300_000), min_size=1, max_size=3),
+    group=st.sampled_from([1, 5, 8, 25, 64, 512, 5000, 65_537, 131_072, 200_000, 10**6]),
+    world=st.sampled_from([1, 2, 3, 8]),
+    form=st.sampled_from([TERNARY, ONEBIT, lanes_form(4), lanes_form(64)]),
+    whole_groups=st.booleans(),
+)
+def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
+    slots, offset = [], 0
+    for index, numel in enumerate(numels):
+        slots.append(Slot(index, numel, group, True, offset))
+        offset += numel
+    seen = np.zeros(offset, int)
+    for rank in range(world):
+        layout = PayloadLayout(form, owned_pieces(slots, world, rank), whole_groups=whole_groups)
+        codes = np.zeros(layout.nbytes, int)
+        for row in layout.packed.rows:
+            seen[row["data"] : row["data"] + row["numel"]] += 1
+            codes[row["codes"] : row["codes"] + form.code_nbytes(int(row["numel"]))] += 1
+            assert row["start"] % 8 == 0
+            piece = next(p for p in layout.pieces if p.slot.index == row["parameter"])
+            assert row["data"] - row["start"] == piece.slot.offset
+            group_start = max(int(row["start"]) // group * group, piece.start)
+            assert (row["start"] - group_start) % BLOCK_NUMEL == 0
+            if whole_groups:
+                end = int(row["start"] + row["numel"])
+                assert row["start"] == group_start or row["start"] == piece.start
+                assert end % group == 0 or end == piece.start + piece.numel
+        assert (codes[32 + 4 * layout.scale_count :] == 1).all()
+        assert layout.group_numels.sum() == layout.numel and (layout.group_numels > 0).all()
+        for parts in (1, 2, 3, 7):
+            ranges = layout.packed.ranges(parts)
+            assert sum(count for _, count in ranges) == len(layout.packed)
+            assert all(a[0] + a[1] == b[0] for a, b in zip(ranges, ranges[1:]))
+            assert len(ranges) <= parts
+    assert (seen == 1).all()
+
+
+def test_large_tensors_are_cut_for_threads():
+    layout = PayloadLayout(TERNARY, whole_pieces([Slot(0, 10 * CHUNK_NUMEL, 10 * CHUNK_NUMEL, True, 0)]))
+    assert len(layout.packed) == 10
+    first, second = layout.packed.ranges(2)
+    assert first[1] == second[1] == 5
+
+
+@pytest.mark.parametrize(("world", "bits"), [(2, 3), (3, 3), (4, 4), (7, 4), (8, 5), (15, 5), (16, 6), (64, 8), (127, 8)])
+def test_lane_bits_are_the_least_that_hold_every_sum(world, bits):
+    assert lanes_form(world).bits == bits == int(np.ceil(np.log2(2 * world + 1)))
+
+
+def test_buckets_as_torchs_reducer_cuts_them():
+    assert assign_buckets([4, 4, 4, 4], 8) == [[3, 2], [1, 0]]
+    assert assign_buckets([4, 4, 4, 4], 8, 4) == [[3], [2, 1], [0]]
+    assert assign_buckets([100, 1], 8) == [[1, 0]]
+    assert assign_buckets([], 8) == []
