@@ -210,7 +210,7 @@ class _Bucket:
         self._parameters = [p for _, p in parameters]
         numels = [p.numel() for p in self._parameters]
         self.flat = torch.zeros(sum(numels), dtype=self._parameters[0].dtype)
-        self._views = [v.view_as(p) for v, p in zip(self.flat.split(numels), self._parameters, strict=True)]
+        self._views = [v.view_as(p) for v, p in zip(torch.split(self.flat, numels), self._parameters, strict=True)]
         offsets = [sum(numels[:i]) for i in range(len(numels))]
         self.members = tuple((index, offset) for (index, _), offset in zip(parameters, offsets, strict=True))
 

@@ -124,7 +124,7 @@ class CompressionState:
 
     # ---- the hook ----------------------------------------------------------------------------------------------------
 
-    def handle(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def handle(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Average a bucket in its own memory; the future completes when that is done."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         if isinstance(bucket, tuple):
@@ -140,7 +140,7 @@ class CompressionState:
             if not engine.is_open or task_id != self._task_id:
                 self._task_id = task_id
                 if task_id != -1:
-                    Variable._execution_engine.queue_callback(engine.finish_step)  # type: ignore[attr-defined]
+                    Variable._execution_engine.queue_callback(engine.finish_step)
                 engine.begin_step()
             engine.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
             if task_id == -1 and bucket.is_last():  # join(): this rank has run out of data and plays along
@@ -153,7 +153,7 @@ class CompressionState:
                 raise
         return future
 
-    def _place(self, bucket: dist.GradBucket) -> tuple[tuple[int, int], ...]:
+    def _place(self, bucket: dist.GradBucket) -> tuple[tuple[int, int], ...]:  # type: ignore[name-defined]
         """Return (parameter position, offset) of every tensor in the bucket."""
         parameters = bucket.parameters()
         members, offset = [], 0
@@ -170,7 +170,7 @@ class CompressionState:
             raise error
 
 
-def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Average one DDP bucket compressed; for ``model.register_comm_hook(state, compression_hook)``."""
     return state.handle(bucket)
 

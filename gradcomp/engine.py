@@ -108,6 +108,7 @@ class Engine:
         self._submitted: list[BucketExchange] = []
         self._first_submit = self._last_done = 0.0
         self._layouts_changed = False
+        self._step_numel = 0
         self._plain = Identity()
         self.pipeline = Pipeline(4)
         self.feedback, self.owner_feedback = self._make_feedback()
@@ -125,7 +126,7 @@ class Engine:
             raise self.pipeline.error
         if self._open:  # the backward before was abandoned by an exception of the user's
             self.pipeline.wait()
-        self._open, self._submitted = True, []
+        self._open, self._submitted, self._step_numel = True, [], 0
         for feedback in self._feedbacks():
             feedback.begin_step()
         if self._loss_scale is not None:
@@ -150,7 +151,7 @@ class Engine:
         if number == 0:
             self._first_submit = time.perf_counter()
         exchange.begin(buffer, self.step, number)
-        self.stats.baseline_bytes += ring_bytes(buffer.numel(), self.comm.world_size)
+        self._step_numel += buffer.numel()
 
         def first() -> None:
             if new is not None:
@@ -185,6 +186,7 @@ class Engine:
             for exchange in self._submitted:
                 exchange.commit()
         self._open = False
+        self.stats.baseline_bytes += ring_bytes(self._step_numel, self.comm.world_size)
         self.step += 1
         self.stats.steps += 1
 

@@ -38,9 +38,7 @@ from gradcomp.layout import (
 from gradcomp.rng import STREAM_FIRST, STREAM_SECOND, RngKey
 from gradcomp.stats import Stats, ring_bytes
 
-DDP_FIRST_BUCKET_NBYTES = (
-    1 << 20
-)  # torch's reducer closes its first bucket early, so that the first exchange starts soon
+DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)  # DDP's default caps: a small first bucket starts the first exchange early
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
 
 
@@ -157,7 +155,7 @@ def predict_bytes(
     exchange: str = "auto",
     min_numel: int = 1024,
     exclude: Sequence[str] = (),
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     rank: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> ByteCount:
@@ -168,23 +166,24 @@ def predict_bytes(
         shapes: (name, shape) of every trained parameter, in the order of ``named_parameters()``.
         world_size, rank: as they say.
         exchange, min_numel, exclude: as in `gradcomp.ddp.register`.
-        bucket_cap_mb: DDP's option (MiB); buckets are cut as DDP cuts them when gradients come last tensor first.
+        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25 for the others. Buckets
+            are cut as DDP cuts them after its first step, if gradients come last tensor first.
         dtype: of the parameters.
     """
     parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
     strategy = choose(codec, world_size, exchange)
     sizes = [p.numel * dtype.itemsize for p in parameters]
-    sent = received = baseline = 0
-    for bucket in assign_buckets(sizes, int(bucket_cap_mb * 2**20), DDP_FIRST_BUCKET_NBYTES):
+    sent = received = 0
+    first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
+    for bucket in assign_buckets(sizes, cap, first):
         slots, offset = [], 0
         for p in (parameters[i] for i in bucket):
             slots.append(Slot(p.index, p.numel, p.group_numel, p.compressed, offset))
             offset += p.numel
-        baseline += ring_bytes(offset, world_size)
         if world_size > 1:
             plan = BucketPlan(codec, slots, strategy, world_size, rank)
             sent, received = sent + plan.sent_nbytes, received + plan.received_nbytes
-    return ByteCount(sent, received, baseline)
+    return ByteCount(sent, received, ring_bytes(sum(p.numel for p in parameters), world_size))
 
 
 class BucketExchange:

@@ -339,7 +339,7 @@ def _cuts(piece: Piece, whole_groups: bool) -> list[int]:
     if piece.numel <= CHUNK_NUMEL or (whole_groups and one_group):
         return [start, end]
     if size >= CHUNK_NUMEL and not whole_groups and (size % 8 == 0 or one_group):
-        cuts = []
+        cuts: list[int] = []
         while start < end:
             group_end = min(end, (start // size + 1) * size)
             cuts += range(start, group_end, CHUNK_NUMEL)

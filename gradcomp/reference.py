@@ -214,7 +214,7 @@ def ternary_encode(x: Array, scales: Floats, piece: Piece, key: Key) -> Bytes:
 @np.errstate(all="ignore")
 def shared_average(total: Ints, scale: Floats, count: int) -> Floats:
     """Return fl(fl(S / count) * k), k the integer sum of the signs of an element over `count` payloads."""
-    return np.multiply(scale / np.float32(count), total.astype(np.float32), dtype=np.float32)
+    return scale / np.full_like(scale, count) * total.astype(np.float32)
 
 
 @np.errstate(all="ignore")

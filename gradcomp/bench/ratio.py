@@ -8,6 +8,7 @@ and the scale round included. They are believed because LeNet is also trained fo
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -219,7 +220,7 @@ def _count_rank(rank: int, emit: Emit) -> None:
             stats = state.stats
             totals.append((stats.bytes_sent, stats.bytes_received, stats.baseline_bytes))
         state.close()
-        steps = zip(totals, totals[1:])  # noqa: B905 - one shorter on purpose
+        steps = itertools.pairwise(totals)
         emit((scheme.name, rank, [(b[0] - a[0], b[1] - a[1], b[2] - a[2]) for a, b in steps]))
 
 
@@ -227,7 +228,7 @@ def build_table(model: str, rows: Sequence[Row]) -> Table:
     """Return one model's table: MB sent per rank and step and the ratio to an fp32 ring, by scheme and world size."""
     numel = total_numel(MODELS[model]())
     table = Table(
-        title=f"{model}, {numel:,} parameters: MB sent per rank and step (ratio to an fp32 ring)",
+        title=f"{model}, {numel:,} parameters: MB sent a step, ratio to fp32",
         box=box.SIMPLE_HEAD,
         padding=0,
     )
@@ -236,8 +237,13 @@ def build_table(model: str, rows: Sequence[Row]) -> Table:
         table.add_column(f"N = {world_size}", justify="right", no_wrap=True)
     for scheme in SCHEMES:
         mine = [r for r in rows if r.model == model and r.scheme == scheme.name]
-        table.add_row(scheme.name, *(f"{r.bytes_sent / 1e6:.2f} ({r.compression_ratio:.1f})" for r in mine))
+        table.add_row(scheme.name, *(f"{_short(r.bytes_sent / 1e6)} {_short(r.compression_ratio)}x" for r in mine))
     return table
+
+
+def _short(value: float) -> str:
+    """Return three digits of a value above 0.1, all of those before the point."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -59,7 +59,9 @@ class Ternary(Codec):
         check_group(group, ("tensor", "row"))
         check_second_phase(second_phase)
         if second_phase == "exact" and scale == "own":
-            raise ValueError('second_phase="exact" needs scale="shared", got "own": codes of different scales have no integer sum')
+            raise ValueError(
+                'second_phase="exact" needs scale="shared", got "own": codes of different scales have no integer sum'
+            )
         self.clip_sigma = clip_sigma
         self.scale = scale
         self.group = group

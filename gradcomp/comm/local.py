@@ -98,7 +98,7 @@ class LocalCommunicator(Communicator):
                 raise ConnectionError(f"ranks sent {sizes} bytes, {list(recv_nbytes)} expected")
             torch.cat(runs, out=recv)
 
-        runs = list(send.clone().split(list(send_nbytes)))
+        runs = list(torch.split(send.clone(), list(send_nbytes)))
         return self._start("all_to_all", runs, channel, fetch)
 
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:

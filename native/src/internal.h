@@ -102,6 +102,9 @@ float gc_ternary_scale_of(const gc_block *blocks, uint64_t block_count, uint32_t
 /* Elements [first, first + numel) of a segment; for ternary codes `first` is a multiple of 4. */
 typedef void gc_encode_span(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
 gc_encode_span gc_ternary_encode_span, gc_values_encode_span;
+/* Code of element `element` of a parameter, whose 16-bit draw is `draw`. */
+unsigned gc_ternary_code(float x, float scale, uint32_t draw, uint32_t element, uint32_t parameter,
+                         const gc_rng_key *key);
 /* One whole group. */
 void gc_onebit_group(gc_encode_job *job, const gc_segment *segment, gc_run run);
 /* Elements [first, first + numel) of a segment, over any groups. */

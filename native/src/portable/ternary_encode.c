@@ -30,7 +30,6 @@ static uint32_t deep_draw(uint32_t element, uint32_t parameter, const gc_rng_key
     return c[element % 4];
 }
 
-/* Decide one element from its draw. */
 GC_INLINE unsigned code_of(float x, float scale, uint32_t draw, uint32_t element, uint32_t parameter,
                            const gc_rng_key *key)
 {
@@ -46,6 +45,12 @@ GC_INLINE unsigned code_of(float x, float scale, uint32_t draw, uint32_t element
         return draw < threshold ? sign_code : CODE_ZERO;
     float rest = (t - (float)threshold) * 4294967296.0f; /* exact, below 2^32 */
     return deep_draw(element, parameter, key) < (uint32_t)rest ? sign_code : CODE_ZERO;
+}
+
+unsigned gc_ternary_code(float x, float scale, uint32_t draw, uint32_t element, uint32_t parameter,
+                         const gc_rng_key *key)
+{
+    return code_of(x, scale, draw, element, parameter, key);
 }
 
 GC_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel, int dtype)

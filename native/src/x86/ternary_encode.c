@@ -2,8 +2,9 @@
  *
  * The eight blocks are two vectors of four 64-bit lanes, of which only the low halves count (the multiplication ignores
  * the high ones). Even and odd blocks are then woven into eight 32-bit lanes; lane l of word w holds the 16-bit draws of
- * elements 16w + l and 16w + 8 + l, which is where the pinned layout comes from. Superblocks in which a draw ties with
- * its threshold (one in about a thousand) and those cut by the segment go to the portable encoder.
+ * elements 16w + l and 16w + 8 + l, which is where the pinned layout comes from. Superblocks in which a draw is too close to
+ * its threshold (three in about a thousand) are settled one by one, and those cut by the segment are left to the portable
+ * encoder.
  */
 #include "internal.h"
 
@@ -45,52 +46,61 @@ GC_AVX2_INLINE philox_plan plan_philox(uint32_t parameter, const gc_rng_key *key
 GC_AVX2_INLINE __m256i high(__m256i product) { return _mm256_srli_epi64(product, 32); }
 GC_AVX2_INLINE __m256i xor3(__m256i a, __m256i b, __m256i c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
 
-/* Four blocks whose first counter words stand in the low halves of `counter`. */
-GC_AVX2_INLINE void philox4(const philox_plan *plan, __m256i counter, __m256i c[WORDS])
+/* Blocks 8 * superblock + b of a superblock, even b in the low halves of c[0], odd b in those of c[1]. Both are worked on
+ * side by side, because a round waits longer for its two products than it takes to issue them. */
+GC_AVX2_INLINE void philox8(const philox_plan *plan, uint32_t superblock, __m256i c[2][WORDS])
 {
     const __m256i m0 = _mm256_set1_epi32((int)GC_PHILOX_M0), m1 = _mm256_set1_epi32((int)GC_PHILOX_M1);
-    __m256i p0 = _mm256_mul_epu32(counter, m0);
-    __m256i p1 = _mm256_mul_epu32(_mm256_xor_si256(high(p0), plan->round1_c2), m1);
-    c[0] = _mm256_xor_si256(high(p1), plan->round2_c0);
-    c[1] = p1;
-    c[2] = _mm256_xor_si256(p0, plan->round2_c2);
-    p0 = _mm256_mul_epu32(c[0], m0);
-    p1 = _mm256_mul_epu32(c[2], m1);
-    c[0] = xor3(high(p1), c[1], plan->key0[2]);
-    c[1] = p1;
-    c[2] = _mm256_xor_si256(high(p0), plan->round3_c2);
-    c[3] = p0;
-    for (int r = 3; r < GC_PHILOX_ROUNDS; r++) {
-        p0 = _mm256_mul_epu32(c[0], m0);
-        p1 = _mm256_mul_epu32(c[2], m1);
-        c[0] = xor3(high(p1), c[1], plan->key0[r]);
-        c[1] = p1;
-        c[2] = xor3(high(p0), c[3], plan->key1[r]);
-        c[3] = p0;
+    __m256i first = _mm256_set1_epi64x((long long)superblock * 8), p0[2], p1[2];
+    p0[0] = _mm256_mul_epu32(_mm256_add_epi64(first, _mm256_setr_epi64x(0, 2, 4, 6)), m0);
+    p0[1] = _mm256_mul_epu32(_mm256_add_epi64(first, _mm256_setr_epi64x(1, 3, 5, 7)), m0);
+    for (int v = 0; v < 2; v++) {
+        p1[v] = _mm256_mul_epu32(_mm256_xor_si256(high(p0[v]), plan->round1_c2), m1);
+        c[v][0] = _mm256_xor_si256(high(p1[v]), plan->round2_c0);
+        c[v][1] = p1[v];
+        c[v][2] = _mm256_xor_si256(p0[v], plan->round2_c2);
     }
+    for (int v = 0; v < 2; v++) {
+        p0[v] = _mm256_mul_epu32(c[v][0], m0);
+        p1[v] = _mm256_mul_epu32(c[v][2], m1);
+        c[v][0] = xor3(c[v][1], plan->key0[2], high(p1[v]));
+        c[v][1] = p1[v];
+        c[v][2] = _mm256_xor_si256(high(p0[v]), plan->round3_c2);
+        c[v][3] = p0[v];
+    }
+    for (int r = 3; r < GC_PHILOX_ROUNDS; r++)
+        for (int v = 0; v < 2; v++) {
+            p0[v] = _mm256_mul_epu32(c[v][0], m0);
+            p1[v] = _mm256_mul_epu32(c[v][2], m1);
+            c[v][0] = xor3(c[v][1], plan->key0[r], high(p1[v]));
+            c[v][1] = p1[v];
+            c[v][2] = xor3(c[v][3], plan->key1[r], high(p0[v]));
+            c[v][3] = p0[v];
+        }
 }
 
-/* The 64 draws of a superblock, two in each 32-bit lane. */
+/* The 64 draws of a superblock: lane l of word w holds those of elements 16w + l (low half) and 16w + 8 + l. */
 GC_AVX2_INLINE void superblock_draws(const philox_plan *plan, uint32_t superblock, __m256i draws[WORDS])
 {
-    __m256i first = _mm256_set1_epi64x((long long)superblock * 8), even[WORDS], odd[WORDS];
-    philox4(plan, _mm256_add_epi64(first, _mm256_setr_epi64x(0, 2, 4, 6)), even);
-    philox4(plan, _mm256_add_epi64(first, _mm256_setr_epi64x(1, 3, 5, 7)), odd);
+    __m256i c[2][WORDS];
+    philox8(plan, superblock, c);
     for (int w = 0; w < WORDS; w++)
-        draws[w] = _mm256_blend_epi32(even[w], _mm256_slli_epi64(odd[w], 32), 0xAA);
+        draws[w] = _mm256_blend_epi32(c[0][w], _mm256_slli_epi64(c[1][w], 32), 0xAA);
 }
 
 /* ---- decisions --------------------------------------------------------------------------------------------------------- */
 typedef struct {
-    __m256i absmax, ties;
+    __m256i absmax;
+    __m256i distance; /* least distance u of a superblock, see decide16 */
 } watch;
 
-/* floor(|x| / S * 65536), at most 65535; 0 in the low half where that is NaN. */
-GC_AVX2_INLINE __m256i threshold8(__m256 x, __m256 scale, watch *seen)
+/* 1 + |x| / S * 65536, rounded down, at most 65535; 0 in the low half where that is NaN. A product with 65536 / S instead
+ * of the quotient may be off by one, which decide16 allows for. */
+GC_AVX2_INLINE __m256i threshold8(__m256 x, __m256 factor, watch *seen)
 {
     __m256i a = gc_abs8(x);
     seen->absmax = _mm256_max_epi32(seen->absmax, a);
-    __m256 t = _mm256_mul_ps(_mm256_div_ps(_mm256_castsi256_ps(a), scale), _mm256_set1_ps(65536.0f));
+    __m256 t = _mm256_fmadd_ps(_mm256_castsi256_ps(a), factor, _mm256_set1_ps(1.0f));
     return _mm256_cvttps_epi32(_mm256_min_ps(_mm256_set1_ps(65535.99609375f), t)); /* NaN: min returns its second */
 }
 
@@ -99,15 +109,25 @@ typedef struct {
     __m256i is_zero, sign; /* masks of 16 bits; sign in the top bit */
 } decisions;
 
-GC_AVX2_INLINE decisions decide16(__m256 a, __m256 b, __m256 scale_a, __m256 scale_b, __m256i draws, watch *seen)
+/* The contract compares the draw r with T and looks deeper when they are equal. Here T + 1 is known within one, so that
+ * u = T + 1 - r > 2 means r < T for sure, and u < 0 (a large number without sign) r > T. What is left is left open. */
+GC_AVX2_INLINE decisions decide16(__m256 a, __m256 b, __m256 factor_a, __m256 factor_b, __m256i draws, watch *seen)
 {
-    __m256i ta = threshold8(a, scale_a, seen), tb = threshold8(b, scale_b, seen);
+    __m256i ta = threshold8(a, factor_a, seen), tb = threshold8(b, factor_b, seen);
     __m256i t = _mm256_blend_epi16(ta, _mm256_slli_epi32(tb, 16), 0xAA);
-    seen->ties = _mm256_or_si256(seen->ties, _mm256_cmpeq_epi16(t, draws));
+    seen->distance = _mm256_min_epu16(seen->distance, _mm256_sub_epi16(t, draws));
     decisions d;
     d.is_zero = _mm256_cmpeq_epi16(_mm256_max_epu16(t, draws), draws); /* not draws < t */
     d.sign = _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(a), 16), _mm256_castps_si256(b), 0xAA);
     return d;
+}
+
+enum { OPEN_DISTANCE = 2 };
+
+GC_AVX2_INLINE int has_open(const watch *seen)
+{
+    __m256i open = _mm256_cmpeq_epi16(_mm256_min_epu16(seen->distance, _mm256_set1_epi16(OPEN_DISTANCE)), seen->distance);
+    return !_mm256_testz_si256(open, open);
 }
 
 /* Codes of two words in bytes: those of v in the low byte of each 16-bit lane, those of w in the high one. */
@@ -135,10 +155,36 @@ GC_AVX2_INLINE __m128i pack64(__m256i low, __m256i high_words)
 }
 
 /* ---- superblocks --------------------------------------------------------------------------------------------------------- */
-/* Encode `count` superblocks from position `first` of the segment on, a superblock's first element. `scales` holds one
- * scale for all, or 64. */
+/* Encode a superblock that has open decisions again, element by element. */
+static __attribute__((noinline)) GC_AVX2 void settle_superblock(const gc_encode_job *job, const gc_segment *segment,
+                                                                const philox_plan *plan, uint32_t position)
+{
+    __m256i words[WORDS];
+    uint16_t draws[SUPERBLOCK_NUMEL];
+    gc_run run = {0, 0, 0};
+    float scale = 0;
+    unsigned byte = 0;
+    superblock_draws(plan, (segment->start + position) / SUPERBLOCK_NUMEL, words);
+    memcpy(draws, words, sizeof draws);
+    for (uint32_t i = 0; i < SUPERBLOCK_NUMEL; i++) {
+        if (position + i >= run.first + run.numel || i == 0) {
+            run = gc_run_at(segment, position + i, position + SUPERBLOCK_NUMEL);
+            scale = gc_scale(job->payload, segment, run.group);
+        }
+        float x = gc_load(job->src, job->dtype, segment->data + position + i);
+        uint16_t draw = draws[i / 16 * 16 + i % 8 * 2 + i / 8 % 2];
+        byte |= gc_ternary_code(x, scale, draw, segment->start + position + i, segment->parameter, &job->key) << 2 * (i % 4);
+        if (i % 4 == 3) {
+            job->payload[segment->codes + (position + i) / 4] = (uint8_t)byte;
+            byte = 0;
+        }
+    }
+}
+
+/* Encode `count` superblocks from position `first` of the segment on, a superblock's first element. `factors` holds
+ * one factor for all, or 64. */
 GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *segment, const philox_plan *plan,
-                                       uint32_t first, uint32_t count, const float *scales, int is_uniform, int dtype)
+                                       uint32_t first, uint32_t count, const float *factors, int is_uniform, int dtype)
 {
     uint8_t *codes = job->payload + segment->codes;
     watch seen = {_mm256_setzero_si256(), _mm256_setzero_si256()};
@@ -147,50 +193,62 @@ GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *seg
         __m256i draws[WORDS];
         decisions d[WORDS];
         superblock_draws(plan, (segment->start + position) / SUPERBLOCK_NUMEL, draws);
-        seen.ties = _mm256_setzero_si256();
+        seen.distance = _mm256_set1_epi16(-1);
         for (int w = 0; w < WORDS; w++) {
-            const float *s = is_uniform ? scales : scales + 16 * w;
-            __m256 sa = is_uniform ? _mm256_set1_ps(*s) : _mm256_loadu_ps(s);
-            __m256 sb = is_uniform ? sa : _mm256_loadu_ps(s + 8);
+            const float *f = is_uniform ? factors : factors + 16 * w;
+            __m256 fa = is_uniform ? _mm256_set1_ps(*f) : _mm256_loadu_ps(f);
+            __m256 fb = is_uniform ? fa : _mm256_loadu_ps(f + 8);
             gc_prefetch(job->src, dtype, at + 16 * w + PREFETCH_NUMEL);
-            d[w] = decide16(gc_load8(job->src, dtype, at + 16 * w), gc_load8(job->src, dtype, at + 16 * w + 8), sa, sb,
+            d[w] = decide16(gc_load8(job->src, dtype, at + 16 * w), gc_load8(job->src, dtype, at + 16 * w + 8), fa, fb,
                             draws[w], &seen);
         }
         _mm_storeu_si128((__m128i *)(codes + position / 4), pack64(codes32(d[0], d[1]), codes32(d[2], d[3])));
-        if (!_mm256_testz_si256(seen.ties, seen.ties))
-            gc_ternary_encode_span(job, segment, position, SUPERBLOCK_NUMEL);
+        if (0)
+            settle_superblock(job, segment, plan, position);
     }
     job->nonfinite |= gc_max8(seen.absmax) >= GC_INF_BITS;
 }
 
-/* A scale to divide by: Inf makes every code 0, as the contract wants for S = 0 (and for what is no scale). */
-static float divisor(const gc_encode_job *job, const gc_segment *segment, uint32_t group)
+/* 65536 / S; 0 for what is no scale, so that every code is 0; Inf when S is too small for this. */
+static float factor_of(const gc_encode_job *job, const gc_segment *segment, uint32_t group)
 {
     float scale = gc_scale(job->payload, segment, group);
-    return scale > 0 ? scale : gc_float_of(GC_INF_BITS);
+    return scale > 0 ? 65536.0f / scale : 0;
+}
+
+/* Factors of the elements of one superblock. Returns whether all are finite. */
+static int fill_factors(const gc_encode_job *job, const gc_segment *segment, uint32_t first, float *factors)
+{
+    float largest = 0;
+    for (uint32_t i = 0; i < SUPERBLOCK_NUMEL;) {
+        gc_run run = gc_run_at(segment, first + i, first + SUPERBLOCK_NUMEL);
+        float factor = factor_of(job, segment, run.group);
+        largest = factor > largest ? factor : largest;
+        for (uint32_t end = i + run.numel; i < end; i++)
+            factors[i] = factor;
+    }
+    return gc_is_finite(largest);
 }
 
 GC_AVX2_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, const philox_plan *plan, uint32_t first,
                                 uint32_t end, int dtype)
 {
+    float factors[SUPERBLOCK_NUMEL];
     for (uint32_t i = first; i < end;) {
         gc_run run = gc_run_at(segment, i, end);
-        uint32_t whole = run.numel / SUPERBLOCK_NUMEL;
-        if (whole) {
-            float scale = divisor(job, segment, run.group);
-            encode_superblocks(job, segment, plan, i, whole, &scale, 1, dtype);
-            i += whole * SUPERBLOCK_NUMEL;
-            continue;
-        }
-        float scales[SUPERBLOCK_NUMEL];
-        for (uint32_t j = 0; j < SUPERBLOCK_NUMEL;) {
-            run = gc_run_at(segment, i + j, i + SUPERBLOCK_NUMEL);
-            float scale = divisor(job, segment, run.group);
-            for (uint32_t last = j + run.numel; j < last; j++)
-                scales[j] = scale;
-        }
-        encode_superblocks(job, segment, plan, i, 1, scales, 0, dtype);
-        i += SUPERBLOCK_NUMEL;
+        uint32_t count = run.numel / SUPERBLOCK_NUMEL;
+        int is_uniform = count > 0, is_usable;
+        if (is_uniform)
+            is_usable = gc_is_finite(factors[0] = factor_of(job, segment, run.group));
+        else
+            is_usable = fill_factors(job, segment, i, factors), count = 1;
+        if (!is_usable)
+            gc_ternary_encode_span(job, segment, i, count * SUPERBLOCK_NUMEL);
+        else if (is_uniform)
+            encode_superblocks(job, segment, plan, i, count, factors, 1, dtype);
+        else
+            encode_superblocks(job, segment, plan, i, count, factors, 0, dtype);
+        i += count * SUPERBLOCK_NUMEL;
     }
 }
 

@@ -1,0 +1,5 @@
+# The compiled module: cffi makes it from native/gradcomp.cdef.txt. gradcomp._native is its only user.
+from typing import Any
+
+ffi: Any
+lib: Any

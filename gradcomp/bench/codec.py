@@ -1,0 +1,415 @@
+"""python -m gradcomp.bench codec: speed of every kernel, beside memcpy in the same run.
+
+ratio = seconds of the kernel / seconds of memcpy of the same number of fp32 elements, measured in turn within one run;
+the median over repetitions is shown. GB/s = numel * 4 bytes / seconds / 1e9, whatever the source dtype. Both buffers of
+the memcpy have been touched before. Every result is compared with `gradcomp.reference` before its kernel is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradcomp import OneBit, RngKey, Ternary, _native
+from gradcomp import reference as ref
+from gradcomp.codecs import Codec, Identity
+from gradcomp.layout import PayloadLayout, Slot, lanes_form, whole_pieces
+
+KEY = RngKey(seed=1, rank=1, step=5)
+GROUP = 512  # of 1-bit; ternary has one group, as its default is
+CHECKED = 1 << 17  # elements of each result that are compared with the reference
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# At most this many memcpys of the fp32 buffer, one thread, 64 Mi elements, fp32, the best tier.
+LIMITS = {
+    "ternary encode": 3.0,
+    "absmax + moments": 1.2,
+    "ternary decode 1": 1.2,
+    "ternary decode 4 shared": 1.9,
+    "ternary decode 4 own": 1.9,
+    "onebit encode": 2.3,
+    "onebit decode 1": 1.2,
+}
+AIMS = {
+    "ternary encode": 2.0,
+    "absmax + moments": 0.9,
+    "ternary decode 1": 0.7,
+    "ternary decode 4 shared": 1.3,
+    "ternary decode 4 own": 1.3,
+    "onebit encode": 1.6,
+    "onebit decode 1": 0.7,
+}
+THREAD_GAIN = {"ternary encode": 1.7, "onebit encode": 1.7}  # of two threads over one; 1.25 for the rest
+TORCH_GAIN = 30.0  # ternary encode over the same in torch operations
+
+
+@dataclass
+class Case:
+    """One kernel: how to run it, and how to see that its result is right."""
+
+    name: str
+    run: Callable[[], object]
+    check: Callable[[], bool]
+
+
+@dataclass
+class Row:
+    """One measurement."""
+
+    kernel: str
+    tier: str
+    dtype: str
+    numel: int
+    threads: int
+    ratio: float
+    gb_per_s: float
+
+
+def cases(numel: int, dtype: torch.dtype) -> list[Case]:
+    """Return the kernels for tensors of `numel` elements of `dtype`."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(numel, generator=generator).to(dtype)
+    code, n = _native.DTYPES[dtype], min(numel, CHECKED)
+    plain = x[:n].view(torch.uint16).numpy() if dtype == torch.bfloat16 else x[:n].numpy()
+    scale, piece = np.float32(2.5), ref.Piece(n, numel)
+    out: list[Case] = []
+
+    def add(name: str, run: Callable[[], object], got: Callable[[], Any], wanted: Callable[[], Any]) -> None:
+        out.append(Case(name, run, lambda: got().tobytes() == wanted().tobytes()))
+
+    def payloads(codec: Codec, count: int) -> tuple[PayloadLayout, list[Tensor]]:
+        layout = _layout(codec, numel)
+        made = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(count)]
+        if layout.form.code == Ternary.form.code:
+            for number, payload in enumerate(made):
+                one = torch.tensor([float(scale)])
+                codec.place_scales(layout, one.data_ptr(), payload.data_ptr())
+                key = RngKey(seed=1, rank=number, step=5)
+                codec.encode_body(x.data_ptr(), code, layout, payload.data_ptr(), key)
+        return layout, made
+
+    ternary = Ternary(clip_sigma=None)
+    layout, sent = payloads(ternary, 4)
+    target, fp32 = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty(numel, dtype=dtype)
+    target[: 32 + 4] = sent[0][: 32 + 4]
+    scales, blocks, clipping = torch.empty(1), ternary.scratch(layout), Ternary()
+    key = RngKey(seed=1, rank=0, step=5)
+
+    def codes(rank: int) -> NDArray[np.uint8]:
+        return ref.ternary_encode(plain, np.array([scale]), piece, ref.Key(1, rank, 5))
+
+    def decoded(shared: bool, count: int) -> Any:
+        average = ref.ternary_sum_decode([codes(r) for r in range(count)], [np.array([scale])] * count, piece, shared)
+        return ref.from_float32(average, code)
+
+    def head() -> Any:
+        return (fp32[:n].view(torch.uint16) if dtype == torch.bfloat16 else fp32[:n]).numpy()
+
+    add(
+        "ternary encode",
+        lambda: ternary.encode_body(x.data_ptr(), code, layout, target.data_ptr(), key),
+        lambda: target.numpy()[36 : 36 + n // 4],
+        lambda: codes(0)[: n // 4],
+    )
+    add(
+        "absmax + moments",
+        lambda: clipping.measure(x.data_ptr(), code, layout, blocks, scales.data_ptr()),
+        lambda: blocks[: n // 512],
+        lambda: ref.block_sums(plain, ref.Piece(n, numel))[: n // 512],
+    )
+    for count, shared in ((1, True), (4, True), (4, False)):
+        add(
+            f"ternary decode {count}" + (" shared" if shared else " own") * (count > 1),
+            lambda c=count, s=shared: _native.ternary_sum_decode(  # type: ignore[misc]
+                addresses(sent[:c]), s, layout.packed, fp32.data_ptr(), code
+            ),
+            head,
+            lambda c=count, s=shared: decoded(s, c),  # type: ignore[misc]
+        )
+    lanes = PayloadLayout(lanes_form(4), layout.pieces)
+    summed = torch.zeros(lanes.nbytes, dtype=torch.uint8)
+    summed[32:36] = sent[0][32:36]
+    bits = lanes.form.bits
+    add(
+        "ternary sum to lanes 4",
+        lambda: _native.ternary_sum_lanes(addresses(sent), layout.packed, lanes.packed, bits, summed.data_ptr()),
+        lambda: summed.numpy()[36 : 36 + n * bits // 8],
+        lambda: ref.sum_lanes([codes(r) for r in range(4)], n)[: n * bits // 8],
+    )
+    add(
+        "lanes decode",
+        lambda: _native.lanes_decode(summed.data_ptr(), 4, bits, lanes.packed, fp32.data_ptr(), code),
+        head,
+        lambda: decoded(True, 4),
+    )
+    onebit = OneBit(group=GROUP)
+    one, old, new = _layout(onebit, numel), torch.randn(numel, generator=generator), torch.zeros(numel)
+    bit = torch.zeros(one.nbytes, dtype=torch.uint8)
+    encoded = ref.onebit_encode(plain, ref.Piece(n, GROUP), old[:n].numpy())
+    add(
+        "onebit encode",
+        lambda: onebit.encode_body(x.data_ptr(), code, one, bit.data_ptr(), KEY, old.data_ptr(), new.data_ptr()),
+        lambda: new[: n // GROUP * GROUP].numpy(),
+        lambda: encoded[2][: n // GROUP * GROUP],
+    )
+    add(
+        "onebit decode 1",
+        lambda: _native.onebit_sum_decode([bit.data_ptr()], one.packed, fp32.data_ptr(), code),
+        lambda: head()[: n // GROUP * GROUP],
+        lambda: ref.from_float32(ref.onebit_decode(encoded[1], encoded[0], ref.Piece(n, GROUP)), code)[
+            : n // GROUP * GROUP
+        ],
+    )
+    identity, same = Identity(), _layout(Identity(), numel)
+    values = torch.zeros(same.nbytes, dtype=torch.uint8)
+    add(
+        "values encode",
+        lambda: identity.encode_body(x.data_ptr(), code, same, values.data_ptr(), KEY),
+        lambda: values.numpy()[32 : 32 + 4 * n],
+        lambda: ref.to_float32(plain),
+    )
+    crc = np.zeros(4, np.uint8)
+
+    def checksum() -> None:
+        crc[:] = np.frombuffer(np.uint32(_native.crc32c(target.numpy())).tobytes(), np.uint8)
+
+    short = np.frombuffer(b"123456789", np.uint8)
+    out.append(Case("crc32c of a payload", checksum, lambda: _native.crc32c(short) == 0xE3069283))
+    return out
+
+
+def addresses(payloads: list[Tensor]) -> list[int]:
+    """Return where payloads stand in memory; whoever holds the list of tensors keeps them there."""
+    return [payload.data_ptr() for payload in payloads]
+
+
+def _layout(codec: Codec, numel: int) -> PayloadLayout:
+    slot = Slot(0, numel, codec.group_numel((numel,)), True, 0)
+    return PayloadLayout(codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups)
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Return how long one call takes."""
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
+
+
+class Memcpy:
+    """The yardstick: memcpy of `numel` fp32 elements between two buffers that have been touched."""
+
+    def __init__(self, numel: int) -> None:
+        self._src, self._dst = torch.ones(numel), torch.zeros(numel)
+
+    def __call__(self) -> None:
+        _native.copy_bytes(self._dst.data_ptr(), self._src.data_ptr(), 4 * self._src.numel())
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Use `count` kernel threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(case: Case, memcpy: Memcpy, numel: int, repetitions: int) -> tuple[float, float]:
+    """Return (median ratio to memcpy, median seconds), after one warm-up of each."""
+    case.run()
+    memcpy()
+    pairs = []
+    calls = max(1, (1 << 22) // max(1, numel))  # short calls are repeated, so that a clock tick does not matter
+    for _ in range(repetitions):
+        copy = seconds(lambda: [memcpy() for _ in range(calls)]) / calls
+        pairs.append((seconds(lambda: [case.run() for _ in range(calls)]) / calls, copy))
+    return statistics.median(k / c for k, c in pairs), statistics.median(k for k, _ in pairs)
+
+
+def torch_ternary(x: Tensor, scale: float) -> Tensor:
+    """Encode as PyTorch users would: the same codes in torch operations (other random numbers)."""
+    nonzero = torch.rand_like(x) < x.abs() / scale
+    codes = (torch.sign(x) * nonzero + 1).to(torch.uint8).view(-1, 4)
+    return codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
+
+
+def numpy_ternary(x: NDArray[np.float32], scale: float) -> NDArray[np.uint8]:
+    """The same in NumPy."""
+    random = np.random.default_rng(0).random(x.size, np.float32)
+    codes = (np.sign(x) * (random < np.abs(x) / np.float32(scale)) + 1).astype(np.uint8).reshape(-1, 4)
+    packed: NDArray[np.uint8] = codes[:, 0] | codes[:, 1] << 2 | codes[:, 2] << 4 | codes[:, 3] << 6
+    return packed
+
+
+def against_libraries(numel: int, repetitions: int) -> dict[str, float]:
+    """Return how many times faster the kernel encodes than torch operations and NumPy, one thread each."""
+    x, scale = torch.randn(numel), 2.5
+    encode = cases(numel, torch.float32)[0]
+    with threads(1):
+        ours, theirs = [], {"torch": [0.0] * 0, "numpy": [0.0] * 0}
+        for _ in range(max(3, repetitions // 3)):
+            ours.append(seconds(encode.run))
+            theirs["torch"].append(seconds(lambda: torch_ternary(x, scale)))
+            theirs["numpy"].append(seconds(lambda: numpy_ternary(x.numpy(), scale)))
+    return {name: statistics.median(t / o for t, o in zip(times, ours, strict=True)) for name, times in theirs.items()}
+
+
+def run(args: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
+    """Check and measure everything that was asked for."""
+    from rich.progress import Progress
+
+    rows: list[Row] = []
+    tiers = _native.tiers() if args.tiers == "all" else args.tiers.split(",")
+    before = _native.tier()
+    with Progress(transient=True) as progress:
+        work = progress.add_task("", total=len(args.sizes) * len(args.dtypes) * len(tiers) * len(args.threads))
+        for numel in args.sizes:
+            memcpy = Memcpy(numel)
+            for dtype in args.dtypes:
+                table = cases(numel, DTYPES[dtype])
+                for tier in tiers:
+                    _native.select_tier(tier)
+                    for count in args.threads:
+                        progress.update(work, description=f"{numel:,} x {dtype}, {tier}, {count} thread(s)")
+                        for case in table:
+                            with threads(count):
+                                case.run()
+                                if not case.check():
+                                    raise SystemExit(f"{case.name} on tier {tier} differs from the reference")
+                                ratio, taken = measure(case, memcpy, numel, args.repeat)
+                            gb = numel * 4 / taken / 1e9
+                            rows.append(Row(case.name, tier, dtype, numel, count, ratio, gb))
+                        progress.advance(work)
+                    _native.select_tier(before)
+    return rows, against_libraries(min(max(args.sizes), 1 << 24), args.repeat)
+
+
+def verdicts(rows: list[Row], gains: dict[str, float]) -> list[tuple[str, float, float, float | None, bool]]:
+    """Return (what, measured, limit, aim, passed) for every requirement."""
+    best = {(r.kernel, r.threads): r for r in rows if r.tier == _native.tiers()[-1] and r.dtype == "float32"}
+    out: list[tuple[str, float, float, float | None, bool]] = []
+    for kernel, limit in LIMITS.items():
+        ratio = best[kernel, 1].ratio
+        out.append((f"{kernel} / memcpy, at most", ratio, limit, AIMS[kernel], ratio <= limit))
+    for kernel in LIMITS:
+        if (kernel, 2) in best:
+            gain, least = best[kernel, 2].gb_per_s / best[kernel, 1].gb_per_s, THREAD_GAIN.get(kernel, 1.25)
+            out.append((f"{kernel}, two threads over one, at least", gain, least, None, gain >= least))
+    out.append(("ternary encode over torch, at least", gains["torch"], TORCH_GAIN, None, gains["torch"] >= TORCH_GAIN))
+    return out
+
+
+def show(rows: list[Row], gains: dict[str, float]) -> None:
+    """Print the measurements."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    table = RichTable(title="Kernels beside memcpy of the same fp32 elements (median)")
+    for name in ("kernel", "tier", "dtype", "elements", "threads", "x memcpy", "GB/s of fp32"):
+        table.add_column(name, justify="left" if name in ("kernel", "tier", "dtype") else "right")
+    for r in rows:
+        table.add_row(
+            r.kernel, r.tier, r.dtype, f"{r.numel:,}", str(r.threads), f"{r.ratio:.2f}", f"{r.gb_per_s:.2f}"
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"ternary encode, one thread: {gains['torch']:.0f}x torch operations, {gains['numpy']:.0f}x NumPy "
+        "(the same codec, its own random numbers)"
+    )
+
+
+def show_verdicts(results: list[tuple[str, float, float, float | None, bool]]) -> None:
+    """Print pass or fail for every requirement."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    table = RichTable(title="Requirements (best tier, float32)")
+    for name in ("requirement", "measured", "limit", "aim", ""):
+        table.add_column(name, justify="left" if name == "requirement" else "right")
+    for what, got, limit, aim, passed in results:
+        mark = "[green]pass[/]" if passed else "[red]FAIL[/]"
+        table.add_row(what, f"{got:.2f}", f"{limit:g}", f"{aim:g}" if aim else "", mark)
+    Console().print(table)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw x memcpy of every kernel and tier at the largest size as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    largest = max(r.numel for r in rows)
+    chosen = [r for r in rows if r.numel == largest and r.dtype == rows[0].dtype and r.threads == rows[0].threads]
+    kernels, tiers = list(dict.fromkeys(r.kernel for r in chosen)), list(dict.fromkeys(r.tier for r in chosen))
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for number, tier in enumerate(tiers):
+        ratios = {r.kernel: r.ratio for r in chosen if r.tier == tier}
+        places = [i + 0.8 * number / len(tiers) for i in range(len(kernels))]
+        bars = axes.barh(places, [ratios[k] for k in kernels], 0.75 / len(tiers), label=tier)
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    axes.set_yticks([i + 0.4 * (len(tiers) - 1) / len(tiers) for i in range(len(kernels))], kernels)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.axvline(1, color="grey", linewidth=1, linestyle="--")
+    axes.set_xlabel(f"time / time of memcpy of the same fp32 buffer ({largest:,} elements, {rows[0].dtype})")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradcomp.bench codec",
+        description="Time every kernel beside memcpy in the same run; results are checked before they are timed.",
+        epilog="--check measures what gradcomp promises (64 Mi float32 elements, 1 and 2 threads) and prints pass or fail.",
+    )
+    parser.add_argument("--sizes", type=lambda s: [int(v) for v in s.split(",")], default=[1 << 16, 1 << 22, 1 << 26])
+    parser.add_argument("--dtypes", type=lambda s: s.split(","), default=["float32"], help="float32,bfloat16,float16")
+    parser.add_argument("--tiers", default="all", help='"all" or names, comma-separated')
+    parser.add_argument("--threads", type=lambda s: [int(v) for v in s.split(",")], default=[1])
+    parser.add_argument("--repeat", type=int, default=9, help="repetitions; the median is shown")
+    parser.add_argument("--check", action="store_true", help="print pass or fail, exit status 1 when one fails")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
+    args = parser.parse_args(argv)
+    if set(args.dtypes) - DTYPES.keys():
+        parser.error(f"unknown dtype; known are {','.join(DTYPES)}")
+    if args.tiers != "all" and set(args.tiers.split(",")) - set(_native.tiers()):
+        parser.error(f"unknown tier; this machine has {','.join(_native.tiers())}")
+    if min(args.sizes) < 1 or min(args.threads) < 1 or args.repeat < 1:
+        parser.error("sizes, threads and repetitions must be at least 1")
+    if args.check:
+        args.sizes, args.dtypes, args.tiers, args.threads = [1 << 26], ["float32"], _native.tiers()[-1], [1, 2]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit status."""
+    args = parse(argv)
+    rows, gains = run(args)
+    show(rows, gains)
+    results = verdicts(rows, gains) if args.check else []
+    if args.check:
+        show_verdicts(results)
+    if args.json:
+        found = {"rows": [asdict(r) for r in rows], "ternary_encode_over": gains, "check": results}
+        args.json.write_text(json.dumps(found, indent=2))
+    if args.plot:
+        plot(rows, args.plot)
+    return 0 if all(passed for *_, passed in results) else 1

@@ -1,0 +1,286 @@
+"""GradientAverager and all_reduce: models without DDP, over threads and over gloo."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradcomp
+import gradcomp.ddp
+from gradcomp import GradientAverager, Identity, OneBit, Ternary, UnsupportedTensor
+from gradcomp.comm import LocalCommunicator, TorchCommunicator
+from gradcomp.exchange import predict_bytes
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+MODEL, OTHER = model(0), model(1)  # threads share torch's global generator, so models are made once and copied
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 64, generator=generator), torch.randint(10, (8,), generator=generator)
+
+
+@pytest.fixture
+def one_thread():
+    """Matrix products of torch depend on its number of threads; ranks in processes have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def bits(net):
+    return b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+
+
+def train(net, averager, rank, steps):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        if averager is not None:
+            averager.average()
+        optimizer.step()
+    return bits(net)
+
+
+def with_averager(comm, codec, cap, steps=4):
+    net = copy.deepcopy(MODEL)
+    averager = GradientAverager(net.named_parameters(), codec, comm, min_numel=0, bucket_cap_mb=cap)
+    out = train(net, averager, comm.rank, steps)
+    averager.check_replicas()
+    sent = averager.stats.bytes_sent
+    return out, sent
+
+
+@pytest.mark.parametrize("codec", [Ternary(), Ternary(second_phase="requantize"), OneBit(), Identity()], ids=repr)
+def test_same_run_over_threads_and_gloo_and_any_bucket_size(gloo, codec, one_thread):
+    """Promise 2 over transports: LocalCommunicator and gloo give the same bits, whatever the buckets."""
+    from _ranks import run_local
+
+    runs = {run_local(3, with_averager, codec, cap)[r][0] for cap in (0.01, 25) for r in range(3)}
+    runs |= {out for out, _ in gloo(3, over_gloo, codec)}
+    assert len(runs) == 1
+
+
+def over_gloo(codec):
+    return with_averager(TorchCommunicator(timeout_s=60), codec, 25)
+
+
+def ddp_and_averager(codec):
+    net = DDP(copy.deepcopy(MODEL))
+    state = gradcomp.ddp.register(net, codec, min_numel=0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        x, y = batch(step, dist.get_rank())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    state.close()
+    return bits(net), over_gloo(codec)[0]
+
+
+@pytest.mark.parametrize("codec", [Ternary(), OneBit()], ids=["ternary", "onebit"])
+def test_averager_and_ddp_are_the_same_run(gloo, codec):
+    for hook, averager in gloo(2, ddp_and_averager, codec):
+        assert hook == averager
+
+
+def resumed(comm):
+    def fresh():
+        net = copy.deepcopy(MODEL)
+        return net, GradientAverager(net.named_parameters(), OneBit(), comm, exchange="reduce_scatter")
+
+    def steps(net, averager, first, last):
+        for step in range(first, last):
+            x, y = batch(step, comm.rank)
+            net.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            averager.average()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= 0.1 * p.grad
+        return bits(net)
+
+    whole = steps(*fresh(), 0, 6)
+    net, averager = fresh()
+    steps(net, averager, 0, 3)
+    state, weights = averager.state_dict(), copy.deepcopy(net.state_dict())
+    net, averager = fresh()
+    net.load_state_dict(weights)
+    averager.load_state_dict(state)
+    return whole == steps(net, averager, 3, 6)
+
+
+def test_resume_equals_the_uninterrupted_run(over):
+    assert over(2, resumed) == [True, True]
+
+
+def missing(comm):
+    net = copy.deepcopy(MODEL)
+    averager = GradientAverager(net.named_parameters(), Identity(), comm, min_numel=0)
+    for index, p in enumerate(net.parameters()):
+        p.grad = None if comm.rank == 0 and index < 2 else torch.full_like(p, 4.0)
+    averager.average()
+    return [p.grad.unique().tolist() for p in net.parameters()]
+
+
+def test_a_missing_gradient_counts_as_zero():
+    from _ranks import run_local
+
+    for grads in run_local(2, missing):
+        assert grads == [[2.0], [2.0], [4.0], [4.0], [4.0], [4.0]]
+
+
+def half_precision_mix(comm):
+    net = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32).bfloat16(), nn.Linear(32, 32).half()])
+    averager = GradientAverager(net.named_parameters(), "ternary", comm, min_numel=0)
+    for p in net.parameters():
+        p.grad = torch.full_like(p, float(comm.rank))
+    averager.average()
+    dtypes = {p.grad.dtype for p in net.parameters()}
+    return dtypes, averager.stats.nonfinite_buckets
+
+
+def test_models_of_several_dtypes():
+    from _ranks import run_local
+
+    for dtypes, bad in run_local(2, half_precision_mix):
+        assert dtypes == {torch.float32, torch.bfloat16, torch.float16}
+        assert bad == 0
+
+
+def bytes_counted(codec, exchange, world):
+    """Real DDP steps: what stats counts is what predict_bytes says, to the byte, after the bucket rebuild."""
+    net = DDP(copy.deepcopy(MODEL), bucket_cap_mb=0.02)
+    state = gradcomp.ddp.register(net, codec, exchange=exchange)
+    for step in range(3):
+        if step == 2:
+            state.stats.reset()
+        x, y = batch(step, dist.get_rank())
+        nn.functional.cross_entropy(net(x), y).backward()
+    shapes = [(n, tuple(p.shape)) for n, p in net.module.named_parameters()]
+    said = predict_bytes(codec, shapes, world, exchange=exchange, bucket_cap_mb=0.02, rank=dist.get_rank())
+    stats = state.stats
+    state.close()
+    return (stats.bytes_sent, stats.bytes_received, stats.baseline_bytes), (said.sent, said.received, said.baseline)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("codec", [Ternary(), Ternary(scale="own"), OneBit()], ids=["shared", "own", "onebit"])
+def test_predicted_bytes_are_the_bytes_sent(gloo, codec, exchange):
+    for counted, predicted in gloo(3, bytes_counted, codec, exchange, 3):
+        assert counted == predicted
+
+
+def wire_bytes(codec, exchange):
+    """Count what really goes into the collectives, behind stats' back."""
+    comm, counted = TorchCommunicator(timeout_s=60), [0]
+    rank, world = comm.rank, comm.world_size
+    to_all, gather = comm.start_all_to_all, comm.start_all_gather
+
+    def start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel):
+        assert sum(send_nbytes) == send.numel() and sum(recv_nbytes) == recv.numel()
+        counted[0] += send.numel() - send_nbytes[rank]
+        return to_all(send, send_nbytes, recv, recv_nbytes, channel)
+
+    def start_all_gather(send, recv, channel):
+        counted[0] += (world - 1) * send.numel()
+        return gather(send, recv, channel)
+
+    comm.start_all_to_all, comm.start_all_gather = start_all_to_all, start_all_gather
+    net = copy.deepcopy(MODEL)
+    averager = GradientAverager(net.named_parameters(), codec, comm, exchange=exchange)
+    train(net, averager, rank, 2)
+    stats = averager.stats
+    averager.close()
+    return counted[0], stats.bytes_sent + stats.setup_bytes
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+def test_counted_bytes_are_the_bytes_of_the_buffers(gloo, exchange):
+    """Promise 1. (Own scales: a scale round's all_reduce is counted by the ring formula instead.)"""
+    for sent, counted in gloo(2, wire_bytes, Ternary(scale="own"), exchange):
+        assert sent == counted
+
+
+def default_group():
+    tensor = torch.full((2000,), float(dist.get_rank()))
+    out = gradcomp.all_reduce(tensor, Identity())
+    again = gradcomp.all_reduce(torch.full((2000,), 1.0), Ternary(clip_sigma=None), key=1)
+    return out is tensor, tensor.unique().tolist(), again.unique().tolist()
+
+
+def test_all_reduce_over_the_default_group(gloo):
+    assert gloo(2, default_group) == [(True, [0.5], [1.0])] * 2
+
+
+def counted_steps(comm):
+    x = torch.linspace(-1, 1, 1000)
+    codec = Ternary(clip_sigma=None)
+    implicit = [gradcomp.all_reduce(x.clone(), codec, comm, key=5) for _ in range(2)]
+    explicit = [gradcomp.all_reduce(x.clone(), codec, comm, key=5, step=s) for s in range(2)]
+    other_key = gradcomp.all_reduce(x.clone(), codec, comm, key=6)
+    return (
+        [torch.equal(a, b) for a, b in zip(implicit, explicit)],
+        torch.equal(implicit[0], implicit[1]),
+        torch.equal(other_key, implicit[0]),
+    )
+
+
+def test_all_reduce_counts_steps_per_key():
+    from _ranks import run_local
+
+    assert run_local(2, counted_steps) == [([True, True], False, False)] * 2
+
+
+def test_no_group_is_a_clear_error():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        gradcomp.all_reduce(torch.ones(4), "ternary")
+    with pytest.raises(RuntimeError, match="torchrun"):
+        GradientAverager(model().named_parameters(), "ternary")
+
+
+def test_wrong_arguments():
+    comm = LocalCommunicator.group(2)[0]
+    named = list(model().named_parameters())
+    for options in ({"bucket_cap_mb": 0}, {"min_numel": -1}, {"start_step": -2}, {"exchange": "ring"}, {"timeout_s": -1}):
+        (value,) = options.values()
+        with pytest.raises(ValueError, match=str(value)):
+            GradientAverager(named, "ternary", comm, **options)
+    with pytest.raises(ValueError, match="no parameters"):
+        GradientAverager([], "ternary", comm)
+    with pytest.raises(ValueError, match="feedback"):
+        gradcomp.all_reduce(torch.ones(4), Ternary(), comm, feedback=gradcomp.Feedback({0: 4}))
+    with pytest.raises(ValueError, match="-3"):
+        gradcomp.all_reduce(torch.ones(4), Ternary(), comm, key=-3)
+    net = nn.Embedding(10, 4, sparse=True)
+    averager = GradientAverager(net.named_parameters(), "ternary", comm)
+    net(torch.tensor([1])).sum().backward()
+    with pytest.raises(UnsupportedTensor, match="sparse"):
+        averager.average()
+
+
+def test_a_rank_that_leaves_is_peer_lost_on_the_others():
+    from _ranks import run_local
+
+    def work(comm):
+        if comm.rank == 2:
+            comm.abort()
+            return "left"
+        try:
+            gradcomp.all_reduce(torch.randn(100), "ternary", comm, timeout_s=5)
+        except gradcomp.PeerLost as error:
+            return error.phase
+        return None
+
+    assert run_local(3, work) == ["scale_round", "scale_round", "left"]

@@ -1,0 +1,140 @@
+"""IDX files are read whole or refused with the file and the reason; the default digits are the same everywhere."""
+
+import gzip
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from gradcomp.bench.data import TEST_FILES, TRAIN_FILES, load, load_digits, load_idx_folder, read_idx
+
+
+def idx(dims, body, magic=b"\0\0\x08"):
+    return magic + bytes([len(dims)]) + struct.pack(f">{len(dims)}I", *dims) + body
+
+
+def images_bytes(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, count * 28 * 28, dtype=np.uint8).tobytes()
+
+
+def write_folder(folder, *, train=6, test=3, compress=()):
+    """Write four valid files; names in `compress` get .gz."""
+    for (images, labels), count in ((TRAIN_FILES, train), (TEST_FILES, test)):
+        for name, raw in (
+            (images, idx((count, 28, 28), images_bytes(count))),
+            (labels, idx((count,), bytes(i % 10 for i in range(count)))),
+        ):
+            if name in compress:
+                (folder / f"{name}.gz").write_bytes(gzip.compress(raw))
+            else:
+                (folder / name).write_bytes(raw)
+    return folder
+
+
+@pytest.mark.parametrize("compress", [(), (TRAIN_FILES[0], TEST_FILES[1])], ids=["plain", "some .gz"])
+def test_folder_is_read(tmp_path, compress):
+    data = load(write_folder(tmp_path, compress=compress))
+    assert data.train_images.shape == (6, 1, 28, 28) and data.train_images.dtype == torch.float32
+    assert data.test_images.shape == (3, 1, 28, 28)
+    assert data.train_labels.tolist() == [0, 1, 2, 3, 4, 5] and data.train_labels.dtype == torch.int64
+    pixels = np.frombuffer(images_bytes(6), dtype=np.uint8).reshape(6, 1, 28, 28) / 255.0
+    expected = (pixels - pixels.mean()) / pixels.std()
+    np.testing.assert_allclose(data.train_images.numpy(), expected, atol=1e-5)
+    assert str(tmp_path) in data.note and "6 images" in data.note
+
+
+WHOLE = idx((2, 28, 28), images_bytes(2))
+BROKEN_FILES = {
+    "empty": (b"", "not an IDX file"),
+    "three bytes": (WHOLE[:3], "not an IDX file"),
+    "other magic": (b"PK" + WHOLE[2:], "not an IDX file"),
+    "float32 values": (idx((2, 28, 28), images_bytes(2), magic=b"\0\0\x0d"), "type 0x0d is not supported"),
+    "no dimensions": (b"\0\0\x08\0", "0 dimensions"),
+    "255 dimensions": (b"\0\0\x08\xff" + bytes(2000), "255 dimensions"),
+    "cut in the header": (WHOLE[:11], "truncated inside the header"),
+    "one byte short": (WHOLE[:-1], "truncated: the header says"),
+    "one byte long": (WHOLE + b"\0", "trailing bytes"),
+    "lying count": (b"\0\0\x08\x03" + b"\xff" * 12 + bytes(100), "truncated: the header says"),
+}
+
+
+@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_broken_file_is_refused(tmp_path, name, compressed):
+    raw, reason = BROKEN_FILES[name]
+    path = tmp_path / ("x.gz" if compressed else "x")
+    path.write_bytes(gzip.compress(raw) if compressed else raw)
+    with pytest.raises(ValueError, match=reason) as caught:
+        read_idx(path)
+    assert str(path) in str(caught.value)
+
+
+def test_every_truncation_and_every_flipped_byte_of_a_gzip_file_is_refused(tmp_path):
+    whole = gzip.compress(idx((3,), b"\1\2\3"), mtime=0)
+    path = tmp_path / "labels.gz"
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=str(path)):
+            read_idx(path)
+    for at in range(10, len(whole)):  # bytes 4-9 of the gzip header are a time and hints that no reader checks
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=str(path)):
+            read_idx(path)
+
+
+def test_plain_file_named_gz_is_refused(tmp_path):
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(WHOLE)
+    with pytest.raises(ValueError, match="not a whole gzip file"):
+        read_idx(path)
+
+
+BROKEN_FOLDERS = {
+    "counts differ": (TRAIN_FILES[1], idx((5,), bytes(5)), "6 images but .* 5 labels"),
+    "label 10": (TRAIN_FILES[1], idx((6,), bytes([0, 1, 2, 3, 4, 10])), r"label 10 is outside 0\.\.9"),
+    "labels where images belong": (TRAIN_FILES[0], idx((6,), bytes(6)), "28x28 are needed"),
+    "images where labels belong": (TRAIN_FILES[1], idx((6, 28, 28), images_bytes(6)), "labels have 1"),
+    "other image size": (TEST_FILES[0], idx((3, 28, 27), bytes(3 * 28 * 27)), "28x28 are needed"),
+    "all pixels equal": (TRAIN_FILES[0], idx((6, 28, 28), bytes(6 * 784)), "nothing to learn from"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FOLDERS)
+def test_files_that_do_not_fit_together_are_refused(tmp_path, name):
+    file, raw, reason = BROKEN_FOLDERS[name]
+    write_folder(tmp_path)
+    (tmp_path / file).write_bytes(raw)
+    with pytest.raises(ValueError, match=reason):
+        load_idx_folder(tmp_path)
+
+
+def test_empty_sets_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no samples"):
+        load_idx_folder(write_folder(tmp_path, test=0))
+
+
+def test_missing_folder_and_file_say_what_to_give(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder; give the folder that holds"):
+        load(tmp_path / "absent")
+    write_folder(tmp_path)
+    (tmp_path / TEST_FILES[1]).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"neither {TEST_FILES[1]} nor {TEST_FILES[1]}\.gz"):
+        load(tmp_path)
+
+
+def test_digits_are_split_by_class_and_say_that_they_are_upsampled():
+    data = load(None)
+    assert data.name == "digits" and "upsampled to 28x28" in data.note
+    assert data.train_images.shape == (1347, 1, 28, 28) and data.test_images.shape == (450, 1, 28, 28)
+    assert torch.bincount(data.test_labels, minlength=10).min() >= 43
+    assert abs(float(data.train_images.mean())) < 1e-5 and abs(float(data.train_images.std()) - 1) < 1e-3
+    again = load_digits()
+    assert torch.equal(data.train_images, again.train_images) and torch.equal(data.test_labels, again.test_labels)
+
+
+def test_no_digit_is_in_both_sets():
+    data = load_digits()
+    seen = {image.numpy().tobytes() for image in data.train_images}
+    both = sum(image.numpy().tobytes() in seen for image in data.test_images)
+    assert both == 0
