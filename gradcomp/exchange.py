@@ -216,21 +216,21 @@ class BucketExchange:
         self._seed, self._timeout_s = seed, timeout_s
         self._dtype = _native.DTYPES[dtype]
         self._compressed = [s.index for s in plan.slots if s.compressed]
-        size, n = plan.local.nbytes, plan.world_size
-        self._local = torch.empty(size, dtype=torch.uint8)
-        self._scratch = plan.codec.scratch(plan.local)
+        n, received = plan.world_size, plan.messages[plan.rank].nbytes if plan.scatters else plan.local.nbytes
+        self._local = torch.empty(plan.local.nbytes, dtype=torch.uint8)
+        self._recv = torch.empty(n * received, dtype=torch.uint8)
+        self._scratch = plan.codec.scratch(plan.local, room=self._recv)  # statistics are done before anything arrives
         self._scales = torch.empty(plan.local.group_count if self._scratch is not None else 0)
         if not plan.scatters:
-            self._recv = torch.empty(n * size, dtype=torch.uint8)
             return
         offsets = [sum(plan.send_nbytes[:k]) for k in range(n)]
         self._send = torch.empty(sum(plan.send_nbytes), dtype=torch.uint8)
         self._messages = [self._send.numpy()[o : o + b] for o, b in zip(offsets, plan.send_nbytes, strict=True)]
         self._copies = CopyTable(plan.local, plan.messages, offsets)
-        self._recv = torch.empty(n * plan.send_nbytes[plan.rank], dtype=torch.uint8)
         self._shard = torch.empty(plan.shard_numel)
-        self._second_scales = torch.empty(plan.own_second.group_count)
-        self._second_scratch = None if plan.exact else plan.second_codec.scratch(plan.own_second)
+        self._second_scales = torch.empty(plan.own_second.group_count if plan.own_second.scale_count else 0)
+        # what arrived has been decoded before the second scales are measured
+        self._second_scratch = None if plan.exact else plan.second_codec.scratch(plan.own_second, room=self._recv)
         self._second_send = torch.zeros(plan.second_nbytes, dtype=torch.uint8)
         self._second_recv = torch.empty(n * plan.second_nbytes, dtype=torch.uint8)
 

@@ -219,6 +219,32 @@ def test_steady_state_allocates_no_tensor():
     assert all(run_local(2, work))
 
 
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["ternary", "ternary-requantize", "ternary-own", "onebit"])
+@pytest.mark.parametrize("world", [2, 8])
+def test_memory_is_the_payloads_and_one_shard(world, name, exchange):
+    """What an exchange holds beyond the residual planes: payloads sent and received, and at most one fp32 shard."""
+    from gradcomp.comm import LocalCommunicator
+
+    numel, codec = 1 << 20, CODECS[name]
+    slots = [Slot(0, numel, codec.group_numel((1024, 1024)), True, 0)]
+    plan = BucketPlan(codec, slots, choose(codec, world, exchange), world, 0, {0: 0})
+    made = BucketExchange(plan, LocalCommunicator.group(world)[0], torch.float32, Stats())
+    held, memory = 0, set()
+    for value in vars(made).values():
+        if isinstance(value, torch.Tensor):
+            held += value.numel() * value.element_size()
+            memory.add(value.data_ptr())
+        elif isinstance(value, np.ndarray) and value.base is None:
+            held += value.nbytes
+    payloads = plan.local.nbytes + world * (plan.messages[0] if plan.scatters else plan.local).nbytes
+    if plan.scatters:
+        payloads += sum(plan.send_nbytes) + (world + 1) * plan.second_nbytes
+    shard = 4 * numel // world
+    assert held <= payloads + shard + 8 * plan.local.group_count
+    assert held >= payloads
+
+
 def test_predicted_bytes_baseline_is_a_ring():
     count = predict_bytes(Ternary(), [("w", (1000, 1000))], 8)
     assert count.baseline == 2 * 7 * 4 * 1000000 // 8

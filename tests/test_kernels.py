@@ -219,6 +219,24 @@ def test_ternary_encode_of_ties_only(number: int) -> None:
         same_bytes(payload[table.codes(0)], want, number)
 
 
+@pytest.mark.parametrize("number", TIERS)
+def test_ternary_encode_of_a_tie_with_the_deep_draw(number: int) -> None:
+    """One of the rare elements with draw 0 and a deep draw that fp32 holds: equal is not below."""
+    key, element = ref.Key(seed=1), 3876382
+    start, at = element - 6, np.array([element])
+    deep = int(ref.deep_draws(at, key)[0])
+    assert (ref.ternary_draws(at, key)[0], deep) == (0, 0xC4B61400)
+    table = Table([Piece(start, 16, 2**32 - 1, 0)], 2, 1, np.random.default_rng(0))
+    equal = np.float32(deep / 2.0**48)
+    for p, code in ((equal, 1), (np.nextafter(equal, np.float32(1)), 2), (np.nextafter(equal, np.float32(0)), 1)):
+        tensor = guarded(table.tensor_numel, np.float32)
+        tensor[table.data(0)] = np.where(np.arange(16) == 6, p, np.float32(0))
+        payload = guarded(table.payload_nbytes)
+        table.put_scales(payload, 0, 1.0)
+        encode_ternary(table, tensor, ref.F32, payload, key, number)
+        same_bytes(payload[table.codes(0)], ref.pack_bits(np.where(np.arange(16) == 6, code, 1), 2), number)
+
+
 @kernel_settings
 @given(
     parts=pieces(),

@@ -272,6 +272,15 @@ def test_deep_draw_decides_ties_on_both_sides() -> None:
     assert decided == {(-1, False), (1, True)}
 
 
+def test_tie_with_the_deep_draw_is_not_kept() -> None:
+    """Element 3876382 draws 0, and then 0xC4B61400, which fp32 holds: equal is not below."""
+    piece, key = ref.Piece(1, 1, start=3876382), ref.Key(seed=1)
+    assert (ref.ternary_draws(piece.elements, key)[0], ref.deep_draws(piece.elements, key)[0]) == (0, 0xC4B61400)
+    equal = np.float32(0xC4B61400 / 2.0**48)
+    above = np.nextafter(equal, np.float32(1))
+    assert [ref.ternary_signs(f32(p), f32(1), piece, key)[0] for p in (equal, above)] == [0, 1]
+
+
 def test_tie_exactly_at_the_threshold_is_never_kept() -> None:
     """t is an integer and equals the draw: the rest is 0, and no draw is below 0."""
     elements = np.arange(512)

@@ -200,11 +200,12 @@ def _layout(codec: Codec, numel: int) -> PayloadLayout:
     return PayloadLayout(codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups)
 
 
-def seconds(function: Callable[[], object]) -> float:
-    """Return how long one call takes."""
+def seconds(function: Callable[[], object], calls: int = 1) -> float:
+    """Return how long one call takes, the mean over `calls` of them."""
     begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - begun) / calls
 
 
 class Memcpy:
@@ -235,8 +236,8 @@ def measure(case: Case, memcpy: Memcpy, numel: int, repetitions: int) -> tuple[f
     pairs = []
     calls = max(1, (1 << 22) // max(1, numel))  # short calls are repeated, so that a clock tick does not matter
     for _ in range(repetitions):
-        copy = seconds(lambda: [memcpy() for _ in range(calls)]) / calls
-        pairs.append((seconds(lambda: [case.run() for _ in range(calls)]) / calls, copy))
+        copy = seconds(memcpy, calls)
+        pairs.append((seconds(case.run, calls), copy))
     return statistics.median(k / c for k, c in pairs), statistics.median(k for k, _ in pairs)
 
 

@@ -157,8 +157,13 @@ class Codec(ABC):
         """Return the codec that writes the owner's means in a "requantize" second phase."""
         return self
 
-    def scratch(self, layout: PayloadLayout) -> NDArray[Any] | None:
-        """Return the memory that `measure` needs, to be kept and passed at every step."""
+    def scratch(self, layout: PayloadLayout, room: Tensor | None = None) -> NDArray[Any] | None:
+        """Return the memory that `measure` needs, to be kept and passed at every step.
+
+        Args:
+            layout: of the payload whose scales are measured.
+            room: uint8 memory that is free while `measure` runs and used if it is large enough.
+        """
         return None
 
     def measure(self, src: int, dtype: int, layout: PayloadLayout, scratch: NDArray[Any] | None, scales: int) -> bool:

@@ -102,8 +102,11 @@ class Ternary(Codec):
             )
         return super().encode(x, scale=scale, key=key if key is not None else RngKey(seed=self.seed))
 
-    def scratch(self, layout: PayloadLayout) -> NDArray[Any]:
-        return np.empty(int(layout.group_blocks[-1]), BLOCK)
+    def scratch(self, layout: PayloadLayout, room: Tensor | None = None) -> NDArray[Any]:
+        count = int(layout.group_blocks[-1])
+        if room is not None and room.numel() >= count * BLOCK.itemsize:
+            return room.numpy()[: count * BLOCK.itemsize].view(BLOCK)
+        return np.empty(count, BLOCK)
 
     def measure(self, src: int, dtype: int, layout: PayloadLayout, scratch: NDArray[Any] | None, scales: int) -> bool:
         blocks = scratch if scratch is not None else self.scratch(layout)

@@ -44,7 +44,12 @@ GC_AVX2_INLINE philox_plan plan_philox(uint32_t parameter, const gc_rng_key *key
 }
 
 GC_AVX2_INLINE __m256i high(__m256i product) { return _mm256_srli_epi64(product, 32); }
-GC_AVX2_INLINE __m256i xor3(__m256i a, __m256i b, __m256i c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+GC_AVX2_INLINE __m256i xor3(__m256i a, __m256i b, __m256i c)
+{
+    __m256i ab = _mm256_xor_si256(a, b);
+    __asm__("" : "+x"(ab));
+    return _mm256_xor_si256(ab, c);
+}
 
 /* Blocks 8 * superblock + b of a superblock, even b in the low halves of c[0], odd b in those of c[1]. Both are worked on
  * side by side, because a round waits longer for its two products than it takes to issue them. */
@@ -203,7 +208,7 @@ GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *seg
                             draws[w], &seen);
         }
         _mm_storeu_si128((__m128i *)(codes + position / 4), pack64(codes32(d[0], d[1]), codes32(d[2], d[3])));
-        if (0)
+        if (has_open(&seen))
             settle_superblock(job, segment, plan, position);
     }
     job->nonfinite |= gc_max8(seen.absmax) >= GC_INF_BITS;

@@ -1,0 +1,189 @@
+"""The demo: command line, batches, report and picture; and (long) that the accuracy it promises is reached."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradcomp.bench import __main__ as dispatcher
+from gradcomp.bench import demo
+from gradcomp.bench.ranks import RANK_ERRORS, run_ranks
+from gradcomp.bench.training import RunResult, TrainConfig, batch_indices, curve_steps
+
+CONFIG = TrainConfig(codecs=("fp32", "onebit"), seeds=2, steps=10, batch=64, lr=0.1, ranks=2, data=None)
+FASHION = Path(__file__).parents[2] / "shared" / "data" / "fashion-mnist"
+
+
+def run_demo(*options, timeout_s):
+    command = [sys.executable, "-m", "gradcomp.bench", "demo", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def test_demo_trains_all_three_and_reports(tmp_path):
+    done = run_demo("--short", "--steps", "12", "--out", str(tmp_path), timeout_s=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "upsampled to 28x28" in done.stdout
+    assert "…" not in done.stdout, "the table is cut at 80 columns"
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert report["settings"]["steps"] == 12 and report["settings"]["ranks"] == 2
+    codecs = report["codecs"]
+    assert list(codecs) == ["fp32", "ternary", "onebit"]
+    assert codecs["fp32"]["bytes_sent_per_step"] == 4 * 1_256_080  # 2 (N - 1) / N * 4 * numel at N = 2
+    assert codecs["fp32"]["compression_ratio"] == 1.0
+    assert 15.0 < codecs["ternary"]["compression_ratio"] < 16.0
+    assert 28.0 < codecs["onebit"]["compression_ratio"] < 32.0
+    for name, row in codecs.items():
+        assert name in done.stdout and f"{row['compression_ratio']:.1f}x" in done.stdout
+        assert 0.0 < row["seconds_per_step"] < 10.0
+        [curve] = row["curves"]
+        assert [step for step, _, _ in curve] == curve_steps(12)
+        assert curve[-1][1] == pytest.approx(12 * row["bytes_sent_per_step"])
+        assert curve[-1][2] == row["accuracy_mean"] > 20.0  # ten classes; all 450 test images are in the curve
+        assert set(row["phase_seconds_per_step"]) == (set() if name == "fp32" else set(demo.PHASES))
+    assert codecs["ternary"]["phase_seconds_per_step"]["encode"] > 0.0
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def results():
+    """Two seeds of fp32 and onebit with numbers that are easy to average."""
+    fp32 = RunResult("fp32", 0, 90.0, [1000, 1000], 1000, 0.01, {}, [(1, 100, 50.0), (10, 1000, 90.0)])
+    keys = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode", "hidden")
+    onebit = dataclasses.replace(
+        fp32,
+        codec="onebit",
+        bytes_sent=[40, 60],
+        phase_seconds=dict.fromkeys(keys, 0.1),
+        curve=[(1, 5, 40.0), (10, 40, 90.0)],
+    )
+    return [fp32, onebit, *(dataclasses.replace(run, seed=1, accuracy=94.0) for run in (fp32, onebit))]
+
+
+def test_report_holds_means_spreads_and_phases():
+    data = demo.load(None)
+    report = demo.summarise(CONFIG, data, results())
+    onebit = report["codecs"]["onebit"]
+    assert onebit["accuracy_mean"] == 92.0 and onebit["accuracy_spread"] == pytest.approx(8**0.5)
+    assert onebit["bytes_sent_per_step"] == 5.0 and onebit["compression_ratio"] == 20.0
+    assert onebit["phase_seconds_per_step"]["exchange"] == pytest.approx(0.03)  # scale round and both phases
+    assert onebit["phase_seconds_per_step"]["encode"] == pytest.approx(0.01)
+    assert report["codecs"]["fp32"]["phase_seconds_per_step"] == {}
+    table = demo.build_table(report)
+    assert [column.justify for column in table.columns] == ["left"] + ["right"] * 9
+    assert list(table.columns[1].cells) == ["92.00 ±2.83"] * 2
+    assert list(table.columns[7].cells) == ["-", "30.0"]
+    assert "upsampled" in report["data"]["note"]
+
+
+def test_batches_are_permutations_that_depend_on_the_seed_alone():
+    batches = batch_indices(100, 30, 7, seed=3)
+    assert [len(b) for b in batches] == [30] * 7
+    for epoch in (batches[0:3], batches[3:6]):
+        assert len(torch.cat(epoch).unique()) == 90
+    assert all(torch.equal(a, b) for a, b in zip(batches, batch_indices(100, 30, 7, seed=3), strict=True))
+    assert not torch.equal(batches[0], batch_indices(100, 30, 7, seed=4)[0])
+    with pytest.raises(ValueError, match="batch 101 is larger than the training set of 100"):
+        batch_indices(100, 101, 1, seed=0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 40, 200])
+def test_curve_starts_early_and_ends_at_the_last_step(steps):
+    points = curve_steps(steps)
+    assert points[-1] == steps and points == sorted(set(points)) and points[0] <= max(1, steps // 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--codecs", "fp32,int8"], "'fp32,int8': give different names out of fp32, ternary, onebit"),
+        (["--codecs", "onebit,onebit"], "give different names"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--ranks", "1"], "--ranks 1: must be at least 2"),
+        (["--batch", "63"], "--batch 63: must be a multiple of the 2 ranks"),
+        (["--lr", "nan"], "--lr nan: must be above 0"),
+    ],
+)
+def test_wrong_options_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        demo.main(options)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unreadable_data_is_one_sentence(tmp_path, capsys):
+    assert demo.main(["--data", str(tmp_path / "absent"), "--out", str(tmp_path)]) == 2
+    assert "no such folder; give the folder that holds" in capsys.readouterr().out
+    assert demo.main(["--batch", "2000", "--out", str(tmp_path)]) == 2
+    assert "larger than the training set of 1347 images" in capsys.readouterr().out.replace("\n", " ")
+    assert not (tmp_path / "demo.json").exists()
+
+
+def test_help_teaches(capsys):
+    assert dispatcher.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in dispatcher.BENCHMARKS)
+    with pytest.raises(SystemExit) as caught:
+        dispatcher.main(["demo", "--help"])
+    assert caught.value.code == 0
+    assert "--data DIR" in capsys.readouterr().out
+
+
+def test_unknown_benchmark_is_refused(capsys):
+    assert dispatcher.main(["dmeo"]) == 2
+    assert "no benchmark named 'dmeo'; there are demo, codec, ratio" in capsys.readouterr().err
+
+
+def test_missing_library_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    for name in [n for n in sys.modules if n.startswith(("rich.", "gradcomp.bench.demo"))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert dispatcher.main(["demo"]) == 2
+    assert "pip install 'gradcomp[bench]'" in capsys.readouterr().err
+
+
+def _say_rank_then_fail(rank, emit, failing):
+    emit(rank)
+    if failing == "raise":
+        torch.distributed.barrier()
+        if rank == 1:
+            raise RuntimeError("made to fail")
+    if failing == "killed":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.barrier()  # rank 0 waits for ever, or until it is ended
+
+
+@pytest.mark.parametrize(("failing", "message"), [("raise", "made to fail"), ("killed", "SIGKILL")])
+def test_a_failing_rank_is_reported(failing, message):
+    with pytest.raises(RANK_ERRORS, match=message):
+        run_ranks(2, _say_rank_then_fail, failing, on_message=lambda message: None)
+
+
+def test_ranks_are_heard():
+    heard = []
+    run_ranks(3, _say_rank_then_fail, "nothing", on_message=heard.append)
+    assert sorted(heard) == [0, 1, 2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "margin"),
+    [
+        pytest.param([], 1.0, id="digits"),
+        pytest.param(["--data", str(FASHION), "--steps", "600"], 0.5, id="fashion-mnist"),
+    ],
+)
+def test_accuracy_stays(tmp_path, options, margin):
+    if options and not FASHION.is_dir():
+        pytest.skip(f"needs Fashion-MNIST in {FASHION}")
+    done = run_demo("--out", str(tmp_path), *options, timeout_s=1700)
+    assert done.returncode == 0, done.stdout + done.stderr
+    means = {name: row["accuracy_mean"] for name, row in json.loads((tmp_path / "demo.json").read_text())["codecs"].items()}
+    assert means["fp32"] > 80.0
+    for codec in ("ternary", "onebit"):
+        assert abs(means[codec] - means["fp32"]) <= margin or means[codec] > means["fp32"], means
