@@ -16,7 +16,7 @@ EXTENSION := gradcomp/_gc.abi3.so
 help:
 	@echo 'make demo         train LeNet in fp32, 2 bits and 1 bit, and compare (DEMO_ARGS="--short", "--data DIR", "--help")'
 	@echo 'make test         build, ruff, mypy, pytest                        (PYTEST_ARGS="-k ddp")'
-	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings'
+	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, promises broken on purpose'
 	@echo 'make native-test  the C tests under the address and undefined-behaviour sanitizers'
 	@echo 'make build        only .venv and the extension                     (PYTHON=python3.12, VENV=elsewhere)'
 	@echo 'make clean        remove what was built; make distclean removes .venv too'
@@ -29,6 +29,7 @@ test: lint
 
 test-long: build
 	$(BIN)/python -m pytest -rs -m long --timeout 1800 $(PYTEST_ARGS)
+	$(BIN)/python tests/promises/break.py
 
 lint: build
 	$(BIN)/ruff check .

@@ -12,10 +12,11 @@ from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.base import check_tensor
 from gradcomp.comm.base import Communicator
 from gradcomp.engine import Engine, Options
-from gradcomp.exchange import BucketExchange, BucketPlan, choose
+from gradcomp.exchange import BucketExchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, assign_buckets
 from gradcomp.rng import check_uint32
+from gradcomp.sizing import BucketPlan, choose
 from gradcomp.stats import Stats
 
 

@@ -7,7 +7,6 @@ the peers on each layout before the first byte of it moves (the fingerprint), an
 from __future__ import annotations
 
 import hashlib
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,36 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp import wire
+from gradcomp import fingerprint, wire
 from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.codecs.base import check_tensor
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.errors import PeerLost, PeerMismatch
-from gradcomp.exchange import BucketExchange, BucketPlan, choose, owned_numel
+from gradcomp.exchange import BucketExchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, describe_parameters, layout_digest
 from gradcomp.pipeline import Pipeline, Task
+from gradcomp.sizing import BucketPlan, choose, owned_numel
 from gradcomp.stats import Stats, ring_bytes
 
-FINGERPRINT_FIELDS = (
-    "wire_version",
-    "codec",
-    "codec_options",
-    "exchange",
-    "second_phase",
-    "dtype",
-    "numel",
-    "layout",
-    "start_step",
-    "min_numel",
-    "exclude",
-    "step",
-    "world_size",
-    "transactional",
-    "parameter_count",
-    "bucket",
-)
-_RECORD = struct.Struct(f"<{len(FINGERPRINT_FIELDS)}Q")
 STATE_VERSION = 1
 
 
@@ -364,37 +345,30 @@ class Engine:
             self._layouts_changed = False
 
     def _fingerprint(self, slots: list[Slot], buffer: Tensor) -> list[int]:
-        def digest(text: str) -> int:
-            return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
         options = self.options
-        return [
-            wire.VERSION,
-            self.codec.form.code,
-            self.codec.digest(),
-            digest(self.strategy.exchange),
-            digest(self.strategy.second_phase),
-            digest(str(buffer.dtype)),
-            buffer.numel(),
-            layout_digest(slots, str(buffer.dtype)),
-            options.start_step,
-            options.min_numel,
-            digest(repr(sorted(options.exclude))),
-            self.step,
-            self.comm.world_size,
-            int(options.transactional),
-            len(self.parameters),
-            len(self._submitted),
-        ]
+        return fingerprint.record(
+            wire_version=wire.VERSION,
+            codec=self.codec.name,
+            codec_options=self.codec.options(),
+            exchange=self.strategy.exchange,
+            second_phase=self.strategy.second_phase,
+            dtype=buffer.dtype,
+            numel=buffer.numel(),
+            layout=layout_digest(slots, str(buffer.dtype)),
+            start_step=options.start_step,
+            min_numel=options.min_numel,
+            exclude=sorted(options.exclude),
+            step=self.step,
+            world_size=self.comm.world_size,
+            transactional=int(options.transactional),
+            parameter_count=len(self.parameters),
+            bucket=len(self._submitted),
+        )
 
-    def _agree(self, record: list[int], bucket: int) -> None:
+    def _agree(self, mine: list[int], bucket: int) -> None:
         """Compare a fingerprint over the ranks; raise PeerMismatch on every one of them if it differs."""
-        everyone = [_RECORD.unpack(r) for r in self._gather(_RECORD.pack(*record), "fingerprint", bucket)]
-        self.stats.setup_bytes += (self.comm.world_size - 1) * _RECORD.size
-        for number, field in enumerate(FINGERPRINT_FIELDS):
-            for rank, theirs in enumerate(everyone):
-                if theirs[number] != everyone[0][number]:
-                    raise PeerMismatch(field, rank, everyone[0][number], theirs[number])
+        fingerprint.compare(self._gather(fingerprint.pack(mine), "fingerprint", bucket))
+        self.stats.setup_bytes += (self.comm.world_size - 1) * fingerprint.NBYTES
 
     def _gather(self, data: bytes, phase: str, bucket: int) -> list[bytes]:
         begun = time.perf_counter()

@@ -12,7 +12,7 @@ import gradcomp
 import gradcomp.ddp
 from gradcomp import GradientAverager, Identity, OneBit, Ternary, UnsupportedTensor
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
-from gradcomp.exchange import predict_bytes
+from gradcomp.sizing import predict_bytes
 
 
 def model(seed=0):

@@ -423,8 +423,8 @@ def conservation():
             decoded[n] += p.grad
     worst = 0.0
     left = state.state_dict()["residual"]
-    for n in total:
-        sums = torch.stack([total[n].flatten(), left[n].double()])
+    for n, gradients in total.items():
+        sums = torch.stack([gradients.flatten(), left[n].double()])
         dist.all_reduce(sums)
         mean_grad, mean_left = sums / dist.get_world_size()
         gap = (mean_grad - decoded[n].flatten() - mean_left).abs().max() / mean_grad.abs().max()
@@ -529,13 +529,13 @@ def test_check_replicas_names_tensor_and_rank(gloo):
 
 
 MISMATCHES = {
-    "codec": (dict(codec="ternary"), dict(codec="onebit")),
-    "codec_options": (dict(codec=Ternary(seed=1)), dict(codec=Ternary(seed=2))),
-    "exchange": (dict(exchange="all_gather"), dict(exchange="reduce_scatter")),
-    "start_step": (dict(start_step=0), dict(start_step=10)),
-    "min_numel": (dict(min_numel=1), dict(min_numel=2)),
-    "exclude": (dict(exclude=()), dict(exclude=("0.bias",))),
-    "transactional": (dict(transactional=True), dict()),
+    "codec": ({"codec": "ternary"}, {"codec": "onebit"}),
+    "codec_options": ({"codec": Ternary(seed=1)}, {"codec": Ternary(seed=2)}),
+    "exchange": ({"exchange": "all_gather"}, {"exchange": "reduce_scatter"}),
+    "start_step": ({"start_step": 0}, {"start_step": 10}),
+    "min_numel": ({"min_numel": 1}, {"min_numel": 2}),
+    "exclude": ({"exclude": ()}, {"exclude": ("0.bias",)}),
+    "transactional": ({"transactional": True}, {}),
 }
 
 

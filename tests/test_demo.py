@@ -117,9 +117,9 @@ def test_wrong_options_are_refused(options, message, capsys):
 
 def test_unreadable_data_is_one_sentence(tmp_path, capsys):
     assert demo.main(["--data", str(tmp_path / "absent"), "--out", str(tmp_path)]) == 2
-    assert "no such folder; give the folder that holds" in capsys.readouterr().out
+    assert "no such folder; give the folder that holds" in capsys.readouterr().err
     assert demo.main(["--batch", "2000", "--out", str(tmp_path)]) == 2
-    assert "larger than the training set of 1347 images" in capsys.readouterr().out.replace("\n", " ")
+    assert "larger than the training set of 1347 images" in capsys.readouterr().err
     assert not (tmp_path / "demo.json").exists()
 
 

@@ -18,9 +18,10 @@ LAYERS = [
     {"engine"},
     {"pipeline"},
     {"exchange"},
+    {"sizing"},
     {"feedback", "codecs", "comm"},
     {"wire"},
-    {"layout", "rng", "stats"},
+    {"layout", "rng", "stats", "fingerprint"},
     {"_native"},
     {"errors", "version"},
 ]
@@ -82,14 +83,14 @@ def test_reference_imports_numpy_only_and_nothing_imports_it():
 def test_torch_distributed_and_mpi_stay_in_their_rooms():
     for path in (ROOT / "gradcomp").rglob("*.py"):
         text, name = path.read_text(), path.relative_to(ROOT / "gradcomp").as_posix()
-        if re.search(r"^\s*(import|from) torch\.distributed|import torch\.distributed", text, re.M):
+        if re.search(r"^\s*(import|from) torch\.distributed|import torch\.distributed", text, re.MULTILINE):
             assert name in ("comm/torchdist.py", "ddp.py", "__main__.py") or name.startswith("bench/"), name
-        if "mpi4py" in text and re.search(r"^\s*(import|from) mpi4py", text, re.M):
+        if "mpi4py" in text and re.search(r"^\s*(import|from) mpi4py", text, re.MULTILINE):
             assert name == "comm/mpi.py", name
 
 
 def test_python_files_fit_one_sitting():
-    long = {p.name: n for p in (ROOT / "gradcomp").rglob("*.py") if (n := len(p.read_text().splitlines())) > 450}
+    long = {p.name: n for p in (ROOT / "gradcomp").rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
     assert not long
 
 
@@ -126,8 +127,8 @@ print(json.dumps({
 
 
 def strip_c(text):
-    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
-    text = re.sub(r"^\s*#.*$", " ", text, flags=re.M)
+    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.DOTALL)
+    text = re.sub(r"^\s*#.*$", " ", text, flags=re.MULTILINE)
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -166,7 +167,7 @@ def test_an_unknown_cpu_feature_is_an_error():
 def run_tier(value):
     code = "from gradcomp import _native; print(_native.tier())"
     environment = {"PATH": "/usr/bin:/bin", "GRADCOMP_DISABLE_CPU_FEATURES": value}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
 
 
 def test_the_report_runs():

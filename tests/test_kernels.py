@@ -651,6 +651,18 @@ def test_crc32c(data: bytes, cut: int, misalign: int) -> None:
             assert lib.gc_crc32c(first, base + cut, len(data) - cut) == ref.crc32c(data)
 
 
+@pytest.mark.parametrize("number", TIERS)
+def test_crc32c_of_long_data(number: int) -> None:
+    """Around multiples of the stretches that a fast tier works on side by side, and continued."""
+    data = np.random.default_rng(0).integers(0, 256, 40_000, np.uint8)
+    base, want, done = pointer(data, "uint8_t *"), 0, 0
+    with tier(number):
+        for nbytes in (4095, 4096, 12287, 12288, 12289, 24576, 24583, 36864, 40000):
+            want, done = ref.crc32c(data[done:nbytes].tobytes(), want), nbytes
+            assert lib.gc_crc32c(0, base, nbytes) == want
+            assert lib.gc_crc32c(lib.gc_crc32c(0, base, 777), base + 777, nbytes - 777) == want
+
+
 def test_copy_moves_ranges_and_nothing_else() -> None:
     source = np.arange(200, dtype=np.uint8)
     ranges = np.array([(10, 100, 7), (40, 0, 1), (60, 3, 0), (64, 50, 90)], "<u8")

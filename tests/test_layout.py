@@ -1,5 +1,7 @@
 """Segment tables: every element and every code byte exactly once, cuts where kernels can bear them."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -54,7 +56,7 @@ def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
         for parts in (1, 2, 3, 7):
             ranges = layout.packed.ranges(parts)
             assert sum(count for _, count in ranges) == len(layout.packed)
-            assert all(a[0] + a[1] == b[0] for a, b in zip(ranges, ranges[1:]))
+            assert all(a[0] + a[1] == b[0] for a, b in itertools.pairwise(ranges))
             assert len(ranges) <= parts
     assert (seen == 1).all()
 

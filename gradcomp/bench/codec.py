@@ -15,21 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp import OneBit, RngKey, Ternary, _native
-from gradcomp import reference as ref
-from gradcomp.codecs import Codec, Identity
-from gradcomp.layout import PayloadLayout, Slot, lanes_form, whole_pieces
+from gradcomp import _native
+from gradcomp.bench.kernels import Case, cases
 
-KEY = RngKey(seed=1, rank=1, step=5)
-GROUP = 512  # of 1-bit; ternary has one group, as its default is
-CHECKED = 1 << 17  # elements of each result that are compared with the reference
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # At most this many memcpys of the fp32 buffer, one thread, 64 Mi elements, fp32, the best tier.
@@ -56,15 +50,6 @@ TORCH_GAIN = 30.0  # ternary encode over the same in torch operations
 
 
 @dataclass
-class Case:
-    """One kernel: how to run it, and how to see that its result is right."""
-
-    name: str
-    run: Callable[[], object]
-    check: Callable[[], bool]
-
-
-@dataclass
 class Row:
     """One measurement."""
 
@@ -75,129 +60,6 @@ class Row:
     threads: int
     ratio: float
     gb_per_s: float
-
-
-def cases(numel: int, dtype: torch.dtype) -> list[Case]:
-    """Return the kernels for tensors of `numel` elements of `dtype`."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(numel, generator=generator).to(dtype)
-    code, n = _native.DTYPES[dtype], min(numel, CHECKED)
-    plain = x[:n].view(torch.uint16).numpy() if dtype == torch.bfloat16 else x[:n].numpy()
-    scale, piece = np.float32(2.5), ref.Piece(n, numel)
-    out: list[Case] = []
-
-    def add(name: str, run: Callable[[], object], got: Callable[[], Any], wanted: Callable[[], Any]) -> None:
-        out.append(Case(name, run, lambda: got().tobytes() == wanted().tobytes()))
-
-    def payloads(codec: Codec, count: int) -> tuple[PayloadLayout, list[Tensor]]:
-        layout = _layout(codec, numel)
-        made = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(count)]
-        if layout.form.code == Ternary.form.code:
-            for number, payload in enumerate(made):
-                one = torch.tensor([float(scale)])
-                codec.place_scales(layout, one.data_ptr(), payload.data_ptr())
-                key = RngKey(seed=1, rank=number, step=5)
-                codec.encode_body(x.data_ptr(), code, layout, payload.data_ptr(), key)
-        return layout, made
-
-    ternary = Ternary(clip_sigma=None)
-    layout, sent = payloads(ternary, 4)
-    target, fp32 = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty(numel, dtype=dtype)
-    target[: 32 + 4] = sent[0][: 32 + 4]
-    scales, blocks, clipping = torch.empty(1), ternary.scratch(layout), Ternary()
-    key = RngKey(seed=1, rank=0, step=5)
-
-    def codes(rank: int) -> NDArray[np.uint8]:
-        return ref.ternary_encode(plain, np.array([scale]), piece, ref.Key(1, rank, 5))
-
-    def decoded(shared: bool, count: int) -> Any:
-        average = ref.ternary_sum_decode([codes(r) for r in range(count)], [np.array([scale])] * count, piece, shared)
-        return ref.from_float32(average, code)
-
-    def head() -> Any:
-        return (fp32[:n].view(torch.uint16) if dtype == torch.bfloat16 else fp32[:n]).numpy()
-
-    add(
-        "ternary encode",
-        lambda: ternary.encode_body(x.data_ptr(), code, layout, target.data_ptr(), key),
-        lambda: target.numpy()[36 : 36 + n // 4],
-        lambda: codes(0)[: n // 4],
-    )
-    add(
-        "absmax + moments",
-        lambda: clipping.measure(x.data_ptr(), code, layout, blocks, scales.data_ptr()),
-        lambda: blocks[: n // 512],
-        lambda: ref.block_sums(plain, ref.Piece(n, numel))[: n // 512],
-    )
-    for count, shared in ((1, True), (4, True), (4, False)):
-        add(
-            f"ternary decode {count}" + (" shared" if shared else " own") * (count > 1),
-            lambda c=count, s=shared: _native.ternary_sum_decode(  # type: ignore[misc]
-                addresses(sent[:c]), s, layout.packed, fp32.data_ptr(), code
-            ),
-            head,
-            lambda c=count, s=shared: decoded(s, c),  # type: ignore[misc]
-        )
-    lanes = PayloadLayout(lanes_form(4), layout.pieces)
-    summed = torch.zeros(lanes.nbytes, dtype=torch.uint8)
-    summed[32:36] = sent[0][32:36]
-    bits = lanes.form.bits
-    add(
-        "ternary sum to lanes 4",
-        lambda: _native.ternary_sum_lanes(addresses(sent), layout.packed, lanes.packed, bits, summed.data_ptr()),
-        lambda: summed.numpy()[36 : 36 + n * bits // 8],
-        lambda: ref.sum_lanes([codes(r) for r in range(4)], n)[: n * bits // 8],
-    )
-    add(
-        "lanes decode",
-        lambda: _native.lanes_decode(summed.data_ptr(), 4, bits, lanes.packed, fp32.data_ptr(), code),
-        head,
-        lambda: decoded(True, 4),
-    )
-    onebit = OneBit(group=GROUP)
-    one, old, new = _layout(onebit, numel), torch.randn(numel, generator=generator), torch.zeros(numel)
-    bit = torch.zeros(one.nbytes, dtype=torch.uint8)
-    encoded = ref.onebit_encode(plain, ref.Piece(n, GROUP), old[:n].numpy())
-    add(
-        "onebit encode",
-        lambda: onebit.encode_body(x.data_ptr(), code, one, bit.data_ptr(), KEY, old.data_ptr(), new.data_ptr()),
-        lambda: new[: n // GROUP * GROUP].numpy(),
-        lambda: encoded[2][: n // GROUP * GROUP],
-    )
-    add(
-        "onebit decode 1",
-        lambda: _native.onebit_sum_decode([bit.data_ptr()], one.packed, fp32.data_ptr(), code),
-        lambda: head()[: n // GROUP * GROUP],
-        lambda: ref.from_float32(ref.onebit_decode(encoded[1], encoded[0], ref.Piece(n, GROUP)), code)[
-            : n // GROUP * GROUP
-        ],
-    )
-    identity, same = Identity(), _layout(Identity(), numel)
-    values = torch.zeros(same.nbytes, dtype=torch.uint8)
-    add(
-        "values encode",
-        lambda: identity.encode_body(x.data_ptr(), code, same, values.data_ptr(), KEY),
-        lambda: values.numpy()[32 : 32 + 4 * n],
-        lambda: ref.to_float32(plain),
-    )
-    crc = np.zeros(4, np.uint8)
-
-    def checksum() -> None:
-        crc[:] = np.frombuffer(np.uint32(_native.crc32c(target.numpy())).tobytes(), np.uint8)
-
-    short = np.frombuffer(b"123456789", np.uint8)
-    out.append(Case("crc32c of a payload", checksum, lambda: _native.crc32c(short) == 0xE3069283))
-    return out
-
-
-def addresses(payloads: list[Tensor]) -> list[int]:
-    """Return where payloads stand in memory; whoever holds the list of tensors keeps them there."""
-    return [payload.data_ptr() for payload in payloads]
-
-
-def _layout(codec: Codec, numel: int) -> PayloadLayout:
-    slot = Slot(0, numel, codec.group_numel((numel,)), True, 0)
-    return PayloadLayout(codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups)
 
 
 def seconds(function: Callable[[], object], calls: int = 1) -> float:
@@ -323,9 +185,7 @@ def show(rows: list[Row], gains: dict[str, float]) -> None:
     for name in ("kernel", "tier", "dtype", "elements", "threads", "x memcpy", "GB/s of fp32"):
         table.add_column(name, justify="left" if name in ("kernel", "tier", "dtype") else "right")
     for r in rows:
-        table.add_row(
-            r.kernel, r.tier, r.dtype, f"{r.numel:,}", str(r.threads), f"{r.ratio:.2f}", f"{r.gb_per_s:.2f}"
-        )
+        table.add_row(r.kernel, r.tier, r.dtype, f"{r.numel:,}", str(r.threads), f"{r.ratio:.2f}", f"{r.gb_per_s:.2f}")
     console = Console()
     console.print(table)
     console.print(

@@ -10,6 +10,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> int:
         if len(data.train_labels) < config.batch:
             raise ValueError(f"--batch {config.batch}: larger than the training set of {len(data.train_labels)} images")
     except (OSError, ValueError) as error:
-        console.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        print(f"demo: {error}", file=sys.stderr)
         return 2
     console.print(f"[bold]gradcomp demo[/bold]: LeNet, {config.ranks} ranks, {config.steps} steps x {config.seeds} seed(s)")
     console.print(f"data: {data.note}", markup=False, highlight=False)
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> int:
     try:
         results = _train_with_progress(config, console)
     except RANK_ERRORS as error:
-        console.print(f"demo: a rank failed: {error}", style="red", markup=False, highlight=False)
+        print(f"demo: a rank failed: {error}", file=sys.stderr)
         return 1
     report = summarise(config, data, results)
     report["wall_s"] = round(time.perf_counter() - start, 1)

@@ -1,0 +1,61 @@
+"""The record by which ranks see, before the first byte of a bucket moves, that they all mean the same thing.
+
+Sixteen u64: numbers as they are, everything else as a 64-bit hash of its text. It is all-gathered for every new bucket
+layout; the first field that differs from rank 0's is named on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from gradcomp.errors import PeerMismatch
+
+FIELDS = (
+    "wire_version",
+    "codec",
+    "codec_options",
+    "exchange",
+    "second_phase",
+    "dtype",
+    "numel",
+    "layout",
+    "start_step",
+    "min_numel",
+    "exclude",
+    "step",
+    "world_size",
+    "transactional",
+    "parameter_count",
+    "bucket",
+)
+_RECORD = struct.Struct(f"<{len(FIELDS)}Q")
+NBYTES = _RECORD.size
+
+
+def record(**values: object) -> list[int]:
+    """Return the record of these values, one for each of `FIELDS`."""
+    return [value if isinstance(value := values[field], int) else _digest(value) for field in FIELDS]
+
+
+def pack(values: Sequence[int]) -> bytes:
+    """Return a record as `NBYTES` bytes, little-endian."""
+    return _RECORD.pack(*values)
+
+
+def compare(records: Sequence[bytes]) -> None:
+    """Raise PeerMismatch, naming field and rank, unless all ranks' records are alike.
+
+    Args:
+        records: every rank's packed record, in rank order.
+    """
+    everyone = [_RECORD.unpack(r) for r in records]
+    for number, field in enumerate(FIELDS):
+        for rank, theirs in enumerate(everyone):
+            if theirs[number] != everyone[0][number]:
+                raise PeerMismatch(field, rank, everyone[0][number], theirs[number])
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,45 @@
+/* harness.h - guarded buffers, pseudo-random numbers and checks for the native tests. */
+#ifndef GC_TEST_HARNESS_H
+#define GC_TEST_HARNESS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "gradcomp.h"
+
+/* What the current case is, printed when a check fails. */
+extern char case_name[512];
+
+#define CHECK(condition)                                                                              \
+    do {                                                                                              \
+        if (!(condition)) {                                                                           \
+            fprintf(stderr, "%s:%d: %s\n  in case: %s\n", __FILE__, __LINE__, #condition, case_name); \
+            exit(1);                                                                                  \
+        }                                                                                             \
+    } while (0)
+
+/* ---- random numbers (xorshift64*), the same in every run unless a seed is given ---- */
+uint64_t random_u64(void);
+uint32_t random_below(uint32_t bound); /* 0 for bound 0 */
+void random_seed(uint64_t seed);
+
+/* ---- buffers between two pages that may not be touched ---- */
+enum { SLOT_COUNT = 48 };
+typedef enum { AT_END, AT_START } placement; /* which guard page the buffer touches */
+
+/* `nbytes` bytes in slot `slot`, all `fill`; what the slot held is gone. */
+void *guarded(int slot, size_t nbytes, placement where, uint8_t fill);
+
+/* ---- values ---- */
+typedef enum { NORMAL, ZEROS, SPARSE, TINY, HUGE_VALUES, NONFINITE, ANY_BITS, KIND_COUNT } value_kind;
+
+/* Fill a tensor of `dtype` (4 or 2 bytes an element). */
+void fill_tensor(void *tensor, int dtype, size_t numel, value_kind kind);
+float random_value(value_kind kind);
+
+int is_finite_bits(float value);
+
+#endif

@@ -1,0 +1,215 @@
+/* test_known.c - known answers, names, arguments that must be refused, the floating-point environment, copies. */
+#include "harness.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+static void test_philox(void)
+{
+    /* From the authors' known-answer file (Random123, kat_vectors, philox4x32 10). */
+    static const uint32_t in[3][6] = {{0, 0, 0, 0, 0, 0},
+                                      {~0u, ~0u, ~0u, ~0u, ~0u, ~0u},
+                                      {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0}};
+    static const uint32_t expected[3][4] = {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
+                                            {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd},
+                                            {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}};
+    for (int i = 0; i < 3; i++) {
+        uint32_t out[4];
+        gc_philox4x32_10(in[i], in[i] + 4, out);
+        CHECK(memcmp(out, expected[i], sizeof out) == 0);
+    }
+}
+
+/* Bit by bit, from the definition. */
+static uint32_t slow_crc32c(uint32_t crc, const uint8_t *data, size_t nbytes)
+{
+    crc = ~crc;
+    for (size_t i = 0; i < nbytes; i++) {
+        crc ^= data[i];
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78u : 0);
+    }
+    return ~crc;
+}
+
+static void test_crc32c(void)
+{
+    CHECK(gc_crc32c(0, (const uint8_t *)"123456789", 9) == 0xE3069283u);
+    CHECK(gc_crc32c(7, NULL, 0) == 7);
+    for (uint32_t i = 0; i < 400; i++) {
+        size_t nbytes = i < 200 ? i : random_below(40000);
+        uint8_t *data = guarded(0, nbytes, i % 2 ? AT_END : AT_START, 0);
+        for (size_t j = 0; j < nbytes; j++)
+            data[j] = (uint8_t)random_u64();
+        uint32_t crc = (uint32_t)random_u64(), cut = random_below((uint32_t)nbytes + 1);
+        CHECK(gc_crc32c(crc, data, nbytes) == slow_crc32c(crc, data, nbytes));
+        CHECK(gc_crc32c(gc_crc32c(crc, data, cut), data + cut, nbytes - cut) == gc_crc32c(crc, data, nbytes));
+    }
+}
+
+static void test_names(void)
+{
+    CHECK(strcmp(gc_status_name(GC_OK), "GC_OK") == 0);
+    CHECK(strcmp(gc_status_name(GC_INVALID_ARGUMENT), "GC_INVALID_ARGUMENT") == 0);
+    CHECK(strcmp(gc_status_name(GC_BAD_SCALE), "GC_BAD_SCALE") == 0);
+    CHECK(strcmp(gc_status_name(7), "GC_UNKNOWN_STATUS") == 0 && strcmp(gc_status_name(-1), "GC_UNKNOWN_STATUS") == 0);
+    CHECK(gc_tier_count() == 2 && strcmp(gc_tier_name(0), "portable") == 0 && strcmp(gc_tier_name(1), "avx2") == 0);
+    CHECK(gc_tier_name(-1) == NULL && gc_tier_name(2) == NULL && gc_tier_supported(0) && !gc_tier_supported(2));
+    CHECK(gc_tier_select(2) == GC_INVALID_ARGUMENT && gc_tier_select(-1) == GC_INVALID_ARGUMENT);
+    CHECK(gc_tier_supported(1) || gc_tier_select(1) == GC_UNSUPPORTED_TIER);
+    CHECK(sizeof(gc_segment) == 56 && sizeof(gc_block) == 24 && sizeof(gc_rng_key) == 16);
+}
+
+static void test_arguments(void)
+{
+    float src[16] = {1}, residual[16] = {0}, out[16];
+    uint8_t payload[64] = {0}, before[64];
+    const uint8_t *payloads[2] = {payload, payload}, *holes[2] = {payload, NULL};
+    gc_block blocks[4];
+    uint32_t flag = 0;
+    gc_rng_key key = {1, 2, 3, 4}, deep = {1, 2, 3, 0x80000000u};
+    gc_segment good = {0, 0, 8, 0, 0, 0, 16, 16, 0}, odd = good, none = good, no_group = good, far = good;
+    odd.start = 4;
+    none.numel = 0;
+    no_group.group_numel = 0;
+    far.start = 0xFFFFFFF8u;
+    memcpy(before, payload, sizeof payload);
+#define REFUSED(call) CHECK((call) == GC_INVALID_ARGUMENT)
+    const gc_segment *wrong[] = {NULL, &odd, &no_group, &far};
+    for (int i = 0; i < 4; i++) {
+        REFUSED(gc_block_sums(src, GC_F32, wrong[i], 1, blocks, &flag));
+        REFUSED(gc_ternary_encode(src, GC_F32, wrong[i], 1, payload, key, &flag));
+        REFUSED(gc_onebit_encode(src, GC_F32, wrong[i], 1, residual, residual, payload, &flag));
+        REFUSED(gc_values_encode(src, GC_F32, wrong[i], 1, GC_F32, payload, &flag));
+        REFUSED(gc_ternary_sum_decode(payloads, 2, 1, wrong[i], 1, out, GC_F32, 0, &flag));
+        REFUSED(gc_onebit_sum_decode(payloads, 2, wrong[i], 1, out, GC_F32, 0, &flag));
+        REFUSED(gc_values_sum_decode(payloads, 2, GC_F32, wrong[i], 1, out, GC_F32, 0, &flag));
+        REFUSED(gc_lanes_decode(payload, 2, 3, wrong[i], 1, out, GC_F32, 0, &flag));
+        REFUSED(gc_ternary_sum_lanes(payloads, 2, wrong[i], &good, 1, 3, payload));
+        REFUSED(gc_ternary_sum_lanes(payloads, 2, &good, wrong[i], 1, 3, payload));
+        REFUSED(gc_ternary_validate(payload, wrong[i], 1));
+        REFUSED(gc_onebit_validate(payload, wrong[i], 1));
+        REFUSED(gc_lanes_validate(payload, 2, 3, wrong[i], 1));
+    }
+    REFUSED(gc_block_sums(NULL, GC_F32, &good, 1, blocks, &flag));
+    REFUSED(gc_block_sums(src, 3, &good, 1, blocks, &flag));
+    REFUSED(gc_block_sums(src, -1, &good, 1, blocks, &flag));
+    REFUSED(gc_block_sums(src, GC_F32, &good, 1, NULL, &flag));
+    REFUSED(gc_block_sums(src, GC_F32, &good, 1, blocks, NULL));
+    REFUSED(gc_ternary_encode(src, GC_F32, &good, 1, NULL, key, &flag));
+    REFUSED(gc_ternary_encode(src, GC_F32, &good, 1, payload, deep, &flag));
+    REFUSED(gc_values_encode(src, GC_F32, &good, 1, GC_F16, payload, &flag));
+    REFUSED(gc_ternary_sum_decode(payloads, 0, 1, &good, 1, out, GC_F32, 0, &flag));
+    REFUSED(gc_ternary_sum_decode(payloads, 32768, 1, &good, 1, out, GC_F32, 0, &flag));
+    REFUSED(gc_ternary_sum_decode(holes, 2, 1, &good, 1, out, GC_F32, 0, &flag));
+    REFUSED(gc_ternary_sum_decode(payloads, 1, 1, &good, 1, out, GC_F32, 2, &flag));
+    REFUSED(gc_ternary_sum_decode(payloads, 1, 1, &good, 1, NULL, GC_F32, 0, &flag));
+    REFUSED(gc_values_sum_decode(payloads, 1, GC_F16, &good, 1, out, GC_F32, 0, &flag));
+    REFUSED(gc_lanes_decode(payload, 2, 2, &good, 1, out, GC_F32, 0, &flag));
+    REFUSED(gc_lanes_decode(payload, 0, 1, &good, 1, out, GC_F32, 0, &flag));
+    REFUSED(gc_lanes_decode(payload, ((size_t)1 << 32) + 2, 3, &good, 1, out, GC_F32, 0, &flag));
+    REFUSED(gc_ternary_sum_lanes(payloads, 2, &good, &none, 1, 3, payload));
+    REFUSED(gc_ternary_scales(NULL, NULL, NULL, 1, 2.5, NULL));
+    REFUSED(gc_scales_validate(NULL, 1, 1));
+    REFUSED(gc_copy(payload, NULL, &(gc_copy_range){0, 0, 1}, 1));
+    REFUSED(gc_copy(payload, payload, NULL, 1));
+#undef REFUSED
+    CHECK(memcmp(before, payload, sizeof payload) == 0 && flag == 0);
+    /* No elements: no memory is needed. */
+    CHECK(gc_block_sums(NULL, GC_F32, NULL, 0, NULL, &flag) == GC_OK);
+    CHECK(gc_ternary_encode(NULL, GC_F32, &none, 1, NULL, key, &flag) == GC_OK);
+    CHECK(gc_onebit_encode(NULL, GC_F32, &none, 1, NULL, NULL, NULL, &flag) == GC_OK);
+    CHECK(gc_ternary_sum_decode(NULL, 1, 0, &none, 1, NULL, GC_F32, 0, &flag) == GC_OK);
+    CHECK(gc_ternary_validate(NULL, &none, 1) == GC_OK && gc_scales_validate(NULL, 0, 1) == GC_OK);
+    CHECK(gc_copy(NULL, NULL, NULL, 0) == GC_OK && gc_ternary_scales(NULL, NULL, NULL, 0, 1, NULL) == GC_OK);
+}
+
+static void test_copy(void)
+{
+    uint8_t src[32], dst[32] = {0};
+    for (int i = 0; i < 32; i++)
+        src[i] = (uint8_t)(i + 1);
+    gc_copy_range ranges[] = {{0, 4, 3}, {10, 0, 0}, {31, 31, 1}};
+    CHECK(gc_copy(dst, src, ranges, 3) == GC_OK);
+    for (int i = 0; i < 32; i++)
+        CHECK(dst[i] == (i < 3 ? i + 5 : i == 31 ? 32 : 0));
+}
+
+static void test_scales_validate(void)
+{
+    static const struct {
+        uint32_t bits;
+        gc_status any_sign, non_negative;
+    } rows[] = {{0x00000000, GC_OK, GC_OK},        {0x3F800000, GC_OK, GC_OK},
+                {0x7F7FFFFF, GC_OK, GC_OK},        {0x00000001, GC_OK, GC_OK},
+                {0x80000000, GC_OK, GC_BAD_SCALE}, {0xBF800000, GC_OK, GC_BAD_SCALE},
+                {0x7F800000, GC_BAD_SCALE, GC_BAD_SCALE}, {0xFF800000, GC_BAD_SCALE, GC_BAD_SCALE},
+                {0x7FC00000, GC_BAD_SCALE, GC_BAD_SCALE}, {0xFF800001, GC_BAD_SCALE, GC_BAD_SCALE}};
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        uint8_t *scales = guarded(0, 13, AT_END, 0);
+        memcpy(scales + 9, &rows[i].bits, 4);
+        CHECK(gc_scales_validate(scales + 1, 3, 0) == rows[i].any_sign);
+        CHECK(gc_scales_validate(scales + 1, 3, 1) == rows[i].non_negative);
+    }
+}
+
+/* A ternary scale is clipped, and a group that is not finite wins the scale round. */
+static void test_ternary_scales(void)
+{
+    gc_block blocks[3] = {{4, 8, 0x40400000, 0}, {0, 8, 0x40000000, 0}, {0, 0, 0x7FC00001, 0}};
+    uint64_t group_blocks[5] = {0, 2, 3, 3, 3};
+    uint32_t numels[4] = {8, 4, 4, 0}, bits;
+    float scales[4];
+    CHECK(gc_ternary_scales(blocks, group_blocks, numels, 4, 1.0, scales) == GC_OK);
+    CHECK(scales[0] == (float)1.3228756555322954); /* sqrt(16 / 8 - (4 / 8)^2) */
+    memcpy(&bits, &scales[1], 4);
+    CHECK(bits == 0x7FC00001 && scales[2] == 0 && scales[3] == 0);
+    CHECK(gc_ternary_scales(blocks, group_blocks, numels, 4, 0.0, scales) == GC_OK && scales[0] == 3.0f);
+    CHECK(gc_ternary_scales(blocks, group_blocks, numels, 4, 9.0, scales) == GC_OK && scales[0] == 3.0f);
+}
+
+#if defined(__x86_64__)
+/* Results do not depend on the caller's rounding mode or on flushing denormals, and these are as they were. */
+static void test_float_environment(void)
+{
+    float src[64], residual[64], left[2][64];
+    uint8_t payload[2][64];
+    uint32_t flag = 0;
+    gc_segment segment = {0, 0, 8, 0, 0, 0, 64, 64, 0};
+    fill_tensor(src, GC_F32, 64, TINY);
+    fill_tensor(residual, GC_F32, 64, TINY);
+    for (int i = 0; i < 2; i++) {
+        unsigned before = _mm_getcsr(), wanted = i ? 0xFFC0 : 0x1F80; /* towards zero, flush to zero, denormals are zero */
+        memset(payload[i], 0, 64);
+        _mm_setcsr(wanted);
+        gc_onebit_encode(src, GC_F32, &segment, 1, residual, left[i], payload[i], &flag);
+        unsigned after = _mm_getcsr();
+        _mm_setcsr(before);
+        CHECK((after & ~0x3Fu) == (wanted & ~0x3Fu));
+    }
+    CHECK(memcmp(left[0], left[1], sizeof left[0]) == 0 && memcmp(payload[0], payload[1], 64) == 0);
+}
+#endif
+
+int main(void)
+{
+    test_names();
+    for (int tier = 0; tier < gc_tier_count(); tier++) {
+        if (!gc_tier_supported(tier))
+            continue;
+        CHECK(gc_tier_select(tier) == GC_OK && gc_tier_current() == tier);
+        snprintf(case_name, sizeof case_name, "tier %s", gc_tier_name(tier));
+        test_philox();
+        test_crc32c();
+        test_arguments();
+        test_copy();
+        test_scales_validate();
+        test_ternary_scales();
+#if defined(__x86_64__)
+        test_float_environment();
+#endif
+    }
+    puts("test_known: ok");
+    return 0;
+}
