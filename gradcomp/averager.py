@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradcomp import fingerprint, wire
 from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.base import check_tensor
 from gradcomp.comm.base import Communicator
-from gradcomp.engine import Engine, Options
+from gradcomp.engine import Engine
+from gradcomp.errors import PeerLost, UnsupportedTensor
 from gradcomp.exchange import BucketExchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, assign_buckets
+from gradcomp.options import Options, read_scaler
 from gradcomp.rng import check_uint32
-from gradcomp.sizing import BucketPlan, choose
+from gradcomp.sizing import BucketPlan, Strategy, choose, owned_numel
 from gradcomp.stats import Stats
 
 
@@ -71,28 +75,65 @@ def all_reduce(
 
         comm = default_communicator()
     call = comm.kept.setdefault(("all_reduce", key), _Call())
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+        raise ValueError(f"step must be None or an integer of at least 0, got {step!r}")
     now = call.step if step is None else step
-    if step is None:
-        call.step += 1
+    call.step += step is None
     strategy = choose(codec, comm.world_size, exchange)
     if comm.world_size == 1:
         return tensor
-    place = (tuple(tensor.shape), tensor.dtype, codec.digest(), strategy, feedback)
+    place = (tuple(tensor.shape), tensor.dtype, repr(codec), strategy, feedback)
     if place not in call.exchanges:
-        offset = feedback.offset(key) if feedback is not None else 0
-        slot = Slot(key, tensor.numel(), codec.group_numel(tuple(tensor.shape)), True, 0, offset)
-        plan = BucketPlan(codec, [slot], strategy, comm.world_size, comm.rank)
-        call.exchanges[place] = BucketExchange(
-            plan,
-            comm,
-            tensor.dtype,
-            Stats(),
-            feedback=feedback,
-            seed=int(getattr(codec, "seed", 0)),
-            timeout_s=timeout_s,
-        )
+        _agree(comm, tensor, codec, strategy, key, now, timeout_s)
+        call.exchanges[place] = _make_exchange(comm, tensor, codec, strategy, key, feedback)
+    call.exchanges[place].timeout_s = timeout_s
     call.exchanges[place].run(tensor.view(-1), now)
     return tensor
+
+
+def _make_exchange(
+    comm: Communicator, tensor: Tensor, codec: Codec, strategy: Strategy, key: int, feedback: Feedback | None
+) -> BucketExchange:
+    """Return the buffers that average tensors like this one."""
+    owner = None
+    if feedback is not None and strategy.second_phase == "requantize":
+        owner = feedback.owned(lambda n: owned_numel(n, comm.world_size, comm.rank))
+    offset = feedback.offset(key) if feedback is not None else 0
+    slot = Slot(key, tensor.numel(), codec.group_numel(tuple(tensor.shape)), True, 0, offset)
+    offsets = {key: owner.offset(key)} if owner is not None else None
+    return BucketExchange(
+        BucketPlan(codec, [slot], strategy, comm.world_size, comm.rank, offsets),
+        comm,
+        tensor.dtype,
+        Stats(),
+        feedback=feedback,
+        owner_feedback=owner,
+        seed=codec.seed,
+    )
+
+
+def _agree(
+    comm: Communicator, tensor: Tensor, codec: Codec, strategy: Strategy, key: int, step: int, timeout_s: float
+) -> None:
+    """Compare what the ranks are about to average; PeerMismatch on every rank if they differ."""
+    mine = fingerprint.record(
+        wire_version=wire.VERSION,
+        codec=codec.name,
+        codec_options=codec.options(),
+        exchange=strategy.exchange,
+        second_phase=strategy.second_phase,
+        dtype=tensor.dtype,
+        numel=tensor.numel(),
+        layout=(key, tuple(tensor.shape)),
+        step=step,
+        world_size=comm.world_size,
+    )
+    begun = time.perf_counter()
+    try:
+        everyone = comm.all_gather_bytes(fingerprint.pack(mine), timeout_s)
+    except (TimeoutError, ConnectionError) as error:
+        raise PeerLost("fingerprint", 0, time.perf_counter() - begun, str(error)) from error
+    fingerprint.compare(everyone)
 
 
 class GradientAverager:
@@ -110,8 +151,8 @@ class GradientAverager:
     Args:
         named_parameters: (name, parameter) pairs as ``model.named_parameters()`` gives them, the same on every rank.
         codec: codec or name.
-        comm: the ranks; torch.distributed's default group when None. Closed with the averager if it was passed.
-        bucket_cap_mb: largest bucket in MB (2**20 bytes); one larger tensor gets a bucket of its own.
+        comm: the ranks; torch.distributed's default group when None. Closed with the averager.
+        bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
         start_step, min_numel, exclude, exchange, grad_scaler, transactional, timeout_s: as in `gradcomp.ddp.register`.
 
     Raises:
@@ -136,20 +177,22 @@ class GradientAverager:
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
         named = list(named_parameters)
+        scale, whole_steps = read_scaler(grad_scaler, transactional)
         options = Options(
             start_step=start_step,
             min_numel=min_numel,
             exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
             exchange=exchange,
-            transactional=bool(transactional) or grad_scaler is not None,
+            transactional=whole_steps,
             timeout_s=timeout_s,
         )
-        scale: Callable[[], float] | None = grad_scaler.get_scale if grad_scaler is not None else None
-        if comm is None:
-            from gradcomp.comm.torchdist import TorchCommunicator
-
-            comm = TorchCommunicator(timeout_s=timeout_s)
-        self._engine = Engine(named, codec, comm, options, scale)
+        own_comm = comm if comm is not None else _torch_communicator(timeout_s)
+        try:
+            self._engine = Engine(named, codec, own_comm, options, scale)
+        except BaseException:
+            if comm is None:
+                own_comm.close()
+            raise
         self._buckets = _fuse([(i, p) for i, (_, p) in enumerate(named) if p.requires_grad], bucket_cap_mb)
 
     @property
@@ -169,7 +212,7 @@ class GradientAverager:
             return engine.pass_step()
         for _, parameter in engine.named:
             if parameter.grad is not None and parameter.requires_grad:
-                check_dense(parameter.grad)
+                _check_gradient(parameter.grad, parameter.dtype)
         engine.begin_step()
         for bucket in self._buckets:
             bucket.load()
@@ -232,9 +275,17 @@ class _Bucket:
                 parameter.grad.copy_(view)
 
 
-def check_dense(grad: Tensor) -> None:
-    """Raise UnsupportedTensor for a gradient that is not a dense CPU tensor of a dtype gradcomp takes."""
+def _torch_communicator(timeout_s: float) -> Communicator:
+    from gradcomp.comm.torchdist import TorchCommunicator
+
+    return TorchCommunicator(timeout_s=timeout_s)
+
+
+def _check_gradient(grad: Tensor, dtype: torch.dtype) -> None:
+    """Raise UnsupportedTensor unless a gradient is a dense CPU tensor of its parameter's dtype."""
     check_tensor(grad if grad.layout != torch.strided else grad.contiguous(), "gradient")
+    if grad.dtype != dtype:
+        raise UnsupportedTensor(f"gradient is {grad.dtype}, its parameter {dtype}")
 
 
 def _fuse(parameters: list[tuple[int, nn.Parameter]], bucket_cap_mb: float) -> list[_Bucket]:

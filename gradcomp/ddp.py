@@ -15,8 +15,9 @@ from torch.autograd import Variable
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator
-from gradcomp.engine import Engine, Options
+from gradcomp.engine import Engine
 from gradcomp.errors import GradcompError, UnsupportedTensor
+from gradcomp.options import Options, read_scaler
 from gradcomp.stats import Stats
 
 logger = logging.getLogger("gradcomp")
@@ -50,17 +51,14 @@ class CompressionState:
                 f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; "
                 "for a model without DDP use gradcomp.GradientAverager"
             )
-        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
-            raise ValueError(f"grad_scaler must have get_scale(), got {type(grad_scaler).__name__}")
-        if transactional is False and grad_scaler is not None:
-            raise ValueError("transactional=False cannot work with a grad_scaler: a skipped step would lose residuals")
+        scale, whole_steps = read_scaler(grad_scaler, transactional)
         exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         options = Options(
             start_step=start_step,
             min_numel=min_numel,
             exclude=exclude,
             exchange=exchange,
-            transactional=bool(transactional) or grad_scaler is not None,
+            transactional=whole_steps,
             timeout_s=timeout_s,
         )
         named = list(model.module.named_parameters())
@@ -69,7 +67,6 @@ class CompressionState:
             _check_optimizer(optimizer, self._index)
         own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=timeout_s)
         try:
-            scale = grad_scaler.get_scale if grad_scaler is not None else None
             self._engine = Engine(named, codec, own_comm, options, scale)
         except BaseException:
             if comm is None:
@@ -229,7 +226,11 @@ def register(
         transactional=transactional,
         timeout_s=timeout_s,
     )
-    model.register_comm_hook(state, compression_hook)
+    try:
+        model.register_comm_hook(state, compression_hook)
+    except BaseException:
+        state.close()
+        raise
     return state
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,33 +22,12 @@ from gradcomp.errors import PeerLost, PeerMismatch
 from gradcomp.exchange import BucketExchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, describe_parameters, layout_digest
+from gradcomp.options import Options
 from gradcomp.pipeline import Pipeline, Task
 from gradcomp.sizing import BucketPlan, choose, owned_numel
 from gradcomp.stats import Stats, ring_bytes
 
 STATE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user may choose beside the codec; see `gradcomp.ddp.register`."""
-
-    start_step: int = 0
-    min_numel: int = 1024
-    exclude: tuple[str, ...] = ()
-    exchange: str = "auto"
-    transactional: bool = False
-    timeout_s: float = 300.0
-
-    def __post_init__(self) -> None:
-        for name in ("start_step", "min_numel"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
-        if isinstance(self.exclude, str) or not all(isinstance(e, str) for e in self.exclude):
-            raise ValueError(f"exclude must be a sequence of names or patterns, got {self.exclude!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {self.timeout_s!r}")
 
 
 class Engine:
@@ -108,14 +86,12 @@ class Engine:
         if self._open:  # the backward before was abandoned by an exception of the user's
             self.pipeline.wait()
         self._open, self._submitted, self._step_numel = True, [], 0
-        for feedback in self._feedbacks():
-            feedback.begin_step()
+        if self.feedback is not None:
+            self.feedback.begin_step()
         if self._loss_scale is not None:
             scale = float(self._loss_scale())
             if scale != self._scale:
-                for feedback in self._feedbacks():
-                    feedback.rescale(scale / self._scale)
-                self._scale = scale
+                self._rescale(scale)
 
     def submit(self, buffer: Tensor, members: tuple[tuple[int, int], ...], done: Callable[[], None]) -> None:
         """Average one bucket in place.
@@ -141,7 +117,7 @@ class Engine:
 
         def last() -> None:
             exchange.finish()
-            if not self.options.transactional and not exchange.flagged:
+            if not self.options.transactional and not exchange.flagged and self.pipeline.error is None:
                 exchange.commit()
 
         def end(error: BaseException | None) -> None:
@@ -178,14 +154,20 @@ class Engine:
 
     def discard_step(self) -> None:
         """Give back the residuals of before the last step: for code that throws the step's gradients away."""
-        for feedback in self._feedbacks():
-            feedback.discard()
+        if self.feedback is not None:
+            self.feedback.discard()
 
     # ---- checkpoints, checks ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on bit for bit: tensors, numbers and strings only."""
-        self.pipeline.wait()
+        """Return what this rank needs to go on bit for bit: tensors, numbers and strings only.
+
+        After a failure (a lost peer) it is the state before the step that failed.
+        """
+        if self.pipeline.error is None:
+            self.pipeline.wait()
+        else:
+            self.discard_step()
         names = {p.index: p.name for p in self.parameters}
         return {
             "version": STATE_VERSION,
@@ -212,6 +194,10 @@ class Engine:
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
         }
+        missing = {"step", "loss_scale", "residual", "owner_residual"} - state.keys()
+        if missing:
+            raise ValueError(f"this state has no {min(missing)!r}: it is not from gradcomp's state_dict()")
+        step, saved_scale = int(state["step"]), float(state["loss_scale"])
         for key, value in wanted.items():
             if state.get(key) != value:
                 raise ValueError(
@@ -230,7 +216,9 @@ class Engine:
                 if feedback:
                     feedback.load(old, names)
             raise
-        self.step, self._scale = int(state["step"]), float(state["loss_scale"])
+        self.step, self._scale = step, saved_scale
+        if self._loss_scale is None and saved_scale != 1.0:
+            self._rescale(1.0)  # saved under a loss scaler, resumed without one
 
     def check_replicas(self) -> None:
         """Compare a hash of all parameters over the ranks.
@@ -283,18 +271,20 @@ class Engine:
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
-    def _feedbacks(self) -> list[Feedback]:
-        return [f for f in (self.feedback, self.owner_feedback) if f is not None]
+    def _rescale(self, scale: float) -> None:
+        """Bring residuals to the units of gradients that carry `scale`."""
+        if self.feedback is not None:
+            self.feedback.rescale(scale / self._scale)
+        self._scale = scale
 
     def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
         if not self.codec.error_feedback or self.comm.world_size == 1:
             return None, None
         numels = {p.index: p.numel for p in self.parameters if p.compressed and self.named[p.index][1].requires_grad}
-        own = None
-        if self.strategy.second_phase == "requantize":
-            world, rank = self.comm.world_size, self.comm.rank
-            own = Feedback({i: owned_numel(n, world, rank) for i, n in numels.items()})
-        return Feedback(numels), own
+        feedback = Feedback(numels)
+        if self.strategy.second_phase != "requantize":
+            return feedback, None
+        return feedback, feedback.owned(lambda n: owned_numel(n, self.comm.world_size, self.comm.rank))
 
     def _slots(self, members: tuple[tuple[int, int], ...]) -> list[Slot]:
         slots = []
@@ -333,7 +323,7 @@ class Engine:
             self.stats,
             feedback=None if plain else self.feedback,
             owner_feedback=None if plain else self.owner_feedback,
-            seed=int(getattr(codec, "seed", 0)),
+            seed=codec.seed,
             timeout_s=self.options.timeout_s,
         )
         return self._exchanges[place], self._fingerprint(slots, buffer)

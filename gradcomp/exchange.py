@@ -52,7 +52,7 @@ class BucketExchange:
     ) -> None:
         self.plan, self.comm, self.stats = plan, comm, stats
         self.feedback, self.owner_feedback = feedback, owner_feedback
-        self._seed, self._timeout_s = seed, timeout_s
+        self._seed, self.timeout_s = seed, timeout_s
         self._dtype = _native.DTYPES[dtype]
         self._compressed = [s.index for s in plan.slots if s.compressed]
         n, received = plan.world_size, plan.messages[plan.rank].nbytes if plan.scatters else plan.local.nbytes
@@ -251,7 +251,7 @@ class BucketExchange:
         begun = time.perf_counter()
         try:
             if work is not None:
-                work.wait(self._timeout_s)
+                work.wait(self.timeout_s)
         except (TimeoutError, ConnectionError) as error:
             raise PeerLost(phase, self._bucket, time.perf_counter() - begun, str(error)) from error
         self.stats.add_seconds(phase, time.perf_counter() - begun)

@@ -7,7 +7,7 @@ skipped, or an error half-way leaves the residuals exactly as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,19 @@ class Feedback:
         self._total = total
         self._current = dict.fromkeys(self._places, 0)
         self._committed: list[int] = []  # what discard would flip back
+        self._owned: Feedback | None = None
+
+    def owned(self, share: Callable[[int], int]) -> Feedback:
+        """Return the residuals of the owner's means that belong to these, made at the first call and kept.
+
+        They follow this object's `begin_step`, `discard` and `rescale`.
+
+        Args:
+            share: elements that this rank owns of a tensor of so many.
+        """
+        if self._owned is None:
+            self._owned = Feedback({index: share(place.numel) for index, place in self._places.items()})
+        return self._owned
 
     def offset(self, index: int) -> int:
         """Return where a parameter's residual begins in a plane (elements)."""
@@ -68,17 +81,23 @@ class Feedback:
     def begin_step(self) -> None:
         """Forget what `discard` could undo."""
         self._committed.clear()
+        if self._owned is not None:
+            self._owned.begin_step()
 
     def discard(self) -> None:
         """Undo every commit since `begin_step`."""
         for index in self._committed:
             self._current[index] ^= 1
         self._committed.clear()
+        if self._owned is not None:
+            self._owned.discard()
 
     def rescale(self, factor: float) -> None:
         """Multiply every residual by `factor`: the loss scale changed."""
         for plane in self._planes or ():
             plane.mul_(factor)
+        if self._owned is not None:
+            self._owned.rescale(factor)
 
     def residual(self, index: int) -> Tensor:
         """Return a view of a parameter's current residual, ``(numel,)`` float32."""

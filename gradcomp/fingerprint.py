@@ -35,8 +35,8 @@ NBYTES = _RECORD.size
 
 
 def record(**values: object) -> list[int]:
-    """Return the record of these values, one for each of `FIELDS`."""
-    return [value if isinstance(value := values[field], int) else _digest(value) for field in FIELDS]
+    """Return the record of these values, one for each of `FIELDS`; a field without a value is 0."""
+    return [value if isinstance(value := values.get(field, 0), int) else _digest(value) for field in FIELDS]
 
 
 def pack(values: Sequence[int]) -> bytes:

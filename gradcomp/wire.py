@@ -89,7 +89,8 @@ def parse(payload: Bytes) -> Header:
         payload: ``(nbytes,)`` uint8, contiguous.
 
     Raises:
-        CorruptPayload: "truncated", "magic", "version", "crc", "codec", "dtype", "flags", "group_numel".
+        CorruptPayload: "truncated", "magic", "version", "crc", "codec", "dtype", "flags", "group_numel",
+            "stream".
     """
     if payload.size < HEADER_NBYTES:
         raise CorruptPayload("truncated", f"{payload.size} bytes, a header alone has {HEADER_NBYTES}")
@@ -111,6 +112,8 @@ def parse(payload: Bytes) -> Header:
         raise CorruptPayload("flags", f"unknown flag bits {header.flags:#04x}")
     if header.segmented != (header.group_numel == 0):
         raise CorruptPayload("group_numel", f"{header.group_numel} with segmented = {header.segmented}")
+    if header.stream >= 2**31:
+        raise CorruptPayload("stream", f"{header.stream} is not below 2**31")
     return header
 
 

@@ -259,6 +259,10 @@ def test_wrong_arguments():
             GradientAverager(named, "ternary", comm, **options)
     with pytest.raises(ValueError, match="no parameters"):
         GradientAverager([], "ternary", comm)
+    with pytest.raises(ValueError, match="get_scale"):
+        GradientAverager(named, "ternary", comm, grad_scaler=3)
+    with pytest.raises(ValueError, match="-5"):
+        gradcomp.all_reduce(torch.ones(4), Ternary(), comm, step=-5)
     with pytest.raises(ValueError, match="feedback"):
         gradcomp.all_reduce(torch.ones(4), Ternary(), comm, feedback=gradcomp.Feedback({0: 4}))
     with pytest.raises(ValueError, match="-3"):
@@ -268,6 +272,11 @@ def test_wrong_arguments():
     net(torch.tensor([1])).sum().backward()
     with pytest.raises(UnsupportedTensor, match="sparse"):
         averager.average()
+    net = nn.Linear(4, 4)
+    net.weight.grad_dtype = torch.bfloat16
+    net.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedTensor, match="bfloat16"):
+        GradientAverager(net.named_parameters(), "ternary", comm).average()
 
 
 def test_a_rank_that_leaves_is_peer_lost_on_the_others():
@@ -283,4 +292,4 @@ def test_a_rank_that_leaves_is_peer_lost_on_the_others():
             return error.phase
         return None
 
-    assert run_local(3, work) == ["scale_round", "scale_round", "left"]
+    assert run_local(3, work) == ["fingerprint", "fingerprint", "left"]

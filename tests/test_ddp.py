@@ -1,6 +1,7 @@
 """The DDP hook over real gloo processes: each function below runs on every rank."""
 
 import io
+import time
 import warnings
 
 import pytest
@@ -405,6 +406,46 @@ def test_residuals_follow_the_loss_scale(gloo):
     assert gloo(2, scale_follows) == [True, True]
 
 
+def scaler_dropped():
+    """A state saved under a loss scale of 1024, resumed without a scaler: residuals come back in plain units."""
+    model = DDP(nn.Linear(64, 64, bias=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state = gradcomp.ddp.register(model, OneBit(), min_numel=0, grad_scaler=scaler, exchange="all_gather")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    scaler.scale(model(torch.randn(4, 64, generator=generator)).square().sum()).backward()
+    saved = state.state_dict()
+    state.close()
+    state = gradcomp.ddp.register(DDP(nn.Linear(64, 64, bias=False)), OneBit(), min_numel=0, exchange="all_gather")
+    state.load_state_dict(saved)
+    loaded = state.state_dict()["residual"]["weight"]
+    broken = {k: v for k, v in saved.items() if k != "step"}
+    with pytest.raises(ValueError, match="step"):
+        state.load_state_dict(broken)
+    state.close()
+    return torch.equal(loaded, saved["residual"]["weight"] / 1024)
+
+
+def test_resume_without_the_scaler(gloo):
+    assert gloo(2, scaler_dropped) == [True, True]
+
+
+def twice():
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, "ternary")
+    try:
+        gradcomp.ddp.register(model, "onebit")
+    except RuntimeError as error:
+        message = str(error)
+    hooks = len(model._forward_pre_hooks)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    state.close()
+    return "hook" in message, hooks
+
+
+def test_registering_twice_is_refused_and_leaves_the_first(gloo):
+    assert gloo(2, twice) == [(True, 1)] * 2
+
+
 def conservation():
     """Promise 5 through bucket rebuilds: the sum of gradients = the sum of what was decoded + what is left over."""
     model = DDP(small_model(), bucket_cap_mb=0.01)
@@ -626,6 +667,23 @@ def sparse():
         return type(error).__name__, str(error)
     finally:
         state.close()
+
+
+def only_one_registers():
+    model = DDP(small_model())
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return "phase=setup"
+    begun = time.monotonic()
+    try:
+        gradcomp.ddp.register(model, "ternary", timeout_s=3)
+    except gradcomp.PeerLost as error:
+        return f"phase={error.phase}" if time.monotonic() - begun < 8 else "late"
+    return "nothing raised"
+
+
+def test_a_rank_that_does_not_register(gloo):
+    assert gloo(2, only_one_registers) == ["phase=setup"] * 2
 
 
 def test_sparse_gradients_are_refused_by_name(gloo):

@@ -23,7 +23,7 @@ LAYERS = [
     {"wire"},
     {"layout", "rng", "stats", "fingerprint"},
     {"_native"},
-    {"errors", "version"},
+    {"errors", "version", "options"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -69,6 +69,7 @@ def test_every_truncation_and_extension_is_refused(name):
         ({"flags": 2}, "group_numel"),
         ({"flags": 2, "group_numel": 0}, "segmented"),
         ({"group_numel": 0}, "group_numel"),
+        ({"stream": 2**31}, "stream"),
         ({"numel": 41}, "scale_count"),
         ({"numel": 2**32 - 1}, "truncated"),
         ({"group_numel": 5}, "scale_count"),
@@ -81,6 +82,13 @@ def test_lying_headers_with_a_right_checksum(fields, check):
     with pytest.raises(CorruptPayload) as error:
         CODECS["ternary"].decode(resealed(payload("ternary"), **fields))
     assert error.value.check in check.split("|")
+
+
+def test_group_numel_of_payloads_without_groups():
+    for name in ("identity", "ternary"):
+        data = payload(name, 0 if name == "ternary" else 37)
+        with pytest.raises(CorruptPayload, match="group_numel"):
+            CODECS[name].decode(resealed(data, group_numel=5))
 
 
 def test_lying_numel_allocates_nothing():
@@ -180,7 +188,8 @@ def test_segmented_payloads_need_their_layout():
     codec = Ternary()
     layout = PayloadLayout(codec.form, whole_pieces(slots))
     x, data = torch.randn(70), torch.zeros(layout.nbytes, dtype=torch.uint8)
-    codec.place_scales(layout, torch.tensor([2.0]).data_ptr(), data.data_ptr())
+    scale = torch.tensor([2.0])
+    codec.place_scales(layout, scale.data_ptr(), data.data_ptr())
     codec.encode_body(x.data_ptr(), 0, layout, data.data_ptr(), RngKey())
     wire.seal(data.numpy(), codec.header(layout, 0, False, 0, 0))
     with pytest.raises(CorruptPayload, match="layout="):

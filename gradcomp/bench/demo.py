@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, metavar="DIR", help="MNIST or Fashion-MNIST IDX files, plain or .gz (default: "
                         "scikit-learn's digits, upsampled to 28x28)")  # fmt: skip
     parser.add_argument("--codecs", default=",".join(CODECS), metavar="A,B", help="which ones (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of a run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=250, help="optimizer steps of a run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs a codec; mean and spread (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="images a step, all ranks together (default: %(default)s)")

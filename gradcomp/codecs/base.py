@@ -6,7 +6,6 @@ ranks sent; each works on a whole payload of many pieces, by the tables of a `Pa
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -32,12 +31,15 @@ class Codec(ABC):
         form: how its codes stand in a payload.
         shares_scale: the ranks agree on one scale per group before they encode (a scale round).
         error_feedback: encoding takes and returns residuals.
+        seed: of the random numbers, for codecs that draw some.
+        whole_groups: a scale group must be encoded in one go.
     """
 
     name: ClassVar[str]
     form: ClassVar[Form]
     shares_scale: bool = False
     error_feedback: bool = False
+    seed: int = 0
     whole_groups: ClassVar[bool] = False
 
     # ---- for one tensor ------------------------------------------------------------------------------------------
@@ -68,7 +70,8 @@ class Codec(ABC):
         """
         check_tensor(x, "x")
         key = key if key is not None else RngKey()
-        slot = Slot(key.parameter, x.numel(), self.group_numel(tuple(x.shape)), True, 0)
+        group_numel = self.group_numel(tuple(x.shape)) if x.numel() else 1
+        slot = Slot(key.parameter, x.numel(), group_numel, True, 0)
         layout = PayloadLayout(self.form, whole_pieces([slot]), segmented=False, whole_groups=self.whole_groups)
         payload = torch.empty(layout.nbytes, dtype=torch.uint8)
         body, dtype = payload.data_ptr(), _native.DTYPES[x.dtype]
@@ -229,11 +232,6 @@ class Codec(ABC):
             check = "truncated" if nbytes < layout.nbytes else "trailing"
             raise CorruptPayload(check, f"{nbytes} bytes, expected {layout.nbytes}")
 
-    def digest(self) -> int:
-        """Return a 64-bit hash of the codec and its options, for the fingerprint."""
-        text = f"{self.name}{sorted(self.options().items())!r}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
     def __repr__(self) -> str:
         inner = ", ".join(f"{k}={v!r}" for k, v in self.options().items())
         return f"{type(self).__name__}({inner})"
@@ -242,6 +240,10 @@ class Codec(ABC):
         """Return the layout that an unsegmented header implies; allocates nothing by the numbers it reads."""
         if nbytes < HEADER_NBYTES + self.form.code_nbytes(header.numel):
             raise CorruptPayload("truncated", f"{nbytes} bytes cannot hold {header.numel} elements")
+        if not (header.numel and self.form.scales_per_group) and header.group_numel != max(header.numel, 1):
+            raise CorruptPayload(
+                "group_numel", f"the header says {header.group_numel}, {max(header.numel, 1)} expected"
+            )
         slot = Slot(0, header.numel, header.group_numel, True, 0)
         groups = -(-header.numel // header.group_numel)
         if header.scale_count != groups * self.form.scales_per_group:

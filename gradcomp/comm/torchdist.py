@@ -9,6 +9,7 @@ torch cannot make a group again under the name of a destroyed one (it connects t
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.errors import PeerLost
 
 
 @dataclass(eq=False)
@@ -43,6 +45,15 @@ def _take(parent: dist.ProcessGroup, timeout_s: float) -> _Groups:
                 free.remove(groups)
                 return groups
     ranks = dist.get_process_group_ranks(parent)
+    begun = time.monotonic()
+    try:
+        return _make(ranks, timeout_s)
+    except RuntimeError as error:
+        waited, text = time.monotonic() - begun, str(error).splitlines()[0]
+        raise PeerLost("setup", -1, waited, f"not every rank registered gradcomp: {text}") from error
+
+
+def _make(ranks: list[int], timeout_s: float) -> _Groups:
     return _Groups(
         {
             channel: dist.new_group(
@@ -84,6 +95,7 @@ class TorchCommunicator(Communicator):
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: this process is not in `process_group`.
+        PeerLost: another rank did not make its communicator within `timeout_s`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:

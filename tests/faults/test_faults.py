@@ -19,7 +19,7 @@ def test_a_rank_that_dies_or_freezes(tmp_path, fault):
         subprocess.Popen(
             [sys.executable, script, tmp_path / "store", str(rank), str(world), fault, str(TIMEOUT_S)],
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(world)
@@ -27,12 +27,15 @@ def test_a_rank_that_dies_or_freezes(tmp_path, fault):
     try:
         begun = time.monotonic()
         for process in ranks[:-1]:
-            out, _ = process.communicate(timeout=90 - (time.monotonic() - begun))
+            out, errors = process.communicate(timeout=90 - (time.monotonic() - begun))
             found = re.search(r"PeerLost step=(\d+) phase=(\w+) seconds=([\d.]+)", out)
             assert found, out
             assert found[1] == "3"
             assert float(found[3]) < TIMEOUT_S + 5
             assert "again" in out
+            assert "saved 3" in out, "an emergency checkpoint of before the failed step"
+            assert process.returncode == 1, "the interpreter ends by itself, with the error"
+            assert "PeerLost" in errors.strip().splitlines()[-1]
     finally:
         for process in ranks:
             process.kill()

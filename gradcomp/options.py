@@ -1,0 +1,45 @@
+"""What a user may choose beside the codec, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose beside the codec; see `gradcomp.ddp.register`."""
+
+    start_step: int = 0
+    min_numel: int = 1024
+    exclude: tuple[str, ...] = ()
+    exchange: str = "auto"
+    transactional: bool = False
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("start_step", "min_numel"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        if isinstance(self.exclude, str) or not all(isinstance(e, str) for e in self.exclude):
+            raise ValueError(f"exclude must be a sequence of names or patterns, got {self.exclude!r}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s!r}")
+
+
+def read_scaler(grad_scaler: Any, transactional: bool | None) -> tuple[Callable[[], float] | None, bool]:
+    """Return how to read a scaler's scale (None without one), and whether residuals commit a step at a time.
+
+    Raises:
+        ValueError: a scaler without get_scale(), or one together with transactional=False.
+    """
+    if grad_scaler is None:
+        return None, bool(transactional)
+    get_scale: Callable[[], float] | None = getattr(grad_scaler, "get_scale", None)
+    if get_scale is None:
+        raise ValueError(f"grad_scaler must have get_scale(), got {type(grad_scaler).__name__}")
+    if transactional is False:
+        raise ValueError("transactional=False cannot work with a grad_scaler: a skipped step would lose residuals")
+    return get_scale, True
