@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp import _native, wire
@@ -221,7 +223,16 @@ class BucketExchange:
                 raise CorruptPayload(error.check, f"{error.detail} (from rank {rank}, bucket {self._bucket})") from None
             self._nonfinite |= header.nonfinite
             payloads.append(base + at)
+        if self.plan.shares_scale and stream == STREAM_FIRST and not self._nonfinite:
+            self._check_shared_scales(view, stride, layouts[0])
         return payloads
+
+    def _check_shared_scales(self, view: NDArray[np.uint8], stride: int, layout: PayloadLayout) -> None:
+        """Raise PeerMismatch unless all ranks encoded with the scales they agreed on: sums of codes mean nothing else."""
+        scales = [view[at + HEADER_NBYTES :][: 4 * layout.scale_count] for at in range(0, view.size, stride)]
+        for rank, theirs in enumerate(scales):
+            if not np.array_equal(theirs, scales[0]):
+                raise PeerMismatch("scale", rank, scales[0][:16].tobytes().hex(), theirs[:16].tobytes().hex())
 
     def _check_peer(self, header: wire.Header, rank: int, codec: Codec, layout: PayloadLayout, stream: int) -> None:
         """Raise PeerMismatch unless a peer's header is the one that this rank would have written."""

@@ -7,7 +7,6 @@ enabled by function attributes and never by flags.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from cffi import FFI
@@ -16,7 +15,7 @@ NATIVE = Path(os.path.abspath(__file__)).parent
 ROOT = NATIVE.parent
 
 # -ffp-contract=off: a fused multiply-add would round once where the contract rounds twice, on some compilers only.
-UNIX_FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
+FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
 def _below_root(pattern: str) -> list[str]:
@@ -32,7 +31,7 @@ ffibuilder.set_source(
     sources=_below_root("src/**/*.c"),
     include_dirs=["native/include", "native/src"],
     depends=_below_root("**/*.h"),
-    extra_compile_args=["/O2", "/std:c11", "/fp:precise"] if sys.platform == "win32" else UNIX_FLAGS,
-    libraries=[] if sys.platform == "win32" else ["m"],
+    extra_compile_args=FLAGS,
+    libraries=["m"],
     py_limited_api=True,
 )

@@ -87,6 +87,34 @@ def test_all_reduce_with_feedback_loses_nothing_at_the_owner():
     assert off[1] < off[0] / 5 and off[1] < 0.02 * np.abs(true).max(), off
 
 
+def other_scales(comm):
+    """Rank 1's scale round goes wrong: it encodes with a scale of its own."""
+    if comm.rank == 1:
+        start_max = comm.start_max
+
+        def start_max_and_double(values, channel):
+            work = start_max(values, channel)
+            wait = work.wait
+
+            def wait_and_double(timeout_s):
+                wait(timeout_s)
+                values.view(torch.float32).mul_(2)
+
+            work.wait = wait_and_double
+            return work
+
+        comm.start_max = start_max_and_double
+    with pytest.raises(PeerMismatch, match="scale"):
+        gradcomp.all_reduce(torch.randn(100), "ternary", comm)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_scales_that_are_not_shared_are_noticed(world):
+    from _ranks import run_local
+
+    run_local(world, other_scales)
+
+
 def unlike(comm, what):
     codec = {"codec": ["ternary", "onebit"], "seed": [Ternary(seed=1), Ternary(seed=2)]}.get(what, ["ternary"] * 2)
     size = [100, 101 if what == "numel" else 100]

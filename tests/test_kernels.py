@@ -44,7 +44,7 @@ WORDS = st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1]) | SEEDS
 COUNTS = st.sampled_from([1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33])
 
 settings.register_profile(
-    "kernels", max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    "kernels", max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 kernel_settings = settings.get_profile("kernels")
 
@@ -198,22 +198,30 @@ def test_ternary_encode(
 
 
 @pytest.mark.parametrize("number", TIERS)
-def test_ternary_encode_of_ties_only(number: int) -> None:
+@pytest.mark.parametrize("scale", [1.0, 3.0, 0.7, 1e-30, 6.1e37])
+def test_ternary_encode_of_ties_only(scale: float, number: int) -> None:
     """Every 16-bit draw ties: the thresholds are the draws, and the rests stand just below and above the deep draws.
 
-    fp32 holds a threshold plus a multiple of 1/256 exactly, so what must come out is known without a reference.
+    fp32 holds a threshold plus a multiple of 1/256 exactly, so what must come out is known without a reference. Values
+    are chosen whose quotient by the scale is that number; elements without such a value are 0. A tier that multiplies by
+    the inverse of the scale gets some of these wrong by one.
     """
-    n, key = 4099, ref.Key(seed=3, rank=1, step=2, parameter=5)
-    elements = np.arange(n)
+    n, key = 20_003, ref.Key(seed=3, rank=1, step=2, parameter=5)
+    elements, divisor = np.arange(n), np.float32(scale)
     draws, deep = ref.ternary_draws(elements, key), ref.deep_draws(elements, key)
     table = Table([Piece(0, n, n, 5)], 2, 1, np.random.default_rng(0))
     below = deep >> 24  # in 1/256: rest * 2^32 <= deep
     for rest, kept in ((below, 0), (below + 1, 1)):
-        x = ((draws + rest / 256) / 65536 * np.where(elements % 3 == 0, -1, 1)).astype(np.float32)
+        p = ((draws + rest / 256) / 65536).astype(np.float32)
+        x, near = np.zeros(n, np.float32), (p.astype(np.float64) * divisor).astype(np.float32)
+        for candidate in (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))):
+            x = np.where((x == 0) & (candidate / divisor == p), candidate, x)
+        assert (x != 0).mean() > 0.6
+        x = np.where(elements % 3 == 0, -x, x)
         tensor = guarded(table.tensor_numel, np.float32)
         tensor[table.data(0)] = x
         payload = guarded(table.payload_nbytes)
-        table.put_scales(payload, 0, 1.0)
+        table.put_scales(payload, 0, divisor)
         encode_ternary(table, tensor, ref.F32, payload, key, number)
         want = ref.pack_bits((np.sign(x) * kept).astype(int) + 1, 2, 1)
         same_bytes(payload[table.codes(0)], want, number)
@@ -571,6 +579,29 @@ def test_outputs_round_to_nearest_even(dtype: int, number: int) -> None:
             lib.gc_values_sum_decode(pointers([payload]), 1, ref.F32, table.pointer, 1, pointer(out), dtype, 0, flag())
         )
     same_bytes(out[table.data(0)], ref.from_float32(canonical(x), dtype), number)
+
+
+@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize(("dtype", "largest"), [(ref.F32, 0x7F7FFFFF), (ref.BF16, 0x7F7F7FFF), (ref.F16, 0x477FEFFF)])
+def test_overflow_of_the_output_dtype_is_flagged(dtype: int, largest: int, number: int) -> None:
+    """The largest fp32 value that rounds to a finite output, and the next one, which is half way or Inf."""
+    n = 24
+    for bits in (largest, largest + 1):
+        x = np.zeros(n, np.float32)
+        x[5] = -np.array([bits], np.uint32).view(np.float32)[0]
+        tables = [Table([Piece(0, n, n, 0)], width, per, np.random.default_rng(0)) for width, per in ((32, 0), (2, 1))]
+        values_payload, ternary = (guarded(table.payload_nbytes) for table in tables)
+        values_payload[tables[0].codes(0)] = np.frombuffer(x.tobytes(), np.uint8)
+        ternary[tables[1].codes(0)] = ref.pack_bits(np.sign(x).astype(int) + 1, 2, 1)
+        tables[1].put_scales(ternary, 0, np.abs(x[5]) if np.isfinite(x[5]) else 3e38)
+        out, seen, seen_ternary = guarded(200, ARRAY_DTYPES[dtype]), flag(), flag()
+        one, rows = pointers([values_payload]), tables[0].pointer
+        with tier(number):
+            check(lib.gc_values_sum_decode(one, 1, ref.F32, rows, 1, pointer(out), dtype, 0, seen))
+            assert seen[0] == (bits > largest)
+            one, rows = pointers([ternary]), tables[1].pointer
+            check(lib.gc_ternary_sum_decode(one, 1, 0, rows, 1, pointer(out), dtype, 0, seen_ternary))
+            assert seen_ternary[0] == (bits > largest and dtype != ref.F32)
 
 
 # ---- validators ------------------------------------------------------------------------------------------------------

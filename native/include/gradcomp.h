@@ -12,6 +12,7 @@
  *   - Failure: GC_INVALID_ARGUMENT is returned before anything is written.
  *   - NaN and Inf never trap. Encoders report them through *nonfinite (set to 1, never cleared); codes of non-finite
  *     elements are unspecified but valid and the same on every tier.
+ *     Decoders write every NaN as the one quiet NaN 0x7FC00000 (bf16 0x7FC0, f16 0x7E00).
  *   - Floating-point environment: round to nearest, denormals kept, whatever the caller's thread has set (x86: MXCSR is
  *     saved, set and restored by the dispatcher).
  */

@@ -14,7 +14,7 @@ enum { MXCSR_DEFAULT = 0x1F80 };
 
 enum { MAX_PAYLOADS = 32767 };
 
-/* ---- floating-point environment -------------------------------------------------------------------------------------- */
+/* ---- floating-point environment ---------------------------------------------------------------------------------- */
 static unsigned enter_float_environment(void)
 {
 #if defined(__x86_64__)
@@ -35,7 +35,7 @@ static void leave_float_environment(unsigned saved)
 #endif
 }
 
-/* ---- checks -------------------------------------------------------------------------------------------------------------- */
+/* ---- checks ------------------------------------------------------------------------------------------------------ */
 static int is_source_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16 || dtype == GC_F16; }
 static int is_value_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16; }
 
@@ -106,7 +106,7 @@ static gc_status run_decode(gc_decode_kernel *kernel, gc_decode_job *job, const 
     return GC_OK;
 }
 
-/* ---- statistics ------------------------------------------------------------------------------------------------------------ */
+/* ---- statistics -------------------------------------------------------------------------------------------------- */
 gc_status gc_block_sums(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
                         gc_block *blocks, uint32_t *nonfinite)
 {
@@ -120,7 +120,7 @@ gc_status gc_ternary_scales(const gc_block *blocks, const uint64_t *group_blocks
     if (clip_sigma != clip_sigma || (group_count && (!group_blocks || !group_numels || !scales)))
         return GC_INVALID_ARGUMENT;
     for (size_t g = 0; g < group_count; g++)
-        if (group_blocks[g] > group_blocks[g + 1] || (!blocks && group_blocks[g] < group_blocks[g + 1]))
+        if (group_blocks[g] > group_blocks[g + 1] || (!blocks && group_blocks[g + 1]))
             return GC_INVALID_ARGUMENT;
     unsigned saved = enter_float_environment();
     for (size_t g = 0; g < group_count; g++)
@@ -130,7 +130,7 @@ gc_status gc_ternary_scales(const gc_block *blocks, const uint64_t *group_blocks
     return GC_OK;
 }
 
-/* ---- encoders ---------------------------------------------------------------------------------------------------------------- */
+/* ---- encoders ---------------------------------------------------------------------------------------------------- */
 gc_status gc_ternary_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
                             uint8_t *payload, gc_rng_key key, uint32_t *nonfinite)
 {
@@ -157,7 +157,7 @@ gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segment
     return run_encode(gc_current_kernels()->values_encode, &job, segments, segment_count, payload, nonfinite);
 }
 
-/* ---- decoders ---------------------------------------------------------------------------------------------------------------- */
+/* ---- decoders ---------------------------------------------------------------------------------------------------- */
 gc_status gc_ternary_sum_decode(const uint8_t *const *payloads, size_t payload_count, int shared,
                                 const gc_segment *segments, size_t segment_count, void *out, int out_dtype,
                                 unsigned flags, uint32_t *nonfinite)
@@ -215,7 +215,7 @@ gc_status gc_ternary_sum_lanes(const uint8_t *const *payloads, size_t payload_co
     return GC_OK;
 }
 
-/* ---- checks of payloads -------------------------------------------------------------------------------------------------- */
+/* ---- checks of payloads ------------------------------------------------------------------------------------------ */
 gc_status gc_ternary_validate(const uint8_t *payload, const gc_segment *segments, size_t segment_count)
 {
     const gc_kernels *kernels = gc_current_kernels();
@@ -263,7 +263,7 @@ uint32_t gc_crc32c(uint32_t crc, const uint8_t *data, size_t data_nbytes)
     return data_nbytes ? gc_current_kernels()->crc32c(crc, data, data_nbytes) : crc;
 }
 
-/* ---- copies, random numbers ------------------------------------------------------------------------------------------------ */
+/* ---- copies, random numbers -------------------------------------------------------------------------------------- */
 gc_status gc_copy(uint8_t *dst, const uint8_t *src, const gc_copy_range *ranges, size_t range_count)
 {
     if (range_count && !ranges)

@@ -40,8 +40,8 @@ static const gc_kernels tier_kernels[] = {
 #endif
 };
 
-/* -1 until a tier is selected or asked for. Atomic because kernels of several threads may ask at once; they all find the
- * same answer. */
+/* -1 until a tier is selected or asked for. Atomic because kernels of several threads may ask at once; they all find
+ * the same answer. */
 static atomic_int chosen_tier = -1;
 
 int gc_tier_count(void) { return TIER_COUNT; }

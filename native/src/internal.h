@@ -51,7 +51,7 @@ typedef struct {
     uint32_t nonfinite;        /* set by the kernels */
 } gc_decode_job;
 
-/* ---- runs: the part of one group inside a segment ------------------------------------------------------------------- */
+/* ---- runs: the part of one group inside a segment ---------------------------------------------------------------- */
 typedef struct {
     uint32_t first; /* position of its first element in the segment */
     uint32_t numel;
@@ -70,7 +70,7 @@ GC_INLINE gc_run gc_run_at(const gc_segment *segment, uint32_t position, uint32_
 
 GC_INLINE size_t gc_code_nbytes(uint32_t numel, unsigned bits) { return ((size_t)numel * bits + 7) / 8; }
 
-/* ---- the kernels of a tier -------------------------------------------------------------------------------------------- */
+/* ---- the kernels of a tier --------------------------------------------------------------------------------------- */
 typedef void gc_encode_kernel(gc_encode_job *job, const gc_segment *segment);
 typedef void gc_decode_kernel(gc_decode_job *job, const gc_segment *segment);
 
@@ -94,7 +94,7 @@ gc_status gc_onebit_validate_portable(const uint8_t *codes, uint32_t numel);
 gc_status gc_lanes_validate_portable(const uint8_t *lanes, uint32_t numel, uint32_t world_size, unsigned lane_bits);
 uint32_t gc_crc32c_portable(uint32_t crc, const uint8_t *data, size_t data_nbytes);
 
-/* ---- parts of the portable kernels that other tiers call for heads, tails and non-finite values ------------------------ */
+/* ---- parts of the portable kernels that other tiers call for heads, tails and non-finite values ------------------ */
 /* One block of at most GC_BLOCK_NUMEL elements, from element `first` of the tensor. */
 gc_block gc_block_of(const void *src, int dtype, uint64_t first, uint32_t numel);
 /* Ternary scale of one group from its blocks (gc_ternary_scales). */
@@ -102,9 +102,8 @@ float gc_ternary_scale_of(const gc_block *blocks, uint64_t block_count, uint32_t
 /* Elements [first, first + numel) of a segment; for ternary codes `first` is a multiple of 4. */
 typedef void gc_encode_span(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
 gc_encode_span gc_ternary_encode_span, gc_values_encode_span;
-/* Code of element `element` of a parameter, whose 16-bit draw is `draw`. */
-unsigned gc_ternary_code(float x, float scale, uint32_t draw, uint32_t element, uint32_t parameter,
-                         const gc_rng_key *key);
+/* Ternary code of element `element` of a parameter, drawing its random numbers. */
+unsigned gc_ternary_code(float x, float scale, uint32_t element, uint32_t parameter, const gc_rng_key *key);
 /* One whole group. */
 void gc_onebit_group(gc_encode_job *job, const gc_segment *segment, gc_run run);
 /* Elements [first, first + numel) of a segment, over any groups. */
@@ -113,10 +112,10 @@ gc_decode_span gc_ternary_decode_span, gc_lanes_decode_span, gc_onebit_decode_sp
 void gc_sum_lanes_span(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes,
                        uint32_t first, uint32_t numel);
 
-/* ---- the chosen tier ------------------------------------------------------------------------------------------------------ */
+/* ---- the chosen tier --------------------------------------------------------------------------------------------- */
 const gc_kernels *gc_current_kernels(void);
 
-/* ---- the processor -------------------------------------------------------------------------------------------------------- */
+/* ---- the processor ----------------------------------------------------------------------------------------------- */
 int gc_cpu_has_avx2(void); /* avx2, fma, f16c and sse4.2, and the operating system saves the registers */
 
 #if defined(__x86_64__)

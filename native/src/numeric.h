@@ -1,7 +1,7 @@
 /* numeric.h - bits of floating-point numbers: bf16 and f16, unaligned little-endian access, typed loads and stores.
  *
- * Everything here is exact or rounds to nearest even, and keeps NaN a NaN. Stores write the canonical quiet NaN, because
- * which NaN an addition returns is up to the order in which a compiler passes its operands.
+ * Everything here is exact or rounds to nearest even, and keeps NaN a NaN. Stores write the canonical quiet NaN,
+ * because which NaN an addition returns is up to the order in which a compiler passes its operands.
  */
 #ifndef GC_NUMERIC_H
 #define GC_NUMERIC_H
@@ -41,7 +41,7 @@ GC_INLINE double gc_lanes_total(double lanes[GC_SUM_LANES])
     return lanes[0];
 }
 
-/* ---- payload bytes ---------------------------------------------------------------------------------------------- */
+/* ---- payload bytes ----------------------------------------------------------------------------------------------- */
 GC_INLINE uint32_t gc_load_u16(const uint8_t *p) { return (uint32_t)(p[0] | p[1] << 8); }
 GC_INLINE uint32_t gc_load_u32(const uint8_t *p) { return gc_load_u16(p) | gc_load_u16(p + 2) << 16; }
 GC_INLINE uint64_t gc_load_u64(const uint8_t *p) { return gc_load_u32(p) | (uint64_t)gc_load_u32(p + 4) << 32; }
@@ -65,7 +65,7 @@ GC_INLINE float gc_scale(const uint8_t *payload, const gc_segment *segment, uint
     return gc_load_f32(payload + segment->scales + 4 * (size_t)index);
 }
 
-/* ---- bf16, f16 ---------------------------------------------------------------------------------------------------- */
+/* ---- bf16, f16 --------------------------------------------------------------------------------------------------- */
 GC_INLINE float gc_from_bf16(uint16_t h) { return gc_float_of((uint32_t)h << 16); }
 
 GC_INLINE uint16_t gc_to_bf16(float value)
@@ -98,7 +98,7 @@ GC_INLINE uint16_t gc_to_f16(float value)
     return (uint16_t)(sign | (((a + 0xFFF + (a >> 13 & 1)) >> 13) - (112u << 10)));
 }
 
-/* ---- tensors ---------------------------------------------------------------------------------------------------------- */
+/* ---- tensors ----------------------------------------------------------------------------------------------------- */
 GC_INLINE float gc_load(const void *src, int dtype, uint64_t i)
 {
     if (dtype == GC_F32)

@@ -21,7 +21,7 @@ uint64_t random_u64(void)
 
 uint32_t random_below(uint32_t bound) { return bound ? (uint32_t)((random_u64() >> 32) * bound >> 32) : 0; }
 
-/* ---- buffers ------------------------------------------------------------------------------------------------------- */
+/* ---- buffers ----------------------------------------------------------------------------------------------------- */
 enum { SLOT_NBYTES = 1 << 19 };
 
 static uint8_t *slots[SLOT_COUNT];
@@ -40,7 +40,7 @@ void *guarded(int slot, size_t nbytes, placement where, uint8_t fill)
     return buffer;
 }
 
-/* ---- values ---------------------------------------------------------------------------------------------------------- */
+/* ---- values ------------------------------------------------------------------------------------------------------ */
 static float float_of(uint32_t bits)
 {
     float value;
@@ -66,7 +66,15 @@ static float bell(void)
 float random_value(value_kind kind)
 {
     static const uint32_t odd[] = {0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F800001, 0x7F7FFFFF, 0x80000000};
+    /* Around 65520, the first value that is Inf in f16, and its counterpart in bf16. */
+    static const uint32_t edges[2][4] = {{0x477FE000, 0x477FEFFF, 0x477FF000, 0x477FF001},
+                                         {0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7F8001}};
     switch (kind) {
+    case F16_EDGE:
+    case BF16_EDGE: /* rare, so that a piece may hold only one */
+        return random_below(300)
+                   ? bell()
+                   : float_of(edges[kind == BF16_EDGE][random_below(4)] | (uint32_t)random_below(2) << 31);
     case ZEROS:
         return random_below(2) ? 0.0f : -0.0f;
     case SPARSE:

@@ -21,20 +21,31 @@ extern char case_name[512];
         }                                                                                             \
     } while (0)
 
-/* ---- random numbers (xorshift64*), the same in every run unless a seed is given ---- */
+/* ---- random numbers (xorshift64*), the same in every run unless a seed is given ---------------------------------- */
 uint64_t random_u64(void);
 uint32_t random_below(uint32_t bound); /* 0 for bound 0 */
 void random_seed(uint64_t seed);
 
-/* ---- buffers between two pages that may not be touched ---- */
+/* ---- buffers between two pages that may not be touched ----------------------------------------------------------- */
 enum { SLOT_COUNT = 48 };
 typedef enum { AT_END, AT_START } placement; /* which guard page the buffer touches */
 
 /* `nbytes` bytes in slot `slot`, all `fill`; what the slot held is gone. */
 void *guarded(int slot, size_t nbytes, placement where, uint8_t fill);
 
-/* ---- values ---- */
-typedef enum { NORMAL, ZEROS, SPARSE, TINY, HUGE_VALUES, NONFINITE, ANY_BITS, KIND_COUNT } value_kind;
+/* ---- values ------------------------------------------------------------------------------------------------------ */
+typedef enum {
+    NORMAL,
+    ZEROS,
+    SPARSE,
+    TINY,
+    HUGE_VALUES,
+    F16_EDGE,
+    BF16_EDGE,
+    NONFINITE,
+    ANY_BITS,
+    KIND_COUNT
+} value_kind;
 
 /* Fill a tensor of `dtype` (4 or 2 bytes an element). */
 void fill_tensor(void *tensor, int dtype, size_t numel, value_kind kind);

@@ -180,7 +180,8 @@ static void test_float_environment(void)
     fill_tensor(src, GC_F32, 64, TINY);
     fill_tensor(residual, GC_F32, 64, TINY);
     for (int i = 0; i < 2; i++) {
-        unsigned before = _mm_getcsr(), wanted = i ? 0xFFC0 : 0x1F80; /* towards zero, flush to zero, denormals are zero */
+        unsigned before = _mm_getcsr(),
+                 wanted = i ? 0xFFC0 : 0x1F80; /* towards zero, flush to zero, denormals are zero */
         memset(payload[i], 0, 64);
         _mm_setcsr(wanted);
         gc_onebit_encode(src, GC_F32, &segment, 1, residual, left[i], payload[i], &flag);

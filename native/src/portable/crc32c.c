@@ -1,4 +1,4 @@
-/* crc32c.c - CRC-32C (Castagnoli 1993), eight bytes a step by eight tables (Kounavis and Berry 2005, "slicing-by-8"). */
+/* crc32c.c - CRC-32C (Castagnoli 1993), eight bytes a step by eight tables (Kounavis and Berry 2005). */
 #include "crc32c_table.h"
 #include "numeric.h"
 

@@ -1,8 +1,8 @@
 /* onebit_encode.c - one bit a value with error feedback (Seide et al. 2014, section 2).
  *
- * Two passes over a group: the first takes the bits and the means of the two classes, the second leaves what the decoder
- * will miss in the residual. Deviation from the paper: a group whose gradient is zero throughout is sent as zeros and keeps
- * its residual, so that an unused row gathers no error.
+ * Two passes over a group: the first takes the bits and the means of the two classes, the second leaves what the
+ * decoder will miss in the residual. Deviation from the paper: a group whose gradient is zero throughout is sent as
+ * zeros and keeps its residual, so that an unused row gathers no error.
  */
 #include "numeric.h"
 

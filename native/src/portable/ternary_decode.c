@@ -1,4 +1,4 @@
-/* ternary_decode.c - averages of ternary payloads (Wen et al. 2017, equation 5), as values and as exact integer lanes. */
+/* ternary_decode.c - averages of ternary payloads (Wen et al. 2017, equation 5), as values and as integer lanes. */
 #include "lanes.h"
 #include "numeric.h"
 

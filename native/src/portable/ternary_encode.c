@@ -1,7 +1,7 @@
 /* ternary_encode.c - stochastic ternary codes (TernGrad, Wen et al. 2017, equations 3 and 4).
  *
- * Deviation from the paper: a decision takes 16 random bits, and 32 more only when these tie with the threshold, so that
- * eight Philox blocks serve 64 elements. The probability is that of one 48-bit comparison.
+ * Deviation from the paper: a decision takes 16 random bits, and 32 more only when these tie with the threshold, so
+ * that eight Philox blocks serve 64 elements. The probability is that of one 48-bit comparison.
  */
 #include "numeric.h"
 #include "philox.h"
@@ -47,9 +47,11 @@ GC_INLINE unsigned code_of(float x, float scale, uint32_t draw, uint32_t element
     return deep_draw(element, parameter, key) < (uint32_t)rest ? sign_code : CODE_ZERO;
 }
 
-unsigned gc_ternary_code(float x, float scale, uint32_t draw, uint32_t element, uint32_t parameter,
-                         const gc_rng_key *key)
+unsigned gc_ternary_code(float x, float scale, uint32_t element, uint32_t parameter, const gc_rng_key *key)
 {
+    uint32_t c[4] = {element / 64 * 8 + element % 8, parameter, key->step, key->stream};
+    gc_philox(c, key->seed, key->rank);
+    uint32_t word = c[element % 64 / 16], draw = element / 8 % 2 ? word >> 16 : word & 0xFFFF;
     return code_of(x, scale, draw, element, parameter, key);
 }
 
@@ -69,7 +71,8 @@ GC_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, uint32
             }
             float x = gc_load(job->src, dtype, segment->data + i);
             job->nonfinite |= !gc_is_finite(x);
-            unsigned code = code_of(x, scale, draws[element % SUPERBLOCK_NUMEL], element, segment->parameter, &job->key);
+            unsigned code = code_of(x, scale, draws[element % SUPERBLOCK_NUMEL], element, segment->parameter,
+                                    &job->key);
             uint8_t byte = i % 4 ? codes[i / 4] : 0x55; /* a new byte is all padding: 01, the zero code */
             codes[i / 4] = (uint8_t)(byte ^ ((code ^ CODE_ZERO) << 2 * (i % 4)));
         }

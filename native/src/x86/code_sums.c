@@ -1,7 +1,7 @@
 /* code_sums.c - integer sums of ternary codes, a byte an element, and their compaction to lanes of up to 8 bits.
  *
- * Two codes of every byte are added in its two nibbles, so that one addition adds 64 codes. A nibble holds five codes even
- * when all are `11`; then the nibbles are added to bytes.
+ * Two codes of every byte are added in its two nibbles, so that one addition adds 64 codes. A nibble holds five codes
+ * even when all are `11`; then the nibbles are added to bytes.
  */
 #include "internal.h"
 

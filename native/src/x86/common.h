@@ -1,8 +1,8 @@
 /* common.h - what the avx2 kernels share: typed loads of eight elements, pieces of a segment, stores of decoded values.
  *
  * Vector code handles finite values alone. A kernel notes the largest |x| of a block, group or piece; where that is not
- * finite the portable part does it again, so that NaNs are the same on every tier at no cost to the others. Outputs never
- * overlap inputs, so doing a piece again is always possible.
+ * finite the portable part does it again, so that NaNs are the same on every tier at no cost to the others. Outputs
+ * never overlap inputs, so doing a piece again is always possible.
  */
 #ifndef GC_X86_COMMON_H
 #define GC_X86_COMMON_H
@@ -31,7 +31,10 @@ GC_AVX2_INLINE void gc_prefetch(const void *src, int dtype, uint64_t i)
     _mm_prefetch((const char *)((uintptr_t)src + i * (dtype == GC_F32 ? 4 : 2)), _MM_HINT_T0);
 }
 
-GC_AVX2_INLINE __m256i gc_abs8(__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(GC_ABS_MASK)); }
+GC_AVX2_INLINE __m256i gc_abs8(__m256 x)
+{
+    return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(GC_ABS_MASK));
+}
 
 /* Largest of eight non-negative integers. */
 GC_AVX2_INLINE uint32_t gc_max8(__m256i v)
@@ -42,6 +45,14 @@ GC_AVX2_INLINE uint32_t gc_max8(__m256i v)
     return (uint32_t)_mm_cvtsi128_si32(m);
 }
 
+/* Sum of sixteen lanes, lane 4j + i in element i of vector j, by the tree that gc_lanes_total pins. */
+GC_AVX2_INLINE double gc_total16(const __m256d lanes[4])
+{
+    __m256d four = _mm256_add_pd(_mm256_add_pd(lanes[0], lanes[2]), _mm256_add_pd(lanes[1], lanes[3]));
+    __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
 /* Eight finite values as bf16, rounded to nearest even. */
 GC_AVX2_INLINE __m128i gc_to_bf16x8(__m256 x)
 {
@@ -50,7 +61,7 @@ GC_AVX2_INLINE __m128i gc_to_bf16x8(__m256 x)
     return _mm_packus_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
 }
 
-/* ---- decoded values -------------------------------------------------------------------------------------------------- */
+/* ---- decoded values ---------------------------------------------------------------------------------------------- */
 enum {
     GC_PIECE_NUMEL = 1024,                      /* a piece's values (4 KB) and sums stay in the first-level cache */
     GC_STAGE_NUMEL = GC_PIECE_NUMEL + 32,       /* kernels may write a vector more */
@@ -79,8 +90,8 @@ int gc_store_stage(const gc_decode_job *job, const gc_segment *segment, const gc
 void gc_fill_scales(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, uint32_t stride,
                     uint32_t offset, float *values);
 
-/* The code bytes from the one that holds the piece's first element on, with GC_PADDING_NBYTES that may be read after the
- * piece's last: in place or, near the end of the segment, in `padded`. */
+/* The code bytes from the one that holds the piece's first element on, with GC_PADDING_NBYTES that may be read after
+ * the piece's last: in place or, near the end of the segment, in `padded`. */
 const uint8_t *gc_padded_codes(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, unsigned bits,
                                uint8_t *padded);
 
@@ -122,11 +133,12 @@ GC_AVX2_INLINE void gc_write8(void *out, int dtype, uint64_t i, __m256 x, int st
                         body(__VA_ARGS__, GC_BF16, 0), body(__VA_ARGS__, GC_F16, 0)); \
     } while (0)
 
-/* ---- sums of ternary codes ---------------------------------------------------------------------------------------------- */
+/* ---- sums of ternary codes --------------------------------------------------------------------------------------- */
 enum { GC_BYTE_SUMS_PAYLOADS = 127, GC_SUMS_BLOCK_NUMEL = 128 };
 
 /* Sums of the codes (0, 1, 2) of at most GC_BYTE_SUMS_PAYLOADS payloads, a byte an element: `numel` elements from the
  * code byte `first_byte` of the segment on, rounded up to blocks of GC_SUMS_BLOCK_NUMEL. */
-void gc_byte_sums(const gc_decode_job *job, const gc_segment *segment, size_t first_byte, uint32_t numel, uint8_t *sums);
+void gc_byte_sums(const gc_decode_job *job, const gc_segment *segment, size_t first_byte, uint32_t numel,
+                  uint8_t *sums);
 
 #endif

@@ -9,7 +9,11 @@
 #include <nmmintrin.h>
 #include <string.h>
 
+#if defined(__clang__) && __clang_major__ >= 14 /* there the instruction has a name of its own */
+#define GC_SSE42 __attribute__((target("sse4.2,crc32")))
+#else
 #define GC_SSE42 __attribute__((target("sse4.2")))
+#endif
 #define POLYNOMIAL 0x82F63B78u /* reflected: bit 31 is x^0 */
 
 enum { STRETCH_NBYTES = 4096 };

@@ -1,5 +1,5 @@
-/* lanes.c - exact integer lanes of any width: eight lanes lie in at most sixteen bytes, one shuffle brings to each 32-bit
- * lane the three bytes that hold its bits, and one shift moves them down. */
+/* lanes.c - exact integer lanes of any width: eight lanes lie in at most sixteen bytes, one shuffle brings to each
+ * 32-bit lane the three bytes that hold its bits, and one shift moves them down. */
 #include "internal.h"
 
 #if defined(__x86_64__)

@@ -4,6 +4,8 @@
 #if defined(__x86_64__)
 #include "common.h"
 
+enum { TOGETHER = 4 }; /* payloads whose values are added in registers */
+
 /* How far lane l shifts up a window that starts at the byte of element `first`, for the elements first + l. */
 GC_AVX2_INLINE __m256i bit_shifts(uint32_t first)
 {
@@ -22,7 +24,7 @@ GC_AVX2_INLINE __m256 mean8(const uint8_t *payload, const gc_segment *segment, c
     return _mm256_set1_ps(gc_scale(payload, segment, 2 * piece->run.group + bit));
 }
 
-/* ---- one payload, one group ------------------------------------------------------------------------------------------ */
+/* ---- one payload, one group -------------------------------------------------------------------------------------- */
 GC_AVX2_INLINE void one_body(void *out, uint64_t index, uint32_t numel, const uint8_t *codes, __m256i shifts,
                              __m256 mean0, __m256 mean1, int dtype, int stream)
 {
@@ -43,38 +45,45 @@ GC_AVX2 static int decode_one(gc_decode_job *job, const gc_segment *segment, con
     return 1;
 }
 
-/* ---- several payloads or groups ------------------------------------------------------------------------------------------ */
-GC_AVX2_INLINE void add_uniform(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, int starts,
-                                float *stage)
+/* ---- several payloads or groups ---------------------------------------------------------------------------------- */
+/* Add the values of `count` payloads to the stage, in order; the first call starts it. */
+GC_AVX2_INLINE void add_means(float *stage, uint32_t numel, const uint8_t *const *codes, __m256i shifts,
+                              const __m256 *means0, const __m256 *means1, int count, int starts)
 {
-    uint8_t padded[GC_PADDED_NBYTES];
-    const uint8_t *codes = gc_padded_codes(payload, segment, piece, 1, padded);
-    __m256 mean0 = mean8(payload, segment, piece, 0), mean1 = mean8(payload, segment, piece, 1);
-    __m256i shifts = bit_shifts(piece->first);
-    for (uint32_t i = 0; i < piece->numel; i += 8) {
-        __m256 value = pick8(codes, i, shifts, mean0, mean1);
-        _mm256_storeu_ps(stage + i, starts ? value : _mm256_add_ps(_mm256_loadu_ps(stage + i), value));
-    }
-}
-
-/* Two payloads to the stage at once, which halves the traffic to it. */
-GC_AVX2_INLINE void add_pair(const uint8_t *const *payloads, const gc_segment *segment, const gc_piece *piece, int starts,
-                             float *stage)
-{
-    uint8_t padded[2][GC_PADDED_NBYTES];
-    const uint8_t *a = gc_padded_codes(payloads[0], segment, piece, 1, padded[0]);
-    const uint8_t *b = gc_padded_codes(payloads[1], segment, piece, 1, padded[1]);
-    __m256 a0 = mean8(payloads[0], segment, piece, 0), a1 = mean8(payloads[0], segment, piece, 1);
-    __m256 b0 = mean8(payloads[1], segment, piece, 0), b1 = mean8(payloads[1], segment, piece, 1);
-    __m256i shifts = bit_shifts(piece->first);
-    for (uint32_t i = 0; i < piece->numel; i += 8) {
-        __m256 value = pick8(a, i, shifts, a0, a1);
+    for (uint32_t i = 0; i < numel; i += 8) {
+        __m256 sum = pick8(codes[0], i, shifts, means0[0], means1[0]);
         if (!starts)
-            value = _mm256_add_ps(_mm256_loadu_ps(stage + i), value);
-        _mm256_storeu_ps(stage + i, _mm256_add_ps(value, pick8(b, i, shifts, b0, b1)));
+            sum = _mm256_add_ps(_mm256_loadu_ps(stage + i), sum);
+        for (int p = 1; p < count; p++)
+            sum = _mm256_add_ps(sum, pick8(codes[p], i, shifts, means0[p], means1[p]));
+        _mm256_storeu_ps(stage + i, sum);
     }
 }
 
+/* Up to TOGETHER payloads, all elements in one group. */
+GC_AVX2_INLINE void add_uniform(const uint8_t *const *payloads, const gc_segment *segment, const gc_piece *piece,
+                                int count, int starts, float *stage)
+{
+    uint8_t padded[TOGETHER][GC_PIECE_NUMEL / 8 + 2 * GC_PADDING_NBYTES];
+    const uint8_t *codes[TOGETHER];
+    __m256 means0[TOGETHER], means1[TOGETHER];
+    for (int q = 0; q < count; q++) {
+        codes[q] = gc_padded_codes(payloads[q], segment, piece, 1, padded[q]);
+        means0[q] = mean8(payloads[q], segment, piece, 0);
+        means1[q] = mean8(payloads[q], segment, piece, 1);
+    }
+    __m256i shifts = bit_shifts(piece->first);
+    if (count == 4)
+        add_means(stage, piece->numel, codes, shifts, means0, means1, 4, starts);
+    else if (count == 3)
+        add_means(stage, piece->numel, codes, shifts, means0, means1, 3, starts);
+    else if (count == 2)
+        add_means(stage, piece->numel, codes, shifts, means0, means1, 2, starts);
+    else
+        add_means(stage, piece->numel, codes, shifts, means0, means1, 1, starts);
+}
+
+/* One payload, two means for each element. */
 GC_AVX2_INLINE void add_scaled(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, int starts,
                                float *stage)
 {
@@ -96,16 +105,15 @@ GC_AVX2 static int decode_piece(gc_decode_job *job, const gc_segment *segment, c
     if (job->payload_count == 1 && piece->is_uniform)
         return decode_one(job, segment, piece);
     for (size_t p = 0; p < job->payload_count;) {
+        size_t left = job->payload_count - p;
         if (!piece->is_uniform) {
             add_scaled(job->payloads[p], segment, piece, p == 0, stage);
             p++;
-        } else if (p + 2 <= job->payload_count) {
-            add_pair(job->payloads + p, segment, piece, p == 0, stage);
-            p += 2;
-        } else {
-            add_uniform(job->payloads[p], segment, piece, p == 0, stage);
-            p++;
+            continue;
         }
+        int count = left < TOGETHER ? (int)left : TOGETHER;
+        add_uniform(job->payloads + p, segment, piece, count, p == 0, stage);
+        p += (size_t)count;
     }
     return gc_store_stage(job, segment, piece, stage, 1.0f / (float)job->payload_count);
 }

@@ -1,8 +1,8 @@
 /* onebit_encode.c - 1-bit codes, class means and the new residual, group by group.
  *
- * A group of at most GC_ONEBIT_STAGE_NUMEL elements is read from memory once: x = g + r is staged in the first-level cache
- * for the second pass. Larger groups go chunk by chunk and read g and r twice. A group with values that are not finite is
- * left to the portable encoder before its residual is touched.
+ * A group of at most GC_ONEBIT_STAGE_NUMEL elements is read from memory once: x = g + r is staged in the first-level
+ * cache for the second pass. Larger groups go chunk by chunk and read g and r twice. A group with values that are not
+ * finite is left to the portable encoder before its residual is touched.
  */
 #include "internal.h"
 
@@ -60,14 +60,6 @@ GC_AVX2_INLINE void take16(group_state *state, class_lanes *lanes, chunk_stage *
     add8(lanes, 2, x1);
 }
 
-/* The tree over sixteen lanes that gc_lanes_total pins. */
-GC_AVX2_INLINE double total(const __m256d lanes[4])
-{
-    __m256d four = _mm256_add_pd(_mm256_add_pd(lanes[0], lanes[2]), _mm256_add_pd(lanes[1], lanes[3]));
-    __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
-    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
-}
-
 /* The part of the tensors that a call works on. */
 typedef struct {
     const void *src;
@@ -113,20 +105,21 @@ GC_AVX2_INLINE void take_chunk(group_state *state, chunk_stage *stage, const sou
         }
         if (i < end)
             take_rest(state, &lanes, stage, view, chunk, i, end, dtype);
-        state->sums[0] += total(lanes.zeros);
-        state->sums[1] += total(lanes.ones);
+        state->sums[0] += gc_total16(lanes.zeros);
+        state->sums[1] += gc_total16(lanes.ones);
     }
 }
 
-/* Append the staged bits at bit `position` of the segment's codes; what is above them in the last byte becomes 0. Bits of
- * earlier groups in the first byte stay. Returns the number of ones. */
-static uint32_t put_bits(uint8_t *codes, uint32_t position, chunk_stage *stage, uint32_t numel)
+/* Append the staged bits at bit `position` of the segment's codes; what is above them in the last byte becomes 0. Bits
+ * of earlier groups in the first byte stay. Returns the number of ones. */
+GC_AVX2 static uint32_t put_bits(uint8_t *codes, uint32_t position, chunk_stage *stage, uint32_t numel)
 {
     uint8_t shifted[CHUNK_NUMEL / 8 + 8];
     uint32_t ones = 0, words = (numel + 63) / 64, offset = position % 8;
     size_t nbytes = gc_code_nbytes(offset + numel, 1);
     uint64_t carry = offset ? codes[position / 8] & ((1u << offset) - 1) : 0;
-    memset(stage->bits + (numel + 15) / 16 * 2, 0, (8 * words - (numel + 15) / 16 * 2));
+    uint32_t taken = (numel + VECTORS_NUMEL - 1) / VECTORS_NUMEL * VECTORS_NUMEL / 8; /* bytes that take16 wrote */
+    memset(stage->bits + taken, 0, 8 * words - taken);
     for (uint32_t w = 0; w < words; w++) {
         uint64_t bits, out;
         memcpy(&bits, stage->bits + 8 * w, 8);
@@ -135,7 +128,7 @@ static uint32_t put_bits(uint8_t *codes, uint32_t position, chunk_stage *stage, 
         carry = offset ? bits >> (64 - offset) : 0;
         memcpy(shifted + 8 * w, &out, 8);
     }
-    memcpy(shifted + 8 * words, &carry, sizeof shifted - 8 * words < 8 ? sizeof shifted - 8 * words : 8);
+    memcpy(shifted + 8 * words, &carry, 8);
     memcpy(codes + position / 8, shifted, nbytes);
     return ones;
 }
@@ -159,7 +152,8 @@ GC_AVX2_INLINE void leave_staged(const chunk_stage *stage, uint32_t numel, float
 }
 
 /* The residual of a group that was not staged whole: x is made again. `out` may be view->residual. */
-GC_AVX2_INLINE void leave_again(const source_view *view, uint32_t numel, float mean0, float mean1, float *out, int dtype)
+GC_AVX2_INLINE void leave_again(const source_view *view, uint32_t numel, float mean0, float mean1, float *out,
+                                int dtype)
 {
     __m256 m0 = _mm256_set1_ps(mean0), m1 = _mm256_set1_ps(mean1);
     uint32_t i = 0;
@@ -176,7 +170,8 @@ GC_AVX2_INLINE void leave_again(const source_view *view, uint32_t numel, float m
 }
 
 /* Encode one group; 0 when it holds a value that is not finite (then no residual was written). */
-GC_AVX2_INLINE int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run, chunk_stage *stage, int dtype)
+GC_AVX2_INLINE int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run, chunk_stage *stage,
+                                int dtype)
 {
     group_state state = {{0, 0}, 0, _mm256_setzero_si256(), _mm256_setzero_si256()};
     uint64_t residual = segment->residual + run.first;

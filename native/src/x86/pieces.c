@@ -1,7 +1,7 @@
 /* pieces.c - how decoders walk a segment and write what they made.
  *
- * Pieces end where the output's cache lines end, so that streaming stores fill whole lines; a piece is cut at the end of
- * a group where that is the end of a line, too, or where lines do not matter. Rows of any width thus stream well.
+ * Pieces end where the output's cache lines end, so that streaming stores fill whole lines; a piece is cut at the end
+ * of a group where that is the end of a line, too, or where lines do not matter. Rows of any width thus stream well.
  */
 #include "internal.h"
 
@@ -15,7 +15,32 @@ static uintptr_t output_address(const gc_decode_job *job, const gc_segment *segm
     return (uintptr_t)job->out + (uintptr_t)(segment->data + position) * (job->out_dtype == GC_F32 ? 4 : 2);
 }
 
-static gc_piece piece_at(const gc_decode_job *job, const gc_segment *segment, uint32_t first)
+/* Where the walk stands: the group of the next element and the position at which it ends. Steps from group to group,
+ * since finding a run takes two divisions. */
+typedef struct {
+    uint64_t end;
+    uint32_t group;
+} group_cursor;
+
+static group_cursor cursor_at(const gc_segment *segment, uint32_t position)
+{
+    gc_run run = gc_run_at(segment, position, segment->numel);
+    group_cursor cursor = {(uint64_t)position + run.numel, run.group};
+    return cursor;
+}
+
+static void move_cursor(group_cursor *cursor, const gc_segment *segment, uint32_t position)
+{
+    if (position < cursor->end)
+        return;
+    cursor->end += segment->group_numel;
+    cursor->group++;
+    if (position >= cursor->end)
+        *cursor = cursor_at(segment, position);
+}
+
+static gc_piece piece_at(const gc_decode_job *job, const gc_segment *segment, const group_cursor *cursor,
+                         uint32_t first)
 {
     uint32_t size = job->out_dtype == GC_F32 ? 4 : 2, numel = segment->numel - first;
     uintptr_t address = output_address(job, segment, first);
@@ -24,7 +49,8 @@ static gc_piece piece_at(const gc_decode_job *job, const gc_segment *segment, ui
         numel = LINE_NBYTES / size - offset;
     else if (numel > GC_PIECE_NUMEL)
         numel = GC_PIECE_NUMEL;
-    gc_run run = gc_run_at(segment, first, first + numel);
+    uint64_t left = cursor->end - first;
+    gc_run run = {first, left < numel ? (uint32_t)left : numel, cursor->group};
     int ends_line = (address + (uintptr_t)run.numel * size) % LINE_NBYTES == 0;
     if (run.numel >= CUT_NUMEL && (ends_line || !(job->flags & GC_STREAM)))
         numel = run.numel;
@@ -35,8 +61,10 @@ static gc_piece piece_at(const gc_decode_job *job, const gc_segment *segment, ui
 GC_AVX2 void gc_decode_pieces(gc_decode_job *job, const gc_segment *segment, gc_decode_piece *decode,
                               gc_decode_span *span)
 {
+    group_cursor cursor = cursor_at(segment, 0);
     for (uint32_t first = 0; first < segment->numel;) {
-        gc_piece piece = piece_at(job, segment, first);
+        move_cursor(&cursor, segment, first);
+        gc_piece piece = piece_at(job, segment, &cursor, first);
         uint32_t rest = piece.numel % 8;
         first += piece.numel;
         piece.numel -= rest;

@@ -27,14 +27,6 @@ GC_AVX2_INLINE void add16(block_lanes *lanes, __m256 a, __m256 b)
     lanes->absmax = _mm256_max_epi32(lanes->absmax, _mm256_max_epi32(gc_abs8(a), gc_abs8(b)));
 }
 
-/* The tree over sixteen lanes that gc_lanes_total pins. */
-GC_AVX2_INLINE double total(const __m256d lanes[4])
-{
-    __m256d four = _mm256_add_pd(_mm256_add_pd(lanes[0], lanes[2]), _mm256_add_pd(lanes[1], lanes[3]));
-    __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
-    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
-}
-
 GC_AVX2_INLINE gc_block block_body(const void *src, uint64_t first, uint32_t numel, int dtype)
 {
     block_lanes lanes;
@@ -52,7 +44,7 @@ GC_AVX2_INLINE gc_block block_body(const void *src, uint64_t first, uint32_t num
             rest[j] = gc_load(src, dtype, first + i + j);
         add16(&lanes, _mm256_loadu_ps(rest), _mm256_loadu_ps(rest + 8));
     }
-    gc_block block = {total(lanes.sums), total(lanes.squares), gc_max8(lanes.absmax), 0};
+    gc_block block = {gc_total16(lanes.sums), gc_total16(lanes.squares), gc_max8(lanes.absmax), 0};
     return block;
 }
 

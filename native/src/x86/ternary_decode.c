@@ -1,8 +1,8 @@
 /* ternary_decode.c - averages of ternary payloads.
  *
  * A code picks its value from a table of four in a vector register (permutevar looks at two bits), which takes fewer
- * instructions than converting integers. Codes are at any bit position: a 32-bit window is broadcast and each lane shifts
- * its code down. Integer sums of several payloads with one scale are made in bytes first.
+ * instructions than converting integers. Codes are at any bit position: a 32-bit window is broadcast and each lane
+ * shifts its code down. Integer sums of several payloads with one scale are made in bytes first.
  */
 #include "internal.h"
 
@@ -29,7 +29,7 @@ GC_AVX2_INLINE __m256 value_table(float scale)
     return _mm256_mul_ps(_mm256_setr_ps(-1, 0, 1, 2, -1, 0, 1, 2), _mm256_set1_ps(scale));
 }
 
-/* ---- one payload, one group ------------------------------------------------------------------------------------------ */
+/* ---- one payload, one group -------------------------------------------------------------------------------------- */
 GC_AVX2_INLINE void one_body(void *out, uint64_t index, uint32_t numel, const uint8_t *codes, __m256i shifts,
                              __m256 table, int dtype, int stream)
 {
@@ -49,7 +49,7 @@ GC_AVX2 static int decode_one(gc_decode_job *job, const gc_segment *segment, con
     return 1;
 }
 
-/* ---- a scale for each payload ------------------------------------------------------------------------------------------ */
+/* ---- a scale for each payload ------------------------------------------------------------------------------------ */
 /* Add the values of `count` payloads to the stage, in order; the first call starts it. */
 GC_AVX2_INLINE void add_tables(float *stage, uint32_t numel, const uint8_t *const *codes, const __m256 *tables,
                                __m256i shifts, int count, int starts)
@@ -64,16 +64,16 @@ GC_AVX2_INLINE void add_tables(float *stage, uint32_t numel, const uint8_t *cons
     }
 }
 
-/* Up to TOGETHER payloads from number p on, all elements in one group. */
-GC_AVX2_INLINE void add_uniform(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece, size_t p,
+/* Up to TOGETHER payloads, all elements in one group. */
+GC_AVX2_INLINE void add_uniform(const uint8_t *const *payloads, const gc_segment *segment, const gc_piece *piece,
                                 int count, int starts, float *stage)
 {
     uint8_t padded[TOGETHER][GC_PIECE_NUMEL / 4 + 2 * GC_PADDING_NBYTES];
     const uint8_t *codes[TOGETHER];
     __m256 tables[TOGETHER];
     for (int q = 0; q < count; q++) {
-        codes[q] = gc_padded_codes(job->payloads[p + q], segment, piece, 2, padded[q]);
-        tables[q] = value_table(gc_scale(job->payloads[p + q], segment, piece->run.group));
+        codes[q] = gc_padded_codes(payloads[q], segment, piece, 2, padded[q]);
+        tables[q] = value_table(gc_scale(payloads[q], segment, piece->run.group));
     }
     __m256i shifts = code_shifts(piece->first);
     if (count == 4)
@@ -114,13 +114,13 @@ GC_AVX2 static int decode_own(gc_decode_job *job, const gc_segment *segment, con
             continue;
         }
         int count = left < TOGETHER ? (int)left : TOGETHER;
-        add_uniform(job, segment, piece, p, count, p == 0, stage);
+        add_uniform(job->payloads + p, segment, piece, count, p == 0, stage);
         p += (size_t)count;
     }
     return gc_store_stage(job, segment, piece, stage, 1.0f / (float)job->payload_count);
 }
 
-/* ---- one scale for all payloads ------------------------------------------------------------------------------------------ */
+/* ---- one scale for all payloads ---------------------------------------------------------------------------------- */
 GC_AVX2 static int decode_shared(gc_decode_job *job, const gc_segment *segment, const gc_piece *piece)
 {
     uint8_t sums[GC_PIECE_NUMEL + 2 * GC_SUMS_BLOCK_NUMEL];

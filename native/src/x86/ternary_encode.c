@@ -1,10 +1,10 @@
 /* ternary_encode.c - ternary codes of whole superblocks: 64 elements, eight Philox blocks, sixteen bytes.
  *
  * The eight blocks are two vectors of four 64-bit lanes, of which only the low halves count (the multiplication ignores
- * the high ones). Even and odd blocks are then woven into eight 32-bit lanes; lane l of word w holds the 16-bit draws of
- * elements 16w + l and 16w + 8 + l, which is where the pinned layout comes from. Superblocks in which a draw is too close to
- * its threshold (three in about a thousand) are settled one by one, and those cut by the segment are left to the portable
- * encoder.
+ * the high ones). Even and odd blocks are then woven into eight 32-bit lanes; lane l of word w holds the 16-bit draws
+ * of elements 16w + l and 16w + 8 + l, which is where the pinned layout comes from. Superblocks in which a draw is too
+ * close to its threshold (three in about a thousand) are settled one by one, and those cut by the segment are left to
+ * the portable encoder.
  */
 #include "internal.h"
 
@@ -14,7 +14,7 @@
 
 enum { SUPERBLOCK_NUMEL = 64, SUPERBLOCK_NBYTES = 16, PREFETCH_NUMEL = 1024, WORDS = 4 };
 
-/* ---- random numbers ------------------------------------------------------------------------------------------------- */
+/* ---- random numbers ---------------------------------------------------------------------------------------------- */
 /* Philox with what is constant worked out: three of four counter words are, so the first two rounds need one product
  * each, and the third round one exclusive or less. */
 typedef struct {
@@ -47,12 +47,12 @@ GC_AVX2_INLINE __m256i high(__m256i product) { return _mm256_srli_epi64(product,
 GC_AVX2_INLINE __m256i xor3(__m256i a, __m256i b, __m256i c)
 {
     __m256i ab = _mm256_xor_si256(a, b);
-    __asm__("" : "+x"(ab));
+    __asm__("" : "+x"(ab)); /* c is ready last: keep the compiler from reordering */
     return _mm256_xor_si256(ab, c);
 }
 
-/* Blocks 8 * superblock + b of a superblock, even b in the low halves of c[0], odd b in those of c[1]. Both are worked on
- * side by side, because a round waits longer for its two products than it takes to issue them. */
+/* Blocks 8 * superblock + b of a superblock, even b in the low halves of c[0], odd b in those of c[1]. Both are worked
+ * on side by side, because a round waits longer for its two products than it takes to issue them. */
 GC_AVX2_INLINE void philox8(const philox_plan *plan, uint32_t superblock, __m256i c[2][WORDS])
 {
     const __m256i m0 = _mm256_set1_epi32((int)GC_PHILOX_M0), m1 = _mm256_set1_epi32((int)GC_PHILOX_M1);
@@ -93,14 +93,14 @@ GC_AVX2_INLINE void superblock_draws(const philox_plan *plan, uint32_t superbloc
         draws[w] = _mm256_blend_epi32(c[0][w], _mm256_slli_epi64(c[1][w], 32), 0xAA);
 }
 
-/* ---- decisions --------------------------------------------------------------------------------------------------------- */
+/* ---- decisions --------------------------------------------------------------------------------------------------- */
 typedef struct {
     __m256i absmax;
-    __m256i distance; /* least distance u of a superblock, see decide16 */
+    __m256i distance; /* least distance u of a superblock */
 } watch;
 
-/* 1 + |x| / S * 65536, rounded down, at most 65535; 0 in the low half where that is NaN. A product with 65536 / S instead
- * of the quotient may be off by one, which decide16 allows for. */
+/* 1 + |x| / S * 65536, rounded down, at most 65535; 0 in the low half where that is NaN. A product with 65536 / S
+ * instead of the quotient may be off by one, which decide16 allows for. */
 GC_AVX2_INLINE __m256i threshold8(__m256 x, __m256 factor, watch *seen)
 {
     __m256i a = gc_abs8(x);
@@ -112,6 +112,7 @@ GC_AVX2_INLINE __m256i threshold8(__m256 x, __m256 factor, watch *seen)
 /* Sixteen elements in 16-bit lanes as the draws lie: low halves from a, high halves from b. */
 typedef struct {
     __m256i is_zero, sign; /* masks of 16 bits; sign in the top bit */
+    __m256i distance;      /* u */
 } decisions;
 
 /* The contract compares the draw r with T and looks deeper when they are equal. Here T + 1 is known within one, so that
@@ -120,8 +121,9 @@ GC_AVX2_INLINE decisions decide16(__m256 a, __m256 b, __m256 factor_a, __m256 fa
 {
     __m256i ta = threshold8(a, factor_a, seen), tb = threshold8(b, factor_b, seen);
     __m256i t = _mm256_blend_epi16(ta, _mm256_slli_epi32(tb, 16), 0xAA);
-    seen->distance = _mm256_min_epu16(seen->distance, _mm256_sub_epi16(t, draws));
     decisions d;
+    d.distance = _mm256_sub_epi16(t, draws);
+    seen->distance = _mm256_min_epu16(seen->distance, d.distance);
     d.is_zero = _mm256_cmpeq_epi16(_mm256_max_epu16(t, draws), draws); /* not draws < t */
     d.sign = _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(a), 16), _mm256_castps_si256(b), 0xAA);
     return d;
@@ -131,7 +133,8 @@ enum { OPEN_DISTANCE = 2 };
 
 GC_AVX2_INLINE int has_open(const watch *seen)
 {
-    __m256i open = _mm256_cmpeq_epi16(_mm256_min_epu16(seen->distance, _mm256_set1_epi16(OPEN_DISTANCE)), seen->distance);
+    __m256i open = _mm256_cmpeq_epi16(_mm256_min_epu16(seen->distance, _mm256_set1_epi16(OPEN_DISTANCE)),
+                                      seen->distance);
     return !_mm256_testz_si256(open, open);
 }
 
@@ -145,8 +148,8 @@ GC_AVX2_INLINE __m256i codes32(decisions v, decisions w)
     return _mm256_blendv_epi8(nonzero, _mm256_set1_epi8(1), is_zero);
 }
 
-/* Pack the codes of 64 elements. Byte j of 32-bit lane l of `low` holds word j % 2, half j / 2, element l; `high` words 2
- * and 3. Lanes l and l % 4 share a byte: number 4 * word + 2 * half + l / 4. */
+/* Pack the codes of 64 elements. Byte j of 32-bit lane l holds element l of half j / 2 of word j % 2, in `low` of words
+ * 0 and 1, in `high_words` of words 2 and 3. Four lanes make one byte: number 4 * word + 2 * half + l / 4. */
 GC_AVX2_INLINE __m128i pack64(__m256i low, __m256i high_words)
 {
     const __m256i shifts = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
@@ -159,30 +162,23 @@ GC_AVX2_INLINE __m128i pack64(__m256i low, __m256i high_words)
     return _mm_or_si128(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
 }
 
-/* ---- superblocks --------------------------------------------------------------------------------------------------------- */
-/* Encode a superblock that has open decisions again, element by element. */
-static __attribute__((noinline)) GC_AVX2 void settle_superblock(const gc_encode_job *job, const gc_segment *segment,
-                                                                const philox_plan *plan, uint32_t position)
+/* ---- superblocks ------------------------------------------------------------------------------------------------- */
+/* Settle the open decisions of a superblock, whose codes are written, as the contract words them. */
+static __attribute__((noinline)) GC_AVX2 void settle(const gc_encode_job *job, const gc_segment *segment,
+                                                     uint32_t position, const __m256i distances[WORDS])
 {
-    __m256i words[WORDS];
-    uint16_t draws[SUPERBLOCK_NUMEL];
-    gc_run run = {0, 0, 0};
-    float scale = 0;
-    unsigned byte = 0;
-    superblock_draws(plan, (segment->start + position) / SUPERBLOCK_NUMEL, words);
-    memcpy(draws, words, sizeof draws);
-    for (uint32_t i = 0; i < SUPERBLOCK_NUMEL; i++) {
-        if (position + i >= run.first + run.numel || i == 0) {
-            run = gc_run_at(segment, position + i, position + SUPERBLOCK_NUMEL);
-            scale = gc_scale(job->payload, segment, run.group);
-        }
-        float x = gc_load(job->src, job->dtype, segment->data + position + i);
-        uint16_t draw = draws[i / 16 * 16 + i % 8 * 2 + i / 8 % 2];
-        byte |= gc_ternary_code(x, scale, draw, segment->start + position + i, segment->parameter, &job->key) << 2 * (i % 4);
-        if (i % 4 == 3) {
-            job->payload[segment->codes + (position + i) / 4] = (uint8_t)byte;
-            byte = 0;
-        }
+    uint16_t distance[SUPERBLOCK_NUMEL];
+    memcpy(distance, distances, sizeof distance);
+    for (uint32_t k = 0; k < SUPERBLOCK_NUMEL; k++) {
+        if (distance[k] > OPEN_DISTANCE)
+            continue;
+        uint32_t at = position + k / 16 * 16 + k % 2 * 8 + k % 16 / 2;
+        gc_run run = gc_run_at(segment, at, segment->numel);
+        unsigned code = gc_ternary_code(gc_load(job->src, job->dtype, segment->data + at),
+                                        gc_scale(job->payload, segment, run.group), segment->start + at,
+                                        segment->parameter, &job->key);
+        uint8_t *byte = job->payload + segment->codes + at / 4;
+        *byte = (uint8_t)((*byte & ~(3u << 2 * (at % 4))) | code << 2 * (at % 4));
     }
 }
 
@@ -208,8 +204,10 @@ GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *seg
                             draws[w], &seen);
         }
         _mm_storeu_si128((__m128i *)(codes + position / 4), pack64(codes32(d[0], d[1]), codes32(d[2], d[3])));
-        if (has_open(&seen))
-            settle_superblock(job, segment, plan, position);
+        if (has_open(&seen)) {
+            const __m256i distances[WORDS] = {d[0].distance, d[1].distance, d[2].distance, d[3].distance};
+            settle(job, segment, position, distances);
+        }
     }
     job->nonfinite |= gc_max8(seen.absmax) >= GC_INF_BITS;
 }

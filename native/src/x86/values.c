@@ -4,7 +4,7 @@
 #if defined(__x86_64__)
 #include "common.h"
 
-/* ---- encode ---------------------------------------------------------------------------------------------------------- */
+/* ---- encode ------------------------------------------------------------------------------------------------------ */
 GC_AVX2_INLINE __m256i encode_span(const void *src, uint64_t index, uint32_t numel, int value_dtype, uint8_t *values,
                                    int dtype)
 {
@@ -41,7 +41,7 @@ GC_AVX2 void gc_values_encode_avx2(gc_encode_job *job, const gc_segment *segment
     }
 }
 
-/* ---- decode ---------------------------------------------------------------------------------------------------------- */
+/* ---- decode ------------------------------------------------------------------------------------------------------ */
 GC_AVX2_INLINE void add_values(const uint8_t *values, uint32_t numel, int starts, float *stage, int dtype)
 {
     for (uint32_t i = 0; i < numel; i += 8) {
