@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
-THREAD_NUMEL = 1 << 17  # elements below which a second thread costs more than it saves (about 50 us of work)
+THREAD_NUMEL = 1 << 20  # elements a thread: 0.1 to 0.4 ms of work, against 0.06 ms to hand it over
 STREAM_NBYTES = 32 << 20  # outputs above this do not stay in a last-level cache anyway
 DISABLE_VARIABLE = "GRADCOMP_DISABLE_CPU_FEATURES"
 
@@ -123,7 +123,7 @@ def _run(function: str, table: Table, call: Callable[[Any, int, int], int], seco
     if not len(table):
         return
     base = ffi.cast("const gc_segment *", table.rows.ctypes.data)
-    parts = table.ranges(min(thread_count(), 1 + table.numel // THREAD_NUMEL))
+    parts = table.ranges(min(thread_count(), max(1, table.numel // THREAD_NUMEL)))
     if len(parts) == 1:
         return _check(call(base, len(table), 0), function)
     pool = _workers(len(parts) - 1)

@@ -106,7 +106,7 @@ def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
 @pytest.mark.parametrize("codec", [Ternary(), Ternary(group=1000), OneBit(group=512), OneBit(group=100_003), Identity()])
 def test_threads_change_no_bit(codec, threads):
     torch.manual_seed(0)
-    x, residual = torch.randn(1_200_005), torch.randn(1_200_005)
+    x, residual = torch.randn(3_200_005), torch.randn(3_200_005)
     kept = {"residual": residual.clone()} if codec.error_feedback else {}
     before = torch.get_num_threads()
     try:

@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m gradcomp.bench demo",
         description="Train LeNet on real images under DistributedDataParallel, once a codec with the same seeds, steps and "
         "batches, and show test accuracy beside the bytes that crossed the wire.",
-        epilog="Examples:  demo --short        |  demo --data ../shared/data/fashion-mnist --steps 600 --lr 0.02",
+        epilog="Examples:  demo --short        |  demo --data ../shared/data/mnist --steps 600",
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="MNIST or Fashion-MNIST IDX files, plain or .gz (default: "
                         "scikit-learn's digits, upsampled to 28x28)")  # fmt: skip
@@ -173,8 +173,8 @@ def build_table(report: dict[str, Any]) -> Table:
     table = Table(
         title=f"LeNet on {report['data']['name']}, {settings['ranks']} ranks, {settings['steps']} steps, "
         f"{settings['seeds']} seed(s)",
-        caption="bytes: per rank and step, headers and scales included; fp32: a ring all_reduce. ms: per step, rank 0, "
-        "gloo on this machine, so there is no slow network to win against here. Phases run beside the backward.",
+        caption="sent: per rank, headers and scales included; fp32: a ring all_reduce. ms: per step on rank 0, gloo over "
+        "this machine's loopback, which is faster than most networks. Phases run beside the backward.",
         box=box.SIMPLE_HEAD,
         padding=0,
     )
