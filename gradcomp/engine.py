@@ -166,7 +166,7 @@ class Engine:
         """
         if self.pipeline.error is None:
             self.pipeline.wait()
-        else:
+        elif self._open:
             self.discard_step()
         names = {p.index: p.name for p in self.parameters}
         return {

@@ -17,7 +17,7 @@ from gradcomp.bench.ranks import RANK_ERRORS, run_ranks
 from gradcomp.bench.training import RunResult, TrainConfig, batch_indices, curve_steps
 
 CONFIG = TrainConfig(codecs=("fp32", "onebit"), seeds=2, steps=10, batch=64, lr=0.1, ranks=2, data=None)
-FASHION = Path(__file__).parents[2] / "shared" / "data" / "fashion-mnist"
+MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist"
 
 
 def run_demo(*options, timeout_s):
@@ -175,12 +175,12 @@ def test_ranks_are_heard():
     ("options", "margin"),
     [
         pytest.param([], 1.0, id="digits"),
-        pytest.param(["--data", str(FASHION), "--steps", "600"], 0.5, id="fashion-mnist"),
+        pytest.param(["--data", str(MNIST), "--steps", "600"], 0.5, id="mnist"),
     ],
 )
 def test_accuracy_stays(tmp_path, options, margin):
-    if options and not FASHION.is_dir():
-        pytest.skip(f"needs Fashion-MNIST in {FASHION}")
+    if options and not MNIST.is_dir():
+        pytest.skip(f"needs MNIST in {MNIST}")
     done = run_demo("--out", str(tmp_path), *options, timeout_s=1700)
     assert done.returncode == 0, done.stdout + done.stderr
     means = {name: row["accuracy_mean"] for name, row in json.loads((tmp_path / "demo.json").read_text())["codecs"].items()}

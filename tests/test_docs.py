@@ -1,0 +1,274 @@
+"""The documentation runs, its links resolve, and it names everything that is public."""
+
+import contextlib
+import inspect
+import io
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import gradcomp
+import gradcomp.ddp
+from gradcomp import comm, errors, fingerprint, stats, wire
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<language>\w*) ?(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+EXPECTED = re.compile(r"\A\n+(?:[^\n`#]+\n+)?```text output\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def prose(page):
+    """Return a page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def snippets():
+    """Yield (page and line, kind, source, output that must be printed or None) of every Python block."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in FENCE.finditer(text):
+            if block["language"] == "python":
+                line = text.count("\n", 0, block.start("body"))
+                output = EXPECTED.match(text[block.end() :])
+                source = "\n" * line + block["body"]  # so that a traceback has the page's line numbers
+                yield f"{name_of(page)}:{line}", block["info"], source, output["body"] if output else None
+
+
+SNIPPETS = list(snippets())
+
+
+def execute(place, source, folder):
+    """Run a snippet as a script of its own in `folder`; return what it printed."""
+    printed, before, threads = io.StringIO(), os.getcwd(), torch.get_num_threads()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, place, "exec"), {"__name__": "__main__"})  # noqa: S102
+    finally:
+        os.chdir(before)
+        torch.set_num_threads(threads)
+    return printed.getvalue()
+
+
+def execute_as_rank(place, source, folder):
+    """Run a snippet in a process that has its process group already."""
+    import torch.distributed as dist
+
+    kept = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *args, **options: None
+    try:
+        return execute(place, source, folder)
+    finally:
+        dist.init_process_group, dist.destroy_process_group = kept
+
+
+@pytest.mark.parametrize(("place", "kind", "source", "output"), SNIPPETS, ids=[s[0] for s in SNIPPETS])
+def test_snippets_run_and_print_what_is_shown(place, kind, source, output, tmp_path, gloo):
+    if kind == "no-run":
+        compile(source, place, "exec")
+        return
+    if kind == "ranks=2":
+        printed = gloo(2, execute_as_rank, place, source, str(tmp_path))[0]
+    else:
+        assert kind == "", f"{place}: unknown mark {kind!r}"
+        printed = execute(place, source, tmp_path)
+    assert output is None or printed == output
+
+
+def test_few_snippets_are_not_run():
+    kinds = [kind for _, kind, _, _ in SNIPPETS]
+    assert len(kinds) > 15
+    assert kinds.count("no-run") <= len(kinds) // 4
+
+
+# ---- links, placeholders, commands ---------------------------------------------------------------------------------
+
+
+def anchor_of(heading):
+    """Return GitHub's anchor for a heading."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+    return re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+
+
+def anchors(page):
+    return {anchor_of(h) for h in re.findall(r"^#+ +(.+?) *$", prose(page), re.MULTILINE)}
+
+
+def links(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if not target.startswith(("http://", "https://")):
+            yield target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve(page):
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{name_of(page)} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(there), f"{name_of(page)} links to {target}; it has {sorted(anchors(there))}"
+
+
+@pytest.mark.parametrize("start", ["README.md", "docs/README.md"])
+def test_every_page_is_linked(start):
+    here = ROOT / start
+    linked = {(here.parent / t.partition("#")[0]).resolve() for t in links(here)} | {here}
+    missing = [name_of(p) for p in (ROOT / "docs").rglob("*.md") if p not in linked and p.name != "README.md"]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_figure_is_missing(page):
+    assert "@@MEASURE@@" not in page.read_text(encoding="utf-8")
+
+
+def commands():
+    """Yield (page, words) of every command line in a shell block."""
+    for page in PAGES:
+        for block in FENCE.finditer(page.read_text(encoding="utf-8")):
+            if block["language"] == "sh":
+                for line in block["body"].splitlines():
+                    yield page, shlex.split(line, comments=True)
+
+
+def test_commands_exist():
+    from gradcomp.bench import codec, demo, ratio
+
+    parsers = {"demo": demo.parse_config, "codec": codec.parse, "ratio": ratio.build_parser().parse_args}
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    seen = 0
+    for page, words in commands():
+        if not words:
+            continue
+        if words[0] == "make":
+            assert words[1] in targets, f"{name_of(page)}: make {words[1]}"
+            for word in words[2:]:
+                assert word.startswith("DEMO_ARGS=")
+                demo.parse_config(shlex.split(word.partition("=")[2]))
+            seen += 1
+        elif "gradcomp.bench" in words:
+            at = words.index("gradcomp.bench") + 1
+            parsers[words[at]](words[at + 1 :])
+            seen += 1
+    assert seen > 8
+
+
+# ---- the reference is complete -------------------------------------------------------------------------------------
+
+API = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
+ERRORS = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+
+
+def sections():
+    """Return {name: text} of every entry of the API page."""
+    parts = re.split(r"^#{2,3} `([\w.]+)`\n", API, flags=re.MULTILINE)
+    return {
+        name: re.split(r"^## ", text, flags=re.MULTILINE)[0]
+        for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+ENTRIES = sections()
+
+
+def public_names():
+    names = {f"gradcomp.{n}": getattr(gradcomp, n) for n in gradcomp.__all__}
+    names |= {f"gradcomp.comm.{n}": getattr(comm, n) for n in comm.__all__}
+    for name, value in vars(gradcomp.ddp).items():
+        if not name.startswith("_") and getattr(value, "__module__", None) == "gradcomp.ddp":  # defined there
+            names[f"gradcomp.ddp.{name}"] = value
+    return names
+
+
+PUBLIC = public_names()
+
+
+def mentions(text, word):
+    """Whether `word` stands in code marks somewhere in `text`."""
+    spans = re.findall(r"`([^`]+)`", FENCE.sub("", text))
+    return any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", span) for span in spans)
+
+
+def test_api_page_has_every_public_name_and_no_other():
+    assert set(ENTRIES) - {"gradcomp.ddp"} == set(PUBLIC) - {"gradcomp.ddp"}
+    assert {"gradcomp.ddp", "gradcomp.ddp.register", "gradcomp.ddp.compression_hook"} <= set(ENTRIES)
+
+
+@pytest.mark.parametrize("name", sorted(n for n, v in PUBLIC.items() if callable(v)))
+def test_api_entry_has_every_argument_and_member(name):
+    value = PUBLIC[name]
+    bases = [b for b in PUBLIC.values() if isinstance(value, type) and isinstance(b, type) and b in value.__mro__]
+    text = "".join(ENTRIES[n] for n, b in PUBLIC.items() if b is value or b in bases)
+    if inspect.isfunction(value) or "__init__" in vars(value):
+        for parameter in inspect.signature(value).parameters:
+            assert mentions(text, parameter), f"{name}: argument {parameter}"
+    for member in vars(value) if isinstance(value, type) else ():
+        if not member.startswith("_"):
+            assert mentions(text, member), f"{name}: member {member}"
+
+
+@pytest.mark.parametrize("method", ["encode", "decode", "payload_nbytes"])
+def test_codec_methods_have_their_arguments(method):
+    for parameter in list(inspect.signature(getattr(gradcomp.Codec, method)).parameters)[1:]:
+        assert mentions(ENTRIES["gradcomp.Codec"], parameter), parameter
+
+
+def test_signatures_are_those_of_the_code():
+    """Defaults on the page are the code's."""
+    shown = {"Ternary": gradcomp.Ternary, "OneBit": gradcomp.OneBit, "RngKey": gradcomp.RngKey}
+    shown |= {"register": gradcomp.ddp.register, "GradientAverager": gradcomp.GradientAverager}
+    shown |= {"all_reduce": gradcomp.all_reduce, "TorchCommunicator": comm.TorchCommunicator}
+    for name, value in shown.items():
+        found = re.search(rf"^`{name}\(([^`]*)\)`", API, re.MULTILINE)
+        assert found, name
+        parameters = [p for n, p in inspect.signature(value).parameters.items() if n != "self"]
+        written = eval(f"lambda {' '.join(found[1].split())}: 0")  # the page's own signature, without annotations
+        pairs = zip(inspect.signature(written).parameters.values(), parameters, strict=True)
+        assert all((a.name, a.kind, a.default) == (b.name, b.kind, b.default) for a, b in pairs), name
+
+
+def test_stats_and_phases_are_listed():
+    text = API[API.index("## Statistics") : API.index("## Without DDP")]
+    fields = [n for n in vars(stats.Stats()) if not n.startswith("_")] + ["compression_ratio", "reset"]
+    for word in [*fields, *stats.PHASES, "hidden"]:
+        assert mentions(text, word), word
+
+
+def test_error_page_has_every_class_check_field_and_phase():
+    classes = [n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.GradcompError)]
+    for name in classes:
+        assert name in ERRORS
+        assert name == "GradcompError" or f"## {name}\n" in ERRORS
+    rejections = (ROOT / "docs/reference/wire-format.md").read_text(encoding="utf-8").split("## Rejections")[1]
+    checks = re.findall(r"^\| `(\w+)` \|", rejections.split("In an exchange")[0], re.MULTILINE)
+    fields = re.findall(r"^\| `(\w+)` \|", rejections.split("In an exchange")[1], re.MULTILINE)
+    assert len(checks) > 12 and len(fields) > 5
+    source = "".join(p.read_text() for p in (ROOT / "gradcomp").rglob("*.py"))
+    raised = re.findall(r"CorruptPayload\(\s*\"(\w+)\"", source)
+    phases = re.findall(r"_wait\(\"(\w+)\"\)", source) + re.findall(r"_gather\([^\"\n]*\"(\w+)\"", source)
+    assert len(raised) > 8 and len(set(phases)) == 5
+    for word in [*checks, *raised, *fields, *fingerprint.FIELDS, *phases]:
+        assert mentions(ERRORS, word), word
+
+
+def test_changelog_has_the_wire_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "### Wire format" in text and f"Version {wire.VERSION}," in text
+
+
+def test_environment_page_has_every_variable():
+    text = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
+    source = "".join(p.read_text() for p in (ROOT / "gradcomp").rglob("*.py"))
+    for variable in set(re.findall(r"\"(GRADCOMP_\w+)\"", source)):
+        assert mentions(text, variable), variable
+    for feature in ("avx2", "fma", "f16c", "sse4.2"):
+        assert mentions(text, feature)
