@@ -1,7 +1,7 @@
 """Train LeNet with DistributedDataParallel and compressed gradients.
 
     torchrun --nproc-per-node 2 examples/ddp_mnist.py --codec ternary
-    torchrun --nproc-per-node 2 examples/ddp_mnist.py --codec onebit --data ../shared/data/mnist
+    torchrun --nproc-per-node 2 examples/ddp_mnist.py --codec onebit --data path/to/mnist
 
 The line that says `gradcomp.ddp.register` is all that a script with DistributedDataParallel has to add.
 """

@@ -13,6 +13,7 @@ from gradcomp import fingerprint, wire
 from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.base import check_tensor
 from gradcomp.comm.base import Communicator
+from gradcomp.controls import Controls
 from gradcomp.engine import Engine
 from gradcomp.errors import PeerLost, UnsupportedTensor
 from gradcomp.exchange import BucketExchange
@@ -136,7 +137,7 @@ def _agree(
     fingerprint.compare(everyone)
 
 
-class GradientAverager:
+class GradientAverager(Controls):
     """Averages the gradients of a model that is not wrapped in DDP, over any communicator.
 
     Gradients are fused into buckets, whose exchanges overlap each other. Use it after ``loss.backward()`` and before
@@ -195,11 +196,6 @@ class GradientAverager:
             raise
         self._buckets = _fuse([(i, p) for i, (_, p) in enumerate(named) if p.requires_grad], bucket_cap_mb)
 
-    @property
-    def stats(self) -> Stats:
-        """Bytes and seconds so far."""
-        return self._engine.stats
-
     def average(self) -> None:
         """Replace every ``p.grad`` by its average over all ranks; a missing gradient counts as zero.
 
@@ -221,26 +217,6 @@ class GradientAverager:
         for bucket in self._buckets:
             bucket.store()
         return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to resume bit for bit."""
-        return self._engine.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict` of the same rank, world size, codec and model; ValueError for any other."""
-        self._engine.load_state_dict(state)
-
-    def discard_step(self) -> None:
-        """Roll residuals back to before the last `average`: call it when you throw its gradients away."""
-        self._engine.discard_step()
-
-    def check_replicas(self) -> None:
-        """Compare the parameters' bits over all ranks; PeerMismatch names the first tensor and rank that differ."""
-        self._engine.check_replicas()
-
-    def describe(self) -> str:
-        """Return one line: what is compressed, what is not, the exchange, the expected ratio."""
-        return self._engine.describe()
 
     def close(self) -> None:
         """Stop the threads and close the communicator."""

@@ -15,15 +15,15 @@ from torch.autograd import Variable
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.controls import Controls
 from gradcomp.engine import Engine
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.options import Options, read_scaler
-from gradcomp.stats import Stats
 
 logger = logging.getLogger("gradcomp")
 
 
-class CompressionState:
+class CompressionState(Controls):
     """What the hook of one model keeps: codec, residuals, pipeline, statistics.
 
     `register` makes one and registers it; by hand it is
@@ -77,39 +77,6 @@ class CompressionState:
         self._pre_hook = model.register_forward_pre_hook(self._raise_if_failed)
         if own_comm.rank == 0:
             logger.info(self._engine.describe())
-
-    @property
-    def stats(self) -> Stats:
-        """Bytes and seconds so far."""
-        return self._engine.stats
-
-    @property
-    def step(self) -> int:
-        """Number of the next backward pass whose gradients are exchanged."""
-        return self._engine.step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to resume bit for bit: step, loss scale, residuals by parameter name.
-
-        Save one file a rank; ``torch.load(..., weights_only=True)`` reads it.
-        """
-        return self._engine.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict` of the same rank, world size, codec and model; ValueError for any other."""
-        self._engine.load_state_dict(state)
-
-    def discard_step(self) -> None:
-        """Roll residuals back to before the last backward: call it when you throw its gradients away."""
-        self._engine.discard_step()
-
-    def check_replicas(self) -> None:
-        """Compare the parameters' bits over all ranks; PeerMismatch names the first tensor and rank that differ."""
-        self._engine.check_replicas()
-
-    def describe(self) -> str:
-        """Return the line that `register` logs: what is compressed, what is not, the exchange, the expected ratio."""
-        return self._engine.describe()
 
     def close(self) -> None:
         """Stop the threads and give the process groups back; the model cannot train on after it."""

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"bench", "launch", "__main__", "__init__"},
     {"ddp", "averager", "server", "onebit_sgd", "optim", "amp", "plan"},
+    {"controls"},
     {"engine"},
     {"pipeline"},
     {"exchange"},

@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m gradcomp.bench demo",
         description="Train LeNet on real images under DistributedDataParallel, once a codec with the same seeds, steps and "
         "batches, and show test accuracy beside the bytes that crossed the wire.",
-        epilog="Examples:  demo --short        |  demo --data ../shared/data/mnist --steps 600",
+        epilog="Examples:  demo --short        |  demo --data path/to/mnist --steps 600",
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="MNIST or Fashion-MNIST IDX files, plain or .gz (default: "
                         "scikit-learn's digits, upsampled to 28x28)")  # fmt: skip
