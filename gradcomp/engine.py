@@ -69,7 +69,7 @@ class Engine:
         self._layouts_changed = False
         self._step_numel = 0
         self._plain = Identity()
-        self.pipeline = Pipeline(4)
+        self.pipeline = Pipeline(4, on_failure=comm.abort)
         self.feedback, self.owner_feedback = self._make_feedback()
 
     @property

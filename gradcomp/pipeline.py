@@ -7,9 +7,11 @@ sees its collectives in bucket order on every rank, and no callback ever blocks 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,16 +32,32 @@ class Task:
     _finished: bool = field(default=False, repr=False)
 
 
+_running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Stop the threads of every pipeline before the interpreter goes: one that comes back from C++ later would abort it."""
+    for pipeline in list(_running):
+        pipeline.close()
+
+
 class Pipeline:
     """Runs tasks through `stage_count` stages, each task after the one before it.
 
     The first exception of any stage ends every pending task with it and refuses all later ones: nothing hangs, nothing
-    continues silently. Threads start with the first task.
+    continues silently. Threads start with the first task and end at the latest when the interpreter does.
+
+    Args:
+        stage_count: threads, one a stage.
+        name: of the threads.
+        on_failure: called at every failure, before tasks are ended; it should make waits of other stages end soon.
     """
 
-    def __init__(self, stage_count: int, name: str = "gradcomp") -> None:
+    def __init__(
+        self, stage_count: int, name: str = "gradcomp", on_failure: Callable[[], None] = lambda: None
+    ) -> None:
         self._queues: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(stage_count)]
-        self._name = name
+        self._name, self._on_failure = name, on_failure
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._pending: list[Task] = []
@@ -76,6 +94,7 @@ class Pipeline:
             if self.error is None:
                 self.error = error
             pending = list(self._pending)
+        self._on_failure()
         for task in pending:
             self._finish(task, self.error)
         with self._changed:
@@ -83,6 +102,7 @@ class Pipeline:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the threads; one that is stuck in a collective is left behind (it is a daemon)."""
+        _running.discard(self)
         threads, self._threads = self._threads, []
         if self.error is None:
             self.error = RuntimeError("gradcomp: this state is closed")
@@ -93,6 +113,10 @@ class Pipeline:
                 thread.join(timeout_s)
 
     def _start(self) -> None:
+        if not _running:
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
+        _running.add(self)
         for number in range(len(self._queues)):
             thread = threading.Thread(target=self._serve, args=(number,), name=f"{self._name}-{number}", daemon=True)
             self._threads.append(thread)

@@ -32,6 +32,8 @@ class _Groups:
     broken: bool = False
 
 
+_SLICE_S = 1.0  # longest wait that does not look whether another collective of the same communicator has failed
+
 _free: weakref.WeakKeyDictionary[Any, list[_Groups]] = weakref.WeakKeyDictionary()  # by parent group
 _free_lock = threading.Lock()
 
@@ -75,14 +77,19 @@ class _TorchWork(Work):
         self._buffers = buffers  # the collective reads and writes them until it is done
 
     def wait(self, timeout_s: float) -> None:
-        try:
-            self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            self._groups.broken = True
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if "imed out" in text or "imeout" in text:
-                raise TimeoutError(text) from error
-            raise ConnectionError(text) from error
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._work.wait(timedelta(seconds=max(0.001, min(left, _SLICE_S))))
+                return
+            except RuntimeError as error:
+                text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                late = "imed out" in text or "imeout" in text
+                if late and left > _SLICE_S and not self._work.is_completed() and not self._groups.broken:
+                    continue
+                self._groups.broken = True
+                raise (TimeoutError if late else ConnectionError)(text) from error
 
 
 class TorchCommunicator(Communicator):
@@ -127,6 +134,11 @@ class TorchCommunicator(Communicator):
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         groups, group = self._channel(channel)
         return _TorchWork(dist.all_gather_single(recv, send, group=group, async_op=True), groups, (send, recv))
+
+    def abort(self) -> None:
+        """End every wait on these groups within a second; gloo has no word for telling the peers."""
+        if self._groups is not None:
+            self._groups.broken = True
 
     def close(self) -> None:
         """Give the channels back for the next communicator on the same process group."""

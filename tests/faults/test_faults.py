@@ -35,7 +35,7 @@ def test_a_rank_that_dies_or_freezes(tmp_path, fault):
             assert "again" in out
             assert "saved 3" in out, "an emergency checkpoint of before the failed step"
             assert process.returncode == 1, "the interpreter ends by itself, with the error"
-            assert "PeerLost" in errors.strip().splitlines()[-1]
+            assert "PeerLost" in errors
     finally:
         for process in ranks:
             process.kill()
