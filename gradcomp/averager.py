@@ -15,11 +15,11 @@ from gradcomp.codecs.base import check_tensor
 from gradcomp.comm.base import Communicator
 from gradcomp.controls import Controls
 from gradcomp.engine import Engine
-from gradcomp.errors import PeerLost, UnsupportedTensor
+from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
 from gradcomp.exchange import BucketExchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, assign_buckets
-from gradcomp.options import Options, read_scaler
+from gradcomp.options import Options, names, read_scaler
 from gradcomp.rng import check_uint32
 from gradcomp.sizing import BucketPlan, Strategy, choose, owned_numel
 from gradcomp.stats import Stats
@@ -175,14 +175,14 @@ class GradientAverager(Controls):
         transactional: bool | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        if not bucket_cap_mb > 0:
+        if not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
         named = list(named_parameters)
         scale, whole_steps = read_scaler(grad_scaler, transactional)
         options = Options(
             start_step=start_step,
             min_numel=min_numel,
-            exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude),
+            exclude=names(exclude),
             exchange=exchange,
             transactional=whole_steps,
             timeout_s=timeout_s,
@@ -206,7 +206,10 @@ class GradientAverager(Controls):
         engine = self._engine
         if engine.comm.world_size == 1:
             return engine.pass_step()
-        for _, parameter in engine.named:
+        bucketed = {index for bucket in self._buckets for index, _ in bucket.members}
+        for index, (name, parameter) in enumerate(engine.named):
+            if parameter.requires_grad and index not in bucketed:
+                raise GradcompError(f"parameter {name!r} was frozen when the averager was made; make a new one")
             if parameter.grad is not None and parameter.requires_grad:
                 _check_gradient(parameter.grad, parameter.dtype)
         engine.begin_step()
@@ -237,7 +240,7 @@ class _Bucket:
     @torch.no_grad()
     def load(self) -> None:
         for view, parameter in zip(self._views, self._parameters, strict=True):
-            if parameter.grad is None:
+            if parameter.grad is None or not parameter.requires_grad:
                 view.zero_()
             else:
                 view.copy_(parameter.grad)
@@ -245,6 +248,8 @@ class _Bucket:
     @torch.no_grad()
     def store(self) -> None:
         for view, parameter in zip(self._views, self._parameters, strict=True):
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = view.clone()
             else:

@@ -18,7 +18,7 @@ from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.controls import Controls
 from gradcomp.engine import Engine
 from gradcomp.errors import GradcompError, UnsupportedTensor
-from gradcomp.options import Options, read_scaler
+from gradcomp.options import Options, names, read_scaler
 
 logger = logging.getLogger("gradcomp")
 
@@ -30,6 +30,8 @@ class CompressionState(Controls):
     ``model.register_comm_hook(CompressionState(model, "ternary"), compression_hook)``.
     Arguments and errors are those of `register`. One state serves one model.
     """
+
+    _detached = False
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class CompressionState(Controls):
                 "for a model without DDP use gradcomp.GradientAverager"
             )
         scale, whole_steps = read_scaler(grad_scaler, transactional)
-        exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+        exclude = names(exclude)
         options = Options(
             start_step=start_step,
             min_numel=min_numel,
@@ -72,8 +74,6 @@ class CompressionState(Controls):
             if comm is None:
                 own_comm.close()
             raise
-        self._members: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
-        self._task_id = -1
         self._pre_hook = model.register_forward_pre_hook(self._raise_if_failed)
         if own_comm.rank == 0:
             logger.info(self._engine.describe())
@@ -84,6 +84,8 @@ class CompressionState(Controls):
         self._engine.close()
 
     def __repr__(self) -> str:
+        if self._detached:
+            return "<CompressionState of a copy: off>"
         return f"<CompressionState {self.describe()}>"
 
     # ---- the hook ----------------------------------------------------------------------------------------------------
@@ -94,27 +96,26 @@ class CompressionState(Controls):
         if isinstance(bucket, tuple):
             raise UnsupportedTensor("compiled autograd's python reducer passes (grad, param) pairs: not supported yet")
         buffer = bucket.buffer()
-        engine, task_id = self._engine, torch._C._current_graph_task_id()
+        if self._detached:
+            raise GradcompError("this is a copy of a model with gradcomp: it does not train; register the copy itself")
+        engine, in_backward = self._engine, torch._C._current_graph_task_id() != -1
         if engine.comm.world_size == 1:
             if bucket.is_last():
                 engine.pass_step()
             future.set_result(buffer)
             return future
         try:
-            if not engine.is_open or task_id != self._task_id:
-                self._task_id = task_id
-                if task_id != -1:
-                    Variable._execution_engine.queue_callback(engine.finish_step)
+            if bucket.index() == 0:  # DDP launches buckets in order, also from the inner backwards of checkpointing
                 engine.begin_step()
             engine.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
-            if task_id == -1 and bucket.is_last():  # join(): this rank has run out of data and plays along
-                engine.finish_step()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - finish_step raises it out of backward
             engine.pipeline.fail(error)
             if not future.done():
                 future.set_result(buffer)
-            if task_id == -1:
-                raise
+        if bucket.is_last() and in_backward:
+            Variable._execution_engine.queue_callback(engine.finish_step)
+        elif bucket.is_last():  # join(): this rank has run out of data and plays along
+            engine.finish_step()
         return future
 
     def _place(self, bucket: dist.GradBucket) -> tuple[tuple[int, int], ...]:  # type: ignore[name-defined]
@@ -129,9 +130,14 @@ class CompressionState(Controls):
         return tuple(members)
 
     def _raise_if_failed(self, module: nn.Module, inputs: Any) -> None:
-        error = self._engine.pipeline.error
-        if error is not None:
-            raise error
+        if not self._detached and self._engine.pipeline.error is not None:
+            raise self._engine.pipeline.error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
+        """Return a state that does nothing: copies of a model (weight averaging) are evaluated, not trained."""
+        copy = object.__new__(type(self))
+        copy._detached = True
+        return copy
 
 
 def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -167,6 +173,7 @@ def register(
         exchange: "auto" (fewer bytes), "all_gather", or "reduce_scatter".
         optimizer: the optimizer of this model, checked to update these parameters.
         grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a whole step at a time.
+            A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
         transactional: commit residuals only if no bucket of the step held NaN or Inf; on by default with `grad_scaler`.
         timeout_s: seconds after which a silent peer is given up.
 

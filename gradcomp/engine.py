@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from gradcomp import fingerprint, wire
 from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.codecs.base import check_tensor
 from gradcomp.comm.base import Channel, Communicator
-from gradcomp.errors import PeerLost, PeerMismatch
+from gradcomp.errors import GradcompError, PeerLost, PeerMismatch
 from gradcomp.exchange import BucketExchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, describe_parameters, layout_digest
@@ -28,6 +28,21 @@ from gradcomp.sizing import BucketPlan, choose, owned_numel
 from gradcomp.stats import Stats, ring_bytes
 
 STATE_VERSION = 1
+
+
+def _read_numbers(state: Mapping[str, Any]) -> tuple[int, float]:
+    """Return step and loss scale of a state; ValueError for anything that `Engine.state_dict` does not make."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a state is a dictionary, got {type(state).__name__}")  # noqa: TRY004
+    missing = {"step", "loss_scale", "residual", "owner_residual"} - state.keys()
+    if missing:
+        raise ValueError(f"this state has no {min(missing)!r}: it is not from gradcomp's state_dict()")
+    step, scale = state["step"], state["loss_scale"]
+    if type(step) is not int or step < 0:
+        raise ValueError(f"this state has step {step!r}, an integer of at least 0 expected")
+    if type(scale) is not float or not 0 < scale < float("inf"):
+        raise ValueError(f"this state has loss_scale {scale!r}, a positive number expected")
+    return step, scale
 
 
 class Engine:
@@ -71,11 +86,6 @@ class Engine:
         self._plain = Identity()
         self.pipeline = Pipeline(4, on_failure=comm.abort)
         self.feedback, self.owner_feedback = self._make_feedback()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has begun and not ended."""
-        return self._open
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -194,10 +204,7 @@ class Engine:
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
         }
-        missing = {"step", "loss_scale", "residual", "owner_residual"} - state.keys()
-        if missing:
-            raise ValueError(f"this state has no {min(missing)!r}: it is not from gradcomp's state_dict()")
-        step, saved_scale = int(state["step"]), float(state["loss_scale"])
+        step, saved_scale = _read_numbers(state)
         for key, value in wanted.items():
             if state.get(key) != value:
                 raise ValueError(
@@ -211,7 +218,7 @@ class Engine:
             for feedback, key in pairs:
                 if feedback:
                     feedback.load(state[key], names)
-        except ValueError:
+        except BaseException:
             for (feedback, _), old in zip(pairs, before, strict=True):
                 if feedback:
                     feedback.load(old, names)
@@ -266,6 +273,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the threads and give the communicator back. Closing twice is harmless."""
+        if self.pipeline.error is not None or self._open:
+            self.comm.abort()  # collectives may be under way that no peer will answer
         self.pipeline.close()
         self.comm.close()
 
@@ -290,6 +299,10 @@ class Engine:
         slots = []
         for index, offset in members:
             p = self.parameters[index]
+            if self.feedback and p.compressed and not self.feedback.knows(index):
+                raise GradcompError(
+                    f"parameter {p.name!r} was frozen when gradcomp was registered; register after unfreezing"
+                )
             residual = self.feedback.offset(index) if self.feedback and p.compressed else 0
             slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
         return slots

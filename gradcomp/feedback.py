@@ -53,6 +53,10 @@ class Feedback:
             self._owned = Feedback({index: share(place.numel) for index, place in self._places.items()})
         return self._owned
 
+    def knows(self, index: int) -> bool:
+        """Whether there are residuals for a parameter."""
+        return index in self._places
+
     def offset(self, index: int) -> int:
         """Return where a parameter's residual begins in a plane (elements)."""
         return self._places[index].offset
@@ -116,16 +120,19 @@ class Feedback:
         Raises:
             ValueError: a missing, unknown or differently sized entry; nothing is changed then.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"residuals are a dictionary by parameter name, got {type(state).__name__}")  # noqa: TRY004
         wanted = {names[index]: index for index in self._places}
         if state and state.keys() != wanted.keys():
-            odd = min(state.keys() ^ wanted.keys())
+            odd = min(state.keys() ^ wanted.keys(), key=str)
             raise ValueError(f"residuals do not fit this model: {odd!r} is on one side only")
         for name, tensor in state.items():
-            if tensor.dtype != torch.float32 or tensor.numel() != self._places[wanted[name]].numel:
-                raise ValueError(
-                    f"residual of {name!r} is {tensor.numel()} x {tensor.dtype}, "
-                    f"{self._places[wanted[name]].numel} x torch.float32 expected"
-                )
+            numel = self._places[wanted[name]].numel
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.numel() != numel:
+                got = f"{tensor.numel()} x {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ValueError(f"residual of {name!r} is {got}, {numel} x torch.float32 expected")
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"residual of {name!r} holds NaN or Inf")
         if not state and self._planes is None:
             return
         for plane in self._allocate():

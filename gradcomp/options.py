@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+MAX_TIMEOUT_S = 1e6  # eleven days
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,25 @@ class Options:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
-        if isinstance(self.exclude, str) or not all(isinstance(e, str) for e in self.exclude):
+        if not isinstance(self.exclude, tuple) or not all(isinstance(e, str) for e in self.exclude):
             raise ValueError(f"exclude must be a sequence of names or patterns, got {self.exclude!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {self.timeout_s!r}")
+        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s must be a number of seconds, at most {MAX_TIMEOUT_S:g}, got {self.timeout_s!r}"
+            )
+
+
+def names(exclude: object) -> tuple[str, ...]:
+    """Return an `exclude` argument, one name or a sequence of them, as a tuple.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(exclude, str):
+        return (exclude,)
+    if not isinstance(exclude, Iterable):
+        raise ValueError(f"exclude must be a sequence of names or patterns, got {exclude!r}")  # noqa: TRY004
+    return tuple(exclude)
 
 
 def read_scaler(grad_scaler: Any, transactional: bool | None) -> tuple[Callable[[], float] | None, bool]:
@@ -35,6 +52,8 @@ def read_scaler(grad_scaler: Any, transactional: bool | None) -> tuple[Callable[
     Raises:
         ValueError: a scaler without get_scale(), or one together with transactional=False.
     """
+    if transactional not in (None, True, False):
+        raise ValueError(f"transactional must be None, True or False, got {transactional!r}")
     if grad_scaler is None:
         return None, bool(transactional)
     get_scale: Callable[[], float] | None = getattr(grad_scaler, "get_scale", None)

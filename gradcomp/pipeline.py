@@ -53,9 +53,7 @@ class Pipeline:
         on_failure: called at every failure, before tasks are ended; it should make waits of other stages end soon.
     """
 
-    def __init__(
-        self, stage_count: int, name: str = "gradcomp", on_failure: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, stage_count: int, name: str = "gradcomp", on_failure: Callable[[], None] = lambda: None) -> None:
         self._queues: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(stage_count)]
         self._name, self._on_failure = name, on_failure
         self._threads: list[threading.Thread] = []

@@ -243,6 +243,26 @@ def test_all_reduce_counts_steps_per_key():
     assert run_local(2, counted_steps) == [([True, True], False, False)] * 2
 
 
+def test_freezing_and_unfreezing_after_the_averager_was_made():
+    from _ranks import run_local
+
+    def work(comm):
+        net = copy.deepcopy(MODEL)
+        net[0].requires_grad_(False)
+        averager = GradientAverager(net.named_parameters(), Ternary(), comm)
+        net[2].requires_grad_(False)
+        x, y = batch(0, comm.rank)
+        nn.functional.cross_entropy(net(x), y).backward()
+        averager.average()
+        untouched = net[2].weight.grad is None and net[0].weight.grad is None
+        net[0].requires_grad_(True)
+        with pytest.raises(gradcomp.GradcompError, match="0.weight"):
+            averager.average()
+        return untouched
+
+    assert run_local(2, work) == [True, True]
+
+
 def test_no_group_is_a_clear_error():
     with pytest.raises(RuntimeError, match="init_process_group"):
         gradcomp.all_reduce(torch.ones(4), "ternary")

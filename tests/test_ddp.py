@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 import gradcomp
 import gradcomp.ddp
@@ -60,7 +61,12 @@ def test_identity_equals_no_hook_bit_for_bit(gloo):
         assert with_hook == without
 
 
-CODECS = {"ternary": Ternary(), "own": Ternary(scale="own"), "requantize": Ternary(second_phase="requantize"), "onebit": OneBit()}
+CODECS = {
+    "ternary": Ternary(),
+    "own": Ternary(scale="own"),
+    "requantize": Ternary(second_phase="requantize"),
+    "onebit": OneBit(),
+}
 
 
 def bucket_sizes(name, exchange):
@@ -200,7 +206,9 @@ def many_buckets(name):
         model.zero_grad()
         model(torch.tensor(float((dist.get_rank() + 1) * (1 + step % 3)))).backward()
         for i, weight in enumerate(model.module.weights):
-            if name == "ternary":  # shared scale 4 c: rank r's code is 1 with probability (r + 1) / 4; sums are of c * k
+            if (
+                name == "ternary"
+            ):  # shared scale 4 c: rank r's code is 1 with probability (r + 1) / 4; sums are of c * k
                 quantum = torch.tensor(4.0 * (1 + step % 3) * (i + 1)) / 4
                 levels = weight.grad / quantum
                 wrong += not torch.equal(levels, levels.round()) or not 1 <= levels.min() <= levels.max() <= 4
@@ -294,8 +302,7 @@ def exclusion():
         x, y = batch(0, dist.get_rank())
         nn.functional.cross_entropy(m(x), y).backward()
     out = {
-        name: torch.equal(p.grad, q.grad)
-        for (name, p), q in zip(model.module.named_parameters(), plain.parameters())
+        name: torch.equal(p.grad, q.grad) for (name, p), q in zip(model.module.named_parameters(), plain.parameters())
     }
     text = state.describe()
     state.close()
@@ -331,7 +338,9 @@ def overflow(codec_name):
         loss.backward()
         scaler.step(optimizer)
         scaler.update()
-        log.append((before != bits(model), scaler.get_scale(), all(torch.isfinite(p).all() for p in model.parameters())))
+        log.append(
+            (before != bits(model), scaler.get_scale(), all(torch.isfinite(p).all() for p in model.parameters()))
+        )
     state.check_replicas()
     residual = state.state_dict()["residual"]
     finite = all(bool(torch.isfinite(r).all()) for r in residual.values())
@@ -404,6 +413,136 @@ def scale_follows():
 
 def test_residuals_follow_the_loss_scale(gloo):
     assert gloo(2, scale_follows) == [True, True]
+
+
+class Checkpointed(nn.Module):
+    """Reentrant activation checkpointing: each layer's backward is a graph task of its own inside the outer one."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.reentrant = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
+        return x
+
+
+def checkpointing():
+    out = []
+    for reentrant, cap in ((True, 0.01), (True, 25), (False, 25)):
+        model = DDP(Checkpointed(reentrant), bucket_cap_mb=cap)
+        state = gradcomp.ddp.register(model, Ternary(), min_numel=0)
+        for step in range(3):
+            model.zero_grad()
+            x, _ = batch(step, dist.get_rank())
+            model(x.requires_grad_()).square().sum().backward()
+        out.append((state.step, b"".join(p.grad.numpy().tobytes() for p in model.parameters())))
+        state.close()
+    return out
+
+
+def test_reentrant_checkpointing_is_one_step_a_backward(gloo):
+    for runs in gloo(2, checkpointing):
+        assert {step for step, _ in runs} == {3}
+        assert len({grads for _, grads in runs}) == 1
+
+
+def close_in_any_order():
+    models = [DDP(small_model()) for _ in range(2)]
+    states = [gradcomp.ddp.register(m, "ternary", timeout_s=20) for m in models]
+    for state in states if dist.get_rank() == 0 else reversed(states):
+        state.close()
+    models = [DDP(small_model()) for _ in range(2)]
+    states = [gradcomp.ddp.register(m, c, timeout_s=20) for m, c in zip(models, ("ternary", "onebit"))]
+    for model in models:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    for state in states:
+        state.close()
+    return [bits(m) for m in models]
+
+
+def test_states_may_be_closed_in_any_order(gloo):
+    first, second = gloo(2, close_in_any_order)
+    assert first == second
+
+
+def frozen_between():
+    model = DDP(small_model(), find_unused_parameters=True)
+    model.module[2].requires_grad_(False)
+    state = gradcomp.ddp.register(model, OneBit(), min_numel=0)
+    try:
+        model(batch(0, 0)[0]).sum().backward()
+    except gradcomp.GradcompError as error:
+        return "2.weight" in str(error) or "2.bias" in str(error)
+    finally:
+        state.close()
+
+
+def test_a_parameter_frozen_after_ddp_was_made_is_named(gloo):
+    assert gloo(2, frozen_between) == [True, True]
+
+
+def copied():
+    import copy
+
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, "onebit")
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    twin = copy.deepcopy(model.module), copy.deepcopy(state)
+    same = bits(twin[0]) == bits(model)
+    text = repr(twin[1])
+    state.close()
+    return same, text
+
+
+def test_copies_of_a_state_are_off(gloo):
+    for same, text in gloo(2, copied):
+        assert same and "off" in text
+
+
+def nonsense():
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, OneBit(), min_numel=0, exchange="reduce_scatter")
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    good = state.state_dict()
+    nan = {k: torch.full_like(v, float("nan")) for k, v in good["residual"].items()}
+    lists = {k: [1] for k in good["owner_residual"]}
+    bad = [
+        5,
+        {"step": 3},
+        *(
+            dict(good, **change)
+            for change in (
+                {"step": "7"},
+                {"step": -5},
+                {"step": 2.9},
+                {"loss_scale": float("nan")},
+                {"loss_scale": 0.0},
+                {"residual": nan},
+                {"residual": [1]},
+                {"owner_residual": lists},
+                {"owner_residual": None},
+                {"residual": {k: torch.zeros_like(v) for k, v in good["residual"].items()}, "owner_residual": {1: 2}},
+            )
+        ),
+    ]
+    accepted = []
+    for number, state_dict in enumerate(bad):
+        try:
+            state.load_state_dict(state_dict)
+            accepted.append(number)
+        except ValueError:
+            pass
+    now = state.state_dict()
+    state.close()
+    same = all(torch.equal(now[key][n], t) for key in ("residual", "owner_residual") for n, t in good[key].items())
+    return accepted, same and now["step"] == good["step"]
+
+
+def test_states_that_make_no_sense_change_nothing(gloo):
+    assert gloo(2, nonsense) == [([], True)] * 2
 
 
 def scaler_dropped():
@@ -713,4 +852,4 @@ def users_exception():
 
 
 def test_users_exception_comes_out_as_itself(gloo):
-    assert gloo(2, users_exception) == ["\"the user's own\""] * 2
+    assert gloo(2, users_exception) == ['"the user\'s own"'] * 2

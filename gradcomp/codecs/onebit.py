@@ -43,7 +43,7 @@ class OneBit(Codec):
         if error_feedback not in (True, False):
             raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
         self.group = group
-        self.error_feedback = error_feedback
+        self.error_feedback = bool(error_feedback)
         self.second_phase = second_phase
 
     def options(self) -> dict[str, object]:

@@ -52,7 +52,8 @@ class Ternary(Codec):
         second_phase: str | None = None,
         seed: int = 0,
     ) -> None:
-        if clip_sigma is not None and not (math.isfinite(clip_sigma) and clip_sigma > 0):
+        number = isinstance(clip_sigma, (int, float)) and not isinstance(clip_sigma, bool)
+        if clip_sigma is not None and not (number and math.isfinite(clip_sigma) and clip_sigma > 0):
             raise ValueError(f"clip_sigma must be None or a positive number, got {clip_sigma!r}")
         if scale not in ("shared", "own"):
             raise ValueError(f'scale must be "shared" or "own", got {scale!r}')
@@ -62,7 +63,7 @@ class Ternary(Codec):
             raise ValueError(
                 'second_phase="exact" needs scale="shared", got "own": codes of different scales have no integer sum'
             )
-        self.clip_sigma = clip_sigma
+        self.clip_sigma = None if clip_sigma is None else float(clip_sigma)
         self.scale = scale
         self.group = group
         self.second_phase = second_phase

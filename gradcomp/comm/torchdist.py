@@ -29,12 +29,14 @@ class _Groups:
 
     by_channel: dict[Channel, dist.ProcessGroup]
     timeout_s: float
+    serial: int  # number of its making, the same on every rank
     broken: bool = False
 
 
 _SLICE_S = 1.0  # longest wait that does not look whether another collective of the same communicator has failed
 
 _free: weakref.WeakKeyDictionary[Any, list[_Groups]] = weakref.WeakKeyDictionary()  # by parent group
+_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many, by parent group
 _free_lock = threading.Lock()
 
 
@@ -42,20 +44,22 @@ def _take(parent: dist.ProcessGroup, timeout_s: float) -> _Groups:
     """Return groups that are free, or make them (a collective call)."""
     with _free_lock:
         free = _free.setdefault(parent, [])
-        for groups in free:
-            if groups.timeout_s == timeout_s:
-                free.remove(groups)
-                return groups
+        fitting = [groups for groups in free if groups.timeout_s == timeout_s]
+        if fitting:  # the oldest, not the first to be closed: ranks may close in different orders
+            oldest = min(fitting, key=lambda groups: groups.serial)
+            free.remove(oldest)
+            return oldest
+        _made[parent] = serial = _made.get(parent, 0) + 1
     ranks = dist.get_process_group_ranks(parent)
     begun = time.monotonic()
     try:
-        return _make(ranks, timeout_s)
+        return _make(ranks, timeout_s, serial)
     except RuntimeError as error:
         waited, text = time.monotonic() - begun, str(error).splitlines()[0]
         raise PeerLost("setup", -1, waited, f"not every rank registered gradcomp: {text}") from error
 
 
-def _make(ranks: list[int], timeout_s: float) -> _Groups:
+def _make(ranks: list[int], timeout_s: float, serial: int) -> _Groups:
     return _Groups(
         {
             channel: dist.new_group(
@@ -68,6 +72,7 @@ def _make(ranks: list[int], timeout_s: float) -> _Groups:
             for channel in Channel
         },
         timeout_s,
+        serial,
     )
 
 

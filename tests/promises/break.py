@@ -79,8 +79,8 @@ BREAKS = [
     Break(
         "5 nothing lost: residuals do not follow the loss scale",
         "gradcomp/engine.py",
-        "feedback.rescale(scale / self._scale)",
-        "pass",
+        "            self.feedback.rescale(scale / self._scale)",
+        "            pass",
         "tests/test_ddp.py::test_residuals_follow_the_loss_scale",
     ),
     Break(
