@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -115,7 +116,9 @@ print(json.dumps({
     "bench": any(m in sys.modules for m in ("rich", "matplotlib", "sklearn")),
 }))
 """
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    # this process has imported gradcomp, so what an import would set must not be inherited
+    kept = {k: os.environ[k] for k in ("PATH", "HOME", "PYTHONPATH") if k in os.environ}
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=kept)
     found = json.loads(out.stdout)
     assert found == {
         "environment": True,
