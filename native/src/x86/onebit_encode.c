@@ -9,7 +9,7 @@
 #if defined(__x86_64__)
 #include "common.h"
 
-enum { CHUNK_NUMEL = GC_ONEBIT_STAGE_NUMEL, VECTORS_NUMEL = 16, PREFETCH_NUMEL = 1024 };
+enum { CHUNK_NUMEL = GC_ONEBIT_STAGE_NUMEL, VECTORS_NUMEL = 16, PREFETCH_NUMEL = 1024, STREAM_NUMEL = 1 << 15 };
 
 /* One chunk of x; both arrays are padded with zeros to whole vectors and words. */
 typedef struct {
@@ -140,11 +140,16 @@ GC_AVX2_INLINE __m256 left8(__m256 x, __m256 mean0, __m256 mean1)
     return _mm256_sub_ps(x, _mm256_blendv_ps(mean0, mean1, is_one));
 }
 
-/* The residual of a staged chunk. */
-GC_AVX2_INLINE void leave_staged(const chunk_stage *stage, uint32_t numel, float mean0, float mean1, float *out)
+/* The residual of a staged chunk. A plane of its own is not read before the next step: `streams` writes past the caches,
+ * which saves reading each line first. */
+GC_AVX2_INLINE void leave_staged(const chunk_stage *stage, uint32_t numel, float mean0, float mean1, float *out,
+                                 int streams)
 {
     __m256 m0 = _mm256_set1_ps(mean0), m1 = _mm256_set1_ps(mean1);
     uint32_t i = 0;
+    if (streams && (uintptr_t)out % 32 == 0)
+        for (; i + 8 <= numel; i += 8)
+            _mm256_stream_ps(out + i, left8(_mm256_loadu_ps(stage->x + i), m0, m1));
     for (; i + 8 <= numel; i += 8)
         _mm256_storeu_ps(out + i, left8(_mm256_loadu_ps(stage->x + i), m0, m1));
     for (; i < numel; i++)
@@ -191,7 +196,8 @@ GC_AVX2_INLINE int encode_group(gc_encode_job *job, const gc_segment *segment, g
     gc_store_u32(scales, gc_bits_of(mean0));
     gc_store_u32(scales + 4, gc_bits_of(mean1));
     if (job->residual_out && run.numel <= CHUNK_NUMEL)
-        leave_staged(stage, run.numel, mean0, mean1, job->residual_out + residual);
+        leave_staged(stage, run.numel, mean0, mean1, job->residual_out + residual,
+                     job->residual_out != job->residual_in && segment->numel >= STREAM_NUMEL);
     else if (job->residual_out)
         leave_again(&view, run.numel, mean0, mean1, job->residual_out + residual, dtype);
     return 1;
@@ -206,6 +212,7 @@ GC_AVX2_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, i
             gc_onebit_group(job, segment, run);
         i += run.numel;
     }
+    _mm_sfence();
 }
 
 GC_AVX2 void gc_onebit_encode_avx2(gc_encode_job *job, const gc_segment *segment)
