@@ -47,16 +47,6 @@ AIMS = {
     "onebit decode 1": 0.7,
 }
 THREAD_GAIN = {"ternary encode": 1.7, "onebit encode": 1.7}  # of two threads over one; 1.25 for the rest
-MOVED = {  # bytes an element read and written, fp32; what a kernel moves when memory is all that holds it back
-    "ternary encode": 4.25,
-    "absmax + moments": 4.0,
-    "ternary decode 1": 4.25,
-    "ternary decode 4 shared": 5.0,
-    "ternary decode 4 own": 5.0,
-    "onebit encode": 12.14,
-    "onebit decode 1": 4.14,
-}
-SATURATED = 0.8  # of the rate of memcpy with two threads: more threads cannot help a kernel that is there already
 TORCH_GAIN = 30.0  # ternary encode over the same in torch operations
 
 
@@ -175,7 +165,7 @@ def run(args: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
 
 @dataclass
 class Verdict:
-    """One requirement: what was measured, the limit and aim, and "pass", "FAIL" or "memory" (its bus is full)."""
+    """One requirement: what was measured, the limit and aim, and "pass" or "FAIL"."""
 
     what: str
     measured: float
@@ -184,8 +174,8 @@ class Verdict:
     outcome: str
 
 
-def verdicts(rows: list[Row], gains: dict[str, float], memory: tuple[float, float]) -> list[Verdict]:
-    """Judge every requirement; `memory` is what memcpy moves with one and with two threads (GB/s)."""
+def verdicts(rows: list[Row], gains: dict[str, float]) -> list[Verdict]:
+    """Judge every requirement."""
     best = {(r.kernel, r.threads): r for r in rows if r.tier == _native.tiers()[-1] and r.dtype == "float32"}
     out = []
     for kernel, limit in LIMITS.items():
@@ -194,9 +184,7 @@ def verdicts(rows: list[Row], gains: dict[str, float], memory: tuple[float, floa
     for kernel in LIMITS:
         one, two = best[kernel, 1], best[kernel, 2]
         gain, least = two.gb_per_s / one.gb_per_s, THREAD_GAIN.get(kernel, 1.25)
-        full = two.gb_per_s * MOVED[kernel] / 4 >= SATURATED * memory[1]
-        outcome = "memory" if gain < least and full else _word(gain >= least)
-        out.append(Verdict(f"{kernel}, two threads over one, at least", gain, least, None, outcome))
+        out.append(Verdict(f"{kernel}, two threads over one, at least", gain, least, None, _word(gain >= least)))
     gain = gains["torch"]
     out.append(Verdict("ternary encode over torch, at least", gain, TORCH_GAIN, None, _word(gain >= TORCH_GAIN)))
     return out
@@ -247,16 +235,13 @@ def show_verdicts(results: list[Verdict], memory: tuple[float, float]) -> None:
     table = RichTable(title="Requirements (best tier, float32)")
     for name in ("requirement", "measured", "limit", "aim", ""):
         table.add_column(name, justify="left" if name == "requirement" else "right")
-    colours = {"pass": "green", "memory": "yellow", "FAIL": "red"}
+    colours = {"pass": "green", "FAIL": "red"}
     for v in results:
         mark = f"[{colours[v.outcome]}]{v.outcome}[/]"
         table.add_row(v.what, f"{v.measured:.2f}", f"{v.limit:g}", f"{v.aim:g}" if v.aim else "", mark)
     console = Console()
     console.print(table)
-    console.print(
-        f"memcpy moves {memory[0]:.1f} GB/s with one thread and {memory[1]:.1f} with two; "
-        f'"memory": the kernel already moves {SATURATED:.0%} of that, so no thread can speed it up here'
-    )
+    console.print(f"for context: memcpy moves {memory[0]:.1f} GB/s with one thread and {memory[1]:.1f} with two")
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -319,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     results: list[Verdict] = []
     if args.check:
         memory = memory_rates(args.sizes[-1], args.repeat)
-        results = verdicts(rows, gains, memory)
+        results = verdicts(rows, gains)
         show_verdicts(results, memory)
     if args.json:
         found = {"rows": [asdict(r) for r in rows], "ternary_encode_over": gains, "check": [asdict(v) for v in results]}
