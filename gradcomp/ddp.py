@@ -203,7 +203,9 @@ def register(
     try:
         model.register_comm_hook(state, compression_hook)
     except BaseException:
-        state.close()
+        state._pre_hook.remove()
+        if comm is None:
+            state.close()
         raise
     return state
 

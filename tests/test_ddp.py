@@ -585,6 +585,22 @@ def test_registering_twice_is_refused_and_leaves_the_first(gloo):
     assert gloo(2, twice) == [(True, 1)] * 2
 
 
+def twice_over_a_communicator_of_ones_own():
+    model = DDP(small_model())
+    state = gradcomp.ddp.register(model, "ternary")
+    comm = gradcomp.comm.TorchCommunicator()
+    with pytest.raises(RuntimeError, match="hook"):
+        gradcomp.ddp.register(model, "onebit", comm=comm)
+    tensor = gradcomp.all_reduce(torch.full((4,), float(comm.rank)), gradcomp.Identity(), comm)
+    comm.close()
+    state.close()
+    return tensor.tolist()
+
+
+def test_a_refused_registration_leaves_the_callers_communicator_open(gloo):
+    assert gloo(2, twice_over_a_communicator_of_ones_own) == [[0.5] * 4] * 2
+
+
 def conservation():
     """Promise 5 through bucket rebuilds: the sum of gradients = the sum of what was decoded + what is left over."""
     model = DDP(small_model(), bucket_cap_mb=0.01)
