@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.base import Channel, Communicator, RankGone, Work
 from gradcomp.comm.local import LocalCommunicator
 
 if TYPE_CHECKING:
+    from gradcomp.comm.mpi import MpiCommunicator
     from gradcomp.comm.torchdist import TorchCommunicator
 
-__all__ = ["Channel", "Communicator", "LocalCommunicator", "TorchCommunicator", "Work"]
+__all__ = ["Channel", "Communicator", "LocalCommunicator", "MpiCommunicator", "RankGone", "TorchCommunicator", "Work"]
 
 
 def __getattr__(name: str) -> object:
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> object:
         from gradcomp.comm.torchdist import TorchCommunicator
 
         return TorchCommunicator
+    if name == "MpiCommunicator":
+        from gradcomp.comm.mpi import MpiCommunicator
+
+        return MpiCommunicator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

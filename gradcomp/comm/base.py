@@ -1,4 +1,5 @@
-"""What an exchange needs of a transport: three collectives, started without waiting, on separate channels.
+"""What an exchange needs of a transport: three collectives, started without waiting, on separate channels; for a
+parameter server also messages from one rank to another.
 
 A channel is an ordered lane of its own (a process group, a duplicated MPI communicator): collectives of one channel start
 in the same order on every rank, collectives of different channels may overtake each other. One pipeline stage uses one
@@ -24,8 +25,20 @@ class Channel(IntEnum):
     SECOND = 2
 
 
+class RankGone(ConnectionError):
+    """A peer that will not send or receive any more.
+
+    Attributes:
+        rank: which one.
+    """
+
+    def __init__(self, rank: int, detail: str = "") -> None:
+        super().__init__(f"rank {rank} is gone{f': {detail}' if detail else ''}")
+        self.rank = rank
+
+
 class Work(ABC):
-    """A collective that has been started."""
+    """A collective, or a message, that has been started."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
@@ -69,6 +82,20 @@ class Communicator(ABC):
     @abstractmethod
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         """Begin to gather `send`, ``(n,)`` uint8, of all ranks into `recv`, ``(world_size * n,)``."""
+
+    def start_send(self, message: Tensor, to: int) -> Work:
+        """Begin to send `message`, ``(n,)`` uint8, to rank `to`; messages of one pair of ranks arrive in order."""
+        raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
+
+    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
+        """Wait for a message from rank `source`, or from any rank: return (its sender, the message, ``(n,)`` uint8).
+
+        Raises:
+            TimeoutError: nothing after `timeout_s` seconds; a later call may still receive.
+            RankGone: a sender is gone (with any source: told once for each); the others can still be heard.
+            ValueError: a message of more than `max_nbytes`; it is dropped unread.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
 
     def abort(self) -> None:
         """Tell the peers, where the transport can, that this rank will not take part any more."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.base import Channel, Communicator, RankGone, Work
 
 
 @dataclass
@@ -34,6 +35,7 @@ class _Board:
         self.changed = threading.Condition()
         self.slots: dict[tuple[Channel, int], _Slot] = {}
         self.gone: set[int] = set()
+        self.mail: dict[int, deque[tuple[int, Tensor]]] = {rank: deque() for rank in range(world_size)}
 
 
 class _LocalWork(Work):
@@ -60,6 +62,11 @@ class _LocalWork(Work):
                 del board.slots[self._place]
 
 
+class _Sent(Work):
+    def wait(self, timeout_s: float) -> None:
+        return
+
+
 class LocalCommunicator(Communicator):
     """One rank of a group inside this process; make them all at once with `group`."""
 
@@ -68,6 +75,7 @@ class LocalCommunicator(Communicator):
         self.rank = rank
         self.world_size = board.world_size
         self._started = dict.fromkeys(Channel, 0)
+        self._told: set[int] = set()  # ranks whose end `receive` has reported
 
     @classmethod
     def group(cls, world_size: int) -> list[LocalCommunicator]:
@@ -109,6 +117,36 @@ class LocalCommunicator(Communicator):
             torch.cat(runs, out=recv)
 
         return self._start("all_gather", [send.clone()], channel, fetch)
+
+    def start_send(self, message: Tensor, to: int) -> Work:
+        with self._board.changed:
+            if to in self._board.gone:
+                raise RankGone(to)
+            self._board.mail[to].append((self.rank, message.clone()))
+            self._board.changed.notify_all()
+        return _Sent()
+
+    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
+        board, deadline = self._board, time.monotonic() + timeout_s
+        with board.changed:
+            while True:
+                mail = board.mail[self.rank]
+                for number, (sender, message) in enumerate(mail):
+                    if source in (None, sender):
+                        del mail[number]
+                        if message.numel() > max_nbytes:
+                            raise ValueError(f"rank {sender} sent {message.numel()} bytes, at most {max_nbytes} expected")
+                        return sender, message
+                if source is not None and source in board.gone:
+                    raise RankGone(source)
+                news = board.gone - self._told - {self.rank} if source is None else set()
+                if news:
+                    self._told.add(min(news))
+                    raise RankGone(min(news))
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no message from {'any rank' if source is None else f'rank {source}'}")
+                board.changed.wait(left)
 
     def abort(self) -> None:
         """Make every wait of the other ranks for this one end in ConnectionError."""

@@ -1,0 +1,1 @@
+"""MPI as a communicator (mpi4py buffer calls): one duplicated communicator a channel."""
