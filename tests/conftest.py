@@ -1,9 +1,10 @@
 """Fixtures for every test; under GRADCOMP_CI=1 a skipped test is a failed one."""
 
+import functools
 import os
 
 import pytest
-from _ranks import RankPool, run_local
+from _ranks import MpiPool, RankPool, run_local, with_communicator, with_mpi_beneath
 
 from gradcomp import _native
 
@@ -18,38 +19,47 @@ def tier(request):
 
 
 @pytest.fixture(scope="session")
-def gloo():
-    """Return run(world_size, function, *args): results of `function` in that many gloo processes, kept warm."""
-    pools = {}
+def pools():
+    """Return run(kind, world_size, function, *args) in warm processes, one pool for each kind and size."""
+    kept = {}
 
-    def run(world_size, function, *args, timeout_s=120):
-        pool = pools.get(world_size)
+    def run(kind, world_size, function, *args, timeout_s=120):
+        pool = kept.get((kind, world_size))
         if pool is None or not pool.alive():
-            pool = pools[world_size] = RankPool(world_size)
+            if pool is not None:
+                pool.close()
+            pool = RankPool(world_size) if kind == "gloo" else MpiPool(kind, world_size)
+            kept[kind, world_size] = pool
         return pool.run(function, *args, timeout_s=timeout_s)
 
     yield run
-    for pool in pools.values():
+    for pool in kept.values():
         pool.close()
 
 
-@pytest.fixture(params=["local", "gloo"])
+@pytest.fixture(scope="session")
+def gloo(pools):
+    """Return run(world_size, function, *args): results of `function` in that many gloo processes."""
+    return functools.partial(pools, "gloo")
+
+
+@pytest.fixture(params=["gloo", "mpich", "openmpi"])
+def ranks(request, pools):
+    """Return run(world_size, function, *args) in processes of a gloo group; gradcomp's own bytes go by each in turn."""
+    if request.param == "gloo":
+        return functools.partial(pools, "gloo")
+    return lambda world_size, function, *args, **options: pools(
+        request.param, world_size, with_mpi_beneath, function, *args, **options
+    )
+
+
+@pytest.fixture(params=["local", "gloo", "mpich", "openmpi"])
 def over(request):
     """Return run(world_size, function, *args) with function(comm, *args), over each communicator in turn."""
     if request.param == "local":
         return run_local
-    gloo_run = request.getfixturevalue("gloo")
-    return lambda world_size, function, *args: gloo_run(world_size, _with_torch_communicator, function, *args)
-
-
-def _with_torch_communicator(function, *args):
-    from gradcomp.comm import TorchCommunicator
-
-    comm = TorchCommunicator(timeout_s=60)
-    try:
-        return function(comm, *args)
-    finally:
-        comm.close()
+    pools, kind = request.getfixturevalue("pools"), request.param
+    return lambda world_size, function, *args: pools(kind, world_size, with_communicator, kind, function, *args)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -56,8 +56,8 @@ def identity_and_plain():
     return trained(Identity(), exchange="all_gather"), trained(None, register=False)
 
 
-def test_identity_equals_no_hook_bit_for_bit(gloo):
-    for with_hook, without in gloo(2, identity_and_plain):
+def test_identity_equals_no_hook_bit_for_bit(ranks):
+    for with_hook, without in ranks(2, identity_and_plain):
         assert with_hook == without
 
 
@@ -78,9 +78,9 @@ def bucket_sizes(name, exchange):
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("name", CODECS)
-def test_bucket_layout_changes_no_bit(gloo, name, exchange):
+def test_bucket_layout_changes_no_bit(ranks, name, exchange):
     """Promise 2: runs with bucket_cap_mb 0.01 and 25, and with gradients as bucket views, are the same run."""
-    results = gloo(3, bucket_sizes, name, exchange)
+    results = ranks(3, bucket_sizes, name, exchange)
     assert len({run for rank in results for run in rank}) == 1
 
 
@@ -89,8 +89,8 @@ def modes():
     return [*runs, trained(OneBit(), ddp={"find_unused_parameters": True})]
 
 
-def test_static_graph_and_find_unused_parameters(gloo):
-    results = gloo(2, modes)
+def test_static_graph_and_find_unused_parameters(ranks):
+    results = ranks(2, modes)
     assert len({run for rank in results for run in rank}) == 1
 
 
@@ -103,8 +103,8 @@ def by_hand():
     return bits(model), trained("ternary")
 
 
-def test_plain_register_comm_hook_is_the_same(gloo):
-    for one, other in gloo(2, by_hand):
+def test_plain_register_comm_hook_is_the_same(ranks):
+    for one, other in ranks(2, by_hand):
         assert one == other
 
 
@@ -122,8 +122,8 @@ def accumulate():
     return same, steps
 
 
-def test_no_sync_accumulates_and_skips_the_hook(gloo):
-    assert gloo(2, accumulate) == [(True, 1)] * 2
+def test_no_sync_accumulates_and_skips_the_hook(ranks):
+    assert ranks(2, accumulate) == [(True, 1)] * 2
 
 
 def half(name):
@@ -132,8 +132,8 @@ def half(name):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_half_precision_parameters(gloo, name):
-    first, second = gloo(2, half, name)
+def test_half_precision_parameters(ranks, name):
+    first, second = ranks(2, half, name)
     assert first == second
 
 
@@ -161,8 +161,8 @@ def several_models():
     return results
 
 
-def test_several_models_in_one_backward(gloo):
-    for together, alone in gloo(2, several_models):
+def test_several_models_in_one_backward(ranks):
+    for together, alone in ranks(2, several_models):
         assert together == alone
 
 
@@ -182,8 +182,8 @@ def mesh_rows():
     return model.module.weight.grad[0, 0].item()
 
 
-def test_two_by_two_device_mesh(gloo):
-    assert gloo(4, mesh_rows) == [5.5, 5.5, 550.0, 550.0]
+def test_two_by_two_device_mesh(ranks):
+    assert ranks(4, mesh_rows) == [5.5, 5.5, 550.0, 550.0]
 
 
 class Stack(nn.Module):
@@ -221,9 +221,9 @@ def many_buckets(name):
 
 
 @pytest.mark.parametrize("name", ["onebit", "ternary"])
-def test_forty_layers_in_small_buckets_for_a_hundred_steps(gloo, name):
+def test_forty_layers_in_small_buckets_for_a_hundred_steps(ranks, name):
     """Chained collectives in Future.then hang here; FIFO stages do not, and every value is the exact expectation."""
-    for wrong, buckets in gloo(4, many_buckets, name):
+    for wrong, buckets in ranks(4, many_buckets, name):
         assert wrong == 0
         assert buckets == 40
 
@@ -270,8 +270,8 @@ def resume(name):
 
 
 @pytest.mark.parametrize("name", ["ternary", "onebit"])
-def test_resumed_run_equals_the_uninterrupted_one(gloo, name):
-    assert gloo(2, resume, name) == [(True, True)] * 2
+def test_resumed_run_equals_the_uninterrupted_one(ranks, name):
+    assert ranks(2, resume, name) == [(True, True)] * 2
 
 
 def warm_start():
@@ -290,8 +290,8 @@ def warm_start():
     return equal, sent[0] > 8 * (sent[3] - sent[2])
 
 
-def test_start_step(gloo):
-    assert gloo(2, warm_start) == [([True, True, False, False], True)] * 2
+def test_start_step(ranks):
+    assert ranks(2, warm_start) == [([True, True, False, False], True)] * 2
 
 
 def exclusion():
@@ -313,8 +313,8 @@ def exclusion():
     return out, text, ""
 
 
-def test_exclude_and_min_numel_travel_as_fp32(gloo):
-    for equal, text, error in gloo(2, exclusion):
+def test_exclude_and_min_numel_travel_as_fp32(ranks):
+    for equal, text, error in ranks(2, exclusion):
         assert [n for n, e in equal.items() if not e] == ["2.weight"]
         assert "on 1 tensors (8,192 values)" in text and "fp32 for 5" in text
         assert "nothing.*" in error
@@ -349,9 +349,9 @@ def overflow(codec_name):
 
 
 @pytest.mark.parametrize("name", ["onebit", "ternary"])
-def test_recovers_on_the_step_after_an_overflow(gloo, name):
+def test_recovers_on_the_step_after_an_overflow(ranks, name):
     """Stock PowerSGD with GradScaler never recovers from one Inf batch."""
-    for log, finite in gloo(2, overflow, name):
+    for log, finite in ranks(2, overflow, name):
         assert [changed for changed, _, _ in log] == [True, True, False, True, True]
         assert [scale for _, scale, _ in log] == [1024.0, 1024.0, 512.0, 512.0, 512.0]
         assert all(good for _, _, good in log) and finite
@@ -387,8 +387,8 @@ def transactional_planes():
     return first == after_poison, sum(bad), moved != first, after_discard == first
 
 
-def test_transactional_step_and_discard(gloo):
-    assert gloo(2, transactional_planes) == [(True, 1, True, True)] * 2
+def test_transactional_step_and_discard(ranks):
+    assert ranks(2, transactional_planes) == [(True, 1, True, True)] * 2
 
 
 def scale_follows():
@@ -411,8 +411,8 @@ def scale_follows():
     return torch.equal(after, before / 4)
 
 
-def test_residuals_follow_the_loss_scale(gloo):
-    assert gloo(2, scale_follows) == [True, True]
+def test_residuals_follow_the_loss_scale(ranks):
+    assert ranks(2, scale_follows) == [True, True]
 
 
 class Checkpointed(nn.Module):
@@ -443,8 +443,8 @@ def checkpointing():
     return out
 
 
-def test_reentrant_checkpointing_is_one_step_a_backward(gloo):
-    for runs in gloo(2, checkpointing):
+def test_reentrant_checkpointing_is_one_step_a_backward(ranks):
+    for runs in ranks(2, checkpointing):
         assert {step for step, _ in runs} == {3}
         assert len({grads for _, grads in runs}) == 1
 
@@ -463,8 +463,8 @@ def close_in_any_order():
     return [bits(m) for m in models]
 
 
-def test_states_may_be_closed_in_any_order(gloo):
-    first, second = gloo(2, close_in_any_order)
+def test_states_may_be_closed_in_any_order(ranks):
+    first, second = ranks(2, close_in_any_order)
     assert first == second
 
 
@@ -480,8 +480,8 @@ def frozen_between():
         state.close()
 
 
-def test_a_parameter_frozen_after_ddp_was_made_is_named(gloo):
-    assert gloo(2, frozen_between) == [True, True]
+def test_a_parameter_frozen_after_ddp_was_made_is_named(ranks):
+    assert ranks(2, frozen_between) == [True, True]
 
 
 def copied():
@@ -497,8 +497,8 @@ def copied():
     return same, text
 
 
-def test_copies_of_a_state_are_off(gloo):
-    for same, text in gloo(2, copied):
+def test_copies_of_a_state_are_off(ranks):
+    for same, text in ranks(2, copied):
         assert same and "off" in text
 
 
@@ -541,8 +541,8 @@ def nonsense():
     return accepted, same and now["step"] == good["step"]
 
 
-def test_states_that_make_no_sense_change_nothing(gloo):
-    assert gloo(2, nonsense) == [([], True)] * 2
+def test_states_that_make_no_sense_change_nothing(ranks):
+    assert ranks(2, nonsense) == [([], True)] * 2
 
 
 def scaler_dropped():
@@ -564,8 +564,8 @@ def scaler_dropped():
     return torch.equal(loaded, saved["residual"]["weight"] / 1024)
 
 
-def test_resume_without_the_scaler(gloo):
-    assert gloo(2, scaler_dropped) == [True, True]
+def test_resume_without_the_scaler(ranks):
+    assert ranks(2, scaler_dropped) == [True, True]
 
 
 def twice():
@@ -581,8 +581,8 @@ def twice():
     return "hook" in message, hooks
 
 
-def test_registering_twice_is_refused_and_leaves_the_first(gloo):
-    assert gloo(2, twice) == [(True, 1)] * 2
+def test_registering_twice_is_refused_and_leaves_the_first(ranks):
+    assert ranks(2, twice) == [(True, 1)] * 2
 
 
 def twice_over_a_communicator_of_ones_own():
@@ -597,8 +597,8 @@ def twice_over_a_communicator_of_ones_own():
     return tensor.tolist()
 
 
-def test_a_refused_registration_leaves_the_callers_communicator_open(gloo):
-    assert gloo(2, twice_over_a_communicator_of_ones_own) == [[0.5] * 4] * 2
+def test_a_refused_registration_leaves_the_callers_communicator_open(ranks):
+    assert ranks(2, twice_over_a_communicator_of_ones_own) == [[0.5] * 4] * 2
 
 
 def conservation():
@@ -629,8 +629,8 @@ def conservation():
     return worst
 
 
-def test_nothing_is_lost_through_bucket_rebuilds(gloo):
-    assert max(gloo(2, conservation)) < 1e-5
+def test_nothing_is_lost_through_bucket_rebuilds(ranks):
+    assert max(ranks(2, conservation)) < 1e-5
 
 
 class Half(nn.Module):
@@ -657,9 +657,9 @@ def unused():
     return {n: bool((r != 0).any()) for n, r in left.items()}, model.module.never.weight.grad is None
 
 
-def test_unused_parameters_lose_nothing(gloo):
+def test_unused_parameters_lose_nothing(ranks):
     """A tensor that no rank uses keeps p.grad None; one that a rank does not use leaves no residual there."""
-    (zero, never0), (one, never1) = gloo(2, unused)
+    (zero, never0), (one, never1) = ranks(2, unused)
     assert never0 and never1
     assert not zero["never.weight"] and not one["never.weight"]
     assert zero["left.weight"] and not zero["right.weight"]
@@ -684,8 +684,8 @@ def joined():
     return steps
 
 
-def test_join_with_uneven_inputs(gloo):
-    assert gloo(2, joined) == [5, 5]
+def test_join_with_uneven_inputs(ranks):
+    assert ranks(2, joined) == [5, 5]
 
 
 def alone():
@@ -698,8 +698,8 @@ def alone():
     return bits(model) == trained(None, steps=3, register=False), ratio, steps, "world size 1" in text
 
 
-def test_world_size_one_passes_through(gloo):
-    assert gloo(1, alone) == [(True, 1.0, 3, True)]
+def test_world_size_one_passes_through(ranks):
+    assert ranks(1, alone) == [(True, 1.0, 3, True)]
 
 
 def drift():
@@ -717,8 +717,8 @@ def drift():
         state.close()
 
 
-def test_check_replicas_names_tensor_and_rank(gloo):
-    assert gloo(2, drift) == [("parameter 2.bias", 1)] * 2
+def test_check_replicas_names_tensor_and_rank(ranks):
+    assert ranks(2, drift) == [("parameter 2.bias", 1)] * 2
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------------
@@ -751,9 +751,9 @@ def mismatch(field):
 
 
 @pytest.mark.parametrize("field", MISMATCHES)
-def test_ranks_with_other_settings_get_peer_mismatch(gloo, field):
+def test_ranks_with_other_settings_get_peer_mismatch(ranks, field):
     """Out of .backward() on every rank, and again out of the next forward."""
-    for errors in gloo(2, mismatch, field):
+    for errors in ranks(2, mismatch, field):
         assert errors == [(field, 1)] * 2
 
 
@@ -772,8 +772,8 @@ def other_model(what):
 
 
 @pytest.mark.parametrize("what", ["model", "buckets"])
-def test_different_models_or_buckets(gloo, what):
-    assert gloo(2, other_model, what) == ["numel", "numel"]
+def test_different_models_or_buckets(ranks, what):
+    assert ranks(2, other_model, what) == ["numel", "numel"]
 
 
 def bad_arguments():
@@ -799,8 +799,8 @@ def bad_arguments():
     return out
 
 
-def test_wrong_arguments(gloo):
-    out = gloo(1, bad_arguments)[0]
+def test_wrong_arguments(ranks):
+    out = ranks(1, bad_arguments)[0]
     assert out["not ddp"][0] == "TypeError" and "Sequential" in out["not ddp"][1]
     assert out["codec"][0] == "ValueError" and "quaternary" in out["codec"][1]
     assert out["exchange"][0] == "ValueError" and "ring" in out["exchange"][1]
@@ -837,12 +837,12 @@ def only_one_registers():
     return "nothing raised"
 
 
-def test_a_rank_that_does_not_register(gloo):
-    assert gloo(2, only_one_registers) == ["phase=setup"] * 2
+def test_a_rank_that_does_not_register(ranks):
+    assert ranks(2, only_one_registers) == ["phase=setup"] * 2
 
 
-def test_sparse_gradients_are_refused_by_name(gloo):
-    for name, text in gloo(2, sparse):
+def test_sparse_gradients_are_refused_by_name(ranks):
+    for name, text in ranks(2, sparse):
         assert name == UnsupportedTensor.__name__ and "sparse" in text
 
 
@@ -867,5 +867,5 @@ def users_exception():
     return first
 
 
-def test_users_exception_comes_out_as_itself(gloo):
-    assert gloo(2, users_exception) == ['"the user\'s own"'] * 2
+def test_users_exception_comes_out_as_itself(ranks):
+    assert ranks(2, users_exception) == ['"the user\'s own"'] * 2

@@ -1,0 +1,22 @@
+"""One rank of an MpiPool: runs what comes down a socket; mpirun starts it."""
+
+import os
+import sys
+from multiprocessing.connection import Client
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+
+def main(address, key):
+    from _ranks import serve
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    pipe = Client(address, authkey=bytes.fromhex(key))
+    pipe.send(world.Get_rank())
+    serve(pipe, world.Get_rank(), world.Get_size(), os.path.dirname(address))
+    os._exit(0)  # the pool is gone, perhaps in the middle of a test: nobody waits in MPI_Finalize
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
