@@ -352,15 +352,11 @@ class MpiCommunicator(Communicator):
     def _take(self, found: Any, status: Any, max_nbytes: int, deadline: float) -> Tensor:
         """Receive a message that has been matched."""
         nbytes, byte = status.Get_count(self._mpi.BYTE), self._mpi.BYTE
-        if nbytes > max_nbytes:
-            try:  # into no room at all: MPI drops what does not fit
-                self._poll(self._call(lambda: found.Irecv([bytearray(), byte])).Test, GRACE_S)
-            except ConnectionError:
-                logger.debug("dropped a message of %d bytes", nbytes)
-            raise ValueError(f"rank {status.Get_source()} sent {nbytes} bytes, at most {max_nbytes} expected")
-        message = torch.empty(nbytes, dtype=torch.uint8)
+        message = torch.empty(nbytes, dtype=torch.uint8)  # also to drop it: truncating a matched one corrupts Open MPI
         request = self._call(lambda: found.Irecv([message.numpy(), byte]))
         _MpiWork(self, request, (message,)).wait(max(GRACE_S, deadline - time.monotonic()))
+        if nbytes > max_nbytes:
+            raise ValueError(f"rank {status.Get_source()} sent {nbytes} bytes, at most {max_nbytes} expected")
         return message
 
     def _lose(self, error: Exception) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.messages import Mailbox
 from gradcomp.errors import PeerLost
 
 
@@ -122,6 +123,8 @@ class TorchCommunicator(Communicator):
             raise ValueError("this process is not a member of the process group")
         self.world_size = dist.get_world_size(parent)
         self._parent = parent
+        self._timeout_s = timeout_s
+        self._mailbox: Mailbox | None = None
         self._groups: _Groups | None = _take(parent, timeout_s)
 
     def start_max(self, values: Tensor, channel: Channel) -> Work:
@@ -140,17 +143,36 @@ class TorchCommunicator(Communicator):
         groups, group = self._channel(channel)
         return _TorchWork(dist.all_gather_single(recv, send, group=group, async_op=True), groups, (send, recv))
 
+    def start_send(self, message: Tensor, to: int) -> Work:
+        """As `Communicator.start_send`; the first message, sent or received, connects all ranks (a collective call)."""
+        return self._mail().start_send(message, to)
+
+    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
+        """As `Communicator.receive`; the first message, sent or received, connects all ranks (a collective call)."""
+        return self._mail().receive(timeout_s, source, max_nbytes)
+
     def abort(self) -> None:
-        """End every wait on these groups within a second; gloo has no word for telling the peers."""
+        """End every wait on these groups within a second; gloo has no word for telling the peers, messages have."""
         if self._groups is not None:
             self._groups.broken = True
+        if self._mailbox is not None:
+            self._mailbox.close()
 
     def close(self) -> None:
         """Give the channels back for the next communicator on the same process group."""
+        if self._mailbox is not None:
+            self._mailbox.close()
         groups, self._groups = self._groups, None
         if groups is not None and not groups.broken:
             with _free_lock:
                 _free.setdefault(self._parent, []).append(groups)
+
+    def _mail(self) -> Mailbox:
+        if self._mailbox is None:
+            self._mailbox = Mailbox(
+                self.rank, self.world_size, lambda card: self.all_gather_bytes(card, self._timeout_s), self._timeout_s
+            )
+        return self._mailbox
 
     def _channel(self, channel: Channel) -> tuple[_Groups, dist.ProcessGroup]:
         if self._groups is None:
