@@ -20,7 +20,7 @@ from gradcomp.rng import RngKey
 from gradcomp.version import __version__
 
 if TYPE_CHECKING:
-    from gradcomp import ddp
+    from gradcomp import ddp, server
 
 __all__ = [
     "Codec",
@@ -41,12 +41,13 @@ __all__ = [
     "codecs",
     "comm",
     "ddp",
+    "server",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ddp":
+    if name in ("ddp", "server"):
         import importlib
 
-        return importlib.import_module("gradcomp.ddp")
+        return importlib.import_module(f"gradcomp.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,12 +16,13 @@ from gradcomp.comm.base import Communicator
 from gradcomp.controls import Controls
 from gradcomp.engine import Engine
 from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
-from gradcomp.exchange import BucketExchange
+from gradcomp.exchange import Exchange, run_stages
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, assign_buckets
 from gradcomp.options import Options, names, read_scaler
 from gradcomp.rng import check_uint32
-from gradcomp.sizing import BucketPlan, Strategy, choose, owned_numel
+from gradcomp.routes import Route, make_route
+from gradcomp.sizing import EXCHANGES, Strategy
 from gradcomp.stats import Stats
 
 
@@ -30,7 +31,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.step = 0
-        self.exchanges: dict[Any, BucketExchange] = {}
+        self.exchanges: dict[Any, Exchange] = {}
 
 
 def all_reduce(
@@ -80,37 +81,31 @@ def all_reduce(
         raise ValueError(f"step must be None or an integer of at least 0, got {step!r}")
     now = call.step if step is None else step
     call.step += step is None
-    strategy = choose(codec, comm.world_size, exchange)
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+    route = make_route(codec, comm, exchange)
     if comm.world_size == 1:
         return tensor
-    place = (tuple(tensor.shape), tensor.dtype, repr(codec), strategy, feedback)
+    place = (tuple(tensor.shape), tensor.dtype, repr(codec), route.strategy, feedback)
     if place not in call.exchanges:
-        _agree(comm, tensor, codec, strategy, key, now, timeout_s)
-        call.exchanges[place] = _make_exchange(comm, tensor, codec, strategy, key, feedback)
+        _agree(comm, tensor, codec, route.strategy, key, now, timeout_s)
+        call.exchanges[place] = _make_exchange(route, tensor, codec, key, feedback)
     call.exchanges[place].timeout_s = timeout_s
-    call.exchanges[place].run(tensor.view(-1), now)
+    run_stages(call.exchanges[place], tensor.view(-1), now)
     return tensor
 
 
 def _make_exchange(
-    comm: Communicator, tensor: Tensor, codec: Codec, strategy: Strategy, key: int, feedback: Feedback | None
-) -> BucketExchange:
+    route: Route, tensor: Tensor, codec: Codec, key: int, feedback: Feedback | None
+) -> Exchange:
     """Return the buffers that average tensors like this one."""
     owner = None
-    if feedback is not None and strategy.second_phase == "requantize":
-        owner = feedback.owned(lambda n: owned_numel(n, comm.world_size, comm.rank))
+    if feedback is not None and route.strategy.second_phase == "requantize":
+        owner = feedback.owned(route.owner_numel)
     offset = feedback.offset(key) if feedback is not None else 0
     slot = Slot(key, tensor.numel(), codec.group_numel(tuple(tensor.shape)), True, 0, offset)
-    offsets = {key: owner.offset(key)} if owner is not None else None
-    return BucketExchange(
-        BucketPlan(codec, [slot], strategy, comm.world_size, comm.rank, offsets),
-        comm,
-        tensor.dtype,
-        Stats(),
-        feedback=feedback,
-        owner_feedback=owner,
-        seed=codec.seed,
-    )
+    plan = route.plan([slot], codec, {key: owner.offset(key)} if owner is not None else None)
+    return route.exchange(plan, tensor.dtype, Stats(), feedback=feedback, owner_feedback=owner, seed=codec.seed)
 
 
 def _agree(
@@ -154,7 +149,7 @@ class GradientAverager(Controls):
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
-        start_step, min_numel, exclude, exchange, grad_scaler, transactional, timeout_s: as in `gradcomp.ddp.register`.
+        start_step, min_numel, exclude, exchange, nodes, grad_scaler, transactional, timeout_s: as in `gradcomp.ddp.register`.
 
     Raises:
         ValueError, UnsupportedTensor: as `gradcomp.ddp.register`.
@@ -171,6 +166,7 @@ class GradientAverager(Controls):
         min_numel: int = 1024,
         exclude: Sequence[str] = (),
         exchange: str = "auto",
+        nodes: Sequence[Sequence[int]] | None = None,
         grad_scaler: Any = None,
         transactional: bool | None = None,
         timeout_s: float = 300.0,
@@ -184,6 +180,7 @@ class GradientAverager(Controls):
             min_numel=min_numel,
             exclude=names(exclude),
             exchange=exchange,
+            nodes=nodes,
             transactional=whole_steps,
             timeout_s=timeout_s,
         )

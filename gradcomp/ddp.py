@@ -43,6 +43,7 @@ class CompressionState(Controls):
         min_numel: int = 1024,
         exclude: Sequence[str] = (),
         exchange: str = "auto",
+        nodes: Sequence[Sequence[int]] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         grad_scaler: Any = None,
         transactional: bool | None = None,
@@ -60,6 +61,7 @@ class CompressionState(Controls):
             min_numel=min_numel,
             exclude=exclude,
             exchange=exchange,
+            nodes=nodes,
             transactional=whole_steps,
             timeout_s=timeout_s,
         )
@@ -154,6 +156,7 @@ def register(
     min_numel: int = 1024,
     exclude: Sequence[str] = (),
     exchange: str = "auto",
+    nodes: Sequence[Sequence[int]] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: Any = None,
     transactional: bool | None = None,
@@ -170,7 +173,10 @@ def register(
         start_step: backward passes before this one are averaged in fp32 (a warm start).
         min_numel: tensors with fewer elements travel as fp32.
         exclude: parameter names or patterns (``"*.bias"``) that travel as fp32.
-        exchange: "auto" (fewer bytes), "all_gather", or "reduce_scatter".
+        exchange: "auto" (fewer bytes), "all_gather", "reduce_scatter", or "hierarchical": fp32 inside a node, compressed
+            between nodes.
+        nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal GRADCOMP_HOST_ID, or
+            else equal host name.
         optimizer: the optimizer of this model, checked to update these parameters.
         grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a whole step at a time.
             A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
@@ -195,6 +201,7 @@ def register(
         min_numel=min_numel,
         exclude=exclude,
         exchange=exchange,
+        nodes=nodes,
         optimizer=optimizer,
         grad_scaler=grad_scaler,
         transactional=transactional,

@@ -1,6 +1,6 @@
 """What a DDP hook and a GradientAverager share: named parameters -> buckets -> pipeline, with steps and checkpoints.
 
-An engine knows the parameters by position, keeps one `BucketExchange` for every bucket layout it has seen, agrees with
+An engine knows the parameters by position, keeps one `Exchange` for every bucket layout it has seen, agrees with
 the peers on each layout before the first byte of it moves (the fingerprint), and commits or rolls back residuals.
 """
 
@@ -19,12 +19,12 @@ from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.codecs.base import check_tensor
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.errors import GradcompError, PeerLost, PeerMismatch
-from gradcomp.exchange import BucketExchange
+from gradcomp.exchange import Exchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, describe_parameters, layout_digest
 from gradcomp.options import Options
 from gradcomp.pipeline import Pipeline, Task
-from gradcomp.sizing import BucketPlan, choose, owned_numel
+from gradcomp.routes import make_route
 from gradcomp.stats import Stats, ring_bytes
 
 STATE_VERSION = 1
@@ -67,7 +67,6 @@ class Engine:
         if not named:
             raise ValueError("there are no parameters to average")
         self.codec, self.comm, self.options = resolve(codec), comm, options
-        self.strategy = choose(self.codec, comm.world_size, options.exchange)
         for name, parameter in named:
             if parameter.requires_grad:
                 check_tensor(parameter.detach(), f"parameter {name!r}")
@@ -77,14 +76,16 @@ class Engine:
         self.stats = Stats()
         self.step = 0
         self._loss_scale, self._scale = loss_scale, 1.0
-        self._exchanges: dict[tuple[Any, ...], BucketExchange] = {}
+        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._open = False
-        self._submitted: list[BucketExchange] = []
+        self._submitted: list[Exchange] = []
         self._first_submit = self._last_done = 0.0
         self._layouts_changed = False
         self._step_numel = 0
         self._plain = Identity()
-        self.pipeline = Pipeline(4, on_failure=comm.abort)
+        self.route = make_route(self.codec, comm, options.exchange, options.nodes, options.timeout_s)
+        self.strategy = self.route.strategy
+        self.pipeline = Pipeline(self.route.stage_count, on_failure=self.route.abort)
         self.feedback, self.owner_feedback = self._make_feedback()
 
     # ---- a step --------------------------------------------------------------------------------------------------
@@ -118,15 +119,16 @@ class Engine:
         if number == 0:
             self._first_submit = time.perf_counter()
         exchange.begin(buffer, self.step, number)
+        stages = exchange.stages
         self._step_numel += buffer.numel()
 
         def first() -> None:
             if new is not None:
                 self._agree(new, number)
-            exchange.measure()
+            stages[0]()
 
         def last() -> None:
-            exchange.finish()
+            stages[-1]()
             if not self.options.transactional and not exchange.flagged and self.pipeline.error is None:
                 exchange.commit()
 
@@ -136,7 +138,7 @@ class Engine:
                 buffer.fill_(float("nan"))
             done()
 
-        self.pipeline.submit(Task((first, exchange.encode, exchange.own, last), end))
+        self.pipeline.submit(Task((first, *stages[1:-1], last), end))
 
     def finish_step(self) -> None:
         """Wait for every bucket of the step, commit residuals, count the step.
@@ -274,8 +276,9 @@ class Engine:
     def close(self) -> None:
         """Stop the threads and give the communicator back. Closing twice is harmless."""
         if self.pipeline.error is not None or self._open:
-            self.comm.abort()  # collectives may be under way that no peer will answer
+            self.route.abort()  # collectives may be under way that no peer will answer
         self.pipeline.close()
+        self.route.close()
         self.comm.close()
 
     # ---- parts -------------------------------------------------------------------------------------------------------
@@ -289,11 +292,12 @@ class Engine:
     def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
         if not self.codec.error_feedback or self.comm.world_size == 1:
             return None, None
-        numels = {p.index: p.numel for p in self.parameters if p.compressed and self.named[p.index][1].requires_grad}
+        share = self.route.residual_numel
+        numels = {p.index: share(p.numel) for p in self.parameters if p.compressed and self.named[p.index][1].requires_grad}
         feedback = Feedback(numels)
         if self.strategy.second_phase != "requantize":
             return feedback, None
-        return feedback, feedback.owned(lambda n: owned_numel(n, self.comm.world_size, self.comm.rank))
+        return feedback, feedback.owned(self.route.owner_numel)
 
     def _slots(self, members: tuple[tuple[int, int], ...]) -> list[Slot]:
         slots = []
@@ -307,16 +311,14 @@ class Engine:
             slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
         return slots
 
-    def _plan(self, slots: list[Slot], codec: Codec) -> BucketPlan:
-        world, rank = self.comm.world_size, self.comm.rank
-        strategy = self.strategy if codec is self.codec else choose(codec, world)
-        own = self.owner_feedback if codec is self.codec else None
+    def _plan(self, slots: list[Slot], codec: Codec) -> Any:
+        own = self.owner_feedback
         offsets = {s.index: own.offset(s.index) for s in slots if s.compressed} if own else None
-        return BucketPlan(codec, slots, strategy, world, rank, offsets)
+        return self.route.plan(slots, codec, offsets)
 
     def _exchange(
         self, buffer: Tensor, members: tuple[tuple[int, int], ...]
-    ) -> tuple[BucketExchange, list[int] | None]:
+    ) -> tuple[Exchange, list[int] | None]:
         """Return the exchange of a bucket, and the fingerprint to agree on if its layout is new."""
         plain = self.step < self.options.start_step
         place = (members, buffer.dtype, plain)
@@ -329,9 +331,8 @@ class Engine:
             )
         codec = self._plain if plain else self.codec
         self._layouts_changed = True
-        self._exchanges[place] = BucketExchange(
+        self._exchanges[place] = self.route.exchange(
             self._plan(slots, codec),
-            self.comm,
             buffer.dtype,
             self.stats,
             feedback=None if plain else self.feedback,
@@ -353,7 +354,7 @@ class Engine:
             wire_version=wire.VERSION,
             codec=self.codec.name,
             codec_options=self.codec.options(),
-            exchange=self.strategy.exchange,
+            exchange=(self.strategy.exchange, self.strategy.node_size),
             second_phase=self.strategy.second_phase,
             dtype=buffer.dtype,
             numel=buffer.numel(),

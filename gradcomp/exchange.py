@@ -2,14 +2,15 @@
 
 `BucketExchange` owns the buffers of a `BucketPlan` and runs it in four steps (measure, encode, own, finish), each of which
 waits for at most one collective and starts at most one, on a channel of its own. The pipeline runs the steps of many
-buckets overlapped; `run` runs them one after the other.
+buckets overlapped; `run_stages` runs them one after the other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,6 +28,22 @@ from gradcomp.sizing import BucketPlan
 from gradcomp.stats import Stats
 
 
+class Exchange(Protocol):
+    """What averages one bucket layout, step after step: `begin`, every stage in order, then `commit` unless flagged."""
+
+    timeout_s: float
+
+    @property
+    def flagged(self) -> bool: ...
+
+    @property
+    def stages(self) -> tuple[Callable[[], None], ...]: ...
+
+    def begin(self, buffer: Tensor, step: int, bucket: int) -> None: ...
+
+    def commit(self) -> None: ...
+
+
 class BucketExchange:
     """The buffers of one bucket's exchange, used again at every step, and its four steps.
 
@@ -37,6 +54,7 @@ class BucketExchange:
         stats: counts bytes and seconds.
         feedback, owner_feedback: residuals of the ranks' own gradients and of the owner's means (error feedback only).
         seed: of the random numbers.
+        draw_rank: rank of the random numbers; the communicator's by default.
         timeout_s: longest wait for a peer.
     """
 
@@ -50,11 +68,13 @@ class BucketExchange:
         feedback: Feedback | None = None,
         owner_feedback: Feedback | None = None,
         seed: int = 0,
+        draw_rank: int | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         self.plan, self.comm, self.stats = plan, comm, stats
         self.feedback, self.owner_feedback = feedback, owner_feedback
         self._seed, self.timeout_s = seed, timeout_s
+        self._draw_rank = plan.rank if draw_rank is None else draw_rank
         self._dtype = _native.DTYPES[dtype]
         self._compressed = [s.index for s in plan.slots if s.compressed]
         n, received = plan.world_size, plan.messages[plan.rank].nbytes if plan.scatters else plan.local.nbytes
@@ -68,7 +88,7 @@ class BucketExchange:
         self._send = torch.empty(sum(plan.send_nbytes), dtype=torch.uint8)
         self._messages = [self._send.numpy()[o : o + b] for o, b in zip(offsets, plan.send_nbytes, strict=True)]
         self._copies = CopyTable(plan.local, plan.messages, offsets)
-        self._shard = torch.empty(plan.shard_numel)
+        self.shard = torch.empty(plan.shard_numel)
         self._second_scales = torch.empty(plan.own_second.group_count if plan.own_second.scale_count else 0)
         # what arrived has been decoded before the second scales are measured
         self._second_scratch = None if plan.exact else plan.second_codec.scratch(plan.own_second, room=self._recv)
@@ -77,12 +97,25 @@ class BucketExchange:
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
-    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
-        """Take the bucket to average: ``(numel,)`` of the exchange's dtype, overwritten by `finish`."""
+    @property
+    def flagged(self) -> bool:
+        """Whether some rank's bucket, or the average, is not finite, as far as this rank knows yet."""
+        return self._flagged
+
+    @property
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """The steps, in order."""
+        return (self.measure, self.encode, self.own, self.finish)
+
+    def begin(self, buffer: Tensor, step: int, bucket: int, *, flagged: bool = False) -> None:
+        """Take the bucket to average: ``(numel,)`` of the exchange's dtype, overwritten by `finish`.
+
+        With `flagged` its values do not count, and every rank is to learn that.
+        """
         self._buffer, self._step, self._bucket = buffer, step % 2**32, bucket
-        self._nonfinite = False  # on any rank
+        self._nonfinite = flagged  # on any rank
         self._work: Work | None = None
-        self.flagged = False
+        self._flagged = False
         self.stats.add_bytes(self.plan.sent_nbytes, self.plan.received_nbytes)
 
     def measure(self) -> None:
@@ -119,19 +152,43 @@ class BucketExchange:
 
     def own(self) -> None:
         """Wait for the first phase; as owner, average and encode again, start the second phase."""
+        self.receive()
+        if self.plan.scatters and not self._flagged:  # every rank has seen the same flags, so all of them skip it
+            with self._timed("owner"):
+                bad = self._average_exact() if self.plan.exact else self._average() | self._encode_average()
+            self._publish(bad)
+
+    def average_shard(self) -> None:
+        """Wait for the first phase and average in `shard` what this rank owns (for an exchange among owners)."""
+        self.receive()
+        if not self._flagged:
+            with self._timed("owner"):
+                self._flagged = self._average()
+
+    def publish_shard(self, *, flagged: bool) -> None:
+        """Encode what now stands in `shard`, start the second phase (which a flagged first phase does without)."""
+        if self._nonfinite:
+            return
+        with self._timed("owner"):
+            bad = self._encode_average()
+        self._publish(bad or flagged)
+
+    def _publish(self, bad: bool) -> None:
+        """Seal the second payload and start the second phase; the verdict is taken from all owners' headers."""
         plan = self.plan
+        payload = self._second_send.numpy()[: plan.own_second.nbytes]
+        wire.seal(payload, self._header(plan.second_codec, plan.own_second, STREAM_SECOND, nonfinite=bad))
+        self._work = self.comm.start_all_gather(self._second_send, self._second_recv, Channel.SECOND)
+
+    def receive(self) -> None:
+        """Wait for the first phase and check it; `flagged` tells whether any rank's bucket was."""
         self._wait("first_phase")
         with self._timed("owner"):
-            layout = plan.messages[plan.rank] if plan.scatters else plan.local
-            self._payloads = self._check_all(plan.codec, self._recv, layout.nbytes, [layout] * plan.world_size)
-            if self._nonfinite or not plan.scatters:
-                return  # every rank has seen the same flags, so all of them skip the second phase
-            bad = self._average_exact() if plan.exact else self._average_again()
-            self._nonfinite |= bad
-            payload = self._second_send.numpy()[: plan.own_second.nbytes]
-            wire.seal(payload, self._header(plan.second_codec, plan.own_second, STREAM_SECOND))
-            self._nonfinite = False  # the verdict is taken from all owners' headers, this one's included
-        self._work = self.comm.start_all_gather(self._second_send, self._second_recv, Channel.SECOND)
+            layout = self.plan.messages[self.plan.rank] if self.plan.scatters else self.plan.local
+            self._payloads = self._check_all(
+                self.plan.codec, self._recv, layout.nbytes, [layout] * self.plan.world_size
+            )
+        self._flagged = self._nonfinite
 
     def finish(self) -> None:
         """Wait for the second phase and write the average into the bucket; keep the new residuals unless told not to."""
@@ -149,8 +206,8 @@ class BucketExchange:
                 overflow = plan.codec.decode_body(self._payloads, plan.local, out, self._dtype)
             if self._nonfinite:
                 self._buffer.fill_(float("nan"))
-        self.flagged = self._nonfinite or overflow
-        if self.flagged:
+        self._flagged = self._nonfinite or overflow
+        if self._flagged:
             self.stats.nonfinite_buckets += 1
 
     def commit(self) -> None:
@@ -159,14 +216,6 @@ class BucketExchange:
             self.feedback.commit(self._compressed)
         if self.owner_feedback and self.plan.scatters:
             self.owner_feedback.commit([p.slot.index for p in self.plan.own_second.pieces if p.slot.compressed])
-
-    def run(self, buffer: Tensor, step: int) -> None:
-        """Average one bucket here and now, and commit its residuals if every value was finite."""
-        self.begin(buffer, step, 0)
-        for stage in (self.measure, self.encode, self.own, self.finish):
-            stage()
-        if not self.flagged:
-            self.commit()
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -183,22 +232,25 @@ class BucketExchange:
         first, second = plan.own_first, plan.own_second
         _native.copy_bytes(out + HEADER_NBYTES, self._payloads[0] + HEADER_NBYTES, 4 * second.scale_count)
         _native.ternary_sum_lanes(self._payloads, first.packed, second.packed, second.form.bits, out)
-        shard = self._shard.data_ptr()
+        shard = self.shard.data_ptr()
         bad = _native.values_sum_decode(self._payloads, 0, first.plain, shard, 0)
         _native.values_encode(shard, 0, second.plain, 0, out)
         return bad
 
-    def _average_again(self) -> bool:
-        """Average the owned pieces in fp32 and encode the means as second payload."""
-        plan, out, shard = self.plan, self._second_send.data_ptr(), self._shard.data_ptr()
-        bad = plan.codec.decode_body(self._payloads, plan.own_first, shard, 0)
+    def _average(self) -> bool:
+        """Average the owned pieces in fp32 into the shard."""
+        return self.plan.codec.decode_body(self._payloads, self.plan.own_first, self.shard.data_ptr(), 0)
+
+    def _encode_average(self) -> bool:
+        """Encode the shard as second payload."""
+        plan, out, shard = self.plan, self._second_send.data_ptr(), self.shard.data_ptr()
         second, codec = plan.own_second, plan.second_codec
         if second.scale_count:
             codec.measure(shard, 0, second, self._second_scratch, self._second_scales.data_ptr())
             codec.place_scales(second, self._second_scales.data_ptr(), out)
         owned = [p.slot.index for p in second.pieces if p.slot.compressed]
         old, new = self.owner_feedback.addresses(owned) if self.owner_feedback else (0, 0)
-        return codec.encode_body(shard, 0, second, out, self._key(STREAM_SECOND), old, new) or bad
+        return codec.encode_body(shard, 0, second, out, self._key(STREAM_SECOND), old, new)
 
     def _decode_second(self, payload: int, layout: PayloadLayout, out: int) -> bool:
         plan = self.plan
@@ -249,13 +301,13 @@ class BucketExchange:
         _native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=True)
         _native.lanes_validate(payload, self.plan.world_size, layout.form.bits, layout.packed)
 
-    def _header(self, codec: Codec, layout: PayloadLayout, stream: int) -> wire.Header:
+    def _header(self, codec: Codec, layout: PayloadLayout, stream: int, *, nonfinite: bool = False) -> wire.Header:
         dtype = self._dtype if stream == STREAM_FIRST else 0
-        flags = self._nonfinite * wire.FLAG_NONFINITE | wire.FLAG_SEGMENTED
+        flags = (self._nonfinite or nonfinite) * wire.FLAG_NONFINITE | wire.FLAG_SEGMENTED
         return wire.Header(layout.form.code, dtype, flags, layout.numel, 0, layout.scale_count, self._step, stream)
 
     def _key(self, stream: int) -> RngKey:
-        return RngKey(seed=self._seed, rank=self.plan.rank, step=self._step, stream=stream)
+        return RngKey(seed=self._seed, rank=self._draw_rank, step=self._step, stream=stream)
 
     def _wait(self, phase: str) -> None:
         work, self._work = self._work, None
@@ -272,3 +324,12 @@ class BucketExchange:
         begun = time.perf_counter()
         yield
         self.stats.add_seconds(phase, time.perf_counter() - begun)
+
+
+def run_stages(exchange: Exchange, buffer: Tensor, step: int) -> None:
+    """Average one bucket here and now, and commit its residuals if every value was finite."""
+    exchange.begin(buffer, step, 0)
+    for stage in exchange.stages:
+        stage()
+    if not exchange.flagged:
+        exchange.commit()

@@ -138,6 +138,7 @@ class Slot:
         compressed: False for small and excluded tensors, which travel as fp32.
         offset: first element in the bucket.
         residual: first element in the residual plane.
+        start: first element within the parameter, where the slot is a shard of one.
     """
 
     index: int
@@ -146,11 +147,12 @@ class Slot:
     compressed: bool
     offset: int
     residual: int = 0
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, start + numel) of a slot, lying at `data` in a flat tensor and at `residual` in a plane."""
+    """Elements [start, start + numel) of a parameter, lying at `data` in a flat tensor and at `residual` in a plane."""
 
     slot: Slot
     start: int
@@ -175,7 +177,7 @@ def shard_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
 
 def whole_pieces(slots: Iterable[Slot]) -> list[Piece]:
     """Return every slot as one piece, in bucket coordinates."""
-    return [Piece(s, 0, s.numel, s.offset, s.residual) for s in slots]
+    return [Piece(s, s.start, s.numel, s.offset, s.residual) for s in slots]
 
 
 def owned_pieces(slots: Iterable[Slot], world_size: int, rank: int) -> list[Piece]:
@@ -184,7 +186,7 @@ def owned_pieces(slots: Iterable[Slot], world_size: int, rank: int) -> list[Piec
     for slot in slots:
         first, last = shard_bounds(slot.numel, world_size, rank)
         if last > first:
-            pieces.append(Piece(slot, first, last - first, slot.offset + first, slot.residual + first))
+            pieces.append(Piece(slot, slot.start + first, last - first, slot.offset + first, slot.residual + first))
     return pieces
 
 
@@ -359,8 +361,9 @@ class CopyTable:
         for message, base in zip(messages, offsets, strict=True):
             for number, piece in enumerate(message.pieces):
                 form, home = message.form_of(piece), by_slot[piece.slot.index]
+                begin = source.pieces[home].start
                 if form.scales_per_group:
-                    group = piece.start // piece.slot.group_numel
+                    group = piece.start // piece.slot.group_numel - begin // piece.slot.group_numel
                     width = 4 * form.scales_per_group
                     rows.append(
                         (
@@ -372,7 +375,7 @@ class CopyTable:
                 rows.append(
                     (
                         base + message.code_offsets[number],
-                        source.code_offsets[home] + piece.start * form.bits // 8,
+                        source.code_offsets[home] + (piece.start - begin) * form.bits // 8,
                         form.code_nbytes(piece.numel),
                     )
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ class Options:
     exchange: str = "auto"
     transactional: bool = False
     timeout_s: float = 300.0
+    nodes: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("start_step", "min_numel"):

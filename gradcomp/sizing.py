@@ -32,13 +32,21 @@ EXCHANGES = ("auto", "all_gather", "reduce_scatter")
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How averages are made: the exchange, and the second phase of a reduce_scatter ("" for an all_gather)."""
+    """How averages are made.
+
+    Attributes:
+        exchange: "all_gather" or "reduce_scatter".
+        second_phase: of a reduce_scatter.
+        node_size: ranks of a node that average in fp32 first; 1 where ranks exchange alike.
+    """
 
     exchange: str
     second_phase: str = ""
+    node_size: int = 1
 
     def __str__(self) -> str:
-        return f"{self.exchange} ({self.second_phase})" if self.second_phase else self.exchange
+        whole = f"{self.exchange} ({self.second_phase})" if self.second_phase else self.exchange
+        return f"hierarchical, nodes of {self.node_size}, {whole}" if self.node_size > 1 else whole
 
 
 def choose(codec: Codec, world_size: int, exchange: str = "auto") -> Strategy:

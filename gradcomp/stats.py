@@ -22,6 +22,7 @@ class Stats:
         bytes_sent, bytes_received: bytes to and from other ranks: headers, scales and padding included, self excluded.
         baseline_bytes: bytes an fp32 ring all_reduce would have sent: 2 (N - 1) / N * 4 * numel.
         setup_bytes: bytes of fingerprints (once for each bucket layout), not in `bytes_sent`.
+        inside_nodes: the same for the fp32 exchange inside nodes, whose bytes are not in `bytes_sent` (hierarchical only).
         nonfinite_buckets: buckets that held NaN or Inf on some rank.
         seconds: per phase, summed over buckets ("statistics", "scale_round", "encode", "first_phase", "owner",
             "second_phase", "decode"; the three exchanges are time spent waiting), and "hidden": the part of the time from
@@ -35,7 +36,16 @@ class Stats:
     setup_bytes: int = 0
     nonfinite_buckets: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "hidden"), 0.0))
+    _inside_nodes: Stats | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def inside_nodes(self) -> Stats:
+        """What the fp32 exchange inside nodes has cost."""
+        with self._lock:
+            if self._inside_nodes is None:
+                self._inside_nodes = Stats()
+            return self._inside_nodes
 
     @property
     def compression_ratio(self) -> float:
@@ -60,3 +70,5 @@ class Stats:
             self.baseline_bytes = self.setup_bytes = self.nonfinite_buckets = 0
             for phase in self.seconds:
                 self.seconds[phase] = 0.0
+        if self._inside_nodes is not None:
+            self._inside_nodes.reset()

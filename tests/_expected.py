@@ -4,16 +4,21 @@ import numpy as np
 
 from gradcomp import reference as ref
 from gradcomp.layout import shard_bounds
+from gradcomp.sizing import choose
 
 
-def average(grads, codec, strategy, *, step=0, parameter=0, shape=None, residuals=None, owner_residuals=None):
+def average(
+    grads, codec, strategy, *, step=0, parameter=0, shape=None, residuals=None, owner_residuals=None, start=0, ranks=None
+):
     """Return (average float32, new residuals, new owner residuals) of one compressed parameter.
 
-    grads: one flat float32 array a rank. residuals, owner_residuals: one array a rank or None.
+    grads: one flat float32 array a rank. residuals, owner_residuals: one array a rank or None. start: where in the
+    parameter the gradients begin. ranks: whose random numbers are drawn.
     """
+    ranks = ranks or range(len(grads))
     n, world = grads[0].size, len(grads)
     group = codec.group_numel(tuple(shape) if shape is not None else (n,))
-    whole = ref.Piece(n, group)
+    whole = ref.Piece(n, group, start)
     if codec.name == "identity":
         return ref.float_average(grads), None, None
     if codec.name == "ternary":
@@ -23,7 +28,7 @@ def average(grads, codec, strategy, *, step=0, parameter=0, shape=None, residual
             scales = [np.maximum.reduce(scales)] * world
         codes = [
             ref.ternary_encode(g, s, whole, ref.Key(codec.seed, k, step, parameter, 0))
-            for k, (g, s) in enumerate(zip(grads, scales))
+            for k, g, s in zip(ranks, grads, scales)
         ]
         mean = ref.ternary_sum_decode(codes, scales, whole, codec.shares_scale)
         new = None
@@ -39,12 +44,12 @@ def average(grads, codec, strategy, *, step=0, parameter=0, shape=None, residual
     out, owners = np.empty(n, np.float32), []
     for k in range(world):
         first, last = shard_bounds(n, world, k)
-        piece, part = ref.Piece(last - first, group, first), mean[first:last]
+        piece, part = ref.Piece(last - first, group, start + first), mean[first:last]
         if last == first:
             owners.append(np.zeros(0, np.float32))
         elif codec.name == "ternary":
             s = ref.ternary_scales(part, piece, 0.0)
-            codes = ref.ternary_encode(part, s, piece, ref.Key(codec.seed, k, step, parameter, 1))
+            codes = ref.ternary_encode(part, s, piece, ref.Key(codec.seed, ranks[k], step, parameter, 1))
             out[first:last] = ref.ternary_sum_decode([codes], [s], piece, False)
         else:
             old = owner_residuals[k] if owner_residuals else None
@@ -52,3 +57,27 @@ def average(grads, codec, strategy, *, step=0, parameter=0, shape=None, residual
             out[first:last] = ref.onebit_decode(bits, s, piece)
             owners.append(left)
     return out, new, owners or None
+
+
+def hierarchical(grads, codec, nodes, *, step=0, parameter=0, shape=None, state=None):
+    """Return (average float32, state for the next step): fp32 means of nodes, then the codec, shard by shard."""
+    size, n = len(nodes[0]), grads[0].size
+    means = [ref.float_average([grads[r] for r in node]) for node in nodes]
+    out, after = np.empty(n, np.float32), []
+    for place in range(size):
+        first, last = shard_bounds(n, size, place)
+        residuals, owners = state[place] if state else (None, None)
+        out[first:last], *left = average(
+            [m[first:last] for m in means],
+            codec,
+            choose(codec, len(nodes)),
+            step=step,
+            parameter=parameter,
+            shape=shape if shape is not None else (n,),
+            residuals=residuals,
+            owner_residuals=owners,
+            start=first,
+            ranks=[node[place] for node in nodes],
+        )
+        after.append(left)
+    return out, after

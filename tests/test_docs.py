@@ -183,6 +183,7 @@ ENTRIES = sections()
 def public_names():
     names = {f"gradcomp.{n}": getattr(gradcomp, n) for n in gradcomp.__all__}
     names |= {f"gradcomp.comm.{n}": getattr(comm, n) for n in comm.__all__}
+    names |= {f"gradcomp.server.{n}": getattr(gradcomp.server, n) for n in gradcomp.server.__all__}
     for name, value in vars(gradcomp.ddp).items():
         if not name.startswith("_") and getattr(value, "__module__", None) == "gradcomp.ddp":  # defined there
             names[f"gradcomp.ddp.{name}"] = value

@@ -19,6 +19,7 @@ LAYERS = [
     {"controls"},
     {"engine"},
     {"pipeline"},
+    {"routes"},
     {"exchange"},
     {"sizing"},
     {"feedback", "codecs", "comm"},

@@ -49,6 +49,10 @@ class Work(ABC):
             ConnectionError: a peer is gone.
         """
 
+    def is_done(self) -> bool:
+        """Return whether `wait` would return at once, without waiting and without ending anything."""
+        raise NotImplementedError(f"{type(self).__name__} cannot tell")
+
 
 class Communicator(ABC):
     """A fixed set of ranks that exchange bytes.
@@ -82,6 +86,10 @@ class Communicator(ABC):
     @abstractmethod
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         """Begin to gather `send`, ``(n,)`` uint8, of all ranks into `recv`, ``(world_size * n,)``."""
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
+        """Return a communicator of `ranks`, this one among them, numbered in that order. Collective among them."""
+        raise NotImplementedError(f"{type(self).__name__} makes no communicators of some of its ranks")
 
     def start_send(self, message: Tensor, to: int) -> Work:
         """Begin to send `message`, ``(n,)`` uint8, to rank `to`; messages of one pair of ranks arrive in order."""

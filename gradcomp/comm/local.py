@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +35,7 @@ class _Board:
         self.changed = threading.Condition()
         self.slots: dict[tuple[Channel, int], _Slot] = {}
         self.gone: set[int] = set()
+        self.subsets: dict[tuple[tuple[int, ...], int], _Board] = {}
         self.mail: dict[int, deque[tuple[int, Tensor]]] = {rank: deque() for rank in range(world_size)}
 
 
@@ -66,6 +67,9 @@ class _Sent(Work):
     def wait(self, timeout_s: float) -> None:
         return
 
+    def is_done(self) -> bool:
+        return True
+
 
 class LocalCommunicator(Communicator):
     """One rank of a group inside this process; make them all at once with `group`."""
@@ -75,6 +79,7 @@ class LocalCommunicator(Communicator):
         self.rank = rank
         self.world_size = board.world_size
         self._started = dict.fromkeys(Channel, 0)
+        self._subsets: Counter[tuple[int, ...]] = Counter()
         self._told: set[int] = set()  # ranks whose end `receive` has reported
 
     @classmethod
@@ -117,6 +122,13 @@ class LocalCommunicator(Communicator):
             torch.cat(runs, out=recv)
 
         return self._start("all_gather", [send.clone()], channel, fetch)
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> LocalCommunicator:
+        members, board = tuple(ranks), self._board
+        with board.changed:
+            self._subsets[members] += 1  # a rank's k-th of these meets the others' k-th
+            place = members, self._subsets[members]
+            return LocalCommunicator(board.subsets.setdefault(place, _Board(len(members))), members.index(self.rank))
 
     def start_send(self, message: Tensor, to: int) -> Work:
         with self._board.changed:

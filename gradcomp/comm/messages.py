@@ -54,6 +54,9 @@ class _Sending(Work):
         self._future, self._to = future, to
         self._message = message  # read until it is sent
 
+    def is_done(self) -> bool:
+        return self._future.done()
+
     def wait(self, timeout_s: float) -> None:
         try:
             self._future.result(timeout_s)

@@ -115,6 +115,7 @@ class _Parent:
 
     free: list[_Lanes] = field(default_factory=list)
     made: int = 0
+    subsets: dict[tuple[int, ...], Any] = field(default_factory=dict)
     spoiled: bool = False  # some rank did not take part in making lanes: what it does now would match the wrong call
 
 
@@ -192,16 +193,22 @@ def _leave() -> None:
 
 
 class _MpiWork(Work):
-    def __init__(self, owner: MpiCommunicator, request: Any, buffers: tuple[Tensor, ...]) -> None:
-        self._owner, self._request = owner, request
+    """A request; `peer` is the one rank it depends on, None where it depends on all."""
+
+    def __init__(self, owner: MpiCommunicator, request: Any, buffers: tuple[Tensor, ...], peer: int | None) -> None:
+        self._owner, self._request, self._peer = owner, request, peer
         self._buffers = buffers  # MPI reads and writes them until the request is complete
+
+    def is_done(self) -> bool:
+        return bool(self._owner._call(self._request.Test))
 
     def wait(self, timeout_s: float) -> None:
         try:
-            self._owner._poll(self._request.Test, timeout_s)
+            self._owner._poll(self._request.Test, timeout_s, self._peer)
         except (TimeoutError, ConnectionError) as error:
             _unanswered.append((self._request, self._buffers))
-            self._owner._lose(error)
+            if self._peer is None:
+                self._owner._lose(error)
             raise
 
 
@@ -261,12 +268,19 @@ class MpiCommunicator(Communicator):
         comm, byte = self._open().by_channel[channel], self._mpi.BYTE
         return self._work(lambda: comm.Iallgather([send.numpy(), byte], [recv.numpy(), byte]), send, recv)
 
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> MpiCommunicator:
+        parent, made, members = self._parent, _kept_with(self._mpi, self._parent).subsets, tuple(ranks)
+        if members not in made:
+            group = parent.Get_group().Incl(members)
+            made[members] = self._call(lambda: parent.Create_group(group, members[0]))
+        return MpiCommunicator(made[members], timeout_s=timeout_s, abort=self._abort_job)
+
     def start_send(self, message: Tensor, to: int) -> Work:
         lanes = self._open()
         self._read_news(lanes)
         if to in lanes.gone:
             raise RankGone(to)
-        return self._work(lambda: lanes.point.Isend([message.numpy(), self._mpi.BYTE], to), message)
+        return self._work(lambda: lanes.point.Isend([message.numpy(), self._mpi.BYTE], to), message, peer=to)
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
         mpi, lanes, status = self._mpi, self._open(), self._mpi.Status()
@@ -308,14 +322,14 @@ class MpiCommunicator(Communicator):
             raise RuntimeError("this communicator is closed")
         return self._lanes
 
-    def _work(self, start: Callable[[], Any], *buffers: Tensor) -> Work:
+    def _work(self, start: Callable[[], Any], *buffers: Tensor, peer: int | None = None) -> Work:
         try:
-            return _MpiWork(self, self._call(start), buffers)
+            return _MpiWork(self, self._call(start), buffers, peer)
         except self._mpi.Exception as error:
             raise ConnectionError(str(error)) from error
 
-    def _poll(self, test: Callable[[], Any], timeout_s: float) -> None:
-        """Return when `test` does not return False any more."""
+    def _poll(self, test: Callable[[], Any], timeout_s: float, peer: int | None) -> None:
+        """Return when `test` does not return False any more; end when `peer` (None: any rank) has given up."""
         deadline, pause, lanes = time.monotonic() + timeout_s, _Pause(), self._open()
         news_at, grace_until = time.monotonic() + NEWS_EVERY_S, None
         try:
@@ -326,10 +340,11 @@ class MpiCommunicator(Communicator):
                 if now >= news_at:
                     news_at = now + NEWS_EVERY_S
                     self._read_news(lanes)
-                    if lanes.gone or lanes.broken:
+                    gone = lanes.gone if peer is None else lanes.gone & {peer}
+                    if gone or lanes.broken:
                         grace_until = grace_until or now + GRACE_S
                         if now >= grace_until:
-                            raise ConnectionError(f"ranks {sorted(lanes.gone)} gave up" if lanes.gone else "given up")
+                            raise RankGone(min(gone)) if gone else ConnectionError("this rank has given up")
                 pause()
         except self._mpi.Exception as error:
             raise ConnectionError(str(error)) from error
@@ -354,7 +369,7 @@ class MpiCommunicator(Communicator):
         nbytes, byte = status.Get_count(self._mpi.BYTE), self._mpi.BYTE
         message = torch.empty(nbytes, dtype=torch.uint8)  # also to drop it: truncating a matched one corrupts Open MPI
         request = self._call(lambda: found.Irecv([message.numpy(), byte]))
-        _MpiWork(self, request, (message,)).wait(max(GRACE_S, deadline - time.monotonic()))
+        _MpiWork(self, request, (message,), status.Get_source()).wait(max(GRACE_S, deadline - time.monotonic()))
         if nbytes > max_nbytes:
             raise ValueError(f"rank {status.Get_source()} sent {nbytes} bytes, at most {max_nbytes} expected")
         return message

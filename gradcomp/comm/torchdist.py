@@ -38,6 +38,7 @@ _SLICE_S = 1.0  # longest wait that does not look whether another collective of 
 
 _free: weakref.WeakKeyDictionary[Any, list[_Groups]] = weakref.WeakKeyDictionary()  # by parent group
 _made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many, by parent group
+_subsets: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by parent group
 _free_lock = threading.Lock()
 
 
@@ -142,6 +143,21 @@ class TorchCommunicator(Communicator):
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         groups, group = self._channel(channel)
         return _TorchWork(dist.all_gather_single(recv, send, group=group, async_op=True), groups, (send, recv))
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> TorchCommunicator:
+        with _free_lock:
+            made = _subsets.setdefault(self._parent, {})
+        members = tuple(ranks)
+        if members not in made:
+            whole = dist.get_process_group_ranks(self._parent)
+            made[members] = dist.new_group(
+                [whole[rank] for rank in members],
+                backend="gloo",
+                timeout=timedelta(seconds=timeout_s),
+                use_local_synchronization=True,
+                group_desc="gradcomp subset",
+            )
+        return TorchCommunicator(made[members], timeout_s=timeout_s)
 
     def start_send(self, message: Tensor, to: int) -> Work:
         """As `Communicator.start_send`; the first message, sent or received, connects all ranks (a collective call)."""

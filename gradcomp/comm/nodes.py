@@ -1,0 +1,84 @@
+"""Which ranks share a host, and the communicators inside a node and across nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradcomp.comm.base import Communicator
+from gradcomp.errors import PeerLost
+
+HOST_VARIABLE = "GRADCOMP_HOST_ID"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of a communicator, node by node.
+
+    Attributes:
+        ranks: of every node, ascending; nodes in the order of their first ranks.
+        inside: the ranks of this node.
+        across: the ranks that have this rank's place on their nodes.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    inside: Communicator
+    across: Communicator
+
+    def abort(self) -> None:
+        """Tell the peers of both that this rank takes part no more."""
+        self.inside.abort()
+        self.across.abort()
+
+    def close(self) -> None:
+        """Give both communicators back."""
+        self.inside.close()
+        self.across.close()
+
+
+def find_nodes(
+    comm: Communicator, nodes: Sequence[Sequence[int]] | None, timeout_s: float
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of every node: `nodes`, or those with equal GRADCOMP_HOST_ID or else equal host name.
+
+    Collective.
+
+    Raises:
+        ValueError: nodes that are not all of one size, or `nodes` that are not a partition of the ranks.
+        PeerLost: a rank did not answer.
+    """
+    if nodes is None:
+        found = _by_host(comm, timeout_s)
+    else:
+        found = tuple(sorted(tuple(sorted(int(rank) for rank in node)) for node in nodes))
+        if sorted(rank for node in found for rank in node) != list(range(comm.world_size)):
+            raise ValueError(f"nodes must hold every rank below {comm.world_size} once, got {nodes!r}")
+    if len({len(node) for node in found}) > 1:
+        raise ValueError(
+            f"a hierarchical exchange needs nodes with equally many ranks, got {[len(node) for node in found]} "
+            f"({found}); give nodes=, set {HOST_VARIABLE}, or take another exchange"
+        )
+    return found
+
+
+def join_nodes(comm: Communicator, found: tuple[tuple[int, ...], ...], timeout_s: float) -> Nodes:
+    """Return the communicators of this rank inside and across `found`. Collective."""
+    home = next(node for node in found if comm.rank in node)
+    place = home.index(comm.rank)
+    inside = comm.subset(home, timeout_s)
+    return Nodes(found, inside, comm.subset([node[place] for node in found], timeout_s))
+
+
+def _by_host(comm: Communicator, timeout_s: float) -> tuple[tuple[int, ...], ...]:
+    host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+    begun = time.perf_counter()
+    try:
+        everyone = comm.all_gather_bytes(hashlib.blake2b(host.encode(), digest_size=16).digest(), timeout_s)
+    except (TimeoutError, ConnectionError) as error:
+        raise PeerLost("setup", -1, time.perf_counter() - begun, str(error)) from error
+    hosts = dict.fromkeys(everyone)
+    return tuple(tuple(rank for rank, theirs in enumerate(everyone) if theirs == host) for host in hosts)

@@ -1,0 +1,217 @@
+"""How averages travel between these ranks: all alike (flat), or fp32 inside nodes and packed between them.
+
+A route knows the communicators; it says how large a rank's residuals are, plans a bucket and makes its exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradcomp.codecs import Codec, Identity
+from gradcomp.comm.base import Communicator
+from gradcomp.comm.nodes import Nodes, find_nodes, join_nodes
+from gradcomp.exchange import BucketExchange, Exchange
+from gradcomp.layout import Slot
+from gradcomp.sizing import EXCHANGES, BucketPlan, Strategy, choose, owned_numel
+from gradcomp.stats import Stats
+
+
+class Plan(Protocol):
+    """Where a bucket's bytes go."""
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank sends to other ranks (to other nodes, in a hierarchical exchange)."""
+
+
+class Route(Protocol):
+    """Communicators and strategy of one codec."""
+
+    strategy: Strategy
+    stage_count: int  # of every exchange it makes
+
+    def residual_numel(self, numel: int) -> int:
+        """Return how many residuals this rank keeps of a tensor of so many elements."""
+
+    def owner_numel(self, residual_numel: int) -> int:
+        """Return how many of those this rank owns in a second phase."""
+
+    def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> Any:
+        """Return the plan of a bucket."""
+
+    def exchange(self, plan: Any, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
+        """Return the buffers that exchange buckets of a plan; `options` as of `BucketExchange`."""
+
+    def abort(self) -> None:
+        """Tell the peers that this rank takes part no more."""
+
+    def close(self) -> None:
+        """Close what the route has made."""
+
+
+def make_route(
+    codec: Codec,
+    comm: Communicator,
+    exchange: str,
+    nodes: Sequence[Sequence[int]] | None = None,
+    timeout_s: float = 300.0,
+) -> Route:
+    """Return how `codec` travels over `comm`. Collective for ``exchange="hierarchical"``.
+
+    Raises:
+        ValueError: an unknown exchange, `nodes` without "hierarchical", nodes of unequal sizes.
+        PeerLost: a rank did not answer.
+    """
+    if exchange != "hierarchical":
+        if nodes is not None:
+            raise ValueError(f"nodes= needs exchange='hierarchical', got exchange={exchange!r}")
+        if exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {(*EXCHANGES, 'hierarchical')}, got {exchange!r}")
+        return FlatRoute(comm, codec, exchange)
+    found = find_nodes(comm, nodes, timeout_s)
+    if len(found) == 1:  # nothing leaves the node, so nothing is packed
+        return FlatRoute(comm, codec, "reduce_scatter", carrier=Identity())
+    if len(found) == comm.world_size:
+        return FlatRoute(comm, codec, "auto")
+    return NodeRoute(comm, codec, join_nodes(comm, found, timeout_s))
+
+
+class FlatRoute:
+    """Every rank exchanges with every other one; what `carrier` encodes, if one is given, instead of the codec."""
+
+    stage_count = 4
+
+    def __init__(self, comm: Communicator, codec: Codec, exchange: str, carrier: Codec | None = None) -> None:
+        self._comm, self._codec, self._carrier = comm, codec, carrier
+        self.strategy = choose(carrier or codec, comm.world_size, exchange)
+
+    def residual_numel(self, numel: int) -> int:
+        return numel
+
+    def owner_numel(self, residual_numel: int) -> int:
+        return owned_numel(residual_numel, self._comm.world_size, self._comm.rank)
+
+    def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> BucketPlan:
+        world, rank = self._comm.world_size, self._comm.rank
+        if self._carrier is not None:
+            return BucketPlan(self._carrier, slots, self.strategy, world, rank)
+        own = codec is self._codec
+        strategy = self.strategy if own else choose(codec, world)
+        return BucketPlan(codec, slots, strategy, world, rank, owner_residuals if own else None)
+
+    def exchange(self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
+        if self._carrier is not None:
+            options |= {"feedback": None, "owner_feedback": None}
+        return BucketExchange(plan, self._comm, dtype, stats, **options)
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """Plans of the exchange inside a node, in fp32, and of the owners' exchange across nodes."""
+
+    inside: BucketPlan
+    across: BucketPlan
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank sends to other nodes."""
+        return self.across.sent_nbytes
+
+
+class NodeRoute:
+    """fp32 inside nodes, packed between them: a rank exchanges only what it owns of its node's mean."""
+
+    stage_count = 6
+
+    def __init__(self, comm: Communicator, codec: Codec, nodes: Nodes) -> None:
+        self._comm, self._codec, self._nodes = comm, codec, nodes
+        across = choose(codec, nodes.across.world_size)
+        self.strategy = Strategy(across.exchange, across.second_phase, nodes.inside.world_size)
+
+    def residual_numel(self, numel: int) -> int:
+        return owned_numel(numel, self._nodes.inside.world_size, self._nodes.inside.rank)
+
+    def owner_numel(self, residual_numel: int) -> int:
+        return owned_numel(residual_numel, self._nodes.across.world_size, self._nodes.across.rank)
+
+    def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> NodePlan:
+        inside, across = self._nodes.inside, self._nodes.across
+        plain = Identity()
+        first = BucketPlan(plain, slots, choose(plain, inside.world_size, "reduce_scatter"), inside.world_size, inside.rank)
+        shards = [
+            Slot(p.slot.index, p.numel, p.slot.group_numel, p.slot.compressed, p.data, p.slot.residual, p.start)
+            for p in first.own_second.pieces
+        ]
+        strategy = choose(codec, across.world_size)
+        own = owner_residuals if codec is self._codec else None
+        return NodePlan(first, BucketPlan(codec, shards, strategy, across.world_size, across.rank, own))
+
+    def exchange(self, plan: NodePlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
+        timeout_s = options.get("timeout_s", 300.0)
+        inside = BucketExchange(plan.inside, self._nodes.inside, dtype, stats.inside_nodes, timeout_s=timeout_s)
+        options["draw_rank"] = self._comm.rank
+        return NodeExchange(inside, BucketExchange(plan.across, self._nodes.across, torch.float32, stats, **options))
+
+    def abort(self) -> None:
+        self._comm.abort()
+        self._nodes.abort()
+
+    def close(self) -> None:
+        self._nodes.close()
+
+
+class NodeExchange:
+    """One bucket's exchange inside the node and, between its two phases, that of the owned means across nodes."""
+
+    def __init__(self, inside: BucketExchange, across: BucketExchange) -> None:
+        self._inside, self._across = inside, across
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest wait for a peer."""
+        return self._across.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._inside.timeout_s = self._across.timeout_s = seconds
+
+    @property
+    def flagged(self) -> bool:
+        """Whether some rank's bucket, or the average, is not finite."""
+        return self._inside.flagged
+
+    @property
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """The steps, in order."""
+        across = self._across
+        return (self._inside.encode, self._hand_over, across.encode, across.own, self._take_back, self._inside.finish)
+
+    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
+        """Take the bucket to average."""
+        self._step, self._bucket = step, bucket
+        self._inside.begin(buffer, step, bucket)
+
+    def commit(self) -> None:
+        """Make the residuals that this step wrote current."""
+        self._across.commit()
+
+    def _hand_over(self) -> None:
+        self._inside.average_shard()
+        self._across.begin(self._inside.shard, self._step, self._bucket, flagged=self._inside.flagged)
+        self._across.measure()
+
+    def _take_back(self) -> None:
+        """Every node learns of a value that is not finite; on the node where it arose nobody waits for a second phase."""
+        self._across.finish()
+        self._inside.publish_shard(flagged=self._across.flagged)

@@ -1,0 +1,231 @@
+"""The server: one loop that receives requests, and replies without ever waiting for one client."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradcomp.comm.base import Communicator, RankGone, Work
+from gradcomp.errors import CorruptPayload, GradcompError, PeerLost, PeerMismatch
+from gradcomp.server.asynchronous import AsynchronousParameter
+from gradcomp.server.messages import (
+    MAX_MESSAGE_NBYTES,
+    Kind,
+    Message,
+    pack,
+    pack_error,
+    parse,
+    request_number,
+    server_ranks,
+    servers_digest,
+)
+from gradcomp.server.parameter import Parameter
+from gradcomp.server.rounds import SynchronousParameter
+from gradcomp.server.spec import parse_spec
+
+SLICE_S = 0.2  # longest wait for a message in which nothing else is looked after
+MAX_UNTAKEN = 8  # replies a client may leave untaken; one that asks on is ended then
+
+
+@dataclass
+class ServerStats:
+    """What a server has done.
+
+    Attributes:
+        pushes, pulls: requests carried out; a pull counts when it is answered.
+        errors: replies that were errors.
+        unread: messages that could not be answered: too long, or from another server.
+        bytes_received, bytes_sent: message headers included.
+        asynchronous_pushes: of `pushes`, those to asynchronous keys.
+        staleness_sum, staleness_max: over these: pushes of other workers that the pusher had not seen.
+        lost: ranks that were gone before they had closed.
+    """
+
+    pushes: int = 0
+    pulls: int = 0
+    errors: int = 0
+    unread: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    asynchronous_pushes: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    lost: list[int] = field(default_factory=list)
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean staleness of asynchronous pushes; 0.0 without any."""
+        return self.staleness_sum / self.asynchronous_pushes if self.asynchronous_pushes else 0.0
+
+
+def serve(comm: Communicator, servers: int | Sequence[int], *, timeout_s: float | None = 3600.0) -> ServerStats:
+    """Serve parameters on this rank until every client has closed or is gone.
+
+    Called on every server rank; all other ranks of `comm` are workers, each with one `ParameterClient`.
+
+    Args:
+        comm: its messages from rank to rank are the server's alone while it runs.
+        servers: ranks of the servers, or how many: the last ranks then. The same on every rank.
+        timeout_s: seconds without any message after which the clients are given up; None: wait for ever.
+
+    Returns:
+        Counters of what was done.
+
+    Raises:
+        ValueError: `servers` that do not exist, leave no worker, or are not this rank; `timeout_s` out of its range.
+        PeerLost: no message from any client for `timeout_s`; names the ranks that have not closed.
+    """
+    ranks = server_ranks(servers, comm.world_size)
+    if comm.rank not in ranks:
+        raise ValueError(f"rank {comm.rank} is no server: servers={servers!r} of {comm.world_size} ranks")
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive or None, got {timeout_s!r}")
+    return _Server(comm, ranks).run(timeout_s)
+
+
+class _Server:
+    """State of one server.
+
+    Attributes:
+        stats: counters.
+    """
+
+    def __init__(self, comm: Communicator, servers: Sequence[int]) -> None:
+        self._comm = comm
+        self._workers = [rank for rank in range(comm.world_size) if rank not in servers]
+        self._open = set(self._workers)
+        self._ended: dict[int, str] = {}
+        self._digest = servers_digest(servers, comm.world_size)
+        self._parameters: dict[str, Parameter] = {}
+        self._sending: dict[int, list[Work]] = {}  # replies by rank; the transport needs them until they have left
+        self.stats = ServerStats()
+
+    def run(self, timeout_s: float | None) -> ServerStats:
+        heard = time.monotonic()
+        while self._open:
+            try:
+                rank, message = self._comm.receive(SLICE_S, max_nbytes=MAX_MESSAGE_NBYTES)
+            except TimeoutError:
+                silent_s = time.monotonic() - heard
+                if timeout_s is not None and silent_s > timeout_s:
+                    detail = f"no request from ranks {sorted(self._open)}, which have not closed"
+                    raise PeerLost("serve", -1, silent_s, detail) from None
+            except RankGone as error:
+                self._end(error.rank, "is gone")
+            except ValueError:
+                self.stats.unread += 1
+            else:
+                heard = time.monotonic()
+                self.stats.bytes_received += message.numel()
+                self._handle(rank, message)
+        self._comm.kept["server replies"] = self._sending  # that nobody waits for any more
+        return self.stats
+
+    def _handle(self, rank: int, raw: Tensor) -> None:
+        """Carry out one request; whatever is wrong with it is told to its sender."""
+        if rank not in self._workers:
+            self.stats.unread += 1
+            return
+        try:
+            message = parse(raw)
+            self._check_sender(rank, message)
+            if message.kind == Kind.CLOSE:
+                self._end(rank, "has closed its client")
+            elif message.kind == Kind.INIT:
+                self._init(rank, message)
+            else:
+                self._use(rank, message)
+        except (GradcompError, ValueError) as error:
+            self._reply(rank, request_number(raw), error)
+            self._settle()
+
+    def _check_sender(self, rank: int, message: Message) -> None:
+        if rank not in self._open:
+            raise ValueError(f"the client of rank {rank} is closed")
+        if message.servers != self._digest:
+            raise PeerMismatch("servers", self._comm.rank, message.servers, self._digest)
+        if message.kind in (Kind.OK, Kind.ERROR):
+            raise CorruptPayload("message", f"no request: {message.kind.name}")
+
+    def _init(self, rank: int, message: Message) -> None:
+        spec, value = parse_spec(message.data())
+        if not message.key:
+            raise ValueError("a key must not be empty")
+        if message.key in self._parameters:
+            self._parameters[message.key].join(rank, spec)
+        elif value is not None:
+            self._parameters[message.key] = AsynchronousParameter(message.key, spec, rank, self._workers, value)
+        else:
+            parameter = SynchronousParameter(message.key, spec, rank, self._workers)
+            for ended, why in self._ended.items():
+                parameter.lose(ended, why)
+            self._parameters[message.key] = parameter
+        self._reply(rank, message.request, None)
+
+    def _use(self, rank: int, message: Message) -> None:
+        """Push to, pull from, or stop waiting for a key."""
+        parameter = self._parameters.get(message.key)
+        if parameter is None:
+            raise ValueError(f"unknown key {message.key!r}; call init_parameter first")
+        parameter.check(rank)
+        if message.kind == Kind.PUSH:
+            self._count_push(parameter, parameter.push(rank, message.data()), rank, message.request)
+        elif message.kind == Kind.PULL:
+            parameter.pull(rank, message)
+        else:
+            self._reply(rank, message.request, _bytes(parameter.cancel(rank).encode()))
+        self._settle(message.key)
+
+    def _count_push(self, parameter: Parameter, staleness: int, rank: int, request: int) -> None:
+        stats = self.stats
+        stats.pushes += 1
+        if parameter.spec.asynchronous:
+            stats.asynchronous_pushes += 1
+            stats.staleness_sum += staleness
+            stats.staleness_max = max(stats.staleness_max, staleness)
+        self._reply(rank, request, _bytes(staleness.to_bytes(8, "little")))
+
+    def _end(self, rank: int, why: str) -> None:
+        """Note that a worker asks no more; those who wait for its pushes are told."""
+        if rank not in self._open:
+            return
+        self._open.remove(rank)
+        self._ended[rank] = why
+        if why == "is gone":
+            self.stats.lost.append(rank)
+        for parameter in self._parameters.values():
+            parameter.lose(rank, why)
+        self._settle()
+
+    def _settle(self, key: str | None = None) -> None:
+        """Answer every pull that can be answered now, of one key or of all."""
+        for parameter in self._parameters.values() if key is None else [self._parameters[key]]:
+            for answer in parameter.settle():
+                self.stats.pulls += not isinstance(answer.result, Exception)
+                self._reply(answer.rank, answer.request, answer.result)
+
+    def _reply(self, rank: int, request: int, result: Tensor | Exception | None) -> None:
+        """Start to send a reply; a client that is gone is none of the others' business."""
+        if isinstance(result, Exception):
+            self.stats.errors += 1
+            message = Message(Kind.ERROR, request, self._digest, body=pack_error(result))
+        else:
+            message = Message(Kind.OK, request, self._digest, body=result)
+        raw = pack(message)
+        self.stats.bytes_sent += raw.numel()
+        untaken = [work for work in self._sending.get(rank, []) if not work.is_done()]
+        self._sending[rank] = untaken
+        if len(untaken) >= MAX_UNTAKEN:
+            return self._end(rank, "takes no replies")
+        with contextlib.suppress(ConnectionError):
+            untaken.append(self._comm.start_send(raw, rank))
+        return None
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,177 @@
+"""What a key is: dtype, shape, codec, and whether pushes wait for each other; the same at every client."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp import wire
+from gradcomp.codecs import Codec, Identity, OneBit, Ternary
+from gradcomp.errors import CorruptPayload
+from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS
+
+CODECS: dict[int, type[Codec]] = {c.form.code: c for c in (Identity, Ternary, OneBit)}
+DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
+MAX_NDIM = 8
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+MAX_NBYTES = MAX_MESSAGE_NBYTES - 4096  # of one value; the rest is room for header, key and settings
+_FIXED = struct.Struct("<BBBBIQd")
+_SHARED, _FEEDBACK, _ASYNCHRONOUS = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Settings of a key.
+
+    Attributes:
+        dtype: "float32", or "uint8" for payloads.
+        shape: of what is pushed.
+        codec: its number in payload headers; 0: whatever the headers say.
+        shares_scale, error_feedback, seed: of that codec.
+        codec_options: 64-bit hash of all its options.
+        asynchronous: pushes are applied at once.
+        learning_rate: factor of an asynchronous push.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    codec: int = 0
+    shares_scale: bool = False
+    error_feedback: bool = True
+    seed: int = 0
+    codec_options: int = 0
+    asynchronous: bool = False
+    learning_rate: float = 0.0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPES[self.dtype].itemsize
+
+    def settings(self) -> dict[str, object]:
+        """Return what clients must agree on, in the order in which differences are reported."""
+        return {
+            "dtype": self.dtype,
+            "shape": str(self.shape),
+            "codec": wire.CODEC_NAMES.get(self.codec, "as the payloads say"),
+            "codec_options": self.codec_options,
+            "asynchronous": self.asynchronous,
+            "learning_rate": self.learning_rate,
+        }
+
+    def difference(self, other: Spec) -> str | None:
+        """Return the name of the first setting in which two specs differ, or None."""
+        theirs = other.settings()
+        return next((name for name, value in self.settings().items() if value != theirs[name]), None)
+
+    def check_method(self, key: str, method: str | None, compressed: bool) -> None:
+        """Raise ValueError unless a key like this can be pulled that way."""
+        if self.asynchronous:
+            if method is not None or compressed:
+                raise ValueError(
+                    f"key {key!r} is asynchronous: pull it without reduce_method and uncompressed, "
+                    f"got reduce_method={method!r}, compressed={compressed!r}"
+                )
+            return
+        if method is None:
+            raise ValueError(f"key {key!r} is synchronous: reduce_method must be one of {METHODS}, got None")
+        if (method == "decode_average") != (self.dtype == "uint8"):
+            raise ValueError(f"key {key!r} holds {self.dtype}, which reduce_method={method!r} does not take")
+        if compressed and self.dtype != "uint8":
+            raise ValueError(f"key {key!r} holds {self.dtype}; only decode_average can be pulled compressed")
+
+
+def make_spec(
+    shape: tuple[int, ...], dtype: str, codec: Codec | None, asynchronous: bool, learning_rate: float | None
+) -> Spec:
+    """Return the spec that a client asks for.
+
+    Raises:
+        ValueError: settings that do not go together.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
+    if len(shape) > MAX_NDIM or any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in shape):
+        raise ValueError(f"shape must have at most {MAX_NDIM} dimensions of at least 0, got {shape!r}")
+    if math.prod(shape) * DTYPES[dtype].itemsize > MAX_NBYTES:
+        raise ValueError(f"shape {shape!r} of {dtype} is more than {MAX_NBYTES} bytes, the most that one key can hold")
+    if codec is not None and dtype != "uint8":
+        raise ValueError(f'a codec needs dtype="uint8", got dtype={dtype!r} with {codec!r}')
+    if asynchronous is not True and asynchronous is not False:
+        raise ValueError(f"asynchronous must be True or False, got {asynchronous!r}")
+    if asynchronous == (learning_rate is None):
+        raise ValueError(f"learning_rate goes with asynchronous=True, got {learning_rate!r} with {asynchronous!r}")
+    number = isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool)
+    if learning_rate is not None and not (number and abs(learning_rate) <= FLOAT32_MAX):
+        raise ValueError(f"learning_rate must be a finite number, got {learning_rate!r}")
+    rate = 0.0 if learning_rate is None else float(learning_rate)
+    if codec is None:
+        return Spec(dtype, shape, asynchronous=asynchronous, learning_rate=rate)
+    digest = hashlib.blake2b(repr(codec.options()).encode(), digest_size=8).digest()
+    options = int.from_bytes(digest, "little")
+    feedback = codec.error_feedback
+    return Spec(dtype, shape, codec.form.code, codec.shares_scale, feedback, codec.seed, options, asynchronous, rate)
+
+
+def pack_spec(spec: Spec, value: Tensor | None) -> Tensor:
+    """Return the body of an INIT request: settings, dimensions, and the initial values of an asynchronous key."""
+    flags = spec.shares_scale * _SHARED | spec.error_feedback * _FEEDBACK | spec.asynchronous * _ASYNCHRONOUS
+    dtype, ndim = list(DTYPES).index(spec.dtype), len(spec.shape)
+    fixed = _FIXED.pack(dtype, ndim, spec.codec, flags, spec.seed, spec.codec_options, spec.learning_rate)
+    head = torch.frombuffer(bytearray(fixed + struct.pack(f"<{ndim}Q", *spec.shape)), dtype=torch.uint8)
+    return head if value is None else torch.cat([head, value.reshape(-1).view(torch.uint8)])
+
+
+def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
+    """Return the settings in the body of an INIT request, and the initial values of an asynchronous key (a view).
+
+    Raises:
+        CorruptPayload: "message": a body that no client writes.
+    """
+    raw = body.numpy()
+    if raw.size < _FIXED.size:
+        raise CorruptPayload("message", f"settings of {raw.size} bytes")
+    dtype, ndim, codec, flags, seed, options, rate = _FIXED.unpack(raw[: _FIXED.size].tobytes())
+    start = _FIXED.size + 8 * ndim
+    if ndim > MAX_NDIM or raw.size < start:
+        raise CorruptPayload("message", f"settings of {raw.size} bytes with {ndim} dimensions")
+    if dtype >= len(DTYPES) or flags > (_SHARED | _FEEDBACK | _ASYNCHRONOUS) or codec not in (0, *CODECS):
+        raise CorruptPayload("message", f"settings with dtype {dtype}, flags {flags}, codec {codec}")
+    name, waits = list(DTYPES)[dtype], not flags & _ASYNCHRONOUS
+    if not abs(rate) <= FLOAT32_MAX or (waits and rate) or (codec and name != "uint8"):
+        raise CorruptPayload("message", f"settings with learning rate {rate}, codec {codec}, dtype {name}")
+    shape = struct.unpack(f"<{ndim}Q", raw[_FIXED.size : start].tobytes())
+    spec = Spec(name, shape, codec, bool(flags & _SHARED), bool(flags & _FEEDBACK), seed, options, not waits, rate)
+    rest = body[start:]
+    fits = not rest.numel() if waits else not rest.numel() % 4 and (name == "uint8" or rest.numel() == spec.nbytes)
+    if spec.nbytes > MAX_NBYTES or not fits:
+        raise CorruptPayload("message", f"{rest.numel()} bytes of values for {name} of shape {shape}")
+    return spec, None if waits else rest.view(torch.float32)
+
+
+def codec_of(spec: Spec, header: wire.Header) -> Codec:
+    """Return the codec that decodes payloads with that header, and encodes averages of them again.
+
+    Its scale groups are the header's and it never clips, as the owner of a reduce_scatter does (`Codec.requantizer`).
+
+    Raises:
+        CorruptPayload: "codec": not one that `Codec.encode` writes.
+    """
+    code = spec.codec or header.codec
+    group = max(1, header.group_numel)
+    if code == Ternary.form.code:
+        return Ternary(clip_sigma=None, scale="own", group=group, seed=spec.seed)
+    if code == OneBit.form.code:
+        return OneBit(group=group, error_feedback=spec.error_feedback)
+    if code == Identity.form.code:
+        return Identity()
+    raise CorruptPayload("codec", f"a {wire.CODEC_NAMES[code]} payload; the server takes those of Codec.encode")
