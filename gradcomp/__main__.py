@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import subprocess
 import sys
 from typing import Any
 
@@ -38,13 +39,16 @@ def report() -> dict[str, Any]:
 
 
 def _mpi() -> str:
+    """Return flavour and thread level, asked in a process of its own: MPI is never started in this one."""
     if importlib.util.find_spec("mpi4py") is None:
         return "not usable: mpi4py is not installed (pip install 'gradcomp[mpi]')"
-    return f"mpi4py {importlib.metadata.version('mpi4py')} is installed; gradcomp {_no_mpi_yet()}"
-
-
-def _no_mpi_yet() -> str:
-    return "does not use it yet" if importlib.util.find_spec("gradcomp.comm.mpi") is None else "can use it"
+    ask = "from gradcomp.comm.mpi import describe_mpi; print(describe_mpi())"
+    try:
+        answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+        return f"not usable: mpi4py is installed, but {''.join(last)}"
+    return f"{answer.stdout.strip()}, mpi4py {importlib.metadata.version('mpi4py')}"
 
 
 def _extra(modules: tuple[str, ...], extra: str) -> str:

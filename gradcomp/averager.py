@@ -95,9 +95,7 @@ def all_reduce(
     return tensor
 
 
-def _make_exchange(
-    route: Route, tensor: Tensor, codec: Codec, key: int, feedback: Feedback | None
-) -> Exchange:
+def _make_exchange(route: Route, tensor: Tensor, codec: Codec, key: int, feedback: Feedback | None) -> Exchange:
     """Return the buffers that average tensors like this one."""
     owner = None
     if feedback is not None and route.strategy.second_phase == "requantize":

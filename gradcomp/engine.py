@@ -67,6 +67,7 @@ class Engine:
         if not named:
             raise ValueError("there are no parameters to average")
         self.codec, self.comm, self.options = resolve(codec), comm, options
+        comm.check_overlap()
         for name, parameter in named:
             if parameter.requires_grad:
                 check_tensor(parameter.detach(), f"parameter {name!r}")

@@ -92,7 +92,10 @@ class Pipeline:
             if self.error is None:
                 self.error = error
             pending = list(self._pending)
-        self._on_failure()
+        try:
+            self._on_failure()
+        except Exception:
+            logger.exception("the peers could not be told of a failure")
         for task in pending:
             self._finish(task, self.error)
         with self._changed:

@@ -148,7 +148,9 @@ class NodeRoute:
     def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> NodePlan:
         inside, across = self._nodes.inside, self._nodes.across
         plain = Identity()
-        first = BucketPlan(plain, slots, choose(plain, inside.world_size, "reduce_scatter"), inside.world_size, inside.rank)
+        first = BucketPlan(
+            plain, slots, choose(plain, inside.world_size, "reduce_scatter"), inside.world_size, inside.rank
+        )
         shards = [
             Slot(p.slot.index, p.numel, p.slot.group_numel, p.slot.compressed, p.data, p.slot.residual, p.start)
             for p in first.own_second.pieces

@@ -158,8 +158,8 @@ def serve(pipe, rank, world_size, directory):
                 dist.destroy_process_group()
         except BaseException:
             result = Failure(f"rank {rank}:\n{traceback.format_exc()}")
-        mpi = sys.modules.get("gradcomp.comm.mpi")
-        pipe.send((result, bool(mpi and mpi._unanswered)))
+        mpi = sys.modules.get("gradcomp.comm.lanes")
+        pipe.send((result, bool(mpi and mpi.unanswered)))
 
 
 def with_communicator(kind, function, *args):

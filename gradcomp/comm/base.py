@@ -68,6 +68,9 @@ class Communicator(ABC):
     rank: int
     world_size: int
 
+    def check_overlap(self) -> None:
+        """Raise RuntimeError where this rank cannot start collectives from several threads."""
+
     @property
     def kept(self) -> dict[Any, Any]:
         """What callers keep with this communicator (buffers, step counters); it goes when the communicator goes."""

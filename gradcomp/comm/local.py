@@ -147,7 +147,9 @@ class LocalCommunicator(Communicator):
                     if source in (None, sender):
                         del mail[number]
                         if message.numel() > max_nbytes:
-                            raise ValueError(f"rank {sender} sent {message.numel()} bytes, at most {max_nbytes} expected")
+                            raise ValueError(
+                                f"rank {sender} sent {message.numel()} bytes, at most {max_nbytes} expected"
+                            )
                         return sender, message
                 if source is not None and source in board.gone:
                     raise RankGone(source)

@@ -109,7 +109,9 @@ class Mailbox:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gradcomp-messages", daemon=True)
         self._thread.start()
-        self._end = weakref.finalize(self, _stop, self._loop, self._thread, self._peers)  # at the latest when the interpreter ends
+        self._end = weakref.finalize(
+            self, _stop, self._loop, self._thread, self._peers
+        )  # at the latest when the interpreter ends
         try:
             self._meet(share, timeout_s)
         except BaseException:

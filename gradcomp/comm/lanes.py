@@ -1,0 +1,191 @@
+"""What an MpiCommunicator is made of: duplicated communicators, who may call MPI, patience, and how a program ends.
+
+Waits poll, so that a silent peer ends in an error and not in a hang: first spinning, since an answer over shared memory is
+near, then sleeping, since peers may need the core. A rank that gives up says so on a communicator of its own, which every
+wait looks at. Lanes are kept, as an attribute of the MPI communicator they were made from, for the next MpiCommunicator:
+freeing them is collective, and ranks may close in different orders.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gradcomp.comm.base import Channel
+from gradcomp.errors import PeerLost
+
+T = TypeVar("T")
+
+SPIN_S = 0.0005  # poll without sleeping for so long
+MAX_PAUSE_S = 0.0002  # longest sleep between two polls: large messages move on only while somebody polls
+MAIN_THREAD_ONLY = (
+    "MPI was initialised for calls from the main thread only, which overlapped exchanges cannot keep to: set "
+    "mpi4py.rc.thread_level = 'serialized' (or 'multiple') before mpi4py.MPI is imported"
+)
+LEAVE_S = 30.0  # at the end of a program that lost a peer, longest wait for the others to end as well
+
+
+# ---- who may call MPI ----------------------------------------------------------------------------------------------
+
+_one_thread: ThreadPoolExecutor | None = None
+_one_thread_lock = threading.Lock()
+
+
+def _call_directly(function: Callable[[], T]) -> T:
+    return function()
+
+
+def _call_on_one_thread(function: Callable[[], T]) -> T:
+    global _one_thread
+    with _one_thread_lock:
+        if _one_thread is None:
+            _one_thread = ThreadPoolExecutor(1, thread_name_prefix="gradcomp-mpi")
+    return _one_thread.submit(function).result()
+
+
+def call_on_main_thread(function: Callable[[], T]) -> T:
+    """Call MPI that was initialised for the main thread only.
+
+    Raises:
+        RuntimeError: from any other thread.
+    """
+    if not sys.modules["mpi4py.MPI"].Is_thread_main():
+        raise RuntimeError(MAIN_THREAD_ONLY)
+    return function()
+
+
+def caller(mpi: Any) -> Callable[[Callable[[], T]], T]:
+    """Return how MPI may be called: from any thread, from one of ours, or from the main one."""
+    level = mpi.Query_thread()
+    if level == mpi.THREAD_MULTIPLE:
+        return _call_directly
+    return _call_on_one_thread if level == mpi.THREAD_SERIALIZED else call_on_main_thread
+
+
+# ---- lanes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Lanes:
+    """The duplicated communicators of one `MpiCommunicator`, and what is known of its peers."""
+
+    by_channel: dict[Channel, Any]
+    point: Any  # messages from rank to rank
+    news: Any  # "I give up"
+    serial: int  # number of its making, the same on every rank
+    gone: dict[int, int] = field(default_factory=dict)  # peers that have given up, and for whose sake
+    broken: bool = False
+    said: list[Any] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Parent:
+    """What is kept with an MPI communicator: lanes that are free, and how many were made."""
+
+    free: list[Lanes] = field(default_factory=list)
+    made: int = 0
+    subsets: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    spoiled: bool = False  # some rank did not take part in making lanes: what it does now would match the wrong call
+
+
+_keyval: int | None = None
+free_lock = threading.Lock()
+
+
+def kept_with(mpi: Any, comm: Any) -> Parent:
+    global _keyval
+    if _keyval is None:
+        _keyval = mpi.Comm.Create_keyval()
+    parent = comm.Get_attr(_keyval)
+    if parent is None:
+        parent = Parent()
+        comm.Set_attr(_keyval, parent)
+    return parent  # type: ignore[no-any-return]
+
+
+class Pause:
+    """Spins for a while, then sleeps ever longer."""
+
+    def __init__(self) -> None:
+        self._spin_until = time.monotonic() + SPIN_S
+        self._sleep_s = 0.00002
+
+    def __call__(self) -> None:
+        if time.monotonic() < self._spin_until:
+            os.sched_yield()
+        else:
+            time.sleep(self._sleep_s)
+            self._sleep_s = min(2 * self._sleep_s, MAX_PAUSE_S)
+
+
+def make_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[], Any]], Any]) -> Lanes:
+    """Duplicate `comm` (a collective call) for every channel."""
+    begun, parent = time.monotonic(), kept_with(mpi, comm)
+    if parent.spoiled:
+        raise PeerLost("setup", -1, 0.0, "an earlier MpiCommunicator here was not made on every rank")
+    copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
+    pause = Pause()
+    requests = [request for _, request in copies]
+    while not call(lambda: mpi.Request.Testall(requests)):
+        if time.monotonic() - begun > timeout_s:
+            unanswered.append(copies)
+            parent.spoiled = True
+            raise PeerLost("setup", -1, time.monotonic() - begun, "not every rank made its MpiCommunicator")
+        pause()
+    comms = [copy for copy, _ in copies]
+    for copy in comms:
+        copy.Set_errhandler(mpi.ERRORS_RETURN)
+    parent.made += 1
+    lanes = Lanes(dict(zip(Channel, comms, strict=False)), comms[-2], comms[-1], parent.made)
+    _made.append(lanes)
+    return lanes
+
+
+# ---- the end of a program that lost a peer ---------------------------------------------------------------------------
+
+_made: list[Lanes] = []
+unanswered: list[Any] = []  # what no peer will complete, with its buffers: MPI may use them until the process ends
+
+
+@atexit.register
+def _leave() -> None:
+    """End the job instead of waiting in MPI_Finalize for a peer that will not come, once the other ranks end, too."""
+    if not _made and not unanswered:
+        return
+    mpi: Any = sys.modules["mpi4py.MPI"]
+    if mpi.Is_finalized():
+        return
+    for lanes in _made:
+        read_news(mpi, lanes, _call_directly)
+    if not unanswered and not any(lanes.broken or lanes.gone for lanes in _made):
+        return
+    lost = np.array([bool(unanswered)], np.int32)
+    deadline, pause, verdict = (
+        time.monotonic() + LEAVE_S,
+        Pause(),
+        mpi.COMM_WORLD.Iallreduce(mpi.IN_PLACE, lost, mpi.MAX),
+    )
+    while not (together := verdict.Test()) and time.monotonic() < deadline:
+        pause()
+    if not together or lost[0]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)
+
+
+def read_news(mpi: Any, lanes: Lanes, call: Callable[[Callable[[], Any]], Any]) -> None:
+    """Take note of the peers that have given up."""
+    status = mpi.Status()
+    while (found := call(lambda: lanes.news.Improbe(status=status))) is not None:
+        culprit = np.zeros(1, np.int32)
+        call(lambda found=found, culprit=culprit: found.Recv(culprit))  # type: ignore[misc]
+        lanes.gone[status.Get_source()] = int(culprit[0])

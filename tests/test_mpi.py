@@ -1,0 +1,281 @@
+"""What is MPI's own: ranks alone and four of them, the bytes on the wire, thread levels, and peers that are lost."""
+
+import hashlib
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from _ranks import mpi_environment, mpi_python, mpirun, with_communicator
+from test_exchange import CODECS, average_over, check
+
+import gradcomp
+from gradcomp import PeerLost, PeerMismatch
+from gradcomp.comm.base import Channel
+
+FLAVOURS = ["mpich", "openmpi"]
+
+
+@pytest.fixture(params=FLAVOURS)
+def flavour(request):
+    return request.param
+
+
+@pytest.fixture
+def mpi(flavour, pools):
+    """Return run(world_size, function, *args) with function(MpiCommunicator, *args)."""
+    return lambda world, function, *args: pools(flavour, world, with_communicator, flavour, function, *args)
+
+
+def script(tmp_path, flavour, world, text, timeout_s=60):
+    """Run a program on `world` ranks; return its result and the seconds it took."""
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    begun = time.monotonic()
+    done = subprocess.run(
+        [*mpirun(flavour, world), str(path)],
+        env=mpi_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return done, time.monotonic() - begun
+
+
+# ---- the same as elsewhere -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("world", [1, 4])
+def test_average_on_one_rank_and_on_four(mpi, world, name):
+    results = mpi(world, average_over, CODECS[name], (37, 45), "auto", 2)
+    if world > 1:
+        check(results, CODECS[name], (37, 45), "auto", world, 2)
+
+
+def sent_bytes(comm, codec, exchange):
+    """Return a hash of everything that this rank hands to its communicator, as it stands when the transfer ends."""
+    log = hashlib.sha256()
+    for name in ("start_max", "start_all_to_all", "start_all_gather"):
+        start = getattr(comm, name)
+
+        def record(send, *rest, start=start, name=name):
+            log.update(f"{name} {[list(r) for r in rest if isinstance(r, list)]}".encode())
+            log.update(send.numpy().tobytes())
+            return start(send, *rest)
+
+        setattr(comm, name, record)
+    average_over(comm, codec, (37, 45), exchange, 2)
+    return log.hexdigest()
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_same_bytes_go_out_over_gloo_and_both_mpis(pools, world, name, exchange):
+    seen = [
+        pools(kind, world, with_communicator, kind, sent_bytes, CODECS[name], exchange) for kind in ("gloo", *FLAVOURS)
+    ]
+    assert seen[0] == seen[1] == seen[2]
+    assert len(set(seen[0])) == world  # ranks send different bytes, so the hash sees them
+
+
+# ---- making and closing --------------------------------------------------------------------------------------------
+
+
+def many(comm):
+    from gradcomp.comm import MpiCommunicator
+
+    for _ in range(500):  # MPICH has 2048 contexts: five for each that is not used again would be too many
+        other = MpiCommunicator(timeout_s=20)
+        other.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        other.all_gather_bytes(b"x", 1)
+    other.close()
+    first, second = MpiCommunicator(), MpiCommunicator()  # two at once do not meet each other's messages
+    order = (first, second) if comm.rank == 0 else (second, first)
+    works = {}
+    for one in order:
+        recv = torch.zeros(2, dtype=torch.uint8)
+        send = torch.full((1,), 1 + (one is second), dtype=torch.uint8)
+        works[one] = (one.start_all_gather(send, recv, Channel.FIRST), recv)
+    found = []
+    for one in (first, second):
+        works[one][0].wait(20)
+        found.append(works[one][1].tolist())
+        one.close()
+    return found
+
+
+def test_communicators_can_be_made_again_and_again(mpi):
+    assert mpi(2, many) == [[[1, 1], [2, 2]]] * 2
+
+
+def wrong(comm):
+    from mpi4py import MPI
+
+    from gradcomp.comm import MpiCommunicator
+
+    messages = []
+    for bad in (3, MPI.COMM_NULL, "world"):
+        with pytest.raises(TypeError, match="intracommunicator") as error:
+            MpiCommunicator(bad)
+        messages.append(repr(bad) in str(error.value) or str(bad) in str(error.value))
+    return all(messages)
+
+
+def test_anything_but_an_intracommunicator_is_refused(mpi):
+    assert mpi(2, wrong) == [True, True]
+
+
+def test_without_mpi4py_the_error_says_what_to_install():
+    program = "import gradcomp.comm\ntry:\n    gradcomp.comm.MpiCommunicator()\nexcept ImportError as e:\n    print(e)"
+    block = "import sys; sys.modules['mpi4py'] = None\n"
+    done = subprocess.run([sys.executable, "-c", block + program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "MpiCommunicator needs mpi4py: pip install 'gradcomp[mpi]'"
+
+
+def test_the_report_names_flavour_and_thread_level(flavour):
+    command = [mpi_python(flavour), "-m", "gradcomp"]
+    done = subprocess.run(command, env=mpi_environment(), capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("MPI ")]
+    assert {"mpich": "MPICH", "openmpi": "Open MPI"}[flavour] in line and "THREAD_MULTIPLE" in line
+
+
+# ---- thread levels ---------------------------------------------------------------------------------------------------
+
+LEVEL = """
+import sys, mpi4py
+mpi4py.rc.thread_level = {level!r}
+import torch
+import gradcomp
+from torch import nn
+from gradcomp.comm import MpiCommunicator
+from mpi4py import MPI
+assert MPI.Query_thread() == MPI.THREAD_{upper}, MPI.Query_thread()
+rank = MPI.COMM_WORLD.Get_rank()
+comm = MpiCommunicator(timeout_s=20)
+tensor = torch.full((5000,), 1.0 + rank)
+gradcomp.all_reduce(tensor, gradcomp.Identity(), comm)
+assert tensor.eq(1.5).all()
+model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40))
+try:
+    averager = gradcomp.GradientAverager(model.named_parameters(), gradcomp.Identity(), comm, bucket_cap_mb=0.001)
+    for step in range(20):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, rank + step)
+        averager.average()
+        assert all(p.grad.eq(0.5 + step).all() for p in model.parameters())
+    averager.close()
+    print("averaged", flush=True)
+except RuntimeError as error:
+    print("refused:", error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("level", ["multiple", "serialized", "funneled", "single"])
+def test_every_thread_level_works_or_says_what_to_set(tmp_path, flavour, level):
+    done, _ = script(tmp_path, flavour, 2, LEVEL.format(level=level, upper=level.upper()))
+    assert done.returncode in (0, 1), done.stderr[-2000:]
+    if level in ("multiple", "serialized"):
+        assert done.stdout.count("averaged") == 2 and done.returncode == 0, done.stderr[-2000:]
+    else:
+        assert done.stdout.count("refused") == 2 and "mpi4py.rc.thread_level = 'serialized'" in done.stdout, done
+
+
+# ---- peers that are lost -----------------------------------------------------------------------------------------------
+
+
+def gives_up(comm):
+    """Rank 1 gives up; the others learn of it long before their timeout."""
+    gradcomp.all_reduce(torch.ones(100), "ternary", comm)
+    if comm.rank == 1:
+        comm.abort()
+        return None
+    begun = time.monotonic()
+    with pytest.raises(PeerLost) as error:
+        gradcomp.all_reduce(torch.ones(100), "ternary", comm, timeout_s=50)
+    return time.monotonic() - begun < 5, error.value.phase, "rank 1 is gone" in str(error.value)
+
+
+def test_a_rank_that_gives_up_tells_the_others(mpi):
+    first, _, third = mpi(3, gives_up)
+    assert first[0] and third[0] and first[1] == third[1] == "scale_round", (first, third)
+    assert first[2] and third[2], (first, third)
+
+
+def mismatched(comm):
+    with pytest.raises(PeerMismatch, match="codec"):
+        gradcomp.all_reduce(torch.ones(100), ["ternary", "onebit"][comm.rank], comm)
+
+
+def test_a_mismatch_leaves_mpi_usable(mpi):
+    mpi(2, mismatched)
+    assert mpi(2, many) == [[[1, 1], [2, 2]]] * 2
+
+
+SILENT = """
+import logging, sys, time
+import torch
+import gradcomp
+from gradcomp.comm import MpiCommunicator, lanes
+from mpi4py import MPI
+logging.basicConfig(level=logging.INFO)
+lanes.LEAVE_S = 3.0
+rank = MPI.COMM_WORLD.Get_rank()
+comm = MpiCommunicator(timeout_s=20, abort={abort})
+gradcomp.all_reduce(torch.ones(1000), "ternary", comm, timeout_s=20)
+if rank == 1:
+    time.sleep({sleep})
+    print("the silent rank ends", flush=True)
+    sys.exit(0)
+begun = time.monotonic()
+try:
+    gradcomp.all_reduce(torch.ones(1000), "ternary", comm, timeout_s=1)
+except gradcomp.PeerLost as error:
+    print("lost", error.phase, time.monotonic() - begun < 3, flush=True)
+    {after}
+print("the other rank ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", ["pass", "raise", "sys.exit(3)"])
+def test_after_a_lost_peer_nobody_waits_in_finalize(tmp_path, flavour, after):
+    done, took = script(tmp_path, flavour, 2, SILENT.format(abort=False, sleep=3, after=after))
+    assert "lost scale_round True" in done.stdout and took < 30, (done, took)
+    assert done.returncode != 0
+
+
+def test_a_peer_that_sleeps_for_ever_does_not_keep_the_job(tmp_path, flavour):
+    done, took = script(tmp_path, flavour, 2, SILENT.format(abort=False, sleep=50, after="pass"))
+    assert "the other rank ends" in done.stdout and "the silent rank ends" not in done.stdout and took < 30
+    assert done.returncode != 0
+
+
+def test_abort_ends_the_job_at_once_and_says_why(tmp_path, flavour):
+    done, took = script(tmp_path, flavour, 2, SILENT.format(abort=True, sleep=50, after="pass"))
+    assert done.returncode != 0 and took < 25, took
+    assert "the other rank ends" not in done.stdout
+    assert "rank 0 ends the MPI job" in done.stderr and "for 1 s" in done.stderr
+
+
+def test_a_rank_that_makes_no_communicator_is_lost(tmp_path, flavour):
+    text = """
+import sys, time
+from gradcomp import PeerLost
+from gradcomp.comm import MpiCommunicator, lanes
+from mpi4py import MPI
+lanes.LEAVE_S = 2.0
+if MPI.COMM_WORLD.Get_rank() == 1:
+    time.sleep(6)
+    sys.exit(0)
+for _ in range(2):
+    try:
+        MpiCommunicator(timeout_s=1)
+    except PeerLost as error:
+        print(error.phase, flush=True)
+"""
+    done, took = script(tmp_path, flavour, 2, text)
+    assert done.stdout.split() == ["setup", "setup"] and took < 30, (done, took)
