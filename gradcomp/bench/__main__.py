@@ -8,6 +8,7 @@ import sys
 BENCHMARKS = {
     "demo": "train LeNet with 2 ranks in fp32, ternary and onebit: accuracy, bytes and seconds in one table",
     "codec": "GB/s of every kernel beside memcpy and the same codec in torch and NumPy",
+    "allreduce": "packed averages beside the library's own fp32 all_reduce, over gloo and MPI",
     "ratio": "bytes per step for real models, every codec and exchange, 2 to 64 ranks",
 }
 USAGE = "usage: python -m gradcomp.bench NAME [options]      (python -m gradcomp.bench NAME --help says which)"
@@ -15,7 +16,7 @@ USAGE = "usage: python -m gradcomp.bench NAME [options]      (python -m gradcomp
 
 def describe() -> str:
     """Return the help text: one line a benchmark."""
-    names = "\n".join(f"  {name:<7}{text}" for name, text in BENCHMARKS.items())
+    names = "\n".join(f"  {name:<10}{text}" for name, text in BENCHMARKS.items())
     return f"{USAGE}\n\n{names}\n\nAll of them take --json FILE or write one, and need: pip install 'gradcomp[bench]'"
 
 
