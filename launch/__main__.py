@@ -1,0 +1,10 @@
+"""Run ``python -m gradcomp.launch``."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

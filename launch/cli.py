@@ -1,0 +1,220 @@
+"""The command line: read it, prepare the ranks' variables, run, and end as the first failing rank did."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from . import mpirun, records
+from .mpirun import Host, LaunchError
+from .supervise import supervise
+
+NAME = "gradcomp.launch"
+USAGE = "python -m gradcomp.launch -n RANKS [options] (SCRIPT | -m MODULE) [ARG ...]"
+BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+NO_FOLDER = "-"
+# Open MPI (5, 4) names its session folder by process id only; one that an earlier, killed mpirun left in /tmp ends a later
+# run with "PMIx server's listener thread failed to start".
+SESSION_BASE = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
+BAD_USE = 2
+EPILOG = """
+examples:
+  python -m gradcomp.launch -n 4 train.py --epochs 3      four ranks here, under the MPI that is installed
+  python -m gradcomp.launch -n 4 -m package.train         the same for a module
+  python -m gradcomp.launch -n 4 --torch train.py         under torchrun, without MPI
+  python -m gradcomp.launch -n 8 -H node1:4,node2:4 train.py
+  python -m gradcomp.launch -n 8 --hostfile hosts train.py
+  python -m gradcomp.launch -n 4 --dry-run train.py       print the command and do nothing
+
+Every rank has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
+MASTER_ADDR and MASTER_PORT that are set already are kept. With more ranks than cores here, OMP_NUM_THREADS is 1 unless
+it is set.
+
+The exit status is that of the rank that failed first (128 + n after signal n), and its traceback is printed last.
+Ctrl-C and SIGTERM end every rank, with status 130 and 143; a second one at once. 2 means a wrong command line.
+
+GRADCOMP_MPIRUN names the mpirun to use; otherwise it is the one beside this Python, then the first on PATH.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        unknown = "unrecognized arguments: "
+        if message.startswith(unknown):
+            message = f"unknown option {message[len(unknown) :].split()[0]}"
+        raise LaunchError(f"{message} (--help lists the options)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; everything after the program belongs to the program."""
+    parser = _Parser(
+        prog=f"python -m {NAME}",
+        usage=USAGE,
+        description="Start a program as several ranks under an MPI, or under torchrun, and see them all to their end.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", dest="ranks", metavar="RANKS", type=_ranks, required=True, help="how many ranks")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--host", dest="hosts", metavar="A,B:4", type=mpirun.parse_hosts, default=[],
+                       help="hosts, each with its number of ranks if you like")  # fmt: skip
+    where.add_argument("--hostfile", dest="hosts", metavar="FILE", type=mpirun.read_hostfile,
+                       help="the same from a file, one host a line: NAME, NAME:4 or NAME slots=4")  # fmt: skip
+    parser.add_argument("--bind", choices=("none", "core", "socket"), default="none",
+                        help="tie a rank to one core or socket; none (default) leaves torch's threads free")  # fmt: skip
+    parser.add_argument("--torch", action="store_true", help="use torchrun (this host only) instead of an MPI")
+    parser.add_argument("--grace", metavar="SECONDS", type=_seconds, default=5.0,
+                        help="how long ranks may take to end after a failure or a signal before they are killed (5)")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print the variables and the command, run nothing")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: give 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    try:
+        options = build_parser().parse_args(arguments)
+        program = _program(options)
+        environ, added = _environment(options.ranks, options.hosts, os.environ)
+        command = _command(options, environ, added)
+    except LaunchError as error:
+        _say(str(error))
+        return BAD_USE
+    if options.dry_run:
+        shown = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
+        print(" ".join(shown), shlex.join([*command, NO_FOLDER, *program]))
+        return 0
+    return _run(command, program, environ, options.grace)
+
+
+def _say(text: str) -> None:
+    print(f"{NAME}: {text}", file=sys.stderr, flush=True)
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """Return the program as the bootstrap takes it, after a look whether it is there."""
+    words: list[str] = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if not words:
+        raise LaunchError(f"no program given: {USAGE}")
+    if options.module:
+        top = words[0].partition(".")[0]
+        if top not in sys.modules and importlib.util.find_spec(top) is None:
+            raise LaunchError(f"module not found: {words[0]}")
+        return ["-m", *words]
+    if not Path(words[0]).exists():
+        raise LaunchError(f"script not found: {words[0]}")
+    return words
+
+
+def _environment(
+    ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the environment of the command, and of this what was added here."""
+    kept = {name: value for name, value in environ.items() if not mpirun.STALE.fullmatch(name)}
+    added = {
+        "MASTER_ADDR": kept.get("MASTER_ADDR") or (hosts[0].name if hosts else "127.0.0.1"),
+        "MASTER_PORT": kept.get("MASTER_PORT") or str(_free_port()),
+    }
+    if not hosts and "OMP_NUM_THREADS" not in kept and ranks > _cores():
+        added["OMP_NUM_THREADS"] = "1"
+        _say(f"OMP_NUM_THREADS=1, for {ranks} ranks on {_cores()} cores; set it to have it otherwise")
+    return kept | added, added
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _command(options: argparse.Namespace, environ: Mapping[str, str], added: Mapping[str, str]) -> list[str]:
+    """Return the command up to the bootstrap's own arguments."""
+    if options.torch:
+        return _torchrun(options, added)
+    mpi = mpirun.identify(mpirun.find(sys.executable, environ), environ)
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LaunchError("mpi4py is not installed; install it with: pip install 'gradcomp[mpi]'")
+    as_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    if as_root and mpi.flavour == "openmpi":
+        _say("you are root: passing --allow-run-as-root to Open MPI, which advises against it outside containers")
+    forward = sorted(name for name in environ if mpirun.FORWARDED.fullmatch(name))
+    start = mpirun.command(
+        mpi, options.ranks, hosts=options.hosts, bind=options.bind, as_root=as_root, forward=forward
+    )
+    return [*start, sys.executable, "-m", "mpi4py", str(BOOTSTRAP)]
+
+
+def _torchrun(options: argparse.Namespace, added: Mapping[str, str]) -> list[str]:
+    if options.hosts or options.bind != "none":
+        raise LaunchError("--torch starts ranks on this host and binds none: no -H, --hostfile or --bind with it")
+    rendezvous = ["--master-addr", added["MASTER_ADDR"], "--master-port", added["MASTER_PORT"]]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), *rendezvous]
+    return [*start, str(BOOTSTRAP)]
+
+
+def _run(command: list[str], program: list[str], environ: Mapping[str, str], grace_s: float) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="gradcomp-launch-"))
+    try:
+        status, number = supervise(
+            [*command, str(folder), *program],
+            dict(environ) | {name: str(folder) for name in SESSION_BASE if name not in environ},
+            grace_s=grace_s,
+            has_failed=lambda: records.first_failure(folder) is not None,
+        )
+        if number:
+            _say(f"stopped by {records.signal_name(number)}; every process has ended")
+            return 128 + number
+        return _verdict(folder, status, Path(command[0]).name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _verdict(folder: Path, status: int, starter: str) -> int:
+    """Say why the ranks ended and return the exit status; the first failing rank's traceback comes last."""
+    failure = records.first_failure(folder)
+    if failure is not None:
+        _say(failure.sentence())
+        sys.stderr.write(failure.traceback)
+        return failure.status
+    if not status:
+        return 0
+    lost = sorted(records.started(folder) - {record.rank for record in records.ended(folder)})
+    if lost and status < 32:  # MPICH gives the bare number of a signal
+        status += 128
+    if lost:
+        _say(f"{starter} ended with status {status}; ranks {lost} were killed before they could say why")
+    else:
+        _say(f"{starter} ended with status {status} and no rank of this host failed: see its messages above")
+    return status

