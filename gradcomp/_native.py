@@ -122,9 +122,10 @@ def _run(function: str, table: Table, call: Callable[[Any, int, int], int], seco
     """
     if not len(table):
         return
-    base = ffi.cast("const gc_segment *", table.rows.ctypes.data)
-    parts = table.ranges(min(thread_count(), max(1, table.numel // THREAD_NUMEL)))
-    if len(parts) == 1:
+    base = ffi.cast("const gc_segment *", table.address)
+    wanted = 1 if table.numel < 2 * THREAD_NUMEL else min(thread_count(), table.numel // THREAD_NUMEL)
+    parts = table.ranges(wanted) if wanted > 1 else []
+    if len(parts) <= 1:
         return _check(call(base, len(table), 0), function)
     pool = _workers(len(parts) - 1)
     futures = [pool.submit(call, base + first, count, first) for first, count in parts[1:]]
@@ -214,7 +215,7 @@ def ternary_sum_decode(payloads: Sequence[int], shared: bool, table: Table, out:
 def ternary_sum_lanes(payloads: Sequence[int], source: Table, target: Table, lane_bits: int, out: int) -> None:
     """Write the integer sums of ternary payloads as lanes; `source` and `target` are parallel tables."""
     pointers, number, bytes_out = _payloads(payloads), len(payloads), _bytes(out)
-    rows_out = ffi.cast("const gc_segment *", target.rows.ctypes.data)
+    rows_out = ffi.cast("const gc_segment *", target.address)
     _run(
         "gc_ternary_sum_lanes",
         source,
@@ -324,7 +325,7 @@ def crc32c(data: NDArray[np.uint8], crc: int = 0) -> int:
 
 def copy(dst: int, src: int, table: CopyTable) -> None:
     """Copy every byte range of a table."""
-    rows = ffi.cast("const gc_copy_range *", table.rows.ctypes.data)
+    rows = ffi.cast("const gc_copy_range *", table.address)
     _check(lib.gc_copy(_bytes(dst), _bytes(src), rows, len(table.rows)), "gc_copy")
 
 

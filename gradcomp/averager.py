@@ -22,7 +22,7 @@ from gradcomp.layout import Slot, assign_buckets
 from gradcomp.options import Options, names, read_scaler
 from gradcomp.rng import check_uint32
 from gradcomp.routes import Route, make_route
-from gradcomp.sizing import EXCHANGES, Strategy
+from gradcomp.sizing import EXCHANGES, Strategy, choose
 from gradcomp.stats import Stats
 
 
@@ -83,15 +83,17 @@ def all_reduce(
     call.step += step is None
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
-    route = make_route(codec, comm, exchange)
     if comm.world_size == 1:
+        choose(codec, 1, exchange)
         return tensor
-    place = (tuple(tensor.shape), tensor.dtype, repr(codec), route.strategy, feedback)
-    if place not in call.exchanges:
+    place = (tensor.shape, tensor.dtype, repr(codec), exchange, feedback)
+    found = call.exchanges.get(place)
+    if found is None:
+        route = make_route(codec, comm, exchange)
         _agree(comm, tensor, codec, route.strategy, key, now, timeout_s)
-        call.exchanges[place] = _make_exchange(route, tensor, codec, key, feedback)
-    call.exchanges[place].timeout_s = timeout_s
-    run_stages(call.exchanges[place], tensor.view(-1), now)
+        found = call.exchanges[place] = _make_exchange(route, tensor, codec, key, feedback)
+    found.timeout_s = timeout_s
+    run_stages(found, tensor.view(-1), now)
     return tensor
 
 

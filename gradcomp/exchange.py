@@ -129,7 +129,7 @@ class BucketExchange:
         plan = self.plan
         if plan.shares_scale:
             self._wait("scale_round")
-            self._nonfinite |= not bool(torch.isfinite(self._scales).all())  # some rank's values were not
+            self._nonfinite |= not bool(np.isfinite(self._scales.numpy()).all())  # some rank's values were not
         else:
             self._measure()
         with self._timed("encode"):
@@ -175,7 +175,7 @@ class BucketExchange:
 
     def _publish(self, bad: bool) -> None:
         """Seal the second payload and start the second phase; the verdict is taken from all owners' headers."""
-        plan = self.plan
+        plan, self._own_bad = self.plan, bad
         payload = self._second_send.numpy()[: plan.own_second.nbytes]
         wire.seal(payload, self._header(plan.second_codec, plan.own_second, STREAM_SECOND, nonfinite=bad))
         self._work = self.comm.start_all_gather(self._second_send, self._second_recv, Channel.SECOND)
@@ -184,10 +184,10 @@ class BucketExchange:
         """Wait for the first phase and check it; `flagged` tells whether any rank's bucket was."""
         self._wait("first_phase")
         with self._timed("owner"):
-            layout = self.plan.messages[self.plan.rank] if self.plan.scatters else self.plan.local
-            self._payloads = self._check_all(
-                self.plan.codec, self._recv, layout.nbytes, [layout] * self.plan.world_size
-            )
+            plan = self.plan
+            layout = plan.messages[plan.rank] if plan.scatters else plan.local
+            own = self._messages[plan.rank].ctypes.data if plan.scatters else self._local.data_ptr()
+            self._payloads = self._check_all(plan.codec, self._recv, layout.nbytes, [layout] * plan.world_size, own)
         self._flagged = self._nonfinite
 
     def finish(self) -> None:
@@ -198,7 +198,9 @@ class BucketExchange:
             self._wait("second_phase")
         with self._timed("decode"):
             if plan.scatters and not self._nonfinite:
-                payloads = self._check_all(plan.second_codec, self._second_recv, plan.second_nbytes, plan.second)
+                own, stride = self._second_send.data_ptr(), plan.second_nbytes
+                payloads = self._check_all(plan.second_codec, self._second_recv, stride, plan.second, own)
+                self._nonfinite |= self._own_bad
                 if not self._nonfinite:
                     for layout, payload in zip(plan.second, payloads, strict=True):
                         overflow |= self._decode_second(payload, layout, out)
@@ -260,15 +262,20 @@ class BucketExchange:
         bad = _native.lanes_decode(payload, n, bits, layout.packed, out, self._dtype)
         return _native.values_sum_decode([payload], 0, layout.plain, out, self._dtype) or bad
 
-    def _check_all(self, codec: Codec, recv: Tensor, stride: int, layouts: Sequence[PayloadLayout]) -> list[int]:
-        """Check the payload of every rank and take over its verdict; return the payloads' addresses."""
+    def _check_all(
+        self, codec: Codec, recv: Tensor, stride: int, layouts: Sequence[PayloadLayout], own: int
+    ) -> list[int]:
+        """Check every peer's payload and take over its verdict; return the payloads' addresses, this rank's at `own`."""
         view, base, payloads = recv.numpy(), recv.data_ptr(), []
         stream = STREAM_SECOND if recv is not self._recv else STREAM_FIRST
         for rank, layout in enumerate(layouts):
+            if rank == self.plan.rank:
+                payloads.append(own)
+                continue
             at = rank * stride
             try:
                 header = wire.parse(view[at : at + layout.nbytes])
-                self._check_peer(header, rank, codec, layout, stream)
+                self._check_peer(header, rank, self._header(codec, layout, stream))
                 if not header.nonfinite:
                     self._validate(codec, base + at, layout)
             except CorruptPayload as error:
@@ -281,14 +288,14 @@ class BucketExchange:
 
     def _check_shared_scales(self, view: NDArray[np.uint8], stride: int, layout: PayloadLayout) -> None:
         """Raise PeerMismatch unless all ranks encoded with the scales they agreed on: sums of codes mean nothing else."""
-        scales = [view[at + HEADER_NBYTES :][: 4 * layout.scale_count] for at in range(0, view.size, stride)]
+        first, last = HEADER_NBYTES, HEADER_NBYTES + 4 * layout.scale_count
+        scales = [view[at + first : at + last].tobytes() for at in range(0, view.size, stride)]
         for rank, theirs in enumerate(scales):
-            if not np.array_equal(theirs, scales[0]):
-                raise PeerMismatch("scale", rank, scales[0][:16].tobytes().hex(), theirs[:16].tobytes().hex())
+            if theirs != scales[0]:
+                raise PeerMismatch("scale", rank, scales[0][:16].hex(), theirs[:16].hex())
 
-    def _check_peer(self, header: wire.Header, rank: int, codec: Codec, layout: PayloadLayout, stream: int) -> None:
-        """Raise PeerMismatch unless a peer's header is the one that this rank would have written."""
-        wanted = self._header(codec, layout, stream)
+    def _check_peer(self, header: wire.Header, rank: int, wanted: wire.Header) -> None:
+        """Raise PeerMismatch unless a peer's header is the one that this rank would have written, flags aside."""
         for field in ("codec", "dtype", "numel", "group_numel", "scale_count", "step", "stream"):
             expected, got = getattr(wanted, field), getattr(header, field)
             if expected != got:

@@ -216,6 +216,7 @@ class Table:
 
     def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
         self.rows = np.array(rows, dtype=SEGMENT)
+        self.address = self.rows.ctypes.data
         self.numel = int(self.rows["numel"].sum(dtype=np.uint64))
         self._ranges: dict[int, list[tuple[int, int]]] = {}
 
@@ -380,6 +381,7 @@ class CopyTable:
                     )
                 )
         self.rows = np.array(rows, dtype=COPY_RANGE)
+        self.address = self.rows.ctypes.data
 
 
 def layout_digest(slots: Iterable[Slot], dtype: str) -> int:
