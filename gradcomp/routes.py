@@ -65,6 +65,7 @@ def make_route(
 
     Raises:
         ValueError: an unknown exchange, `nodes` without "hierarchical", nodes of unequal sizes.
+        PeerMismatch: (hierarchical) other nodes or another codec or exchange on some rank.
         PeerLost: a rank did not answer.
     """
     if exchange != "hierarchical":
@@ -73,7 +74,7 @@ def make_route(
         if exchange not in EXCHANGES:
             raise ValueError(f"exchange must be one of {(*EXCHANGES, 'hierarchical')}, got {exchange!r}")
         return FlatRoute(comm, codec, exchange)
-    found = find_nodes(comm, nodes, timeout_s)
+    found = find_nodes(comm, nodes, timeout_s, codec=codec.name, codec_options=codec.options())
     if len(found) == 1:  # nothing leaves the node, so nothing is packed
         return FlatRoute(comm, codec, "reduce_scatter", carrier=Identity())
     if len(found) == comm.world_size:

@@ -8,7 +8,7 @@ from _ranks import run_local
 from test_exchange import CODECS
 from torch import nn
 
-from gradcomp import GradientAverager, PeerLost, Ternary
+from gradcomp import GradientAverager, PeerLost, PeerMismatch, Ternary
 from gradcomp.comm import LocalCommunicator
 from gradcomp.comm.nodes import find_nodes
 
@@ -141,10 +141,38 @@ def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):
 
     with pytest.raises(AssertionError, match=r"equally many ranks, got \[3, 1\]"):
         pools("gloo", 4, with_communicator, "gloo", by_host, ["a", "a", "a", "b"])
-    comm = LocalCommunicator.group(4)[0]
     for nodes, text in (([[0, 1, 2], [3]], "equally many"), ([[0, 1], [2]], "every rank below 4 once")):
         with pytest.raises(ValueError, match=text):
-            find_nodes(comm, nodes, 1)
+            run_local(4, find_nodes, nodes, 5)
+
+
+def others(comm, exchanges, nodes):
+    """Ranks that ask for other nodes, or for another exchange."""
+    named = parameters()
+    for _, p in named:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(PeerMismatch) as error:
+        averager = GradientAverager(
+            named, "ternary", comm, exchange=exchanges[comm.rank], nodes=nodes[comm.rank], timeout_s=20
+        )
+        try:
+            averager.average()
+        finally:
+            averager.close()
+    return error.value.field
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "nodes", "field"),
+    [
+        (["hierarchical"] * 4, [[[0, 1], [2, 3]]] * 3 + [[[0, 2], [1, 3]]], "layout"),
+        (["hierarchical"] * 4, [None] * 3 + [[[0, 2], [1, 3]]], "layout"),
+        (["hierarchical"] * 3 + ["auto"], [[[0, 1], [2, 3]]] * 3 + [None], "exchange"),
+        (["all_gather"] + ["hierarchical"] * 3, [None] * 4, "exchange"),
+    ],
+)
+def test_ranks_that_ask_for_other_nodes_are_a_mismatch_everywhere(over, exchanges, nodes, field):
+    assert over(4, others, exchanges, nodes) == [field] * 4
 
 
 def test_nodes_need_the_hierarchical_exchange():

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -127,20 +127,26 @@ class Pause:
             self._sleep_s = min(2 * self._sleep_s, MAX_PAUSE_S)
 
 
-def make_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[], Any]], Any]) -> Lanes:
-    """Duplicate `comm` (a collective call) for every channel."""
-    begun, parent = time.monotonic(), kept_with(mpi, comm)
+def take_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[], Any]], Any]) -> Lanes:
+    """Return lanes that are free on every rank, or make some. Collective over `comm`.
+
+    Raises:
+        PeerLost: a rank did not take part within `timeout_s`, now or earlier.
+    """
+    parent = kept_with(mpi, comm)
     if parent.spoiled:
         raise PeerLost("setup", -1, 0.0, "an earlier MpiCommunicator here was not made on every rank")
+    with free_lock:
+        free = min(parent.free, key=lambda lanes: lanes.serial) if parent.free else None
+        if free is not None:
+            parent.free.remove(free)
+    serials = np.zeros(comm.Get_size(), np.int64)
+    mine = np.array([free.serial if free is not None else 0], np.int64)
+    _wait_all(mpi, parent, [call(lambda: comm.Iallgather(mine, serials))], [mine, serials], timeout_s, call)
+    if free is not None and (serials == free.serial).all():
+        return free  # otherwise some rank gave up on its own: its peers' end of those lanes is dropped as well
     copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
-    pause = Pause()
-    requests = [request for _, request in copies]
-    while not call(lambda: mpi.Request.Testall(requests)):
-        if time.monotonic() - begun > timeout_s:
-            unanswered.append(copies)
-            parent.spoiled = True
-            raise PeerLost("setup", -1, time.monotonic() - begun, "not every rank made its MpiCommunicator")
-        pause()
+    _wait_all(mpi, parent, [request for _, request in copies], copies, timeout_s, call)
     comms = [copy for copy, _ in copies]
     for copy in comms:
         copy.Set_errhandler(mpi.ERRORS_RETURN)
@@ -148,6 +154,19 @@ def make_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[
     lanes = Lanes(dict(zip(Channel, comms, strict=False)), comms[-2], comms[-1], parent.made)
     _made.append(lanes)
     return lanes
+
+
+def _wait_all(
+    mpi: Any, parent: Parent, requests: list[Any], kept: object, timeout_s: float, call: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Wait for what every rank has to take part in."""
+    begun, pause = time.monotonic(), Pause()
+    while not call(lambda: mpi.Request.Testall(requests)):
+        if time.monotonic() - begun > timeout_s:
+            unanswered.append((requests, kept))
+            parent.spoiled = True
+            raise PeerLost("setup", -1, time.monotonic() - begun, "not every rank made its MpiCommunicator")
+        pause()
 
 
 # ---- the end of a program that lost a peer ---------------------------------------------------------------------------
@@ -177,9 +196,16 @@ def _leave() -> None:
     while not (together := verdict.Test()) and time.monotonic() < deadline:
         pause()
     if not together or lost[0]:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        mpi.COMM_WORLD.Abort(1)
+        end_job(mpi)
+
+
+def end_job(mpi: Any) -> NoReturn:
+    """End every rank of the job by MPI_Abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi.COMM_WORLD.Abort(1)
+    time.sleep(5)  # MPICH's returns, and the process is ended a little later
+    os._exit(1)
 
 
 def read_news(mpi: Any, lanes: Lanes, call: Callable[[Callable[[], Any]], Any]) -> None:

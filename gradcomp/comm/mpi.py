@@ -18,10 +18,11 @@ from gradcomp.comm.lanes import (
     Pause,
     call_on_main_thread,
     caller,
+    end_job,
     free_lock,
     kept_with,
-    make_lanes,
     read_news,
+    take_lanes,
     unanswered,
 )
 
@@ -108,12 +109,7 @@ class MpiCommunicator(Communicator):
         self._abort_job = abort
         self._parent = parent
         self._told: set[int] = set()  # ranks whose end `receive` has reported
-        with free_lock:
-            free = kept_with(mpi, parent).free
-            lanes = min(free, key=lambda lanes: lanes.serial) if free else None
-            if lanes is not None:
-                free.remove(lanes)
-        self._lanes: Lanes | None = lanes or make_lanes(mpi, parent, timeout_s, self._call)
+        self._lanes: Lanes | None = take_lanes(mpi, parent, timeout_s, self._call)
 
     def check_overlap(self) -> None:
         if self._call is call_on_main_thread:
@@ -239,5 +235,5 @@ class MpiCommunicator(Communicator):
         """A wait has ended without its answer: nothing else on these channels can be relied on."""
         if self._abort_job:
             logger.critical("gradcomp: rank %d ends the MPI job: %s", self.rank, error)
-            self._mpi.COMM_WORLD.Abort(1)
+            end_job(self._mpi)
         self.abort()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradcomp import fingerprint, wire
 from gradcomp.comm.base import Communicator
 from gradcomp.errors import PeerLost
 
@@ -41,22 +41,33 @@ class Nodes:
 
 
 def find_nodes(
-    comm: Communicator, nodes: Sequence[Sequence[int]] | None, timeout_s: float
+    comm: Communicator, nodes: Sequence[Sequence[int]] | None, timeout_s: float, **settings: object
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of every node: `nodes`, or those with equal GRADCOMP_HOST_ID or else equal host name.
 
-    Collective.
+    Collective. What goes round is a fingerprint, so that a rank that does something else meanwhile is a mismatch.
+
+    Args:
+        settings: fingerprint fields that must not differ either.
 
     Raises:
         ValueError: nodes that are not all of one size, or `nodes` that are not a partition of the ranks.
+        PeerMismatch: other `nodes` or settings on some rank, or another exchange.
         PeerLost: a rank did not answer.
     """
-    if nodes is None:
-        found = _by_host(comm, timeout_s)
-    else:
-        found = tuple(sorted(tuple(sorted(int(rank) for rank in node)) for node in nodes))
-        if sorted(rank for node in found for rank in node) != list(range(comm.world_size)):
-            raise ValueError(f"nodes must hold every rank below {comm.world_size} once, got {nodes!r}")
+    given = None if nodes is None else tuple(sorted(tuple(sorted(int(rank) for rank in node)) for node in nodes))
+    host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+    settings |= {"wire_version": wire.VERSION, "exchange": "hierarchical", "layout": given, "world_size": comm.world_size}
+    begun = time.perf_counter()
+    try:
+        everyone = comm.all_gather_bytes(fingerprint.pack(fingerprint.record(**settings, bucket=host)), timeout_s)
+    except (TimeoutError, ConnectionError) as error:
+        raise PeerLost("setup", -1, time.perf_counter() - begun, str(error)) from error
+    fingerprint.compare(everyone, but="bucket")
+    hosts = dict.fromkeys(everyone)
+    found = given or tuple(tuple(rank for rank, theirs in enumerate(everyone) if theirs == host) for host in hosts)
+    if sorted(rank for node in found for rank in node) != list(range(comm.world_size)):
+        raise ValueError(f"nodes must hold every rank below {comm.world_size} once, got {nodes!r}")
     if len({len(node) for node in found}) > 1:
         raise ValueError(
             f"a hierarchical exchange needs nodes with equally many ranks, got {[len(node) for node in found]} "
@@ -71,14 +82,3 @@ def join_nodes(comm: Communicator, found: tuple[tuple[int, ...], ...], timeout_s
     place = home.index(comm.rank)
     inside = comm.subset(home, timeout_s)
     return Nodes(found, inside, comm.subset([node[place] for node in found], timeout_s))
-
-
-def _by_host(comm: Communicator, timeout_s: float) -> tuple[tuple[int, ...], ...]:
-    host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-    begun = time.perf_counter()
-    try:
-        everyone = comm.all_gather_bytes(hashlib.blake2b(host.encode(), digest_size=16).digest(), timeout_s)
-    except (TimeoutError, ConnectionError) as error:
-        raise PeerLost("setup", -1, time.perf_counter() - begun, str(error)) from error
-    hosts = dict.fromkeys(everyone)
-    return tuple(tuple(rank for rank, theirs in enumerate(everyone) if theirs == host) for host in hosts)

@@ -40,3 +40,30 @@ def test_a_rank_that_dies_or_freezes(tmp_path, fault):
         for process in ranks:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("fault", ["die", "freeze"])
+@pytest.mark.parametrize("who", ["worker", "server"])
+def test_a_worker_or_server_that_dies_or_freezes_in_a_round(tmp_path, who, fault):
+    script = Path(__file__).with_name("_serve.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path / "store", str(rank), who, fault, "8"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        out, errors = ranks[0].communicate(timeout=60)
+        found = re.search(r"PeerLost seconds=([\d.]+) (.*)", out)
+        assert found, out + errors
+        assert float(found[1]) < 8 + 6
+        if who == "worker":
+            assert "rank 1" in found[2] or "[1]" in found[2], found[2]
+            assert "still [3.0, 3.0, 3.0, 3.0]" in out
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
