@@ -214,3 +214,82 @@ def one_dies(comm, nodes):
 
 def test_a_silent_rank_is_lost_to_every_node():
     assert run_local(4, one_dies, [[0, 1], [2, 3]]) == [True, True, True, None]
+
+
+class Scale:
+    value = 1024.0
+
+    def get_scale(self):
+        return self.value
+
+
+def resumed(comm, codec, nodes, cut, options):
+    """Average 5 steps, through a checkpoint before step `cut` (None: without)."""
+    scale = Scale()
+    options = {"grad_scaler": scale, "min_numel": 0} if options.get("scaled") else options
+    named, out = parameters(), []
+
+    def make():
+        return GradientAverager(named, codec, comm.subset(range(4), 20), exchange="hierarchical", nodes=nodes, **options)
+
+    averager = make()
+    for step in range(5):
+        if step == cut:
+            saved = averager.state_dict()
+            averager.close()
+            averager = make()
+            averager.load_state_dict(saved)
+        scale.value = 1024.0 if step < 3 else 256.0
+        for number, (_, p) in enumerate(named):
+            p.grad = torch.from_numpy(gradient(comm.rank, number, step)) * scale.value
+            if step == 2 and comm.rank == 3:
+                p.grad.view(-1)[0] = float("nan")
+        averager.average()
+        out.append(b"".join(p.grad.numpy().tobytes() for _, p in named))
+    averager.check_replicas()
+    averager.close()
+    return out
+
+
+@pytest.mark.parametrize("options", [{"min_numel": 0}, {"min_numel": 60, "start_step": 1}, {"scaled": True}])
+@pytest.mark.parametrize("name", ["onebit", "ternary-requantize"])
+def test_a_resumed_run_equals_the_uninterrupted_one(name, options):
+    nodes = [[0, 1], [2, 3]]
+    whole = run_local(4, resumed, CODECS[name], nodes, None, options)
+    assert all(w == whole[0] for w in whole)
+    for cut in (2, 3, 4):
+        assert run_local(4, resumed, CODECS[name], nodes, cut, options) == whole, cut
+
+
+def trained(nodes, dtype):
+    """Train DDP models over gloo or MPI; replicas stay equal, and bytes inside nodes are counted apart."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 10)).to(dtype), bucket_cap_mb=0.005)
+    for _ in range(2):  # registered again after the first state was closed
+        state = gradcomp.ddp.register(model, "onebit", exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=30)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(8):
+            generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
+            x = torch.randn(16, 40, generator=generator).to(dtype)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x).float(), (x[:, :10].argmax(1)))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        state.check_replicas()
+        found = state.stats.bytes_sent, state.stats.inside_nodes.bytes_sent, "hierarchical" in state.describe()
+        state.close()
+        model = DDP(model.module, bucket_cap_mb=0.005)
+    return [p.detach().float().numpy().tobytes() for p in model.module.parameters()], found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ddp_trains(ranks, dtype):
+    results = ranks(4, trained, [[0, 3], [1, 2]], dtype)
+    assert all(weights == results[0][0] for weights, _ in results)
+    assert all(0 < between < inside and named for _, (between, inside, named) in results)
