@@ -31,6 +31,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.step = 0
+        self.agreed: set[Any] = set()
         self.exchanges: dict[Any, Exchange] = {}
 
 
@@ -90,7 +91,10 @@ def all_reduce(
     found = call.exchanges.get(place)
     if found is None:
         route = make_route(codec, comm, exchange)
-        _agree(comm, tensor, codec, route.strategy, key, now, timeout_s)
+        what = (*place[:-1], feedback is not None)
+        if what not in call.agreed:
+            _agree(comm, tensor, codec, route.strategy, key, now, feedback is not None, timeout_s)
+            call.agreed.add(what)
         found = call.exchanges[place] = _make_exchange(route, tensor, codec, key, feedback)
     found.timeout_s = timeout_s
     run_stages(found, tensor.view(-1), now)
@@ -109,13 +113,20 @@ def _make_exchange(route: Route, tensor: Tensor, codec: Codec, key: int, feedbac
 
 
 def _agree(
-    comm: Communicator, tensor: Tensor, codec: Codec, strategy: Strategy, key: int, step: int, timeout_s: float
+    comm: Communicator,
+    tensor: Tensor,
+    codec: Codec,
+    strategy: Strategy,
+    key: int,
+    step: int,
+    feedback: bool,
+    timeout_s: float,
 ) -> None:
     """Compare what the ranks are about to average; PeerMismatch on every rank if they differ."""
     mine = fingerprint.record(
         wire_version=wire.VERSION,
         codec=codec.name,
-        codec_options=codec.options(),
+        codec_options=(codec.options(), feedback),
         exchange=strategy.exchange,
         second_phase=strategy.second_phase,
         dtype=tensor.dtype,

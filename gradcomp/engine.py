@@ -186,6 +186,7 @@ class Engine:
             "version": STATE_VERSION,
             "codec": repr(self.codec),
             "strategy": str(self.strategy),
+            "nodes": repr(self.route.nodes),
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
             "step": self.step,
@@ -204,6 +205,7 @@ class Engine:
             "version": STATE_VERSION,
             "codec": repr(self.codec),
             "strategy": str(self.strategy),
+            "nodes": repr(self.route.nodes),
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
         }

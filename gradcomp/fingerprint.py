@@ -52,6 +52,9 @@ def compare(records: Sequence[bytes], but: str = "") -> None:
         but: a field that may differ.
     """
     everyone = [_RECORD.unpack(r) for r in records]
+    for rank, theirs in enumerate(everyone):
+        if not 0 < theirs[0] < 256:  # bytes of something else
+            raise PeerMismatch("call", rank, "the same call as here", "another one")
     for number, field in enumerate(FIELDS):
         for rank, theirs in enumerate(everyone):
             if theirs[number] != everyone[0][number] and field != but:

@@ -34,6 +34,7 @@ class Route(Protocol):
 
     strategy: Strategy
     stage_count: int  # of every exchange it makes
+    nodes: tuple[tuple[int, ...], ...]  # ranks node by node, where they average in fp32 first
 
     def residual_numel(self, numel: int) -> int:
         """Return how many residuals this rank keeps of a tensor of so many elements."""
@@ -86,6 +87,7 @@ class FlatRoute:
     """Every rank exchanges with every other one; what `carrier` encodes, if one is given, instead of the codec."""
 
     stage_count = 4
+    nodes: tuple[tuple[int, ...], ...] = ()
 
     def __init__(self, comm: Communicator, codec: Codec, exchange: str, carrier: Codec | None = None) -> None:
         self._comm, self._codec, self._carrier = comm, codec, carrier
@@ -138,6 +140,7 @@ class NodeRoute:
     def __init__(self, comm: Communicator, codec: Codec, nodes: Nodes) -> None:
         self._comm, self._codec, self._nodes = comm, codec, nodes
         across = choose(codec, nodes.across.world_size)
+        self.nodes = nodes.ranks
         self.strategy = Strategy(across.exchange, across.second_phase, nodes.inside.world_size)
 
     def residual_numel(self, numel: int) -> int:

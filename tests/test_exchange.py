@@ -87,6 +87,33 @@ def test_all_reduce_with_feedback_loses_nothing_at_the_owner():
     assert off[1] < off[0] / 5 and off[1] < 0.02 * np.abs(true).max(), off
 
 
+def new_feedback(comm):
+    """Rank 1 makes a new Feedback where rank 0 goes on with its own."""
+    feedback, out = Feedback({0: 1000}), []
+    for step in range(3):
+        if comm.rank == 1 and step == 2:
+            feedback = Feedback({0: 1000})
+        tensor = torch.from_numpy(gradient(comm.rank, 1000, step))
+        out.append(gradcomp.all_reduce(tensor, OneBit(), comm, feedback=feedback, timeout_s=20).numpy().tobytes())
+    return out
+
+
+def test_a_rank_may_begin_with_new_feedback(over):
+    first, second = over(2, new_feedback)
+    assert first == second and len(set(first)) == 3
+
+
+def feedback_on_one(comm):
+    feedback = Feedback({0: 1000}) if comm.rank else None
+    with pytest.raises(PeerMismatch) as error:
+        gradcomp.all_reduce(torch.ones(1000), OneBit(), comm, feedback=feedback)
+    return error.value.field
+
+
+def test_feedback_on_one_rank_only_is_a_mismatch(over):
+    assert over(2, feedback_on_one) == ["codec_options"] * 2
+
+
 def other_scales(comm):
     """Rank 1's scale round goes wrong: it encodes with a scale of its own."""
     if comm.rank == 1:

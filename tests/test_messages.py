@@ -118,3 +118,60 @@ def one_goes(comm):
 
 def test_a_rank_that_gives_up_is_told_once_and_the_others_go_on(over):
     assert over(3, one_goes)[:2] == [["1", "gone 2"], ["0", "gone 2"]]
+
+
+def in_pieces(comm):
+    """Rank 0 waits in slices far shorter than the message takes; a short one of another rank gets through meanwhile."""
+    if comm.rank:
+        size = 60_000_000 if comm.rank == 1 else 5
+        comm.start_send(torch.full((size,), comm.rank, dtype=torch.uint8), 0).wait(60)
+        comm.all_gather_bytes(b"end", 60)
+        return None
+    got, slices = {}, 0
+    while len(got) < 2:
+        try:
+            sender, message = comm.receive(0.0005, max_nbytes=60_000_000)
+            got[sender] = (message.numel(), bool((message == sender).all()))
+        except TimeoutError:
+            slices += 1
+    comm.all_gather_bytes(b"end", 60)
+    return got
+
+
+def test_a_long_message_arrives_over_many_short_waits(over):
+    assert over(3, in_pieces)[0] == {1: (60_000_000, True), 2: (5, True)}
+
+
+def leave_one_behind(comm):
+    """A message that nobody receives does not reach the next communicator."""
+    other = 1 - comm.rank
+    first = comm.subset([0, 1], 20)
+    first.start_send(torch.zeros(1, dtype=torch.uint8), other).wait(20)
+    first.receive(20, max_nbytes=1)
+    if comm.rank:
+        first.start_send(torch.ones(3, dtype=torch.uint8), 0).wait(20)
+    first.all_gather_bytes(b"sent", 20)
+    first.close()
+    second = comm.subset([0, 1], 20)
+    second.start_send(torch.full((2,), 7, dtype=torch.uint8), other).wait(20)
+    found = second.receive(20, max_nbytes=10)[1].tolist()
+    second.all_gather_bytes(b"end", 20)
+    second.close()
+    return found
+
+
+def test_what_nobody_received_does_not_reach_the_next_communicator(over):
+    assert over(2, leave_one_behind) == [[7, 7]] * 2
+
+
+def nowhere(comm):
+    refused = []
+    for to in (comm.rank, -1, comm.world_size):
+        with pytest.raises(ValueError, match="cannot send to rank") as error:
+            comm.start_send(torch.zeros(1, dtype=torch.uint8), to)
+        refused.append(str(to) in str(error.value))
+    return refused
+
+
+def test_a_message_to_nowhere_is_refused(over):
+    assert over(2, nowhere) == [[True] * 3] * 2

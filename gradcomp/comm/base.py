@@ -90,6 +90,11 @@ class Communicator(ABC):
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         """Begin to gather `send`, ``(n,)`` uint8, of all ranks into `recv`, ``(world_size * n,)``."""
 
+    def check_peer(self, to: int) -> None:
+        """Raise ValueError unless `to` is another rank."""
+        if not 0 <= to < self.world_size or to == self.rank:
+            raise ValueError(f"rank {self.rank} of {self.world_size} cannot send to rank {to}")
+
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
         """Return a communicator of `ranks`, this one among them, numbered in that order. Collective among them."""
         raise NotImplementedError(f"{type(self).__name__} makes no communicators of some of its ranks")

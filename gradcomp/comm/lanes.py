@@ -13,12 +13,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from gradcomp.comm.base import Channel
 from gradcomp.errors import PeerLost
@@ -31,6 +32,7 @@ MAIN_THREAD_ONLY = (
     "MPI was initialised for calls from the main thread only, which overlapped exchanges cannot keep to: set "
     "mpi4py.rc.thread_level = 'serialized' (or 'multiple') before mpi4py.MPI is imported"
 )
+LEAVING = -1
 LEAVE_S = 30.0  # at the end of a program that lost a peer, longest wait for the others to end as well
 
 
@@ -75,6 +77,16 @@ def caller(mpi: Any) -> Callable[[Callable[[], T]], T]:
 
 
 @dataclass(eq=False)
+class Arriving:
+    """A message that has been matched and is on its way."""
+
+    sender: int
+    message: Tensor
+    request: Any
+    done: bool = False
+
+
+@dataclass(eq=False)
 class Lanes:
     """The duplicated communicators of one `MpiCommunicator`, and what is known of its peers."""
 
@@ -83,7 +95,11 @@ class Lanes:
     news: Any  # "I give up"
     serial: int  # number of its making, the same on every rank
     gone: dict[int, int] = field(default_factory=dict)  # peers that have given up, and for whose sake
+    left: set[int] = field(default_factory=set)  # peers that have come to their end
     broken: bool = False
+    uses: int = 0  # how many MpiCommunicators have had these lanes; tells their messages apart
+    pending: dict[int, tuple[Any, object]] = field(default_factory=dict)  # requests with what MPI reads or writes
+    arriving: list[Arriving] = field(default_factory=list)  # messages that have been matched
     said: list[Any] = field(default_factory=list)
 
 
@@ -144,6 +160,7 @@ def take_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[
     mine = np.array([free.serial if free is not None else 0], np.int64)
     _wait_all(mpi, parent, [call(lambda: comm.Iallgather(mine, serials))], [mine, serials], timeout_s, call)
     if free is not None and (serials == free.serial).all():
+        free.uses += 1
         return free  # otherwise some rank gave up on its own: its peers' end of those lanes is dropped as well
     copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
     _wait_all(mpi, parent, [request for _, request in copies], copies, timeout_s, call)
@@ -154,6 +171,34 @@ def take_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[
     lanes = Lanes(dict(zip(Channel, comms, strict=False)), comms[-2], comms[-1], parent.made)
     _made.append(lanes)
     return lanes
+
+
+def make_subset(
+    mpi: Any, comm: Any, members: Sequence[int], timeout_s: float, call: Callable[[Callable[[], Any]], Any]
+) -> Any:
+    """Return an MPI communicator of some ranks. Collective over these.
+
+    MPI has no call for this that does not block: where threads may call, one waits, and is left behind in the end.
+
+    Raises:
+        PeerLost: a rank did not take part within `timeout_s`.
+    """
+    group = comm.Get_group().Incl(list(members))
+
+    def make() -> Any:
+        return comm.Create_group(group, members[0])
+
+    if call is not _call_directly:
+        return call(make)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(make()), name="gradcomp-subset", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not found:
+        unanswered.append(thread)
+        kept_with(mpi, comm).spoiled = True
+        raise PeerLost("setup", -1, timeout_s, f"not every rank of {list(members)} made its communicator")
+    return found[0]
 
 
 def _wait_all(
@@ -177,26 +222,28 @@ unanswered: list[Any] = []  # what no peer will complete, with its buffers: MPI 
 
 @atexit.register
 def _leave() -> None:
-    """End the job instead of waiting in MPI_Finalize for a peer that will not come, once the other ranks end, too."""
-    if not _made and not unanswered:
-        return
-    mpi: Any = sys.modules["mpi4py.MPI"]
-    if mpi.Is_finalized():
+    """After a lost peer, end the job instead of waiting in MPI_Finalize, once the other ranks are at their end, too.
+
+    A rank that has heard of trouble says when it is; one that has not (it may be in MPI_Finalize already) says nothing,
+    so the wait ends after LEAVE_S.
+    """
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None or mpi.Is_finalized():
         return
     for lanes in _made:
         read_news(mpi, lanes, _call_directly)
-    if not unanswered and not any(lanes.broken or lanes.gone for lanes in _made):
+    trouble = [lanes for lanes in _made if lanes.broken or lanes.gone]
+    for lanes in trouble:
+        tell(lanes, LEAVING)
+        unanswered.extend(kept for kept in lanes.pending.values() if not kept[0].Test())
+    if not unanswered:
         return
-    lost = np.array([bool(unanswered)], np.int32)
-    deadline, pause, verdict = (
-        time.monotonic() + LEAVE_S,
-        Pause(),
-        mpi.COMM_WORLD.Iallreduce(mpi.IN_PLACE, lost, mpi.MAX),
-    )
-    while not (together := verdict.Test()) and time.monotonic() < deadline:
+    pause, deadline = Pause(), time.monotonic() + LEAVE_S
+    while any(len(lanes.left) < lanes.news.Get_size() - 1 for lanes in trouble) and time.monotonic() < deadline:
+        for lanes in trouble:
+            read_news(mpi, lanes, _call_directly)
         pause()
-    if not together or lost[0]:
-        end_job(mpi)
+    end_job(mpi)
 
 
 def end_job(mpi: Any) -> NoReturn:
@@ -214,4 +261,13 @@ def read_news(mpi: Any, lanes: Lanes, call: Callable[[Callable[[], Any]], Any]) 
     while (found := call(lambda: lanes.news.Improbe(status=status))) is not None:
         culprit = np.zeros(1, np.int32)
         call(lambda found=found, culprit=culprit: found.Recv(culprit))  # type: ignore[misc]
-        lanes.gone[status.Get_source()] = int(culprit[0])
+        if culprit[0] == LEAVING:
+            lanes.left.add(status.Get_source())
+        else:
+            lanes.gone[status.Get_source()] = int(culprit[0])
+
+
+def tell(lanes: Lanes, word: int) -> None:
+    """Send every peer the rank for whose sake this one gives up, or LEAVING."""
+    note, me = np.array([word], np.int32), lanes.news.Get_rank()
+    lanes.said += [note, *(lanes.news.Isend(note, rank) for rank in range(lanes.news.Get_size()) if rank != me)]

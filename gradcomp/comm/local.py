@@ -131,6 +131,7 @@ class LocalCommunicator(Communicator):
             return LocalCommunicator(board.subsets.setdefault(place, _Board(len(members))), members.index(self.rank))
 
     def start_send(self, message: Tensor, to: int) -> Work:
+        self.check_peer(to)
         with self._board.changed:
             if to in self._board.gone:
                 raise RankGone(to)

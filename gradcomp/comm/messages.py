@@ -18,7 +18,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,14 +38,14 @@ _HELLO = struct.Struct(f"<{KEY_NBYTES}sI")
 
 
 @dataclass(eq=False)
-class _Announced:
-    """A message whose length has arrived: whoever sets `room` gets its bytes there, None drops them."""
+class _Incoming:
+    """A message whose length has arrived: `room` decides where its bytes go, None drops them."""
 
     sender: int
     nbytes: int
     room: asyncio.Future[memoryview | None]
-    arrived: threading.Event
-    failed: bool = False
+    message: Tensor | None = None  # once it has been accepted
+    arrived: bool = False
 
 
 class _Sending(Work):
@@ -99,7 +98,7 @@ class Mailbox:
     def __init__(self, rank: int, world_size: int, share: Callable[[bytes], Sequence[bytes]], timeout_s: float) -> None:
         self.rank, self.world_size = rank, world_size
         self._changed = threading.Condition()
-        self._announced: deque[_Announced] = deque()
+        self._incoming: list[_Incoming] = []
         self._gone: set[int] = set()
         self._told: set[int] = set()  # ranks whose end `receive` has reported
         self._peers: dict[int, asyncio.StreamWriter] = {}
@@ -128,23 +127,28 @@ class Mailbox:
         """As `Communicator.receive`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while (found := self._next(source)) is None:
+            while True:
+                for found in [i for i in self._incoming if source in (None, i.sender)]:
+                    self._accept(found, max_nbytes)
+                    if found.arrived and found.message is not None:
+                        self._incoming.remove(found)
+                        return found.sender, found.message
                 self._tell_gone(source)
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0:  # what is on its way goes on arriving, for a later call
                     raise TimeoutError(f"no message from {'any rank' if source is None else f'rank {source}'}")
                 self._changed.wait(left)
-            self._announced.remove(found)
+
+    def _accept(self, found: _Incoming, max_nbytes: int) -> None:
+        """Let the bytes of a message come, or drop them."""
+        if found.message is not None:
+            return
         if found.nbytes > max_nbytes:
+            self._incoming.remove(found)
             self._loop.call_soon_threadsafe(found.room.set_result, None)
             raise ValueError(f"rank {found.sender} sent {found.nbytes} bytes, at most {max_nbytes} expected")
-        message = torch.empty(found.nbytes, dtype=torch.uint8)
-        self._loop.call_soon_threadsafe(found.room.set_result, message.numpy().data)
-        if not found.arrived.wait(max(1.0, deadline - time.monotonic())) or found.failed:
-            self._lose(found.sender)
-            self._told.add(found.sender)
-            raise RankGone(found.sender, "in the middle of a message")
-        return found.sender, message
+        found.message = torch.empty(found.nbytes, dtype=torch.uint8)
+        self._loop.call_soon_threadsafe(found.room.set_result, found.message.numpy().data)
 
     def close(self) -> None:
         """Close every connection; peers are told by that. Closing twice is harmless."""
@@ -208,6 +212,7 @@ class Mailbox:
         return self._greet(peer, reader, writer)
 
     def _greet(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.set_write_buffer_limits(0)  # so that drain() means: the caller's memory is free
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._changed:
             self._peers[peer], self._locks[peer] = writer, asyncio.Lock()
@@ -222,22 +227,22 @@ class Mailbox:
             await writer.drain()
 
     async def _read(self, peer: int, reader: asyncio.StreamReader) -> None:
-        """Announce every message of a peer, one at a time, and read it where there is room."""
-        found = None
+        """Read every message of a peer, one at a time, once there is room for it."""
         try:
             while True:
                 (nbytes,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                found = _Announced(peer, nbytes, self._loop.create_future(), threading.Event())
+                found = _Incoming(peer, nbytes, self._loop.create_future())
                 with self._changed:
-                    self._announced.append(found)
+                    self._incoming.append(found)
                     self._changed.notify_all()
                 await self._fill(reader, nbytes, await found.room)
-                found.arrived.set()
+                with self._changed:
+                    found.arrived = True
+                    self._changed.notify_all()
         except (OSError, asyncio.IncompleteReadError):
+            with self._changed:
+                self._incoming = [i for i in self._incoming if i.sender != peer or i.arrived]
             self._lose(peer)
-            if found is not None and not found.arrived.is_set():
-                found.failed = True
-                found.arrived.set()
 
     async def _fill(self, reader: asyncio.StreamReader, nbytes: int, room: memoryview | None) -> None:
         at = 0
@@ -248,9 +253,6 @@ class Mailbox:
             if room is not None:
                 room[at : at + len(part)] = part
             at += len(part)
-
-    def _next(self, source: int | None) -> _Announced | None:
-        return next((a for a in self._announced if source in (None, a.sender)), None)
 
     def _tell_gone(self, source: int | None) -> None:
         if source is not None and source in self._gone:
@@ -279,7 +281,8 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, peers: dict
         await asyncio.gather(*tasks, return_exceptions=True)
 
     if thread.is_alive():
-        asyncio.run_coroutine_threadsafe(end(), loop).result(2 * CLOSE_S)
+        with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
+            asyncio.run_coroutine_threadsafe(end(), loop).result(2 * CLOSE_S)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(CLOSE_S)
     if not thread.is_alive():

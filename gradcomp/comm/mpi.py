@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, Communicator, RankGone, Work
 from gradcomp.comm.lanes import (
     MAIN_THREAD_ONLY,
+    Arriving,
     Lanes,
     Pause,
     call_on_main_thread,
@@ -21,14 +21,17 @@ from gradcomp.comm.lanes import (
     end_job,
     free_lock,
     kept_with,
+    make_subset,
     read_news,
     take_lanes,
+    tell,
     unanswered,
 )
 
 logger = logging.getLogger("gradcomp")
 
 NEWS_EVERY_S = 0.005  # how often a wait looks whether a peer has given up
+TAGS = 32768  # every MPI has as many
 GRACE_S = 0.5  # what a peer sent before it gave up may still arrive
 
 
@@ -59,18 +62,20 @@ def describe_mpi() -> str:
 class _MpiWork(Work):
     """A request; `peer` is the one rank it depends on, None where it depends on all."""
 
-    def __init__(self, owner: MpiCommunicator, request: Any, buffers: tuple[Tensor, ...], peer: int | None) -> None:
-        self._owner, self._request, self._peer = owner, request, peer
-        self._buffers = buffers  # MPI reads and writes them until the request is complete
+    def __init__(self, owner: MpiCommunicator, lanes: Lanes, request: Any, buffers: object, peer: int | None) -> None:
+        self._owner, self._lanes, self._request, self._peer = owner, lanes, request, peer
+        lanes.pending[id(self._request)] = (request, buffers)  # whoever forgets this work: MPI uses the buffers
 
     def is_done(self) -> bool:
-        return bool(self._owner._call(self._request.Test))
+        done = bool(self._owner._call(self._request.Test))
+        if done:
+            self._lanes.pending.pop(id(self._request), None)
+        return done
 
     def wait(self, timeout_s: float) -> None:
         try:
-            self._owner._poll(self._request.Test, timeout_s, self._peer)
+            self._owner._poll(self.is_done, timeout_s, self._peer)
         except (TimeoutError, ConnectionError) as error:
-            unanswered.append((self._request, self._buffers))
             if self._peer is None:
                 self._owner._lose(error)
             raise
@@ -132,33 +137,37 @@ class MpiCommunicator(Communicator):
         return self._work(lambda: comm.Iallgather([send.numpy(), byte], [recv.numpy(), byte]), send, recv)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> MpiCommunicator:
-        parent, made, members = self._parent, kept_with(self._mpi, self._parent).subsets, tuple(ranks)
+        made, members = kept_with(self._mpi, self._parent).subsets, tuple(ranks)
         if members not in made:
-            group = parent.Get_group().Incl(members)
-            made[members] = self._call(lambda: parent.Create_group(group, members[0]))
+            made[members] = make_subset(self._mpi, self._parent, members, timeout_s, self._call)
         return MpiCommunicator(made[members], timeout_s=timeout_s, abort=self._abort_job)
 
     def start_send(self, message: Tensor, to: int) -> Work:
+        self.check_peer(to)
         lanes = self._open()
         read_news(self._mpi, lanes, self._call)
         if to in lanes.gone:
             raise RankGone(to)
-        return self._work(lambda: lanes.point.Isend([message.numpy(), self._mpi.BYTE], to), message, peer=to)
+        return self._work(lambda: lanes.point.Isend([message.numpy(), self._mpi.BYTE], to, lanes.uses % TAGS), message, peer=to)
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
-        mpi, lanes, status = self._mpi, self._open(), self._mpi.Status()
-        wanted = mpi.ANY_SOURCE if source is None else source
+        lanes = self._open()
         deadline, pause, news_at = time.monotonic() + timeout_s, Pause(), 0.0
         while True:
-            found = self._call(lambda: lanes.point.Improbe(wanted, status=status))
+            self._match(lanes)
+            found = self._arrived(lanes, source)
             if found is not None:
-                return status.Get_source(), self._take(found, status, max_nbytes, deadline)
+                if found.message.numel() > max_nbytes:
+                    raise ValueError(
+                        f"rank {found.sender} sent {found.message.numel()} bytes, at most {max_nbytes} expected"
+                    )
+                return found.sender, found.message
             now = time.monotonic()
             if now >= news_at:
                 news_at = now + NEWS_EVERY_S
                 read_news(self._mpi, lanes, self._call)
                 self._tell_gone(lanes, source)
-            if now >= deadline:
+            if now >= deadline:  # what is on its way goes on arriving, for a later call
                 raise TimeoutError(f"no message from {'any rank' if source is None else f'rank {source}'}")
             pause()
 
@@ -168,14 +177,20 @@ class MpiCommunicator(Communicator):
         if lanes is None or lanes.broken:
             return
         lanes.broken = True
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        culprit = np.array([next(iter(lanes.gone.values()), self.rank)], np.int32)
-        lanes.said = [culprit, *self._call(lambda: [lanes.news.Isend(culprit, rank) for rank in peers])]
+        self._call(lambda: tell(lanes, next(iter(lanes.gone.values()), self.rank)))
 
     def close(self) -> None:
         """Give the channels back for the next communicator on the same MPI communicator."""
         lanes, self._lanes = self._lanes, None
-        if lanes is not None and not lanes.broken and not lanes.gone:
+        if lanes is None:
+            return
+        left = [kept for kept in lanes.pending.values() if not self._call(kept[0].Test)]
+        left += [(a.request, a.message) for a in lanes.arriving if not (a.done or self._call(a.request.Test))]
+        lanes.pending.clear()
+        lanes.arriving.clear()
+        if left:
+            unanswered.append(left)
+        elif not lanes.broken and not lanes.gone:
             with free_lock:
                 kept_with(self._mpi, self._parent).free.append(lanes)
 
@@ -188,7 +203,7 @@ class MpiCommunicator(Communicator):
 
     def _work(self, start: Callable[[], Any], *buffers: Tensor, peer: int | None = None) -> Work:
         try:
-            return _MpiWork(self, self._call(start), buffers, peer)
+            return _MpiWork(self, self._open(), self._call(start), buffers, peer)
         except self._mpi.Exception as error:
             raise ConnectionError(str(error)) from error
 
@@ -221,15 +236,26 @@ class MpiCommunicator(Communicator):
             self._told.add(min(news))
             raise RankGone(min(news))
 
-    def _take(self, found: Any, status: Any, max_nbytes: int, deadline: float) -> Tensor:
-        """Receive a message that has been matched."""
-        nbytes, byte = status.Get_count(self._mpi.BYTE), self._mpi.BYTE
-        message = torch.empty(nbytes, dtype=torch.uint8)  # also to drop it: truncating a matched one corrupts Open MPI
-        request = self._call(lambda: found.Irecv([message.numpy(), byte]))
-        _MpiWork(self, request, (message,), status.Get_source()).wait(max(GRACE_S, deadline - time.monotonic()))
-        if nbytes > max_nbytes:
-            raise ValueError(f"rank {status.Get_source()} sent {nbytes} bytes, at most {max_nbytes} expected")
-        return message
+    def _match(self, lanes: Lanes) -> None:
+        """Begin to receive what peers have sent. A message that is too long comes as well: truncating one that has been
+        matched corrupts Open MPI's memory."""
+        status, byte = self._mpi.Status(), self._mpi.BYTE
+        any_source, tag = self._mpi.ANY_SOURCE, lanes.uses % TAGS
+        while (found := self._call(lambda: lanes.point.Improbe(any_source, tag, status))) is not None:
+            message = torch.empty(status.Get_count(byte), dtype=torch.uint8)
+            request = self._call(lambda found=found, message=message: found.Irecv([message.numpy(), byte]))  # type: ignore[misc]
+            lanes.arriving.append(Arriving(status.Get_source(), message, request))
+
+    def _arrived(self, lanes: Lanes, source: int | None) -> Arriving | None:
+        """Return the first message that is here, in the order in which each rank sent its own."""
+        waiting: set[int] = set()
+        for found in lanes.arriving:
+            found.done = found.done or bool(self._call(found.request.Test))
+            if found.done and found.sender not in waiting and source in (None, found.sender):
+                lanes.arriving.remove(found)
+                return found
+            waiting.add(found.sender)
+        return None
 
     def _lose(self, error: Exception) -> None:
         """A wait has ended without its answer: nothing else on these channels can be relied on."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gradcomp import fingerprint, wire
 from gradcomp.comm.base import Communicator
-from gradcomp.errors import PeerLost
+from gradcomp.errors import PeerLost, PeerMismatch
 
 HOST_VARIABLE = "GRADCOMP_HOST_ID"
 
@@ -63,7 +63,12 @@ def find_nodes(
         everyone = comm.all_gather_bytes(fingerprint.pack(fingerprint.record(**settings, bucket=host)), timeout_s)
     except (TimeoutError, ConnectionError) as error:
         raise PeerLost("setup", -1, time.perf_counter() - begun, str(error)) from error
-    fingerprint.compare(everyone, but="bucket")
+    try:
+        fingerprint.compare(everyone, but="bucket")
+    except PeerMismatch as error:
+        if error.field != "layout":
+            raise
+        raise PeerMismatch("nodes", error.rank, "those of rank 0", f"others; here {given or 'by host'}") from None
     hosts = dict.fromkeys(everyone)
     found = given or tuple(tuple(rank for rank, theirs in enumerate(everyone) if theirs == host) for host in hosts)
     if sorted(rank for node in found for rank in node) != list(range(comm.world_size)):

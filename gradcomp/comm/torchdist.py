@@ -161,6 +161,7 @@ class TorchCommunicator(Communicator):
 
     def start_send(self, message: Tensor, to: int) -> Work:
         """As `Communicator.start_send`; the first message, sent or received, connects all ranks (a collective call)."""
+        self.check_peer(to)
         return self._mail().start_send(message, to)
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
@@ -185,9 +186,13 @@ class TorchCommunicator(Communicator):
 
     def _mail(self) -> Mailbox:
         if self._mailbox is None:
-            self._mailbox = Mailbox(
-                self.rank, self.world_size, lambda card: self.all_gather_bytes(card, self._timeout_s), self._timeout_s
-            )
+            begun = time.monotonic()
+            try:
+                self._mailbox = Mailbox(
+                    self.rank, self.world_size, lambda card: self.all_gather_bytes(card, self._timeout_s), self._timeout_s
+                )
+            except (TimeoutError, ConnectionError) as error:
+                raise PeerLost("setup", -1, time.monotonic() - begun, f"not every rank takes part: {error}") from error
         return self._mailbox
 
     def _channel(self, channel: Channel) -> tuple[_Groups, dist.ProcessGroup]:

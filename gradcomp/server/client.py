@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -66,7 +67,7 @@ class ParameterClient:
         self._timeout_s = timeout_s
         self._digest = servers_digest(self._servers, comm.world_size)
         self._keys: dict[str, tuple[Spec, tuple[int, ...]]] = {}  # with the shape of an uncompressed pull
-        self._requests = 0
+        self._requests = secrets.randbelow(2**31)  # a late reply to an earlier client of this rank matches nothing
         self._closed = False
         self.bytes_sent = 0
         self.bytes_received = 0
