@@ -238,7 +238,8 @@ def _leave() -> None:
         unanswered.extend(kept for kept in lanes.pending.values() if not kept[0].Test())
     if not unanswered:
         return
-    pause, deadline = Pause(), time.monotonic() + LEAVE_S
+    died = hasattr(sys, "last_value")  # of an exception that nobody caught: others are not to go on without this rank
+    pause, deadline = Pause(), time.monotonic() + (0 if died else LEAVE_S)
     while any(len(lanes.left) < lanes.news.Get_size() - 1 for lanes in trouble) and time.monotonic() < deadline:
         for lanes in trouble:
             read_news(mpi, lanes, _call_directly)

@@ -1,7 +1,8 @@
 """A rank of a training run that dies or freezes in the middle; started by test_faults.py.
 
 Usage: _train.py STORE RANK WORLD FAULT TIMEOUT_S. The last rank does FAULT ("die" or "freeze") inside step 3's backward;
-the others print what they caught and after how many seconds, and let it end them.
+the others print what they caught and after how many seconds, and let it end them. RANK "mpi": started by mpirun, and
+gradients go by MPI.
 """
 
 import os
@@ -20,9 +21,12 @@ import gradcomp.ddp
 
 def main(store, rank, world, fault, timeout_s):
     torch.set_num_threads(1)
+    comm = gradcomp.comm.MpiCommunicator() if rank == "mpi" else None
+    rank = comm.rank if comm else int(rank)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     model = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]), bucket_cap_mb=0.01)
-    state = gradcomp.ddp.register(model, "onebit" if fault == "die" else "ternary", min_numel=0, timeout_s=timeout_s)
+    codec = "onebit" if fault == "die" else "ternary"
+    state = gradcomp.ddp.register(model, codec, comm=comm, min_numel=0, timeout_s=timeout_s)
     step = 0
 
     def strike(grad):
@@ -46,4 +50,4 @@ def main(store, rank, world, fault, timeout_s):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from _ranks import mpi_environment, mpirun
 
 TIMEOUT_S = 6.0
 
@@ -40,6 +41,19 @@ def test_a_rank_that_dies_or_freezes(tmp_path, fault):
         for process in ranks:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
+def test_a_rank_that_freezes_over_mpi(tmp_path, flavour):
+    command = [*mpirun(flavour, 3), str(Path(__file__).with_name("_train.py")), str(tmp_path / "store"), "mpi", "3", "freeze"]
+    begun = time.monotonic()
+    done = subprocess.run(
+        [*command, str(TIMEOUT_S)], env=mpi_environment(), capture_output=True, text=True, timeout=90, check=False
+    )
+    found = re.findall(r"PeerLost step=(\d+) phase=\w+ seconds=([\d.]+)", done.stdout)
+    assert found and all(step == "3" and float(seconds) < TIMEOUT_S + 5 for step, seconds in found), done
+    assert "again" in done.stdout and "saved 3" in done.stdout and "PeerLost" in done.stderr
+    assert done.returncode != 0 and time.monotonic() - begun < 45
 
 
 @pytest.mark.parametrize("fault", ["die", "freeze"])

@@ -53,7 +53,7 @@ BREAKS = [
         "gradcomp/exchange.py",
         "overflow = plan.codec.decode_body(self._payloads, plan.local",
         "overflow = plan.codec.decode_body(self._payloads[:: -1 if plan.rank % 2 else 1], plan.local",
-        "tests/test_ddp.py::test_bucket_layout_changes_no_bit[own-all_gather]",
+        "tests/test_ddp.py::test_bucket_layout_changes_no_bit[gloo-own-all_gather]",
     ),
     Break(
         "4 no quiet hang: no fingerprint",
@@ -88,7 +88,7 @@ BREAKS = [
         "gradcomp/engine.py",
         '"owner_residual": self.owner_feedback.state(names) if self.owner_feedback else {},',
         '"owner_residual": {},',
-        "tests/test_ddp.py::test_resumed_run_equals_the_uninterrupted_one[onebit]",
+        "tests/test_ddp.py::test_resumed_run_equals_the_uninterrupted_one[gloo-onebit]",
     ),
     Break(
         "6 one verdict: a peer's flag is not taken over",
@@ -98,10 +98,17 @@ BREAKS = [
         "tests/test_exchange.py::test_one_bad_rank_is_everyones_verdict",
     ),
     Break(
+        "6 one verdict: the other nodes are not told",
+        "gradcomp/routes.py",
+        "flagged=self._inside.flagged)",
+        "flagged=False)",
+        "tests/test_hierarchical.py::test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace",
+    ),
+    Break(
         "6 one verdict: a flagged bucket commits its residual",
         "gradcomp/exchange.py",
-        "        if not self.flagged:\n            self.commit()",
-        "        self.commit()",
+        "    if not exchange.flagged:\n        exchange.commit()",
+        "    exchange.commit()",
         "tests/test_exchange.py::test_one_bad_rank_is_everyones_verdict",
     ),
     Break(
@@ -138,7 +145,7 @@ BREAKS = [
 def passes(folder: Path, test: str) -> bool:
     """Run one test against the package in `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not mpich and not openmpi", test]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode == 0
 
 
