@@ -121,3 +121,9 @@ def test_wrong_options_are_one_line_and_status_2(options, capsys):
 
 def test_sizes_are_shown_as_they_are_meant():
     assert [allreduce.show_size(n) for n in (4096, 4 << 20, 10**8, 1 << 30)] == ["4 KiB", "4 MiB", "100 MB", "1 GiB"]
+
+
+def test_without_an_mpi_the_answer_is_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(allreduce.importlib.util, "find_spec", lambda name: None)
+    assert allreduce.main(["--over", "mpi"]) == 2
+    assert "pip install 'gradcomp[mpi]'" in capsys.readouterr().err

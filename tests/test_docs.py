@@ -141,9 +141,10 @@ def commands():
 
 
 def test_commands_exist():
-    from gradcomp.bench import codec, demo, ratio
+    from gradcomp.bench import allreduce, codec, demo, ratio
 
     parsers = {"demo": demo.parse_config, "codec": codec.parse, "ratio": ratio.build_parser().parse_args}
+    parsers["allreduce"] = allreduce.parse
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     seen = 0
     for page, words in commands():
