@@ -212,7 +212,7 @@ class MpiCommunicator(Communicator):
         deadline, pause, lanes = time.monotonic() + timeout_s, Pause(), self._open()
         news_at, grace_until = time.monotonic() + NEWS_EVERY_S, None
         try:
-            while not self._call(test):
+            while not test():
                 now = time.monotonic()
                 if now >= deadline:
                     raise TimeoutError(f"no word from a peer for {timeout_s:g} s")
