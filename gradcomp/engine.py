@@ -257,6 +257,8 @@ class Engine:
         plain = [p for p in self.parameters if not p.compressed and self.named[p.index][1].requires_grad]
         if self.comm.world_size == 1:
             return f"gradcomp: {self.codec!r} is off: world size 1, gradients pass through"
+        if not self.route.packs:
+            return f"gradcomp: {self.codec!r} is off: all {self.comm.world_size} ranks are on one node and average in fp32"
         ratio = self.expected_ratio()
         start = f", from step {self.options.start_step} on" if self.options.start_step else ""
         return (

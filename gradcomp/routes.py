@@ -21,20 +21,13 @@ from gradcomp.sizing import EXCHANGES, BucketPlan, Strategy, choose, owned_numel
 from gradcomp.stats import Stats
 
 
-class Plan(Protocol):
-    """Where a bucket's bytes go."""
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes that this rank sends to other ranks (to other nodes, in a hierarchical exchange)."""
-
-
 class Route(Protocol):
     """Communicators and strategy of one codec."""
 
     strategy: Strategy
     stage_count: int  # of every exchange it makes
     nodes: tuple[tuple[int, ...], ...]  # ranks node by node, where they average in fp32 first
+    packs: bool  # False: everything travels in fp32
 
     def residual_numel(self, numel: int) -> int:
         """Return how many residuals this rank keeps of a tensor of so many elements."""
@@ -91,6 +84,7 @@ class FlatRoute:
 
     def __init__(self, comm: Communicator, codec: Codec, exchange: str, carrier: Codec | None = None) -> None:
         self._comm, self._codec, self._carrier = comm, codec, carrier
+        self.packs = carrier is None
         self.strategy = choose(carrier or codec, comm.world_size, exchange)
 
     def residual_numel(self, numel: int) -> int:
@@ -136,6 +130,7 @@ class NodeRoute:
     """fp32 inside nodes, packed between them: a rank exchanges only what it owns of its node's mean."""
 
     stage_count = 6
+    packs = True
 
     def __init__(self, comm: Communicator, codec: Codec, nodes: Nodes) -> None:
         self._comm, self._codec, self._nodes = comm, codec, nodes

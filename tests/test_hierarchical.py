@@ -65,7 +65,9 @@ def test_average_is_the_references(over, name):
 
 
 @pytest.mark.parametrize("name", ["ternary", "ternary-requantize", "onebit", "identity"])
-@pytest.mark.parametrize("nodes", [[[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]], ids=["2x3", "5x2"])
+@pytest.mark.parametrize(
+    "nodes", [[[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]], ids=["2x3", "5x2"]
+)
 def test_average_at_other_sizes(name, nodes):
     results = run_local(sum(map(len, nodes)), averages, CODECS[name], nodes, 3)
     check(results, CODECS[name], nodes, 3)
@@ -141,9 +143,25 @@ def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):
 
     with pytest.raises(AssertionError, match=r"equally many ranks, got \[3, 1\]"):
         pools("gloo", 4, with_communicator, "gloo", by_host, ["a", "a", "a", "b"])
-    for nodes, text in (([[0, 1, 2], [3]], "equally many"), ([[0, 1], [2]], "every rank below 4 once")):
+    for nodes, text in (([[0, 1, 2], [3]], "equally many"), ([[0, 1], [2]], "every rank below 4 once"), ([], "once")):
         with pytest.raises(ValueError, match=text):
             run_local(4, find_nodes, nodes, 5)
+
+
+def described(comm, nodes):
+    averager = GradientAverager(parameters(), "ternary", comm, exchange="hierarchical", nodes=nodes)
+    try:
+        return averager.describe()
+    finally:
+        averager.close()
+
+
+def test_the_description_says_when_nothing_is_compressed():
+    alone, together = [[0], [1]], [[0, 1]]
+    assert all(
+        "is off: all 2 ranks are on one node and average in fp32" in t for t in run_local(2, described, together)
+    )
+    assert not any("is off" in text for text in run_local(2, described, alone))
 
 
 def others(comm, exchanges, nodes):
@@ -230,7 +248,9 @@ def resumed(comm, codec, nodes, cut, options):
     named, out = parameters(), []
 
     def make():
-        return GradientAverager(named, codec, comm.subset(range(4), 20), exchange="hierarchical", nodes=nodes, **options)
+        return GradientAverager(
+            named, codec, comm.subset(range(4), 20), exchange="hierarchical", nodes=nodes, **options
+        )
 
     averager = make()
     for step in range(5):

@@ -9,7 +9,7 @@ channel, which is why overlapped exchanges cannot deadlock (docs/explanation/ove
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -35,6 +35,26 @@ class RankGone(ConnectionError):
     def __init__(self, rank: int, detail: str = "") -> None:
         super().__init__(f"rank {rank} is gone{f': {detail}' if detail else ''}")
         self.rank = rank
+
+
+def tell_gone(gone: Collection[int], told: set[int], source: int | None) -> None:
+    """Raise RankGone for `source`, or, where that is None, for a rank in `gone` that is not in `told` yet, once."""
+    if source is not None and source in gone:
+        raise RankGone(source)
+    news = set(gone) - told if source is None else set()
+    if news:
+        told.add(min(news))
+        raise RankGone(min(news))
+
+
+def no_message(source: int | None) -> TimeoutError:
+    """Return what `Communicator.receive` raises after its timeout."""
+    return TimeoutError(f"no message from {'any rank' if source is None else f'rank {source}'}")
+
+
+def too_long(sender: int, nbytes: int, max_nbytes: int) -> ValueError:
+    """Return what `Communicator.receive` raises for a message that was dropped."""
+    return ValueError(f"rank {sender} sent {nbytes} bytes, at most {max_nbytes} expected")
 
 
 class Work(ABC):

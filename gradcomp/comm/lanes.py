@@ -40,6 +40,7 @@ LEAVE_S = 30.0  # at the end of a program that lost a peer, longest wait for the
 
 _one_thread: ThreadPoolExecutor | None = None
 _one_thread_lock = threading.Lock()
+_here = threading.local()
 
 
 def _call_directly(function: Callable[[], T]) -> T:
@@ -48,9 +49,11 @@ def _call_directly(function: Callable[[], T]) -> T:
 
 def _call_on_one_thread(function: Callable[[], T]) -> T:
     global _one_thread
+    if getattr(_here, "calls_mpi", False):
+        return function()
     with _one_thread_lock:
         if _one_thread is None:
-            _one_thread = ThreadPoolExecutor(1, thread_name_prefix="gradcomp-mpi")
+            _one_thread = ThreadPoolExecutor(1, "gradcomp-mpi", initializer=lambda: setattr(_here, "calls_mpi", True))
     return _one_thread.submit(function).result()
 
 
@@ -118,6 +121,7 @@ free_lock = threading.Lock()
 
 
 def kept_with(mpi: Any, comm: Any) -> Parent:
+    """Return what is kept with an MPI communicator; it goes when the communicator goes."""
     global _keyval
     if _keyval is None:
         _keyval = mpi.Comm.Create_keyval()
@@ -161,7 +165,8 @@ def take_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[
     _wait_all(mpi, parent, [call(lambda: comm.Iallgather(mine, serials))], [mine, serials], timeout_s, call)
     if free is not None and (serials == free.serial).all():
         free.uses += 1
-        return free  # otherwise some rank gave up on its own: its peers' end of those lanes is dropped as well
+        return free
+    # no rank has free lanes, or one gave up on its own: then its peers drop their ends of those lanes as well
     copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
     _wait_all(mpi, parent, [request for _, request in copies], copies, timeout_s, call)
     comms = [copy for copy, _ in copies]
@@ -202,7 +207,12 @@ def make_subset(
 
 
 def _wait_all(
-    mpi: Any, parent: Parent, requests: list[Any], kept: object, timeout_s: float, call: Callable[[Callable[[], Any]], Any]
+    mpi: Any,
+    parent: Parent,
+    requests: list[Any],
+    kept: object,
+    timeout_s: float,
+    call: Callable[[Callable[[], Any]], Any],
 ) -> None:
     """Wait for what every rank has to take part in."""
     begun, pause = time.monotonic(), Pause()

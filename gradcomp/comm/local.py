@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, Communicator, RankGone, Work
+from gradcomp.comm.base import Channel, Communicator, RankGone, Work, no_message, tell_gone, too_long
 
 
 @dataclass
@@ -148,19 +148,12 @@ class LocalCommunicator(Communicator):
                     if source in (None, sender):
                         del mail[number]
                         if message.numel() > max_nbytes:
-                            raise ValueError(
-                                f"rank {sender} sent {message.numel()} bytes, at most {max_nbytes} expected"
-                            )
+                            raise too_long(sender, message.numel(), max_nbytes)
                         return sender, message
-                if source is not None and source in board.gone:
-                    raise RankGone(source)
-                news = board.gone - self._told - {self.rank} if source is None else set()
-                if news:
-                    self._told.add(min(news))
-                    raise RankGone(min(news))
+                tell_gone(board.gone - {self.rank}, self._told, source)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"no message from {'any rank' if source is None else f'rank {source}'}")
+                    raise no_message(source)
                 board.changed.wait(left)
 
     def abort(self) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import RankGone, Work
+from gradcomp.comm.base import RankGone, Work, no_message, tell_gone, too_long
 from gradcomp.errors import PeerLost
 
 CARD_NBYTES = 1024  # what a rank tells about itself, padded
@@ -133,10 +133,10 @@ class Mailbox:
                     if found.arrived and found.message is not None:
                         self._incoming.remove(found)
                         return found.sender, found.message
-                self._tell_gone(source)
+                tell_gone(self._gone, self._told, source)
                 left = deadline - time.monotonic()
                 if left <= 0:  # what is on its way goes on arriving, for a later call
-                    raise TimeoutError(f"no message from {'any rank' if source is None else f'rank {source}'}")
+                    raise no_message(source)
                 self._changed.wait(left)
 
     def _accept(self, found: _Incoming, max_nbytes: int) -> None:
@@ -146,7 +146,7 @@ class Mailbox:
         if found.nbytes > max_nbytes:
             self._incoming.remove(found)
             self._loop.call_soon_threadsafe(found.room.set_result, None)
-            raise ValueError(f"rank {found.sender} sent {found.nbytes} bytes, at most {max_nbytes} expected")
+            raise too_long(found.sender, found.nbytes, max_nbytes)
         found.message = torch.empty(found.nbytes, dtype=torch.uint8)
         self._loop.call_soon_threadsafe(found.room.set_result, found.message.numpy().data)
 
@@ -253,14 +253,6 @@ class Mailbox:
             if room is not None:
                 room[at : at + len(part)] = part
             at += len(part)
-
-    def _tell_gone(self, source: int | None) -> None:
-        if source is not None and source in self._gone:
-            raise RankGone(source)
-        news = self._gone - self._told if source is None else set()
-        if news:
-            self._told.add(min(news))
-            raise RankGone(min(news))
 
     def _lose(self, peer: int) -> None:
         with self._changed:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, Communicator, RankGone, Work
+from gradcomp.comm.base import Channel, Communicator, RankGone, Work, no_message, tell_gone, too_long
 from gradcomp.comm.lanes import (
     MAIN_THREAD_ONLY,
     Arriving,
@@ -67,6 +67,12 @@ class _MpiWork(Work):
         lanes.pending[id(self._request)] = (request, buffers)  # whoever forgets this work: MPI uses the buffers
 
     def is_done(self) -> bool:
+        try:
+            return self._test()
+        except self._owner._mpi.Exception:  # MPI has given the request up
+            return True
+
+    def _test(self) -> bool:
         done = bool(self._owner._call(self._request.Test))
         if done:
             self._lanes.pending.pop(id(self._request), None)
@@ -74,7 +80,7 @@ class _MpiWork(Work):
 
     def wait(self, timeout_s: float) -> None:
         try:
-            self._owner._poll(self.is_done, timeout_s, self._peer)
+            self._owner._poll(self._test, timeout_s, self._peer)
         except (TimeoutError, ConnectionError) as error:
             if self._peer is None:
                 self._owner._lose(error)
@@ -148,7 +154,9 @@ class MpiCommunicator(Communicator):
         read_news(self._mpi, lanes, self._call)
         if to in lanes.gone:
             raise RankGone(to)
-        return self._work(lambda: lanes.point.Isend([message.numpy(), self._mpi.BYTE], to, lanes.uses % TAGS), message, peer=to)
+        return self._work(
+            lambda: lanes.point.Isend([message.numpy(), self._mpi.BYTE], to, lanes.uses % TAGS), message, peer=to
+        )
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
         lanes = self._open()
@@ -158,17 +166,15 @@ class MpiCommunicator(Communicator):
             found = self._arrived(lanes, source)
             if found is not None:
                 if found.message.numel() > max_nbytes:
-                    raise ValueError(
-                        f"rank {found.sender} sent {found.message.numel()} bytes, at most {max_nbytes} expected"
-                    )
+                    raise too_long(found.sender, found.message.numel(), max_nbytes)
                 return found.sender, found.message
             now = time.monotonic()
             if now >= news_at:
                 news_at = now + NEWS_EVERY_S
                 read_news(self._mpi, lanes, self._call)
-                self._tell_gone(lanes, source)
+                tell_gone(lanes.gone, self._told, source)
             if now >= deadline:  # what is on its way goes on arriving, for a later call
-                raise TimeoutError(f"no message from {'any rank' if source is None else f'rank {source}'}")
+                raise no_message(source)
             pause()
 
     def abort(self) -> None:
@@ -227,14 +233,6 @@ class MpiCommunicator(Communicator):
                 pause()
         except self._mpi.Exception as error:
             raise ConnectionError(str(error)) from error
-
-    def _tell_gone(self, lanes: Lanes, source: int | None) -> None:
-        if source is not None and source in lanes.gone:
-            raise RankGone(source)
-        news = lanes.gone.keys() - self._told if source is None else set()
-        if news:
-            self._told.add(min(news))
-            raise RankGone(min(news))
 
     def _match(self, lanes: Lanes) -> None:
         """Begin to receive what peers have sent. A message that is too long comes as well: truncating one that has been

@@ -57,7 +57,12 @@ def find_nodes(
     """
     given = None if nodes is None else tuple(sorted(tuple(sorted(int(rank) for rank in node)) for node in nodes))
     host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-    settings |= {"wire_version": wire.VERSION, "exchange": "hierarchical", "layout": given, "world_size": comm.world_size}
+    settings |= {
+        "wire_version": wire.VERSION,
+        "exchange": "hierarchical",
+        "layout": given,
+        "world_size": comm.world_size,
+    }
     begun = time.perf_counter()
     try:
         everyone = comm.all_gather_bytes(fingerprint.pack(fingerprint.record(**settings, bucket=host)), timeout_s)
@@ -69,8 +74,10 @@ def find_nodes(
         if error.field != "layout":
             raise
         raise PeerMismatch("nodes", error.rank, "those of rank 0", f"others; here {given or 'by host'}") from None
-    hosts = dict.fromkeys(everyone)
-    found = given or tuple(tuple(rank for rank, theirs in enumerate(everyone) if theirs == host) for host in hosts)
+    if given is None:  # records are alike but for the host
+        found = tuple(tuple(r for r, theirs in enumerate(everyone) if theirs == one) for one in dict.fromkeys(everyone))
+    else:
+        found = given
     if sorted(rank for node in found for rank in node) != list(range(comm.world_size)):
         raise ValueError(f"nodes must hold every rank below {comm.world_size} once, got {nodes!r}")
     if len({len(node) for node in found}) > 1:

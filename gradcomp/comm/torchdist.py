@@ -189,7 +189,10 @@ class TorchCommunicator(Communicator):
             begun = time.monotonic()
             try:
                 self._mailbox = Mailbox(
-                    self.rank, self.world_size, lambda card: self.all_gather_bytes(card, self._timeout_s), self._timeout_s
+                    self.rank,
+                    self.world_size,
+                    lambda card: self.all_gather_bytes(card, self._timeout_s),
+                    self._timeout_s,
                 )
             except (TimeoutError, ConnectionError) as error:
                 raise PeerLost("setup", -1, time.monotonic() - begun, f"not every rank takes part: {error}") from error
