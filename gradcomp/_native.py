@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -286,6 +286,83 @@ def values_sum_decode(payloads: Sequence[int], value_dtype: int, table: Table, o
         ),
     )
     return bool(flag[0])
+
+
+class Payloads(NamedTuple):
+    """Where the averages of an update come from: payloads of one form, as the decoders above take them.
+
+    Attributes:
+        addresses: of the payloads.
+        source: "ternary", "onebit", "values" or "lanes".
+        dtype: that averages are rounded to, float32 (0) or bfloat16 (1).
+        shared, value_dtype, world_size, lane_bits: as the decoder of `source` has them.
+    """
+
+    addresses: Sequence[int]
+    source: str
+    dtype: int
+    shared: bool = False
+    value_dtype: int = 0
+    world_size: int = 1
+    lane_bits: int = 2
+
+
+_SOURCES = {name: number for number, name in enumerate(("tensors", "ternary", "onebit", "values", "lanes"))}
+
+
+def update(
+    table: Table,
+    targets: NDArray[Any],
+    rules: NDArray[Any],
+    payloads: Payloads | None = None,
+    norms: NDArray[np.float64] | None = None,
+) -> bool:
+    """Update weights in place, from gradient tensors or straight from payloads; True: an average is not finite.
+
+    Args:
+        table: which elements of which parameters.
+        targets: `layout.TARGET`, by the parameter numbers of the table.
+        rules: `layout.RULE`, by the rule numbers of the targets.
+        norms: ``(2 * len(table),)``, what rules that add up write, two a row.
+    """
+    flag, gradients = ffi.new("uint32_t *"), ffi.new("gc_gradients *")
+    if payloads is not None:
+        pointers = _payloads(payloads.addresses)
+        gradients.payloads, gradients.payload_count = pointers, len(payloads.addresses)
+        setattr(gradients, "from", _SOURCES[payloads.source])
+        gradients.dtype, gradients.shared = payloads.dtype, payloads.shared
+        gradients.value_dtype, gradients.world_size = payloads.value_dtype, payloads.world_size
+        gradients.lane_bits = payloads.lane_bits
+    target, rule = ffi.cast("const gc_target *", targets.ctypes.data), ffi.cast("const gc_rule *", rules.ctypes.data)
+    sums = ffi.cast("double *", norms.ctypes.data) if norms is not None else ffi.NULL
+    _run(
+        "gc_update",
+        table,
+        lambda rows, count, first: lib.gc_update(
+            gradients,
+            rows,
+            count,
+            target,
+            len(targets),
+            rule,
+            len(rules),
+            sums + 2 * first if norms is not None else sums,
+            flag,
+        ),
+    )
+    return bool(flag[0])
+
+
+def split(weights: int, numel: int, nearest: bool, top: int, trail: int) -> None:
+    """Split fp32 numbers into bf16 tops and 16-bit trails."""
+    bits, high, low = ffi.cast("uint32_t *", weights), ffi.cast("uint16_t *", top), ffi.cast("uint16_t *", trail)
+    _check(lib.gc_split(bits, numel, nearest, high, low), "gc_split")
+
+
+def join(top: int, trail: int, numel: int, nearest: bool, weights: int) -> None:
+    """Join bf16 tops and 16-bit trails to the fp32 numbers they were split from."""
+    bits, high, low = ffi.cast("uint32_t *", weights), ffi.cast("uint16_t *", top), ffi.cast("uint16_t *", trail)
+    _check(lib.gc_join(high, low, numel, nearest, bits), "gc_join")
 
 
 # ---- checks, copies ------------------------------------------------------------------------------------------------

@@ -183,6 +183,81 @@ typedef struct { uint64_t dst, src, nbytes; } gc_copy_range;   /* byte offsets f
 /* memcpy of every range: how one encoded bucket is cut into messages. */
 gc_status gc_copy(uint8_t *dst, const uint8_t *src, const gc_copy_range *ranges, size_t range_count);
 
+/* ---- weight updates ------------------------------------------------------------------------------------------------------ */
+/* What an update does to every element. All arithmetic is fp32; fma is one rounding; a NaN is stored as 0x7FC00000.
+ *   g: the gradient as fp32, its sign flipped by GC_MAXIMIZE. w: the weight. s0, s1: the state.
+ *   GC_SGD:      weight_decay != 0: g = fma(weight_decay, w, g)
+ *                momentum != 0: s0 = GC_FIRST ? g : fma(keep, g, momentum * s0); g = GC_NESTEROV ? fma(momentum, s0, g) : s0
+ *                w = fma(step_size, g, w)
+ *   GC_ADAGRAD:  weight_decay != 0: g = fma(weight_decay, w, g)
+ *                s0 = fma(g, g, s0); w = w + (step_size * g) / (sqrt(s0) + eps)
+ *   GC_MOMENTS (first step of all below): GC_PRESCALE: g = g * prescale
+ *                s0 = keep < 0.5 ? fma(keep, g - s0, s0) : fma(keep - 1, g - s0, g); s1 = fma(keep2 * g, g, s1 * beta2)
+ *   GC_ADAMW:    decay != 1: w = w * decay; then GC_MOMENTS; w = w + (step_size * s0) / (sqrt(s1) / bias2 + eps)
+ *   GC_LAMB_NORMS, GC_LAMB_APPLY: u = (bias1 * s0) / (sqrt(s1) + eps), weight_decay != 0: u = fma(weight_decay, w, u)
+ *                NORMS adds w^2 and u^2 up (float64, element i of the segment in lane i % GC_SUM_LANES, lanes as in blocks);
+ *                APPLY: w = fma(step_size, u, w). GC_LAMB_START is MOMENTS and NORMS in one pass.
+ *   GC_SQUARES:  adds g^2 up in the same way and changes nothing. */
+enum {
+    GC_SGD = 0,
+    GC_ADAGRAD = 1,
+    GC_ADAMW = 2,
+    GC_MOMENTS = 3,
+    GC_LAMB_START = 4,
+    GC_LAMB_NORMS = 5,
+    GC_LAMB_APPLY = 6,
+    GC_SQUARES = 7
+};
+enum { GC_MAXIMIZE = 1, GC_FIRST = 2, GC_NESTEROV = 4, GC_PRESCALE = 8 };
+
+/* Two ways to hold an fp32 number w = (hi, lo) as bf16 top and 16-bit trail; trail is lo in both. GC_TRUNCATE: top = hi.
+ * GC_NEAREST: top = hi + (lo >> 15), which is w rounded to bf16 with halves away from zero. */
+enum { GC_TRUNCATE = 0, GC_NEAREST = 1 };
+
+/* 56 bytes; `rounding` is GC_TRUNCATE or GC_NEAREST. */
+typedef struct {
+    uint32_t kind, flags, rounding;
+    float step_size, weight_decay, decay, momentum, keep, keep2, beta2, bias1, bias2, eps, prescale;
+} gc_rule;
+
+#define GC_NO_RULE 0xFFFFFFFFu
+
+/* One parameter; addresses of its first element. 48 bytes. */
+typedef struct {
+    uint64_t weight;         /* bf16 tops when there is a trail, else fp32 */
+    uint64_t trail;          /* 0: the weight is fp32 */
+    uint64_t gradient;       /* not read when gradients come from payloads */
+    uint64_t state0, state1; /* fp32, what the rule needs of them */
+    uint32_t rule;           /* index, or GC_NO_RULE: segments of this parameter are passed over */
+    uint32_t gradient_dtype; /* GC_F32 or GC_BF16 */
+} gc_target;
+
+/* Where gradients come from: tensors, or payloads that are decoded and averaged as gc_*_decode would, rounded to `dtype`,
+ * a few thousand elements at a time. */
+enum { GC_FROM_TENSORS = 0, GC_FROM_TERNARY = 1, GC_FROM_ONEBIT = 2, GC_FROM_VALUES = 3, GC_FROM_LANES = 4 };
+typedef struct {
+    const uint8_t *const *payloads;
+    size_t payload_count;
+    size_t world_size;       /* lanes alone */
+    int from, dtype;         /* dtype: GC_F32 or GC_BF16; payloads alone */
+    int shared, value_dtype; /* as gc_ternary_sum_decode, gc_values_sum_decode */
+    unsigned lane_bits;      /* lanes alone */
+} gc_gradients;
+
+/* Update the elements [start, start + numel) of parameter `parameter`, for every segment: targets[parameter] has its
+ * addresses and rule. Weights, trails and states are read once and written once, in place; nothing else is written but
+ * norms[2 * s], norms[2 * s + 1] (w^2 and u^2, or g^2 and 0) of segment s, for kinds that add up.
+ *   nonfinite: set to 1 when an average decoded from payloads is not finite (the update is done all the same).
+ *   Alignment: as element types. Targets must not overlap. Same bytes on every tier and for every cut into segments
+ *   (norms: for the same segments). */
+gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, size_t segment_count,
+                    const gc_target *targets, size_t target_count, const gc_rule *rules, size_t rule_count,
+                    double *norms, uint32_t *nonfinite);
+
+/* top and trail of w, and back: exact for all but signalling NaNs under GC_NEAREST, which become quiet. numel elements. */
+gc_status gc_split(const uint32_t *w_bits, uint64_t numel, int rounding, uint16_t *top, uint16_t *trail);
+gc_status gc_join(const uint16_t *top, const uint16_t *trail, uint64_t numel, int rounding, uint32_t *w_bits);
+
 /* ---- random numbers ------------------------------------------------------------------------------------------------------ */
 /* One Philox4x32-10 block (Salmon et al. 2011), for tests: counter 0, key 0 gives 6627e8d5 e169c58d bc57ac4c 9b00dbd8. */
 void gc_philox4x32_10(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);

@@ -3,86 +3,22 @@
  * Arguments are checked whole before the first byte is written. Memory is only asked for where there is an element to
  * read or write: a call without elements may pass NULL.
  */
-#include "lanes.h"
+#include "checks.h"
+#include "environment.h"
 #include "philox.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-/* Round to nearest even, denormals kept, every exception masked. */
-enum { MXCSR_DEFAULT = 0x1F80 };
-#endif
-
-enum { MAX_PAYLOADS = 32767 };
-
-/* ---- floating-point environment ---------------------------------------------------------------------------------- */
-static unsigned enter_float_environment(void)
-{
-#if defined(__x86_64__)
-    unsigned saved = _mm_getcsr();
-    _mm_setcsr(MXCSR_DEFAULT);
-    return saved;
-#else
-    return 0;
-#endif
-}
-
-static void leave_float_environment(unsigned saved)
-{
-#if defined(__x86_64__)
-    _mm_setcsr(saved);
-#else
-    (void)saved;
-#endif
-}
-
-/* ---- checks ------------------------------------------------------------------------------------------------------ */
-static int is_source_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16 || dtype == GC_F16; }
-static int is_value_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16; }
-
-/* 1 when the segments are well-formed; *has_elements tells whether they hold any element. */
-static int segments_ok(const gc_segment *segments, size_t segment_count, int *has_elements)
-{
-    *has_elements = 0;
-    if (segment_count && !segments)
-        return 0;
-    for (size_t s = 0; s < segment_count; s++) {
-        const gc_segment *segment = &segments[s];
-        if (segment->start % 8 || segment->group_numel == 0 || segment->numel > UINT32_MAX - segment->start)
-            return 0;
-        *has_elements |= segment->numel != 0;
-    }
-    return 1;
-}
-
-static int payloads_ok(const uint8_t *const *payloads, size_t payload_count, int has_elements)
-{
-    if (payload_count < 1 || payload_count > MAX_PAYLOADS)
-        return 0;
-    if (!has_elements)
-        return 1;
-    for (size_t p = 0; p < payload_count; p++)
-        if (!payloads || !payloads[p])
-            return 0;
-    return 1;
-}
-
-static int world_ok(size_t world_size, unsigned lane_bits)
-{
-    return world_size >= 1 && world_size <= MAX_PAYLOADS && lane_bits == gc_lane_bits(world_size);
-}
 
 static gc_status run_encode(gc_encode_kernel *kernel, gc_encode_job *job, const gc_segment *segments,
                             size_t segment_count, const void *target, uint32_t *nonfinite)
 {
     int has_elements;
-    if (!segments_ok(segments, segment_count, &has_elements) || !is_source_dtype(job->dtype) || !nonfinite ||
+    if (!gc_segments_ok(segments, segment_count, &has_elements) || !gc_is_source_dtype(job->dtype) || !nonfinite ||
         (has_elements && (!job->src || !target)))
         return GC_INVALID_ARGUMENT;
-    unsigned saved = enter_float_environment();
+    unsigned saved = gc_enter_float_environment();
     for (size_t s = 0; s < segment_count; s++)
         if (segments[s].numel)
             kernel(job, &segments[s]);
-    leave_float_environment(saved);
+    gc_leave_float_environment(saved);
     if (job->nonfinite)
         *nonfinite = 1;
     return GC_OK;
@@ -92,15 +28,15 @@ static gc_status run_decode(gc_decode_kernel *kernel, gc_decode_job *job, const 
                             size_t segment_count, uint32_t *nonfinite)
 {
     int has_elements;
-    if (!segments_ok(segments, segment_count, &has_elements) || !is_source_dtype(job->out_dtype) || !nonfinite ||
-        (job->flags & ~(unsigned)GC_STREAM) || !payloads_ok(job->payloads, job->payload_count, has_elements) ||
+    if (!gc_segments_ok(segments, segment_count, &has_elements) || !gc_is_source_dtype(job->out_dtype) || !nonfinite ||
+        (job->flags & ~(unsigned)GC_STREAM) || !gc_payloads_ok(job->payloads, job->payload_count, has_elements) ||
         (has_elements && !job->out))
         return GC_INVALID_ARGUMENT;
-    unsigned saved = enter_float_environment();
+    unsigned saved = gc_enter_float_environment();
     for (size_t s = 0; s < segment_count; s++)
         if (segments[s].numel)
             kernel(job, &segments[s]);
-    leave_float_environment(saved);
+    gc_leave_float_environment(saved);
     if (job->nonfinite)
         *nonfinite = 1;
     return GC_OK;
@@ -122,11 +58,11 @@ gc_status gc_ternary_scales(const gc_block *blocks, const uint64_t *group_blocks
     for (size_t g = 0; g < group_count; g++)
         if (group_blocks[g] > group_blocks[g + 1] || (!blocks && group_blocks[g + 1]))
             return GC_INVALID_ARGUMENT;
-    unsigned saved = enter_float_environment();
+    unsigned saved = gc_enter_float_environment();
     for (size_t g = 0; g < group_count; g++)
         scales[g] = gc_ternary_scale_of(blocks + group_blocks[g], group_blocks[g + 1] - group_blocks[g],
                                         group_numels[g], clip_sigma);
-    leave_float_environment(saved);
+    gc_leave_float_environment(saved);
     return GC_OK;
 }
 
@@ -152,7 +88,7 @@ gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segment
                            int value_dtype, uint8_t *payload, uint32_t *nonfinite)
 {
     gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .value_dtype = value_dtype};
-    if (!is_value_dtype(value_dtype))
+    if (!gc_is_value_dtype(value_dtype))
         return GC_INVALID_ARGUMENT;
     return run_encode(gc_current_kernels()->values_encode, &job, segments, segment_count, payload, nonfinite);
 }
@@ -181,7 +117,7 @@ gc_status gc_values_sum_decode(const uint8_t *const *payloads, size_t payload_co
 {
     gc_decode_job job = {.payloads = payloads, .payload_count = payload_count, .value_dtype = value_dtype, .out = out,
                          .out_dtype = out_dtype, .flags = flags};
-    if (!is_value_dtype(value_dtype))
+    if (!gc_is_value_dtype(value_dtype))
         return GC_INVALID_ARGUMENT;
     return run_decode(gc_current_kernels()->values_decode, &job, segments, segment_count, nonfinite);
 }
@@ -191,7 +127,7 @@ gc_status gc_lanes_decode(const uint8_t *payload, size_t world_size, unsigned la
 {
     gc_decode_job job = {.payloads = &payload, .payload_count = 1, .world_size = (uint32_t)world_size,
                          .lane_bits = lane_bits, .out = out, .out_dtype = out_dtype, .flags = flags};
-    if (!world_ok(world_size, lane_bits))
+    if (!gc_world_ok(world_size, lane_bits))
         return GC_INVALID_ARGUMENT;
     return run_decode(gc_current_kernels()->lanes_decode, &job, segments, segment_count, nonfinite);
 }
@@ -202,9 +138,9 @@ gc_status gc_ternary_sum_lanes(const uint8_t *const *payloads, size_t payload_co
     const gc_kernels *kernels = gc_current_kernels();
     gc_decode_job job = {.payloads = payloads, .payload_count = payload_count, .lane_bits = lane_bits};
     int has_elements, has_lanes;
-    if (!segments_ok(in_segments, segment_count, &has_elements) ||
-        !segments_ok(out_segments, segment_count, &has_lanes) || !payloads_ok(payloads, payload_count, has_elements) ||
-        !world_ok(payload_count, lane_bits) || (has_elements && !out))
+    if (!gc_segments_ok(in_segments, segment_count, &has_elements) ||
+        !gc_segments_ok(out_segments, segment_count, &has_lanes) || !gc_payloads_ok(payloads, payload_count, has_elements) ||
+        !gc_world_ok(payload_count, lane_bits) || (has_elements && !out))
         return GC_INVALID_ARGUMENT;
     for (size_t s = 0; s < segment_count; s++)
         if (in_segments[s].start != out_segments[s].start || in_segments[s].numel != out_segments[s].numel)
@@ -220,7 +156,7 @@ gc_status gc_ternary_validate(const uint8_t *payload, const gc_segment *segments
 {
     const gc_kernels *kernels = gc_current_kernels();
     int has_elements;
-    if (!segments_ok(segments, segment_count, &has_elements) || (has_elements && !payload))
+    if (!gc_segments_ok(segments, segment_count, &has_elements) || (has_elements && !payload))
         return GC_INVALID_ARGUMENT;
     gc_status status = GC_OK;
     for (size_t s = 0; s < segment_count && status == GC_OK; s++)
@@ -233,7 +169,7 @@ gc_status gc_onebit_validate(const uint8_t *payload, const gc_segment *segments,
 {
     const gc_kernels *kernels = gc_current_kernels();
     int has_elements;
-    if (!segments_ok(segments, segment_count, &has_elements) || (has_elements && !payload))
+    if (!gc_segments_ok(segments, segment_count, &has_elements) || (has_elements && !payload))
         return GC_INVALID_ARGUMENT;
     gc_status status = GC_OK;
     for (size_t s = 0; s < segment_count && status == GC_OK; s++)
@@ -247,8 +183,8 @@ gc_status gc_lanes_validate(const uint8_t *payload, size_t world_size, unsigned 
 {
     const gc_kernels *kernels = gc_current_kernels();
     int has_elements;
-    if (!segments_ok(segments, segment_count, &has_elements) || (has_elements && !payload) ||
-        !world_ok(world_size, lane_bits))
+    if (!gc_segments_ok(segments, segment_count, &has_elements) || (has_elements && !payload) ||
+        !gc_world_ok(world_size, lane_bits))
         return GC_INVALID_ARGUMENT;
     gc_status status = GC_OK;
     for (size_t s = 0; s < segment_count && status == GC_OK; s++)

@@ -20,6 +20,7 @@ static const gc_kernels tier_kernels[] = {
         .onebit_validate = gc_onebit_validate_portable,
         .lanes_validate = gc_lanes_validate_portable,
         .crc32c = gc_crc32c_portable,
+        .update = gc_update_portable,
     },
 #if defined(__x86_64__)
     [TIER_AVX2] = {
@@ -36,6 +37,7 @@ static const gc_kernels tier_kernels[] = {
         .onebit_validate = gc_onebit_validate_portable,
         .lanes_validate = gc_lanes_validate_avx2,
         .crc32c = gc_crc32c_avx2,
+        .update = gc_update_avx2,
     },
 #endif
 };

@@ -70,9 +70,23 @@ GC_INLINE gc_run gc_run_at(const gc_segment *segment, uint32_t position, uint32_
 
 GC_INLINE size_t gc_code_nbytes(uint32_t numel, unsigned bits) { return ((size_t)numel * bits + 7) / 8; }
 
+/* ---- a run of elements of one parameter, and its update ---------------------------------------------------------- */
+/* Addresses are those of the run's first element. */
+typedef struct {
+    const gc_rule *rule;
+    void *weight;
+    uint16_t *trail; /* NULL: fp32 weights */
+    float *state0, *state1;
+    const void *gradient;
+    int gradient_dtype;
+    uint32_t numel;
+    double *lanes; /* 2 * GC_SUM_LANES sums, to which element i adds in lane i % GC_SUM_LANES; NULL if nothing adds up */
+} gc_update_span;
+
 /* ---- the kernels of a tier --------------------------------------------------------------------------------------- */
 typedef void gc_encode_kernel(gc_encode_job *job, const gc_segment *segment);
 typedef void gc_decode_kernel(gc_decode_job *job, const gc_segment *segment);
+typedef void gc_update_kernel(const gc_update_span *span);
 
 typedef struct {
     gc_encode_kernel *block_sums, *ternary_encode, *onebit_encode, *values_encode;
@@ -82,6 +96,7 @@ typedef struct {
     gc_status (*onebit_validate)(const uint8_t *codes, uint32_t numel);
     gc_status (*lanes_validate)(const uint8_t *lanes, uint32_t numel, uint32_t world_size, unsigned lane_bits);
     uint32_t (*crc32c)(uint32_t crc, const uint8_t *data, size_t data_nbytes);
+    gc_update_kernel *update;
 } gc_kernels;
 
 gc_encode_kernel gc_block_sums_portable, gc_ternary_encode_portable, gc_onebit_encode_portable,
@@ -93,6 +108,7 @@ gc_status gc_ternary_validate_portable(const uint8_t *codes, uint32_t numel);
 gc_status gc_onebit_validate_portable(const uint8_t *codes, uint32_t numel);
 gc_status gc_lanes_validate_portable(const uint8_t *lanes, uint32_t numel, uint32_t world_size, unsigned lane_bits);
 uint32_t gc_crc32c_portable(uint32_t crc, const uint8_t *data, size_t data_nbytes);
+gc_update_kernel gc_update_portable;
 
 /* ---- parts of the portable kernels that other tiers call for heads, tails and non-finite values ------------------ */
 /* One block of at most GC_BLOCK_NUMEL elements, from element `first` of the tensor. */

@@ -1,0 +1,434 @@
+"""gc_update, gc_split and gc_join on every tier against the NumPy reference, bit for bit; SGD against torch as well."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _tables import GUARD, TIERS, guarded, same_bytes, tier, values
+
+from gradcomp import _native
+from gradcomp import reference as ref
+from gradcomp._native import lib
+from gradcomp.layout import NO_RULE, RULE, SEGMENT, TARGET, PayloadLayout, Slot, Table, whole_pieces
+
+LENGTHS = [1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 5000]
+BETAS, EPS, LR = (0.9, 0.95), 1e-8, 0.013
+STORED = ["fp32", ref.TRUNCATE, ref.NEAREST]
+
+
+def rule(kind, rounding, **numbers):
+    """One row of gc_rule."""
+    row = np.zeros(1, RULE)
+    row["kind"], row["rounding"] = kind, rounding == ref.NEAREST
+    for name, value in numbers.items():
+        row[name] = value
+    return row
+
+
+def adam_rule(kind, rounding, step, betas, weight_decay, **numbers):
+    root = (1 - betas[1] ** step) ** 0.5
+    adamw = kind == lib.GC_ADAMW
+    return rule(
+        kind,
+        rounding,
+        keep=1 - betas[0],
+        keep2=1 - betas[1],
+        beta2=betas[1],
+        bias1=root / (1 - betas[0] ** step),
+        bias2=root,
+        eps=EPS if adamw else EPS * root,
+        decay=1 - LR * weight_decay,
+        weight_decay=weight_decay,
+        **numbers,
+    )
+
+
+def segments(numel, cuts=()):
+    """Rows over one parameter of `numel` elements, cut at the given multiples of 8."""
+    bounds = [0, *[c for c in cuts if c < numel], numel]
+    rows = [(0, 0, 0, 0, 0, a, b - a, max(1, numel), 0) for a, b in itertools.pairwise(bounds)]
+    return Table(rows)
+
+
+class Weights:
+    """A weight vector in memory as an update sees it, its state, and guards around all of it."""
+
+    def __init__(self, w, stored, misalign, states=2):
+        self.stored, n = stored, len(w)
+        self.arrays = []
+
+        def place(content, dtype):
+            memory = guarded(n, dtype, misalign)
+            memory[:n] = content
+            self.arrays.append((memory, n))
+            return memory
+
+        if stored == "fp32":
+            self.weight, self.trail = place(w, np.float32), None
+        else:
+            top, trail = ref.split(w, stored)
+            self.weight, self.trail = place(top, np.uint16), place(trail, np.uint16)
+        self.state = [place(np.zeros(n), np.float32) for _ in range(states)]
+
+    def target(self, g):
+        row = np.zeros(1, TARGET)
+        row["weight"] = self.weight.ctypes.data
+        row["trail"] = 0 if self.trail is None else self.trail.ctypes.data
+        for number, state in enumerate(self.state):
+            row[f"state{number}"] = state.ctypes.data
+        if g is not None:
+            row["gradient"], row["gradient_dtype"] = g.ctypes.data, int(g.dtype == np.uint16)
+        return row
+
+    def read(self, n):
+        if self.stored == "fp32":
+            return self.weight[:n].copy()
+        return ref.join(self.weight[:n].copy(), self.trail[:n].copy(), self.stored)
+
+    def check_guards(self):
+        for memory, n in self.arrays:
+            assert (memory[n:].view(np.uint8) == GUARD).all(), "written past the end"
+
+
+def step(weights, g, row, table, norms=None):
+    _native.update(table, weights.target(g), row, norms=norms)
+
+
+def data(n, dtype, seed, kind="normal"):
+    rng = np.random.default_rng([n, dtype, seed])
+    w = values(kind, n, ref.F32, rng)
+    gradients = [values(kind, n, dtype, rng) for _ in range(4)]
+    return w, gradients, rng
+
+
+SGD_OPTIONS = [
+    {},
+    {"weight_decay": 0.01},
+    {"maximize": True, "weight_decay": 0.1},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+    {"momentum": 0.85, "nesterov": True},
+    {"momentum": 0.85, "nesterov": True, "weight_decay": 0.02, "maximize": True},
+]
+
+
+def sgd_rule(rounding, first, *, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False):
+    flags = maximize * lib.GC_MAXIMIZE | first * lib.GC_FIRST | nesterov * lib.GC_NESTEROV
+    return rule(
+        lib.GC_SGD,
+        rounding,
+        flags=flags,
+        step_size=-lr,
+        momentum=momentum,
+        keep=1 - dampening,
+        weight_decay=weight_decay,
+    )
+
+
+@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
+def test_sgd(number, stored, dtype, options):
+    for n, kind in itertools.product(LENGTHS, ["normal", "tiny", "special"]):
+        w, gradients, rng = data(n, dtype, 0, kind)
+        with tier(number):
+            weights, buffer = Weights(w, stored, int(rng.integers(0, 8))), np.zeros(n, np.float32)
+            for t, g in enumerate(gradients):
+                given = g.copy()
+                w, buffer = ref.sgd(w, ref.to_float32(g), buffer, lr=LR, first=t == 0, **options)
+                step(weights, given, sgd_rule(stored, t == 0, lr=LR, **options), segments(n, (8, 24, 64, 104)))
+                same_bytes(weights.read(n), w, number)
+                if options.get("momentum"):
+                    same_bytes(weights.state[0][:n], buffer, number)
+                assert given.tobytes() == g.tobytes(), "the gradient was written to"
+        weights.check_guards()
+
+
+@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
+def test_sgd_equals_torch(options):
+    assert "AVX2" in torch.backends.cpu.get_cpu_capability() or "AVX512" in torch.backends.cpu.get_cpu_capability()
+    for n in range(1, 258):
+        w, gradients, _ = data(n, ref.BF16, 1)
+        p = torch.nn.Parameter(torch.from_numpy(w.copy()))
+        optimizer = torch.optim.SGD([p], lr=LR, foreach=False, **options)
+        weights = Weights(w, ref.TRUNCATE, n % 8)
+        for t, g in enumerate(gradients):
+            p.grad = torch.from_numpy(ref.to_float32(g))
+            optimizer.step()
+            step(weights, g, sgd_rule(ref.TRUNCATE, t == 0, lr=LR, **options), segments(n))
+            assert weights.read(n).tobytes() == p.detach().numpy().tobytes(), (n, t)
+
+
+@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adagrad(number, stored, dtype, weight_decay):
+    for n, kind in itertools.product(LENGTHS, ["normal", "tiny", "special"]):
+        w, gradients, rng = data(n, dtype, 2, kind)
+        total = np.full(n, 0.5, np.float32)
+        with tier(number):
+            weights = Weights(w, stored, int(rng.integers(0, 8)))
+            weights.state[0][:n] = total
+            for t, g in enumerate(gradients, 1):
+                options = {"lr": LR, "lr_decay": 0.05, "weight_decay": weight_decay, "eps": 1e-10}
+                w, total = ref.adagrad(w, ref.to_float32(g), total, t, **options)
+                row = rule(
+                    lib.GC_ADAGRAD, stored, step_size=-LR / (1 + (t - 1) * 0.05), weight_decay=weight_decay, eps=1e-10
+                )
+                step(weights, g, row, segments(n, (16, 40)))
+                same_bytes(weights.read(n), w, number)
+                same_bytes(weights.state[0][:n], total, number)
+        weights.check_guards()
+
+
+@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("betas", [BETAS, (0.3, 0.6)])
+def test_adamw(number, stored, dtype, weight_decay, betas):
+    for n, kind in itertools.product(LENGTHS, ["normal", "tiny", "special"]):
+        w, gradients, rng = data(n, dtype, 3, kind)
+        m, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
+        with tier(number):
+            weights = Weights(w, stored, int(rng.integers(0, 8)))
+            for t, g in enumerate(gradients, 1):
+                options = {"lr": LR, "betas": betas, "weight_decay": weight_decay, "eps": EPS}
+                w, m, v = ref.adamw(w, ref.to_float32(g), m, v, t, **options)
+                row = adam_rule(lib.GC_ADAMW, stored, t, betas, weight_decay, step_size=-LR / (1 - betas[0] ** t))
+                step(weights, g, row, segments(n, (8, 240)))
+                same_bytes(weights.read(n), w, number)
+                same_bytes(weights.state[0][:n], m, number)
+                same_bytes(weights.state[1][:n], v, number)
+        weights.check_guards()
+
+
+@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
+@pytest.mark.parametrize("fused", [True, False])
+def test_lamb(number, stored, dtype, fused):
+    """`fused`: moments and norms in one pass, or moments from segments of any cut and norms in a pass of their own."""
+    for n, weight_decay in itertools.product([*LENGTHS, 70000], [0.0, 0.1]):
+        w, gradients, rng = data(n, dtype, 4)
+        m, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
+        whole = segments(n, (1 << 16,))
+        with tier(number):
+            weights = Weights(w, stored, int(rng.integers(0, 8)))
+            for t, g in enumerate(gradients[: 2 if n > 10000 else 4], 1):
+                options = {"lr": LR, "betas": BETAS, "weight_decay": weight_decay, "eps": EPS, "prescale": 0.7}
+                w, m, v = ref.lamb(w, ref.to_float32(g), m, v, t, **options)
+                row = adam_rule(lib.GC_LAMB_START, stored, t, BETAS, weight_decay, prescale=0.7, flags=lib.GC_PRESCALE)
+                norms = np.full(2 * len(whole), np.nan)
+                if not fused:
+                    row["kind"] = lib.GC_MOMENTS
+                    step(weights, g, row, segments(n, (8, 16, 120)))
+                    row["kind"] = lib.GC_LAMB_NORMS
+                step(weights, g, row, whole, norms)
+                above, under = (float(np.sqrt(sum(norms[k::2], 0.0))) for k in (0, 1))
+                row["kind"] = lib.GC_LAMB_APPLY
+                row["step_size"] = -LR * (above / under if above > 0 and under > 0 else 1.0)
+                step(weights, None, row, segments(n, (24,)))
+                same_bytes(weights.read(n), w, number)
+                same_bytes(weights.state[0][:n], m, number)
+                same_bytes(weights.state[1][:n], v, number)
+        weights.check_guards()
+
+
+@pytest.mark.parametrize("number", TIERS)
+def test_squares(number):
+    for n, dtype in itertools.product([*LENGTHS, 70000], [ref.F32, ref.BF16]):
+        _, gradients, _ = data(n, dtype, 5)
+        table, norms = segments(n, (1 << 16,)), np.zeros(2 * -(-n // (1 << 16)))
+        with tier(number):
+            _native.update(table, Weights(np.zeros(n, "f"), "fp32", 0).target(gradients[0]), rule(7, ""), norms=norms)
+        assert float(np.sqrt(sum(norms[::2], 0.0))) == ref.norm(ref.to_float32(gradients[0]))
+        assert not norms[1::2].any()
+
+
+def test_no_number_depends_on_threads():
+    n, found = 4_500_000, []
+    rng = np.random.default_rng(0)
+    w, g = rng.standard_normal(n).astype("f"), ref.from_float32(rng.standard_normal(n).astype("f"), ref.BF16)
+    table = segments(n, range(1 << 16, n, 1 << 16))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            weights, norms = Weights(w, ref.NEAREST, 1), np.zeros(2 * len(table))
+            step(weights, g, adam_rule(lib.GC_LAMB_START, ref.NEAREST, 1, BETAS, 0.1), table, norms)
+            row = adam_rule(lib.GC_LAMB_APPLY, ref.NEAREST, 1, BETAS, 0.1, step_size=-LR)
+            step(weights, None, row, table)
+            found.append([weights.read(n).tobytes(), norms.tobytes(), weights.state[1].tobytes()])
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+
+
+# ---- straight from payloads -------------------------------------------------------------------------------------------
+
+
+def payload_cases():
+    """(name, codec, payloads, Payloads options) of packed gradients of one parameter."""
+    from gradcomp.codecs import Identity, OneBit, Ternary
+
+    yield "ternary own", Ternary(scale="own", group="tensor"), 3, {"source": "ternary"}
+    yield "ternary row", Ternary(scale="own", group="row"), 2, {"source": "ternary"}
+    yield "onebit", OneBit(group="row"), 4, {"source": "onebit"}
+    yield "values", Identity(), 2, {"source": "values"}
+
+
+@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
+@pytest.mark.parametrize("case", list(payload_cases()), ids=lambda c: c[0])
+def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
+    _, codec, count, options = case
+    for shape in [(1,), (5, 3), (40, 129), (3, 7000)]:
+        n = int(np.prod(shape))
+        generator = torch.Generator().manual_seed(n)
+        slot = Slot(1, n, codec.group_numel(shape), True, 0)
+        layout = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups)
+        payloads = [codec.encode(torch.randn(shape, generator=generator)) for _ in range(count)]
+        w = torch.randn(n, generator=generator).numpy()
+        for kind in (lib.GC_SGD, lib.GC_ADAMW, lib.GC_MOMENTS):
+            row = adam_rule(kind, ref.TRUNCATE, 1, BETAS, 0.1, step_size=-LR, momentum=0.9 * (kind == lib.GC_SGD))
+            with tier(number):
+                decoded = torch.empty(n, dtype=torch.float32 if dtype == ref.F32 else torch.bfloat16)
+                codec.decode_body([p.data_ptr() for p in payloads], layout, decoded.data_ptr(), dtype)
+                g = decoded.view(torch.uint16 if dtype else torch.float32).numpy()
+                unfused, fused = Weights(w, ref.TRUNCATE, 0), Weights(w, ref.TRUNCATE, 0)
+                step(unfused, g, row, segments(n))
+                targets = np.concatenate([np.zeros(1, TARGET), fused.target(None)])
+                source = _native.Payloads([p.data_ptr() for p in payloads], dtype=dtype, **options)
+                bad = _native.update(layout.packed, targets, row, source)
+            assert not bad
+            same_bytes(fused.read(n), unfused.read(n), number)
+            same_bytes(fused.state[0][:n], unfused.state[0][:n], number)
+            assert (fused.read(n) != w).any() or kind == lib.GC_MOMENTS
+
+
+def test_averages_that_are_not_finite_are_told():
+    from gradcomp.codecs import Identity
+
+    x = torch.full((10,), 3.4e38)
+    layout = PayloadLayout(Identity().form, whole_pieces([Slot(0, 10, 10, True, 0)]), segmented=False)
+    payload = Identity().encode(x)
+    weights = Weights(np.zeros(10, "f"), ref.TRUNCATE, 0)
+    for dtype, bad in ((ref.F32, False), (ref.BF16, True)):  # rounds to Inf as bf16
+        source = _native.Payloads([payload.data_ptr()], "values", dtype)
+        assert _native.update(layout.packed, weights.target(None), rule(lib.GC_SGD, "", step_size=0.0), source) is bad
+
+
+# ---- what is refused, what is passed over -------------------------------------------------------------------------------
+
+
+def test_parameters_without_a_rule_are_passed_over():
+    w = np.ones(20, np.float32)
+    one, two = Weights(w, "fp32", 0), Weights(w, "fp32", 0)
+    targets = np.concatenate([one.target(w), two.target(w)])
+    targets["rule"][0] = NO_RULE
+    rows = [(0, 0, 0, 0, 0, 0, 20, 20, k) for k in (0, 1)]
+    _native.update(Table(rows), targets, rule(lib.GC_SGD, "", step_size=-1.0))
+    assert (one.read(20) == 1).all()
+    assert (two.read(20) == 0).all()
+
+
+def refused(status_of: Any) -> None:
+    with pytest.raises(_native.NativeError, match="GC_INVALID_ARGUMENT"):
+        status_of()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rule": 1},
+        {"weight": 0},
+        {"gradient": 0},
+        {"gradient_dtype": 2},
+        {"state0": 0},
+        {"state1": 0},
+        {"kind": 8},
+        {"rounding": 2},
+        {"kind": lib.GC_LAMB_START},  # adds up, and there is nowhere to
+        {"parameter": 1},
+        {"start": 4},
+    ],
+    ids=str,
+)
+def test_bad_arguments_change_nothing(change):
+    w = np.ones(20, np.float32)
+    weights, row = Weights(w, "fp32", 0), adam_rule(lib.GC_ADAMW, "", 1, BETAS, 0.0, step_size=-1.0)
+    targets, table = weights.target(w), segments(20)
+    for name, value in change.items():
+        for array in (targets, row, table.rows):
+            if name in (array.dtype.names or ()):
+                array[name] = value
+    refused(lambda: _native.update(table, targets, row))
+    assert (weights.read(20) == 1).all()
+    assert not weights.state[0][:20].any()
+
+
+def test_sums_from_payloads_are_refused():
+    source = _native.Payloads([1], "values", 0)
+    weights = Weights(np.ones(20, "f"), "fp32", 0)
+    refused(lambda: _native.update(segments(20), weights.target(None), rule(7, ""), source, np.zeros(2)))
+
+
+def test_an_update_of_nothing_touches_nothing():
+    _native.update(Table([]), np.zeros(0, TARGET), np.zeros(0, RULE))
+    _native.update(segments(0), np.zeros(1, TARGET), np.zeros(0, RULE))
+    assert SEGMENT.itemsize == 56
+    assert (RULE.itemsize, TARGET.itemsize) == (56, 48)
+
+
+# ---- storage --------------------------------------------------------------------------------------------------------------
+
+
+def round_trip(bits, rounding):
+    n = len(bits)
+    top, trail, back = np.empty(n, np.uint16), np.empty(n, np.uint16), np.empty(n, np.uint32)
+    nearest = rounding == ref.NEAREST
+    _native.split(bits.ctypes.data, n, nearest, top.ctypes.data, trail.ctypes.data)
+    _native.join(top.ctypes.data, trail.ctypes.data, n, nearest, back.ctypes.data)
+    return top, trail, back
+
+
+def check_patterns(bits):
+    w = bits.view(np.float32)
+    top, trail, back = round_trip(bits, ref.TRUNCATE)
+    assert (back == bits).all()
+    assert (top == bits >> 16).all()
+    assert (trail == (bits & 0xFFFF)).all()
+    top, trail, back = round_trip(bits, ref.NEAREST)
+    signalling = np.isnan(w) & ((bits & 0x00400000) == 0)
+    assert (back == np.where(signalling, bits | 0x00400000, bits)).all()
+    even = torch.from_numpy(w.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
+    ties = (bits & 0xFFFF) == 0x8000
+    assert (top == even)[~ties & ~np.isnan(w)].all()
+    assert (np.abs(top.astype(np.int32) - even.astype(np.int32))[ties & ~np.isnan(w)] <= 1).all()
+    assert np.isnan((top.astype(np.uint32) << 16).view(np.float32)[np.isnan(w)]).all()
+    return int((top != even)[~np.isnan(w)].sum())
+
+
+def test_split_and_join_lose_nothing_sample():
+    rng = np.random.default_rng(0)
+    corners = [s << 31 | e << 23 | m for s in (0, 1) for e in (0, 1, 127, 254, 255) for m in range(0, 1 << 23, 4097)]
+    edges = [h << 16 | low for h in range(0, 1 << 16, 97) for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+    special = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38])
+    everything = [*corners, *edges, 0x7F800001, 0xFFBFFFFF, *special.view(np.uint32).tolist()]
+    check_patterns(np.concatenate([np.array(everything, np.uint32), rng.integers(0, 1 << 32, 1 << 20, np.uint32)]))
+
+
+@pytest.mark.long
+def test_split_and_join_lose_nothing_all_patterns():
+    differ = sum(
+        check_patterns(np.arange(first, first + (1 << 24), dtype=np.uint64).astype(np.uint32))
+        for first in range(0, 1 << 32, 1 << 24)
+    )
+    assert differ == 32640  # exact ties that half-to-even rounds down
