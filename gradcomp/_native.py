@@ -321,8 +321,8 @@ def update(
 
     Args:
         table: which elements of which parameters.
-        targets: `layout.TARGET`, by the parameter numbers of the table.
-        rules: `layout.RULE`, by the rule numbers of the targets.
+        targets: `rules.TARGET`, by the parameter numbers of the table.
+        rules: `rules.RULE`, by the rule numbers of the targets.
         norms: ``(2 * len(table),)``, what rules that add up write, two a row.
     """
     flag, gradients = ffi.new("uint32_t *"), ffi.new("gc_gradients *")

@@ -38,30 +38,6 @@ SEGMENT = np.dtype(
 )
 BLOCK = np.dtype([("sum", "<f8"), ("sum_squares", "<f8"), ("absmax_bits", "<u4"), ("reserved", "<u4")])
 COPY_RANGE = np.dtype([("dst", "<u8"), ("src", "<u8"), ("nbytes", "<u8")])
-RULE = np.dtype(
-    [(name, "<u4") for name in ("kind", "flags", "rounding")]
-    + [
-        (name, "<f4")
-        for name in (
-            "step_size",
-            "weight_decay",
-            "decay",
-            "momentum",
-            "keep",
-            "keep2",
-            "beta2",
-            "bias1",
-            "bias2",
-            "eps",
-            "prescale",
-        )
-    ]
-)
-TARGET = np.dtype(
-    [(name, "<u8") for name in ("weight", "trail", "gradient", "state0", "state1")]
-    + [("rule", "<u4"), ("gradient_dtype", "<u4")]
-)
-NO_RULE = 2**32 - 1  # in a target: segments of this parameter are passed over
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,18 +12,19 @@ from _tables import GUARD, TIERS, guarded, same_bytes, tier, values
 
 from gradcomp import _native
 from gradcomp import reference as ref
-from gradcomp._native import lib
-from gradcomp.layout import NO_RULE, RULE, SEGMENT, TARGET, PayloadLayout, Slot, Table, whole_pieces
+from gradcomp import reference_optim as optim
+from gradcomp.layout import SEGMENT, PayloadLayout, Slot, Table, whole_pieces
+from gradcomp.rules import NO_RULE, RULE, TARGET, Flag, Kind
 
 LENGTHS = [1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 5000]
 BETAS, EPS, LR = (0.9, 0.95), 1e-8, 0.013
-STORED = ["fp32", ref.TRUNCATE, ref.NEAREST]
+STORED = ["fp32", optim.TRUNCATE, optim.NEAREST]
 
 
 def rule(kind, rounding, **numbers):
     """One row of gc_rule."""
     row = np.zeros(1, RULE)
-    row["kind"], row["rounding"] = kind, rounding == ref.NEAREST
+    row["kind"], row["rounding"] = kind, rounding == optim.NEAREST
     for name, value in numbers.items():
         row[name] = value
     return row
@@ -31,7 +32,7 @@ def rule(kind, rounding, **numbers):
 
 def adam_rule(kind, rounding, step, betas, weight_decay, **numbers):
     root = (1 - betas[1] ** step) ** 0.5
-    adamw = kind == lib.GC_ADAMW
+    adamw = kind == Kind.ADAMW
     return rule(
         kind,
         rounding,
@@ -70,7 +71,7 @@ class Weights:
         if stored == "fp32":
             self.weight, self.trail = place(w, np.float32), None
         else:
-            top, trail = ref.split(w, stored)
+            top, trail = optim.split(w, stored)
             self.weight, self.trail = place(top, np.uint16), place(trail, np.uint16)
         self.state = [place(np.zeros(n), np.float32) for _ in range(states)]
 
@@ -87,7 +88,7 @@ class Weights:
     def read(self, n):
         if self.stored == "fp32":
             return self.weight[:n].copy()
-        return ref.join(self.weight[:n].copy(), self.trail[:n].copy(), self.stored)
+        return optim.join(self.weight[:n].copy(), self.trail[:n].copy(), self.stored)
 
     def check_guards(self):
         for memory, n in self.arrays:
@@ -117,9 +118,9 @@ SGD_OPTIONS = [
 
 
 def sgd_rule(rounding, first, *, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False):
-    flags = maximize * lib.GC_MAXIMIZE | first * lib.GC_FIRST | nesterov * lib.GC_NESTEROV
+    flags = maximize * Flag.MAXIMIZE | first * Flag.FIRST | nesterov * Flag.NESTEROV
     return rule(
-        lib.GC_SGD,
+        Kind.SGD,
         rounding,
         flags=flags,
         step_size=-lr,
@@ -140,7 +141,7 @@ def test_sgd(number, stored, dtype, options):
             weights, buffer = Weights(w, stored, int(rng.integers(0, 8))), np.zeros(n, np.float32)
             for t, g in enumerate(gradients):
                 given = g.copy()
-                w, buffer = ref.sgd(w, ref.to_float32(g), buffer, lr=LR, first=t == 0, **options)
+                w, buffer = optim.sgd(w, ref.to_float32(g), buffer, lr=LR, first=t == 0, **options)
                 step(weights, given, sgd_rule(stored, t == 0, lr=LR, **options), segments(n, (8, 24, 64, 104)))
                 same_bytes(weights.read(n), w, number)
                 if options.get("momentum"):
@@ -156,11 +157,11 @@ def test_sgd_equals_torch(options):
         w, gradients, _ = data(n, ref.BF16, 1)
         p = torch.nn.Parameter(torch.from_numpy(w.copy()))
         optimizer = torch.optim.SGD([p], lr=LR, foreach=False, **options)
-        weights = Weights(w, ref.TRUNCATE, n % 8)
+        weights = Weights(w, optim.TRUNCATE, n % 8)
         for t, g in enumerate(gradients):
             p.grad = torch.from_numpy(ref.to_float32(g))
             optimizer.step()
-            step(weights, g, sgd_rule(ref.TRUNCATE, t == 0, lr=LR, **options), segments(n))
+            step(weights, g, sgd_rule(optim.TRUNCATE, t == 0, lr=LR, **options), segments(n))
             assert weights.read(n).tobytes() == p.detach().numpy().tobytes(), (n, t)
 
 
@@ -177,9 +178,9 @@ def test_adagrad(number, stored, dtype, weight_decay):
             weights.state[0][:n] = total
             for t, g in enumerate(gradients, 1):
                 options = {"lr": LR, "lr_decay": 0.05, "weight_decay": weight_decay, "eps": 1e-10}
-                w, total = ref.adagrad(w, ref.to_float32(g), total, t, **options)
+                w, total = optim.adagrad(w, ref.to_float32(g), total, t, **options)
                 row = rule(
-                    lib.GC_ADAGRAD, stored, step_size=-LR / (1 + (t - 1) * 0.05), weight_decay=weight_decay, eps=1e-10
+                    Kind.ADAGRAD, stored, step_size=-LR / (1 + (t - 1) * 0.05), weight_decay=weight_decay, eps=1e-10
                 )
                 step(weights, g, row, segments(n, (16, 40)))
                 same_bytes(weights.read(n), w, number)
@@ -200,8 +201,8 @@ def test_adamw(number, stored, dtype, weight_decay, betas):
             weights = Weights(w, stored, int(rng.integers(0, 8)))
             for t, g in enumerate(gradients, 1):
                 options = {"lr": LR, "betas": betas, "weight_decay": weight_decay, "eps": EPS}
-                w, m, v = ref.adamw(w, ref.to_float32(g), m, v, t, **options)
-                row = adam_rule(lib.GC_ADAMW, stored, t, betas, weight_decay, step_size=-LR / (1 - betas[0] ** t))
+                w, m, v = optim.adamw(w, ref.to_float32(g), m, v, t, **options)
+                row = adam_rule(Kind.ADAMW, stored, t, betas, weight_decay, step_size=-LR / (1 - betas[0] ** t))
                 step(weights, g, row, segments(n, (8, 240)))
                 same_bytes(weights.read(n), w, number)
                 same_bytes(weights.state[0][:n], m, number)
@@ -223,16 +224,16 @@ def test_lamb(number, stored, dtype, fused):
             weights = Weights(w, stored, int(rng.integers(0, 8)))
             for t, g in enumerate(gradients[: 2 if n > 10000 else 4], 1):
                 options = {"lr": LR, "betas": BETAS, "weight_decay": weight_decay, "eps": EPS, "prescale": 0.7}
-                w, m, v = ref.lamb(w, ref.to_float32(g), m, v, t, **options)
-                row = adam_rule(lib.GC_LAMB_START, stored, t, BETAS, weight_decay, prescale=0.7, flags=lib.GC_PRESCALE)
+                w, m, v = optim.lamb(w, ref.to_float32(g), m, v, t, **options)
+                row = adam_rule(Kind.LAMB_START, stored, t, BETAS, weight_decay, prescale=0.7, flags=Flag.PRESCALE)
                 norms = np.full(2 * len(whole), np.nan)
                 if not fused:
-                    row["kind"] = lib.GC_MOMENTS
+                    row["kind"] = Kind.MOMENTS
                     step(weights, g, row, segments(n, (8, 16, 120)))
-                    row["kind"] = lib.GC_LAMB_NORMS
+                    row["kind"] = Kind.LAMB_NORMS
                 step(weights, g, row, whole, norms)
                 above, under = (float(np.sqrt(sum(norms[k::2], 0.0))) for k in (0, 1))
-                row["kind"] = lib.GC_LAMB_APPLY
+                row["kind"] = Kind.LAMB_APPLY
                 row["step_size"] = -LR * (above / under if above > 0 and under > 0 else 1.0)
                 step(weights, None, row, segments(n, (24,)))
                 same_bytes(weights.read(n), w, number)
@@ -247,8 +248,10 @@ def test_squares(number):
         _, gradients, _ = data(n, dtype, 5)
         table, norms = segments(n, (1 << 16,)), np.zeros(2 * -(-n // (1 << 16)))
         with tier(number):
-            _native.update(table, Weights(np.zeros(n, "f"), "fp32", 0).target(gradients[0]), rule(7, ""), norms=norms)
-        assert float(np.sqrt(sum(norms[::2], 0.0))) == ref.norm(ref.to_float32(gradients[0]))
+            _native.update(
+                table, Weights(np.zeros(n, "f"), "fp32", 0).target(gradients[0]), rule(Kind.SQUARES, ""), norms=norms
+            )
+        assert float(np.sqrt(sum(norms[::2], 0.0))) == optim.norm(ref.to_float32(gradients[0]))
         assert not norms[1::2].any()
 
 
@@ -261,9 +264,9 @@ def test_no_number_depends_on_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            weights, norms = Weights(w, ref.NEAREST, 1), np.zeros(2 * len(table))
-            step(weights, g, adam_rule(lib.GC_LAMB_START, ref.NEAREST, 1, BETAS, 0.1), table, norms)
-            row = adam_rule(lib.GC_LAMB_APPLY, ref.NEAREST, 1, BETAS, 0.1, step_size=-LR)
+            weights, norms = Weights(w, optim.NEAREST, 1), np.zeros(2 * len(table))
+            step(weights, g, adam_rule(Kind.LAMB_START, optim.NEAREST, 1, BETAS, 0.1), table, norms)
+            row = adam_rule(Kind.LAMB_APPLY, optim.NEAREST, 1, BETAS, 0.1, step_size=-LR)
             step(weights, None, row, table)
             found.append([weights.read(n).tobytes(), norms.tobytes(), weights.state[1].tobytes()])
     finally:
@@ -296,13 +299,13 @@ def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
         layout = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups)
         payloads = [codec.encode(torch.randn(shape, generator=generator)) for _ in range(count)]
         w = torch.randn(n, generator=generator).numpy()
-        for kind in (lib.GC_SGD, lib.GC_ADAMW, lib.GC_MOMENTS):
-            row = adam_rule(kind, ref.TRUNCATE, 1, BETAS, 0.1, step_size=-LR, momentum=0.9 * (kind == lib.GC_SGD))
+        for kind in (Kind.SGD, Kind.ADAMW, Kind.MOMENTS):
+            row = adam_rule(kind, optim.TRUNCATE, 1, BETAS, 0.1, step_size=-LR, momentum=0.9 * (kind == Kind.SGD))
             with tier(number):
                 decoded = torch.empty(n, dtype=torch.float32 if dtype == ref.F32 else torch.bfloat16)
                 codec.decode_body([p.data_ptr() for p in payloads], layout, decoded.data_ptr(), dtype)
                 g = decoded.view(torch.uint16 if dtype else torch.float32).numpy()
-                unfused, fused = Weights(w, ref.TRUNCATE, 0), Weights(w, ref.TRUNCATE, 0)
+                unfused, fused = Weights(w, optim.TRUNCATE, 0), Weights(w, optim.TRUNCATE, 0)
                 step(unfused, g, row, segments(n))
                 targets = np.concatenate([np.zeros(1, TARGET), fused.target(None)])
                 source = _native.Payloads([p.data_ptr() for p in payloads], dtype=dtype, **options)
@@ -310,7 +313,7 @@ def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
             assert not bad
             same_bytes(fused.read(n), unfused.read(n), number)
             same_bytes(fused.state[0][:n], unfused.state[0][:n], number)
-            assert (fused.read(n) != w).any() or kind == lib.GC_MOMENTS
+            assert (fused.read(n) != w).any() or kind == Kind.MOMENTS
 
 
 def test_averages_that_are_not_finite_are_told():
@@ -319,10 +322,10 @@ def test_averages_that_are_not_finite_are_told():
     x = torch.full((10,), 3.4e38)
     layout = PayloadLayout(Identity().form, whole_pieces([Slot(0, 10, 10, True, 0)]), segmented=False)
     payload = Identity().encode(x)
-    weights = Weights(np.zeros(10, "f"), ref.TRUNCATE, 0)
+    weights = Weights(np.zeros(10, "f"), optim.TRUNCATE, 0)
     for dtype, bad in ((ref.F32, False), (ref.BF16, True)):  # rounds to Inf as bf16
         source = _native.Payloads([payload.data_ptr()], "values", dtype)
-        assert _native.update(layout.packed, weights.target(None), rule(lib.GC_SGD, "", step_size=0.0), source) is bad
+        assert _native.update(layout.packed, weights.target(None), rule(Kind.SGD, "", step_size=0.0), source) is bad
 
 
 # ---- what is refused, what is passed over -------------------------------------------------------------------------------
@@ -334,7 +337,7 @@ def test_parameters_without_a_rule_are_passed_over():
     targets = np.concatenate([one.target(w), two.target(w)])
     targets["rule"][0] = NO_RULE
     rows = [(0, 0, 0, 0, 0, 0, 20, 20, k) for k in (0, 1)]
-    _native.update(Table(rows), targets, rule(lib.GC_SGD, "", step_size=-1.0))
+    _native.update(Table(rows), targets, rule(Kind.SGD, "", step_size=-1.0))
     assert (one.read(20) == 1).all()
     assert (two.read(20) == 0).all()
 
@@ -355,7 +358,7 @@ def refused(status_of: Any) -> None:
         {"state1": 0},
         {"kind": 8},
         {"rounding": 2},
-        {"kind": lib.GC_LAMB_START},  # adds up, and there is nowhere to
+        {"kind": Kind.LAMB_START},  # adds up, and there is nowhere to
         {"parameter": 1},
         {"start": 4},
     ],
@@ -363,7 +366,7 @@ def refused(status_of: Any) -> None:
 )
 def test_bad_arguments_change_nothing(change):
     w = np.ones(20, np.float32)
-    weights, row = Weights(w, "fp32", 0), adam_rule(lib.GC_ADAMW, "", 1, BETAS, 0.0, step_size=-1.0)
+    weights, row = Weights(w, "fp32", 0), adam_rule(Kind.ADAMW, "", 1, BETAS, 0.0, step_size=-1.0)
     targets, table = weights.target(w), segments(20)
     for name, value in change.items():
         for array in (targets, row, table.rows):
@@ -377,7 +380,7 @@ def test_bad_arguments_change_nothing(change):
 def test_sums_from_payloads_are_refused():
     source = _native.Payloads([1], "values", 0)
     weights = Weights(np.ones(20, "f"), "fp32", 0)
-    refused(lambda: _native.update(segments(20), weights.target(None), rule(7, ""), source, np.zeros(2)))
+    refused(lambda: _native.update(segments(20), weights.target(None), rule(Kind.SQUARES, ""), source, np.zeros(2)))
 
 
 def test_an_update_of_nothing_touches_nothing():
@@ -387,13 +390,19 @@ def test_an_update_of_nothing_touches_nothing():
     assert (RULE.itemsize, TARGET.itemsize) == (56, 48)
 
 
+def test_kinds_and_flags_are_those_of_the_header():
+    for enum in (Kind, Flag):
+        for member in enum:
+            assert getattr(_native.lib, f"GC_{member.name}") == member
+
+
 # ---- storage --------------------------------------------------------------------------------------------------------------
 
 
 def round_trip(bits, rounding):
     n = len(bits)
     top, trail, back = np.empty(n, np.uint16), np.empty(n, np.uint16), np.empty(n, np.uint32)
-    nearest = rounding == ref.NEAREST
+    nearest = rounding == optim.NEAREST
     _native.split(bits.ctypes.data, n, nearest, top.ctypes.data, trail.ctypes.data)
     _native.join(top.ctypes.data, trail.ctypes.data, n, nearest, back.ctypes.data)
     return top, trail, back
@@ -401,11 +410,11 @@ def round_trip(bits, rounding):
 
 def check_patterns(bits):
     w = bits.view(np.float32)
-    top, trail, back = round_trip(bits, ref.TRUNCATE)
+    top, trail, back = round_trip(bits, optim.TRUNCATE)
     assert (back == bits).all()
     assert (top == bits >> 16).all()
     assert (trail == (bits & 0xFFFF)).all()
-    top, trail, back = round_trip(bits, ref.NEAREST)
+    top, trail, back = round_trip(bits, optim.NEAREST)
     signalling = np.isnan(w) & ((bits & 0x00400000) == 0)
     assert (back == np.where(signalling, bits | 0x00400000, bits)).all()
     even = torch.from_numpy(w.copy()).to(torch.bfloat16).view(torch.uint16).numpy()

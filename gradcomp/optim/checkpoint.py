@@ -1,0 +1,81 @@
+"""What a saved state must be before a split optimizer takes it over: its own, or that of torch's optimizer of the name."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.optim.split import ROUNDINGS
+
+if TYPE_CHECKING:
+    from gradcomp.optim.base import SplitOptimizer
+
+CHECKSUM = "top_checksum"  # in saved states alone
+KEPT_OPTIONS = ("initial_lr", "param_names", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+REFUSED_OPTIONS = ("amsgrad",)
+
+
+def check_saved(
+    optimizer: SplitOptimizer, saved: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[tuple[Tensor, dict[str, Tensor], int | None]]]:
+    """Return what to load: options of every group, and tensors and checksum of every parameter."""
+    if not {"state", "param_groups"} <= saved.keys():
+        raise ValueError("this is no optimizer's state: it has no 'state' and 'param_groups'")
+    theirs = saved["param_groups"]
+    sizes, wanted = [len(g["params"]) for g in theirs], [len(g["params"]) for g in optimizer.param_groups]
+    if sizes != wanted:
+        raise ValueError(f"this state has groups of {sizes} parameters, the optimizer {wanted}")
+    groups, loads = [], []
+    for where, (mine, group) in enumerate(zip(optimizer.param_groups, theirs, strict=True)):
+        options = {k: deepcopy(v) for k, v in group.items() if k != "params" and (k in mine or k in KEPT_OPTIONS)}
+        missing = [k for k in optimizer.defaults if k not in group]
+        if missing:
+            raise ValueError(f"group {where} of this state has no {missing[0]!r}: it is from another optimizer")
+        if options.get("rounding", ROUNDINGS[0]) not in ROUNDINGS:
+            raise ValueError(f"group {where} of this state has rounding {options['rounding']!r}")
+        for name in REFUSED_OPTIONS:
+            if group.get(name) and name not in mine:
+                raise ValueError(f"group {where} of this state was trained with {name}=True, which is not here")
+        optimizer.check_options(mine | options)
+        groups.append(options)
+        is_own = "rounding" in group
+        for place, (p, index) in enumerate(zip(mine["params"], group["params"], strict=True)):
+            name = optimizer._name(mine, where, place)
+            loads.append(
+                _check_tensors(optimizer, p, name, dict(saved["state"].get(index, {})), mine | options, is_own)
+            )
+    return groups, loads
+
+
+def _check_tensors(
+    optimizer: SplitOptimizer, p: Tensor, name: str, state: dict[str, Any], group: dict[str, Any], is_own: bool
+) -> tuple[Tensor, dict[str, Tensor], int | None]:
+    expected = state.pop(CHECKSUM, None)
+    moments = optimizer.wanted_moments(group)
+    state = {k: v for k, v in state.items() if v is not None}
+    if not is_own:  # torch's: no trail, no momentum before the first step, SGD without step
+        if not state:
+            state = {m: optimizer._new_moment(p, m, group) for m in moments} | {"step": 0}
+        state.setdefault("step", 1)
+    wanted = {"step", *moments} | ({"trail"} if is_own and p.dtype == torch.bfloat16 else set())
+    unknown = state.keys() - wanted - set(optimizer.moments)
+    if wanted - state.keys() or unknown:
+        what = f"has no {min(wanted - state.keys())!r}" if wanted - state.keys() else f"has {min(unknown)!r}"
+        raise ValueError(f"the state of {name} {what}: it is truncated, or of another optimizer or dtype")
+    tensors = {}
+    for key, value in state.items():
+        tensor = torch.as_tensor(value)
+        shape = torch.Size(()) if key == "step" else p.shape
+        kind = torch.int16 if key == "trail" else torch.float32
+        if tensor.shape != shape or (key == "trail") != (tensor.dtype == torch.int16):
+            raise ValueError(
+                f"{key!r} of {name} is {tensor.dtype} {tuple(tensor.shape)} in this state, {kind} {tuple(shape)} "
+                "expected: it is of another model"
+            )
+        tensors[key] = tensor.to(kind)
+    if int(tensors["step"]) < 0 or float(tensors["step"]) != int(tensors["step"]):
+        raise ValueError(f"'step' of {name} is {float(tensors['step'])} in this state")
+    return p, tensors, None if expected is None else int(expected)

@@ -1,0 +1,115 @@
+"""One step's parameters, gradients and rules, and the calls of the C kernel that take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gradcomp import _native
+from gradcomp.layout import CHUNK_NUMEL, Table
+from gradcomp.optim.split import ROUNDINGS
+from gradcomp.rules import NO_RULE, RULE, TARGET, Kind
+
+GRADIENT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class PackedGradients(Protocol):
+    """Averaged gradients that exist only as payloads; `p.grad` is a placeholder meanwhile."""
+
+    parameter_count: int  # of the model whose positions `positions` gives
+
+    def position(self, parameter: Tensor) -> int | None:
+        """Return the position of a parameter whose placeholder is still in place, None for any other."""
+
+    def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
+        """Run `_native.update` on every payload, targets by position."""
+
+
+class Entry:
+    """One parameter in one step: its gradient, or where its packed gradient is."""
+
+    __slots__ = ("gradient", "group", "is_new", "packed", "parameter", "position", "state")
+
+    def __init__(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+        self.parameter, self.group, self.state = parameter, group, state
+        self.gradient: Tensor | None = None
+        self.packed: PackedGradients | None = None
+        self.position = 0
+        self.is_new: frozenset[str] = frozenset()  # state that this step made
+
+    @property
+    def step(self) -> int:
+        """Number of this step for this parameter, from 1."""
+        return int(self.state["step"].item())
+
+
+def rule_of(kind: Kind, entry: Entry, **numbers: float) -> NDArray[Any]:
+    """Return one row of `rules.RULE`."""
+    row = np.zeros((), RULE)
+    row["kind"], row["rounding"] = kind, ROUNDINGS.index(entry.group["rounding"])
+    for name, value in numbers.items():
+        row[name] = value
+    return row
+
+
+@lru_cache(maxsize=16)
+def whole_rows(numels: tuple[int, ...]) -> Table:
+    """Return rows over whole parameters, cut at multiples of CHUNK_NUMEL whatever the threads: sums depend on it."""
+    return Table(
+        [
+            (0, 0, 0, 0, 0, first, min(CHUNK_NUMEL, numel - first), numel, place)
+            for place, numel in enumerate(numels)
+            for first in range(0, numel, CHUNK_NUMEL)
+        ]
+    )
+
+
+def run_rules(
+    entries: Sequence[Entry], rules: NDArray[Any], moments: Sequence[str], *, gradients: bool = True
+) -> NDArray[np.float64]:
+    """Run one rule an entry.
+
+    Args:
+        rules: ``(len(entries),)`` of `rules.RULE`.
+        moments: names of the state that rules know as state0 and state1.
+        gradients: False for rules that read none; packed ones come from their payloads.
+
+    Returns:
+        ``(len(entries), 2)``: the norms that rules which add up found, an entry's rows added in order; else zeros.
+    """
+    targets = np.zeros(len(entries), TARGET)
+    for name, values in (
+        ("weight", [e.parameter.data_ptr() for e in entries]),
+        ("trail", [e.state["trail"].data_ptr() if "trail" in e.state else 0 for e in entries]),
+        ("gradient", [e.gradient.data_ptr() if e.gradient is not None else 0 for e in entries]),
+        ("gradient_dtype", [GRADIENT_DTYPES[e.gradient.dtype] if e.gradient is not None else 0 for e in entries]),
+        *(
+            (f"state{k}", [e.state[m].data_ptr() if m in e.state else 0 for e in entries])
+            for k, m in enumerate(moments)
+        ),
+    ):
+        targets[name] = values
+    targets["rule"] = np.arange(len(entries))
+    direct = targets.copy()
+    if gradients:
+        direct["rule"][[k for k, e in enumerate(entries) if e.packed is not None]] = NO_RULE
+    table = whole_rows(tuple(e.parameter.numel() for e in entries))
+    norms = np.zeros(2 * len(table))
+    if not gradients or any(e.packed is None for e in entries):
+        _native.update(table, direct, rules, norms=norms)
+    for packed in {id(e.packed): e.packed for e in entries if gradients and e.packed is not None}.values():
+        mine = [k for k, e in enumerate(entries) if e.packed is packed]
+        by_position = np.zeros(packed.parameter_count, TARGET)
+        by_position["rule"] = NO_RULE
+        by_position[[entries[k].position for k in mine]] = targets[mine]
+        packed.update(by_position, rules)
+    totals = np.zeros((len(entries), 2))
+    for row, pair in zip(table.rows["parameter"], norms.reshape(-1, 2), strict=True):
+        totals[row] += pair
+    return np.sqrt(totals)

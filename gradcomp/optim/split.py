@@ -1,0 +1,283 @@
+"""Weights as bf16 tops, which the model computes with, and 16-bit trails, which the optimizer keeps: nothing is lost.
+
+References: Intel Extension for PyTorch, "Split SGD"; an fp32 number is its first 16 bits, a bf16 number, and its last 16.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gradcomp import _native
+from gradcomp.errors import UnsupportedTensor
+
+ROUNDINGS = ("truncate", "nearest")
+TRAIL_OFFSETS = range(80, 80 + 16 * 128, 128)  # elements; see `new_trail`
+
+
+def check_rounding(rounding: object) -> None:
+    """Raise ValueError unless `rounding` is a known name."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding must be one of {ROUNDINGS}, got {rounding!r}")
+
+
+def check_dense(tensor: Tensor, name: str) -> None:
+    """Raise UnsupportedTensor unless a tensor's elements fill one run of CPU memory, in whatever order."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise UnsupportedTensor(
+            f"{name} is {tensor.layout} on {tensor.device}; split optimizers take dense CPU tensors"
+        )
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+        raise UnsupportedTensor(
+            f"{name} does not fill its memory (strides {tensor.stride()}); call .contiguous() first"
+        )
+
+
+def new_trail(top: Tensor, number: int = 0) -> Tensor:
+    """Return a zero trail for `top`, int16 with its shape and strides.
+
+    It begins a few hundred bytes into its memory: large tensors all begin at the same place of a 4 KB page, and streams
+    that stay a multiple of 4 KB apart get in each other's way in the first-level cache.
+    """
+    offset = TRAIL_OFFSETS[number % len(TRAIL_OFFSETS)]
+    memory = torch.zeros(offset + top.numel(), dtype=torch.int16)
+    return memory.as_strided(top.shape, top.stride(), offset)
+
+
+def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor]:
+    """Return (top, trail) of fp32 numbers.
+
+    Args:
+        weight: any shape, float32, dense, CPU.
+        rounding: "truncate": the top is the first 16 bits as they are; "nearest": it is `weight` rounded to bfloat16,
+            halves away from zero. The trail is the last 16 bits in both.
+
+    Returns:
+        top bfloat16 and trail int16, both in `weight`'s shape and strides.
+
+    Raises:
+        UnsupportedTensor: another dtype, device or layout.
+        ValueError: an unknown `rounding`.
+    """
+    check_rounding(rounding)
+    check_dense(weight, "weight")
+    if weight.dtype != torch.float32:
+        raise UnsupportedTensor(f"weight is {weight.dtype}; split takes float32")
+    top, trail = torch.empty_like(weight, dtype=torch.bfloat16), torch.empty_like(weight, dtype=torch.int16)
+    _split(weight, rounding, top, trail)
+    return top, trail
+
+
+def _split(weight: Tensor, rounding: str, top: Tensor, trail: Tensor) -> None:
+    nearest = rounding == "nearest"
+    _native.split(weight.data_ptr(), weight.numel(), nearest, top.data_ptr(), trail.data_ptr())
+
+
+def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
+    """Return the fp32 numbers that `split` was given: every bit, but for signalling NaNs under "nearest" (now quiet).
+
+    Args:
+        top: bfloat16, dense, CPU.
+        trail: int16, the shape and strides of `top`.
+        rounding: as `split` had it.
+
+    Raises:
+        UnsupportedTensor: another dtype, device or layout.
+        ValueError: an unknown `rounding`, or a trail of another shape.
+    """
+    check_rounding(rounding)
+    check_dense(top, "top")
+    if top.dtype != torch.bfloat16 or trail.dtype != torch.int16:
+        raise UnsupportedTensor(f"top is {top.dtype} and trail {trail.dtype}; join takes bfloat16 and int16")
+    if trail.shape != top.shape:
+        raise ValueError(f"trail has shape {tuple(trail.shape)}, top {tuple(top.shape)}")
+    if trail.stride() != top.stride():
+        trail = torch.empty_like(top, dtype=torch.int16).copy_(trail)
+    weight = torch.empty_like(top, dtype=torch.float32)
+    _native.join(top.data_ptr(), trail.data_ptr(), top.numel(), rounding == "nearest", weight.data_ptr())
+    return weight
+
+
+def checksum(top: Tensor) -> int:
+    """Return a CRC-32C of a top's bytes in memory order: what a trail is checked against when it comes from elsewhere."""
+    flat = top.detach().as_strided((top.numel(),), (1,))
+    return _native.crc32c(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+
+
+class SplitParameters:
+    """The parameters of a model after `split_parameters`: iterate over it, or pass it to a split optimizer.
+
+    The trails wait here until an optimizer that is given the parameters, in whatever list or groups, adopts them.
+
+    Attributes:
+        rounding: how tops were made.
+    """
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]], rounding: str) -> None:
+        self.rounding = rounding
+        self._named = named
+        self._waiting: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (p for _, p in self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __repr__(self) -> str:
+        return f"<SplitParameters: {len(self)} tensors, {len(self._waiting)} trails not adopted yet>"
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) pairs, for parameter groups by name."""
+        return iter(self._named)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Names of the parameters whose trails no optimizer has adopted."""
+        return list(self._waiting)
+
+
+class _Waiting:
+    """A trail that no optimizer has adopted yet."""
+
+    def __init__(self, family: SplitParameters, name: str, checksum: int) -> None:
+        self.family, self.name, self.checksum = family, name, checksum
+
+
+_waiting: MutableMapping[nn.Parameter, _Waiting] = WeakIdKeyDictionary()
+
+
+def adopt(parameter: nn.Parameter) -> tuple[Tensor, int, SplitParameters] | None:
+    """Hand over the trail that waits for a parameter, with the checksum of the top that it belongs to."""
+    found = _waiting.pop(parameter, None)
+    if found is None:
+        return None
+    return found.family._waiting.pop(found.name), found.checksum, found.family
+
+
+def waiting_rounding(parameter: nn.Parameter) -> str | None:
+    """Return how the top of a parameter was made whose trail waits, None if none does."""
+    found = _waiting.get(parameter)
+    return None if found is None else found.family.rounding
+
+
+def split_parameters(
+    model: nn.Module,
+    *,
+    predicate: Callable[[str, nn.Parameter], bool] | None = None,
+    rounding: str = "truncate",
+) -> SplitParameters:
+    """Turn a model's fp32 parameters into bf16 in place; the 16 bits that do not fit become trails.
+
+    Call it before the optimizer and before DistributedDataParallel. Buffers are left alone, and so are parameters that
+    are bf16 already (their trail starts at zero). Tied parameters stay tied.
+
+    Args:
+        model: float32 or bfloat16 parameters on the CPU.
+        predicate: predicate(name, parameter) says which fp32 parameters to split; the others stay fp32. All by default;
+            layers that want fp32 inputs (norms in fp32, say) are kept out with it.
+        rounding: "truncate": the model sees the first 16 bits of each weight; "nearest": the weight rounded to bfloat16
+            (halves away from zero). Both keep all 32 bits.
+
+    Returns:
+        The parameters, split or not, as an optimizer takes them.
+
+    Raises:
+        TypeError: a DistributedDataParallel model.
+        UnsupportedTensor: a parameter of another dtype, device or layout; nothing is changed then.
+        ValueError: an unknown `rounding`; parameters whose trails wait already.
+
+    References:
+        Split SGD (Intel Extension for PyTorch), "Stochastic Gradient Descent".
+    """
+    check_rounding(rounding)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "split_parameters must come before DistributedDataParallel, which fixes the dtype of its buckets"
+        )
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        check_parameter(parameter, f"parameter {name!r}")
+        if parameter in _waiting:
+            raise ValueError(f"parameter {name!r} is split already and its trail waits for an optimizer")
+    family = SplitParameters(named, rounding)
+    for number, (name, parameter) in enumerate(named):
+        if parameter.dtype == torch.float32 and (predicate is None or predicate(name, parameter)):
+            trail = new_trail(parameter, number)
+            top = torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False)
+            _split(parameter.detach(), rounding, top, trail)
+            parameter.data = top
+            if parameter.grad is not None:
+                parameter.grad = None
+            family._waiting[name] = trail
+            _waiting[parameter] = _Waiting(family, name, checksum(top))
+    return family
+
+
+def check_parameter(parameter: Tensor, name: str) -> None:
+    """Raise UnsupportedTensor unless a split optimizer can train it."""
+    if parameter.dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedTensor(
+            f"{name} is {parameter.dtype}; split optimizers take float32 and bfloat16 (load or keep the model in float32)"
+        )
+    check_dense(parameter.detach(), name)
+
+
+def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
+    """Return the model's state dict with every split weight as the fp32 tensor that it stands for.
+
+    Args:
+        model: what the optimizer trains; wrapped in DistributedDataParallel or not.
+        optimizer: a split optimizer.
+
+    Returns:
+        A dictionary that a plain fp32 model loads: joined weights are new tensors, everything else is shared with the
+        model as in ``model.state_dict()``. Tied weights are one tensor under each of their names.
+    """
+    out: OrderedDict[str, Any] = OrderedDict()
+    joined: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and optimizer.trail(value) is not None:
+            if id(value) not in joined:
+                joined[id(value)] = optimizer.fp32(value)
+            out[name] = joined[id(value)]
+        else:
+            out[name] = value.detach() if isinstance(value, Tensor) else value
+    return out
+
+
+def load_fp32_state_dict(model: nn.Module, optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load an fp32 checkpoint of a model into split weights: tops and trails, no bit lost.
+
+    Args:
+        model: what the optimizer trains.
+        optimizer: a split optimizer; its momentum and other state stay as they are.
+        state: what ``state_dict()`` of the fp32 model, or `fp32_state_dict`, returned.
+
+    Raises:
+        ValueError: missing or unexpected names, other shapes or dtypes; nothing is changed then.
+    """
+    own = model.state_dict(keep_vars=True)
+    for what, names in (("misses", own.keys() - state.keys()), ("has unexpected", state.keys() - own.keys())):
+        if names:
+            raise ValueError(f"this checkpoint {what} {min(names)!r}")
+    for name, value in own.items():
+        given = state[name]
+        if isinstance(value, Tensor):
+            if not isinstance(given, Tensor) or given.shape != value.shape:
+                shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+                raise ValueError(f"{name!r} has shape {shape} in this checkpoint, {tuple(value.shape)} in the model")
+            if given.is_floating_point() != value.is_floating_point() or given.is_complex():
+                raise ValueError(f"{name!r} is {given.dtype} in this checkpoint, {value.dtype} in the model")
+    rest = {}
+    for name, value in own.items():
+        if isinstance(value, nn.Parameter) and optimizer.trail(value) is not None:
+            optimizer.set_fp32(value, state[name])
+        else:
+            rest[name] = state[name]
+    model.load_state_dict(rest, strict=False)

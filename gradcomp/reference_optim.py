@@ -1,0 +1,170 @@
+"""Split weights and their optimizers in NumPy, written to be read: the oracle of `gc_update`, `gc_split` and `gc_join`.
+
+Everything is float32 but norms; every line rounds once, `fma` included. The header states the same rules for C.
+References: Kingma and Ba 2015; Duchi et al. 2011; Loshchilov and Hutter 2019; You et al. 2020; "Split SGD" (IPEX).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+SUM_LANES = 16  # as in a block of sums
+TRUNCATE, NEAREST = "truncate", "nearest"
+
+
+def split(w: Floats, rounding: str = TRUNCATE) -> tuple[Array, Array]:
+    """Return (top, trail), uint16 each: the halves of fp32 numbers, or the top rounded (halves away from zero)."""
+    bits = w.view(np.uint32)
+    top, trail = bits >> 16, bits & 0xFFFF
+    if rounding == NEAREST:
+        top = np.where(np.isnan(w), top | 0x0040, top + (trail >> 15))
+    return top.astype(np.uint16), trail.astype(np.uint16)
+
+
+def join(top: Array, trail: Array, rounding: str = TRUNCATE) -> Floats:
+    """Return the fp32 numbers that `split` was given (under NEAREST signalling NaNs have become quiet)."""
+    high, low = top.astype(np.uint32), trail.astype(np.uint32)
+    if rounding == NEAREST:
+        high = np.where((high & 0x7FFF) > 0x7F80, high, high - (low >> 15))
+    return (high << 16 | low).view(np.float32)
+
+
+def fma(a: Any, b: Any, c: Any) -> Floats:
+    """Return a * b + c of float32 numbers, rounded once.
+
+    The product is exact in float64; the sum is rounded to odd there, after which rounding to float32 is the only one that
+    counts (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums").
+    """
+    with np.errstate(all="ignore"):
+        x, y, z = np.broadcast_arrays(*(np.asarray(v, np.float32).astype(np.float64) for v in (a, b, c)))
+        product = x * y
+        total = np.array(product + z)
+        back = total - product
+        error = (product - (total - back)) + (z - back)
+        even = (total.view(np.int64) & 1) == 0
+        towards = np.where(error > 0, np.inf, -np.inf)
+        inexact = np.isfinite(total) & (error != 0) & even
+        return np.where(inexact, np.nextafter(total, towards), total).astype(np.float32)
+
+
+def quiet(x: Floats) -> Floats:
+    """Return x with every NaN as 0x7FC00000, which is how updates store it."""
+    return np.where(np.isnan(x), np.uint32(0x7FC00000).view(np.float32), x).astype(np.float32)
+
+
+def sgd(
+    w: Floats,
+    g: Floats,
+    buffer: Floats | None,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    first: bool = False,
+) -> tuple[Floats, Floats | None]:
+    """Return new weights and momentum buffer after one step of SGD as torch.optim.SGD rounds it (once at each fma)."""
+    g = -g if maximize else g
+    if weight_decay:
+        g = fma(weight_decay, w, g)
+    if momentum and buffer is not None:
+        buffer = quiet(g if first else fma(1 - dampening, g, np.float32(momentum) * buffer))
+        g = fma(momentum, buffer, g) if nesterov else buffer
+    return quiet(fma(-lr, g, w)), buffer
+
+
+def adagrad(
+    w: Floats, g: Floats, total: Floats, step: int, *, lr: float, lr_decay: float, weight_decay: float, eps: float
+) -> tuple[Floats, Floats]:
+    """Return new weights and sum of squares after step number `step` (from 1) of Adagrad (Duchi et al. 2011)."""
+    if weight_decay:
+        g = fma(weight_decay, w, g)
+    total = quiet(fma(g, g, total))
+    size = np.float32(-lr / (1 + (step - 1) * lr_decay))
+    with np.errstate(all="ignore"):
+        return quiet(w + (size * g) / (np.sqrt(total) + np.float32(eps))), total
+
+
+def moments(first: Floats, second: Floats, g: Floats, betas: tuple[float, float]) -> tuple[Floats, Floats]:
+    """Return the running means of g and g^2 (Kingma and Ba 2015, algorithm 1)."""
+    keep = np.float32(1 - betas[0])
+    with np.errstate(all="ignore"):
+        change = g - first
+        first = fma(keep, change, first) if keep < 0.5 else fma(keep - np.float32(1), change, g)
+        return quiet(first), quiet(fma(np.float32(1 - betas[1]) * g, g, second * np.float32(betas[1])))
+
+
+def adamw(
+    w: Floats,
+    g: Floats,
+    first: Floats,
+    second: Floats,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> tuple[Floats, Floats, Floats]:
+    """Return new weights and moments after step number `step` of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+    if weight_decay:
+        w = w * np.float32(1 - lr * weight_decay)
+    first, second = moments(first, second, g, betas)
+    size = np.float32(-lr / (1 - betas[0] ** step))
+    with np.errstate(all="ignore"):
+        below = np.sqrt(second) / np.float32((1 - betas[1] ** step) ** 0.5) + np.float32(eps)
+        return quiet(w + (size * first) / below), first, second
+
+
+NORM_NUMEL = 1 << 16  # elements whose squares are added in lanes; the sums of such runs are added in order
+
+
+def norm(x: Floats) -> float:
+    """Return the L2 norm, in float64: 16 lanes a run of NORM_NUMEL elements, added as a block's, runs in order."""
+    total = 0.0
+    for start in range(0, len(x), NORM_NUMEL):
+        part = x[start : start + NORM_NUMEL].astype(np.float64)
+        padded = np.zeros(-(-len(part) // SUM_LANES) * SUM_LANES)
+        padded[: len(part)] = part * part
+        lanes = np.zeros(SUM_LANES)
+        for row in padded.reshape(-1, SUM_LANES):
+            lanes += row
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+        total += float(lanes[0])
+    return float(np.sqrt(total))
+
+
+def lamb(
+    w: Floats,
+    g: Floats,
+    first: Floats,
+    second: Floats,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    prescale: float = 1.0,
+) -> tuple[Floats, Floats, Floats]:
+    """Return new weights and moments after step number `step` of LAMB (You et al. 2020, algorithm 2, phi the identity).
+
+    `prescale` multiplies the gradient first: 1 / max(1, norm of all gradients) makes it NVLAMB.
+    """
+    first, second = moments(first, second, g if prescale == 1.0 else g * np.float32(prescale), betas)
+    with np.errstate(all="ignore"):
+        root = (1 - betas[1] ** step) ** 0.5  # both sides of the fraction times this: one division fewer
+        u = (np.float32(root / (1 - betas[0] ** step)) * first) / (np.sqrt(second) + np.float32(eps * root))
+    if weight_decay:
+        u = fma(weight_decay, w, u)
+    above, under = norm(w), norm(u)
+    trust = above / under if above > 0 and under > 0 else 1.0
+    return quiet(fma(np.float32(-lr * trust), u, w)), first, second

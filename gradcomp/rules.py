@@ -1,0 +1,54 @@
+"""What one call of the update kernels is told: rules (`gc_rule`), targets (`gc_target`), kinds and flags (gradcomp.h)."""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+import numpy as np
+
+RULE = np.dtype(
+    [(name, "<u4") for name in ("kind", "flags", "rounding")]
+    + [
+        (name, "<f4")
+        for name in (
+            "step_size",
+            "weight_decay",
+            "decay",
+            "momentum",
+            "keep",
+            "keep2",
+            "beta2",
+            "bias1",
+            "bias2",
+            "eps",
+            "prescale",
+        )
+    ]
+)
+TARGET = np.dtype(
+    [(name, "<u8") for name in ("weight", "trail", "gradient", "state0", "state1")]
+    + [("rule", "<u4"), ("gradient_dtype", "<u4")]
+)
+NO_RULE = 2**32 - 1  # in a target: segments of this parameter are passed over
+
+
+class Kind(IntEnum):
+    """What an update does; the arithmetic of each stands in native/include/gradcomp.h."""
+
+    SGD = 0
+    ADAGRAD = 1
+    ADAMW = 2
+    MOMENTS = 3
+    LAMB_START = 4
+    LAMB_NORMS = 5
+    LAMB_APPLY = 6
+    SQUARES = 7
+
+
+class Flag(IntFlag):
+    """How it does it."""
+
+    MAXIMIZE = 1
+    FIRST = 2
+    NESTEROV = 4
+    PRESCALE = 8
