@@ -20,7 +20,7 @@ from gradcomp.rng import RngKey
 from gradcomp.version import __version__
 
 if TYPE_CHECKING:
-    from gradcomp import ddp, server
+    from gradcomp import amp, ddp, server
 
 __all__ = [
     "Codec",
@@ -38,6 +38,7 @@ __all__ = [
     "UnsupportedTensor",
     "__version__",
     "all_reduce",
+    "amp",
     "codecs",
     "comm",
     "ddp",
@@ -46,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("ddp", "server"):
+    if name in ("amp", "ddp", "server"):
         import importlib
 
         return importlib.import_module(f"gradcomp.{name}")

@@ -170,6 +170,10 @@ class Engine:
         if self.feedback is not None:
             self.feedback.discard()
 
+    def follows(self, scale: Callable[[], float]) -> bool:
+        """Whether residuals are kept in units of this scale."""
+        return self._loss_scale == scale
+
     # ---- checkpoints, checks ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

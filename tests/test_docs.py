@@ -185,6 +185,7 @@ def public_names():
     names = {f"gradcomp.{n}": getattr(gradcomp, n) for n in gradcomp.__all__}
     names |= {f"gradcomp.comm.{n}": getattr(comm, n) for n in comm.__all__}
     names |= {f"gradcomp.server.{n}": getattr(gradcomp.server, n) for n in gradcomp.server.__all__}
+    names |= {f"gradcomp.amp.{n}": getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}
     for name, value in vars(gradcomp.ddp).items():
         if not name.startswith("_") and getattr(value, "__module__", None) == "gradcomp.ddp":  # defined there
             names[f"gradcomp.ddp.{name}"] = value
@@ -229,6 +230,7 @@ def test_signatures_are_those_of_the_code():
     shown = {"Ternary": gradcomp.Ternary, "OneBit": gradcomp.OneBit, "RngKey": gradcomp.RngKey}
     shown |= {"register": gradcomp.ddp.register, "GradientAverager": gradcomp.GradientAverager}
     shown |= {"all_reduce": gradcomp.all_reduce, "TorchCommunicator": comm.TorchCommunicator}
+    shown |= {n: getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}
     for name, value in shown.items():
         found = re.search(rf"^`{name}\(([^`]*)\)`", API, re.MULTILINE)
         assert found, name

@@ -1,0 +1,156 @@
+"""The all-in-one training step around a `DynamicLossScaler`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradcomp.amp.arguments import check_count, is_number
+from gradcomp.amp.scaler import DynamicLossScaler
+from gradcomp.controls import Controls
+from gradcomp.errors import GradcompError, UnsupportedTensor
+
+
+class DynamicLossScalingUpdater:
+    """One call for a whole training step: zero_grad, forward and backward, exchange, check, unscale, decay, step::
+
+        updater = gradcomp.amp.DynamicLossScalingUpdater(optimizer, loss_fn, data_feeder)
+        for _ in range(iterations):
+            loss = updater.update()
+
+    Args:
+        optimizer: updates the parameters.
+        loss_fn: called with a batch, returns the loss, one element; it runs the model.
+        data_feeder: called without arguments, returns the next batch.
+        scaler: a `DynamicLossScaler`; None makes one with its defaults.
+        accumulate: batches whose gradients make up one step. Their losses are averaged: n batches of equal size are one n
+            times as large, when the loss is a mean.
+        weight_decay: L2: ``weight_decay * parameter`` is added to each unscaled gradient. None: nothing is added.
+        clip: called without arguments on good unscaled gradients, before the decay: for ``clip_grad_norm_``.
+        on_overflow: "retry" draws new batches and tries again at once, with the smaller scale; "skip" returns.
+        max_retries: overflows in a row that "retry" bears within one `update`.
+        model: a DistributedDataParallel model: all but the last of the accumulated batches run under its ``no_sync()``.
+        compression: what `gradcomp.ddp.register` returned for `model`, or a `GradientAverager`, whose ``average()`` is then
+            called after the last backward. Made with ``grad_scaler=scaler``. A step left out leaves its residuals alone.
+
+    Raises:
+        ValueError: an argument out of its range, or ones that do not go together.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any], Tensor],
+        data_feeder: Callable[[], Any],
+        *,
+        scaler: DynamicLossScaler | None = None,
+        accumulate: int = 1,
+        weight_decay: float | None = None,
+        clip: Callable[[], object] | None = None,
+        on_overflow: str = "retry",
+        max_retries: int = 100,
+        model: torch.nn.Module | None = None,
+        compression: Controls | None = None,
+    ) -> None:
+        for name, value, wanted in (("optimizer", optimizer, Optimizer), ("scaler", scaler, DynamicLossScaler)):
+            if not isinstance(value, wanted) and not (name == "scaler" and value is None):
+                raise ValueError(f"{name} must be a {wanted.__name__}, got {type(value).__name__}")
+        for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder), ("clip", clip)):
+            if not callable(function) and not (name == "clip" and function is None):
+                raise ValueError(f"{name} must be callable, got {function!r}")
+        check_count("accumulate", accumulate, 1)
+        check_count("max_retries", max_retries, 0)
+        if weight_decay is not None and (not is_number(weight_decay) or not 0 <= weight_decay < math.inf):
+            raise ValueError(f"weight_decay must be None or a number of at least 0, got {weight_decay!r}")
+        if on_overflow not in ("retry", "skip"):
+            raise ValueError(f"on_overflow must be 'retry' or 'skip', got {on_overflow!r}")
+        if model is not None and not hasattr(model, "no_sync"):
+            raise ValueError(f"model must have no_sync(), as DistributedDataParallel has, got {type(model).__name__}")
+        self.optimizer, self.scaler = optimizer, scaler if scaler is not None else DynamicLossScaler()
+        if compression is not None:
+            if not isinstance(compression, Controls):
+                raise ValueError(
+                    "compression must be what gradcomp.ddp.register returned, or a GradientAverager, "
+                    f"got {type(compression).__name__}"
+                )
+            if not compression._engine.follows(self.scaler.get_scale):
+                raise ValueError("compression must be made with grad_scaler=scaler, the scaler that is passed here")
+        self._average: Callable[[], None] | None = getattr(compression, "average", None)
+        if compression is not None and self._average is None and model is None and accumulate > 1:
+            raise ValueError(f"accumulate={accumulate} under DDP needs model=, for its no_sync()")
+        self._loss_fn, self._data_feeder, self._clip = loss_fn, data_feeder, clip
+        self._accumulate, self._weight_decay = accumulate, weight_decay
+        self._max_retries = max_retries if on_overflow == "retry" else 0
+        self._fails = on_overflow == "retry"
+        self._model, self._compression = model, compression
+
+    def update(self) -> float:
+        """Make one training step, or, with ``on_overflow="skip"``, try to.
+
+        Returns:
+            The mean loss of the batches of the last attempt on this rank, not scaled.
+
+        Raises:
+            GradcompError: `max_retries` overflows in a row after a first one. Scale and parameters stay as the last attempt
+                left them, and the updater can go on.
+            ValueError: a loss that is not one element.
+
+        Also what `loss_fn`, `data_feeder`, the exchange and `DynamicLossScaler.unscale_` raise.
+        """
+        for _ in range(self._max_retries + 1):
+            loss = self._attempt()
+            if not self.scaler.last_step_skipped:
+                return loss
+        if not self._fails:
+            return loss
+        raise GradcompError(
+            f"the gradients overflowed {self._max_retries + 1} times in a row, the loss scale is {self.scaler.get_scale():g} "
+            "now: look for NaN and Inf in the batches, the loss and the parameters"
+        )
+
+    def _attempt(self) -> float:
+        """Run forward, backward, exchange, check and, unless it overflowed, the optimizer; return the mean loss."""
+        scaler, optimizer = self.scaler, self.optimizer
+        optimizer.zero_grad()
+        total = 0.0
+        for left in reversed(range(self._accumulate)):
+            with self._model.no_sync() if left and self._model is not None else nullcontext():  # type: ignore[operator]
+                loss = self._loss_fn(self._data_feeder())
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                    raise ValueError(f"loss_fn must return a tensor of one element, got {got}")
+                total += float(loss.detach())
+                scaler.scale(loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
+        if self._average is not None:
+            self._average()
+        scaler.unscale_(optimizer)
+        if not scaler._overflowed[optimizer]:
+            if self._clip is not None:
+                self._clip()
+            if self._weight_decay:
+                _decay(optimizer, self._weight_decay)
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.last_step_skipped and self._compression is not None:
+            self._compression.discard_step()
+        return total / self._accumulate
+
+
+@torch.no_grad()
+def _decay(optimizer: Optimizer, decay: float) -> None:
+    """Add decay * parameter to every gradient, in place."""
+    for group in optimizer.param_groups:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        for parameter in parameters:
+            if parameter.grad.layout is not torch.strided:
+                raise UnsupportedTensor(
+                    "gradient is sparse: weight_decay would make it dense; leave it to the optimizer"
+                )
+        if parameters:
+            torch._foreach_add_([p.grad for p in parameters], parameters, alpha=decay)
