@@ -10,7 +10,7 @@ import pytest
 import torch
 from _tables import GUARD, TIERS, guarded, same_bytes, tier, values
 
-from gradcomp import _native
+from gradcomp import NativeError, _native
 from gradcomp import reference as ref
 from gradcomp import reference_optim as optim
 from gradcomp.layout import SEGMENT, PayloadLayout, Slot, Table, whole_pieces
@@ -343,7 +343,7 @@ def test_parameters_without_a_rule_are_passed_over():
 
 
 def refused(status_of: Any) -> None:
-    with pytest.raises(_native.NativeError, match="GC_INVALID_ARGUMENT"):
+    with pytest.raises(NativeError, match="GC_INVALID_ARGUMENT"):
         status_of()
 
 

@@ -1,0 +1,59 @@
+"""The only door to the C kernels: pointers, lengths, status -> exception, and chunking over threads.
+
+Pointers are plain integers (``tensor.data_ptr()``, ``array.ctypes.data``); the caller keeps the memory alive. Kernels run
+without the GIL. A call over a segment table is shared out over at most ``torch.get_num_threads()`` threads; which thread
+does which row changes no bit of the result. No thread is started before the first call that is worth sharing.
+"""
+
+from gradcomp._native.kernels import (
+    copy,
+    copy_bytes,
+    crc32c,
+    lanes_decode,
+    lanes_validate,
+    onebit_encode,
+    onebit_sum_decode,
+    onebit_validate,
+    scales_validate,
+    ternary_encode,
+    ternary_scales,
+    ternary_sum_decode,
+    ternary_sum_lanes,
+    ternary_validate,
+    values_encode,
+    values_sum_decode,
+)
+from gradcomp._native.library import DTYPES, TORCH_DTYPES, ffi, lib, select_tier, tier, tiers
+from gradcomp._native.threads import thread_count
+from gradcomp._native.updates import Payloads, join, split, update
+
+__all__ = [
+    "DTYPES",
+    "TORCH_DTYPES",
+    "Payloads",
+    "copy",
+    "copy_bytes",
+    "crc32c",
+    "ffi",
+    "join",
+    "lanes_decode",
+    "lanes_validate",
+    "lib",
+    "onebit_encode",
+    "onebit_sum_decode",
+    "onebit_validate",
+    "scales_validate",
+    "select_tier",
+    "split",
+    "ternary_encode",
+    "ternary_scales",
+    "ternary_sum_decode",
+    "ternary_sum_lanes",
+    "ternary_validate",
+    "thread_count",
+    "tier",
+    "tiers",
+    "update",
+    "values_encode",
+    "values_sum_decode",
+]

@@ -1,0 +1,209 @@
+"""The kernels of codecs and exchanges. Pointers are plain integers; the caller keeps the memory alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradcomp._native.library import check, ffi, lib
+from gradcomp._native.threads import run
+
+if TYPE_CHECKING:
+    from gradcomp.layout import CopyTable, PayloadLayout, Table
+
+STREAM_NBYTES = 32 << 20  # outputs above this do not stay in a last-level cache anyway
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+
+def _bytes(address: int) -> Any:
+    return ffi.cast("uint8_t *", address)
+
+
+def payload_pointers(addresses: Sequence[int]) -> Any:
+    return ffi.new("const uint8_t *[]", [ffi.cast("const uint8_t *", a) for a in addresses])
+
+
+def _stream(layout_numel: int, dtype: int) -> int:
+    return int(lib.GC_STREAM) if layout_numel * (4 if dtype == 0 else 2) > STREAM_NBYTES else 0
+
+
+def ternary_scales(
+    src: int, dtype: int, layout: PayloadLayout, blocks: NDArray[Any], clip_sigma: float | None, scales: int
+) -> bool:
+    """Compute every group's scale; return True when a value is not finite.
+
+    Args:
+        src: address of a tensor of `dtype` that `layout` describes.
+        blocks: scratch, ``(layout.group_blocks[-1],)`` of `layout.BLOCK`.
+        scales: address of ``(layout.group_count,)`` float32.
+    """
+    flag = ffi.new("uint32_t *")
+    block = ffi.cast("gc_block *", blocks.ctypes.data)
+    source = ffi.cast("const void *", src)
+    run(
+        "gc_block_sums",
+        layout.packed,
+        lambda rows, count, _: lib.gc_block_sums(source, dtype, rows, count, block, flag),
+    )
+    status = lib.gc_ternary_scales(
+        block,
+        ffi.cast("const uint64_t *", layout.group_blocks.ctypes.data),
+        ffi.cast("const uint32_t *", layout.group_numels.ctypes.data),
+        layout.group_count,
+        -1.0 if clip_sigma is None else clip_sigma,
+        ffi.cast("float *", scales),
+    )
+    check(status, "gc_ternary_scales")
+    return bool(flag[0])
+
+
+def ternary_encode(src: int, dtype: int, table: Table, payload: int, key: tuple[int, int, int, int]) -> bool:
+    """Encode with the scales that stand in the payload; `key` is (seed, rank, step, stream). True: not finite."""
+    flag = ffi.new("uint32_t *")
+    source, out, rng = ffi.cast("const void *", src), _bytes(payload), ffi.new("gc_rng_key *", key)[0]
+    run(
+        "gc_ternary_encode",
+        table,
+        lambda rows, count, _: lib.gc_ternary_encode(source, dtype, rows, count, out, rng, flag),
+    )
+    return bool(flag[0])
+
+
+def ternary_sum_decode(payloads: Sequence[int], shared: bool, table: Table, out: int, dtype: int) -> bool:
+    """Average payloads into a tensor of `dtype`; True when a value written is not finite."""
+    flag, pointers, target = ffi.new("uint32_t *"), payload_pointers(payloads), ffi.cast("void *", out)
+    number, stream = len(payloads), _stream(table.numel, dtype)
+    run(
+        "gc_ternary_sum_decode",
+        table,
+        lambda rows, count, _: lib.gc_ternary_sum_decode(
+            pointers, number, shared, rows, count, target, dtype, stream, flag
+        ),
+    )
+    return bool(flag[0])
+
+
+def ternary_sum_lanes(payloads: Sequence[int], source: Table, target: Table, lane_bits: int, out: int) -> None:
+    """Write the integer sums of ternary payloads as lanes; `source` and `target` are parallel tables."""
+    pointers, number, bytes_out = payload_pointers(payloads), len(payloads), _bytes(out)
+    rows_out = ffi.cast("const gc_segment *", target.address)
+    run(
+        "gc_ternary_sum_lanes",
+        source,
+        lambda rows, count, first: lib.gc_ternary_sum_lanes(
+            pointers, number, rows, rows_out + first, count, lane_bits, bytes_out
+        ),
+    )
+
+
+def lanes_decode(payload: int, world_size: int, lane_bits: int, table: Table, out: int, dtype: int) -> bool:
+    """Turn integer sums into averages; True when a value written is not finite."""
+    flag, source, target = ffi.new("uint32_t *"), _bytes(payload), ffi.cast("void *", out)
+    stream = _stream(table.numel, dtype)
+    run(
+        "gc_lanes_decode",
+        table,
+        lambda rows, count, _: lib.gc_lanes_decode(
+            source, world_size, lane_bits, rows, count, target, dtype, stream, flag
+        ),
+    )
+    return bool(flag[0])
+
+
+def onebit_encode(src: int, dtype: int, table: Table, residual_in: int, residual_out: int, payload: int) -> bool:
+    """Encode with error feedback (address 0: none); True when a value is not finite."""
+    flag, source, out = ffi.new("uint32_t *"), ffi.cast("const void *", src), _bytes(payload)
+    old, new = ffi.cast("const float *", residual_in), ffi.cast("float *", residual_out)
+    run(
+        "gc_onebit_encode",
+        table,
+        lambda rows, count, _: lib.gc_onebit_encode(source, dtype, rows, count, old, new, out, flag),
+    )
+    return bool(flag[0])
+
+
+def onebit_sum_decode(payloads: Sequence[int], table: Table, out: int, dtype: int) -> bool:
+    """Average payloads into a tensor of `dtype`; True when a value written is not finite."""
+    flag, pointers, target = ffi.new("uint32_t *"), payload_pointers(payloads), ffi.cast("void *", out)
+    number, stream = len(payloads), _stream(table.numel, dtype)
+    run(
+        "gc_onebit_sum_decode",
+        table,
+        lambda rows, count, _: lib.gc_onebit_sum_decode(pointers, number, rows, count, target, dtype, stream, flag),
+    )
+    return bool(flag[0])
+
+
+def values_encode(src: int, dtype: int, table: Table, value_dtype: int, payload: int) -> bool:
+    """Copy values into a payload as float32 (0) or bfloat16 (1); True when one is not finite."""
+    flag, source, out = ffi.new("uint32_t *"), ffi.cast("const void *", src), _bytes(payload)
+    run(
+        "gc_values_encode",
+        table,
+        lambda rows, count, _: lib.gc_values_encode(source, dtype, rows, count, value_dtype, out, flag),
+    )
+    return bool(flag[0])
+
+
+def values_sum_decode(payloads: Sequence[int], value_dtype: int, table: Table, out: int, dtype: int) -> bool:
+    """Average plain values in payload order; True when a value written is not finite."""
+    flag, pointers, target = ffi.new("uint32_t *"), payload_pointers(payloads), ffi.cast("void *", out)
+    number, stream = len(payloads), _stream(table.numel, dtype)
+    run(
+        "gc_values_sum_decode",
+        table,
+        lambda rows, count, _: lib.gc_values_sum_decode(
+            pointers, number, value_dtype, rows, count, target, dtype, stream, flag
+        ),
+    )
+    return bool(flag[0])
+
+
+# ---- checks, copies ------------------------------------------------------------------------------------------------
+
+
+def ternary_validate(payload: int, table: Table) -> None:
+    """Raise CorruptPayload for a code 11 or wrong padding."""
+    source = _bytes(payload)
+    run("gc_ternary_validate", table, lambda rows, count, _: lib.gc_ternary_validate(source, rows, count))
+
+
+def onebit_validate(payload: int, table: Table) -> None:
+    """Raise CorruptPayload for padding other than 0."""
+    source = _bytes(payload)
+    run("gc_onebit_validate", table, lambda rows, count, _: lib.gc_onebit_validate(source, rows, count))
+
+
+def lanes_validate(payload: int, world_size: int, lane_bits: int, table: Table) -> None:
+    """Raise CorruptPayload for a lane above 2 * world_size or padding other than 0."""
+    source = _bytes(payload)
+    run(
+        "gc_lanes_validate",
+        table,
+        lambda rows, count, _: lib.gc_lanes_validate(source, world_size, lane_bits, rows, count),
+    )
+
+
+def scales_validate(scales: int, scale_count: int, *, non_negative: bool) -> None:
+    """Raise CorruptPayload unless every scale is finite and, if asked for, not negative."""
+    check(lib.gc_scales_validate(_bytes(scales), scale_count, non_negative), "gc_scales_validate")
+
+
+def crc32c(data: NDArray[np.uint8], crc: int = 0) -> int:
+    """Return the CRC-32C of contiguous bytes, continuing `crc`."""
+    return int(lib.gc_crc32c(crc, _bytes(data.ctypes.data), data.size))
+
+
+def copy(dst: int, src: int, table: CopyTable) -> None:
+    """Copy every byte range of a table."""
+    rows = ffi.cast("const gc_copy_range *", table.address)
+    check(lib.gc_copy(_bytes(dst), _bytes(src), rows, len(table.rows)), "gc_copy")
+
+
+def copy_bytes(dst: int, src: int, nbytes: int) -> None:
+    """Copy `nbytes` bytes between two addresses that do not overlap."""
+    ffi.memmove(_bytes(dst), _bytes(src), nbytes)

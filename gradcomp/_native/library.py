@@ -1,0 +1,73 @@
+"""The compiled library: status -> exception, and which tier of kernels is in use."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from gradcomp._gc import ffi, lib
+from gradcomp.errors import CorruptPayload, NativeError
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
+DISABLE_VARIABLE = "GRADCOMP_DISABLE_CPU_FEATURES"
+
+_CHECKS = {
+    "GC_FORBIDDEN_CODE": ("code", "a ternary code 11"),
+    "GC_BAD_PADDING": ("padding", "padding bits are not what the format pins"),
+    "GC_LANE_RANGE": ("lane", "an integer lane above 2 * world_size"),
+    "GC_BAD_SCALE": ("scale", "a scale that is not finite, or negative"),
+}
+
+
+def check(status: int, function: str) -> None:
+    """Raise what a status code stands for: the one place that does."""
+    if status == lib.GC_OK:
+        return
+    name = ffi.string(lib.gc_status_name(status)).decode()
+    if name in _CHECKS:
+        raise CorruptPayload(*_CHECKS[name])
+    raise NativeError(name, function)
+
+
+def tiers() -> list[str]:
+    """Return the names of the tiers that this build and this CPU can run, slowest first."""
+    return [_tier_name(t) for t in range(lib.gc_tier_count()) if lib.gc_tier_supported(t)]
+
+
+def tier() -> str:
+    """Return the name of the tier in use."""
+    return _tier_name(lib.gc_tier_current())
+
+
+def select_tier(name: str) -> None:
+    """Use another tier; not while kernels run.
+
+    Raises:
+        ValueError: a name that this machine does not have.
+    """
+    for number in range(lib.gc_tier_count()):
+        if _tier_name(number) == name and lib.gc_tier_supported(number):
+            check(lib.gc_tier_select(number), "gc_tier_select")
+            return
+    raise ValueError(f"unknown or unsupported tier {name!r}; this machine has {tiers()}")
+
+
+def _tier_name(number: int) -> str:
+    return str(ffi.string(lib.gc_tier_name(number)).decode())
+
+
+def _select_from_environment(value: str) -> None:
+    """Take the best tier that needs none of the comma-separated features in `value`."""
+    needs = {"portable": set[str](), "avx2": {"avx2", "fma", "f16c", "sse4.2"}}
+    off = {word.strip().lower() for word in value.split(",") if word.strip()}
+    known = set[str]().union(*needs.values())
+    if off - known:
+        raise ValueError(
+            f"{DISABLE_VARIABLE}={value!r}: unknown feature {min(off - known)!r}, known are {sorted(known)}"
+        )
+    select_tier([name for name in tiers() if not needs[name] & off][-1])
+
+
+_select_from_environment(os.environ.get(DISABLE_VARIABLE, ""))
