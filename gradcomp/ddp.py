@@ -18,6 +18,8 @@ from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.controls import Controls
 from gradcomp.engine import Engine
 from gradcomp.errors import GradcompError, UnsupportedTensor
+from gradcomp.fused import FusedGradients, replicated, state_digest, why_not_fused
+from gradcomp.optim import SplitOptimizer
 from gradcomp.options import Options, names, read_scaler
 
 logger = logging.getLogger("gradcomp")
@@ -72,17 +74,46 @@ class CompressionState(Controls):
         own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=timeout_s)
         try:
             self._engine = Engine(named, codec, own_comm, options, scale)
+            self._fused = self._fuse(optimizer, has_scaler=scale is not None)
         except BaseException:
             if comm is None:
                 own_comm.close()
             raise
         self._pre_hook = model.register_forward_pre_hook(self._raise_if_failed)
         if own_comm.rank == 0:
-            logger.info(self._engine.describe())
+            logger.info(self.describe())
+
+    def _fuse(self, optimizer: Any, *, has_scaler: bool) -> FusedGradients | None:
+        """Have a split optimizer take its gradients from payloads, where it can; its state must be alike on all ranks."""
+        engine = self._engine
+        self._not_fused = "" if optimizer is None else why_not_fused(optimizer, engine, has_scaler=has_scaler)
+        engine.keeps_packed = optimizer is not None and not self._not_fused
+        if isinstance(optimizer, SplitOptimizer):
+            engine.replicated = lambda: replicated(optimizer, engine)
+            engine.agree_on(optimizer=(type(optimizer).__name__, self._not_fused, state_digest(optimizer, engine)))
+        return FusedGradients(engine, optimizer) if engine.keeps_packed else None
+
+    def describe(self) -> str:
+        """Return one line: what is compressed, what is not, the exchange, the expected ratio, what updates are fused."""
+        line = self._engine.describe()
+        if self._fused is not None:
+            line += "; updates go straight from payloads to weights"
+        return f"{line}; updates are not fused: {self._not_fused}" if self._not_fused else line
+
+    def materialize_gradients(self) -> None:
+        """Write the averaged gradients of the last backward to every `p.grad` where they are still packed.
+
+        For what needs to see or change them before ``optimizer.step()``: clipping, norms, a loss scaler. The step then
+        takes them from there. Nothing happens where they are there already.
+        """
+        if self._fused is not None:
+            self._fused.materialize()
 
     def close(self) -> None:
         """Stop the threads and give the process groups back; the model cannot train on after it."""
         self._pre_hook.remove()
+        if self._fused is not None:
+            self._fused.close()
         self._engine.close()
 
     def __repr__(self) -> str:
@@ -108,6 +139,8 @@ class CompressionState(Controls):
             return future
         try:
             if bucket.index() == 0:  # DDP launches buckets in order, also from the inner backwards of checkpointing
+                if self._fused is not None:
+                    self._fused.drop()
                 engine.begin_step()
             engine.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
         except Exception as error:  # noqa: BLE001 - finish_step raises it out of backward
@@ -115,10 +148,15 @@ class CompressionState(Controls):
             if not future.done():
                 future.set_result(buffer)
         if bucket.is_last() and in_backward:
-            Variable._execution_engine.queue_callback(engine.finish_step)
+            Variable._execution_engine.queue_callback(self._finish)
         elif bucket.is_last():  # join(): this rank has run out of data and plays along
             engine.finish_step()
         return future
+
+    def _finish(self) -> None:
+        self._engine.finish_step()
+        if self._fused is not None:  # after DDP's own callback, which copies buckets to gradients
+            Variable._execution_engine.queue_callback(self._fused.place)
 
     def _place(self, bucket: dist.GradBucket) -> tuple[tuple[int, int], ...]:  # type: ignore[name-defined]
         """Return (parameter position, offset) of every tensor in the bucket."""
@@ -177,19 +215,22 @@ def register(
             between nodes.
         nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal GRADCOMP_HOST_ID, or
             else equal host name.
-        optimizer: the optimizer of this model, checked to update these parameters.
+        optimizer: the optimizer of this model, checked to update these parameters. A split optimizer (`gradcomp.optim`)
+            of all trained parameters then updates weights straight from the payloads: no averaged gradient is written,
+            and `p.grad` is a NaN placeholder after backward (see `CompressionState.materialize_gradients`).
         grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a whole step at a time.
             A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
         transactional: commit residuals only if no bucket of the step held NaN or Inf; on by default with `grad_scaler`.
         timeout_s: seconds after which a silent peer is given up.
 
     Returns:
-        The state: `stats`, `state_dict`, `discard_step`, `check_replicas`, `close`.
+        The state: `stats`, `state_dict`, `discard_step`, `check_replicas`, `materialize_gradients`, `close`.
 
     Raises:
         TypeError: `model` is not wrapped in DDP.
         UnsupportedTensor: a parameter's dtype, device or layout.
         ValueError: an option out of its range; the message has the value.
+        PeerMismatch: (split optimizers) "optimizer": its state, trails included, is not the same on every rank.
 
     Later, out of ``loss.backward()`` on every rank: PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor.
     """

@@ -6,19 +6,17 @@ the peers on each layout before the first byte of it moves (the fingerprint), an
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradcomp import fingerprint, wire
+from gradcomp import fingerprint, replicas, wire
 from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.codecs.base import check_tensor
 from gradcomp.comm.base import Channel, Communicator
-from gradcomp.errors import GradcompError, PeerLost, PeerMismatch
+from gradcomp.errors import GradcompError, PeerLost
 from gradcomp.exchange import Exchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, describe_parameters, layout_digest
@@ -28,6 +26,7 @@ from gradcomp.routes import make_route
 from gradcomp.stats import Stats, ring_bytes
 
 STATE_VERSION = 1
+Members = tuple[tuple[int, int], ...]  # (position of a parameter, its first element in the bucket), in bucket order
 
 
 def _read_numbers(state: Mapping[str, Any]) -> tuple[int, float]:
@@ -54,6 +53,12 @@ class Engine:
         comm: moves the bytes; closed with the engine.
         options: see `Options`.
         loss_scale: returns the scale that the gradients of this step carry.
+
+    Attributes:
+        keeps_packed: leave averages packed in the exchanges (`submitted`) where that is safe. To be set before the first
+            bucket.
+        submitted: exchange and members of every bucket of the last step.
+        replicated: returns what else must be the same on every rank, (name, tensor) pairs for `check_replicas`.
     """
 
     def __init__(
@@ -79,7 +84,9 @@ class Engine:
         self._loss_scale, self._scale = loss_scale, 1.0
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._open = False
-        self._submitted: list[Exchange] = []
+        self.keeps_packed = False
+        self.submitted: list[tuple[Exchange, Members]] = []
+        self.replicated: Callable[[], list[tuple[str, Tensor]]] = list
         self._first_submit = self._last_done = 0.0
         self._layouts_changed = False
         self._step_numel = 0
@@ -97,7 +104,7 @@ class Engine:
             raise self.pipeline.error
         if self._open:  # the backward before was abandoned by an exception of the user's
             self.pipeline.wait()
-        self._open, self._submitted, self._step_numel = True, [], 0
+        self._open, self.submitted, self._step_numel = True, [], 0
         if self.feedback is not None:
             self.feedback.begin_step()
         if self._loss_scale is not None:
@@ -105,7 +112,7 @@ class Engine:
             if scale != self._scale:
                 self._rescale(scale)
 
-    def submit(self, buffer: Tensor, members: tuple[tuple[int, int], ...], done: Callable[[], None]) -> None:
+    def submit(self, buffer: Tensor, members: Members, done: Callable[[], None]) -> None:
         """Average one bucket in place.
 
         Args:
@@ -114,9 +121,9 @@ class Engine:
             done: called when the average stands in the buffer, or NaN after a failure.
         """
         check_tensor(buffer, "the bucket")
-        number = len(self._submitted)
+        number = len(self.submitted)
         exchange, new = self._exchange(buffer, members)
-        self._submitted.append(exchange)
+        self.submitted.append((exchange, members))
         if number == 0:
             self._first_submit = time.perf_counter()
         exchange.begin(buffer, self.step, number)
@@ -149,11 +156,12 @@ class Engine:
         """
         begun = time.perf_counter()
         self.pipeline.wait()
-        if self._submitted:
+        if self.submitted:
             self.stats.add_seconds("hidden", max(0.0, min(begun, self._last_done) - self._first_submit))
             self._forget_old_layouts()
-        if self.options.transactional and not any(e.flagged for e in self._submitted):
-            for exchange in self._submitted:
+        exchanges = [exchange for exchange, _ in self.submitted]
+        if self.options.transactional and not any(e.flagged for e in exchanges):
+            for exchange in exchanges:
                 exchange.commit()
         self._open = False
         self.stats.baseline_bytes += ring_bytes(self._step_numel, self.comm.world_size)
@@ -237,23 +245,16 @@ class Engine:
             self._rescale(1.0)  # saved under a loss scaler, resumed without one
 
     def check_replicas(self) -> None:
-        """Compare a hash of all parameters over the ranks.
+        """Compare a hash of all parameters, and of `replicated`, over the ranks.
 
         Raises:
             PeerMismatch: field "parameter <name>" and the first rank whose bits differ from rank 0's.
             PeerLost: a rank did not answer.
         """
         self.pipeline.wait()
-        digests = b""
-        for _, tensor in self.named:
-            raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-            digests += hashlib.blake2b(raw.tobytes(), digest_size=16).digest()
-        everyone = self._gather(digests, "check_replicas", -1)
-        for rank, theirs in enumerate(everyone):
-            for number, (name, _) in enumerate(self.named):
-                part = slice(16 * number, 16 * number + 16)
-                if theirs[part] != everyone[0][part]:
-                    raise PeerMismatch(f"parameter {name}", rank, everyone[0][part].hex(), theirs[part].hex())
+        named = [(f"parameter {name}", tensor) for name, tensor in self.named] + self.replicated()
+        everyone = self._gather(replicas.digests(t for _, t in named), "check_replicas", -1)
+        replicas.compare([name for name, _ in named], everyone)
 
     def describe(self) -> str:
         """Return one line that says what is on."""
@@ -308,7 +309,7 @@ class Engine:
             return feedback, None
         return feedback, feedback.owned(self.route.owner_numel)
 
-    def _slots(self, members: tuple[tuple[int, int], ...]) -> list[Slot]:
+    def _slots(self, members: Members) -> list[Slot]:
         slots = []
         for index, offset in members:
             p = self.parameters[index]
@@ -325,9 +326,7 @@ class Engine:
         offsets = {s.index: own.offset(s.index) for s in slots if s.compressed} if own else None
         return self.route.plan(slots, codec, offsets)
 
-    def _exchange(
-        self, buffer: Tensor, members: tuple[tuple[int, int], ...]
-    ) -> tuple[Exchange, list[int] | None]:
+    def _exchange(self, buffer: Tensor, members: Members) -> tuple[Exchange, list[int] | None]:
         """Return the exchange of a bucket, and the fingerprint to agree on if its layout is new."""
         plain = self.step < self.options.start_step
         place = (members, buffer.dtype, plain)
@@ -348,13 +347,14 @@ class Engine:
             owner_feedback=None if plain else self.owner_feedback,
             seed=codec.seed,
             timeout_s=self.options.timeout_s,
+            keeps_packed=self.keeps_packed,
         )
         return self._exchanges[place], self._fingerprint(slots, buffer)
 
     def _forget_old_layouts(self) -> None:
         """Free the buffers of layouts that a bucket rebuild has replaced."""
         if self._layouts_changed:
-            self._exchanges = {k: e for k, e in self._exchanges.items() if e in self._submitted}
+            self._exchanges = {k: e for k, e in self._exchanges.items() if any(e is s for s, _ in self.submitted)}
             self._layouts_changed = False
 
     def _fingerprint(self, slots: list[Slot], buffer: Tensor) -> list[int]:
@@ -375,8 +375,12 @@ class Engine:
             world_size=self.comm.world_size,
             transactional=int(options.transactional),
             parameter_count=len(self.parameters),
-            bucket=len(self._submitted),
+            bucket=len(self.submitted),
         )
+
+    def agree_on(self, **values: object) -> None:
+        """Raise PeerMismatch on every rank unless these fields of the fingerprint are the same on all. Collective."""
+        self._agree(fingerprint.record(wire_version=wire.VERSION, **values), -1)
 
     def _agree(self, mine: list[int], bucket: int) -> None:
         """Compare a fingerprint over the ranks; raise PeerMismatch on every one of them if it differs."""

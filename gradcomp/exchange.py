@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp import _native, wire
+from gradcomp.averages import Averages
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
@@ -35,6 +36,9 @@ class Exchange(Protocol):
 
     @property
     def flagged(self) -> bool: ...
+
+    @property
+    def averages(self) -> Averages | None: ...
 
     @property
     def stages(self) -> tuple[Callable[[], None], ...]: ...
@@ -70,7 +74,10 @@ class BucketExchange:
         seed: int = 0,
         draw_rank: int | None = None,
         timeout_s: float = 300.0,
+        keeps_packed: bool = False,
     ) -> None:
+        self.averages: Averages | None = None
+        self._keeps_packed = keeps_packed
         self.plan, self.comm, self.stats = plan, comm, stats
         self.feedback, self.owner_feedback = feedback, owner_feedback
         self._seed, self.timeout_s = seed, timeout_s
@@ -116,6 +123,7 @@ class BucketExchange:
         self._nonfinite = flagged  # on any rank
         self._work: Work | None = None
         self._flagged = False
+        self.averages = None
         self.stats.add_bytes(self.plan.sent_nbytes, self.plan.received_nbytes)
 
     def measure(self) -> None:
@@ -191,7 +199,7 @@ class BucketExchange:
         self._flagged = self._nonfinite
 
     def finish(self) -> None:
-        """Wait for the second phase and write the average into the bucket; keep the new residuals unless told not to."""
+        """Wait for the second phase and write the average into the bucket, or keep it packed in `averages`."""
         plan, out = self.plan, self._buffer.data_ptr()
         overflow = False
         if plan.scatters and not self._nonfinite:
@@ -199,15 +207,15 @@ class BucketExchange:
         with self._timed("decode"):
             if plan.scatters and not self._nonfinite:
                 own, stride = self._second_send.data_ptr(), plan.second_nbytes
-                payloads = self._check_all(plan.second_codec, self._second_recv, stride, plan.second, own)
+                self._payloads = self._check_all(plan.second_codec, self._second_recv, stride, plan.second, own)
                 self._nonfinite |= self._own_bad
-                if not self._nonfinite:
-                    for layout, payload in zip(plan.second, payloads, strict=True):
-                        overflow |= self._decode_second(payload, layout, out)
-            elif not self._nonfinite:
-                overflow = plan.codec.decode_body(self._payloads, plan.local, out, self._dtype)
+            averages = Averages(plan, self._payloads, self._dtype)
             if self._nonfinite:
                 self._buffer.fill_(float("nan"))
+            elif self._keeps_packed and averages.are_safe():
+                self.averages = averages
+            else:
+                overflow = averages.decode(out)
         self._flagged = self._nonfinite or overflow
         if self._flagged:
             self.stats.nonfinite_buckets += 1
@@ -253,14 +261,6 @@ class BucketExchange:
         owned = [p.slot.index for p in second.pieces if p.slot.compressed]
         old, new = self.owner_feedback.addresses(owned) if self.owner_feedback else (0, 0)
         return codec.encode_body(shard, 0, second, out, self._key(STREAM_SECOND), old, new)
-
-    def _decode_second(self, payload: int, layout: PayloadLayout, out: int) -> bool:
-        plan = self.plan
-        if not plan.exact:
-            return plan.second_codec.decode_body([payload], layout, out, self._dtype)
-        bits, n = layout.form.bits, plan.world_size
-        bad = _native.lanes_decode(payload, n, bits, layout.packed, out, self._dtype)
-        return _native.values_sum_decode([payload], 0, layout.plain, out, self._dtype) or bad
 
     def _check_all(
         self, codec: Codec, recv: Tensor, stride: int, layouts: Sequence[PayloadLayout], own: int

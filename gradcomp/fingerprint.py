@@ -1,6 +1,6 @@
 """The record by which ranks see, before the first byte of a bucket moves, that they all mean the same thing.
 
-Sixteen u64: numbers as they are, everything else as a 64-bit hash of its text. It is all-gathered for every new bucket
+Seventeen u64: numbers as they are, everything else as a 64-bit hash of its text. It is all-gathered for every new bucket
 layout; the first field that differs from rank 0's is named on every rank.
 """
 
@@ -29,6 +29,7 @@ FIELDS = (
     "transactional",
     "parameter_count",
     "bucket",
+    "optimizer",
 )
 _RECORD = struct.Struct(f"<{len(FIELDS)}Q")
 NBYTES = _RECORD.size

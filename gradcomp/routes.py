@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradcomp.averages import Averages
 from gradcomp.codecs import Codec, Identity
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.nodes import Nodes, find_nodes, join_nodes
@@ -159,8 +160,8 @@ class NodeRoute:
         return NodePlan(first, BucketPlan(codec, shards, strategy, across.world_size, across.rank, own))
 
     def exchange(self, plan: NodePlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
-        timeout_s = options.get("timeout_s", 300.0)
-        inside = BucketExchange(plan.inside, self._nodes.inside, dtype, stats.inside_nodes, timeout_s=timeout_s)
+        last = {"timeout_s": options.get("timeout_s", 300.0), "keeps_packed": options.pop("keeps_packed", False)}
+        inside = BucketExchange(plan.inside, self._nodes.inside, dtype, stats.inside_nodes, **last)
         options["draw_rank"] = self._comm.rank
         return NodeExchange(inside, BucketExchange(plan.across, self._nodes.across, torch.float32, stats, **options))
 
@@ -191,6 +192,11 @@ class NodeExchange:
     def flagged(self) -> bool:
         """Whether some rank's bucket, or the average, is not finite."""
         return self._inside.flagged
+
+    @property
+    def averages(self) -> Averages | None:
+        """The averages, where they are kept packed."""
+        return self._inside.averages
 
     @property
     def stages(self) -> tuple[Callable[[], None], ...]:

@@ -15,16 +15,18 @@ ROOT = Path(__file__).parents[1]
 # Top to bottom; a room imports only from rooms below it (rooms of one layer only where listed together on purpose).
 LAYERS = [
     {"bench", "launch", "__main__", "__init__"},
-    {"ddp", "averager", "server", "onebit_sgd", "optim", "amp", "plan"},
-    {"controls"},
+    {"ddp", "averager", "server", "onebit_sgd", "amp", "plan"},
+    {"fused"},
+    {"controls", "optim"},
     {"engine"},
     {"pipeline"},
     {"routes"},
     {"exchange"},
+    {"averages"},
     {"sizing"},
     {"feedback", "codecs", "comm"},
     {"wire"},
-    {"layout", "rules", "rng", "stats", "fingerprint"},
+    {"layout", "rules", "rng", "stats", "fingerprint", "replicas"},
     {"_native"},
     {"errors", "version", "options"},
 ]

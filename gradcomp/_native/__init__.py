@@ -6,6 +6,7 @@ does which row changes no bit of the result. No thread is started before the fir
 """
 
 from gradcomp._native.kernels import (
+    bytes_at,
     copy,
     copy_bytes,
     crc32c,
@@ -31,6 +32,7 @@ __all__ = [
     "DTYPES",
     "TORCH_DTYPES",
     "Payloads",
+    "bytes_at",
     "copy",
     "copy_bytes",
     "crc32c",

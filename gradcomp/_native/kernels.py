@@ -204,6 +204,11 @@ def copy(dst: int, src: int, table: CopyTable) -> None:
     check(lib.gc_copy(_bytes(dst), _bytes(src), rows, len(table.rows)), "gc_copy")
 
 
+def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """Return the bytes at an address as an array that shares them."""
+    return np.frombuffer(ffi.buffer(ffi.cast("char *", address), nbytes), np.uint8)
+
+
 def copy_bytes(dst: int, src: int, nbytes: int) -> None:
     """Copy `nbytes` bytes between two addresses that do not overlap."""
     ffi.memmove(_bytes(dst), _bytes(src), nbytes)

@@ -9,6 +9,8 @@ import torch
 from gradcomp._gc import ffi, lib
 from gradcomp.errors import CorruptPayload, NativeError
 
+__all__ = ["DTYPES", "TORCH_DTYPES", "check", "ffi", "lib", "select_tier", "tier", "tiers"]
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 DISABLE_VARIABLE = "GRADCOMP_DISABLE_CPU_FEATURES"

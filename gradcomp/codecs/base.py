@@ -191,6 +191,10 @@ class Codec(ABC):
         """Write the average of the compressed pieces."""
 
     @abstractmethod
+    def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
+        """Return what `decode_packed` decodes, for updates that need the averages once, rounded to `dtype`."""
+
+    @abstractmethod
     def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
         """Raise CorruptPayload for scales and codes that an encoder does not write."""
 

@@ -37,6 +37,9 @@ class Identity(Codec):
     def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
         return _native.values_sum_decode(payloads, self._value_dtype, layout.packed, out, dtype)
 
+    def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
+        return _native.Payloads(addresses, "values", dtype, value_dtype=self._value_dtype)
+
     def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
         """Accept any value: NaN and Inf are what they are."""
 

@@ -63,6 +63,9 @@ class OneBit(Codec):
     def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
         return _native.onebit_sum_decode(payloads, layout.packed, out, dtype)
 
+    def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
+        return _native.Payloads(addresses, "onebit", dtype)
+
     def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
         _native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=False)
         _native.onebit_validate(payload, layout.packed)

@@ -133,6 +133,9 @@ class Ternary(Codec):
     def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
         return _native.ternary_sum_decode(payloads, self.shares_scale, layout.packed, out, dtype)
 
+    def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
+        return _native.Payloads(addresses, "ternary", dtype, shared=self.shares_scale)
+
     def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
         _native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=True)
         _native.ternary_validate(payload, layout.packed)
