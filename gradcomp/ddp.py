@@ -34,6 +34,7 @@ class CompressionState(Controls):
     """
 
     _detached = False
+    _task = -1  # the backward whose step is open
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class CompressionState(Controls):
                 f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; "
                 "for a model without DDP use gradcomp.GradientAverager"
             )
+        _check_dtypes(model)
         scale, whole_steps = read_scaler(grad_scaler, transactional)
         exclude = names(exclude)
         options = Options(
@@ -131,29 +133,37 @@ class CompressionState(Controls):
         buffer = bucket.buffer()
         if self._detached:
             raise GradcompError("this is a copy of a model with gradcomp: it does not train; register the copy itself")
-        engine, in_backward = self._engine, torch._C._current_graph_task_id() != -1
+        engine, task = self._engine, torch._C._current_graph_task_id()
+        in_backward = task != -1
+        # in the first backward of a static graph every bucket has index 0 and none is the last
+        is_more = in_backward and bucket.index() == 0 and task == self._task
+        is_second = is_more and len(engine.submitted) == 1
         if engine.comm.world_size == 1:
             if bucket.is_last():
                 engine.pass_step()
             future.set_result(buffer)
             return future
         try:
-            if bucket.index() == 0:  # DDP launches buckets in order, also from the inner backwards of checkpointing
+            if bucket.index() == 0 and not is_more:  # DDP launches buckets in order, also from the inner backwards of checkpointing
                 if self._fused is not None:
                     self._fused.drop()
+                self._task = task
                 engine.begin_step()
             engine.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
         except Exception as error:  # noqa: BLE001 - finish_step raises it out of backward
             engine.pipeline.fail(error)
             if not future.done():
                 future.set_result(buffer)
-        if bucket.is_last() and in_backward:
+        if (bucket.is_last() or is_second) and in_backward:
             Variable._execution_engine.queue_callback(self._finish)
         elif bucket.is_last():  # join(): this rank has run out of data and plays along
             engine.finish_step()
+            for exchange, _ in engine.submitted:
+                exchange.unpack()
         return future
 
     def _finish(self) -> None:
+        self._task = -1
         self._engine.finish_step()
         if self._fused is not None:  # after DDP's own callback, which copies buckets to gradients
             Variable._execution_engine.queue_callback(self._fused.place)
@@ -256,6 +266,19 @@ def register(
             state.close()
         raise
     return state
+
+
+def _check_dtypes(model: nn.parallel.DistributedDataParallel) -> None:
+    """Raise ValueError if parameters changed their dtype after DDP was made: it would not see their gradients."""
+    names = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
+    seen = str(model._get_ddp_logging_data().get("dtypes", "")).split(", ")
+    for name, parameter in model.module.named_parameters():
+        wanted = names.get(parameter.dtype)
+        if parameter.requires_grad and wanted is not None and wanted not in seen:
+            raise ValueError(
+                f"parameter {name!r} has become {parameter.dtype} after DistributedDataParallel was made, which then does "
+                "not see its gradients: convert the model (split_parameters, .to()) before wrapping it"
+            )
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, known: dict[Any, int]) -> None:

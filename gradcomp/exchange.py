@@ -30,7 +30,10 @@ from gradcomp.stats import Stats
 
 
 class Exchange(Protocol):
-    """What averages one bucket layout, step after step: `begin`, every stage in order, then `commit` unless flagged."""
+    """What averages one bucket layout, step after step: `begin`, every stage in order, then `commit` unless flagged.
+
+    Then the average stands in the bucket, or it is in `averages` until the next `begin` or `unpack`.
+    """
 
     timeout_s: float
 
@@ -44,6 +47,8 @@ class Exchange(Protocol):
     def stages(self) -> tuple[Callable[[], None], ...]: ...
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None: ...
+
+    def unpack(self) -> None: ...
 
     def commit(self) -> None: ...
 
@@ -60,6 +65,7 @@ class BucketExchange:
         seed: of the random numbers.
         draw_rank: rank of the random numbers; the communicator's by default.
         timeout_s: longest wait for a peer.
+        keeps_packed: leave averages packed where none can overflow.
     """
 
     def __init__(
@@ -219,6 +225,12 @@ class BucketExchange:
         self._flagged = self._nonfinite or overflow
         if self._flagged:
             self.stats.nonfinite_buckets += 1
+
+    def unpack(self) -> None:
+        """Write averages that are kept packed into the bucket after all."""
+        if self.averages is not None:
+            self.averages.decode(self._buffer.data_ptr())
+            self.averages = None
 
     def commit(self) -> None:
         """Make the residuals that this step wrote current."""

@@ -84,14 +84,15 @@ class FusedGradients:
 
     def position(self, parameter: Tensor) -> int | None:
         placeholder, position = self._placeholders.get(parameter, (None, 0))
-        if placeholder is None or parameter.grad is not placeholder:
-            return None
+        return position if placeholder is not None and parameter.grad is placeholder else None
+
+    def check(self, parameter: Tensor) -> None:
+        placeholder, position = self._placeholders[parameter]
         if placeholder._version:
             raise GradcompError(
                 f"the gradient of {self._engine.named[position][0]!r} was written to while it was still packed: call "
                 "materialize_gradients() of gradcomp's state before clipping or scaling gradients"
             )
-        return position
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
         for averages, _ in self._kept():

@@ -209,6 +209,10 @@ class NodeExchange:
         self._step, self._bucket = step, bucket
         self._inside.begin(buffer, step, bucket)
 
+    def unpack(self) -> None:
+        """Write averages that are kept packed into the bucket after all."""
+        self._inside.unpack()
+
     def commit(self) -> None:
         """Make the residuals that this step wrote current."""
         self._across.commit()

@@ -215,7 +215,7 @@ def many_buckets(name):
                 wrong += abs(levels.mean().item() - 2.5) > 0.1
             else:  # constant gradients decode exactly: both phases lossless
                 wrong += not torch.equal(weight.grad, torch.full((64, 64), 2.5 * (1 + step % 3) * (i + 1)))
-    buckets = len(state._engine._submitted)
+    buckets = len(state._engine.submitted)
     state.close()
     return wrong, buckets
 

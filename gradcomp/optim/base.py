@@ -178,6 +178,7 @@ class SplitOptimizer(torch.optim.Optimizer):
                 self._check_place(p, name)
                 packed, position = self._packed_of(p)
                 if packed is not None:
+                    packed.check(p)
                     entry.packed, entry.position = packed, position
                 elif p.grad.layout == torch.strided:
                     entry.gradient = self._check_gradient(p, name)

@@ -27,6 +27,9 @@ class PackedGradients(Protocol):
     def position(self, parameter: Tensor) -> int | None:
         """Return the position of a parameter whose placeholder is still in place, None for any other."""
 
+    def check(self, parameter: Tensor) -> None:
+        """Raise GradcompError if a placeholder was written to."""
+
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
         """Run `_native.update` on every payload, targets by position."""
 

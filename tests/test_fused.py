@@ -1,0 +1,446 @@
+"""Updates straight from payloads: bit for bit the run that writes gradients first, and no way to use local gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from gradcomp import GradcompError, OneBit, PeerMismatch, Ternary
+from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, fp32_state_dict, split_parameters
+
+OPTIMIZERS = {
+    "sgd": lambda p: SplitSGD(p, lr=0.1),
+    "momentum": lambda p: SplitSGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adagrad": lambda p: SplitAdagrad(p, lr=0.05, weight_decay=0.01),
+    "adamw": lambda p: SplitAdamW(p, lr=0.01),
+    "lamb": lambda p: SplitLAMB(p, lr=0.01),
+    "nvlamb": lambda p: SplitLAMB(p, lr=0.01, variant="nvlamb"),
+}
+CODECS = {
+    "ternary exact": (lambda: Ternary(), "reduce_scatter"),
+    "ternary gather": (lambda: Ternary(group="row"), "all_gather"),
+    "ternary own": (lambda: Ternary(scale="own"), "all_gather"),
+    "ternary requantize": (lambda: Ternary(second_phase="requantize"), "reduce_scatter"),
+    "ternary bf16": (lambda: Ternary(second_phase="bf16"), "reduce_scatter"),
+    "ternary fp32": (lambda: Ternary(second_phase="fp32"), "reduce_scatter"),
+    "onebit gather": (lambda: OneBit(), "all_gather"),
+    "onebit scatter": (lambda: OneBit(group=33), "reduce_scatter"),
+    "identity": (lambda: "identity", "reduce_scatter"),
+    "hierarchical": (lambda: OneBit(), "hierarchical"),
+}
+
+
+class Net(nn.Module):
+    """Two layers, a norm that stays fp32 (gradients of both dtypes), and one that only even steps use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(30, 70), nn.LayerNorm(70)
+        self.side, self.last = nn.Linear(70, 70), nn.Linear(70, 5)
+
+    def forward(self, x, step=0):
+        x = self.first(x).relu()
+        x = self.norm(x.float()).bfloat16()
+        if step % 2 == 0:
+            x = self.side(x)
+        return self.last(x).float()
+
+
+def batch(step, rank, numel=30):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(16, numel, generator=generator)
+    return x.bfloat16(), x[:, :5].argmax(1)
+
+
+def train(
+    codec, make, fused, steps, *, view=False, rounding="truncate", ddp=None, between=None, uses_step=False, **options
+):
+    """Train on this rank; return the joined weights, all state and residuals, and how often gradients were packed."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    torch.manual_seed(0)
+    net = Net()
+    split = split_parameters(net, rounding=rounding, predicate=lambda name, p: not name.startswith("norm"))
+    model = DDP(net, gradient_as_bucket_view=view, bucket_cap_mb=0.005, **(ddp or {}))
+    optimizer = OPTIMIZERS[make](split)
+    state = gradcomp.ddp.register(
+        model,
+        CODECS[codec][0]() if codec in CODECS else codec,
+        optimizer=optimizer if fused else None,
+        min_numel=100,
+        **options,
+    )
+    packed = 0
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, y = batch(step, state._engine.comm.rank)
+        nn.functional.cross_entropy(model(x, step if uses_step else 0), y).backward()
+        packed += sum(p.grad is not None and not any(p.grad.stride()) for p in net.parameters())
+        if between is not None:
+            between(step, net, optimizer, state)
+        optimizer.step()
+    state.check_replicas()
+    found = {k: v.numpy().tobytes() for k, v in fp32_state_dict(net, optimizer).items()}
+    found |= {f"{k} {n}": v.numpy().tobytes() for n, p in net.named_parameters() for k, v in optimizer.state[p].items()}
+    found |= {k: v.numpy().tobytes() for k, v in state.state_dict()["residual"].items()}
+    assert state.step == steps  # every backward is one, also the first of a static graph
+    sent, line = state.stats.bytes_sent, state.describe()
+    state.close()
+    assert optimizer._packed == []
+    return found, packed, sent, line
+
+
+def both(codec, make, steps, **options):
+    """Return whether the fused run equals the unfused one, and what `train` tells of the fused one."""
+    plain, none, plain_sent, _ = train(codec, make, False, steps, **options)
+    found, packed, sent, line = train(codec, make, True, steps, **options)
+    assert none == 0
+    differ = [k for k in plain if plain[k] != found[k]]
+    return differ, packed, sent == plain_sent, line
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_codec_and_exchange(gloo, codec, world_size):
+    exchange = CODECS[codec][1]
+    options = {"exchange": exchange}
+    if exchange == "hierarchical":
+        if world_size == 3:
+            world_size = 4
+        options["nodes"] = [[0, 1], [2, 3]] if world_size == 4 else [[0], [1]]
+    for differ, packed, same_bytes, line in gloo(world_size, _both, codec, "momentum", 4, {"view": True, **options}):
+        assert differ == []
+        assert packed == 4 * 8
+        assert same_bytes
+        assert "straight from payloads" in line
+
+
+def _both(codec, make, steps, options):
+    return both(codec, make, steps, **options)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("rounding", ["truncate", "nearest"])
+def test_every_optimizer(gloo, make, rounding):
+    for differ, packed, _, line in gloo(2, _both, "ternary exact", make, 4, {"rounding": rounding}):
+        assert differ == []
+        assert packed == (0 if make == "nvlamb" else 4 * 8)
+        assert ("updates are not fused: SplitLAMB with these options needs the gradients twice" in line) == (
+            make == "nvlamb"
+        )
+
+
+def test_over_every_transport(ranks):
+    for differ, packed, _, _ in ranks(2, _both, "onebit gather", "sgd", 3, {}):
+        assert differ == []
+        assert packed == 24
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ddp": {"find_unused_parameters": True}, "uses_step": True},
+        {"ddp": {"static_graph": True}},
+        {"start_step": 2},
+        {"transactional": True},
+        {"exclude": ["first.weight"]},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_every_way_of_ddp(gloo, options):
+    for differ, packed, same_bytes, _ in gloo(2, _both, "onebit gather", "momentum", 5, options):
+        assert differ == []
+        assert same_bytes
+        assert packed >= 5 * 6
+
+
+# ---- gradients that are looked at --------------------------------------------------------------------------------------------
+
+
+def clip(step, net, optimizer, state):
+    state.materialize_gradients()
+    state.materialize_gradients()  # a second time changes nothing
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+
+
+def clip_some(step, net, optimizer, state):
+    """Materialized at some steps only."""
+    if step % 2:
+        clip(step, net, optimizer, state)
+
+
+def write_one(step, net, optimizer, state):
+    """A gradient of the user's own in place of one placeholder."""
+    net.side.bias.grad = torch.full_like(net.side.bias, 0.25)
+
+
+@pytest.mark.parametrize("between", [clip, clip_some, write_one])
+@pytest.mark.parametrize("make", ["momentum", "lamb"])
+def test_materialized_and_replaced_gradients(gloo, between, make):
+    for differ, _, _, _ in gloo(2, _both, "ternary exact", make, 4, {"between": between}):
+        assert differ == []
+
+
+def bad_day(step, net, optimizer, state):
+    """What users do to gradients between backward and step."""
+    params = list(net.parameters())
+    assert all(p.grad.shape == p.shape and p.grad.dtype == p.dtype for p in params)
+    assert all(torch.isnan(p.grad).all() for p in params)
+    assert torch.isnan(torch.nn.utils.get_total_norm([p.grad for p in params]))
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match="single memory location"):
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        params[0].grad.mul_(0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError):  # or it would skip for ever
+        scaler.unscale_(optimizer)
+    assert all(torch.equal(a, p) for a, p in zip(before, params, strict=True))
+    if step == 2:
+        optimizer.zero_grad(set_to_none=False)
+        assert all(p.grad is None for p in params)
+    if step == 3:
+        optimizer.step()  # and once more after this, from the same payloads
+
+
+def after(step, net, optimizer, state):
+    if step == 2:
+        optimizer.zero_grad()
+    if step == 3:
+        optimizer.step()
+
+
+def _bad_days():
+    first = train("onebit gather", "momentum", False, 5, between=after)
+    second = train("onebit gather", "momentum", True, 5, between=bad_day)
+    return [k for k in first[0] if first[0][k] != second[0][k]]
+
+
+def test_placeholders_cannot_be_used(gloo):
+    assert gloo(2, _bad_days) == [[], []]
+
+
+class One(nn.Module):
+    """One parameter of one element: in-place use of its placeholder does not raise by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return (self.w * x).sum()
+
+
+def _one_element():
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    model = DDP(One())
+    optimizer = SplitSGD(model.parameters(), lr=0.5)
+    state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer, min_numel=0)
+    model(torch.ones(1)).backward()
+    model.module.w.grad.mul_(0.1)
+    with pytest.raises(GradcompError, match=r"the gradient of 'w' was written to while it was still packed"):
+        optimizer.step()
+    assert model.module.w.item() == 1.0
+    optimizer.zero_grad()
+    model(torch.ones(1)).backward()
+    optimizer.step()
+    moved = model.module.w.item()
+    state.close()
+    return moved
+
+
+def test_a_written_placeholder_of_one_element_is_noticed(gloo):
+    assert gloo(2, _one_element) == [0.5, 0.5]
+
+
+# ---- values that are not finite -------------------------------------------------------------------------------------------
+
+
+def _poisoned(codec, value, exchange):
+    """The loss of one rank explodes at step 1; NaN and Inf reach the weights as they do unfused, residuals stay."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    out = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(40, 30, bias=False)
+        optimizer = SplitSGD(split_parameters(net), lr=1e-39)
+        model = DDP(net)
+        state = gradcomp.ddp.register(
+            model, codec, optimizer=optimizer if fused else None, min_numel=0, exchange=exchange
+        )
+        rank = state._engine.comm.rank
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.ones(1, 40).bfloat16()
+            scale = value if step == 1 and (rank == 0 or value < 1e39) else 1.0
+            (model(x).float().sum() * torch.tensor(scale, dtype=torch.float32)).backward()
+            optimizer.step()
+            found.append(fp32_state_dict(net, optimizer)["weight"].numpy().tobytes())
+            found.append({k: v.numpy().tobytes() for k, v in state.state_dict()["residual"].items()})
+        found.append(state.stats.nonfinite_buckets)
+        state.close()
+        out.append(found)
+    return out[0] == out[1], out[1][-1]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("codec", ["ternary", "onebit", "identity"])
+@pytest.mark.parametrize(("value", "flagged"), [(float("nan"), 1), (float("inf"), 1), (3.3e38, 0)])
+def test_values_that_are_not_finite_or_nearly(gloo, codec, exchange, value, flagged):
+    for equal, buckets in gloo(2, _poisoned, codec, value, exchange):
+        assert equal
+        assert buckets == (flagged if codec == "ternary" else 1)  # the others' sums overflow
+
+
+# ---- registering, checking, resuming ------------------------------------------------------------------------------------------
+
+
+def _lines():
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    def line(optimizer_of, **options):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 2))
+        model = DDP(net)
+        state = gradcomp.ddp.register(model, "ternary", optimizer=optimizer_of(net), min_numel=0, **options)
+        text = state.describe()
+        state.close()
+        return text
+
+    torch.manual_seed(0)
+    return [
+        line(lambda net: torch.optim.SGD(net.parameters(), lr=0.1)),
+        line(lambda net: SplitSGD(net[0].parameters(), lr=0.1)),
+        line(lambda net: SplitSGD(net.parameters(), lr=0.1), grad_scaler=torch.amp.GradScaler("cpu")),
+        line(lambda net: SplitSGD(net.parameters(), lr=0.1)),
+    ]
+
+
+def test_the_log_line_says_whether_updates_are_fused(gloo):
+    wanted = ["SGD is no split optimizer", "'1.weight' is not in the optimizer", "a grad_scaler needs the gradients"]
+    for *lines, fused in gloo(2, _lines):
+        assert [line.split("updates are not fused: ")[1] for line in lines] == wanted
+        assert fused.endswith("updates go straight from payloads to weights")
+
+
+def _different(how):
+    """DDP gives all ranks rank 0's tops; trails, or other state, are each rank's own."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank if how == "seed" else 0)
+    net = nn.Linear(9, 9)
+    split = split_parameters(net)
+    model = DDP(net)
+    optimizer = SplitSGD(split, lr=0.1, momentum=0.9 if how == "momentum" and rank else 0.0)
+    if how == "passed":
+        with pytest.raises(PeerMismatch):
+            gradcomp.ddp.register(model, "ternary", optimizer=optimizer if rank else None, timeout_s=10)
+            model(torch.ones(1, 9).bfloat16()).sum().backward()
+        return "passed"
+    with pytest.raises(PeerMismatch) as error:
+        gradcomp.ddp.register(model, "ternary", optimizer=optimizer)
+    return error.value.field
+
+
+@pytest.mark.parametrize("how", ["seed", "momentum", "passed"])
+def test_ranks_with_other_trails_or_optimizers_are_refused(pools, how):
+    """Replicas that only look alike: their tops are equal and every later step would draw them apart."""
+    assert pools("gloo", 2, _different, how) == [{"seed": "optimizer", "momentum": "optimizer"}.get(how, how)] * 2
+
+
+def _split_too_late():
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    net = nn.Linear(9, 9)
+    model = DDP(net)
+    with pytest.raises(TypeError, match="must come before DistributedDataParallel"):
+        split_parameters(model)
+    split_parameters(net)  # which cannot know
+    with pytest.raises(ValueError, match=r"'weight' has become torch.bfloat16 after DistributedDataParallel was made"):
+        gradcomp.ddp.register(model, "ternary")
+
+
+def test_a_split_after_ddp_is_refused(gloo):
+    """DDP listens to what it found when it was made: gradients of the new dtype would stay local, without a word."""
+    gloo(2, _split_too_late)
+
+
+def _replicas():
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    torch.manual_seed(0)
+    net = nn.Linear(9, 9)
+    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    state = gradcomp.ddp.register(DDP(net), "ternary", optimizer=optimizer)
+    state.check_replicas()
+    if torch.distributed.get_rank():
+        optimizer.trail(net.bias)[3] += 1
+    with pytest.raises(PeerMismatch) as error:
+        state.check_replicas()
+    state.close()
+    return error.value.field
+
+
+def test_check_replicas_sees_trails(gloo):
+    assert gloo(2, _replicas) == ["trail of bias"] * 2
+
+
+def _resumed(codec):
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    def begin():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(30, 70), nn.ReLU(), nn.Linear(70, 5))
+        optimizer = SplitAdamW(split_parameters(net), lr=0.01)
+        model = DDP(net, bucket_cap_mb=0.005)
+        return net, optimizer, model, gradcomp.ddp.register(model, CODECS[codec][0](), optimizer=optimizer, min_numel=0)
+
+    def go(run, steps):
+        _, optimizer, model, state = run
+        for step in steps:
+            optimizer.zero_grad()
+            x, y = batch(step, state._engine.comm.rank)
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            optimizer.step()
+
+    one = begin()
+    go(one, range(3))
+    saved = copy.deepcopy([one[0].state_dict(), one[1].state_dict(), one[3].state_dict()])
+    go(one, range(3, 6))
+    two = begin()
+    for target, state in zip((two[0], two[1], two[3]), saved, strict=True):
+        target.load_state_dict(state)
+    go(two, range(3, 6))
+    weights = [{k: v.numpy().tobytes() for k, v in fp32_state_dict(n, o).items()} for n, o, _, _ in (one, two)]
+    for run in (one, two):
+        run[3].close()
+    return weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("codec", ["ternary exact", "onebit gather"])
+def test_a_resumed_fused_run_equals_the_uninterrupted_one(gloo, codec):
+    assert gloo(2, _resumed, codec) == [True, True]
