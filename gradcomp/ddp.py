@@ -271,7 +271,7 @@ def register(
 def _check_dtypes(model: nn.parallel.DistributedDataParallel) -> None:
     """Raise ValueError if parameters changed their dtype after DDP was made: it would not see their gradients."""
     names = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
-    seen = str(model._get_ddp_logging_data().get("dtypes", "")).split(", ")
+    seen = str(model._get_ddp_logging_data().get("dtypes", "")).split(", ")  # type: ignore[no-untyped-call]
     for name, parameter in model.module.named_parameters():
         wanted = names.get(parameter.dtype)
         if parameter.requires_grad and wanted is not None and wanted not in seen:

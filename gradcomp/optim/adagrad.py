@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from gradcomp.optim.base import SplitOptimizer
-from gradcomp.optim.entries import Entry, rule_of, run_rules
+from gradcomp.optim.entries import Entry, make_rules, run_rules
 from gradcomp.optim.options import check_number, number
 from gradcomp.rules import Flag, Kind
 
@@ -59,17 +58,12 @@ class SplitAdagrad(SplitOptimizer):
         return float(group["initial_accumulator_value"])
 
     def run(self, entries: Sequence[Entry]) -> None:
-        rules = []
-        for entry in entries:
-            group = entry.group
-            rules.append(
-                rule_of(
-                    Kind.ADAGRAD,
-                    entry,
-                    flags=bool(group["maximize"]) * Flag.MAXIMIZE,
-                    step_size=-(number(group["lr"]) / (1 + (entry.step - 1) * group["lr_decay"])),
-                    weight_decay=number(group["weight_decay"]),
-                    eps=group["eps"],
-                )
-            )
-        run_rules(entries, np.stack(rules), self.moments)
+        run_rules(entries, make_rules(Kind.ADAGRAD, entries, self._numbers), self.moments)
+
+    def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+        return {
+            "flags": bool(group["maximize"]) * Flag.MAXIMIZE,
+            "step_size": -(number(group["lr"]) / (1 + (step - 1) * group["lr_decay"])),
+            "weight_decay": number(group["weight_decay"]),
+            "eps": group["eps"],
+        }

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from gradcomp.optim.base import SplitOptimizer
-from gradcomp.optim.entries import Entry, rule_of, run_rules
+from gradcomp.optim.entries import Entry, make_rules, run_rules
 from gradcomp.optim.options import check_betas, check_number, number
 from gradcomp.rules import Flag, Kind
 
 
-def adam_numbers(entry: Entry) -> dict[str, float]:
+def adam_numbers(group: dict[str, Any]) -> dict[str, float]:
     """Return what the running means of a gradient and of its square are made with."""
-    beta1, beta2 = (number(b) for b in entry.group["betas"])
-    flags = bool(entry.group["maximize"]) * Flag.MAXIMIZE
+    beta1, beta2 = (number(b) for b in group["betas"])
+    flags = bool(group["maximize"]) * Flag.MAXIMIZE
     return {"flags": flags, "keep": 1 - beta1, "keep2": 1 - beta2, "beta2": beta2}
 
 
@@ -57,19 +56,14 @@ class SplitAdamW(SplitOptimizer):
         check_betas(group["betas"])
 
     def run(self, entries: Sequence[Entry]) -> None:
-        rules = []
-        for entry in entries:
-            group, step = entry.group, entry.step
-            lr, (beta1, beta2) = number(group["lr"]), (number(b) for b in group["betas"])
-            rules.append(
-                rule_of(
-                    Kind.ADAMW,
-                    entry,
-                    **adam_numbers(entry),
-                    step_size=-(lr / (1 - beta1**step)),
-                    decay=1 - lr * number(group["weight_decay"]),
-                    bias2=(1 - beta2**step) ** 0.5,
-                    eps=group["eps"],
-                )
-            )
-        run_rules(entries, np.stack(rules), self.moments)
+        run_rules(entries, make_rules(Kind.ADAMW, entries, self._numbers), self.moments)
+
+    def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+        lr, (beta1, beta2) = number(group["lr"]), (number(b) for b in group["betas"])
+        return {
+            **adam_numbers(group),
+            "step_size": -(lr / (1 - beta1**step)),
+            "decay": 1 - lr * number(group["weight_decay"]),
+            "bias2": (1 - beta2**step) ** 0.5,
+            "eps": group["eps"],
+        }

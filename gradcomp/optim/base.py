@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.optim.checkpoint import CHECKSUM, check_saved
-from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, PackedGradients
+from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, PackedGradients, count
 from gradcomp.optim.options import number
 from gradcomp.optim.split import (
     SplitParameters,
@@ -158,8 +158,9 @@ class SplitOptimizer(torch.optim.Optimizer):
         self._families = []
         entries, sparse = self._entries()
         for entry in entries:
-            self._count(entry)
+            self._complete(entry)
         if entries:
+            count(entries)
             self.run(entries)
         for entry in sparse:
             self._run_sparse(entry)
@@ -242,13 +243,12 @@ class SplitOptimizer(torch.optim.Optimizer):
         if gradient.shape != p.shape:
             raise ValueError(f"the gradient of {name} has shape {tuple(gradient.shape)}, it {tuple(p.shape)}")
 
-    def _count(self, entry: Entry) -> None:
-        """Count a step, and make state that an option changed since asks for."""
-        missing = [m for m in self.wanted_moments(entry.group) if m not in entry.state]
-        for name in missing:
-            entry.state[name] = self._new_moment(entry.parameter, name, entry.group)
-        entry.is_new = frozenset(missing)
-        entry.state["step"] += 1
+    def _complete(self, entry: Entry) -> None:
+        """Make state that an option that was changed asks for."""
+        for name in self.wanted_moments(entry.group):
+            if name not in entry.state:
+                entry.state[name] = self._new_moment(entry.parameter, name, entry.group)
+                entry.is_first = True
 
     def _run_sparse(self, entry: Entry) -> None:
         """Update the rows that a sparse gradient names, and their trails, exactly as a dense update would."""
@@ -256,7 +256,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         assert p.grad is not None
         gradient = p.grad.coalesce()
         index, values = gradient.indices()[0], gradient.values().contiguous()
-        self._count(entry)
+        count([entry])
         if not values.numel():
             return
         rows = Entry(
@@ -265,7 +265,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         kept = [name for name in ("trail", *self.moments) if name in state]
         for name in kept:
             rows.state[name] = state[name][index].contiguous()
-        rows.gradient = values
+        rows.gradient, rows.step, rows.is_first = values, entry.step, entry.is_first
         self.run([rows])
         p.detach().index_copy_(0, index, rows.parameter.detach())
         for name in kept:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -37,28 +37,48 @@ class PackedGradients(Protocol):
 class Entry:
     """One parameter in one step: its gradient, or where its packed gradient is."""
 
-    __slots__ = ("gradient", "group", "is_new", "packed", "parameter", "position", "state")
+    __slots__ = ("gradient", "group", "is_first", "packed", "parameter", "position", "state", "step")
 
     def __init__(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
         self.parameter, self.group, self.state = parameter, group, state
         self.gradient: Tensor | None = None
         self.packed: PackedGradients | None = None
         self.position = 0
-        self.is_new: frozenset[str] = frozenset()  # state that this step made
-
-    @property
-    def step(self) -> int:
-        """Number of this step for this parameter, from 1."""
-        return int(self.state["step"].item())
+        self.step = 0  # number of this step for this parameter, from 1
+        self.is_first = False  # its state has not seen a gradient yet
 
 
-def rule_of(kind: Kind, entry: Entry, **numbers: float) -> NDArray[Any]:
-    """Return one row of `rules.RULE`."""
-    row = np.zeros((), RULE)
-    row["kind"], row["rounding"] = kind, ROUNDINGS.index(entry.group["rounding"])
-    for name, value in numbers.items():
-        row[name] = value
-    return row
+def count(entries: Sequence[Entry]) -> None:
+    """Count a step for every entry."""
+    steps = [entry.state["step"] for entry in entries]
+    torch._foreach_add_(steps, 1)
+    for entry, step in zip(entries, torch.stack(steps).tolist(), strict=True):
+        entry.step = int(step)
+        entry.is_first |= entry.step == 1
+
+
+Numbers = Callable[[dict[str, Any], int, bool], dict[str, float]]
+
+
+def make_rules(kind: Kind, entries: Sequence[Entry], numbers: Numbers) -> NDArray[Any]:
+    """Return ``(len(entries),)`` of `rules.RULE`.
+
+    Args:
+        numbers: numbers(group, step, is_first): the fields of the rule, for entries that have these in common.
+    """
+    known: dict[tuple[int, int, bool], dict[str, float]] = {}
+    rows = []
+    for entry in entries:
+        place = id(entry.group), entry.step, entry.is_first
+        if place not in known:
+            known[place] = numbers(entry.group, entry.step, entry.is_first)
+        rows.append(known[place])
+    rules = np.zeros(len(entries), RULE)
+    rules["kind"] = kind
+    rules["rounding"] = [ROUNDINGS.index(entry.group["rounding"]) for entry in entries]
+    for name in rows[0]:
+        rules[name] = [row[name] for row in rows]
+    return rules
 
 
 @lru_cache(maxsize=16)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradcomp.optim.adamw import adam_numbers
 from gradcomp.optim.base import SplitOptimizer
-from gradcomp.optim.entries import Entry, rule_of, run_rules
+from gradcomp.optim.entries import Entry, make_rules, run_rules
 from gradcomp.optim.options import check_betas, check_number, number
 from gradcomp.rules import Flag, Kind
 
@@ -78,7 +78,7 @@ class SplitLAMB(SplitOptimizer):
             raise ValueError(f"variant must be one of {VARIANTS}, got {group['variant']!r}")
 
     def run(self, entries: Sequence[Entry]) -> None:
-        rules = np.stack([self._rule(entry) for entry in entries])
+        rules = make_rules(Kind.LAMB_START, entries, self._numbers)
         self._prescale(entries, rules)
         for batch in _batches(entries):
             self._run_batch(entries[batch], rules[batch])
@@ -97,18 +97,15 @@ class SplitLAMB(SplitOptimizer):
             row["step_size"] = -number(entry.group["lr"]) * trust
         run_rules(entries, rules, self.moments, gradients=False)
 
-    def _rule(self, entry: Entry) -> NDArray[Any]:
-        group, step = entry.group, entry.step
+    def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
         beta1, beta2 = (number(b) for b in group["betas"])
         root = (1 - beta2**step) ** 0.5
-        return rule_of(
-            Kind.LAMB_START,
-            entry,
-            **adam_numbers(entry),
-            weight_decay=number(group["weight_decay"]),
-            bias1=root / (1 - beta1**step),
-            eps=group["eps"] * root,
-        )
+        return {
+            **adam_numbers(group),
+            "weight_decay": number(group["weight_decay"]),
+            "bias1": root / (1 - beta1**step),
+            "eps": group["eps"] * root,
+        }
 
     def _prescale(self, entries: Sequence[Entry], rules: NDArray[Any]) -> None:
         """Have the gradients of NVLAMB groups divided by max(1, their common norm)."""

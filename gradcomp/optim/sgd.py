@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from gradcomp.optim.base import SplitOptimizer
-from gradcomp.optim.entries import Entry, rule_of, run_rules
+from gradcomp.optim.entries import Entry, make_rules, run_rules
 from gradcomp.optim.options import check_number, number
 from gradcomp.rules import Flag, Kind
 
@@ -70,20 +69,14 @@ class SplitSGD(SplitOptimizer):
         return self.moments if group["momentum"] else ()
 
     def run(self, entries: Sequence[Entry]) -> None:
-        rules = []
-        for entry in entries:
-            group = entry.group
-            is_first = entry.step == 1 or "momentum_buffer" in entry.is_new
-            flags = is_first * Flag.FIRST | bool(group["nesterov"]) * Flag.NESTEROV
-            rules.append(
-                rule_of(
-                    Kind.SGD,
-                    entry,
-                    flags=flags | bool(group["maximize"]) * Flag.MAXIMIZE,
-                    step_size=-number(group["lr"]),
-                    momentum=group["momentum"],
-                    keep=1 - group["dampening"],
-                    weight_decay=number(group["weight_decay"]),
-                )
-            )
-        run_rules(entries, np.stack(rules), self.moments)
+        run_rules(entries, make_rules(Kind.SGD, entries, self._numbers), self.moments)
+
+    def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+        flags = is_first * Flag.FIRST | bool(group["nesterov"]) * Flag.NESTEROV
+        return {
+            "flags": flags | bool(group["maximize"]) * Flag.MAXIMIZE,
+            "step_size": -number(group["lr"]),
+            "momentum": group["momentum"],
+            "keep": 1 - group["dampening"],
+            "weight_decay": number(group["weight_decay"]),
+        }
