@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from _ranks import mpi_environment, mpi_python
+
+from gradcomp.bench.models import LeNet
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_mnist.py"
 
@@ -61,3 +64,18 @@ def test_the_parameter_server_example_trains_over_mpi(flavour):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "equals gradcomp.all_reduce bit for bit" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("weights", ["split", "bf16"])
+def test_the_split_sgd_example_trains_and_saves_fp32(weights, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLE.with_name("split_sgd_ddp.py")), "--epochs", "3", "--weights", weights]
+    command += ["--save", str(tmp_path / "weights.pt")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(accuracies(done.stdout)) == 3 and accuracies(done.stdout)[-1] > 80.0, done.stdout
+    assert ("updates go straight from payloads to weights" in done.stdout) == (weights == "split"), done.stdout
+    state = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert {v.dtype for v in state.values()} == {torch.float32 if weights == "split" else torch.bfloat16}
+    LeNet().load_state_dict(state)

@@ -444,3 +444,77 @@ def _resumed(codec):
 @pytest.mark.parametrize("codec", ["ternary exact", "onebit gather"])
 def test_a_resumed_fused_run_equals_the_uninterrupted_one(gloo, codec):
     assert gloo(2, _resumed, codec) == [True, True]
+
+
+# ---- loss scaling -------------------------------------------------------------------------------------------------------------
+
+
+def _overflows(kind, codec, make):
+    """bf16 weights and trails under a loss scaler; one rank overflows at steps 0, 3, 4 and 5."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+    from gradcomp.amp import DynamicLossScaler
+
+    torch.manual_seed(0)
+    net = Net()
+    split = split_parameters(net, predicate=lambda name, p: not name.startswith("norm"))
+    model, optimizer = DDP(net, bucket_cap_mb=0.005), OPTIMIZERS[make](split)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if kind == "torch" else DynamicLossScaler(64.0)
+    state = gradcomp.ddp.register(model, codec, optimizer=optimizer, grad_scaler=scaler, min_numel=100)
+    rank, params = state._engine.comm.rank, list(net.parameters())
+
+    def bits():
+        tensors = [(p.detach(), *optimizer.state[p].values()) for p in params]
+        saved = state.state_dict()  # residuals are in units of the loss scale, a power of two here
+        residual = {k: (v / saved["loss_scale"]).numpy().tobytes() for k, v in saved["residual"].items() if v.any()}
+        return [t.clone().flatten().view(torch.uint8).tolist() for row in tensors for t in row], residual
+
+    unchanged, scales = [], []
+    for step in range(9):
+        optimizer.zero_grad()
+        x, y = batch(step, rank)
+        loss = nn.functional.cross_entropy(model(x), y)
+        before = bits()
+        scaler.scale(loss * (float("inf") if rank == 1 and step in (0, 3, 4, 5) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after = bits()
+        unchanged.append((before[0] == after[0], before[1] == after[1]))
+        scales.append(scaler.get_scale())
+    state.check_replicas()
+    state.close()
+    return unchanged, scales
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+@pytest.mark.parametrize("make", ["momentum", "adamw", "lamb"])
+@pytest.mark.parametrize("codec", ["onebit", "ternary"])
+def test_overflows_leave_weights_trails_state_and_residuals(gloo, kind, make, codec):
+    for unchanged, scales in gloo(2, _overflows, kind, codec, make):
+        for step, (weights, residual) in enumerate(unchanged):
+            assert weights is (step in (0, 3, 4, 5)), step
+            assert residual is (step in (0, 3, 4, 5) or codec == "ternary"), step
+        assert scales == [32.0] * 3 + [16.0, 8.0, 4.0] + [4.0] * 3
+
+
+def _scaler_that_nobody_told():
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+    from gradcomp.amp import DynamicLossScaler
+
+    model = DDP(nn.Linear(9, 9))
+    optimizer, scaler = SplitSGD(model.parameters(), lr=0.1), DynamicLossScaler()
+    state = gradcomp.ddp.register(model, "ternary", optimizer=optimizer, min_numel=0)
+    scaler.scale(model(torch.ones(2, 9)).sum()).backward()
+    before = model.module.weight.detach().clone()
+    with pytest.raises(GradcompError, match=r"materialize_gradients\(\)"):
+        scaler.step(optimizer)
+    state.materialize_gradients()
+    assert torch.equal(before, model.module.weight)
+    state.close()
+
+
+def test_a_scaler_on_packed_gradients_is_told_what_to_do(gloo):
+    gloo(2, _scaler_that_nobody_told)

@@ -799,6 +799,23 @@ def test_broken_fp32_checkpoints_are_refused_whole(change, text):
     assert weights(net, optimizer) == before
 
 
+def test_what_others_look_for_in_an_optimizer():
+    """accelerate and Lightning unscale by themselves unless an optimizer says that it does."""
+    optimizer = SplitSGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+    assert "SplitSGD" in repr(optimizer)
+    assert "rounding: truncate" in repr(optimizer)
+
+
+def test_trails_do_not_begin_where_weights_do():
+    """Streams a multiple of 4 KB apart get in each other's way: 64 M weights took 70 ms instead of 30."""
+    net = nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(3)])
+    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    offsets = [2 * optimizer.trail(m.weight).storage_offset() % 4096 for m in net]
+    assert min(offsets) >= 128
+    assert len(set(offsets)) == 3
+
+
 def test_memory_a_weight():
     """SGD: 2 bytes of weight and 2 of trail; what else there is does not grow with the model."""
     net = nn.Linear(1000, 1000, bias=False)
