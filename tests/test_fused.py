@@ -56,7 +56,18 @@ def batch(step, rank, numel=30):
 
 
 def train(
-    codec, make, fused, steps, *, view=False, rounding="truncate", ddp=None, between=None, uses_step=False, **options
+    codec,
+    make,
+    fused,
+    steps,
+    *,
+    view=False,
+    rounding="truncate",
+    ddp=None,
+    between=None,
+    uses_step=False,
+    accumulate=False,
+    **options,
 ):
     """Train on this rank; return the joined weights, all state and residuals, and how often gradients were packed."""
     from torch.nn.parallel import DistributedDataParallel as DDP
@@ -78,6 +89,10 @@ def train(
     packed = 0
     for step in range(steps):
         optimizer.zero_grad()
+        if accumulate:
+            x, y = batch(100 + step, state._engine.comm.rank)
+            with model.no_sync():
+                nn.functional.cross_entropy(model(x), y).backward()
         x, y = batch(step, state._engine.comm.rank)
         nn.functional.cross_entropy(model(x, step if uses_step else 0), y).backward()
         packed += sum(p.grad is not None and not any(p.grad.stride()) for p in net.parameters())
@@ -149,6 +164,8 @@ def test_over_every_transport(ranks):
         {"start_step": 2},
         {"transactional": True},
         {"exclude": ["first.weight"]},
+        {"accumulate": True},
+        {"accumulate": True, "view": True},
     ],
     ids=lambda o: next(iter(o)),
 )

@@ -753,6 +753,30 @@ def test_state_of_torchs_twin_is_taken(ours, theirs, options, steps):
         )
 
 
+def test_loaded_state_does_not_share_memory_with_the_checkpoint():
+    net, other = model(), model()
+    optimizer = SplitSGD(split_parameters(net), lr=0.1, momentum=0.9)
+    train(list(net.parameters()), optimizer, 2)
+    state = optimizer.state_dict()
+    kept = copy.deepcopy(state)
+    again = SplitSGD(split_parameters(other), lr=0.1)  # momentum comes with the state
+    other.load_state_dict(net.state_dict())
+    again.load_state_dict(state)
+    train(list(other.parameters()), again, 2, first=2)
+    for index, tensors in kept["state"].items():
+        assert all(torch.equal(value, state["state"][index][key]) for key, value in tensors.items())
+    train(list(net.parameters()), optimizer, 2, first=2)
+    assert state_bytes(again) == state_bytes(optimizer)
+
+
+def test_tensor_subclasses_are_refused():
+    class Wrapped(torch.Tensor):
+        pass
+
+    with pytest.raises(UnsupportedTensor, match="is a Wrapped"):
+        SplitSGD([nn.Parameter(torch.zeros(3).as_subclass(Wrapped))], lr=0.1)
+
+
 def test_state_of_another_optimizer_is_refused():
     net = model()
     adam = torch.optim.AdamW(model().parameters())

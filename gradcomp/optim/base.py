@@ -367,7 +367,9 @@ class SplitOptimizer(torch.optim.Optimizer):
             for p, tensors, wanted in loads:
                 state = self.state[p]
                 for name, tensor in tensors.items():
-                    state[name].copy_(tensor) if name in state else state.__setitem__(name, tensor)
+                    if name not in state:  # momentum that the saved options turn on
+                        state[name] = self._new_moment(p, name, {**self.defaults})
+                    state[name].copy_(tensor)
                 if wanted is not None:
                     self._expected[p] = (
                         wanted,

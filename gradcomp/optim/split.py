@@ -225,6 +225,8 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         raise UnsupportedTensor(
             f"{name} is {parameter.dtype}; split optimizers take float32 and bfloat16 (load or keep the model in float32)"
         )
+    if type(parameter.detach()) is not Tensor:
+        raise UnsupportedTensor(f"{name} is a {type(parameter.detach()).__name__}; split optimizers take plain tensors")
     check_dense(parameter.detach(), name)
 
 
