@@ -51,8 +51,8 @@ BREAKS = [
     Break(
         "3 no drift: odd ranks add the payloads in another order",
         "gradcomp/exchange.py",
-        "overflow = plan.codec.decode_body(self._payloads, plan.local",
-        "overflow = plan.codec.decode_body(self._payloads[:: -1 if plan.rank % 2 else 1], plan.local",
+        "averages = Averages(plan, self._payloads, self._dtype)",
+        "averages = Averages(plan, self._payloads[:: -1 if plan.rank % 2 else 1], self._dtype)",
         "tests/test_ddp.py::test_bucket_layout_changes_no_bit[gloo-own-all_gather]",
     ),
     Break(
@@ -65,7 +65,7 @@ BREAKS = [
     Break(
         "4 no quiet hang: errors do not come out of backward",
         "gradcomp/ddp.py",
-        "queue_callback(engine.finish_step)",
+        "queue_callback(self._finish)",
         "queue_callback(lambda: None)",
         "tests/test_ddp.py::test_ranks_with_other_settings_get_peer_mismatch",
     ),
@@ -139,13 +139,52 @@ BREAKS = [
         "import os\n\nos.environ['OMP_WAIT_POLICY'] = 'passive'\nfrom importlib.metadata",
         "tests/test_house.py::test_import_is_quiet",
     ),
+    Break(
+        "split weights: local gradients stay where averages are packed",
+        "gradcomp/fused.py",
+        "                    p.grad = placeholder\n",
+        "",
+        "tests/test_fused.py::test_placeholders_cannot_be_used",
+    ),
+    Break(
+        "split weights: trails of other weights",
+        "gradcomp/optim/base.py",
+        "if checksum(p) != wanted:",
+        "if False:",
+        "tests/test_optim.py::test_tops_that_changed_after_the_split_stop_the_first_step",
+    ),
+    Break(
+        "split weights: replicas that differ in trails alone",
+        "gradcomp/ddp.py",
+        "engine.replicated = lambda: replicated(optimizer, engine)",
+        "engine.replicated = list",
+        "tests/test_fused.py::test_check_replicas_sees_trails",
+    ),
+    Break(
+        "split weights: an average applied in another order than it is decoded",
+        "gradcomp/averages.py",
+        "return codec.payloads(addresses, self._dtype)",
+        "return codec.payloads(addresses[::-1], self._dtype)",
+        "tests/test_fused.py::test_every_codec_and_exchange[3-ternary own]",
+    ),
 ]
 
 
 def passes(folder: Path, test: str) -> bool:
     """Run one test against the package in `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not mpich and not openmpi", test]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not mpich and not openmpi",
+        test,
+    ]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode == 0
 
 
