@@ -13,6 +13,7 @@ from _ranks import mpi_environment, mpi_python
 from gradcomp.bench.models import LeNet
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_mnist.py"
+MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist"  # not part of the repository
 
 
 def test_gradcomp_is_one_added_line():
@@ -79,3 +80,40 @@ def test_the_split_sgd_example_trains_and_saves_fp32(weights, tmp_path):
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert {v.dtype for v in state.values()} == {torch.float32 if weights == "split" else torch.bfloat16}
     LeNet().load_state_dict(state)
+
+
+def accuracy_of(weights, seed, *options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLE.with_name("split_sgd_ddp.py")), "--weights", weights, "--seed", str(seed), *options]
+    command += ["--codec", "none"] if weights == "fp32" else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return accuracies(done.stdout)[-1]
+
+
+def mean_accuracies(*options):
+    names = ("fp32", "split", "bf16")
+    return {w: sum(accuracy_of(w, seed, *options) for seed in range(3)) / 3 for w in names}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("options", "margin"),
+    [
+        pytest.param(["--epochs", "10"], 1.0, id="digits"),
+        pytest.param(["--epochs", "1", "--data", str(MNIST)], 0.5, id="mnist"),
+    ],
+)
+def test_split_weights_and_ternary_gradients_train_as_fp32_does(options, margin):
+    if "--data" in options and not MNIST.is_dir():
+        pytest.skip(f"needs MNIST in {MNIST}")
+    means = mean_accuracies(*options)
+    assert means["split"] >= means["fp32"] - margin, means
+
+
+@pytest.mark.long
+def test_small_updates_are_lost_in_plain_bf16_and_not_in_split_weights():
+    means = mean_accuracies("--epochs", "20", "--lr", "0.003", "--momentum", "0")
+    assert means["split"] >= means["fp32"] - 3, means
+    assert means["bf16"] <= means["split"] - 15, means
