@@ -123,9 +123,10 @@ static void check_parts(const parameter *p, int first_slot)
 static void check_untouched(const parameter *p, const gc_rule *rule)
 {
     int moments = rule->kind >= GC_ADAMW && rule->kind <= GC_LAMB_START;
-    int written[PARTS] = {[STATE0] = moments || rule->kind == GC_ADAGRAD || (rule->kind == GC_SGD && rule->momentum != 0),
-                          [STATE1] = moments};
+    int written[PARTS] = {0};
     written[WEIGHT] = written[TRAIL] = rule->kind <= GC_ADAMW || rule->kind == GC_LAMB_APPLY;
+    written[STATE0] = moments || rule->kind == GC_ADAGRAD || (rule->kind == GC_SGD && rule->momentum != 0);
+    written[STATE1] = moments;
     for (int part = 0; part < PARTS; part++) {
         if (!p->parts[part])
             continue;
@@ -319,11 +320,12 @@ static void test_payloads(uint32_t kind, int storage, int dtype, uint32_t start,
     const uint8_t *payloads[MAX_PAYLOADS_HERE];
     for (size_t k = 0; k < payload_count; k++)
         payloads[k] = make_payload(PAYLOAD + (int)k, nbytes, form, segments, count, scales[form], p.where);
-    gc_gradients packed = {.payloads = payloads, .payload_count = payload_count, .world_size = world, .from = from[form],
-                           .dtype = dtype, .shared = form == TERNARY_SHARED,
+    gc_gradients packed = {.payloads = payloads, .payload_count = payload_count, .world_size = world,
+                           .from = from[form], .dtype = dtype, .shared = form == TERNARY_SHARED,
                            .value_dtype = form == VALUES_BF16 ? GC_BF16 : GC_F32, .lane_bits = lane_bits};
     size_t used = strlen(case_name);
-    snprintf(case_name + used, sizeof case_name - used, " form %d payloads %zu segments %zu", form, payload_count, count);
+    snprintf(case_name + used, sizeof case_name - used, " form %d payloads %zu segments %zu", form, payload_count,
+             count);
     for (int tier = 0; tier < gc_tier_count(); tier++) {
         if (gc_tier_select(tier) != GC_OK)
             continue;
