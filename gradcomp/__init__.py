@@ -20,7 +20,7 @@ from gradcomp.rng import RngKey
 from gradcomp.version import __version__
 
 if TYPE_CHECKING:
-    from gradcomp import amp, ddp, server
+    from gradcomp import amp, ddp, optim, server
 
 __all__ = [
     "Codec",
@@ -42,12 +42,13 @@ __all__ = [
     "codecs",
     "comm",
     "ddp",
+    "optim",
     "server",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("amp", "ddp", "server"):
+    if name in ("amp", "ddp", "optim", "server"):
         import importlib
 
         return importlib.import_module(f"gradcomp.{name}")

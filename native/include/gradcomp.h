@@ -249,7 +249,7 @@ typedef struct {
  * norms[2 * s], norms[2 * s + 1] (w^2 and u^2, or g^2 and 0) of segment s, for kinds that add up.
  *   nonfinite: set to 1 when an average decoded from payloads is not finite (the update is done all the same).
  *   Alignment: as element types. Targets must not overlap. Same bytes on every tier and for every cut into segments
- *   (norms: for the same segments). */
+ *   (norms: for the same segments; a NaN is 0x7FF8000000000000). */
 gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, size_t segment_count,
                     const gc_target *targets, size_t target_count, const gc_rule *rules, size_t rule_count,
                     double *norms, uint32_t *nonfinite);

@@ -105,6 +105,13 @@ static gc_update_span span_of(const gc_target *target, const gc_rule *rule, uint
     return span;
 }
 
+/* Which of several NaNs a sum keeps depends on the tier: here they are all one. */
+static double norm_of(double lanes[GC_SUM_LANES])
+{
+    double total = gc_lanes_total(lanes);
+    return total == total ? total : (double)gc_float_of(GC_NAN_BITS);
+}
+
 static void update_from_tensors(const gc_segment *segment, const gc_target *target, const gc_rule *rule, double *norms)
 {
     gc_update_span span = span_of(target, rule, segment->start, segment->numel);
@@ -113,8 +120,8 @@ static void update_from_tensors(const gc_segment *segment, const gc_target *targ
         span.lanes = lanes;
     gc_current_kernels()->update(&span);
     if (span.lanes) {
-        norms[0] = gc_lanes_total(lanes);
-        norms[1] = gc_lanes_total(lanes + GC_SUM_LANES);
+        norms[0] = norm_of(lanes);
+        norms[1] = norm_of(lanes + GC_SUM_LANES);
     }
 }
 

@@ -35,9 +35,12 @@ void *guarded(int slot, size_t nbytes, placement where, uint8_t fill)
         CHECK(map != MAP_FAILED && mprotect(map + page, SLOT_NBYTES, PROT_READ | PROT_WRITE) == 0);
         slots[slot] = map + page;
     }
-    uint8_t *buffer = where == AT_END ? slots[slot] + SLOT_NBYTES - nbytes : slots[slot];
-    memset(buffer, fill, nbytes);
-    return buffer;
+    return memset(slot_bytes(slot, nbytes, where), fill, nbytes);
+}
+
+void *slot_bytes(int slot, size_t nbytes, placement where)
+{
+    return where == AT_END ? slots[slot] + SLOT_NBYTES - nbytes : slots[slot];
 }
 
 /* ---- values ------------------------------------------------------------------------------------------------------ */

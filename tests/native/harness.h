@@ -32,6 +32,8 @@ typedef enum { AT_END, AT_START } placement; /* which guard page the buffer touc
 
 /* `nbytes` bytes in slot `slot`, all `fill`; what the slot held is gone. */
 void *guarded(int slot, size_t nbytes, placement where, uint8_t fill);
+/* What `guarded` returned for these arguments, as it now is. */
+void *slot_bytes(int slot, size_t nbytes, placement where);
 
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 typedef enum {

@@ -14,8 +14,9 @@ for source in "${sources[@]}" tests/native/harness.c; do
     compile "$source" &
 done
 while [ -n "$(jobs -rp)" ]; do wait -n; done
-for name in test_known test_tiers; do
+for name in test_known test_tiers test_update; do
     "${CC:-gcc}" "${flags[@]}" "tests/native/$name.c" "$out"/*.o -lm -o "$out/$name"
 done
 "$out/test_known"
 "$out/test_tiers" "$@"
+"$out/test_update" "$@"

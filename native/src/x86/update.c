@@ -320,11 +320,11 @@ GC_AVX2 void gc_update_avx2(const gc_update_span *span)
     gc_update_span rest = *span;
     size_t weight_size = span->trail ? 2 : 4, gradient_size = span->gradient_dtype == GC_F32 ? 4 : 2;
     rest.numel -= numel;
-    rest.weight = (char *)span->weight + numel * weight_size;
+    rest.weight = (void *)((uintptr_t)span->weight + numel * weight_size); /* a rule that does not read it has none */
     rest.trail = span->trail ? span->trail + numel : NULL;
     rest.state0 = span->state0 ? span->state0 + numel : NULL;
     rest.state1 = span->state1 ? span->state1 + numel : NULL;
-    rest.gradient = (const char *)span->gradient + numel * gradient_size;
+    rest.gradient = (const void *)((uintptr_t)span->gradient + numel * gradient_size);
     gc_update_portable(&rest);
 }
 #endif
