@@ -14,6 +14,7 @@ from gradcomp.errors import PeerMismatch
 
 FIELDS = (
     "wire_version",
+    "optimizer",  # of a call to register; 0 for buckets
     "codec",
     "codec_options",
     "exchange",
@@ -29,7 +30,6 @@ FIELDS = (
     "transactional",
     "parameter_count",
     "bucket",
-    "optimizer",
 )
 _RECORD = struct.Struct(f"<{len(FIELDS)}Q")
 NBYTES = _RECORD.size
