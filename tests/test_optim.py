@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
 import pickle
@@ -464,6 +465,13 @@ def test_bad_options_are_named(cls, options, text):
         cls([nn.Parameter(torch.zeros(3))], **options)
 
 
+def placeholder(shape):
+    """What fused updates leave in p.grad, of a backward before."""
+    gradient = torch.full((), float("nan")).expand(shape)
+    gradient._gradcomp_packed = True
+    return gradient
+
+
 @every_optimizer
 @pytest.mark.parametrize(
     ("gradient", "error", "text"),
@@ -475,7 +483,7 @@ def test_bad_options_are_named(cls, options, text):
         ),
         (torch.zeros(12), ValueError, r"has shape \(12,\)"),
         (torch.zeros(3, 4).to_sparse_csr(), UnsupportedTensor, "is sparse"),
-        (torch.full((), float("nan")).expand(3, 4), GradcompError, "packed gradient of parameter 1 of group 0 is gone"),
+        (placeholder((3, 4)), GradcompError, "packed gradient of parameter 1 of group 0 is gone"),
     ],
     ids=["dtype", "shape", "csr", "placeholder"],
 )
@@ -524,7 +532,7 @@ def test_sparse_gradients_update_tops_and_trails_as_dense_ones_do(make):
     dense_net.load_state_dict(sparse_net.state_dict())
     one, two = make(split_parameters(sparse_net)), make(split_parameters(dense_net))
     for step in range(4):
-        rows = torch.tensor([3, 5, 3, 19, step])
+        rows = torch.tensor([3, 5, 19, 6 + step])
         for net, optimizer in ((sparse_net, one), (dense_net, two)):
             optimizer.zero_grad()
             (net(rows).float().square().sum() * 0.3).backward()
@@ -538,6 +546,16 @@ def test_sparse_gradients_update_tops_and_trails_as_dense_ones_do(make):
     before = weights(sparse_net, one)
     one.step()
     assert weights(sparse_net, one) == before
+
+
+def test_rows_named_twice_are_added_in_fp32():
+    """bf16 sums of many ones stand still at 256."""
+    net = nn.Embedding(4, 8, sparse=True)
+    nn.init.zeros_(net.weight)
+    optimizer = SplitSGD(split_parameters(net), lr=1.0)
+    net(torch.zeros(1000, dtype=torch.long)).float().sum().backward()
+    optimizer.step()
+    assert (optimizer.fp32(net.weight)[0] == -1000).all()
 
 
 @pytest.mark.parametrize("make", [MAKERS["sgd momentum"], MAKERS["adamw"], MAKERS["lamb"]])
@@ -583,6 +601,201 @@ def test_grad_scaler_skips_leave_every_bit(make):
         scaler.step(optimizer)
         scaler.update()
         assert (state_bytes(optimizer) == before) is (step in (0, 3, 4))
+
+
+# ---- who has the trails --------------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_constructor_leaves_the_trails_where_they_were():
+    net = model()
+    before = {k: v.numpy().tobytes() for k, v in net.state_dict().items()}
+    split_of = split_parameters(net)
+    first, *rest = split_of
+    for bad in ([{"params": [first]}, {"params": rest, "lr": -1.0}], [{"params": [first]}, {"params": [first, *rest]}]):
+        with pytest.raises(ValueError, match=r"lr must be|more than one parameter group"):
+            SplitSGD(bad, lr=0.1)
+    optimizer = SplitSGD(split_of, lr=0.1)
+    assert weights(net, optimizer) == before
+    train(list(net.parameters()), optimizer, 1)
+
+
+def test_trails_are_handed_to_the_next_optimizer_only_by_release():
+    net = model()
+    first = SplitSGD(split_parameters(net, rounding="nearest"), lr=0.1)
+    train(list(net.parameters()), first, 2)
+    before = weights(net, first)
+    with pytest.raises(ValueError, match=r"belongs to another optimizer: call its release\(\) first"):
+        SplitAdamW(net.parameters())
+    first.release()
+    second = SplitAdamW(net.parameters())
+    assert weights(net, second) == before
+    assert second.param_groups[0]["rounding"] == "nearest"
+    train(list(net.parameters()), second, 1)
+    del second, first
+    gc.collect()
+    with pytest.warns(UserWarning, match="is gone, and 16 bits of each weight with it"):
+        SplitSGD(net.parameters(), lr=0.1)
+
+
+def test_weights_written_in_place_are_noticed_at_the_next_step():
+    """load_state_dict of the model alone, DDP's join, an average: the trails belong to the old weights."""
+    net = model()
+    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    params = list(net.parameters())
+    train(params, optimizer, 1)
+    kept = [p.detach().clone() for p in params]
+    net.load_state_dict(net.state_dict())
+    before = state_bytes(optimizer)
+    give_gradients(params, 1)
+    with pytest.raises(ValueError, match="was written to in place after the last step"):
+        optimizer.step()
+    assert state_bytes(optimizer) == before
+    with torch.no_grad():
+        for p, old in zip(params, kept, strict=True):
+            p.copy_(p + 1)
+            p.copy_(old)
+    optimizer.keep_trails()
+    optimizer.step()
+
+
+def test_another_memory_format_after_the_optimizer_was_made_is_refused():
+    conv = nn.Conv2d(3, 4, 2)
+    optimizer = SplitSGD(split_parameters(conv), lr=0.1, momentum=0.9)
+    conv.to(memory_format=torch.channels_last)
+    give_gradients(conv.parameters(), 0)
+    with pytest.raises(ValueError, match="now has strides"):
+        optimizer.step()
+    big, p = torch.zeros(4, 4), nn.Parameter(torch.zeros(4, 2))
+    optimizer = SplitSGD([p], lr=1.0)
+    p.data = big[:, ::2]  # memory between its elements is not its own
+    p.grad = torch.ones(4, 2)
+    with pytest.raises(ValueError, match="now has strides"):
+        optimizer.step()
+    assert not big.any()
+
+
+def test_a_checkpoint_taken_before_the_model_was_loaded_keeps_its_checksums():
+    net = model()
+    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    train(list(net.parameters()), optimizer, 1)
+    states = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    other = model(3)
+    again = SplitSGD(split_parameters(other), lr=0.1)
+    again.load_state_dict(states[1])
+    for copied in (again, pickle.loads(pickle.dumps((other, again)))[1], copy.deepcopy((other, again))[1]):
+        state = copy.deepcopy(copied.state_dict())
+        params = copied.param_groups[0]["params"]
+        give_gradients(params, 5)
+        with pytest.raises(ValueError, match="belongs to other weights"):
+            copied.step()
+        third = model(4)
+        right = SplitSGD(split_parameters(third), lr=0.1)
+        right.load_state_dict(state)
+        third.load_state_dict(states[0])
+        train(list(third.parameters()), right, 1, first=1)
+
+
+def test_loading_turns_momentum_off_and_keeps_own_options():
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    one, two = SplitSGD([p], lr=0.1, momentum=0.9), SplitSGD([{"params": [q], "name": "head"}], lr=0.1)
+    for optimizer, x in ((one, p), (two, q)):
+        x.grad = torch.ones(2)
+        optimizer.step()
+    one.load_state_dict(two.state_dict())
+    assert "momentum_buffer" not in one.state[p]
+    assert one.param_groups[0]["name"] == "head"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SplitLAMB(p),
+        lambda p: torch.optim.Adam(p),
+        lambda p: torch.optim.RAdam(p),
+        lambda p: torch.optim.NAdam(p),
+    ],
+    ids=["lamb", "adam", "radam", "nadam"],
+)
+def test_adamw_refuses_states_of_its_relatives(make):
+    p = nn.Parameter(torch.ones(3))
+    other = make([p])
+    p.grad = torch.ones(3)
+    other.step()
+    with pytest.raises(ValueError, match="it is from another optimizer"):
+        SplitAdamW([nn.Parameter(torch.ones(3))]).load_state_dict(other.state_dict())
+
+
+@every_optimizer
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoints_of_frozen_parameters_and_flat_ones(make, flat):
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    net, other, wrong = model(), model(2), model(3)
+    optimizers = []
+    for n in (net, other, wrong):
+        n[0].weight.requires_grad_(False)
+        optimizers.append(make(split_parameters(n)))
+    trained = [p for p in net.parameters() if p.requires_grad]
+    train(trained, optimizers[0], 2)
+    saved = copy.deepcopy((net.state_dict(), get_optimizer_state_dict(net, optimizers[0], options=options)))
+    other.load_state_dict(saved[0])
+    for n, optimizer in ((other, optimizers[1]), (wrong, optimizers[2])):
+        set_optimizer_state_dict(n, optimizer, copy.deepcopy(saved[1]), options=options)
+        give_gradients([p for p in n.parameters() if p.requires_grad], 2)
+    optimizers[1].step()
+    with pytest.raises(ValueError, match="belongs to other weights"):
+        optimizers[2].step()
+
+
+def test_numbers_that_cannot_be_count_no_step():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = SplitSGD([p], lr=0.1, momentum=0.9, dampening=0.5)
+    p.grad = torch.ones(4)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert (p == 0.9).all()
+    for bad, error in (
+        ({"params": {p}}, TypeError),
+        ({"params": [p, p]}, ValueError),
+        ({"params": [p], "rounding": "up"}, ValueError),
+    ):
+        with pytest.raises(error):
+            SplitSGD([bad], lr=0.1)
+    lamb = SplitLAMB([p])
+    lamb.param_groups[0]["variant"] = "nvlmab"
+    with pytest.raises(ValueError, match="nvlmab"):
+        lamb.step()
+
+
+def test_gradients_with_the_neg_bit():
+    p = nn.Parameter(torch.ones(4))
+    p.grad = torch._neg_view(torch.ones(4))
+    SplitSGD([p], lr=0.1).step()
+    assert (p == 1.1).all()
+
+
+def test_fp32_state_of_a_model_with_two_optimizers():
+    net = model()
+    before = {k: v.numpy().tobytes() for k, v in net.state_dict().items()}
+    split_of = dict(split_parameters(net).named_parameters())
+    one = SplitSGD([p for n, p in split_of.items() if n[0] == "0"], lr=0.1)
+    two = SplitAdamW([p for n, p in split_of.items() if n[0] != "0"], lr=0.1)
+    with pytest.raises(ValueError, match="'2.weight' is bfloat16 and not in this optimizer"):
+        fp32_state_dict(net, one)
+    assert {k: v.numpy().tobytes() for k, v in fp32_state_dict(net, [one, two]).items()} == before
+    other = {k: v + 1 for k, v in fp32_state_dict(net, [one, two]).items()}
+    with pytest.raises(ValueError, match="not in this optimizer"):
+        load_fp32_state_dict(net, one, other)
+    load_fp32_state_dict(net, [one, two], other)
+    assert all(torch.equal(fp32_state_dict(net, [one, two])[k], v) for k, v in other.items())
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------------------------------

@@ -117,6 +117,7 @@ class DynamicLossScalingUpdater:
     def _attempt(self) -> float:
         """Run forward, backward, exchange, check and, unless it overflowed, the optimizer; return the mean loss."""
         scaler, optimizer = self.scaler, self.optimizer
+        scaler._forget_step()  # of an attempt that ended in an exception
         optimizer.zero_grad()
         total = 0.0
         for left in reversed(range(self._accumulate)):

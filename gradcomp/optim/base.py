@@ -16,18 +16,24 @@ from torch import Tensor, nn
 
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.optim.checkpoint import CHECKSUM, check_saved
-from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, PackedGradients, count
-from gradcomp.optim.options import number
+from gradcomp.optim.entries import GRADIENT_DTYPES, PLACEHOLDER, Entry, PackedGradients, count, number_steps
+from gradcomp.optim.sparse import check_sparse, run_sparse
 from gradcomp.optim.split import (
     SplitParameters,
     _split,
     adopt,
+    check_free,
     check_parameter,
-    checksum,
+    check_rounding,
     join,
     new_trail,
+    wait,
     waiting_rounding,
+    waiting_trail,
 )
+from gradcomp.optim.tracking import Tracking
+
+LOADED = "it was not loaded from the checkpoint that the optimizer was loaded from"
 
 
 class SplitOptimizer(torch.optim.Optimizer):
@@ -43,11 +49,13 @@ class SplitOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._families: list[SplitParameters] = []  # of which trails were adopted
-        self._expected: dict[Tensor, tuple[int, str]] = {}  # checksums of tops that trails from elsewhere belong to
-        self._places: dict[Tensor, int] = {}
+        self._tracking = Tracking()
         self._packed: list[PackedGradients] = []
+        self._adopting: list[nn.Parameter] | None = []
         self.check_options(defaults)
         super().__init__(params, defaults)
+        adopted, self._adopting = self._adopting, None
+        adopt(self, adopted)
 
     # ---- what an optimizer says --------------------------------------------------------------------------------------
 
@@ -72,9 +80,12 @@ class SplitOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what pickling, copying and loading keep; the rest is found again as it is needed."""
         super().__setstate__(state)
-        for name, empty in (("_families", []), ("_expected", {}), ("_places", {}), ("_packed", [])):
+        for name, empty in (("_families", []), ("_tracking", Tracking()), ("_packed", []), ("_adopting", None)):
             if name not in self.__dict__:
                 setattr(self, name, empty)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_tracking": self._tracking}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own; as in torch, and the trails of split parameters are adopted.
@@ -84,13 +95,19 @@ class SplitOptimizer(torch.optim.Optimizer):
             ValueError: an option out of its range, or parameters split with different roundings in one group.
         """
         params = param_group.get("params", ())
+        if isinstance(params, (set, frozenset)):
+            raise TypeError("parameters must come in an order that is the same in every run: a list, not a set")
         members = [params] if isinstance(params, Tensor) else list(params)
         tensors = [p[1] if isinstance(p, tuple) else p for p in members]
         for place, p in enumerate(tensors):
             if isinstance(p, Tensor):
                 check_parameter(p, f"parameter {place} of the group")
+                check_free(p, f"parameter {place} of the group")
+        if len({id(p) for p in tensors}) < len(tensors):
+            raise ValueError("a group holds the same parameter twice: it would be updated twice")
         group = {**self.defaults, **param_group, "params": members}
         self.check_options(group)
+        check_rounding(group.get("rounding", "truncate"))
         roundings = {r for p in tensors if isinstance(p, nn.Parameter) for r in [waiting_rounding(p)] if r}
         if len(roundings) > 1:
             raise ValueError(
@@ -101,20 +118,26 @@ class SplitOptimizer(torch.optim.Optimizer):
         added["rounding"] = roundings.pop() if roundings else added.get("rounding", "truncate")
         for p in added["params"]:
             self._begin(p, added)
+        if self._adopting is None:
+            adopt(self, added["params"])
+        else:  # a later group may still be refused, and then nobody has adopted anything
+            self._adopting += added["params"]
 
     def _begin(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         """Make a parameter's state."""
         state = self.state[p]
         state["step"] = torch.zeros(())
+        self._tracking.begin(p)
         if p.dtype == torch.bfloat16:
-            adopted = adopt(p)
-            if adopted is None:
+            found = waiting_trail(p)
+            if found is None:
                 state["trail"] = new_trail(p, len(self.state))
             else:
-                state["trail"], wanted, family = adopted
-                self._expected[p] = wanted, "it was changed after split_parameters"
+                state["trail"], wanted, family = found
+                self._tracking.expect(p, wanted, "it was changed after split_parameters")
                 if family not in self._families:
                     self._families.append(family)
+            state[CHECKSUM] = torch.zeros((), dtype=torch.int64)  # written by state_dict alone
         for name in self.wanted_moments(group):
             state[name] = self._new_moment(p, name, group)
 
@@ -159,12 +182,13 @@ class SplitOptimizer(torch.optim.Optimizer):
         entries, sparse = self._entries()
         for entry in entries:
             self._complete(entry)
+        number_steps([*entries, *sparse])
         if entries:
-            count(entries)
             self.run(entries)
         for entry in sparse:
-            self._run_sparse(entry)
-        torch.autograd.graph.increment_version([e.parameter for e in (*entries, *sparse)])
+            run_sparse(self, entry)
+        count([*entries, *sparse])
+        self._tracking.stepped(e.parameter for e in (*entries, *sparse))
         return loss
 
     def _entries(self) -> tuple[list[Entry], list[Entry]]:
@@ -176,7 +200,7 @@ class SplitOptimizer(torch.optim.Optimizer):
                     continue
                 name = self._name(group, where, place)
                 entry = Entry(p, group, self.state[p])
-                self._check_place(p, name)
+                self._tracking.check(p, entry.state.get("trail"), name)
                 packed, position = self._packed_of(p)
                 if packed is not None:
                     packed.check(p)
@@ -184,7 +208,7 @@ class SplitOptimizer(torch.optim.Optimizer):
                 elif p.grad.layout == torch.strided:
                     entry.gradient = self._check_gradient(p, name)
                 else:
-                    self._check_sparse(p, group, name)
+                    check_sparse(self, p, group, name)
                     sparse.append(entry)
                     continue
                 entries.append(entry)
@@ -193,25 +217,6 @@ class SplitOptimizer(torch.optim.Optimizer):
     def _name(self, group: dict[str, Any], where: int, place: int) -> str:
         names = group.get("param_names")
         return f"parameter {names[place]!r}" if names else f"parameter {place} of group {where}"
-
-    def _check_place(self, p: nn.Parameter, name: str) -> None:
-        """Raise ValueError unless this is the parameter, in dtype, shape and memory, that the state was made for."""
-        trail = self.state[p].get("trail")
-        if (trail is None) != (p.dtype == torch.float32) or (trail is not None and trail.shape != p.shape):
-            raise ValueError(f"{name} is now {p.dtype} {tuple(p.shape)}: it was replaced after the optimizer was made")
-        if p in self._expected:
-            wanted, story = self._expected[p]
-            if checksum(p) != wanted:
-                raise ValueError(
-                    f"the trail of {name} belongs to other weights: {story}. Load model and optimizer from one "
-                    "checkpoint, split after loading and with equal seeds on all ranks, or call zero_trails()"
-                )
-            del self._expected[p]
-        if self._places.setdefault(p, p.data_ptr()) != p.data_ptr():
-            raise ValueError(
-                f"{name} was replaced after the last step (its memory is another), its trail belongs to the old values: "
-                "make a new optimizer, load a checkpoint, or call zero_trails()"
-            )
 
     def _check_gradient(self, p: nn.Parameter, name: str) -> Tensor:
         gradient = p.grad
@@ -222,26 +227,15 @@ class SplitOptimizer(torch.optim.Optimizer):
             )
         if gradient.shape != p.shape:
             raise ValueError(f"the gradient of {name} has shape {tuple(gradient.shape)}, it {tuple(p.shape)}")
+        if getattr(gradient, PLACEHOLDER, False):
+            raise GradcompError(
+                f"the packed gradient of {name} is gone: it was left from a backward before, or from one that failed"
+            )
+        if gradient.is_neg():
+            gradient = gradient.resolve_neg()
         if gradient.stride() != p.stride():
-            if gradient.numel() > 1 and not any(gradient.stride()) and bool(torch.isnan(gradient.flatten()[0])):
-                raise GradcompError(f"the packed gradient of {name} is gone: it was left from a backward before")
             gradient = torch.empty_like(p, dtype=gradient.dtype).copy_(gradient)
         return gradient.detach()
-
-    def _check_sparse(self, p: nn.Parameter, group: dict[str, Any], name: str) -> None:
-        gradient = p.grad
-        assert gradient is not None
-        reason = None
-        if not self.takes_sparse or gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
-            reason = f"{type(self).__name__} does not take it (Embedding(sparse=False) makes dense ones)"
-        elif group.get("momentum", 0) or number(group["weight_decay"]):
-            reason = "momentum and weight decay change weights that it does not name"
-        elif gradient.dtype not in GRADIENT_DTYPES or not p.is_contiguous():
-            reason = f"it is {gradient.dtype}, or the parameter is not contiguous"
-        if reason:
-            raise UnsupportedTensor(f"the gradient of {name} is sparse ({gradient.layout}): {reason}")
-        if gradient.shape != p.shape:
-            raise ValueError(f"the gradient of {name} has shape {tuple(gradient.shape)}, it {tuple(p.shape)}")
 
     def _complete(self, entry: Entry) -> None:
         """Make state that an option that was changed asks for."""
@@ -249,27 +243,6 @@ class SplitOptimizer(torch.optim.Optimizer):
             if name not in entry.state:
                 entry.state[name] = self._new_moment(entry.parameter, name, entry.group)
                 entry.is_first = True
-
-    def _run_sparse(self, entry: Entry) -> None:
-        """Update the rows that a sparse gradient names, and their trails, exactly as a dense update would."""
-        p, state = entry.parameter, entry.state
-        assert p.grad is not None
-        gradient = p.grad.coalesce()
-        index, values = gradient.indices()[0], gradient.values().contiguous()
-        count([entry])
-        if not values.numel():
-            return
-        rows = Entry(
-            nn.Parameter(p.detach()[index].contiguous(), requires_grad=False), entry.group, {"step": state["step"]}
-        )
-        kept = [name for name in ("trail", *self.moments) if name in state]
-        for name in kept:
-            rows.state[name] = state[name][index].contiguous()
-        rows.gradient, rows.step, rows.is_first = values, entry.step, entry.is_first
-        self.run([rows])
-        p.detach().index_copy_(0, index, rows.parameter.detach())
-        for name in kept:
-            state[name].index_copy_(0, index, rows.state[name])
 
     # ---- trails ------------------------------------------------------------------------------------------------------
 
@@ -303,8 +276,7 @@ class SplitOptimizer(torch.optim.Optimizer):
             return
         _split(source, self.rounding(parameter), parameter, trail)
         torch.autograd.graph.increment_version(parameter)
-        self._expected.pop(parameter, None)
-        self._places[parameter] = parameter.data_ptr()
+        self._tracking.trust(parameter)
 
     def zero_trails(self) -> None:
         """Take the weights as they now stand in bf16: all trails become zero.
@@ -314,8 +286,25 @@ class SplitOptimizer(torch.optim.Optimizer):
         for p, state in self.state.items():
             if "trail" in state:
                 state["trail"].zero_()
-                self._expected.pop(p, None)
-            self._places[p] = p.data_ptr()
+            self._tracking.trust(p)
+
+    def keep_trails(self) -> None:
+        """Take the weights as they now stand for those of the last step, whoever wrote them there in the meantime.
+
+        For code that exchanges weights in place and puts the old ones back (weight averages, pruning trials).
+        """
+        for p in self.state:
+            self._tracking.trust(p)
+
+    def release(self) -> None:
+        """Hand the trails to the next optimizer that is made for these parameters, and step no more."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                trail = self.state[p].get("trail")
+                if trail is not None:
+                    wait(p, trail, self._tracking.checksum(p), group["rounding"])
+            group["params"] = []
+        self.state.clear()
 
     # ---- packed gradients --------------------------------------------------------------------------------------------
 
@@ -342,7 +331,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
         for index, state in saved["state"].items():
             if "trail" in state:
-                saved["state"][index] = state | {CHECKSUM: torch.tensor(checksum(params[index]))}
+                saved["state"][index] = state | {CHECKSUM: torch.tensor(self._tracking.checksum(params[index]))}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -363,6 +352,8 @@ class SplitOptimizer(torch.optim.Optimizer):
         groups, loads = check_saved(self, state_dict)
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
+            if "initial_lr" not in saved:
+                group.pop("initial_lr", None)
         with torch.no_grad():
             for p, tensors, wanted in loads:
                 state = self.state[p]
@@ -370,11 +361,12 @@ class SplitOptimizer(torch.optim.Optimizer):
                     if name not in state:  # momentum that the saved options turn on
                         state[name] = self._new_moment(p, name, {**self.defaults})
                     state[name].copy_(tensor)
+                for name in set(self.moments) - tensors.keys():
+                    state.pop(name, None)
                 if wanted is not None:
-                    self._expected[p] = (
-                        wanted,
-                        "it was not loaded from the checkpoint that the optimizer was loaded from",
-                    )
-                self._places[p] = p.data_ptr()
+                    self._tracking.expect(p, wanted, LOADED)
+                elif "trail" in tensors:
+                    self._tracking.trust(p)
+                self._tracking.begin(p)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -13,9 +13,10 @@ from gradcomp.optim.split import ROUNDINGS
 if TYPE_CHECKING:
     from gradcomp.optim.base import SplitOptimizer
 
-CHECKSUM = "top_checksum"  # in saved states alone
-KEPT_OPTIONS = ("initial_lr", "param_names", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
-REFUSED_OPTIONS = ("amsgrad",)
+CHECKSUM = "top_checksum"
+TORCHS_OPTIONS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad"}
+# options that say which optimizer wrote a state; others that are unknown here are the user's own and are kept
+OWN_OPTIONS = {"betas", "variant", "lr_decay", "initial_accumulator_value", "momentum", "dampening", "nesterov"}
 
 
 def check_saved(
@@ -30,15 +31,18 @@ def check_saved(
         raise ValueError(f"this state has groups of {sizes} parameters, the optimizer {wanted}")
     groups, loads = [], []
     for where, (mine, group) in enumerate(zip(optimizer.param_groups, theirs, strict=True)):
-        options = {k: deepcopy(v) for k, v in group.items() if k != "params" and (k in mine or k in KEPT_OPTIONS)}
+        options = {k: deepcopy(v) for k, v in group.items() if k not in {"params", *TORCHS_OPTIONS}}
         missing = [k for k in optimizer.defaults if k not in group]
         if missing:
             raise ValueError(f"group {where} of this state has no {missing[0]!r}: it is from another optimizer")
+        foreign = sorted((OWN_OPTIONS & group.keys()) - optimizer.defaults.keys() - mine.keys())
+        if foreign or group.get("decoupled_weight_decay", True) is False:
+            which = foreign[0] if foreign else "decoupled_weight_decay=False"
+            raise ValueError(f"group {where} of this state has {which}: it is from another optimizer")
         if options.get("rounding", ROUNDINGS[0]) not in ROUNDINGS:
             raise ValueError(f"group {where} of this state has rounding {options['rounding']!r}")
-        for name in REFUSED_OPTIONS:
-            if group.get(name) and name not in mine:
-                raise ValueError(f"group {where} of this state was trained with {name}=True, which is not here")
+        if group.get("amsgrad"):
+            raise ValueError(f"group {where} of this state was trained with amsgrad=True, which is not here")
         optimizer.check_options(mine | options)
         groups.append(options)
         is_own = "rounding" in group
@@ -56,6 +60,8 @@ def _check_tensors(
     expected = state.pop(CHECKSUM, None)
     moments = optimizer.wanted_moments(group)
     state = {k: v for k, v in state.items() if v is not None}
+    if is_own and not state and not p.requires_grad:  # distributed checkpoints leave frozen parameters out
+        return p, {k: v for k, v in optimizer.state[p].items() if k != CHECKSUM}, None
     if not is_own:  # torch's: no trail, no momentum before the first step, SGD without step
         if not state:
             state = {m: optimizer._new_moment(p, m, group) for m in moments} | {"step": 0}

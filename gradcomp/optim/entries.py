@@ -16,6 +16,7 @@ from gradcomp.layout import CHUNK_NUMEL, Table
 from gradcomp.optim.split import ROUNDINGS
 from gradcomp.rules import NO_RULE, RULE, TARGET, Kind
 
+PLACEHOLDER = "_gradcomp_packed"  # attribute of tensors that stand for packed gradients
 GRADIENT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -48,13 +49,18 @@ class Entry:
         self.is_first = False  # its state has not seen a gradient yet
 
 
+def number_steps(entries: Sequence[Entry]) -> None:
+    """Tell every entry which step of its parameter this is."""
+    if entries:
+        for entry, steps in zip(entries, torch.stack([e.state["step"] for e in entries]).tolist(), strict=True):
+            entry.step = int(steps) + 1
+            entry.is_first |= entry.step == 1
+
+
 def count(entries: Sequence[Entry]) -> None:
-    """Count a step for every entry."""
-    steps = [entry.state["step"] for entry in entries]
-    torch._foreach_add_(steps, 1)
-    for entry, step in zip(entries, torch.stack(steps).tolist(), strict=True):
-        entry.step = int(step)
-        entry.is_first |= entry.step == 1
+    """Count the step that every entry has taken."""
+    if entries:
+        torch._foreach_add_([entry.state["step"] for entry in entries], 1)
 
 
 Numbers = Callable[[dict[str, Any], int, bool], dict[str, float]]

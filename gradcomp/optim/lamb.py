@@ -98,6 +98,7 @@ class SplitLAMB(SplitOptimizer):
         run_rules(entries, rules, self.moments, gradients=False)
 
     def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+        self.check_options(group)  # a misspelt variant would be plain LAMB
         beta1, beta2 = (number(b) for b in group["betas"])
         root = (1 - beta2**step) ** 0.5
         return {

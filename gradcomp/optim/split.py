@@ -5,8 +5,10 @@ References: Intel Extension for PyTorch, "Split SGD"; an fp32 number is its firs
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -150,14 +152,43 @@ class _Waiting:
 
 
 _waiting: MutableMapping[nn.Parameter, _Waiting] = WeakIdKeyDictionary()
+_owners: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()  # optimizers that adopted trails
 
 
-def adopt(parameter: nn.Parameter) -> tuple[Tensor, int, SplitParameters] | None:
-    """Hand over the trail that waits for a parameter, with the checksum of the top that it belongs to."""
-    found = _waiting.pop(parameter, None)
-    if found is None:
-        return None
-    return found.family._waiting.pop(found.name), found.checksum, found.family
+def wait(parameter: nn.Parameter, trail: Tensor, checksum: int, rounding: str) -> None:
+    """Let a trail that an optimizer had wait for the next one."""
+    family = SplitParameters([("released", parameter)], rounding)
+    family._waiting["released"] = trail
+    _waiting[parameter] = _Waiting(family, "released", checksum)
+    _owners.pop(parameter, None)
+
+
+def waiting_trail(parameter: nn.Parameter) -> tuple[Tensor, int, SplitParameters] | None:
+    """Return the trail that waits for a parameter, and the checksum of the top that it belongs to."""
+    found = _waiting.get(parameter)
+    return None if found is None else (found.family._waiting[found.name], found.checksum, found.family)
+
+
+def adopt(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Let an optimizer have the trails that it took over; they wait no more."""
+    for parameter in parameters:
+        found = _waiting.pop(parameter, None)
+        if found is not None:
+            found.family._waiting.pop(found.name, None)
+            _owners[parameter] = weakref.ref(optimizer)
+
+
+def check_free(parameter: Tensor, name: str) -> None:
+    """Raise ValueError if another optimizer has adopted a parameter's trail; warn if one had it and is gone."""
+    if not isinstance(parameter, nn.Parameter) or parameter not in _owners or parameter in _waiting:
+        return
+    if _owners[parameter]() is not None:
+        raise ValueError(f"the trail of {name} belongs to another optimizer: call its release() first")
+    warnings.warn(
+        f"the optimizer that had the trail of {name} is gone, and 16 bits of each weight with it: release() keeps them",
+        stacklevel=4,
+    )
+    del _owners[parameter]
 
 
 def waiting_rounding(parameter: nn.Parameter) -> str | None:
@@ -230,23 +261,37 @@ def check_parameter(parameter: Tensor, name: str) -> None:
     check_dense(parameter.detach(), name)
 
 
+def _owner_of(value: Any, optimizers: Any, name: str) -> Any:
+    """Return the optimizer that has a parameter's trail; None for what is not split. ValueError if nobody has it."""
+    if not isinstance(value, nn.Parameter) or value.dtype != torch.bfloat16:
+        return None
+    for optimizer in optimizers if isinstance(optimizers, Sequence) else [optimizers]:
+        if optimizer.trail(value) is not None:
+            return optimizer
+    raise ValueError(f"{name!r} is bfloat16 and not in this optimizer: pass a list of all optimizers of the model")
+
+
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
     """Return the model's state dict with every split weight as the fp32 tensor that it stands for.
 
     Args:
         model: what the optimizer trains; wrapped in DistributedDataParallel or not.
-        optimizer: a split optimizer.
+        optimizer: the split optimizer that trains it, or a sequence of them.
 
     Returns:
         A dictionary that a plain fp32 model loads: joined weights are new tensors, everything else is shared with the
         model as in ``model.state_dict()``. Tied weights are one tensor under each of their names.
+
+    Raises:
+        ValueError: a bfloat16 parameter that none of the optimizers has.
     """
     out: OrderedDict[str, Any] = OrderedDict()
     joined: dict[int, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and optimizer.trail(value) is not None:
+        owner = _owner_of(value, optimizer, name)
+        if owner is not None:
             if id(value) not in joined:
-                joined[id(value)] = optimizer.fp32(value)
+                joined[id(value)] = owner.fp32(value)
             out[name] = joined[id(value)]
         else:
             out[name] = value.detach() if isinstance(value, Tensor) else value
@@ -258,13 +303,15 @@ def load_fp32_state_dict(model: nn.Module, optimizer: Any, state: Mapping[str, A
 
     Args:
         model: what the optimizer trains.
-        optimizer: a split optimizer; its momentum and other state stay as they are.
+        optimizer: the split optimizer that trains it, or a sequence of them; momentum and other state stay as they are.
         state: what ``state_dict()`` of the fp32 model, or `fp32_state_dict`, returned.
 
     Raises:
-        ValueError: missing or unexpected names, other shapes or dtypes; nothing is changed then.
+        ValueError: missing or unexpected names, other shapes or dtypes, a bfloat16 parameter that none of the optimizers
+            has; nothing is changed then.
     """
     own = model.state_dict(keep_vars=True)
+    owners = {name: o for name, value in own.items() for o in [_owner_of(value, optimizer, name)] if o is not None}
     for what, names in (("misses", own.keys() - state.keys()), ("has unexpected", state.keys() - own.keys())):
         if names:
             raise ValueError(f"this checkpoint {what} {min(names)!r}")
@@ -278,8 +325,8 @@ def load_fp32_state_dict(model: nn.Module, optimizer: Any, state: Mapping[str, A
                 raise ValueError(f"{name!r} is {given.dtype} in this checkpoint, {value.dtype} in the model")
     rest = {}
     for name, value in own.items():
-        if isinstance(value, nn.Parameter) and optimizer.trail(value) is not None:
-            optimizer.set_fp32(value, state[name])
+        if name in owners:
+            owners[name].set_fp32(value, state[name])
         else:
             rest[name] = state[name]
     model.load_state_dict(rest, strict=False)
