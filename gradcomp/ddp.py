@@ -81,6 +81,7 @@ class CompressionState(Controls):
             if comm is None:
                 own_comm.close()
             raise
+        self._finds_unused = bool(model.find_unused_parameters)
         self._pre_hook = model.register_forward_pre_hook(self._raise_if_failed)
         if own_comm.rank == 0:
             logger.info(self.describe())
@@ -144,11 +145,13 @@ class CompressionState(Controls):
             future.set_result(buffer)
             return future
         try:
-            if bucket.index() == 0 and not is_more:  # DDP launches buckets in order, also from the inner backwards of checkpointing
-                if self._fused is not None:
-                    self._fused.drop()
+            if (
+                bucket.index() == 0 and not is_more
+            ):  # DDP launches buckets in order, also from the inner backwards of checkpointing
                 self._task = task
                 engine.begin_step()
+                if self._fused is not None:
+                    self._fused.drop()
             engine.submit(buffer, self._place(bucket), lambda: future.set_result(buffer))
         except Exception as error:  # noqa: BLE001 - finish_step raises it out of backward
             engine.pipeline.fail(error)
@@ -158,15 +161,28 @@ class CompressionState(Controls):
             Variable._execution_engine.queue_callback(self._finish)
         elif bucket.is_last():  # join(): this rank has run out of data and plays along
             engine.finish_step()
-            for exchange, _ in engine.submitted:
-                exchange.unpack()
+            self._unpack()
         return future
 
     def _finish(self) -> None:
         self._task = -1
-        self._engine.finish_step()
-        if self._fused is not None:  # after DDP's own callback, which copies buckets to gradients
+        try:
+            self._engine.finish_step()
+        except BaseException:
+            if self._fused is not None:
+                self._fused.fail()
+            raise
+        if self._fused is None:
+            return
+        if self._fused.must_unpack(finds_unused=self._finds_unused):
+            self._unpack()
+        else:  # after DDP's own callback, which copies buckets to gradients
             Variable._execution_engine.queue_callback(self._fused.place)
+
+    def _unpack(self) -> None:
+        """Write the averages of the last step into DDP's buckets after all."""
+        for exchange, _ in self._engine.submitted:
+            exchange.unpack()
 
     def _place(self, bucket: dist.GradBucket) -> tuple[tuple[int, int], ...]:  # type: ignore[name-defined]
         """Return (parameter position, offset) of every tensor in the bucket."""
@@ -180,8 +196,12 @@ class CompressionState(Controls):
         return tuple(members)
 
     def _raise_if_failed(self, module: nn.Module, inputs: Any) -> None:
-        if not self._detached and self._engine.pipeline.error is not None:
+        if self._detached:
+            return
+        if self._engine.pipeline.error is not None:
             raise self._engine.pipeline.error
+        if self._fused is not None and torch.is_grad_enabled():
+            self._fused.before_forward()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
         """Return a state that does nothing: copies of a model (weight averaging) are evaluated, not trained."""

@@ -19,6 +19,7 @@ from gradcomp.averages import Averages
 from gradcomp.engine import Engine, Members
 from gradcomp.errors import GradcompError
 from gradcomp.optim import SplitOptimizer
+from gradcomp.optim.entries import PLACEHOLDER
 
 
 def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
@@ -54,6 +55,15 @@ def state_digest(optimizer: SplitOptimizer, engine: Engine) -> str:
     return replicas.digests(t for _, t in replicated(optimizer, engine)).hex()
 
 
+def _put_placeholder(p: Tensor) -> Tensor:
+    """Make `p.grad` a tensor of NaNs that fill no memory, and return it."""
+    assert p.grad is not None
+    placeholder = torch.full((), float("nan"), dtype=p.grad.dtype).expand(p.shape)
+    setattr(placeholder, PLACEHOLDER, True)
+    p.grad = placeholder
+    return placeholder
+
+
 class FusedGradients:
     """The packed averages of the last backward, as `gradcomp.optim.PackedGradients`.
 
@@ -66,6 +76,7 @@ class FusedGradients:
         self._engine, self._optimizer = engine, optimizer
         self.parameter_count = len(engine.named)
         self._placeholders: dict[Tensor, tuple[Tensor, int]] = {}  # and their positions
+        self._adds_up = False  # to gradients that were there before the last forward pass
         optimizer.attach_packed(self)
 
     def place(self) -> None:
@@ -74,13 +85,28 @@ class FusedGradients:
             for position, _ in members:
                 p = self._engine.named[position][1]
                 if p.grad is not None:
-                    placeholder = torch.full((), float("nan"), dtype=p.grad.dtype).expand(p.shape)
-                    p.grad = placeholder
-                    self._placeholders[p] = placeholder, position
+                    self._placeholders[p] = _put_placeholder(p), position
 
     def drop(self) -> None:
         """Forget the last backward: its payloads are about to be overwritten."""
         self._placeholders = {}
+
+    def fail(self) -> None:
+        """Leave no local gradient after an exchange that failed: a step raises then."""
+        self._placeholders = {}
+        for _, p in self._engine.named:
+            if p.grad is not None:
+                _put_placeholder(p)
+
+    def before_forward(self) -> None:
+        """Before a forward pass that a backward will follow: gradients that it may add to must be there."""
+        self.materialize()
+        self._adds_up = any(p.grad is not None for _, p in self._engine.named)
+
+    def must_unpack(self, *, finds_unused: bool) -> bool:
+        """Whether this backward's averages must be written: DDP leaves gradients of unused parameters as they were, and
+        nobody can tell afterwards which these are."""
+        return finds_unused and self._adds_up
 
     def position(self, parameter: Tensor) -> int | None:
         placeholder, position = self._placeholders.get(parameter, (None, 0))
@@ -113,7 +139,7 @@ class FusedGradients:
 
     def close(self) -> None:
         """Leave the optimizer."""
-        self.drop()
+        self._placeholders = {}
         self._optimizer.detach_packed(self)
 
     def _kept(self) -> Iterator[tuple[Averages, Members]]:

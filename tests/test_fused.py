@@ -279,6 +279,132 @@ def test_a_written_placeholder_of_one_element_is_noticed(gloo):
     assert gloo(2, _one_element) == [0.5, 0.5]
 
 
+# ---- several backwards before a step -----------------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(30, 40), nn.ModuleList([nn.Linear(40, 5), nn.Linear(40, 5)])
+
+    def forward(self, x, heads):
+        x = self.trunk(x).relu()
+        return sum(self.heads[h](x).float() for h in heads)
+
+
+def _several(plan, view, find):
+    """Backwards of `plan`, one list of heads each, all of them synchronized, before every step."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    out = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        net = Heads()
+        optimizer = SplitSGD(split_parameters(net), lr=0.1)
+        model = DDP(net, find_unused_parameters=find, gradient_as_bucket_view=view)
+        state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer if fused else None, min_numel=1)
+        rank = state._engine.comm.rank
+        for step in range(3):
+            optimizer.zero_grad()
+            for number, heads in enumerate(plan):
+                x, y = batch(10 * step + number, rank)
+                nn.functional.cross_entropy(model(x, heads), y).backward()
+            optimizer.step()
+        state.check_replicas()
+        out.append({k: v.numpy().tobytes() for k, v in fp32_state_dict(net, optimizer).items()})
+        state.close()
+    return [k for k in out[0] if out[0][k] != out[1][k]]
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(("plan", "find"), [([[0, 1], [0, 1]], False), ([[0], [1]], True), ([[0, 1], [1], [0]], True)])
+def test_backwards_that_add_up(gloo, view, plan, find):
+    assert gloo(2, _several, plan, view, find) == [[], []]
+
+
+def _exchange_fails():
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    net = nn.Linear(64, 1)
+    optimizer = SplitSGD(net.parameters(), lr=1.0)
+    model = DDP(net)
+    state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer, timeout_s=10)
+    before = net.weight.detach().clone()
+    state._engine.step += rank  # as if this rank had been resumed from another checkpoint
+    with pytest.raises(PeerMismatch):
+        model(torch.randn(4, 64)).square().mean().backward()
+    with pytest.raises(GradcompError, match="or from one that failed"):
+        optimizer.step()
+    state.close()
+    return torch.equal(before, net.weight)
+
+
+def test_no_local_gradient_is_left_after_an_exchange_that_failed(pools):
+    assert pools("gloo", 2, _exchange_fails) == [True, True]
+
+
+def _closed_state():
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    net = nn.Linear(1, 1)
+    optimizer = SplitSGD(net.parameters(), lr=1.0)
+    model = DDP(net)
+    state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer)
+    model(torch.ones(1, 1)).sum().backward()
+    state.close()
+    with pytest.raises(GradcompError, match="is gone"):
+        optimizer.step()
+    return bool(torch.isfinite(net.weight).all())
+
+
+def test_placeholders_of_a_closed_state_are_not_gradients(gloo):
+    assert gloo(2, _closed_state) == [True, True]
+
+
+def _joined():
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    net = nn.Linear(30, 5)
+    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    model = DDP(net)
+    gradcomp.ddp.register(model, "onebit", optimizer=optimizer, min_numel=1, timeout_s=30)
+
+    def step(number):
+        optimizer.zero_grad()
+        x, y = batch(number, rank)
+        nn.functional.cross_entropy(model(x).float(), y).backward()
+        optimizer.step()
+
+    with model.join():
+        for number in range(3 + 2 * rank):
+            step(number)
+    noticed = []
+    try:
+        step(9)
+    except ValueError as error:
+        noticed.append("in place" in str(error))
+    optimizer.zero_trails()
+    torch.distributed.barrier()
+    return noticed
+
+
+def test_weights_that_join_hands_out_are_noticed(pools):
+    """DDP's join gives everybody the tops of the rank that went on longest, and nobody its trails."""
+    assert any(pools("gloo", 2, _joined))
+
+
 # ---- values that are not finite -------------------------------------------------------------------------------------------
 
 
