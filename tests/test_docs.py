@@ -141,10 +141,10 @@ def commands():
 
 
 def test_commands_exist():
-    from gradcomp.bench import allreduce, codec, demo, ratio
+    from gradcomp.bench import allreduce, codec, demo, optim, ratio
 
     parsers = {"demo": demo.parse_config, "codec": codec.parse, "ratio": ratio.build_parser().parse_args}
-    parsers["allreduce"] = allreduce.parse
+    parsers |= {"allreduce": allreduce.parse, "optim": optim.parse}
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     seen = 0
     for page, words in commands():

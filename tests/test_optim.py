@@ -1047,10 +1047,12 @@ def test_what_others_look_for_in_an_optimizer():
 def test_trails_do_not_begin_where_weights_do():
     """Streams a multiple of 4 KB apart get in each other's way: 64 M weights took 70 ms instead of 30."""
     net = nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(3)])
-    optimizer = SplitSGD(split_parameters(net), lr=0.1)
-    offsets = [2 * optimizer.trail(m.weight).storage_offset() % 4096 for m in net]
-    assert min(offsets) >= 128
-    assert len(set(offsets)) == 3
+    optimizer = SplitAdamW(split_parameters(net), lr=0.1)
+    for m in net:
+        streams = [m.weight, *(v for k, v in optimizer.state[m.weight].items() if v.dim() == 2)]
+        offsets = [s.storage_offset() * s.element_size() % 4096 for s in streams]
+        assert len(offsets) == 4
+        assert all(abs(a - b) >= 256 for a, b in itertools.combinations(offsets, 2))
 
 
 def test_memory_a_weight():

@@ -26,6 +26,7 @@ from gradcomp.optim.split import (
     check_parameter,
     check_rounding,
     join,
+    new_state,
     new_trail,
     wait,
     waiting_rounding,
@@ -131,7 +132,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         if p.dtype == torch.bfloat16:
             found = waiting_trail(p)
             if found is None:
-                state["trail"] = new_trail(p, len(self.state))
+                state["trail"] = new_trail(p)
             else:
                 state["trail"], wanted, family = found
                 self._tracking.expect(p, wanted, "it was changed after split_parameters")
@@ -142,7 +143,7 @@ class SplitOptimizer(torch.optim.Optimizer):
             state[name] = self._new_moment(p, name, group)
 
     def _new_moment(self, p: Tensor, name: str, group: dict[str, Any]) -> Tensor:
-        return torch.full_like(p, self.initial_moment(name, group), dtype=torch.float32, requires_grad=False)
+        return new_state(p, torch.float32, 2 + self.moments.index(name), self.initial_moment(name, group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero gradients, as in torch; placeholders of packed gradients are dropped in either case."""

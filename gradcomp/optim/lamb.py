@@ -6,7 +6,7 @@ clipped. NVLAMB divides all gradients by max(1, their common norm) first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,6 @@ from gradcomp.optim.options import check_betas, check_number, number
 from gradcomp.rules import Flag, Kind
 
 VARIANTS = ("lamb", "nvlamb")
-BATCH_NUMEL = 1 << 20  # 14 MB with bf16 gradients: half of a last-level cache
 
 
 class SplitLAMB(SplitOptimizer):
@@ -80,10 +79,6 @@ class SplitLAMB(SplitOptimizer):
     def run(self, entries: Sequence[Entry]) -> None:
         rules = make_rules(Kind.LAMB_START, entries, self._numbers)
         self._prescale(entries, rules)
-        for batch in _batches(entries):
-            self._run_batch(entries[batch], rules[batch])
-
-    def _run_batch(self, entries: Sequence[Entry], rules: NDArray[Any]) -> None:
         if any(entry.packed is not None for entry in entries):  # sums need whole parameters
             rules["kind"] = Kind.MOMENTS
             run_rules(entries, rules, self.moments)
@@ -119,17 +114,3 @@ class SplitLAMB(SplitOptimizer):
         if total > 1:
             rules["flags"][mine] |= np.uint32(Flag.PRESCALE)
             rules["prescale"][mine] = 1 / total
-
-
-def _batches(entries: Sequence[Entry]) -> Iterator[slice]:
-    """Share entries out so that a batch is still in the cache when it is gone through again; packed ones stay together."""
-    if any(entry.packed is not None for entry in entries):
-        yield slice(0, len(entries))
-        return
-    first, numel = 0, 0
-    for place, entry in enumerate(entries):
-        if numel and numel + entry.parameter.numel() > BATCH_NUMEL:
-            yield slice(first, place)
-            first, numel = place, 0
-        numel += entry.parameter.numel()
-    yield slice(first, len(entries))

@@ -19,7 +19,7 @@ from gradcomp import _native
 from gradcomp.errors import UnsupportedTensor
 
 ROUNDINGS = ("truncate", "nearest")
-TRAIL_OFFSETS = range(80, 80 + 16 * 128, 128)  # elements; see `new_trail`
+STREAM_NBYTES, PAGE_NBYTES = 832, 4096  # see `new_state`: 13 cache lines
 
 
 def check_rounding(rounding: object) -> None:
@@ -40,15 +40,20 @@ def check_dense(tensor: Tensor, name: str) -> None:
         )
 
 
-def new_trail(top: Tensor, number: int = 0) -> Tensor:
-    """Return a zero trail for `top`, int16 with its shape and strides.
+def new_state(like: Tensor, dtype: torch.dtype, stream: int, value: float = 0.0) -> Tensor:
+    """Return a tensor of one value, with the shape and strides of `like`, that an update reads beside it.
 
-    It begins a few hundred bytes into its memory: large tensors all begin at the same place of a 4 KB page, and streams
-    that stay a multiple of 4 KB apart get in each other's way in the first-level cache.
+    It begins `stream` times some hundred bytes into its memory: large tensors all begin at the same place of a 4 KB page,
+    and streams that stay a multiple of 4 KB apart get in each other's way in the first-level cache.
     """
-    offset = TRAIL_OFFSETS[number % len(TRAIL_OFFSETS)]
-    memory = torch.zeros(offset + top.numel(), dtype=torch.int16)
-    return memory.as_strided(top.shape, top.stride(), offset)
+    offset = (stream * STREAM_NBYTES % PAGE_NBYTES) // dtype.itemsize
+    memory = torch.full((offset + like.numel(),), value, dtype=dtype)
+    return memory.as_strided(like.shape, like.stride(), offset)
+
+
+def new_trail(top: Tensor) -> Tensor:
+    """Return a zero trail for `top`, int16 with its shape and strides."""
+    return new_state(top, torch.int16, 1)
 
 
 def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor]:
@@ -237,9 +242,9 @@ def split_parameters(
         if parameter in _waiting:
             raise ValueError(f"parameter {name!r} is split already and its trail waits for an optimizer")
     family = SplitParameters(named, rounding)
-    for number, (name, parameter) in enumerate(named):
+    for name, parameter in named:
         if parameter.dtype == torch.float32 and (predicate is None or predicate(name, parameter)):
-            trail = new_trail(parameter, number)
+            trail = new_trail(parameter)
             top = torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False)
             _split(parameter.detach(), rounding, top, trail)
             parameter.data = top
