@@ -4,8 +4,10 @@ from __future__ import annotations
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is an int or a float, NaN and Inf among them; a bool is neither."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether `value` is an int or a float, NaN and Inf among them; a bool is neither, nor an int that no float holds."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**1000
+    return isinstance(value, float)
 
 
 def check_count(name: str, value: object, least: int) -> None:
