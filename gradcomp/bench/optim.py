@@ -73,8 +73,10 @@ class Row:
 class Contender:
     """Something that takes steps: a name, what to call, and the tensors that it needs."""
 
-    def __init__(self, name: str, step: Callable[[], object], weights: Any, state: Any, gradients: Any) -> None:
-        self.name, self.step = name, step
+    def __init__(
+        self, name: str, step: Callable[[], object], weights: Any, state: Any, gradients: Any, kept: Any = None
+    ) -> None:
+        self.name, self.step, self._kept = name, step, kept  # what `step` knows by address alone
         self.nbytes = [_nbytes(tensors) for tensors in (weights, state, gradients)]
 
 
@@ -154,7 +156,7 @@ def from_payloads(numel: int) -> list[Contender]:
             p.grad = gradient
         name = "2 payloads, straight" if straight else "2 payloads, decoded first"
         trails = [optimizer.trail(p)]
-        out.append(Contender(name, step, [p, *trails], [], [] if straight else [gradient]))
+        out.append(Contender(name, step, [p, *trails], [], [] if straight else [gradient], payloads))
     return out
 
 
