@@ -259,10 +259,11 @@ class SplitOptimizer(torch.optim.Optimizer):
         raise ValueError("this optimizer does not have that parameter")
 
     def fp32(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 weight that a parameter stands for, as a new tensor."""
+        """Return the fp32 weight that a parameter stands for, as a new tensor; ValueError if its trail is of another."""
         trail = self.trail(parameter)
         if trail is None:
             return parameter.detach().clone()
+        self._tracking.check(parameter, trail, "the parameter")
         return join(parameter.detach(), trail, rounding=self.rounding(parameter))
 
     @torch.no_grad()
@@ -352,9 +353,9 @@ class SplitOptimizer(torch.optim.Optimizer):
                 state_dict = changed
         groups, loads = check_saved(self, state_dict)
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update(saved)
-            if "initial_lr" not in saved:
-                group.pop("initial_lr", None)
+            kept = {k: group[k] for k in ("params", "rounding", "param_names") if k in group}
+            group.clear()
+            group.update(kept | saved)
         with torch.no_grad():
             for p, tensors, wanted in loads:
                 state = self.state[p]
@@ -362,12 +363,13 @@ class SplitOptimizer(torch.optim.Optimizer):
                     if name not in state:  # momentum that the saved options turn on
                         state[name] = self._new_moment(p, name, {**self.defaults})
                     state[name].copy_(tensor)
-                for name in set(self.moments) - tensors.keys():
+                for name in set(self.moments) - tensors.keys() if tensors else ():
                     state.pop(name, None)
                 if wanted is not None:
                     self._tracking.expect(p, wanted, LOADED)
                 elif "trail" in tensors:
                     self._tracking.trust(p)
-                self._tracking.begin(p)
+                else:
+                    self._tracking.begin(p)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

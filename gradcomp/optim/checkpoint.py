@@ -61,7 +61,7 @@ def _check_tensors(
     moments = optimizer.wanted_moments(group)
     state = {k: v for k, v in state.items() if v is not None}
     if is_own and not state and not p.requires_grad:  # distributed checkpoints leave frozen parameters out
-        return p, {k: v for k, v in optimizer.state[p].items() if k != CHECKSUM}, None
+        return p, {}, None
     if not is_own:  # torch's: no trail, no momentum before the first step, SGD without step
         if not state:
             state = {m: optimizer._new_moment(p, m, group) for m in moments} | {"step": 0}

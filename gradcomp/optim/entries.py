@@ -23,7 +23,7 @@ GRADIENT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 class PackedGradients(Protocol):
     """Averaged gradients that exist only as payloads; `p.grad` is a placeholder meanwhile."""
 
-    parameter_count: int  # of the model whose positions `positions` gives
+    parameter_count: int  # of the model whose positions `position` gives
 
     def position(self, parameter: Tensor) -> int | None:
         """Return the position of a parameter whose placeholder is still in place, None for any other."""
