@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradcomp.comm.base import Channel, Communicator, RankGone, Work
+from gradcomp.comm.link import LinkCommunicator
 from gradcomp.comm.local import LocalCommunicator
 
 if TYPE_CHECKING:
     from gradcomp.comm.mpi import MpiCommunicator
     from gradcomp.comm.torchdist import TorchCommunicator
 
-__all__ = ["Channel", "Communicator", "LocalCommunicator", "MpiCommunicator", "RankGone", "TorchCommunicator", "Work"]
+__all__ = ["Channel", "Communicator", "LinkCommunicator", "LocalCommunicator", "MpiCommunicator", "RankGone", "TorchCommunicator", "Work"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,131 @@
+"""A slow link between ranks that have a fast one: what a training would take in another building, tried on one machine.
+
+Every rank has one full-duplex link. What it sends leaves in the order in which it was started, at `bits_per_s`, and is
+under way for `latency_s` in each round of its collective; only then does the collective begin on the communicator beneath.
+So a rank that starts late delays its peers as it would over a wire, and no rank is delayed twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from torch import Tensor
+
+from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.stats import ring_bytes
+
+
+def max_rounds(world_size: int) -> int:
+    """Return how many messages follow each other in a ring all_reduce."""
+    return 2 * (world_size - 1)
+
+
+def all_to_all_rounds(world_size: int) -> int:
+    """Return how many messages follow each other in an all_to_all: every pair exchanges at once."""
+    return min(1, world_size - 1)
+
+
+def all_gather_rounds(world_size: int) -> int:
+    """Return how many messages follow each other in a ring all_gather, as gloo has it."""
+    return world_size - 1
+
+
+class LinkCommunicator(Communicator):
+    """The ranks of another communicator behind a slow link.
+
+    Args:
+        comm: moves the bytes in the end; closed with this one.
+        bits_per_s: of each rank's link, in each direction; ``float("inf")`` for latency alone.
+        latency_s: seconds that a message is under way, whatever its size.
+
+    Raises:
+        ValueError: a rate that is not positive, or a latency that is negative or not finite.
+    """
+
+    def __init__(self, comm: Communicator, *, bits_per_s: float, latency_s: float = 0.0) -> None:
+        if not bits_per_s > 0:
+            raise ValueError(f"bits_per_s must be positive, got {bits_per_s!r}")
+        if not 0 <= latency_s < float("inf"):
+            raise ValueError(f"latency_s must be at least 0 and finite, got {latency_s!r}")
+        self._comm, self._bits_per_s, self._latency_s = comm, bits_per_s, latency_s
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self._free = 0.0  # when the link has sent all that was started
+        self._lock = threading.Lock()
+        self._starters: dict[object, ThreadPoolExecutor] = {}  # by channel, so that each keeps its order
+
+    def check_overlap(self) -> None:
+        self._comm.check_overlap()
+
+    def start_max(self, values: Tensor, channel: Channel) -> Work:
+        nbytes, rounds = ring_bytes(values.numel(), self.world_size), max_rounds(self.world_size)
+        return self._send(channel, nbytes, rounds, lambda: self._comm.start_max(values, channel))
+
+    def start_all_to_all(
+        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+    ) -> Work:
+        nbytes, rounds = sum(send_nbytes) - send_nbytes[self.rank], all_to_all_rounds(self.world_size)
+        return self._send(
+            channel, nbytes, rounds, lambda: self._comm.start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel)
+        )
+
+    def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
+        nbytes, rounds = (self.world_size - 1) * send.numel(), all_gather_rounds(self.world_size)
+        return self._send(channel, nbytes, rounds, lambda: self._comm.start_all_gather(send, recv, channel))
+
+    def start_send(self, message: Tensor, to: int) -> Work:
+        self.check_peer(to)
+        return self._send("messages", message.numel(), 1, lambda: self._comm.start_send(message, to))
+
+    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
+        return self._comm.receive(timeout_s, source, max_nbytes=max_nbytes)
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
+        """As `Communicator.subset`; the new communicator has a link of its own."""
+        subset = self._comm.subset(ranks, timeout_s)
+        return LinkCommunicator(subset, bits_per_s=self._bits_per_s, latency_s=self._latency_s)
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+    def close(self) -> None:
+        starters, self._starters = self._starters, {}
+        for starter in starters.values():
+            starter.shutdown(wait=False, cancel_futures=True)
+        self._comm.close()
+
+    def _send(self, lane: object, nbytes: int, rounds: int, start: Callable[[], Work]) -> Work:
+        """Have `start` called when `nbytes` have left the link and have been under way for `rounds` latencies."""
+        with self._lock:
+            self._free = max(time.monotonic(), self._free) + 8 * nbytes / self._bits_per_s
+            due = self._free + rounds * self._latency_s
+            starter = self._starters.get(lane)
+            if starter is None:
+                starter = self._starters[lane] = ThreadPoolExecutor(1, f"gradcomp-link-{lane!s}")
+
+        def arrive() -> Work:
+            left = due - time.monotonic()
+            if left > 0:
+                time.sleep(left)
+            return start()
+
+        return _LinkWork(starter.submit(arrive))
+
+
+class _LinkWork(Work):
+    def __init__(self, started: Future[Work]) -> None:
+        self._started = started
+
+    def wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        try:
+            work = self._started.result(timeout_s)
+        except FutureTimeoutError as error:
+            raise TimeoutError(f"not sent after {timeout_s} s") from error
+        work.wait(max(0.001, deadline - time.monotonic()))
+
+    def is_done(self) -> bool:
+        return self._started.done() and self._started.result().is_done()
