@@ -17,6 +17,7 @@ from gradcomp.codecs import Codec, Identity, OneBit, Ternary
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
 from gradcomp.feedback import Feedback
 from gradcomp.rng import RngKey
+from gradcomp.transform import Transform
 from gradcomp.version import __version__
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "PeerMismatch",
     "RngKey",
     "Ternary",
+    "Transform",
     "UnsupportedTensor",
     "__version__",
     "all_reduce",

@@ -24,6 +24,7 @@ from gradcomp.rng import check_uint32
 from gradcomp.routes import Route, make_route
 from gradcomp.sizing import EXCHANGES, Strategy, choose
 from gradcomp.stats import Stats
+from gradcomp.transform import Transform
 
 
 class _Call:
@@ -160,7 +161,8 @@ class GradientAverager(Controls):
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
-        start_step, min_numel, exclude, exchange, nodes, grad_scaler, transactional, timeout_s: as in `gradcomp.ddp.register`.
+        start_step, min_numel, exclude, exchange, nodes, transform, grad_scaler, transactional, timeout_s: as in
+            `gradcomp.ddp.register`.
 
     Raises:
         ValueError, UnsupportedTensor: as `gradcomp.ddp.register`.
@@ -178,6 +180,7 @@ class GradientAverager(Controls):
         exclude: Sequence[str] = (),
         exchange: str = "auto",
         nodes: Sequence[Sequence[int]] | None = None,
+        transform: Transform | None = None,
         grad_scaler: Any = None,
         transactional: bool | None = None,
         timeout_s: float = 300.0,
@@ -192,6 +195,7 @@ class GradientAverager(Controls):
             exclude=names(exclude),
             exchange=exchange,
             nodes=nodes,
+            transform=transform,
             transactional=whole_steps,
             timeout_s=timeout_s,
         )
@@ -212,8 +216,6 @@ class GradientAverager(Controls):
             UnsupportedTensor: a sparse gradient, or one of another dtype than its parameter's.
         """
         engine = self._engine
-        if engine.comm.world_size == 1:
-            return engine.pass_step()
         bucketed = {index for bucket in self._buckets for index, _ in bucket.members}
         for index, (name, parameter) in enumerate(engine.named):
             if parameter.requires_grad and index not in bucketed:
@@ -227,7 +229,6 @@ class GradientAverager(Controls):
         engine.finish_step()
         for bucket in self._buckets:
             bucket.store()
-        return None
 
     def close(self) -> None:
         """Stop the threads and close the communicator."""

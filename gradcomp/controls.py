@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gradcomp.engine import Engine
@@ -31,8 +32,12 @@ class Controls:
         """
         return self._engine.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a `state_dict` of the same rank, world size, codec and model; ValueError for any other."""
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Resume from a `state_dict` of the same rank, world size, codec and model; ValueError for any other.
+
+        With another number of ranks, from a list of the states of all ranks of the old run: what they still owed the
+        average is owed by the new ones, and states of a transform are shared out anew.
+        """
         self._engine.load_state_dict(state)
 
     def discard_step(self) -> None:

@@ -21,6 +21,7 @@ from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.fused import FusedGradients, replicated, state_digest, why_not_fused
 from gradcomp.optim import SplitOptimizer
 from gradcomp.options import Options, names, read_scaler
+from gradcomp.transform import Transform
 
 logger = logging.getLogger("gradcomp")
 
@@ -47,6 +48,7 @@ class CompressionState(Controls):
         exclude: Sequence[str] = (),
         exchange: str = "auto",
         nodes: Sequence[Sequence[int]] | None = None,
+        transform: Transform | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         grad_scaler: Any = None,
         transactional: bool | None = None,
@@ -66,6 +68,7 @@ class CompressionState(Controls):
             exclude=exclude,
             exchange=exchange,
             nodes=nodes,
+            transform=transform,
             transactional=whole_steps,
             timeout_s=timeout_s,
         )
@@ -139,15 +142,9 @@ class CompressionState(Controls):
         # in the first backward of a static graph every bucket has index 0 and none is the last
         is_more = in_backward and bucket.index() == 0 and task == self._task
         is_second = is_more and len(engine.submitted) == 1
-        if engine.comm.world_size == 1:
-            if bucket.is_last():
-                engine.pass_step()
-            future.set_result(buffer)
-            return future
         try:
-            if (
-                bucket.index() == 0 and not is_more
-            ):  # DDP launches buckets in order, also from the inner backwards of checkpointing
+            # DDP launches buckets in order, also from the inner backwards of checkpointing
+            if bucket.index() == 0 and not is_more:
                 self._task = task
                 engine.begin_step()
                 if self._fused is not None:
@@ -225,6 +222,7 @@ def register(
     exclude: Sequence[str] = (),
     exchange: str = "auto",
     nodes: Sequence[Sequence[int]] | None = None,
+    transform: Transform | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: Any = None,
     transactional: bool | None = None,
@@ -245,6 +243,8 @@ def register(
             between nodes.
         nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal GRADCOMP_HOST_ID, or
             else equal host name.
+        transform: changes gradients on their way, such as `gradcomp.onebit_sgd.AggregateAdagrad`; not before `start_step`.
+            One for owners of means forces exchange "reduce_scatter".
         optimizer: the optimizer of this model, checked to update these parameters. A split optimizer (`gradcomp.optim`)
             of all trained parameters then updates weights straight from the payloads: no averaged gradient is written,
             and `p.grad` is a NaN placeholder after backward (see `CompressionState.materialize_gradients`).
@@ -257,7 +257,7 @@ def register(
         The state: `stats`, `state_dict`, `discard_step`, `check_replicas`, `materialize_gradients`, `close`.
 
     Raises:
-        TypeError: `model` is not wrapped in DDP.
+        TypeError: `model` is not wrapped in DDP; `transform` is none.
         UnsupportedTensor: a parameter's dtype, device or layout.
         ValueError: an option out of its range; the message has the value.
         PeerMismatch: (split optimizers) "optimizer": its state, trails included, is not the same on every rank.
@@ -273,6 +273,7 @@ def register(
         exclude=exclude,
         exchange=exchange,
         nodes=nodes,
+        transform=transform,
         optimizer=optimizer,
         grad_scaler=grad_scaler,
         transactional=transactional,

@@ -20,28 +20,15 @@ from gradcomp.errors import GradcompError, PeerLost
 from gradcomp.exchange import Exchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, describe_parameters, layout_digest
+from gradcomp.memory import Memory, read_numbers, reshard
 from gradcomp.options import Options
 from gradcomp.pipeline import Pipeline, Task
 from gradcomp.routes import make_route
 from gradcomp.stats import Stats, ring_bytes
+from gradcomp.transform import check_transform, keep_states
 
 STATE_VERSION = 1
 Members = tuple[tuple[int, int], ...]  # (position of a parameter, its first element in the bucket), in bucket order
-
-
-def _read_numbers(state: Mapping[str, Any]) -> tuple[int, float]:
-    """Return step and loss scale of a state; ValueError for anything that `Engine.state_dict` does not make."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"a state is a dictionary, got {type(state).__name__}")  # noqa: TRY004
-    missing = {"step", "loss_scale", "residual", "owner_residual"} - state.keys()
-    if missing:
-        raise ValueError(f"this state has no {min(missing)!r}: it is not from gradcomp's state_dict()")
-    step, scale = state["step"], state["loss_scale"]
-    if type(step) is not int or step < 0:
-        raise ValueError(f"this state has step {step!r}, an integer of at least 0 expected")
-    if type(scale) is not float or not 0 < scale < float("inf"):
-        raise ValueError(f"this state has loss_scale {scale!r}, a positive number expected")
-    return step, scale
 
 
 class Engine:
@@ -91,10 +78,13 @@ class Engine:
         self._layouts_changed = False
         self._step_numel = 0
         self._plain = Identity()
-        self.route = make_route(self.codec, comm, options.exchange, options.nodes, options.timeout_s)
+        transform = check_transform(options.transform)
+        self.route = make_route(self.codec, comm, options.exchange, options.nodes, options.timeout_s, transform)
         self.strategy = self.route.strategy
         self.pipeline = Pipeline(self.route.stage_count, on_failure=self.route.abort)
-        self.feedback, self.owner_feedback = self._make_feedback()
+        trained = {p.index: p.numel for p in self.parameters if named[p.index][1].requires_grad}
+        states = keep_states(transform, trained, self.route.owner_numel)
+        self.memory = Memory(*self._make_feedback(), states)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -105,8 +95,7 @@ class Engine:
         if self._open:  # the backward before was abandoned by an exception of the user's
             self.pipeline.wait()
         self._open, self.submitted, self._step_numel = True, [], 0
-        if self.feedback is not None:
-            self.feedback.begin_step()
+        self.memory.begin_step()
         if self._loss_scale is not None:
             scale = float(self._loss_scale())
             if scale != self._scale:
@@ -131,7 +120,7 @@ class Engine:
         self._step_numel += buffer.numel()
 
         def first() -> None:
-            if new is not None:
+            if new is not None and self.comm.world_size > 1:
                 self._agree(new, number)
             stages[0]()
 
@@ -146,7 +135,12 @@ class Engine:
                 buffer.fill_(float("nan"))
             done()
 
-        self.pipeline.submit(Task((first, *stages[1:-1], last), end))
+        steps = (first, *stages[1:-1], last) if len(stages) > 1 else (last,)
+        task = Task(steps, end)
+        if self.comm.world_size > 1:
+            self.pipeline.submit(task)
+        else:
+            self.pipeline.run(task)
 
     def finish_step(self) -> None:
         """Wait for every bucket of the step, commit residuals, count the step.
@@ -168,15 +162,9 @@ class Engine:
         self.step += 1
         self.stats.steps += 1
 
-    def pass_step(self) -> None:
-        """Count a step that needed no exchange (world size 1)."""
-        self.step += 1
-        self.stats.steps += 1
-
     def discard_step(self) -> None:
-        """Give back the residuals of before the last step: for code that throws the step's gradients away."""
-        if self.feedback is not None:
-            self.feedback.discard()
+        """Give back what was remembered before the last step: for code that throws the step's gradients away."""
+        self.memory.discard()
 
     def follows(self, scale: Callable[[], float]) -> bool:
         """Whether residuals are kept in units of this scale."""
@@ -203,16 +191,20 @@ class Engine:
             "world_size": self.comm.world_size,
             "step": self.step,
             "loss_scale": self._scale,
-            "residual": self.feedback.state(names) if self.feedback else {},
-            "owner_residual": self.owner_feedback.state(names) if self.owner_feedback else {},
+            "transform": repr(self.options.transform),
+            **self.memory.state(names),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` of the same rank, world size and codec was taken.
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where `state_dict` of the same rank, world size, codec and transform was taken.
+
+        With the states of all ranks of a run, also of another world size: see `gradcomp.memory.reshard`.
 
         Raises:
             ValueError: a state of another version, rank, world size, codec or model; nothing is changed then.
         """
+        if isinstance(state, Sequence):
+            state = self._reshard(state)
         wanted = {
             "version": STATE_VERSION,
             "codec": repr(self.codec),
@@ -220,26 +212,18 @@ class Engine:
             "nodes": repr(self.route.nodes),
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
+            "transform": repr(self.options.transform),
         }
-        step, saved_scale = _read_numbers(state)
+        step, saved_scale = read_numbers(state)
         for key, value in wanted.items():
-            if state.get(key) != value:
+            if state.get(key, "None") != value:
                 raise ValueError(
-                    f"this state has {key} {state.get(key)!r}, {value!r} expected: residuals belong to one rank"
+                    f"this state has {key} {state.get(key)!r}, {value!r} expected: residuals belong to one rank (for "
+                    "another world size, load a list of the states of all ranks)"
                 )
         self.pipeline.wait()
         names = {p.index: p.name for p in self.parameters}
-        pairs = ((self.feedback, "residual"), (self.owner_feedback, "owner_residual"))
-        before = [f.state(names) if f else {} for f, _ in pairs]
-        try:
-            for feedback, key in pairs:
-                if feedback:
-                    feedback.load(state[key], names)
-        except BaseException:
-            for (feedback, _), old in zip(pairs, before, strict=True):
-                if feedback:
-                    feedback.load(old, names)
-            raise
+        self.memory.load(state, names)
         self.step, self._scale = step, saved_scale
         if self._loss_scale is None and saved_scale != 1.0:
             self._rescale(1.0)  # saved under a loss scaler, resumed without one
@@ -260,8 +244,9 @@ class Engine:
         """Return one line that says what is on."""
         packed = [p for p in self.parameters if p.compressed and self.named[p.index][1].requires_grad]
         plain = [p for p in self.parameters if not p.compressed and self.named[p.index][1].requires_grad]
+        transform = f"; {self.options.transform!r} on {self._place()}" if self.options.transform else ""
         if self.comm.world_size == 1:
-            return f"gradcomp: {self.codec!r} is off: world size 1, gradients pass through"
+            return f"gradcomp: {self.codec!r} is off: world size 1, gradients pass through{transform}"
         if not self.route.packs:
             return f"gradcomp: {self.codec!r} is off: all {self.comm.world_size} ranks are on one node and average in fp32"
         ratio = self.expected_ratio()
@@ -270,7 +255,7 @@ class Engine:
             f"gradcomp: {self.codec!r} on {len(packed)} tensors ({sum(p.numel for p in packed):,} values), "
             f"fp32 for {len(plain)} ({sum(p.numel for p in plain):,} values), "
             f"{self.strategy} over {self.comm.world_size} ranks{start}; "
-            f"expected {ratio:.1f}x fewer bytes than an fp32 ring"
+            f"expected {ratio:.1f}x fewer bytes than an fp32 ring{transform}"
         )
 
     def expected_ratio(self) -> float:
@@ -295,9 +280,21 @@ class Engine:
 
     def _rescale(self, scale: float) -> None:
         """Bring residuals to the units of gradients that carry `scale`."""
-        if self.feedback is not None:
-            self.feedback.rescale(scale / self._scale)
+        self.memory.rescale(self._scale, scale)
         self._scale = scale
+
+    def _reshard(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return this rank's own state out of those of all ranks, brought to this number of ranks where it differs."""
+        mine = [s for s in states if isinstance(s, Mapping) and s.get("rank") == self.comm.rank]
+        if len(mine) == 1 and mine[0].get("world_size") == self.comm.world_size == len(states):
+            return mine[0]
+        place = self.options.transform.place if self.options.transform is not None else ""
+        owns = self.memory.owner_feedback is not None
+        new = reshard(states, self.comm.rank, self.comm.world_size, owns_means=owns, place=place)
+        return {**new, "strategy": str(self.strategy), "nodes": repr(self.route.nodes)}
+
+    def _place(self) -> str:
+        return "the aggregate" if self.options.transform.place == "owner" else "each rank's gradients"
 
     def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
         if not self.codec.error_feedback or self.comm.world_size == 1:
@@ -313,16 +310,18 @@ class Engine:
         slots = []
         for index, offset in members:
             p = self.parameters[index]
-            if self.feedback and p.compressed and not self.feedback.knows(index):
+            feedback, transform = self.memory.feedback, self.memory.transform
+            new = feedback is not None and p.compressed and not feedback.knows(index)
+            if new or (transform is not None and not transform.planes.knows(index)):
                 raise GradcompError(
                     f"parameter {p.name!r} was frozen when gradcomp was registered; register after unfreezing"
                 )
-            residual = self.feedback.offset(index) if self.feedback and p.compressed else 0
+            residual = feedback.offset(index) if feedback is not None and p.compressed else 0
             slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
         return slots
 
     def _plan(self, slots: list[Slot], codec: Codec) -> Any:
-        own = self.owner_feedback
+        own = self.memory.owner_feedback
         offsets = {s.index: own.offset(s.index) for s in slots if s.compressed} if own else None
         return self.route.plan(slots, codec, offsets)
 
@@ -343,8 +342,9 @@ class Engine:
             self._plan(slots, codec),
             buffer.dtype,
             self.stats,
-            feedback=None if plain else self.feedback,
-            owner_feedback=None if plain else self.owner_feedback,
+            feedback=None if plain else self.memory.feedback,
+            owner_feedback=None if plain else self.memory.owner_feedback,
+            transform=None if plain else self.memory.transform,
             seed=codec.seed,
             timeout_s=self.options.timeout_s,
             keeps_packed=self.keeps_packed,
@@ -363,6 +363,7 @@ class Engine:
             wire_version=wire.VERSION,
             codec=self.codec.name,
             codec_options=self.codec.options(),
+            transform=repr(options.transform),
             exchange=(self.strategy.exchange, self.strategy.node_size),
             second_phase=self.strategy.second_phase,
             dtype=buffer.dtype,

@@ -27,6 +27,7 @@ from gradcomp.layout import HEADER_NBYTES, CopyTable, PayloadLayout, lanes_form
 from gradcomp.rng import STREAM_FIRST, STREAM_SECOND, RngKey
 from gradcomp.sizing import BucketPlan
 from gradcomp.stats import Stats
+from gradcomp.transform import Transforming
 
 
 class Exchange(Protocol):
@@ -66,6 +67,7 @@ class BucketExchange:
         draw_rank: rank of the random numbers; the communicator's by default.
         timeout_s: longest wait for a peer.
         keeps_packed: leave averages packed where none can overflow.
+        transform: changes this rank's gradients, or the means that it owns.
     """
 
     def __init__(
@@ -81,7 +83,12 @@ class BucketExchange:
         draw_rank: int | None = None,
         timeout_s: float = 300.0,
         keeps_packed: bool = False,
+        transform: Transforming | None = None,
     ) -> None:
+        place = transform.transform.place if transform is not None else ""
+        self._local_transform = transform if place == "local" else None
+        self._owner_transform = transform if place == "owner" else None
+        self._spans = [(s.index, s.offset, s.numel) for s in plan.slots]
         self.averages: Averages | None = None
         self._keeps_packed = keeps_packed
         self.plan, self.comm, self.stats = plan, comm, stats
@@ -134,6 +141,9 @@ class BucketExchange:
 
     def measure(self) -> None:
         """Measure the scales and, where ranks share them, start the round that finds the largest."""
+        if self._local_transform is not None:
+            with self._timed("encode"):
+                self._nonfinite |= self._local_transform.run(self._buffer, self._spans)
         if self.plan.shares_scale:
             self._measure()
             self._work = self.comm.start_max(self._scales.view(torch.int32), Channel.SCALE)
@@ -169,7 +179,12 @@ class BucketExchange:
         self.receive()
         if self.plan.scatters and not self._flagged:  # every rank has seen the same flags, so all of them skip it
             with self._timed("owner"):
-                bad = self._average_exact() if self.plan.exact else self._average() | self._encode_average()
+                if self.plan.exact:
+                    bad = self._average_exact()
+                else:
+                    bad = self._average()
+                    bad |= self._transform_average()
+                    bad |= self._encode_average()
             self._publish(bad)
 
     def average_shard(self) -> None:
@@ -238,6 +253,10 @@ class BucketExchange:
             self.feedback.commit(self._compressed)
         if self.owner_feedback and self.plan.scatters:
             self.owner_feedback.commit([p.slot.index for p in self.plan.own_second.pieces if p.slot.compressed])
+        if self._local_transform is not None:
+            self._local_transform.planes.commit(s.index for s in self.plan.slots)
+        if self._owner_transform is not None:
+            self._owner_transform.planes.commit(p.slot.index for p in self.plan.own_second.pieces)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -262,6 +281,13 @@ class BucketExchange:
     def _average(self) -> bool:
         """Average the owned pieces in fp32 into the shard."""
         return self.plan.codec.decode_body(self._payloads, self.plan.own_first, self.shard.data_ptr(), 0)
+
+    def _transform_average(self) -> bool:
+        """Let the owner's transform, where there is one, change the shard."""
+        if self._owner_transform is None:
+            return False
+        pieces = self.plan.own_second.pieces
+        return self._owner_transform.run(self.shard, [(p.slot.index, p.data, p.numel) for p in pieces])
 
     def _encode_average(self) -> bool:
         """Encode the shard as second payload."""

@@ -1,44 +1,23 @@
-"""Who owns residuals: planes keyed by parameter, with commit, roll-back, rescaling and checkpoints.
-
-Two planes hold an old and a new residual for every parameter. An encoding reads the current plane and writes the other;
-only `commit` makes the new one current. So a bucket that turns out to hold NaN on some rank, an optimizer step that is
-skipped, or an error half-way leaves the residuals exactly as they were.
-"""
+"""Who owns residuals: what codes have left out of the gradients so far, in units of the (loss-scaled) gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
-from gradcomp.layout import round_up
+from gradcomp.planes import Planes
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    offset: int
-    numel: int
-
-
-class Feedback:
-    """Residuals of a set of tensors, in units of the (loss-scaled) gradient.
+class Feedback(Planes):
+    """Residuals of a set of tensors.
 
     Args:
         numels: elements of each tensor's residual, by the parameter's position.
     """
 
     def __init__(self, numels: Mapping[int, int]) -> None:
-        self._places: dict[int, _Place] = {}
-        total = 0
-        for index, numel in numels.items():
-            self._places[index] = _Place(total, numel)
-            total += round_up(numel, 16)
-        self._planes: tuple[Tensor, Tensor] | None = None
-        self._total = total
-        self._current = dict.fromkeys(self._places, 0)
-        self._committed: list[int] = []  # what discard would flip back
+        super().__init__(numels)
         self._owned: Feedback | None = None
 
     def owned(self, share: Callable[[int], int]) -> Feedback:
@@ -53,46 +32,13 @@ class Feedback:
             self._owned = Feedback({index: share(place.numel) for index, place in self._places.items()})
         return self._owned
 
-    def knows(self, index: int) -> bool:
-        """Whether there are residuals for a parameter."""
-        return index in self._places
-
-    def offset(self, index: int) -> int:
-        """Return where a parameter's residual begins in a plane (elements)."""
-        return self._places[index].offset
-
-    def addresses(self, indices: Iterable[int]) -> tuple[int, int]:
-        """Return the addresses of the plane to read and of the plane to write for these parameters."""
-        planes = self._allocate()
-        wanted = list(indices)
-        if not wanted:
-            return planes[0].data_ptr(), planes[1].data_ptr()
-        side = self._current[wanted[0]]
-        for index in wanted:  # after a bucket rebuild, tensors of one bucket may stand on different planes
-            if self._current[index] != side:
-                self._view(side, index).copy_(self._view(1 - side, index))
-                self._current[index] = side
-                if index in self._committed:
-                    self._committed.remove(index)
-        return planes[side].data_ptr(), planes[1 - side].data_ptr()
-
-    def commit(self, indices: Iterable[int]) -> None:
-        """Make the written plane current for these parameters."""
-        for index in indices:
-            self._current[index] ^= 1
-            self._committed.append(index)
-
     def begin_step(self) -> None:
-        """Forget what `discard` could undo."""
-        self._committed.clear()
+        super().begin_step()
         if self._owned is not None:
             self._owned.begin_step()
 
     def discard(self) -> None:
-        """Undo every commit since `begin_step`."""
-        for index in self._committed:
-            self._current[index] ^= 1
-        self._committed.clear()
+        super().discard()
         if self._owned is not None:
             self._owned.discard()
 
@@ -105,47 +51,4 @@ class Feedback:
 
     def residual(self, index: int) -> Tensor:
         """Return a view of a parameter's current residual, ``(numel,)`` float32."""
-        self._allocate()
-        return self._view(self._current[index], index)
-
-    def state(self, names: Mapping[int, str]) -> dict[str, Tensor]:
-        """Return copies of all current residuals by parameter name; empty before the first encoding."""
-        if self._planes is None:
-            return {}
-        return {names[index]: self.residual(index).clone() for index in self._places}
-
-    def load(self, state: Mapping[str, Tensor], names: Mapping[int, str]) -> None:
-        """Take residuals from a checkpoint; an empty state is zero everywhere.
-
-        Raises:
-            ValueError: a missing, unknown or differently sized entry; nothing is changed then.
-        """
-        if not isinstance(state, Mapping):
-            raise ValueError(f"residuals are a dictionary by parameter name, got {type(state).__name__}")  # noqa: TRY004
-        wanted = {names[index]: index for index in self._places}
-        if state and state.keys() != wanted.keys():
-            odd = min(state.keys() ^ wanted.keys(), key=str)
-            raise ValueError(f"residuals do not fit this model: {odd!r} is on one side only")
-        for name, tensor in state.items():
-            numel = self._places[wanted[name]].numel
-            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.numel() != numel:
-                got = f"{tensor.numel()} x {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ValueError(f"residual of {name!r} is {got}, {numel} x torch.float32 expected")
-            if not bool(torch.isfinite(tensor).all()):
-                raise ValueError(f"residual of {name!r} holds NaN or Inf")
-        if not state and self._planes is None:
-            return
-        for plane in self._allocate():
-            plane.zero_()
-        self._committed.clear()
-        for name, tensor in state.items():
-            self.residual(wanted[name]).copy_(tensor.reshape(-1))
-
-    def _allocate(self) -> tuple[Tensor, Tensor]:
-        if self._planes is None:
-            self._planes = (torch.zeros(self._total), torch.zeros(self._total))
-        return self._planes
-
-    def _view(self, side: int, index: int) -> Tensor:
-        place = self._places[index]
-        return self._allocate()[side][place.offset : place.offset + place.numel]
+        return self.pair(index)[0]

@@ -68,7 +68,7 @@ class FusedGradients:
     """The packed averages of the last backward, as `gradcomp.optim.PackedGradients`.
 
     Args:
-        engine: made with ``keeps_packed=True``.
+        engine: keeps averages packed (`Engine.keeps_packed`).
         optimizer: asks for them in its steps.
     """
 

@@ -20,6 +20,7 @@ class Options:
     transactional: bool = False
     timeout_s: float = 300.0
     nodes: Sequence[Sequence[int]] | None = None
+    transform: Any = None  # a gradcomp.Transform
 
     def __post_init__(self) -> None:
         for name in ("start_step", "min_numel"):

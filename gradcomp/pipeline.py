@@ -74,6 +74,16 @@ class Pipeline:
         else:
             self._finish(task, failed)
 
+    def run(self, task: Task) -> None:
+        """Run a task here and now, without threads: for work that waits for nobody."""
+        try:
+            if self.error is None:
+                for stage in task.stages:
+                    stage()
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it, as for a stage thread
+            self.fail(error)
+        self._finish(task, self.error)
+
     def wait(self) -> None:
         """Block until no task is pending.
 

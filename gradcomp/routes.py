@@ -20,6 +20,7 @@ from gradcomp.exchange import BucketExchange, Exchange
 from gradcomp.layout import Slot
 from gradcomp.sizing import EXCHANGES, BucketPlan, Strategy, choose, owned_numel
 from gradcomp.stats import Stats
+from gradcomp.transform import Transform, Transforming
 
 
 class Route(Protocol):
@@ -55,11 +56,13 @@ def make_route(
     exchange: str,
     nodes: Sequence[Sequence[int]] | None = None,
     timeout_s: float = 300.0,
+    transform: Transform | None = None,
 ) -> Route:
     """Return how `codec` travels over `comm`. Collective for ``exchange="hierarchical"``.
 
     Raises:
-        ValueError: an unknown exchange, `nodes` without "hierarchical", nodes of unequal sizes.
+        ValueError: an unknown exchange, `nodes` without "hierarchical", nodes of unequal sizes, a transform that the
+            exchange cannot carry.
         PeerMismatch: (hierarchical) other nodes or another codec or exchange on some rank.
         PeerLost: a rank did not answer.
     """
@@ -68,12 +71,17 @@ def make_route(
             raise ValueError(f"nodes= needs exchange='hierarchical', got exchange={exchange!r}")
         if exchange not in EXCHANGES:
             raise ValueError(f"exchange must be one of {(*EXCHANGES, 'hierarchical')}, got {exchange!r}")
-        return FlatRoute(comm, codec, exchange)
+        owns = transform is not None and transform.place == "owner"
+        strategy = choose(codec, comm.world_size, exchange, owner_transform=owns)
+        return FlatRoute(comm, codec, strategy) if comm.world_size > 1 else LoneRoute(strategy)
+    if transform is not None:
+        raise ValueError("a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
     found = find_nodes(comm, nodes, timeout_s, codec=codec.name, codec_options=codec.options())
     if len(found) == 1:  # nothing leaves the node, so nothing is packed
-        return FlatRoute(comm, codec, "reduce_scatter", carrier=Identity())
+        carrier = Identity()
+        return FlatRoute(comm, codec, choose(carrier, comm.world_size, "reduce_scatter"), carrier)
     if len(found) == comm.world_size:
-        return FlatRoute(comm, codec, "auto")
+        return FlatRoute(comm, codec, choose(codec, comm.world_size))
     return NodeRoute(comm, codec, join_nodes(comm, found, timeout_s))
 
 
@@ -83,10 +91,10 @@ class FlatRoute:
     stage_count = 4
     nodes: tuple[tuple[int, ...], ...] = ()
 
-    def __init__(self, comm: Communicator, codec: Codec, exchange: str, carrier: Codec | None = None) -> None:
+    def __init__(self, comm: Communicator, codec: Codec, strategy: Strategy, carrier: Codec | None = None) -> None:
         self._comm, self._codec, self._carrier = comm, codec, carrier
         self.packs = carrier is None
-        self.strategy = choose(carrier or codec, comm.world_size, exchange)
+        self.strategy = strategy
 
     def residual_numel(self, numel: int) -> int:
         return numel
@@ -112,6 +120,68 @@ class FlatRoute:
 
     def close(self) -> None:
         return
+
+
+class LoneRoute:
+    """One rank: nothing travels."""
+
+    stage_count = 1
+    nodes: tuple[tuple[int, ...], ...] = ()
+    packs = True
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    def residual_numel(self, numel: int) -> int:
+        return numel
+
+    def owner_numel(self, residual_numel: int) -> int:
+        return residual_numel
+
+    def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> BucketPlan:
+        return BucketPlan(codec, slots, Strategy("all_gather"), 1, 0)
+
+    def exchange(self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
+        return LoneExchange(plan.slots, options.get("transform"))
+
+    def abort(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class LoneExchange:
+    """A bucket of one rank: its average is itself, transformed."""
+
+    timeout_s = 0.0
+    flagged = False
+    averages: Averages | None = None
+
+    def __init__(self, slots: Sequence[Slot], transform: Transforming | None) -> None:
+        self._spans, self._transform = [(s.index, s.offset, s.numel) for s in slots], transform
+
+    @property
+    def stages(self) -> tuple[Callable[[], None], ...]:
+        """The only step."""
+        return (self._apply,)
+
+    def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
+        """Take the bucket."""
+        self._buffer = buffer
+
+    def unpack(self) -> None:
+        """Nothing is ever packed."""
+
+    def commit(self) -> None:
+        """Make the states that this step wrote current."""
+        if self._transform is not None:
+            self._transform.planes.commit(index for index, _, _ in self._spans)
+
+    def _apply(self) -> None:
+        self.flagged = self._transform is not None and self._transform.run(self._buffer, self._spans)
+        if self.flagged:
+            self._buffer.fill_(float("nan"))
 
 
 @dataclass(frozen=True)

@@ -49,21 +49,29 @@ class Strategy:
         return f"hierarchical, nodes of {self.node_size}, {whole}" if self.node_size > 1 else whole
 
 
-def choose(codec: Codec, world_size: int, exchange: str = "auto") -> Strategy:
+def choose(codec: Codec, world_size: int, exchange: str = "auto", *, owner_transform: bool = False) -> Strategy:
     """Return the strategy that `exchange` names; "auto" takes the fewer bits sent per element.
 
-    It is a function of codec and world size alone, so that it cannot differ between buckets or ranks.
+    It is a function of codec, world size and transform alone, so that it cannot differ between buckets or ranks.
+
+    Args:
+        codec, world_size, exchange: as they say.
+        owner_transform: whether owners transform the means, which only a reduce_scatter has.
 
     Raises:
-        ValueError: an unknown exchange.
+        ValueError: an unknown exchange; one that cannot carry an owner transform.
     """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
-    second = codec.resolved_second_phase()
+    second = codec.resolved_second_phase(transformed=owner_transform)
+    if owner_transform and exchange == "all_gather":
+        raise ValueError("an owner transform needs exchange='auto' or 'reduce_scatter', got 'all_gather'")
+    if owner_transform and second == "exact":
+        raise ValueError(f"second_phase='exact' sends integer sums, which an owner transform does not make: {codec!r}")
     bits = {"exact": lanes_form(world_size).bits, "requantize": codec.form.bits, "bf16": 16, "fp32": 32}[second]
     gather = (world_size - 1) * codec.form.bits
     scatter = (world_size - 1) * (codec.form.bits + bits) / world_size
-    if exchange == "all_gather" or (exchange == "auto" and gather <= scatter):
+    if exchange == "all_gather" or (exchange == "auto" and gather <= scatter and not owner_transform):
         return Strategy("all_gather")
     return Strategy("reduce_scatter", second)
 
@@ -154,6 +162,7 @@ def predict_bytes(
     bucket_cap_mb: float | None = None,
     rank: int = 0,
     dtype: torch.dtype = torch.float32,
+    owner_transform: bool = False,
 ) -> ByteCount:
     """Return the bytes that one step of DDP will cost, from the exchange's own sizing and without communication.
 
@@ -165,9 +174,10 @@ def predict_bytes(
         bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25 for the others. Buckets
             are cut as DDP cuts them after its first step, if gradients come last tensor first.
         dtype: of the parameters.
+        owner_transform: whether owners transform the means.
     """
     parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
-    strategy = choose(codec, world_size, exchange)
+    strategy = choose(codec, world_size, exchange, owner_transform=owner_transform)
     sizes = [p.numel * dtype.itemsize for p in parameters]
     sent = received = 0
     first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2

@@ -152,8 +152,8 @@ class Codec(ABC):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         """Return the elements of one scale group of a parameter of that shape, at least 1."""
 
-    def resolved_second_phase(self) -> str:
-        """Return the second phase that a reduce_scatter of this codec uses."""
+    def resolved_second_phase(self, *, transformed: bool = False) -> str:
+        """Return the second phase that a reduce_scatter of this codec uses; `transformed`: of means that are no sums."""
         return "fp32"
 
     def requantizer(self) -> Codec:

@@ -52,7 +52,7 @@ class OneBit(Codec):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return resolve_group(self.group, shape)
 
-    def resolved_second_phase(self) -> str:
+    def resolved_second_phase(self, *, transformed: bool = False) -> str:
         return self.second_phase or "requantize"
 
     def encode_packed(

@@ -82,8 +82,8 @@ class Ternary(Codec):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return resolve_group(self.group, shape)
 
-    def resolved_second_phase(self) -> str:
-        return self.second_phase or ("exact" if self.shares_scale else "requantize")
+    def resolved_second_phase(self, *, transformed: bool = False) -> str:
+        return self.second_phase or ("exact" if self.shares_scale and not transformed else "requantize")
 
     def requantizer(self) -> Codec:
         return Ternary(clip_sigma=None, scale="own", group=self.group, seed=self.seed)

@@ -1,0 +1,171 @@
+"""What a rank remembers between steps, by parameter: residuals, the owner's residuals, states of a transform.
+
+All of it commits, rolls back and is checkpointed together. `reshard` brings the checkpoints of one number of ranks to
+another: nothing that the old ranks still owed the model is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.feedback import Feedback
+from gradcomp.layout import shard_bounds
+from gradcomp.transform import Transforming
+
+PARTS = ("residual", "owner_residual", "transform_state")
+
+
+class Memory:
+    """The parts that are there, under the names that a checkpoint has for them.
+
+    Attributes:
+        feedback: residuals of this rank's gradients.
+        owner_feedback: residuals of the means that this rank owns; they follow `feedback`.
+        transform: a transform and its states.
+    """
+
+    def __init__(
+        self, feedback: Feedback | None, owner_feedback: Feedback | None, transform: Transforming | None
+    ) -> None:
+        self.feedback, self.owner_feedback, self.transform = feedback, owner_feedback, transform
+
+    def begin_step(self) -> None:
+        """Forget what `discard` could undo."""
+        if self.feedback is not None:
+            self.feedback.begin_step()
+        if self.transform is not None:
+            self.transform.planes.begin_step()
+
+    def discard(self) -> None:
+        """Undo every commit since `begin_step`."""
+        if self.feedback is not None:
+            self.feedback.discard()
+        if self.transform is not None:
+            self.transform.planes.discard()
+
+    def rescale(self, old: float, new: float) -> None:
+        """Gradients carry the loss scale `new` instead of `old`."""
+        if self.feedback is not None:
+            self.feedback.rescale(new / old)
+        if self.transform is not None:
+            self.transform.scale = new
+
+    def state(self, names: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
+        """Return copies of everything; empty parts before the first step."""
+        planes = [part.state(names) if part is not None else {} for part in self._planes()]
+        return dict(zip(PARTS, planes, strict=True))
+
+    def load(self, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        """Take everything from a checkpoint.
+
+        Raises:
+            ValueError: what does not fit this model, or a transform; nothing is changed then.
+        """
+        before = self.state(names)
+        try:
+            self._load(state, names)
+        except BaseException:
+            self._load(before, names)
+            raise
+
+    def _load(self, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        if self.transform is not None:
+            self.transform.check(state.get(PARTS[2], {}))
+        for part, key in zip(self._planes(), PARTS, strict=True):
+            if part is not None:
+                part.load(state.get(key, {}), names)
+
+    def _planes(self) -> list[Any]:
+        states = self.transform.planes if self.transform is not None else None
+        return [self.feedback, self.owner_feedback, states]
+
+
+def read_numbers(state: Mapping[str, Any]) -> tuple[int, float]:
+    """Return step and loss scale of a state; ValueError for anything that `Engine.state_dict` does not make."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a state is a dictionary, got {type(state).__name__}")  # noqa: TRY004
+    missing = {"step", "loss_scale", "residual", "owner_residual"} - state.keys()
+    if missing:
+        raise ValueError(f"this state has no {min(missing)!r}: it is not from gradcomp's state_dict()")
+    step, scale = state["step"], state["loss_scale"]
+    if type(step) is not int or step < 0:
+        raise ValueError(f"this state has step {step!r}, an integer of at least 0 expected")
+    if type(scale) is not float or not 0 < scale < float("inf"):
+        raise ValueError(f"this state has loss_scale {scale!r}, a positive number expected")
+    return step, scale
+
+
+def reshard(
+    states: Sequence[Mapping[str, Any]], rank: int, world_size: int, *, owns_means: bool, place: str
+) -> dict[str, Any]:
+    """Return the state of one of `world_size` ranks, made from the states of all ranks of a run with another number.
+
+    What the old ranks still owed the average, sum of residuals / their number, is what the new ones owe: each of them gets
+    it whole. Owners' residuals, and states of an owner's transform, are joined and cut anew; where new ranks keep no
+    owner's residuals theirs go to everyone. States of a local transform become their mean. A single rank sends nothing
+    and so has no residuals.
+
+    Args:
+        states: from `state_dict` of every rank of one run, at the same step, in any order.
+        rank, world_size: of the new run.
+        owns_means: whether the new ranks keep owners' residuals.
+        place: of the transform whose states are to be brought over, "" without one.
+
+    Raises:
+        ValueError: states of different runs or steps, a rank that is missing, a hierarchical exchange.
+    """
+    old = _in_rank_order(states)
+    count = len(old)
+    residual = _total(old, "residual", 1.0 / count)
+    owned = _joined(old, "owner_residual")
+    if not owns_means:
+        for name, tensor in owned.items():
+            residual[name] = residual[name] + tensor if name in residual else tensor
+        owned = {}
+    transformed = _joined(old, "transform_state") if place == "owner" else _total(old, "transform_state", 1.0 / count)
+    shares = {"owner_residual": owned, "transform_state": transformed if place == "owner" else {}}
+    for part in shares.values():
+        for name, tensor in part.items():
+            first, last = shard_bounds(tensor.numel(), world_size, rank)
+            part[name] = tensor[first:last].clone()
+    new = {**old[0], "rank": rank, "world_size": world_size, "residual": residual, **shares}
+    if place != "owner":
+        new["transform_state"] = transformed
+    return new
+
+
+def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return states by rank; ValueError unless they are all ranks of one run at one step."""
+    for state in states:
+        if not isinstance(state, Mapping) or not {"rank", "world_size", "step", "residual"} <= state.keys():
+            raise ValueError("every state must come from gradcomp's state_dict()")
+    old = sorted(states, key=lambda state: int(state["rank"]))
+    ranks = [state["rank"] for state in old]
+    if not old or ranks != list(range(old[0]["world_size"])):
+        raise ValueError(f"states of ranks {ranks}; one of every rank of the old run is needed")
+    for key in ("version", "codec", "strategy", "nodes", "world_size", "step", "loss_scale", "transform"):
+        found = {repr(state.get(key)) for state in old}
+        if len(found) > 1:
+            raise ValueError(f"these states are not of one run: {key} is {' and '.join(sorted(found))}")
+    if old[0]["nodes"] != "()":
+        raise ValueError("states of a hierarchical exchange belong to its nodes: resume with the same ones")
+    return old
+
+
+def _total(states: Sequence[Mapping[str, Any]], key: str, factor: float) -> dict[str, Tensor]:
+    """Return `factor` times the sum of all ranks' values, by name; a rank without values has zeros."""
+    names = [name for state in states for name in state.get(key, {})]
+    return {
+        name: (factor * torch.stack([s[key][name].double() for s in states if name in s.get(key, {})]).sum(0)).float()
+        for name in dict.fromkeys(names)
+    }
+
+
+def _joined(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:
+    """Return what ranks own, side by side, by name."""
+    names = dict.fromkeys(name for state in states for name in state.get(key, {}))
+    return {name: torch.cat([state[key][name] for state in states]) for name in names}
