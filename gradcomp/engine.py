@@ -208,11 +208,11 @@ class Engine:
         wanted = {
             "version": STATE_VERSION,
             "codec": repr(self.codec),
-            "strategy": str(self.strategy),
-            "nodes": repr(self.route.nodes),
+            "transform": repr(self.options.transform),
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
-            "transform": repr(self.options.transform),
+            "strategy": str(self.strategy),
+            "nodes": repr(self.route.nodes),
         }
         step, saved_scale = read_numbers(state)
         for key, value in wanted.items():
@@ -363,7 +363,7 @@ class Engine:
             wire_version=wire.VERSION,
             codec=self.codec.name,
             codec_options=self.codec.options(),
-            transform=repr(options.transform),
+            transform=repr(options.transform) if options.transform is not None else 0,
             exchange=(self.strategy.exchange, self.strategy.node_size),
             second_phase=self.strategy.second_phase,
             dtype=buffer.dtype,

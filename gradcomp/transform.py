@@ -127,5 +127,3 @@ def keep_states(
         return None
     local = transform.place == "local"
     return Transforming(transform, {i: n if local else share(n) for i, n in numels.items()})
-
-

@@ -8,19 +8,30 @@ from gradcomp.sizing import choose
 
 
 def average(
-    grads, codec, strategy, *, step=0, parameter=0, shape=None, residuals=None, owner_residuals=None, start=0, ranks=None
+    grads,
+    codec,
+    strategy,
+    *,
+    step=0,
+    parameter=0,
+    shape=None,
+    residuals=None,
+    owner_residuals=None,
+    start=0,
+    ranks=None,
+    transform=lambda mean: mean,
 ):
     """Return (average float32, new residuals, new owner residuals) of one compressed parameter.
 
     grads: one flat float32 array a rank. residuals, owner_residuals: one array a rank or None. start: where in the
-    parameter the gradients begin. ranks: whose random numbers are drawn.
+    parameter the gradients begin. ranks: whose random numbers are drawn. transform: what owners do to the mean.
     """
     ranks = ranks or range(len(grads))
     n, world = grads[0].size, len(grads)
     group = codec.group_numel(tuple(shape) if shape is not None else (n,))
     whole = ref.Piece(n, group, start)
     if codec.name == "identity":
-        return ref.float_average(grads), None, None
+        return transform(ref.float_average(grads)), None, None
     if codec.name == "ternary":
         clip = codec.clip_sigma or 0.0
         scales = [ref.ternary_scales(g, whole, clip) for g in grads]
@@ -37,6 +48,7 @@ def average(
         encoded = [ref.onebit_encode(g, whole, r) for g, r in zip(grads, old)]
         mean = ref.float_average([ref.onebit_decode(bits, s, whole) for s, bits, _ in encoded])
         new = [r for _, _, r in encoded]
+    mean = transform(mean)
     if strategy.exchange == "all_gather" or strategy.second_phase in ("exact", "fp32"):
         return mean, new, None
     if strategy.second_phase == "bf16":
