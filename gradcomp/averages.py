@@ -32,15 +32,15 @@ class Averages:
         """Write the averages to address `out`, in bucket order; True: one of them is not finite."""
         bad = False
         for addresses, layout in self._parts():
-            bad |= self._decode_packed(addresses, layout, out)
-            bad |= _native.values_sum_decode(addresses, 0, layout.plain, out, self._dtype)
+            bad |= _native.sum_decode(self._packed(addresses, layout), layout.packed, out)
+            bad |= _native.sum_decode(self._plain(addresses), layout.plain, out)
         return bad
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
         """Apply the averages, rounded to the bucket's dtype, to weights: `_native.update` with targets by parameter."""
         for addresses, layout in self._parts():
             _native.update(layout.packed, targets, rules, self._packed(addresses, layout))
-            _native.update(layout.plain, targets, rules, _native.Payloads(addresses, "values", self._dtype))
+            _native.update(layout.plain, targets, rules, self._plain(addresses))
 
     def are_safe(self) -> bool:
         """Tell, from scales and plain values alone, that no average can overflow the bucket's dtype."""
@@ -54,13 +54,8 @@ class Averages:
         else:
             yield self._payloads, self._plan.local
 
-    def _decode_packed(self, addresses: list[int], layout: PayloadLayout, out: int) -> bool:
-        plan = self._plan
-        if plan.scatters and plan.exact:
-            world, bits = plan.world_size, layout.form.bits
-            return _native.lanes_decode(addresses[0], world, bits, layout.packed, out, self._dtype)
-        codec = plan.second_codec if plan.scatters else plan.codec
-        return codec.decode_packed(addresses, layout, out, self._dtype)
+    def _plain(self, addresses: list[int]) -> _native.Payloads:
+        return _native.Payloads(addresses, "values", self._dtype)
 
     def _packed(self, addresses: list[int], layout: PayloadLayout) -> _native.Payloads:
         plan = self._plan

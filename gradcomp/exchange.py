@@ -274,7 +274,7 @@ class BucketExchange:
         _native.copy_bytes(out + HEADER_NBYTES, self._payloads[0] + HEADER_NBYTES, 4 * second.scale_count)
         _native.ternary_sum_lanes(self._payloads, first.packed, second.packed, second.form.bits, out)
         shard = self.shard.data_ptr()
-        bad = _native.values_sum_decode(self._payloads, 0, first.plain, shard, 0)
+        bad = _native.sum_decode(_native.Payloads(self._payloads, "values", 0), first.plain, shard)
         _native.values_encode(shard, 0, second.plain, 0, out)
         return bad
 

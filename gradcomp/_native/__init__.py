@@ -6,27 +6,25 @@ does which row changes no bit of the result. No thread is started before the fir
 """
 
 from gradcomp._native.kernels import (
+    Payloads,
     bytes_at,
     copy,
     copy_bytes,
     crc32c,
-    lanes_decode,
     lanes_validate,
     onebit_encode,
-    onebit_sum_decode,
     onebit_validate,
     scales_validate,
+    sum_decode,
     ternary_encode,
     ternary_scales,
-    ternary_sum_decode,
     ternary_sum_lanes,
     ternary_validate,
     values_encode,
-    values_sum_decode,
 )
 from gradcomp._native.library import DTYPES, TORCH_DTYPES, ffi, lib, select_tier, tier, tiers
 from gradcomp._native.threads import thread_count
-from gradcomp._native.updates import Payloads, join, split, update
+from gradcomp._native.updates import join, split, update
 
 __all__ = [
     "DTYPES",
@@ -38,18 +36,16 @@ __all__ = [
     "crc32c",
     "ffi",
     "join",
-    "lanes_decode",
     "lanes_validate",
     "lib",
     "onebit_encode",
-    "onebit_sum_decode",
     "onebit_validate",
     "scales_validate",
     "select_tier",
     "split",
+    "sum_decode",
     "ternary_encode",
     "ternary_scales",
-    "ternary_sum_decode",
     "ternary_sum_lanes",
     "ternary_validate",
     "thread_count",
@@ -57,5 +53,4 @@ __all__ = [
     "tiers",
     "update",
     "values_encode",
-    "values_sum_decode",
 ]

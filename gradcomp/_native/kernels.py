@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,20 +73,6 @@ def ternary_encode(src: int, dtype: int, table: Table, payload: int, key: tuple[
     return bool(flag[0])
 
 
-def ternary_sum_decode(payloads: Sequence[int], shared: bool, table: Table, out: int, dtype: int) -> bool:
-    """Average payloads into a tensor of `dtype`; True when a value written is not finite."""
-    flag, pointers, target = ffi.new("uint32_t *"), payload_pointers(payloads), ffi.cast("void *", out)
-    number, stream = len(payloads), _stream(table.numel, dtype)
-    run(
-        "gc_ternary_sum_decode",
-        table,
-        lambda rows, count, _: lib.gc_ternary_sum_decode(
-            pointers, number, shared, rows, count, target, dtype, stream, flag
-        ),
-    )
-    return bool(flag[0])
-
-
 def ternary_sum_lanes(payloads: Sequence[int], source: Table, target: Table, lane_bits: int, out: int) -> None:
     """Write the integer sums of ternary payloads as lanes; `source` and `target` are parallel tables."""
     pointers, number, bytes_out = payload_pointers(payloads), len(payloads), _bytes(out)
@@ -100,20 +86,6 @@ def ternary_sum_lanes(payloads: Sequence[int], source: Table, target: Table, lan
     )
 
 
-def lanes_decode(payload: int, world_size: int, lane_bits: int, table: Table, out: int, dtype: int) -> bool:
-    """Turn integer sums into averages; True when a value written is not finite."""
-    flag, source, target = ffi.new("uint32_t *"), _bytes(payload), ffi.cast("void *", out)
-    stream = _stream(table.numel, dtype)
-    run(
-        "gc_lanes_decode",
-        table,
-        lambda rows, count, _: lib.gc_lanes_decode(
-            source, world_size, lane_bits, rows, count, target, dtype, stream, flag
-        ),
-    )
-    return bool(flag[0])
-
-
 def onebit_encode(src: int, dtype: int, table: Table, residual_in: int, residual_out: int, payload: int) -> bool:
     """Encode with error feedback (address 0: none); True when a value is not finite."""
     flag, source, out = ffi.new("uint32_t *"), ffi.cast("const void *", src), _bytes(payload)
@@ -122,18 +94,6 @@ def onebit_encode(src: int, dtype: int, table: Table, residual_in: int, residual
         "gc_onebit_encode",
         table,
         lambda rows, count, _: lib.gc_onebit_encode(source, dtype, rows, count, old, new, out, flag),
-    )
-    return bool(flag[0])
-
-
-def onebit_sum_decode(payloads: Sequence[int], table: Table, out: int, dtype: int) -> bool:
-    """Average payloads into a tensor of `dtype`; True when a value written is not finite."""
-    flag, pointers, target = ffi.new("uint32_t *"), payload_pointers(payloads), ffi.cast("void *", out)
-    number, stream = len(payloads), _stream(table.numel, dtype)
-    run(
-        "gc_onebit_sum_decode",
-        table,
-        lambda rows, count, _: lib.gc_onebit_sum_decode(pointers, number, rows, count, target, dtype, stream, flag),
     )
     return bool(flag[0])
 
@@ -149,17 +109,40 @@ def values_encode(src: int, dtype: int, table: Table, value_dtype: int, payload:
     return bool(flag[0])
 
 
-def values_sum_decode(payloads: Sequence[int], value_dtype: int, table: Table, out: int, dtype: int) -> bool:
-    """Average plain values in payload order; True when a value written is not finite."""
-    flag, pointers, target = ffi.new("uint32_t *"), payload_pointers(payloads), ffi.cast("void *", out)
-    number, stream = len(payloads), _stream(table.numel, dtype)
-    run(
-        "gc_values_sum_decode",
-        table,
-        lambda rows, count, _: lib.gc_values_sum_decode(
-            pointers, number, value_dtype, rows, count, target, dtype, stream, flag
-        ),
-    )
+class Payloads(NamedTuple):
+    """Where averages come from: payloads of one form.
+
+    Attributes:
+        addresses: of the payloads.
+        source: "ternary", "onebit", "values" or "lanes" (sums in one payload).
+        dtype: that averages are rounded to: float32 (0), bfloat16 (1) or float16 (2).
+        shared: (ternary) whether all payloads have the scales of the first.
+        value_dtype: (values) float32 (0) or bfloat16 (1).
+        world_size, lane_bits: (lanes) ranks in a sum, bits of one.
+    """
+
+    addresses: Sequence[int]
+    source: str
+    dtype: int
+    shared: bool = False
+    value_dtype: int = 0
+    world_size: int = 1
+    lane_bits: int = 2
+
+
+def sum_decode(payloads: Payloads, table: Table, out: int) -> bool:
+    """Write the averages, in payload order, to a tensor of their dtype; True when a value written is not finite."""
+    flag, pointers, target = ffi.new("uint32_t *"), payload_pointers(payloads.addresses), ffi.cast("void *", out)
+    number, dtype, stream = len(payloads.addresses), payloads.dtype, _stream(table.numel, payloads.dtype)
+    decoders: dict[str, tuple[str, tuple[Any, ...]]] = {
+        "ternary": ("gc_ternary_sum_decode", (pointers, number, payloads.shared)),
+        "onebit": ("gc_onebit_sum_decode", (pointers, number)),
+        "values": ("gc_values_sum_decode", (pointers, number, payloads.value_dtype)),
+        "lanes": ("gc_lanes_decode", (pointers[0], payloads.world_size, payloads.lane_bits)),
+    }
+    function, head = decoders[payloads.source]
+    decode = getattr(lib, function)
+    run(function, table, lambda rows, count, _: decode(*head, rows, count, target, dtype, stream, flag))
     return bool(flag[0])
 
 

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradcomp._native.kernels import payload_pointers
+from gradcomp._native.kernels import Payloads, payload_pointers
 from gradcomp._native.library import check, ffi, lib
 from gradcomp._native.threads import run
 
 if TYPE_CHECKING:
     from gradcomp.layout import Table
-
-
-class Payloads(NamedTuple):
-    """Where the averages of an update come from: payloads of one form, as the decoders above take them.
-
-    Attributes:
-        addresses: of the payloads.
-        source: "ternary", "onebit", "values" or "lanes".
-        dtype: that averages are rounded to, float32 (0) or bfloat16 (1).
-        shared, value_dtype, world_size, lane_bits: as the decoder of `source` has them.
-    """
-
-    addresses: Sequence[int]
-    source: str
-    dtype: int
-    shared: bool = False
-    value_dtype: int = 0
-    world_size: int = 1
-    lane_bits: int = 2
 
 
 _SOURCES = {name: number for number, name in enumerate(("tensors", "ternary", "onebit", "values", "lanes"))}

@@ -85,8 +85,8 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     for count, shared in ((1, True), (4, True), (4, False)):
         add(
             f"ternary decode {count}" + (" shared" if shared else " own") * (count > 1),
-            lambda c=count, s=shared: _native.ternary_sum_decode(  # type: ignore[misc]
-                addresses(sent[:c]), s, layout.packed, fp32.data_ptr(), code
+            lambda c=count, s=shared: _native.sum_decode(  # type: ignore[misc]
+                _native.Payloads(addresses(sent[:c]), "ternary", code, shared=s), layout.packed, fp32.data_ptr()
             ),
             head,
             lambda c=count, s=shared: decoded(s, c),  # type: ignore[misc]
@@ -103,7 +103,11 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     )
     add(
         "lanes decode",
-        lambda: _native.lanes_decode(summed.data_ptr(), 4, bits, lanes.packed, fp32.data_ptr(), code),
+        lambda: _native.sum_decode(
+            _native.Payloads([summed.data_ptr()], "lanes", code, world_size=4, lane_bits=bits),
+            lanes.packed,
+            fp32.data_ptr(),
+        ),
         head,
         lambda: decoded(True, 4),
     )
@@ -119,7 +123,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     )
     add(
         "onebit decode 1",
-        lambda: _native.onebit_sum_decode([bit.data_ptr()], one.packed, fp32.data_ptr(), code),
+        lambda: _native.sum_decode(onebit.payloads([bit.data_ptr()], code), one.packed, fp32.data_ptr()),
         lambda: head()[: n // GROUP * GROUP],
         lambda: ref.from_float32(ref.onebit_decode(encoded[1], encoded[0], ref.Piece(n, GROUP)), code)[
             : n // GROUP * GROUP

@@ -146,7 +146,7 @@ def from_payloads(numel: int) -> list[Contender]:
 
         def step(optimizer: Any = optimizer, gradient: Tensor = gradient, straight: bool = straight) -> None:
             if not straight:
-                codec.decode_packed(addresses, layout, gradient.data_ptr(), 1)
+                _native.sum_decode(codec.payloads(addresses, 1), layout.packed, gradient.data_ptr())
             optimizer.step()
 
         if straight:

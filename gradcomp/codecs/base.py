@@ -187,12 +187,8 @@ class Codec(ABC):
         """Write the codes of the compressed pieces (`old`, `new`: addresses of residual planes or 0)."""
 
     @abstractmethod
-    def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
-        """Write the average of the compressed pieces."""
-
-    @abstractmethod
     def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
-        """Return what `decode_packed` decodes, for updates that need the averages once, rounded to `dtype`."""
+        """Return how the compressed pieces of payloads are averaged, rounded to `dtype`."""
 
     @abstractmethod
     def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
@@ -207,8 +203,8 @@ class Codec(ABC):
 
     def decode_body(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
         """Write the average over payloads of all pieces to address `out`. True: a value written is not finite."""
-        packed = self.decode_packed(payloads, layout, out, dtype)
-        return _native.values_sum_decode(payloads, 0, layout.plain, out, dtype) or packed
+        packed = _native.sum_decode(self.payloads(payloads, dtype), layout.packed, out)
+        return _native.sum_decode(_native.Payloads(payloads, "values", dtype), layout.plain, out) or packed
 
     def validate_body(self, payload: int, layout: PayloadLayout) -> None:
         """Raise CorruptPayload unless scales and codes are such as an encoder writes."""

@@ -34,9 +34,6 @@ class Identity(Codec):
     ) -> bool:
         return _native.values_encode(src, dtype, layout.packed, self._value_dtype, payload)
 
-    def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
-        return _native.values_sum_decode(payloads, self._value_dtype, layout.packed, out, dtype)
-
     def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
         return _native.Payloads(addresses, "values", dtype, value_dtype=self._value_dtype)
 

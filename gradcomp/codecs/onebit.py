@@ -60,9 +60,6 @@ class OneBit(Codec):
     ) -> bool:
         return _native.onebit_encode(src, dtype, layout.packed, old, new, payload)
 
-    def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
-        return _native.onebit_sum_decode(payloads, layout.packed, out, dtype)
-
     def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
         return _native.Payloads(addresses, "onebit", dtype)
 

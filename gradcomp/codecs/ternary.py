@@ -130,9 +130,6 @@ class Ternary(Codec):
     ) -> bool:
         return _native.ternary_encode(src, dtype, layout.packed, payload, (key.seed, key.rank, key.step, key.stream))
 
-    def decode_packed(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
-        return _native.ternary_sum_decode(payloads, self.shares_scale, layout.packed, out, dtype)
-
     def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
         return _native.Payloads(addresses, "ternary", dtype, shared=self.shares_scale)
 
