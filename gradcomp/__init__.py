@@ -20,7 +20,7 @@ from gradcomp.rng import RngKey
 from gradcomp.version import __version__
 
 if TYPE_CHECKING:
-    from gradcomp import amp, ddp, optim, server
+    from gradcomp import amp, ddp, onebit_sgd, optim, server
 
 __all__ = [
     "Codec",
@@ -42,13 +42,14 @@ __all__ = [
     "codecs",
     "comm",
     "ddp",
+    "onebit_sgd",
     "optim",
     "server",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("amp", "ddp", "optim", "server"):
+    if name in ("amp", "ddp", "onebit_sgd", "optim", "server"):
         import importlib
 
         return importlib.import_module(f"gradcomp.{name}")

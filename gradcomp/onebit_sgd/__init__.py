@@ -1,0 +1,11 @@
+"""The system around 1-bit gradients of 2014: exchanges behind computation, and minibatches as large as training allows.
+
+References:
+    Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed
+    training of speech DNNs", Interspeech.
+"""
+
+from gradcomp.onebit_sgd.double_buffer import DoubleBuffer
+from gradcomp.onebit_sgd.report import OverlapReport
+
+__all__ = ["DoubleBuffer", "OverlapReport"]
