@@ -5,7 +5,9 @@ References:
     training of speech DNNs", Interspeech.
 """
 
+from gradcomp.onebit_sgd.batch_size import find_batch_size
+from gradcomp.onebit_sgd.choice import BatchSizeChoice, BatchSizeTrial
 from gradcomp.onebit_sgd.double_buffer import DoubleBuffer
 from gradcomp.onebit_sgd.report import OverlapReport
 
-__all__ = ["DoubleBuffer", "OverlapReport"]
+__all__ = ["BatchSizeChoice", "BatchSizeTrial", "DoubleBuffer", "OverlapReport", "find_batch_size"]
