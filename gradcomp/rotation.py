@@ -1,7 +1,7 @@
 """Averages that are one call behind: the gradients of one backward travel while the next one is computed.
 
 References:
-    Seide et al. 2014, "1-bit stochastic gradient descent", section 4 (double buffering).
+    Seide et al. 2014, "1-bit stochastic gradient descent" (double buffering).
 """
 
 from __future__ import annotations

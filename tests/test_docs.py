@@ -187,6 +187,7 @@ def public_names():
     names |= {f"gradcomp.server.{n}": getattr(gradcomp.server, n) for n in gradcomp.server.__all__}
     names |= {f"gradcomp.amp.{n}": getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}
     names |= {f"gradcomp.optim.{n}": getattr(gradcomp.optim, n) for n in gradcomp.optim.__all__}
+    names |= {f"gradcomp.onebit_sgd.{n}": getattr(gradcomp.onebit_sgd, n) for n in gradcomp.onebit_sgd.__all__}
     for name, value in vars(gradcomp.ddp).items():
         if not name.startswith("_") and getattr(value, "__module__", None) == "gradcomp.ddp":  # defined there
             names[f"gradcomp.ddp.{name}"] = value
@@ -232,6 +233,7 @@ def test_signatures_are_those_of_the_code():
     shown |= {"register": gradcomp.ddp.register, "GradientAverager": gradcomp.GradientAverager}
     shown |= {"all_reduce": gradcomp.all_reduce, "TorchCommunicator": comm.TorchCommunicator}
     shown |= {n: getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}
+    shown |= {n: getattr(gradcomp.onebit_sgd, n) for n in ("DoubleBuffer", "find_batch_size")}
     inner = {"SplitOptimizer", "SplitParameters"}  # not for users to make
     shown |= {n: getattr(gradcomp.optim, n) for n in gradcomp.optim.__all__ if n not in inner}
     for name, value in shown.items():

@@ -1,7 +1,7 @@
 """Find the largest minibatch that does not hurt training, by trying several on the data that comes next.
 
 References:
-    Seide et al. 2014, "1-bit stochastic gradient descent", section 5: every 24 h of data, several sizes are tried on the
+    Seide et al. 2014, "1-bit stochastic gradient descent": every 24 h of data, several sizes are tried on the
     next 45 minutes, and the largest is kept that does not lose training-set frame accuracy. Steps of sqrt(2), multiples of
     64, at most a factor of 2 from the last choice and the margin of 1 % are CNTK's.
 """

@@ -1,7 +1,7 @@
 """Double buffering: while the gradient of one half of a minibatch is exchanged, the other half computes.
 
 References:
-    Seide et al. 2014, "1-bit stochastic gradient descent", section 4: each minibatch is cut in two, so that the model is
+    Seide et al. 2014, "1-bit stochastic gradient descent": each minibatch is cut in two, so that the model is
     half a minibatch stale.
 """
 
