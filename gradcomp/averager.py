@@ -21,6 +21,7 @@ from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, assign_buckets
 from gradcomp.options import Options, names, read_scaler
 from gradcomp.rng import check_uint32
+from gradcomp.rotation import Rotation
 from gradcomp.routes import Route, make_route
 from gradcomp.sizing import EXCHANGES, Strategy, choose
 from gradcomp.stats import Stats
@@ -199,6 +200,7 @@ class GradientAverager(Controls):
             transactional=whole_steps,
             timeout_s=timeout_s,
         )
+        self._scaled = grad_scaler is not None
         own_comm = comm if comm is not None else _torch_communicator(timeout_s)
         try:
             self._engine = Engine(named, codec, own_comm, options, scale)
@@ -206,7 +208,10 @@ class GradientAverager(Controls):
             if comm is None:
                 own_comm.close()
             raise
-        self._buckets = _fuse([(i, p) for i, (_, p) in enumerate(named) if p.requires_grad], bucket_cap_mb)
+        self._trained = [(i, p) for i, (_, p) in enumerate(named) if p.requires_grad]
+        self._bucket_cap_mb = bucket_cap_mb
+        self._buckets = _fuse(self._trained, bucket_cap_mb)
+        self._rotation: Rotation | None = None
 
     def average(self) -> None:
         """Replace every ``p.grad`` by its average over all ranks; a missing gradient counts as zero.
@@ -214,14 +219,11 @@ class GradientAverager(Controls):
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: on every rank, and again at every later call.
             UnsupportedTensor: a sparse gradient, or one of another dtype than its parameter's.
+            GradcompError: an exchange that `rotate` began is under way.
         """
+        self._refuse_pending("average()")
         engine = self._engine
-        bucketed = {index for bucket in self._buckets for index, _ in bucket.members}
-        for index, (name, parameter) in enumerate(engine.named):
-            if parameter.requires_grad and index not in bucketed:
-                raise GradcompError(f"parameter {name!r} was frozen when the averager was made; make a new one")
-            if parameter.grad is not None and parameter.requires_grad:
-                _check_gradient(parameter.grad, parameter.dtype)
+        self._check_gradients()
         engine.begin_step()
         for bucket in self._buckets:
             bucket.load()
@@ -229,6 +231,73 @@ class GradientAverager(Controls):
         engine.finish_step()
         for bucket in self._buckets:
             bucket.store()
+
+    def rotate(self) -> bool:
+        """Start averaging what stands in ``p.grad``, and put the averages of the call before in its place.
+
+        The exchange goes on while the next gradients are computed (double buffering); a second set of buckets is made at
+        the first call. A missing gradient counts as zero. Collective, as `average` is: every rank calls it as often.
+
+        Returns:
+            Whether ``p.grad`` holds averages now. If not, as in the first call and after `flush`, every ``p.grad`` is None.
+
+        Raises:
+            PeerMismatch, PeerLost, CorruptPayload: of this or an earlier exchange, and again at every later call; every
+                ``p.grad`` is NaN then.
+            UnsupportedTensor: as `average`; nothing is changed.
+            GradcompError: a `grad_scaler` was given: averages would come back under another loss scale than they left.
+        """
+        if self._scaled:
+            raise GradcompError("rotate() hands back gradients of an earlier loss scale: make the averager without one")
+        self._check_gradients()
+        if self._rotation is None:
+            self._rotation = Rotation(self._engine, self._buckets, _fuse(self._trained, self._bucket_cap_mb))
+        return self._rotation.rotate()
+
+    def flush(self) -> bool:
+        """Wait for what `rotate` has begun and put the averages into ``p.grad``; return whether there was any.
+
+        No collective: the bytes are under way already, so a rank may call it when the others do not.
+
+        Raises:
+            PeerMismatch, PeerLost, CorruptPayload: as `rotate`.
+        """
+        return self._rotation is not None and self._rotation.flush()
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """Seconds of the exchanges that `rotate` began; None before its first call."""
+        return self._rotation
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Controls.state_dict`; GradcompError while an exchange that `rotate` began is under way."""
+        self._refuse_pending("state_dict()")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """As `Controls.load_state_dict`; averages that wait to be handed back are dropped."""
+        if self._rotation is not None:
+            self._rotation.drop()
+        super().load_state_dict(state)
+
+    def discard_step(self) -> None:
+        """As `Controls.discard_step`; GradcompError while an exchange that `rotate` began is under way."""
+        self._refuse_pending("discard_step()")
+        super().discard_step()
+
+    def _refuse_pending(self, what: str) -> None:
+        if self._rotation is not None and self._rotation.pending:
+            raise GradcompError(f"{what} while an exchange that rotate() began is under way: call flush() first")
+
+    def _check_gradients(self) -> None:
+        """Raise unless every gradient can be averaged."""
+        engine = self._engine
+        bucketed = {index for bucket in self._buckets for index, _ in bucket.members}
+        for index, (name, parameter) in enumerate(engine.named):
+            if parameter.requires_grad and index not in bucketed:
+                raise GradcompError(f"parameter {name!r} was frozen when the averager was made; make a new one")
+            if parameter.grad is not None and parameter.requires_grad:
+                _check_gradient(parameter.grad, parameter.dtype)
 
     def close(self) -> None:
         """Stop the threads and close the communicator."""
@@ -263,6 +332,11 @@ class _Bucket:
                 parameter.grad = view.clone()
             else:
                 parameter.grad.copy_(view)
+
+    def clear(self) -> None:
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                parameter.grad = None
 
 
 def _torch_communicator(timeout_s: float) -> Communicator:

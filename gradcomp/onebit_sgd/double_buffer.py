@@ -1,0 +1,326 @@
+"""Double buffering: while the gradient of one half of a minibatch is exchanged, the other half computes.
+
+References:
+    Seide et al. 2014, "1-bit stochastic gradient descent": each minibatch is cut in two, so that the model is
+    half a minibatch stale.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.averager import GradientAverager
+from gradcomp.codecs import Codec
+from gradcomp.comm.base import Communicator
+from gradcomp.errors import GradcompError, PeerLost
+from gradcomp.onebit_sgd.groups import apply_options, read_options
+from gradcomp.onebit_sgd.halves import cut
+from gradcomp.onebit_sgd.report import OverlapReport
+from gradcomp.stats import Stats
+
+STATE_VERSION = 1
+
+
+class DoubleBuffer:
+    """Trains a model on weights that lack only the update that is under way.
+
+    Each minibatch is cut into two halves. After a half's backward its gradients are sent off, the averages of the half
+    before are applied, and the next half computes on those weights meanwhile::
+
+        with gradcomp.onebit_sgd.DoubleBuffer(model, optimizer, "onebit") as buffer:
+            for inputs, targets in loader:
+                loss = buffer.step(lambda x, y: cross_entropy(model(x), y), inputs, targets)
+        print(buffer.report())
+
+    A half's loss is weighted by its share of the minibatch, so the two updates of plain SGD sum to the minibatch's, and a
+    learning rate keeps its meaning per sample. What an optimizer counts in updates (momentum, the moments of Adam, weight
+    decay) it counts in halves; those that divide by the gradient's size (Adam, LAMB) make two full steps a minibatch. An
+    update is made with the options, such as the learning rate, that the optimizer's groups had when its gradients were
+    sent off.
+
+    Before an evaluation (a forward of `model` while it is not ``training``), a `state_dict` and `close` the buffer drains:
+    it waits for the last exchange and applies it. That needs no collective, so one rank may evaluate alone: the others
+    apply the same averages a half later. With one rank updates are late by a half as well, so that runs can be compared.
+
+    Args:
+        model: a plain module, float32, bfloat16 or float16 parameters on the CPU, equal on all ranks.
+        optimizer: of its parameters.
+        codec: codec or name.
+        comm: the ranks; torch.distributed's default group when None. Closed with the buffer.
+        whole_steps: exchange whole minibatches: one update each, one minibatch late.
+        options: of `gradcomp.GradientAverager`, but for `grad_scaler`.
+
+    Raises:
+        TypeError: a DDP model.
+        ValueError: an option; an optimizer of other parameters.
+        UnsupportedTensor: a parameter.
+        PeerMismatch: the ranks' parameters differ.
+        PeerLost: a rank did not answer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        codec: Codec | str,
+        comm: Communicator | None = None,
+        *,
+        whole_steps: bool = False,
+        **options: Any,
+    ) -> None:
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError("DoubleBuffer averages gradients itself: pass the module that DDP wraps, model.module")
+        if not isinstance(whole_steps, bool):
+            raise ValueError(f"whole_steps must be True or False, got {whole_steps!r}")  # noqa: TRY004
+        if options.get("grad_scaler") is not None:
+            raise ValueError("grad_scaler: averages come back under another loss scale than they left; use bfloat16")
+        named = list(model.named_parameters())
+        mine = {id(p) for _, p in named}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError("optimizer updates no parameter of this model; pass the optimizer that trains it")
+        self._model, self._optimizer, self._whole_steps = model, optimizer, whole_steps
+        self._timeout_s = float(options.get("timeout_s", 300.0))
+        own = comm if comm is not None else _torch_communicator(self._timeout_s)
+        try:
+            self._averager = GradientAverager(named, codec, own, **options)
+        except BaseException:
+            if comm is None:
+                own.close()
+            raise
+        self._comm = own
+        self._stepping = self._failed = self._closed = False
+        self._sent: list[dict[str, Any]] = []  # the groups' options of the exchange under way
+        self._minibatches = 0
+        self._update_s = self._compute_s = 0.0
+        try:
+            self._averager.check_replicas()
+        except BaseException:
+            self._averager.close()
+            raise
+        self._hook = model.register_forward_pre_hook(_DrainBeforeEvaluation(self))
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def step(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
+        """Train on one minibatch. Collective: every rank calls it, or `skip`, as often.
+
+        Args:
+            loss_fn: called with each half of `batch` in turn; returns the mean loss of its samples, a tensor of one
+                element.
+            batch: tensors whose first dimension counts samples, None, and tuples, lists and dictionaries of these; halves
+                are views, of an odd number the first has one more. With `whole_steps` anything, passed on as it is.
+
+        Returns:
+            The mean loss of the minibatch on this rank, detached; the halves were computed on weights an update apart.
+
+        Raises:
+            ValueError: fewer than 2 samples, or tensors that disagree on their number; nothing was sent then.
+            TypeError: a minibatch that cannot be cut, or a loss that is no tensor.
+            PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor: as `GradientAverager.rotate`.
+        """
+        self._check_open()
+        halves, shares = ([batch], [1.0]) if self._whole_steps else cut(batch)
+        self._stepping = True
+        try:
+            losses = [self._half(loss_fn, half, share) for half, share in zip(halves, shares, strict=True)]
+        finally:
+            self._stepping = False
+        self._minibatches += 1
+        return torch.stack(losses).sum()
+
+    def skip(self) -> None:
+        """Take part in one minibatch with zero gradients: for a rank that has run out of data. Collective, as `step`.
+
+        The averages are still divided by all ranks. A rank must skip as many minibatches as the others have left; `most`
+        tells how many the longest has.
+
+        Raises:
+            PeerMismatch, PeerLost, CorruptPayload: as `step`.
+        """
+        self._check_open()
+        for _ in range(1 if self._whole_steps else 2):
+            self._model.zero_grad()
+            self._rotate()
+        self._minibatches += 1
+
+    def most(self, count: int) -> int:
+        """Return the largest `count` of any rank, for instance of minibatches in an epoch; drains. Collective.
+
+        Raises:
+            ValueError: `count` is no integer of at least 0.
+            PeerLost: a rank did not answer.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
+            raise ValueError(f"count must be an integer of at least 0, got {count!r}")
+        self.drain()
+        begun = time.perf_counter()
+        try:
+            everyone = self._comm.all_gather_bytes(struct.pack("<q", count), self._timeout_s)
+        except (TimeoutError, ConnectionError) as error:
+            raise PeerLost("most", -1, time.perf_counter() - begun, str(error)) from error
+        return int(max(struct.unpack("<q", data)[0] for data in everyone))
+
+    def drain(self) -> bool:
+        """Wait for the exchange under way and apply it; return whether there was one.
+
+        No collective, and no tensor of inference mode is made inside one.
+
+        Raises:
+            PeerMismatch, PeerLost, CorruptPayload: as `step`.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            handed: bool = self._guarded(self._averager.flush)
+            if handed:
+                self._update(self._sent)
+        return handed
+
+    # ---- what it has cost, checkpoints, checks -----------------------------------------------------------------------
+
+    def report(self) -> OverlapReport:
+        """Return how much of the exchanges was hidden so far, and whether that pays."""
+        rotation = self._averager.rotation
+        return OverlapReport(
+            whole_steps=self._whole_steps,
+            minibatches=self._minibatches,
+            exchanges=rotation.exchanges if rotation else 0,
+            exchange_s=rotation.exchange_s if rotation else 0.0,
+            waited_s=rotation.waited_s if rotation else 0.0,
+            update_s=self._update_s + (rotation.copy_s if rotation else 0.0),
+            compute_s=self._compute_s,
+        )
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes and seconds of the exchanges; a step of it is half a minibatch."""
+        return self._averager.stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """Drain, and return what this rank needs to resume bit for bit beside model and optimizer: save those after it.
+
+        Raises:
+            PeerMismatch, PeerLost, CorruptPayload: as `drain`, once; after that it is the state before what failed.
+        """
+        if not self._failed:
+            self.drain()
+        return {"version": STATE_VERSION, "whole_steps": self._whole_steps, "averager": self._averager.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` of the same rank was taken; an exchange under way is waited for and dropped.
+
+        Raises:
+            ValueError: a state of another version, rank, world size, codec or model, or of whole steps where these are
+                halves; nothing is changed then.
+        """
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION or "averager" not in state:
+            raise ValueError("this state is not from DoubleBuffer.state_dict()")
+        if state.get("whole_steps") is not self._whole_steps:
+            raise ValueError(f"this state has whole_steps {state.get('whole_steps')!r}, {self._whole_steps!r} expected")
+        self._guarded(lambda: self._averager.load_state_dict(state["averager"]))
+
+    def check_replicas(self) -> None:
+        """Drain, and compare the parameters' bits over all ranks; PeerMismatch names the first that differs. Collective."""
+        self.drain()
+        self._averager.check_replicas()
+
+    def close(self) -> None:
+        """Drain, stop the threads and close the communicator. Closing twice is harmless.
+
+        Raises:
+            PeerMismatch, PeerLost, CorruptPayload: the last exchange failed; everything is closed nevertheless.
+        """
+        self._close(drain=True)
+
+    def __enter__(self) -> DoubleBuffer:  # noqa: PYI034 - Self is of Python 3.11
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close; after an exception without draining: peers may not answer any more."""
+        self._close(drain=kind is None)
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _half(self, loss_fn: Callable[..., Tensor], half: tuple[Any, ...], share: float) -> Tensor:
+        """Compute one half's gradients, send them off, apply those of the half before; return its weighted loss."""
+        self._model.zero_grad()
+        begun = time.perf_counter()
+        loss = loss_fn(*half)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
+        weighted = loss.reshape(()) * share
+        weighted.backward()  # type: ignore[no-untyped-call]
+        self._compute_s += time.perf_counter() - begun
+        self._rotate()
+        return weighted.detach()
+
+    def _rotate(self) -> None:
+        sent = read_options(self._optimizer)
+        handed = self._guarded(self._averager.rotate)
+        before, self._sent = self._sent, sent
+        if handed:
+            self._update(before)
+
+    def _update(self, options: list[dict[str, Any]]) -> None:
+        """Step the optimizer with the options of when the gradients were sent off."""
+        begun = time.perf_counter()
+        with apply_options(self._optimizer, options):
+            self._optimizer.step()
+        self._update_s += time.perf_counter() - begun
+
+    def _guarded(self, exchange: Callable[[], Any]) -> Any:
+        try:
+            return exchange()
+        except GradcompError:
+            self._failed = True
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("gradcomp: this buffer is closed")
+
+    def _evaluate(self) -> None:
+        """Drain before a forward of a model that is being evaluated, unless that is part of a step."""
+        if not self._stepping and not self._failed and not self._closed:
+            self.drain()
+
+    def _close(self, *, drain: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if drain and not self._failed:
+                self.drain()
+        finally:
+            self._hook.remove()
+            self._averager.close()
+
+
+class _DrainBeforeEvaluation:
+    """A forward pre-hook; a copy of the model, or one that was saved, has one that does nothing."""
+
+    def __init__(self, buffer: DoubleBuffer | None = None) -> None:
+        self._buffer = weakref.ref(buffer) if buffer is not None else None
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        buffer = self._buffer() if self._buffer is not None else None
+        if buffer is not None and not module.training:
+            buffer._evaluate()
+
+    def __reduce__(self) -> tuple[type[_DrainBeforeEvaluation], tuple[()]]:
+        return type(self), ()
+
+
+def _torch_communicator(timeout_s: float) -> Communicator:
+    from gradcomp.comm import TorchCommunicator
+
+    return TorchCommunicator(timeout_s=timeout_s)

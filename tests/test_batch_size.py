@@ -1,0 +1,497 @@
+"""The search for the minibatch size: every bit comes back, NaN never wins, every rank chooses alike."""
+
+import copy
+import math
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from _ranks import run_local
+from torch import nn
+
+import gradcomp
+from gradcomp import GradcompError, GradientAverager, OneBit, PeerLost, PeerMismatch
+from gradcomp.comm import LocalCommunicator
+from gradcomp.onebit_sgd import BatchSizeChoice, BatchSizeTrial, DoubleBuffer, find_batch_size
+from gradcomp.onebit_sgd.batch_size import candidates
+
+
+def make_model():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 40), nn.BatchNorm1d(40), nn.Dropout(0.2), nn.Linear(40, 3))
+    net.register_buffer("scratch", torch.zeros(3), persistent=False)
+    return net
+
+
+MODEL = make_model()
+DATA = torch.randn(4096, 12, generator=torch.Generator().manual_seed(1))
+TARGETS = (DATA @ torch.randn(12, 3, generator=torch.Generator().manual_seed(2))).argmax(1)
+
+
+def fresh_model():
+    torch.set_num_threads(1)  # it counts for the calling thread: ranks may be threads
+    return copy.deepcopy(MODEL)
+
+
+def bits_of(value):
+    """Return everything in nested containers, tensors as their bytes."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits_of(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits_of(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return value
+
+
+def everything(net, optimizer, *others, generators=True):
+    held = [dict(net.named_parameters()), dict(net.named_buffers()), [m.training for m in net.modules()]]
+    held += [[id(p) for p in net.parameters()], optimizer.state_dict(), *(o.state_dict() for o in others)]
+    if generators:
+        held += [torch.get_rng_state(), random.getstate(), np.random.get_state()]
+    return bits_of(held)
+
+
+def messy(net, optimizer, average=lambda: None, share=1, rank=0):
+    """Return a `train` that changes whatever there is to change."""
+
+    def train(minibatch, samples):
+        own = minibatch // share
+        for start in range(0, samples - minibatch + 1, minibatch):  # as many steps on every rank
+            first = start + rank * own
+            net.zero_grad()
+            loss = nn.functional.cross_entropy(net(DATA[first : first + own]), TARGETS[first : first + own])
+            loss.backward()
+            average()
+            optimizer.step()
+            random.random(), np.random.rand()
+            net.scratch.add_(1)
+            yield loss
+        net.scratch = net.scratch * 2  # a new tensor in the old one's place
+        net.register_buffer("another", torch.ones(1))
+        net.eval()
+
+    return train
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+}
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_bit_is_rolled_back(name, stepped):
+    net = fresh_model()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    train = messy(net, optimizer)
+    if stepped:
+        for _ in train(512, 1024):
+            pass
+        net.train()
+        net[2].eval()
+    before = everything(net, optimizer)
+    seen = []
+
+    def watched(minibatch, samples):
+        seen.append((minibatch, samples, everything(net, optimizer)[:4], optimizer.param_groups[0]["lr"] + 0))
+        yield from train(minibatch, samples)
+        assert everything(net, optimizer) != before
+
+    choice = find_batch_size(
+        watched, model=net, optimizer=optimizer, samples=1024, current=128, per_sample_lr=False, progress=False
+    )
+    assert everything(net, optimizer) == before
+    assert all(p.grad is None for p in net.parameters())
+    assert [s[0] for s in seen] == [64, 128, 192, 256] and {s[1] for s in seen} == {1024}
+    assert all(s[2] == before[:4] for s in seen)
+    assert [t.steps for t in choice.trials] == [16, 8, 5, 4]
+    assert [t.lr_factor for t in choice.trials] == [1.0] * 4
+
+
+def test_a_run_goes_on_as_if_nothing_had_been_tried():
+    """Also through state that torch's own load_state_dict would cast: fp32 moments of a bf16 parameter."""
+
+    def run(search):
+        torch.manual_seed(5)
+        net = nn.Linear(12, 3).bfloat16()
+        optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1)
+        for p in net.parameters():
+            optimizer.state[p]["sum"] = optimizer.state[p]["sum"].float()
+
+        def train(minibatch, samples):
+            for first in range(0, samples, minibatch):
+                net.zero_grad()
+                loss = net(DATA[first : first + minibatch].bfloat16()).square().mean()
+                loss.backward()
+                for p in net.parameters():
+                    state = optimizer.state[p]
+                    state["sum"] += p.grad.float() ** 2
+                    p.data -= (0.01 * p.grad.float() / state["sum"].sqrt()).bfloat16()
+                yield loss
+
+        list(train(64, 256))
+        if search:
+            find_batch_size(
+                train, model=net, optimizer=optimizer, samples=512, current=64, progress=False, per_sample_lr=False
+            )
+        list(train(64, 256))
+        return everything(net, optimizer)[0], bits_of([optimizer.state[p]["sum"] for p in net.parameters()])
+
+    assert run(False) == run(True)
+
+
+@pytest.mark.parametrize("name", ["SplitSGD", "SplitAdamW", "SplitAdagrad", "SplitLAMB"])
+def test_split_optimizers_are_rolled_back_with_their_trails(name):
+    def run(search):
+        net = nn.Sequential(*(m for m in fresh_model() if not isinstance(m, nn.BatchNorm1d)))
+        torch.manual_seed(9)
+        extra = {"momentum": 0.9} if name == "SplitSGD" else {}
+        optimizer = getattr(gradcomp.optim, name)(gradcomp.optim.split_parameters(net), lr=0.01, **extra)
+
+        def train(minibatch, samples):
+            for first in range(0, samples, minibatch):
+                net.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = nn.functional.cross_entropy(
+                        net(DATA[first : first + minibatch]).float(), TARGETS[first : first + minibatch]
+                    )
+                loss.backward()
+                optimizer.step()
+                yield loss
+
+        def search_here():
+            before = everything(net, optimizer)
+            find_batch_size(
+                train, model=net, optimizer=optimizer, samples=512, current=64, progress=False, per_sample_lr=False
+            )
+            assert everything(net, optimizer) == before
+
+        for _ in range(2):  # before the first step, and after some
+            if search:
+                search_here()
+            list(train(64, 256))
+        held = everything(net, optimizer)
+        del held[3]  # which tensors they are
+        return held
+
+    assert run(False) == run(True)
+
+
+def residuals(comm, kind):
+    net = fresh_model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if kind == "averager":
+        state = GradientAverager(net.named_parameters(), OneBit(), comm, min_numel=0, timeout_s=30)
+        train = messy(net, optimizer, state.average, comm.world_size, comm.rank)
+    else:
+        state = DoubleBuffer(net, optimizer, OneBit(), comm, min_numel=0, timeout_s=30)
+
+        def train(minibatch, samples):
+            own = minibatch // comm.world_size
+            for start in range(0, samples - minibatch + 1, minibatch):
+                first = start + comm.rank * own
+                x, y = DATA[first : first + own], TARGETS[first : first + own]
+                yield state.step(lambda x, y: nn.functional.cross_entropy(net(x), y), x, y)
+
+    for _ in train(128, 512):
+        pass
+    net.train()
+    if kind == "buffer":
+        state.drain()
+    before = everything(net, optimizer, state, generators=False)  # threads share generators
+    assert any(v.abs().sum() > 0 for v in state_residuals(state).values())
+    choice = find_batch_size(
+        train,
+        model=net,
+        optimizer=optimizer,
+        state=[state],
+        comm=comm,
+        samples=1024,
+        current=128,
+        progress=False,
+        per_sample_lr=False,
+        timeout_s=30,
+    )
+    assert everything(net, optimizer, state, generators=False) == before
+    for _ in train(choice.minibatch, 512):
+        pass
+    if kind == "buffer":
+        state.drain()
+    state.check_replicas()
+    return choice.minibatch, [(t.minibatch, t.criterion, t.steps, t.seconds) for t in choice.trials]
+
+
+def state_residuals(state):
+    saved = state.state_dict()
+    return saved.get("averager", saved)["residual"]
+
+
+@pytest.mark.parametrize("kind", ["averager", "buffer"])
+def test_residuals_are_rolled_back_and_all_ranks_choose_alike(over, kind):
+    first, second = over(2, residuals, kind)
+    assert first == second
+    assert len({c for _, c, _, _ in first[1]}) == 4
+
+
+# ---- the choice ----------------------------------------------------------------------------------------------------
+
+
+def search(losses, comm=None, **options):
+    """Search with given losses: {minibatch: losses of its steps}."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options = {"samples": 10_000, "current": 256, "progress": False, **options}
+    return find_batch_size(
+        lambda size, samples: losses[size], model=net, optimizer=optimizer, comm=comm, **options
+    ), optimizer
+
+
+SIZES = [128, 192, 256, 384, 512]
+
+
+@pytest.mark.parametrize(
+    ("criteria", "margin", "wanted"),
+    [
+        ([1.0, 1.0, 1.0, 1.0, 1.0], 0.01, 512),
+        ([1.0, 1.0, 1.0, 1.009, 1.011], 0.01, 384),
+        ([1.0, 1.1, 1.2, 1.0099, 1.5], 0.01, 384),
+        ([1.0, 1.1, 1.2, 1.3, 1.5], 0.0, 128),
+        ([1.2, 1.1, 1.0, 1.04, 1.06], 0.05, 384),
+        ([1.0, 1.0, 1.0, 1.0, math.nan], 0.01, 384),
+        ([math.nan, math.inf, 3.0, math.nan, -math.inf], 0.01, 256),
+        ([-1.0, -1.0, -1.0, -0.995, -0.98], 0.01, 384),
+        ([0.0, 0.0, 0.1, 0.2, 0.3], 0.01, 192),
+    ],
+)
+def test_the_largest_within_the_margin_wins_and_nan_never(criteria, margin, wanted):
+    losses = {s: [c, c] for s, c in zip(SIZES, criteria, strict=True)}
+    choice, optimizer = search(losses, margin=margin)
+    assert choice.minibatch == choice.trial.minibatch == wanted
+    assert [t.minibatch for t in choice.trials] == SIZES
+    assert [t.lr_factor for t in choice.trials] == [0.5, 0.75, 1.0, 1.5, 2.0]
+    assert optimizer.param_groups[0]["lr"] == 0.1 * wanted / 256
+    assert f"minibatch {wanted}: the largest" in str(choice)
+    assert (
+        len(str(choice).splitlines()) == 7
+        and sum(line.lstrip().startswith("*") for line in str(choice).splitlines()) == 1
+    )
+
+
+def test_the_criterion_is_the_mean_of_all_steps_then_of_the_ranks():
+    def work(comm):
+        losses = {s: [1.0, 2.0, 6.0] if comm.rank == 0 else [torch.tensor(5.0)] for s in SIZES}
+        choice, _ = search(losses, comm)
+        return [t.criterion for t in choice.trials], [t.steps for t in choice.trials]
+
+    assert run_local(2, work) == [([4.0] * 5, [3] * 5)] * 2
+
+
+def test_nan_on_one_rank_is_nan_on_all_and_choices_are_equal():
+    def work(comm):
+        losses = {s: [1.0 + comm.rank + 0.001 * s] * 2 for s in (192, 384)}
+        if comm.rank == 1:
+            losses[384] = [2.0, math.nan]
+        net = nn.Linear(2, 2)
+        choice = find_batch_size(
+            lambda size, samples: iter(losses[size]),
+            model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), comm=comm, samples=10_000, current=192,
+            smallest=192, multiple=192, progress=False,
+        )  # fmt: skip
+        return choice.minibatch, [repr(t) for t in choice.trials]
+
+    results = run_local(3, work)
+    assert results[0][0] == 192 and "criterion=nan" in results[2][1][1]
+    assert len({str(r) for r in results}) == 1
+
+
+def test_if_every_trial_diverges_every_rank_says_so():
+    def work(comm):
+        losses = {s: [math.inf if comm.rank else 1.0] for s in SIZES}
+        with pytest.raises(GradcompError, match="every trial had a loss of NaN or Inf"):
+            search(losses, comm)
+
+    run_local(2, work)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        ((256, 1, None, None, 64, 2**0.5, 2.0), SIZES),
+        ((256, 3, None, None, 64, 2**0.5, 2.0), [192, 384]),
+        ((256, 1, 200, 300, 64, 2**0.5, 2.0), [256]),
+        ((64, 1, None, None, 64, 2**0.5, 2.0), [64, 128]),
+        ((1024, 2, None, None, 64, 2.0, 4.0), [256, 512, 1024, 2048, 4096]),
+        ((100, 1, None, None, 64, 2**0.5, 1.5), [128]),
+        ((96, 5, None, None, 1, 2**0.5, 2.0), [50, 70, 95, 135, 190]),
+    ],
+)
+def test_candidates(arguments, sizes):
+    assert candidates(*arguments) == sizes
+
+
+def test_learning_rates_per_sample_stay():
+    """Groups' rates during trials, and after: times minibatch / current."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(
+        [{"params": [net.weight], "lr": 0.3}, {"params": [net.bias], "lr": torch.tensor(0.5)}], lr=1.0
+    )
+    held, seen = optimizer.param_groups[1]["lr"], {}
+
+    def train(minibatch, samples):
+        seen[minibatch] = [float(g["lr"]) for g in optimizer.param_groups]
+        optimizer.param_groups[0]["lr"] = 77.0  # a schedule inside the trial
+        return [float(minibatch > 384)] * 2
+
+    for per_sample, factor in ((False, 1.0), (True, 1.5)):
+        choice = find_batch_size(
+            train, model=net, optimizer=optimizer, samples=10_000, current=256, per_sample_lr=per_sample, progress=False
+        )
+        assert choice.minibatch == 384
+        for size, rates in seen.items():
+            scale = size / 256 if per_sample else 1.0
+            assert rates == [0.3 * scale, 0.5 * scale]
+        assert [float(g["lr"]) for g in optimizer.param_groups] == [0.3 * factor, 0.5 * factor]
+        assert optimizer.param_groups[1]["lr"] is held
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_in_a_trial_rolls_back_and_is_raised():
+    net = fresh_model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    before, ended = everything(net, optimizer), []
+
+    def train(minibatch, samples):
+        try:
+            for number, loss in enumerate(messy(net, optimizer)(minibatch, samples)):
+                if minibatch == 192 and number == 3:
+                    raise ZeroDivisionError("of the user's")
+                yield loss
+        finally:
+            net.scratch.fill_(5)
+            ended.append(minibatch)
+
+    with pytest.raises(ZeroDivisionError, match="of the user's"):
+        find_batch_size(train, model=net, optimizer=optimizer, samples=1024, current=128, progress=False)
+    assert everything(net, optimizer) == before
+    assert ended == [64, 128, 192]
+
+    def wordy(minibatch, samples):
+        for _ in messy(net, optimizer)(minibatch, samples):
+            yield "a lot"
+
+    with pytest.raises(ValueError, match="a lot"):
+        find_batch_size(wordy, model=net, optimizer=optimizer, samples=1024, current=128, progress=False)
+    assert everything(net, optimizer) == before
+
+
+def test_a_rank_whose_train_raises_is_peer_lost_on_the_others():
+    def work(comm):
+        if comm.rank == 0:
+            with pytest.raises(KeyError):
+                search({}, comm, timeout_s=20)
+            comm.abort()
+        else:
+            with pytest.raises(PeerLost, match="batch_size"):
+                search({s: [1.0] for s in SIZES}, comm, timeout_s=20)
+
+    run_local(2, work)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"samples": 1023}, r"samples=1023 .* 512, take 1024"),
+        ({"samples": 0}, "samples .* 0"),
+        ({"samples": 1e4}, "samples .* 10000.0"),
+        ({"current": -3}, "current .* -3"),
+        ({"multiple": True}, "multiple .* True"),
+        ({"smallest": 0}, "smallest .* 0"),
+        ({"largest": 2.5}, r"largest .* 2\.5"),
+        ({"smallest": 600}, "between 600 and 512"),
+        ({"step": 1.0}, r"step .* 1\.01 to 1000, got 1\.0"),
+        ({"step": float("nan")}, "step .* nan"),
+        ({"factor": 0.5}, r"factor .* 0\.5"),
+        ({"margin": -0.1}, r"margin .* -0\.1"),
+        ({"margin": "1 %"}, "margin .* '1 %'"),
+    ],
+)
+def test_wrong_arguments_are_the_same_error_on_every_rank(options, text):
+    def work(comm):
+        with pytest.raises(ValueError, match=text):
+            search({}, comm, **options)
+
+    run_local(2, work)
+
+
+def test_ranks_that_ask_for_different_things_all_hear_of_it():
+    def work(comm):
+        with pytest.raises(PeerMismatch) as caught:
+            search({}, comm, margin=0.01 if comm.rank < 2 else "1 %")
+        return caught.value.field, caught.value.rank, caught.value.expected, caught.value.got
+
+    assert run_local(3, work) == [("margin", 2, "0.01", "'1 %'")] * 3
+
+
+def test_a_train_that_yields_nothing_on_one_rank_is_an_error_on_all():
+    def work(comm):
+        with pytest.raises(ValueError, match=r"train\(192, ...\) yielded no loss on rank 1"):
+            search({s: [] if comm.rank == 1 else [1.0] for s in SIZES}, comm)
+
+    run_local(3, work)
+
+
+# ---- what is shown -------------------------------------------------------------------------------------------------
+
+
+SHOWN = """
+import sys, torch
+if "{rich}" == "no":
+    sys.modules["rich"] = sys.modules["rich.console"] = None
+import gradcomp
+net = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+assert "rich" not in sys.modules or "{rich}" == "no"
+choice = gradcomp.onebit_sgd.find_batch_size(
+    lambda size, samples: [size / 1000] * 4, model=net, optimizer=optimizer, samples=2048, current=256, progress={progress}
+)
+print(choice)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rich", "progress", "shown"), [("yes", True, True), ("no", True, False), ("yes", False, False)]
+)
+def test_a_table_is_shown_where_rich_is(rich, progress, shown):
+    script = SHOWN.format(rich=rich, progress=progress)
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ("minibatch 128" in out.stderr) == shown
+    assert ("criterion" in out.stderr) == shown
+    assert "minibatch 128: the largest within 1 % of the best" in out.stdout
+
+
+def test_the_table_in_plain_text():
+    trials = (BatchSizeTrial(64, 2.0, 0.5, 10, 1.25), BatchSizeTrial(128, math.nan, 1.0, 5, 0.5))
+    assert str(BatchSizeChoice(64, trials, 0.01)).splitlines() == [
+        "   minibatch  criterion  of best  lr factor  steps  seconds",
+        "*         64          2  +0.00 %      0.500     10      1.2",
+        "         128        nan        -      1.000      5      0.5",
+        "minibatch 64: the largest within 1 % of the best",
+    ]
+
+
+def test_alone_it_needs_no_process_group():
+    assert search({s: [1.0] for s in SIZES})[0].minibatch == 512
+    with pytest.raises(ValueError, match="no loss on rank 0"):
+        search({s: [] for s in SIZES}, LocalCommunicator.group(1)[0])

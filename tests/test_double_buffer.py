@@ -1,0 +1,560 @@
+"""Double buffering: stale by one update exactly, drained where it must be, hidden as far as the link allows."""
+
+import copy
+import statistics
+import time
+
+import pytest
+import torch
+from _ranks import run_local
+from torch import nn
+
+import gradcomp
+from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerLost, PeerMismatch
+from gradcomp.comm import LinkCommunicator, LocalCommunicator, TorchCommunicator
+from gradcomp.onebit_sgd import DoubleBuffer, OverlapReport
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
+MODEL, OTHER = make_model(0), make_model(1)  # threads share torch's global generator
+LR, MOMENTUM = 0.1, 0.9
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Matrix products of torch depend on its number of threads; ranks in processes have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fresh_model():
+    torch.set_num_threads(1)  # it counts for the calling thread: ranks may be threads
+    return copy.deepcopy(MODEL)
+
+
+def minibatch(step, rank, samples=7):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(samples, 20, generator=generator), torch.randint(5, (samples,), generator=generator)
+
+
+def bits(net):
+    return b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+def loss_of(net):
+    return lambda x, y: nn.functional.cross_entropy(net(x), y)
+
+
+def simulate(world, steps, whole, drain_after=()):
+    """Stale SGD written out: the average of a part is applied after the next part's gradients were computed."""
+    net = fresh_model()
+    optimizer, late, seen = sgd(net), None, []
+
+    def apply(average):
+        for p, g in zip(net.parameters(), average, strict=True):
+            p.grad = g
+        optimizer.step()
+
+    for step in range(steps):
+        parts = [(0, 7)] if whole else [(0, 4), (4, 7)]
+        for first, last in parts:
+            sums = [torch.zeros_like(p) for p in net.parameters()]
+            for rank in range(world):
+                x, y = minibatch(step, rank)
+                net.zero_grad()
+                (loss_of(net)(x[first:last], y[first:last]) * ((last - first) / 7)).backward()
+                for total, p in zip(sums, net.parameters(), strict=True):
+                    total += p.grad
+            average = [s * torch.tensor(1 / world) for s in sums]
+            if late is not None:
+                apply(late)
+            late = average
+            seen.append(bits(net))
+        if step in drain_after:
+            apply(late)
+            late = None
+    if late is not None:
+        apply(late)
+    return seen, bits(net)
+
+
+def stale(comm, steps, whole, drain_after=()):
+    net = fresh_model()
+    optimizer, seen = sgd(net), []
+    buffer = DoubleBuffer(net, optimizer, Identity(), comm, whole_steps=whole, bucket_cap_mb=0.001, timeout_s=60)
+
+    def loss(x, y):
+        seen.append(bits(net))  # the weights that this part is computed on
+        return loss_of(net)(x, y)
+
+    for step in range(steps):
+        buffer.step(loss, *minibatch(step, comm.rank))
+        if step in drain_after:
+            assert buffer.drain() and not buffer.drain()
+    buffer.drain()
+    return seen, bits(net)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_weights_lack_the_update_under_way_and_no_other(over, world, whole):
+    """Bit for bit the hand-written run; the weights of part h are those after the update of part h - 2."""
+    applied, last = simulate(world, 5, whole)
+    for seen, final in over(world, stale, 5, whole):
+        assert final == last
+        assert len(seen) == len(applied) == (5 if whole else 10)
+        assert seen[0] == seen[1] == bits(MODEL)
+        assert seen[1:] == applied[:-1]
+        assert len(set(seen)) == len(seen) - 1
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
+def test_draining_in_the_middle_is_in_the_simulation_too(whole):
+    wanted = simulate(2, 5, whole, (1, 3))[1]
+    assert [final for _, final in run_local(2, stale, 5, whole, (1, 3))] == [wanted] * 2
+    assert wanted != simulate(2, 5, whole)[1]
+
+
+def alone(comm, codec, how):
+    """Rank 0 evaluates in the middle, with a schedule going on; the other ranks do not."""
+    net = fresh_model()
+    optimizer = sgd(net)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    buffer = DoubleBuffer(net, optimizer, codec, comm, min_numel=0, timeout_s=60)
+    for step in range(6):
+        buffer.step(loss_of(net), *minibatch(step, comm.rank))
+        if comm.rank == 0 and step in (1, 4):
+            before = bits(net)
+            if how == "forward":
+                net.eval()
+                with torch.inference_mode():
+                    net(minibatch(step, 9)[0])
+                net.train()
+            else:
+                buffer.state_dict()
+            assert bits(net) != before
+        scheduler.step()
+    buffer.check_replicas()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(LR * 0.7**6)
+    return bits(net)
+
+
+@pytest.mark.parametrize("how", ["forward", "state_dict"])
+@pytest.mark.parametrize("codec", [Identity(), OneBit()], ids=repr)
+def test_one_rank_drains_alone_and_replicas_stay_equal(over, codec, how):
+    """An update is made with the learning rate of when it was sent, whenever a rank applies it."""
+    assert len(set(over(3, alone, codec, how))) == 1
+
+
+def resumed(comm, whole):
+    def fresh():
+        net = fresh_model()
+        optimizer = sgd(net)
+        return net, optimizer, DoubleBuffer(net, optimizer, OneBit(), comm, whole_steps=whole, min_numel=0)
+
+    def steps(net, buffer, first, last):
+        for step in range(first, last):
+            buffer.step(loss_of(net), *minibatch(step, comm.rank))
+
+    net, _, buffer = fresh()
+    steps(net, buffer, 0, 3)
+    buffer.drain()
+    steps(net, buffer, 3, 6)
+    buffer.drain()
+    whole_run = bits(net)
+
+    net, optimizer, buffer = fresh()
+    steps(net, buffer, 0, 3)
+    state = buffer.state_dict()
+    weights, moments = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+    steps(net, buffer, 3, 4)  # what the checkpoint does not have
+    buffer.drain()
+    net, optimizer, buffer = fresh()
+    steps(net, buffer, 0, 1)  # an exchange is under way: it is dropped
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    buffer.load_state_dict(state)
+    steps(net, buffer, 3, 6)
+    buffer.drain()
+    return whole_run == bits(net)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
+def test_resume_equals_the_uninterrupted_drained_run(over, whole):
+    assert over(2, resumed, whole) == [True, True]
+
+
+def out_of_data(comm, skips):
+    net = fresh_model()
+    buffer = DoubleBuffer(net, sgd(net), Identity(), comm, timeout_s=5)
+    mine = 3 if comm.rank else 2
+    steps = buffer.most(mine)
+    for step in range(2):
+        buffer.step(loss_of(net), *minibatch(step, comm.rank))
+    if skips:
+        for step in range(2, mine):
+            buffer.step(loss_of(net), *minibatch(step, comm.rank))
+        for _ in range(steps - mine):
+            buffer.skip()
+        buffer.check_replicas()
+        buffer.close()
+        buffer.close()
+        return bits(net)
+    if comm.rank == 0:
+        time.sleep(8)
+        return None
+    with pytest.raises(PeerLost) as caught:  # the first half is sent, the second is told
+        buffer.step(loss_of(net), *minibatch(2, comm.rank))
+    assert all(p.grad.isnan().all() for p in net.parameters())
+    with pytest.raises(PeerLost):
+        buffer.step(loss_of(net), *minibatch(9, 1))
+    assert all(p.grad.isnan().all() for p in net.parameters())
+    state = buffer.state_dict()["averager"]["step"]
+    buffer.close()  # what has been raised is not raised again
+    return caught.value.phase, state, all(p.isfinite().all() for p in net.parameters())
+
+
+def test_a_rank_that_skips_takes_part_with_zero(over):
+    assert len(set(over(2, out_of_data, True))) == 1
+
+
+def test_a_rank_that_stops_calling_is_peer_lost_on_the_others(gloo):
+    for run in (lambda *a: run_local(2, *a), lambda f, *a: gloo(2, over_gloo, f, *a)):
+        phase, step, finite = run(out_of_data, False)[1]
+        assert phase in ("first_phase", "scale_round", "second_phase")
+        assert step == 4 and finite  # the state before the exchange that failed
+
+
+def over_gloo(function, *args):
+    comm = TorchCommunicator(timeout_s=60)
+    try:
+        return function(comm, *args)
+    finally:
+        comm.close()
+
+
+def test_zero_gradients_of_a_skip_are_divided_by_all_ranks():
+    def work(comm):
+        net = nn.Linear(3, 1, bias=False)
+        with torch.no_grad():
+            net.weight.zero_()
+        buffer = DoubleBuffer(net, torch.optim.SGD(net.parameters(), lr=1.0), Identity(), comm)
+        if comm.rank == 0:
+            buffer.step(lambda x: net(x).mean(), torch.ones(4, 3))
+        else:
+            buffer.skip()
+        buffer.close()
+        return net.weight.detach().unique().tolist()
+
+    assert run_local(2, work) == [[-0.5], [-0.5]]
+
+
+# ---- the averager's rotate -----------------------------------------------------------------------------------------
+
+
+def test_rotate_hands_back_the_averages_of_the_call_before(over):
+    assert over(2, rotated) == [None, None]
+
+
+def rotated(comm):
+    net = nn.Linear(4, 4)
+    averager = GradientAverager(net.named_parameters(), Identity(), comm)
+    assert averager.flush() is False
+
+    def put(value):
+        net.weight.grad = torch.full_like(net.weight, value * (comm.rank + 1))
+        net.bias.grad = None if comm.rank else torch.full_like(net.bias, value)
+
+    def got():
+        return net.weight.grad.unique().tolist(), net.bias.grad.unique().tolist()
+
+    put(1.0)
+    assert averager.rotate() is False
+    assert net.weight.grad is None and net.bias.grad is None  # no local gradient that a step could take
+    for call in (averager.average, averager.state_dict, averager.discard_step):
+        with pytest.raises(GradcompError, match="flush"):
+            call()
+    put(2.0)
+    assert averager.rotate() is True
+    assert got() == ([1.5], [0.5])
+    put(4.0)
+    assert averager.rotate() is True
+    assert got() == ([3.0], [1.0])
+    assert averager.flush() is True
+    assert got() == ([6.0], [2.0])
+    assert averager.flush() is False
+    assert averager.stats.steps == averager.step == 3
+    put(8.0)
+    averager.average()
+    assert got() == ([12.0], [4.0])
+    averager.state_dict()
+
+
+def test_rotate_takes_no_loss_scale():
+    net = nn.Linear(4, 4)
+    scaler = torch.amp.GradScaler("cpu")
+    averager = GradientAverager(net.named_parameters(), Identity(), LocalCommunicator.group(1)[0], grad_scaler=scaler)
+    with pytest.raises(GradcompError, match="loss scale"):
+        averager.rotate()
+
+
+# ---- what it refuses, what it takes ------------------------------------------------------------------------------
+
+
+def buffer_of_one(net=None, **options):
+    net = net if net is not None else fresh_model()
+    return net, DoubleBuffer(net, sgd(net), "onebit", LocalCommunicator.group(1)[0], **options)
+
+
+def test_wrong_arguments(gloo):
+    net, buffer = buffer_of_one()
+    x, y = minibatch(0, 0)
+    with pytest.raises(ValueError, match="1 samples"):
+        buffer.step(loss_of(net), x[:1], y[:1])
+    with pytest.raises(ValueError, match=r"\[6, 7\]"):
+        buffer.step(loss_of(net), x, y[:6])
+    with pytest.raises(ValueError, match=r"got \[\]"):
+        buffer.step(lambda: None)
+    with pytest.raises(ValueError, match=r"shape is \(\)"):
+        buffer.step(loss_of(net), x, torch.tensor(3))
+    with pytest.raises(TypeError, match="str"):
+        buffer.step(loss_of(net), x, ["a"] * 7)
+    with pytest.raises(TypeError, match="float"):
+        buffer.step(lambda x: 1.0, x)
+    with pytest.raises(ValueError, match="-1"):
+        buffer.most(-1)
+    assert bits(net) == bits(MODEL)
+    with pytest.raises(ValueError, match="whole_steps"):
+        buffer_of_one(whole_steps=1)
+    with pytest.raises(ValueError, match="grad_scaler"):
+        buffer_of_one(grad_scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="min_numel"):
+        buffer_of_one(min_numel=-1)
+    with pytest.raises(ValueError, match="updates no parameter"):
+        DoubleBuffer(net, sgd(OTHER), "onebit", LocalCommunicator.group(1)[0])
+    whole = buffer_of_one(whole_steps=True)[1]
+    with pytest.raises(ValueError, match="whole_steps"):
+        whole.load_state_dict(buffer.state_dict())
+    with pytest.raises(ValueError, match="not from"):
+        whole.load_state_dict({"step": 3})
+    buffer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        buffer.step(loss_of(net), x, y)
+    assert gloo(2, refuses_ddp) == [True, True]
+
+
+def refuses_ddp():
+    wrapped = nn.parallel.DistributedDataParallel(fresh_model())
+    with pytest.raises(TypeError, match=r"model\.module"):
+        DoubleBuffer(wrapped, sgd(wrapped), "onebit")
+    net = wrapped.module
+    with DoubleBuffer(net, sgd(net), "onebit") as buffer:  # over the default group
+        buffer.step(loss_of(net), *minibatch(0, 0))
+    return not net._forward_pre_hooks
+
+
+def test_replicas_that_start_apart_are_a_mismatch():
+    def work(comm):
+        net = copy.deepcopy(MODEL if comm.rank == 0 else OTHER)
+        with pytest.raises(PeerMismatch, match=r"parameter 0\.weight"):
+            DoubleBuffer(net, sgd(net), "onebit", comm, timeout_s=20)
+
+    run_local(2, work)
+
+
+def test_containers_are_cut_and_the_loss_is_the_minibatch_mean():
+    net, buffer = buffer_of_one()
+    x, y = minibatch(0, 0)
+    shapes = []
+
+    def loss(inputs, pair, nothing):
+        shapes.append((len(inputs["x"]), len(pair[0]), nothing))
+        return loss_of(net)(inputs["x"], pair[0])
+
+    got = buffer.step(loss, {"x": x}, (y, [x]), None)
+    assert shapes == [(4, 4, None), (3, 3, None)]
+    torch.testing.assert_close(got, loss_of(MODEL)(x, y).detach())  # both halves before the first update
+    assert not got.requires_grad
+
+
+def test_evaluation_drains_and_a_step_in_evaluation_mode_does_not():
+    net, buffer = buffer_of_one()
+    batch = minibatch(0, 0)
+    buffer.step(loss_of(net), *batch)
+    stale = bits(net)
+    net(batch[0])  # training mode: nothing happens
+    assert bits(net) == stale
+    copied = copy.deepcopy(net).eval()
+    copied(batch[0])  # a copy is nobody's to drain
+    assert bits(net) == stale
+    net.eval()
+    net(batch[0])
+    assert bits(net) != stale
+    before = buffer.report().exchanges
+    buffer.step(loss_of(net), *batch)  # frozen normalisation: the model stays in evaluation mode
+    assert buffer.report().exchanges == before + 1  # the second half is still under way
+    buffer.close()
+    assert buffer.report().exchanges == before + 2
+
+
+def test_momentum_made_in_inference_mode_is_an_ordinary_tensor():
+    net, buffer = buffer_of_one(whole_steps=True)
+    buffer.step(loss_of(net), *minibatch(0, 0))
+    net.eval()
+    with torch.inference_mode():
+        net(minibatch(0, 0)[0])  # the optimizer's first step
+    net.train()
+    buffer.step(loss_of(net), *minibatch(1, 0))
+    assert buffer.drain()
+
+
+def test_an_exception_closes_without_waiting_for_peers():
+    def work(comm):
+        net = fresh_model()
+        begun = time.monotonic()
+        with pytest.raises(ZeroDivisionError), DoubleBuffer(net, sgd(net), "onebit", comm, timeout_s=60) as buffer:
+            if comm.rank == 0:
+                buffer._averager.rotate()  # nobody will answer
+            raise ZeroDivisionError
+        return time.monotonic() - begun
+
+    assert max(run_local(2, work)) < 20
+
+
+def test_options_set_by_a_hook_of_the_step_stay():
+    net = fresh_model()
+    optimizer = sgd(net)
+    buffer = DoubleBuffer(net, optimizer, "onebit", LocalCommunicator.group(1)[0])
+    used = []
+    optimizer.register_step_pre_hook(lambda o, a, k: used.append(o.param_groups[0]["lr"]))
+    optimizer.register_step_post_hook(lambda o, a, k: o.param_groups[0].update(momentum=0.5))
+    buffer.step(loss_of(net), *minibatch(0, 0))
+    optimizer.param_groups[0]["lr"] = 0.01
+    buffer.step(loss_of(net), *minibatch(1, 0))
+    buffer.drain()
+    assert used == [0.1, 0.1, 0.01, 0.01]
+    assert optimizer.param_groups[0]["momentum"] == 0.5 and optimizer.param_groups[0]["lr"] == 0.01
+
+
+# ---- what is hidden ------------------------------------------------------------------------------------------------
+
+
+WIDE = 1024
+
+
+def heavy(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU(), nn.Linear(WIDE, WIDE))
+
+
+def calc_seconds(net, samples):
+    """Median seconds of forward and backward of half a minibatch."""
+    x, times = torch.randn(samples // 2, WIDE), []
+    for _ in range(9):
+        begun = time.perf_counter()
+        net.zero_grad()
+        net(x).square().mean().backward()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[2:])
+
+
+def hidden_shares(mode, ratio, samples=1024, steps=8):
+    """Return (median hidden share of a step, T_comm / T_calc of an exchange) behind a link made for this `ratio`."""
+    comm = TorchCommunicator(timeout_s=60)
+    net = heavy()
+    slowest = max(float(b) for b in comm.all_gather_bytes(f"{calc_seconds(net, samples):.9f}".encode()[:11], 60))
+    named = [(n, tuple(p.shape)) for n, p in net.named_parameters()]
+    nbytes = gradcomp.sizing.predict_bytes(OneBit(), named, comm.world_size, rank=comm.rank).sent
+    link = LinkCommunicator(comm, bits_per_s=8 * nbytes / (ratio * slowest))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    x, shares, taken = torch.randn(samples, WIDE), [], []
+    if mode == "exposed":
+        averager = GradientAverager(net.named_parameters(), OneBit(), link)
+        for _ in range(steps):
+            for half in x.chunk(2):
+                net.zero_grad()
+                net(half).square().mean().backward()
+                averager.average()
+                optimizer.step()
+        share = averager.stats.seconds["hidden"] / (steps * 2 * ratio * slowest)
+        averager.close()
+        return share, ratio
+    with DoubleBuffer(net, optimizer, OneBit(), link, whole_steps=mode == "whole") as buffer:
+        last = buffer.report()
+        for _ in range(steps):
+            buffer.step(lambda x: net(x).square().mean(), x)
+            now = buffer.report()
+            count, exchange = now.exchanges - last.exchanges, now.exchange_s - last.exchange_s
+            if count:
+                shares.append(1 - (now.waited_s - last.waited_s) / exchange)
+                taken.append(exchange / count / ((now.compute_s - last.compute_s) / (1 if mode == "whole" else 2)))
+            last = now
+        report = buffer.report()
+    return statistics.median(shares[1:]), statistics.median(taken[1:]), str(report), report.pays
+
+
+def test_at_least_80_percent_is_hidden_where_an_exchange_takes_half_of_computing(gloo):
+    for _ in range(3):  # on a machine that others use
+        results = gloo(2, hidden_shares, "halves", 0.5)
+        worst = min(r[0] for r in results)
+        if worst >= 0.8:
+            break
+    print("hidden, T_comm / T_calc, report:", results)
+    assert worst >= 0.8
+    assert all(0.3 < r[1] < 1.2 for r in results)
+    assert all("hidden" in r[2] for r in results)
+    exposed = gloo(2, hidden_shares, "exposed", 0.5)
+    print("without:", exposed)
+    assert all(share < 0.2 for share, _ in exposed)
+    whole = gloo(2, hidden_shares, "whole", 0.5)
+    print("whole steps:", whole)
+    assert all(r[0] >= 0.8 and r[3] for r in whole)
+
+
+def test_a_link_four_times_slower_than_computing_hides_little_and_does_not_pay(gloo):
+    for share, ratio, text, pays in gloo(2, hidden_shares, "halves", 4.0, 512, 5):
+        assert share < 0.6 and ratio > 2 and not pays
+        assert "does not pay" in text and "waits" in text
+
+
+@pytest.mark.parametrize(
+    ("report", "pays", "text"),
+    [
+        (OverlapReport(False, 10, 20, 1.2, 0.084, 0.2, 4.0), True, "hidden 93 % of 1.2 s in 20 exchanges; saves"),
+        (OverlapReport(False, 10, 20, 0.006, 0.0, 0.018, 1.0), False, "an update 0.9 ms (T_comm < T_upd"),
+        (OverlapReport(False, 10, 20, 2.0, 1.0, 0.2, 1.0), False, "waits 100.0 ms"),
+        (OverlapReport(True, 10, 9, 0.09, 0.009, 0.18, 1.0), True, "hidden 90 %"),
+        (OverlapReport(True, 10, 9, 0.09, 0.09, 0.18, 1.0), False, "waits for 10.0 ms"),
+        (OverlapReport(False, 10, 20, 0.0, 0.0, 0.1, 1.0), False, "nothing was exchanged"),
+        (OverlapReport(False, 0, 0, 0.0, 0.0, 0.0, 0.0), False, "nothing was exchanged"),
+    ],
+)
+def test_the_report_says_whether_it_pays(report, pays, text):
+    assert report.pays is pays
+    assert text in str(report)
+    assert ("does not pay" in str(report)) is not pays
+    assert 0 <= report.hidden <= 1
+
+
+def test_seconds_are_counted():
+    def work(comm):
+        net = fresh_model()
+        buffer = DoubleBuffer(net, sgd(net), Identity(), LinkCommunicator(comm, bits_per_s=1e9, latency_s=0.02))
+        buffer.step(loss_of(net), *minibatch(0, comm.rank))
+        buffer.drain()
+        return buffer.report()
+
+    for report in run_local(2, work):
+        assert report.minibatches == 1 and report.exchanges == 2
+        assert report.exchange_s >= 0.04 and 0.02 <= report.waited_s <= report.exchange_s + 0.05
+        assert report.update_s > 0 and report.compute_s > 0 and not report.pays
