@@ -29,7 +29,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train LeNet under torchrun, tensor-parallel by data-parallel.")
     parser.add_argument("--codec", default="onebit", choices=["onebit", "ternary"])
     parser.add_argument("--tensor-parallel", type=int, default=2, metavar="N", help="ranks that share a layer (2)")
-    parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
+    parser.add_argument(
+        "--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)"
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--seed", type=int, default=0)
@@ -63,7 +65,10 @@ def main() -> None:
             averager.average()
             optimizer.step()
         with torch.no_grad():  # every rank: its layers are needed
-            right = [(model(x).argmax(dim=1) == y).float().sum() for x, y in zip(data.test_images.split(500), data.test_labels.split(500))]
+            right = [
+                (model(x).argmax(dim=1) == y).float().sum()
+                for x, y in zip(data.test_images.split(500), data.test_labels.split(500))
+            ]
         if dist.get_rank() == 0:
             accuracy = 100 * float(sum(right)) / len(data.test_labels)
             print(f"epoch {epoch + 1}: test accuracy {accuracy:.2f} %", flush=True)

@@ -6,19 +6,19 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gradcomp import fingerprint, wire
+from gradcomp.buckets import check_gradient, fuse, local_part, shard_place
 from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.base import check_tensor
 from gradcomp.comm.base import Communicator
 from gradcomp.controls import Controls
 from gradcomp.engine import Engine
-from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
+from gradcomp.errors import GradcompError, PeerLost
 from gradcomp.exchange import Exchange, run_stages
 from gradcomp.feedback import Feedback
-from gradcomp.layout import Slot, assign_buckets
+from gradcomp.layout import Slot
 from gradcomp.options import Options, names, read_scaler
 from gradcomp.rng import check_uint32
 from gradcomp.rotation import Rotation
@@ -158,7 +158,8 @@ class GradientAverager(Controls):
         optimizer.step()
 
     Args:
-        named_parameters: (name, parameter) pairs as ``model.named_parameters()`` gives them, the same on every rank.
+        named_parameters: (name, parameter) pairs as ``model.named_parameters()`` gives them, the same on every rank. Of a
+            DTensor the local shard is averaged: `comm` then has the ranks that hold the same shards.
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
@@ -188,7 +189,7 @@ class GradientAverager(Controls):
     ) -> None:
         if not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
-        named = list(named_parameters)
+        self._named = named = list(named_parameters)
         scale, whole_steps = read_scaler(grad_scaler, transactional)
         options = Options(
             start_step=start_step,
@@ -203,14 +204,15 @@ class GradientAverager(Controls):
         self._scaled = grad_scaler is not None
         own_comm = comm if comm is not None else _torch_communicator(timeout_s)
         try:
-            self._engine = Engine(named, codec, own_comm, options, scale)
+            self._engine = Engine([(n, local_part(p)) for n, p in named], codec, own_comm, options, scale)
         except BaseException:
             if comm is None:
                 own_comm.close()
             raise
+        self._engine.shards = {i: shard_place(p) for i, (_, p) in enumerate(named)}
         self._trained = [(i, p) for i, (_, p) in enumerate(named) if p.requires_grad]
         self._bucket_cap_mb = bucket_cap_mb
-        self._buckets = _fuse(self._trained, bucket_cap_mb)
+        self._buckets = fuse(self._trained, bucket_cap_mb)
         self._rotation: Rotation | None = None
 
     def average(self) -> None:
@@ -251,7 +253,7 @@ class GradientAverager(Controls):
             raise GradcompError("rotate() hands back gradients of an earlier loss scale: make the averager without one")
         self._check_gradients()
         if self._rotation is None:
-            self._rotation = Rotation(self._engine, self._buckets, _fuse(self._trained, self._bucket_cap_mb))
+            self._rotation = Rotation(self._engine, self._buckets, fuse(self._trained, self._bucket_cap_mb))
         return self._rotation.rotate()
 
     def flush(self) -> bool:
@@ -291,73 +293,19 @@ class GradientAverager(Controls):
 
     def _check_gradients(self) -> None:
         """Raise unless every gradient can be averaged."""
-        engine = self._engine
         bucketed = {index for bucket in self._buckets for index, _ in bucket.members}
-        for index, (name, parameter) in enumerate(engine.named):
+        for index, (name, parameter) in enumerate(self._named):
             if parameter.requires_grad and index not in bucketed:
                 raise GradcompError(f"parameter {name!r} was frozen when the averager was made; make a new one")
             if parameter.grad is not None and parameter.requires_grad:
-                _check_gradient(parameter.grad, parameter.dtype)
+                check_gradient(name, parameter)
 
     def close(self) -> None:
         """Stop the threads and close the communicator."""
         self._engine.close()
 
 
-class _Bucket:
-    """Parameters that travel together, and the flat tensor that holds their gradients."""
-
-    def __init__(self, parameters: list[tuple[int, nn.Parameter]]) -> None:
-        self._parameters = [p for _, p in parameters]
-        numels = [p.numel() for p in self._parameters]
-        self.flat = torch.zeros(sum(numels), dtype=self._parameters[0].dtype)
-        self._views = [v.view_as(p) for v, p in zip(torch.split(self.flat, numels), self._parameters, strict=True)]
-        offsets = [sum(numels[:i]) for i in range(len(numels))]
-        self.members = tuple((index, offset) for (index, _), offset in zip(parameters, offsets, strict=True))
-
-    @torch.no_grad()
-    def load(self) -> None:
-        for view, parameter in zip(self._views, self._parameters, strict=True):
-            if parameter.grad is None or not parameter.requires_grad:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
-
-    @torch.no_grad()
-    def store(self) -> None:
-        for view, parameter in zip(self._views, self._parameters, strict=True):
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = view.clone()
-            else:
-                parameter.grad.copy_(view)
-
-    def clear(self) -> None:
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                parameter.grad = None
-
-
 def _torch_communicator(timeout_s: float) -> Communicator:
     from gradcomp.comm.torchdist import TorchCommunicator
 
     return TorchCommunicator(timeout_s=timeout_s)
-
-
-def _check_gradient(grad: Tensor, dtype: torch.dtype) -> None:
-    """Raise UnsupportedTensor unless a gradient is a dense CPU tensor of its parameter's dtype."""
-    check_tensor(grad if grad.layout != torch.strided else grad.contiguous(), "gradient")
-    if grad.dtype != dtype:
-        raise UnsupportedTensor(f"gradient is {grad.dtype}, its parameter {dtype}")
-
-
-def _fuse(parameters: list[tuple[int, nn.Parameter]], bucket_cap_mb: float) -> list[_Bucket]:
-    """Share parameters out over buckets of one dtype each, last parameters first, as backward makes them."""
-    buckets = []
-    for dtype in dict.fromkeys(p.dtype for _, p in parameters):
-        alike = [(i, p) for i, p in parameters if p.dtype == dtype]
-        sizes = [p.numel() * p.element_size() for _, p in alike]
-        for members in assign_buckets(sizes, int(bucket_cap_mb * 2**20)):
-            buckets.append(_Bucket([alike[m] for m in members]))
-    return buckets

@@ -44,6 +44,7 @@ class Engine:
     Attributes:
         keeps_packed: leave averages packed in the exchanges (`submitted`) where that is safe. To be set before the first
             bucket.
+        shards: which part of a sharded parameter this rank holds, by position; it must be the same on every rank.
         submitted: exchange and members of every bucket of the last step.
         replicated: returns what else must be the same on every rank, (name, tensor) pairs for `check_replicas`.
     """
@@ -72,6 +73,7 @@ class Engine:
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._open = False
         self.keeps_packed = False
+        self.shards: Mapping[int, object] = {}
         self.submitted: list[tuple[Exchange, Members]] = []
         self.replicated: Callable[[], list[tuple[str, Tensor]]] = list
         self._first_submit = self._last_done = 0.0
@@ -368,7 +370,7 @@ class Engine:
             second_phase=self.strategy.second_phase,
             dtype=buffer.dtype,
             numel=buffer.numel(),
-            layout=layout_digest(slots, str(buffer.dtype)),
+            layout=layout_digest(slots, str(buffer.dtype), [self.shards.get(s.index) for s in slots]),
             start_step=options.start_step,
             min_numel=options.min_numel,
             exclude=sorted(options.exclude),

@@ -384,7 +384,8 @@ class CopyTable:
         self.address = self.rows.ctypes.data
 
 
-def layout_digest(slots: Iterable[Slot], dtype: str) -> int:
-    """Return a 64-bit hash of what every rank must agree on about a bucket."""
+def layout_digest(slots: Iterable[Slot], dtype: str, shards: Sequence[object] = ()) -> int:
+    """Return a 64-bit hash of what every rank must agree on about a bucket; `shards` tells parts of a parameter apart."""
     text = repr([(s.index, s.numel, s.group_numel, s.compressed, s.offset) for s in slots]) + dtype
+    text += repr(shards) if any(shards) else ""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

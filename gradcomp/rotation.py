@@ -8,32 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
-from torch import Tensor
-
-from gradcomp.engine import Engine, Members
-
-
-class GradientBucket(Protocol):
-    """Parameters that travel together, and the flat tensor that holds their gradients."""
-
-    @property
-    def flat(self) -> Tensor:
-        """``(numel,)``, what is averaged in place."""
-
-    @property
-    def members(self) -> Members:
-        """(position of a parameter, first element) pairs."""
-
-    def load(self) -> None:
-        """Copy ``p.grad`` of its parameters to `flat`, zero where there is none."""
-
-    def store(self) -> None:
-        """Copy `flat` to ``p.grad`` of its parameters."""
-
-    def clear(self) -> None:
-        """Set ``p.grad`` of its parameters to None."""
+from gradcomp.buckets import Bucket
+from gradcomp.engine import Engine
 
 
 class Rotation:
@@ -50,7 +27,7 @@ class Rotation:
         copy_s: seconds in copying gradients to buckets and averages back.
     """
 
-    def __init__(self, engine: Engine, buckets: Sequence[GradientBucket], spare: Sequence[GradientBucket]) -> None:
+    def __init__(self, engine: Engine, buckets: Sequence[Bucket], spare: Sequence[Bucket]) -> None:
         self._engine, self._buckets, self._spare = engine, buckets, spare
         self._pending = False
         self._started = self._done = 0.0

@@ -25,7 +25,7 @@ LAYERS = [
     {"exchange"},
     {"averages"},
     {"sizing"},
-    {"memory"},
+    {"memory", "buckets"},
     {"feedback", "transform", "codecs", "comm"},
     {"planes"},
     {"wire"},
