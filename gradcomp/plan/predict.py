@@ -15,6 +15,7 @@ from gradcomp.plan.simulate import Simulation, Stragglers, Transport, Workload, 
 from gradcomp.stats import ring_bytes
 
 ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
+TIE = 0.01  # methods this close are equally fast
 RATE_RANGE = (1e3, 1e15)  # bits a second between which compression may stop paying
 RATE_TOLERANCE = 0.01
 
@@ -29,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where another method becomes the fastest: `after` is faster than `before` on `nodes`, not on one node fewer."""
+    """Where another method becomes the fastest: on `nodes`, not on one node fewer. Of methods within 1 % the first counts."""
 
     nodes: int
     before: str
@@ -157,7 +158,9 @@ def predict(
 
 
 def _fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
-    return min(methods, key=lambda m: seconds(m, n))
+    """Return the fastest method; of equally fast ones the first."""
+    limit = (1 + TIE) * min(seconds(m, n) for m in methods)
+    return next(m for m in methods if seconds(m, n) <= limit)
 
 
 def _choose(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
@@ -185,19 +188,17 @@ def _best_nodes(
 def _crossings(
     methods: Sequence[Method], counts: Sequence[int], seconds: Callable[[Method, int], float]
 ) -> tuple[Crossing, ...]:
-    """Return where the fastest method changes; between two counts by halving, as if it changed once there."""
+    """Return where the fastest method changes; between two counts by halving, as if none came back there."""
     out = []
-    for low, high in itertools.pairwise(counts):
-        before, after = _fastest(methods, low, seconds), _fastest(methods, high, seconds)
-        if before is after:
-            continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            if seconds(after, middle) < seconds(before, middle):
-                high = middle
-            else:
-                low = middle
-        out.append(Crossing(high, before.name, after.name))
+    for start, end in itertools.pairwise(counts):
+        low, last = start, _fastest(methods, end, seconds)
+        while (before := _fastest(methods, low, seconds)) is not last:
+            high = end
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if _fastest(methods, middle, seconds) is before else (low, middle)
+            out.append(Crossing(high, before.name, _fastest(methods, high, seconds).name))
+            low = high
     return tuple(out)
 
 
