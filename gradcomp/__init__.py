@@ -20,7 +20,7 @@ from gradcomp.rng import RngKey
 from gradcomp.version import __version__
 
 if TYPE_CHECKING:
-    from gradcomp import amp, ddp, optim, server
+    from gradcomp import amp, ddp, optim, plan, server
 
 __all__ = [
     "Codec",
@@ -43,12 +43,13 @@ __all__ = [
     "comm",
     "ddp",
     "optim",
+    "plan",
     "server",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("amp", "ddp", "optim", "server"):
+    if name in ("amp", "ddp", "optim", "plan", "server"):
         import importlib
 
         return importlib.import_module(f"gradcomp.{name}")

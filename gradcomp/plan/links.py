@@ -42,7 +42,8 @@ class Link:
             raise ValueError(f"latency_s must be at least 0 and finite, got {self.latency_s!r}")
 
     def __str__(self) -> str:
-        return f"{format_rate(self.bits_per_s)}, {format_seconds(self.latency_s)}"
+        latency = format_seconds(self.latency_s).replace(".00 ", " ").replace(".0 ", " ")
+        return f"{format_rate(self.bits_per_s)}, {latency}"
 
 
 def parse_link(text: str, latency: str | None = None) -> Link:

@@ -157,7 +157,7 @@ def predict(
     return Prediction(rows, crossings, method, best, speedup, even, optimum, sentence, found)
 
 
-def _fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
+def fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
     """Return the fastest method; of equally fast ones the first."""
     limit = (1 + TIE) * min(seconds(m, n) for m in methods)
     return next(m for m in methods if seconds(m, n) <= limit)
@@ -165,12 +165,12 @@ def _fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int],
 
 def _choose(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
     """Return the fastest method, or the first one that is hardly slower: methods stand in order of what they change."""
-    limit = (1 + ENOUGH) * seconds(_fastest(methods, n, seconds), n)
+    limit = (1 + ENOUGH) * seconds(fastest(methods, n, seconds), n)
     lossless = [m for m in methods if not m.compresses]
     for method in lossless:
         if seconds(method, n) <= limit:
             return method
-    return _fastest(methods, n, seconds)
+    return fastest(methods, n, seconds)
 
 
 def _best_nodes(
@@ -191,13 +191,13 @@ def _crossings(
     """Return where the fastest method changes; between two counts by halving, as if none came back there."""
     out = []
     for start, end in itertools.pairwise(counts):
-        low, last = start, _fastest(methods, end, seconds)
-        while (before := _fastest(methods, low, seconds)) is not last:
+        low, last = start, fastest(methods, end, seconds)
+        while (before := fastest(methods, low, seconds)) is not last:
             high = end
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if _fastest(methods, middle, seconds) is before else (low, middle)
-            out.append(Crossing(high, before.name, _fastest(methods, high, seconds).name))
+                low, high = (middle, high) if fastest(methods, middle, seconds) is before else (low, middle)
+            out.append(Crossing(high, before.name, fastest(methods, high, seconds).name))
             low = high
     return tuple(out)
 
@@ -264,15 +264,15 @@ def _sentence(
     place = f"on {n} nodes ({took} a step)" + (", the most asked for," if n == counts[-1] and len(counts) > 1 else "")
     if method.compresses:
         gain = f", {speedup:.2g} times as fast as fp32" if plain is not None else ""
-        text = f"Compress: {where} train {place} with {method.name}{gain}."
+        text = f"Compress: {where}, train {place} with {method.name}{gain}."
         if even is not None and math.isfinite(even) and even > 0:
             text += f" Above {format_rate(even)} compression stops paying there."
     elif method.value_nbytes < FP32_NBYTES:
         gain = f"{speedup:.2g} times as fast as fp32" if plain is not None else "without a codec"
-        text = f"Do not compress: {where} train {place} with {method.name}, {gain}; codecs gain less than 5 % more."
+        text = f"Do not compress: {where}, train {place} with {method.name}, {gain}; codecs gain less than 5 % more."
     else:
-        text = f"Do not compress: {where} train {place} in {method.name}; nothing else gains 5 %."
+        text = f"Do not compress: {where}, train {place} in {method.name}; nothing else gains 5 %."
         if even is not None and math.isfinite(even) and even > 0:
             text += f" Below {format_rate(even)} compression would pay there."
-    best = "communication never binds, so any number of nodes" if math.isinf(optimum) else f"{optimum} nodes"
-    return f"{text} With double buffering the formula of Seide et al. gives {best} for {method.name}."
+    bound = "sets no bound" if math.isinf(optimum) else f"gives {optimum} nodes"
+    return f"{text} With double buffering the formula of Seide et al. {bound} for {method.name}."
