@@ -39,8 +39,10 @@ def print_prediction(console: Console, question: Question, found: Prediction) ->
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(seconds_table(found))
-    console.print(fastest_table(question, found))
+    for table in (seconds_table(found), fastest_table(question, found)):
+        console.print()
+        console.print(table)
+    console.print()
     for line in crossing_lines(found):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"[bold]{found.sentence}[/bold]", highlight=False, soft_wrap=True)
@@ -73,6 +75,8 @@ def fastest_table(question: Question, found: Prediction) -> Table:
         title="where the time of the fastest goes (of equals within 1 %, the first)",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
     )
     columns = ["nodes", "method", "compute", *(["waits"] if waits else []), "exposed", "hidden", "sent", "ratio"]
     for name in columns:
