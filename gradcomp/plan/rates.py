@@ -136,11 +136,19 @@ def calibrate(
 
     Args:
         methods: to measure.
-        sizes: elements of a bucket.
-        world_sizes: ranks.
+        sizes: elements of a bucket, multiples of 512, so that all ranks own alike pieces.
+        world_sizes: ranks, powers of two up to 64.
         repeats: a median is taken of.
         before: called before every measurement (a barrier, so that ranks of one machine measure at once).
+
+    Raises:
+        ValueError: a size or a number of ranks that does not share out evenly.
     """
+    for name, unit, values in (("sizes", 512, sizes), ("world_sizes", 2, world_sizes)):
+        if not values or any(v < unit or v % unit for v in values):
+            raise ValueError(f"{name} must be multiples of {unit}, got {values!r}")
+    if any(64 % n for n in world_sizes):
+        raise ValueError(f"world_sizes must be powers of two up to 64, got {world_sizes!r}")
     out: dict[str, dict[str, StageRate]] = {}
     for method in methods:
         if method.codec is None:
