@@ -30,7 +30,7 @@ LINKS = {"loopback": Link(math.inf), "1 Gbit/s": Link(1e9), "100 Mbit/s": Link(1
 WORLD_SIZES = (2, 4)
 GOAL = 0.2
 WARM_UP = 3
-STEPS = 12
+STEPS = 30
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def codecs() -> dict[str, Codec]:
 
 
 def validate(console: Console) -> list[Comparison]:
-    """Measure, predict and train, and print the comparison as it is made."""
+    """Measure, predict and train, print the comparison, and return its rows."""
     rows: list[Comparison] = []
     for ranks in WORLD_SIZES:
         run_ranks(ranks, _validate_rank, on_message=rows.append)
@@ -93,7 +93,7 @@ def _validate_rank(rank: int, emit: Emit) -> None:
     }
     for where, link in LINKS.items():
         for name, codec in codecs().items():
-            steps = max(4, min(STEPS, int(3 / predictions[name, where])))
+            steps = max(4, min(STEPS, int(4 / predictions[name, where])))
             seconds = train(comm, codec, link, steps)
             if rank == 0:
                 emit(Comparison(n, where, name, predictions[name, where], seconds))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,17 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from gradcomp.bench.cluster import measure_here
+from gradcomp.bench.cluster_validate import describe
+from gradcomp.bench.cluster_validate import validate as compare
 from gradcomp.bench.plan_report import crossing_lines, plot, print_prediction
+from gradcomp.bench.ranks import RANK_ERRORS
 from gradcomp.plan.costs import METHODS, Method
 from gradcomp.plan.links import Link, parse_link, parse_seconds
 from gradcomp.plan.models import Model, find_model, load_shapes
 from gradcomp.plan.predict import Prediction, predict
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.simulate import MAX_NODES, Stragglers, Workload
+from gradcomp.plan.simulate import MAX_NODES, Stragglers, Transport, Workload
 
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
 FLOPS = 10e12
@@ -70,6 +75,7 @@ class Question:
     rates: Rates | None
     cores: float
     double_buffering: bool
+    transport: Transport | None = None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -85,9 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--model", metavar="NAME", help="LeNet, ResNet-50, VGG-16, BERT-base, GPT-2 small (default: resnet50)"
     )
     what.add_argument("--shapes", type=Path, metavar="FILE.json", help="one's own model: [[name, [dimensions]], ...]")
-    what.add_argument(
-        "--minibatch", type=float, default=256, metavar="N", help="samples a step, all nodes (default: 256)"
-    )
+    what.add_argument("--minibatch", type=float, metavar="N", help="samples a step, all nodes (default: 256)")
     what.add_argument("--weak", action="store_true", help="--minibatch is each node's (weak scaling)")
     what.add_argument("--frame-time", metavar="TIME", help="forward and backward of a sample on one node")
     what.add_argument("--flops", type=float, metavar="F", help="instead: FLOP/s that a node sustains (default: 1e13)")
@@ -97,9 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="DDP's option (default: DDP's, 1 and then 25)")
     where = parser.add_argument_group("where")
-    where.add_argument("--link", default="1gbe", metavar="RATE", help="of every node, or a name (default: 1gbe)")
+    where.add_argument("--link", metavar="RATE", help="of every node, or a name (default: 1gbe)")
     where.add_argument("--latency", metavar="TIME", help="of a message (default: a named link's, else 0)")
-    where.add_argument("--nodes", default="1:64", metavar="A:B", help="doubling from A to B; A:B:STEP; or a list 2,4,6")
+    where.add_argument("--nodes", metavar="A:B", help="doubling from A to B (default: 1:64); A:B:STEP; or a list 2,4,6")
     where.add_argument("--cores", type=float, default=2, help="of a node; below 2 codecs share backward's (default: 2)")
     where.add_argument(
         "--jitter", type=float, default=0.0, metavar="SIGMA", help="of a node's computing time, lognormal"
@@ -137,14 +141,18 @@ def understand(args: argparse.Namespace) -> Question:
         raise ValueError("--model and --shapes exclude each other")
     if args.frame_time is not None and args.flops is not None:
         raise ValueError("--frame-time and --flops exclude each other")
-    model = load_shapes(args.shapes) if args.shapes is not None else find_model(args.model or "resnet50")
+    model = (
+        load_shapes(args.shapes)
+        if args.shapes is not None
+        else find_model(args.model or ("lenet" if args.measure else "resnet50"))
+    )
     flops = FLOPS if args.flops is None else args.flops
     if not 0 < flops < math.inf:
         raise ValueError(f"--flops must be positive and finite, got {flops!r}")
     t_frame = parse_seconds(args.frame_time) if args.frame_time else BACKWARD_AND_FORWARD * model.forward_flops / flops
     workload = Workload(
         model.parameters,
-        args.minibatch,
+        256 if args.minibatch is None else args.minibatch,
         t_frame,
         t_update=parse_seconds(args.update_time) if args.update_time else UPDATE_S * model.numel,
         t_post=parse_seconds(args.post_time),
@@ -162,8 +170,8 @@ def understand(args: argparse.Namespace) -> Question:
     return Question(
         model,
         workload,
-        parse_link(args.link, args.latency),
-        parse_nodes(args.nodes),
+        parse_link(args.link or ("inf" if args.measure else "1gbe"), args.latency),
+        parse_nodes(args.nodes or "1:64"),
         choose_methods(args.codec, args.exchange),
         Stragglers(args.jitter, share, factor, args.seed),
         None if args.rates is None else Rates.load(args.rates),
@@ -249,7 +257,54 @@ def main(argv: list[str]) -> int:
     """Run the planner; return 0, or 2 for a command line that cannot be understood."""
     args = parse(argv)
     console = Console()
+    if args.validate:
+        return validate(args, console)
+    if args.measure:
+        try:
+            args.question = measured(args, console)
+        except (ValueError, *RANK_ERRORS) as error:
+            print(f"python -m gradcomp.plan: {error}", file=sys.stderr)
+            return 2 if isinstance(error, ValueError) else 1
+        if args.question is None:
+            return 0
     return report(args, answer(args.question), console)
+
+
+def measured(args: argparse.Namespace, console: Console) -> Question | None:
+    """Measure the ranks at hand; return the question with what was found, on rank 0.
+
+    Raises:
+        ValueError: no ranks at hand.
+        torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException: a rank did not end well.
+    """
+    found = measure_here(args.ranks)
+    if args.ranks is None and os.environ.get("RANK", "0") != "0":
+        return None
+    for line in describe(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print()
+    question: Question = args.question
+    minibatch = found.batch if args.weak and args.minibatch is None else args.minibatch
+    workload = found.workload(question.model, minibatch=minibatch)
+    given = {"t_frame": args.frame_time, "t_update": args.update_time, "t_post": args.post_time}
+    times: dict[str, Any] = {name: parse_seconds(text) for name, text in given.items() if text}
+    return replace(
+        question,
+        workload=replace(workload, weak=args.weak, bucket_cap_mb=args.bucket_cap_mb, **times),
+        nodes=question.nodes if args.nodes else [1, found.ranks],
+        rates=question.rates or found.rates,
+        cores=found.cores,
+        transport=found.transport,
+    )
+
+
+def validate(args: argparse.Namespace, console: Console) -> int:
+    """Compare predicted with measured steps on this machine; return 0."""
+    rows = compare(console)
+    if args.json is not None:
+        found = [{**asdict(row), "error": row.error} for row in rows]
+        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0
 
 
 def answer(question: Question) -> Prediction:
@@ -270,6 +325,7 @@ def answer(question: Question) -> Prediction:
             cores=question.cores,
             double_buffering=question.double_buffering,
             stragglers=question.stragglers,
+            transport=question.transport,
             progress=lambda share: bar.update(task, completed=share),
         )
 
