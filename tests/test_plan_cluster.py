@@ -87,16 +87,17 @@ def measure_quickly(rank, emit):
     methods = [cluster.strategy_method("ternary", Ternary(), 2)]
     found = cluster.measure(comm, methods)
     everyone = cluster.gather(comm, found)
-    seconds = cluster_validate.train(comm, OneBit(), Link(1e9, 1e-3), 2)
+    seconds, parts = cluster_validate.train(comm, OneBit(), Link(1e9, 1e-3), 2)
     comm.close()
     if rank == 0:
-        emit((everyone, seconds))
+        emit((everyone, seconds, parts))
 
 
 def test_all_ranks_measure_the_same():
     results = []
     cluster.run_ranks(2, measure_quickly, on_message=results.append)
-    ((everyone, seconds),) = results
+    ((everyone, seconds, parts),) = results
+    assert len(parts) == 2 and all(len(p) == 4 and min(p) > 0 for p in parts)
     assert everyone[0] == everyone[1] and everyone[0].ranks == 2
     assert set(everyone[0].transport.alpha_s) == set(cluster.KINDS)
     assert everyone[0].t_frame > 0 and 0 < everyone[0].forward_share < 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -132,20 +131,16 @@ def measure(comm: Communicator, methods: Sequence[Method]) -> Measured:
         comm: the ranks.
         methods: whose codecs are measured.
     """
-    forward, backward, update, copy = _measure_training(comm)
-    # a rank's own seconds depend on what its neighbours do at that moment; the mean over ranks is the same on all
-    rates = _mean_rates(gather(comm, calibrate(methods, sizes=SIZES, repeats=7, before=lambda: barrier(comm))))
+    computed = _measure_training(comm)
+    rates = _slowest_rates(gather(comm, calibrate(methods, sizes=SIZES, repeats=7, before=lambda: barrier(comm))))
     transport = measure_transport(comm)
     return Measured(
         ranks=comm.world_size,
         batch=BATCH,
-        t_frame=(forward + backward) / BATCH,
-        forward_share=forward / (forward + backward),
-        t_update=update,
-        t_copy=copy,
         rates=rates,
         transport=transport,
         cores=(os.cpu_count() or 1) / comm.world_size,
+        **computed,
     )
 
 
@@ -179,47 +174,64 @@ def _lenet_flops() -> float:
     return find_model("LeNet").forward_flops
 
 
-def _measure_training(comm: Communicator) -> tuple[float, float, float, float]:
-    """Return seconds of forward, backward, update and of copying gradients to a bucket and back, of LeNet."""
-    torch.manual_seed(comm.rank)
-    model = LeNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    images, labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
-    parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters))
-    views = [v.view_as(p) for v, p in zip(torch.split(flat, [p.numel() for p in parameters]), parameters, strict=True)]
-    seen: list[list[float]] = []
-    for _ in range(COMPUTE_STEPS + 3):
-        barrier(comm)
+class Training:
+    """LeNet's training step on this rank, with nothing exchanged."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = LeNet()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self._images, self._labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
+        numels = [p.numel() for p in self.model.parameters()]
+        views = torch.split(torch.zeros(sum(numels)), numels)
+        self._pairs = [(v.view_as(p), p) for v, p in zip(views, self.model.parameters(), strict=True)]
+
+    def forward(self) -> Tensor:
+        """Return the loss of the batch."""
+        self.optimizer.zero_grad()
+        return torch.nn.functional.cross_entropy(self.model(self._images), self._labels)
+
+    def time_parts(self) -> list[float]:
+        """Return seconds of forward, backward, update, and of copying gradients into a bucket and back."""
         times = [time.perf_counter()]
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss = self.forward()
         times.append(time.perf_counter())
         torch.autograd.backward(loss)
         times.append(time.perf_counter())
-        optimizer.step()
+        self.optimizer.step()
         times.append(time.perf_counter())
-        for view, parameter in zip(views, parameters, strict=True):
-            _copy_and_back(view, parameter)
+        with torch.no_grad():
+            for view, parameter in self._pairs:
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                    parameter.grad.copy_(view)
         times.append(time.perf_counter())
-        seen.append(np.diff(times).tolist())
-    forward, backward, update, copy = (slowest(comm, column) for column in zip(*seen[3:], strict=True))
-    return forward, backward, update, copy
+        return np.diff(times).tolist()  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
-def _copy_and_back(view: Tensor, parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        view.copy_(parameter.grad)
-        parameter.grad.copy_(view)
+def _measure_training(comm: Communicator) -> dict[str, float]:
+    """Return what `Measured` says of computing."""
+    training, seen = Training(comm.rank), []
+    for _ in range(COMPUTE_STEPS + 3):
+        barrier(comm)
+        seen.append(training.time_parts())
+    return computing(comm, seen[3:])
 
 
-def _mean_rates(all_rates: Sequence[Rates]) -> Rates:
-    """Return the mean over ranks of every rate."""
+def computing(comm: Communicator, seen: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return `t_frame`, `forward_share`, `t_update` and `t_copy`, of what `Training.time_parts` returned. Collective."""
+    forward, backward, update, copy = (slowest(comm, column) for column in zip(*seen, strict=True))
+    whole = slowest(comm, [f + b for f, b, *_ in seen])
+    share = forward / (forward + backward)
+    return {"t_frame": whole / BATCH, "forward_share": share, "t_update": update, "t_copy": copy}
+
+
+def _slowest_rates(all_rates: Sequence[Rates]) -> Rates:
+    """Return the largest over ranks of every rate."""
     dicts = [rates.to_dict() for rates in all_rates]
     return Rates({
         method: {
-            stage: StageRate(**{name: statistics.fmean(d[method][stage][name] for d in dicts) for name in rate})
+            stage: StageRate(**{name: max(d[method][stage][name] for d in dicts) for name in rate})
             for stage, rate in stages.items()
         }
         for method, stages in dicts[0].items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 import gradcomp
-from gradcomp.bench.cluster import BATCH, TIMEOUT_S, Measured, gather, measure, strategy_method
-from gradcomp.bench.models import LeNet
+from gradcomp.bench.cluster import TIMEOUT_S, Measured, Training, barrier, computing, gather, measure, strategy_method
 from gradcomp.bench.ranks import Emit, run_ranks
 from gradcomp.codecs import Codec
 from gradcomp.comm import Communicator, LinkCommunicator, TorchCommunicator
+from gradcomp.plan.costs import Method
 from gradcomp.plan.links import Link, format_seconds
 from gradcomp.plan.models import find_model
 from gradcomp.plan.simulate import simulate
@@ -30,7 +30,8 @@ LINKS = {"loopback": Link(math.inf), "1 Gbit/s": Link(1e9), "100 Mbit/s": Link(1
 WORLD_SIZES = (2, 4)
 GOAL = 0.2
 WARM_UP = 3
-STEPS = 30
+STEPS = 25
+SECONDS = 3.0  # of a row, about
 
 
 @dataclass(frozen=True)
@@ -83,44 +84,55 @@ def _validate_rank(rank: int, emit: Emit) -> None:
     n = comm.world_size
     methods = {name: strategy_method(name, codec, n) for name, codec in codecs().items()}
     found = measure(comm, list(methods.values()))
-    work = found.workload(find_model("LeNet"), averager=True)
-    predictions = {
-        (name, where): simulate(
-            work, method, n, link, rates=found.rates, cores=found.cores, transport=found.transport
-        ).seconds
-        for where, link in LINKS.items()
-        for name, method in methods.items()
-    }
     for where, link in LINKS.items():
-        for name, codec in codecs().items():
-            steps = max(4, min(STEPS, int(4 / predictions[name, where])))
-            seconds = train(comm, codec, link, steps)
+        for name, method in methods.items():
+            steps = max(4, min(STEPS, int(SECONDS / predict(found, method, link))))
+            seconds, parts = train(comm, codecs()[name], link, steps)
+            # other programs on this machine come and go, so computing is measured between the steps that it predicts
+            predicted = predict(replace(found, **computing(comm, parts)), method, link)
             if rank == 0:
-                emit(Comparison(n, where, name, predictions[name, where], seconds))
+                emit(Comparison(n, where, name, predicted, seconds))
     comm.close()
 
 
-def train(comm: Communicator, codec: Codec, link: Link, steps: int) -> float:
-    """Return the seconds of a step: the median over steps of the mean over ranks, after a warm-up. Collective."""
-    torch.manual_seed(0)
-    model = LeNet()
+def predict(found: Measured, method: Method, link: Link) -> float:
+    """Return the seconds of a step on the ranks that were measured."""
+    work = found.workload(find_model("LeNet"), averager=True)
+    options = {"rates": found.rates, "cores": found.cores, "transport": found.transport}
+    return simulate(work, method, found.ranks, link, **options).seconds  # type: ignore[arg-type]
+
+
+def train(comm: Communicator, codec: Codec, link: Link, steps: int) -> tuple[float, list[list[float]]]:
+    """Train with an exchange in every other step. Collective.
+
+    Args:
+        comm: the ranks, for keeping in step.
+        codec: averages gradients.
+        link: they travel over.
+        steps: to take of either kind.
+
+    Returns:
+        Seconds of a step with an exchange (the median over steps of the mean over ranks), and the parts of this rank's steps
+        without one, as `gradcomp.bench.cluster.Training.time_parts` returns them.
+    """
+    training = Training(0)
     own: Communicator = TorchCommunicator(timeout_s=TIMEOUT_S)
     if math.isfinite(link.bits_per_s):
         own = LinkCommunicator(own, bits_per_s=link.bits_per_s, latency_s=link.latency_s)
-    averager = gradcomp.GradientAverager(model.named_parameters(), codec, own)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    images, labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
-    seen = []
+    averager = gradcomp.GradientAverager(training.model.named_parameters(), codec, own)
+    seen, parts = [], []
     for _ in range(WARM_UP + steps):
+        barrier(comm)
+        parts.append(training.time_parts())
+        barrier(comm)
         begun = time.perf_counter()
-        optimizer.zero_grad()
-        torch.autograd.backward(torch.nn.functional.cross_entropy(model(images), labels))
+        torch.autograd.backward(training.forward())
         averager.average()
-        optimizer.step()
+        training.optimizer.step()
         seen.append(time.perf_counter() - begun)
     averager.close()
     own.close()
-    return float(np.median(np.mean(gather(comm, seen[WARM_UP:]), axis=0)))
+    return float(np.median(np.mean(gather(comm, seen[WARM_UP:]), axis=0))), parts[WARM_UP:]
 
 
 def describe(found: Measured) -> list[str]:
