@@ -114,7 +114,7 @@ class Averaged:
 
     def report(self):
         """Nothing is hidden."""
-        return None
+        return
 
 
 @dataclass

@@ -21,7 +21,7 @@ from gradcomp.transform import Transform
 from gradcomp.version import __version__
 
 if TYPE_CHECKING:
-    from gradcomp import amp, ddp, onebit_sgd, optim, server
+    from gradcomp import amp, ddp, onebit_sgd, optim, plan, server
 
 __all__ = [
     "Codec",
@@ -46,12 +46,13 @@ __all__ = [
     "ddp",
     "onebit_sgd",
     "optim",
+    "plan",
     "server",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("amp", "ddp", "onebit_sgd", "optim", "server"):
+    if name in ("amp", "ddp", "onebit_sgd", "optim", "plan", "server"):
         import importlib
 
         return importlib.import_module(f"gradcomp.{name}")

@@ -141,10 +141,10 @@ def commands():
 
 
 def test_commands_exist():
-    from gradcomp.bench import allreduce, codec, demo, optim, ratio
+    from gradcomp.bench import allreduce, codec, demo, optim, plan, ratio
 
     parsers = {"demo": demo.parse_config, "codec": codec.parse, "ratio": ratio.build_parser().parse_args}
-    parsers |= {"allreduce": allreduce.parse, "optim": optim.parse}
+    parsers |= {"allreduce": allreduce.parse, "optim": optim.parse, "plan": plan.build_parser().parse_args}
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     seen = 0
     for page, words in commands():
@@ -159,6 +159,9 @@ def test_commands_exist():
         elif "gradcomp.bench" in words:
             at = words.index("gradcomp.bench") + 1
             parsers[words[at]](words[at + 1 :])
+            seen += 1
+        elif "gradcomp.plan" in words:
+            parsers["plan"](words[words.index("gradcomp.plan") + 1 :])
             seen += 1
     assert seen > 8
 
@@ -188,6 +191,7 @@ def public_names():
     names |= {f"gradcomp.amp.{n}": getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}
     names |= {f"gradcomp.optim.{n}": getattr(gradcomp.optim, n) for n in gradcomp.optim.__all__}
     names |= {f"gradcomp.onebit_sgd.{n}": getattr(gradcomp.onebit_sgd, n) for n in gradcomp.onebit_sgd.__all__}
+    names |= {f"gradcomp.plan.{n}": getattr(gradcomp.plan, n) for n in ("optimal_nodes", "simulate", "predict")}
     for name, value in vars(gradcomp.ddp).items():
         if not name.startswith("_") and getattr(value, "__module__", None) == "gradcomp.ddp":  # defined there
             names[f"gradcomp.ddp.{name}"] = value
@@ -236,6 +240,7 @@ def test_signatures_are_those_of_the_code():
     inner_classes = {"BatchSizeChoice", "BatchSizeTrial", "OverlapReport"}  # results
     shown |= {n: getattr(gradcomp.onebit_sgd, n) for n in gradcomp.onebit_sgd.__all__ if n not in inner_classes}
     inner = {"SplitOptimizer", "SplitParameters"}  # not for users to make
+    shown |= {"optimal_nodes": gradcomp.plan.optimal_nodes}
     shown |= {n: getattr(gradcomp.optim, n) for n in gradcomp.optim.__all__ if n not in inner}
     for name, value in shown.items():
         found = re.search(rf"^`{name}\(([^`]*)\)`", API, re.MULTILINE)

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from gradcomp.bench import ratio
-from gradcomp.bench.models import MODELS, LeNet, total_numel
+from gradcomp.bench.models import LeNet
+from gradcomp.plan.models import MODELS, total_numel
 
 PUBLISHED = {  # values, and a few (name, shape) that only the real model has
     "LeNet": (1_256_080, 8, {"fc1.weight": (500, 2450)}),

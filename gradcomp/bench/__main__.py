@@ -11,6 +11,7 @@ BENCHMARKS = {
     "allreduce": "packed averages beside the library's own fp32 all_reduce, over gloo and MPI",
     "optim": "split optimizers beside torch's: milliseconds a step and bytes a weight",
     "ratio": "bytes per step for real models, every codec and exchange, 2 to 64 ranks",
+    "plan": "does compression pay, on how many nodes: the same as python -m gradcomp.plan",
 }
 USAGE = "usage: python -m gradcomp.bench NAME [options]      (python -m gradcomp.bench NAME --help says which)"
 

@@ -23,8 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp.bench.models import MODELS, LeNet, lenet, total_numel
+from gradcomp.bench.models import LeNet
 from gradcomp.bench.ranks import RANK_ERRORS, Emit, run_ranks
+from gradcomp.plan.models import MODELS, lenet, total_numel
 from gradcomp.sizing import predict_bytes
 
 WORLD_SIZES = (2, 4, 8, 16, 64)
@@ -146,7 +147,7 @@ def main(argv: list[str]) -> int:
 
 
 def count(models: Sequence[str]) -> list[Row]:
-    """Return the bytes of every scheme and world size for these models (names in :data:`~gradcomp.bench.models.MODELS`)."""
+    """Return the bytes of every scheme and world size for these models (names in :data:`~gradcomp.plan.models.MODELS`)."""
     out: list[Row] = []
     for model in models:
         parameters = MODELS[model]()

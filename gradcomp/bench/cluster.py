@@ -1,0 +1,295 @@
+"""Measure on the ranks at hand what the planner needs: computing, codecs, collectives, all ranks at once.
+
+Ranks of one machine share its cores, its caches and its memory, so everything is timed with all of them at work: a barrier,
+then every rank does the same, and the slowest rank's seconds count. A figure is a median of repeats. What is predicted from
+these figures never saw a training step with an exchange in it; `gradcomp.bench.cluster_validate` holds it against some.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradcomp.bench.models import LeNet
+from gradcomp.bench.ranks import Emit, run_ranks
+from gradcomp.codecs import Codec
+from gradcomp.comm.base import Channel, Communicator
+from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.plan.costs import METHODS, Method
+from gradcomp.plan.models import Model
+from gradcomp.plan.rates import Rates, StageRate, calibrate
+from gradcomp.plan.simulate import Transport, Workload
+from gradcomp.sizing import choose
+from gradcomp.stats import ring_bytes
+
+TIMEOUT_S = 120.0
+BATCH = 64  # samples of a rank and step
+COMPUTE_STEPS = 30
+MESSAGE_NBYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
+MESSAGE_REPEATS = 15
+SIZES = (1 << 13, 512 * 2442)  # of LeNet's gradients, where `before` keeps all ranks in step
+KINDS = ("max", "all_to_all", "all_gather", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks at hand can do; seconds with all of them at work.
+
+    Attributes:
+        ranks: how many.
+        batch: samples of a rank and step.
+        t_frame: forward and backward of a sample of LeNet.
+        forward_share: of it.
+        t_update: SGD with momentum on LeNet's weights.
+        t_copy: gradients into a flat bucket and back (`gradcomp.GradientAverager`).
+        rates: of the codecs.
+        transport: seconds of collectives.
+        cores: of this machine, per rank.
+    """
+
+    ranks: int
+    batch: int
+    t_frame: float
+    forward_share: float
+    t_update: float
+    t_copy: float
+    rates: Rates
+    transport: Transport
+    cores: float
+
+    def workload(self, model: Model, *, minibatch: float | None = None, averager: bool = False) -> Workload:
+        """Return a model's work on these ranks: LeNet's as measured, another one's in proportion to FLOPs and values.
+
+        Args:
+            model: to train.
+            minibatch: over all nodes; None: as measured.
+            averager: gradients are averaged after backward, not during it.
+        """
+        numel = sum(p.numel() for p in LeNet().parameters())
+        flops = _lenet_flops()
+        return Workload(
+            model.parameters,
+            self.batch * self.ranks if minibatch is None else minibatch,
+            self.t_frame * model.forward_flops / flops,
+            t_update=(self.t_update + self.t_copy * averager) * model.numel / numel,
+            flops=model.flops,
+            forward_share=self.forward_share,
+            bucket_cap_mb=25.0 if averager else None,
+            overlaps=not averager,
+        )
+
+
+def measure_here(ranks: int | None) -> Measured:
+    """Return the measurement of the ranks that this process belongs to, or of ``ranks`` new ones on this machine.
+
+    Raises:
+        ValueError: no ranks at hand and none asked for.
+    """
+    if ranks is not None:
+        found: list[Measured] = []
+        run_ranks(ranks, _measure_rank, on_message=found.append)
+        return found[0]
+    importlib.import_module("gradcomp.launch").export_environment()
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ValueError(
+            "--measure needs ranks: --ranks 2 starts some here, python -m gradcomp.launch -n 4 -m gradcomp.plan --measure there"
+        )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        comm = TorchCommunicator(timeout_s=TIMEOUT_S)
+        try:
+            return measure(comm, METHODS)
+        finally:
+            comm.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure_rank(rank: int, emit: Emit) -> None:
+    comm = TorchCommunicator(timeout_s=TIMEOUT_S)
+    found = measure(comm, METHODS)
+    comm.close()
+    if rank == 0:
+        emit(found)
+
+
+def measure(comm: Communicator, methods: Sequence[Method]) -> Measured:
+    """Return what these ranks can do. Collective; the same result on every rank.
+
+    Args:
+        comm: the ranks.
+        methods: whose codecs are measured.
+    """
+    computed = _measure_training(comm)
+    rates = _slowest_rates(gather(comm, calibrate(methods, sizes=SIZES, repeats=7, before=lambda: barrier(comm))))
+    transport = measure_transport(comm)
+    return Measured(
+        ranks=comm.world_size,
+        batch=BATCH,
+        rates=rates,
+        transport=transport,
+        cores=(os.cpu_count() or 1) / comm.world_size,
+        **computed,
+    )
+
+
+def gather(comm: Communicator, value: Any) -> list[Any]:
+    """Return every rank's value (picklable), from ranks that trust each other."""
+    mine = pickle.dumps(value)
+    lengths = [int.from_bytes(b, "little") for b in comm.all_gather_bytes(len(mine).to_bytes(8, "little"), TIMEOUT_S)]
+    whole = comm.all_gather_bytes(mine.ljust(max(lengths), b"\0"), TIMEOUT_S)
+    return [pickle.loads(data[:length]) for data, length in zip(whole, lengths, strict=True)]
+
+
+def barrier(comm: Communicator) -> None:
+    """Wait for all ranks."""
+    comm.all_gather_bytes(b"\0" * 8, TIMEOUT_S)
+
+
+def slowest(comm: Communicator, seconds: Sequence[float]) -> float:
+    """Return the median over repeats of the slowest rank's seconds, the same on every rank."""
+    return float(np.median(np.max(gather(comm, list(seconds)), axis=0)))
+
+
+def strategy_method(name: str, codec: Codec, world_size: int) -> Method:
+    """Return how a codec is exchanged with exchange="auto"."""
+    strategy = choose(codec, world_size)
+    return Method(name, codec, strategy.exchange, strategy.second_phase)
+
+
+def _lenet_flops() -> float:
+    from gradcomp.plan.models import find_model
+
+    return find_model("LeNet").forward_flops
+
+
+class Training:
+    """LeNet's training step on this rank, with nothing exchanged."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = LeNet()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self._images, self._labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
+        numels = [p.numel() for p in self.model.parameters()]
+        views = torch.split(torch.zeros(sum(numels)), numels)
+        self._pairs = [(v.view_as(p), p) for v, p in zip(views, self.model.parameters(), strict=True)]
+
+    def forward(self) -> Tensor:
+        """Return the loss of the batch."""
+        self.optimizer.zero_grad()
+        return torch.nn.functional.cross_entropy(self.model(self._images), self._labels)
+
+    def time_parts(self) -> list[float]:
+        """Return seconds of forward, backward, update, and of copying gradients into a bucket and back."""
+        times = [time.perf_counter()]
+        loss = self.forward()
+        times.append(time.perf_counter())
+        torch.autograd.backward(loss)
+        times.append(time.perf_counter())
+        self.optimizer.step()
+        times.append(time.perf_counter())
+        with torch.no_grad():
+            for view, parameter in self._pairs:
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                    parameter.grad.copy_(view)
+        times.append(time.perf_counter())
+        return np.diff(times).tolist()  # type: ignore[no-any-return]
+
+
+def _measure_training(comm: Communicator) -> dict[str, float]:
+    """Return what `Measured` says of computing."""
+    training, seen = Training(comm.rank), []
+    for _ in range(COMPUTE_STEPS + 3):
+        barrier(comm)
+        seen.append(training.time_parts())
+    return computing(comm, seen[3:])
+
+
+def computing(comm: Communicator, seen: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return `t_frame`, `forward_share`, `t_update` and `t_copy`, of what `Training.time_parts` returned. Collective."""
+    forward, backward, update, copy = (slowest(comm, column) for column in zip(*seen, strict=True))
+    whole = slowest(comm, [f + b for f, b, *_ in seen])
+    share = forward / (forward + backward)
+    return {"t_frame": whole / BATCH, "forward_share": share, "t_update": update, "t_copy": copy}
+
+
+def _slowest_rates(all_rates: Sequence[Rates]) -> Rates:
+    """Return the largest over ranks of every rate."""
+    dicts = [rates.to_dict() for rates in all_rates]
+    return Rates({
+        method: {
+            stage: StageRate(**{name: max(d[method][stage][name] for d in dicts) for name in rate})
+            for stage, rate in stages.items()
+        }
+        for method, stages in dicts[0].items()
+    })  # fmt: skip
+
+
+def measure_transport(comm: Communicator) -> Transport:
+    """Return alpha and beta of every collective: least relative squares over several sizes. Collective."""
+    alphas: dict[str, float] = {}
+    betas: dict[str, float] = {}
+    for kind in KINDS:
+        if kind == "all_reduce" and not dist.is_initialized():
+            continue
+        sent, seconds = [], []
+        for nbytes in MESSAGE_NBYTES:
+            start, count = _collective(comm, kind, nbytes)
+            times = []
+            for _ in range(MESSAGE_REPEATS + 2):
+                barrier(comm)
+                begun = time.perf_counter()
+                start()
+                times.append(time.perf_counter() - begun)
+            sent.append(float(count))
+            seconds.append(slowest(comm, times[2:]))
+        alphas[kind], betas[kind] = fit_alpha_beta(sent, seconds)
+    return Transport(alphas, betas)
+
+
+def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return (alpha, beta) of seconds = alpha + beta * nbytes with the least relative squares, neither negative."""
+    sizes, times = np.asarray(nbytes), np.asarray(seconds)
+    rows = np.stack([1 / times, sizes / times], axis=1)
+    alpha, beta = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)[0]
+    if alpha < 0:
+        return 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
+    if beta < 0:
+        return float((1 / times).sum() / ((1 / times) ** 2).sum()), 0.0
+    return float(alpha), float(beta)
+
+
+def _collective(comm: Communicator, kind: str, nbytes: int) -> tuple[Callable[[], None], int]:
+    """Return a collective in which a rank sends about `nbytes`, and how many they are."""
+    n = comm.world_size
+    if kind == "max":
+        values = torch.ones(max(1, nbytes * n // (8 * (n - 1))), dtype=torch.int32)
+        return lambda: comm.start_max(values, Channel.SCALE).wait(TIMEOUT_S), ring_bytes(values.numel(), n)
+    if kind == "all_reduce":
+        gradients = torch.ones(max(1, nbytes * n // (8 * (n - 1))))
+        return lambda: _all_reduce(gradients), ring_bytes(gradients.numel(), n)
+    part = nbytes // (n - 1)
+    if kind == "all_gather":
+        send, recv = torch.ones(part, dtype=torch.uint8), torch.empty(n * part, dtype=torch.uint8)
+        return lambda: comm.start_all_gather(send, recv, Channel.FIRST).wait(TIMEOUT_S), (n - 1) * part
+    send, recv = torch.ones(n * part, dtype=torch.uint8), torch.empty(n * part, dtype=torch.uint8)
+    counts = [part] * n
+    return lambda: comm.start_all_to_all(send, counts, recv, counts, Channel.FIRST).wait(TIMEOUT_S), (n - 1) * part
+
+
+def _all_reduce(values: Tensor) -> None:
+    dist.all_reduce(values)
+    values.fill_(1.0)

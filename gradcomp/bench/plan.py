@@ -1,0 +1,376 @@
+"""python -m gradcomp.plan: does compression pay, on how many nodes, for one's own model, network and machine.
+
+Nothing is sent and nothing is trained unless --measure or --validate is given: seconds are those of
+`gradcomp.plan.simulate`, bytes those of the exchange's own sizing, CPU seconds of the codecs are measured here in a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from gradcomp.bench.cluster import measure_here
+from gradcomp.bench.cluster_validate import describe
+from gradcomp.bench.cluster_validate import validate as compare
+from gradcomp.bench.plan_report import crossing_lines, plot, print_prediction
+from gradcomp.bench.ranks import RANK_ERRORS
+from gradcomp.plan.costs import METHODS, Method
+from gradcomp.plan.links import Link, parse_link, parse_seconds
+from gradcomp.plan.models import Model, find_model, load_shapes
+from gradcomp.plan.predict import Prediction, predict
+from gradcomp.plan.rates import Rates, calibrate
+from gradcomp.plan.simulate import MAX_NODES, Stragglers, Transport, Workload
+
+BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
+FLOPS = 10e12
+UPDATE_S = 2e-10  # a value: five passes over fp32 memory (SGD with momentum) at 100 GB/s
+
+DESCRIPTION = """\
+Seconds of a training step over node counts for fp32, bf16, ternary and 1-bit gradients, and whether to compress.
+
+Times are written like 0.1ms or 50us, rates like 100mbit or 10gbit; named links have a latency of their own
+(wan, 1gbe, 10gbe, 25gbe, 100gbe, infiniband).
+"""
+EXAMPLES = """\
+examples:
+  VGG-16 on machines that compute 10 TFLOP/s, 1 Gbit/s Ethernet:
+    python -m gradcomp.plan --model vgg16 --link 1gbit --latency 0.1ms --nodes 1:64
+
+  the same with a measured 12 ms a sample and 30 ms an update (time your own training step on one node for these):
+    python -m gradcomp.plan --model vgg16 --link 1gbe --nodes 1:64 --frame-time 12ms --update-time 30ms
+
+  one's own model, from [[name, [dimensions]], ...]; a tenth of the nodes twice as slow, 5 % of jitter:
+    python -m gradcomp.plan --shapes shapes.json --link 10gbe --nodes 2,4,8 --jitter 0.05 --stragglers 0.1:2
+
+  only 1-bit against fp32, exchanged in halves as Seide et al. did, with a picture:
+    python -m gradcomp.plan --model bert --link 10gbe --nodes 1:256 --codec fp32,onebit --double-buffering --plot plan.png
+
+  what this machine can do, with 2 ranks that measure at once; and how far predictions are off:
+    python -m gradcomp.plan --measure --ranks 2
+    python -m gradcomp.plan --validate
+"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A command line, understood."""
+
+    model: Model
+    workload: Workload
+    link: Link
+    nodes: list[int]
+    methods: list[Method]
+    stragglers: Stragglers
+    rates: Rates | None
+    cores: float
+    double_buffering: bool
+    transport: Transport | None = None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command line of the planner."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradcomp.plan",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what is trained")
+    what.add_argument(
+        "--model", metavar="NAME", help="LeNet, ResNet-50, VGG-16, BERT-base, GPT-2 small (default: resnet50)"
+    )
+    what.add_argument("--shapes", type=Path, metavar="FILE.json", help="one's own model: [[name, [dimensions]], ...]")
+    what.add_argument("--minibatch", type=float, metavar="N", help="samples a step, all nodes (default: 256)")
+    what.add_argument("--weak", action="store_true", help="--minibatch is each node's (weak scaling)")
+    what.add_argument("--frame-time", metavar="TIME", help="forward and backward of a sample on one node")
+    what.add_argument("--flops", type=float, metavar="F", help="instead: FLOP/s that a node sustains (default: 1e13)")
+    what.add_argument("--update-time", metavar="TIME", help="of a model update (default: 0.2 ns a value)")
+    what.add_argument(
+        "--post-time", metavar="TIME", default="0", help="of work on gradients that nodes share (default: 0)"
+    )
+    what.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="DDP's option (default: DDP's, 1 and then 25)")
+    where = parser.add_argument_group("where")
+    where.add_argument("--link", metavar="RATE", help="of every node, or a name (default: 1gbe)")
+    where.add_argument("--latency", metavar="TIME", help="of a message (default: a named link's, else 0)")
+    where.add_argument("--nodes", metavar="A:B", help="doubling from A to B (default: 1:64); A:B:STEP; or a list 2,4,6")
+    where.add_argument("--cores", type=float, default=2, help="of a node; below 2 codecs share backward's (default: 2)")
+    where.add_argument(
+        "--jitter", type=float, default=0.0, metavar="SIGMA", help="of a node's computing time, lognormal"
+    )
+    where.add_argument("--stragglers", metavar="SHARE:FACTOR", help="0.1:2: a tenth of the nodes takes twice as long")
+    where.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
+    how = parser.add_argument_group("how gradients are exchanged")
+    how.add_argument("--codec", metavar="A,B", help="of fp32, bf16, ternary, onebit (default: all)")
+    how.add_argument("--exchange", metavar="A,B", help="of all_reduce, all_gather, reduce_scatter (default: all)")
+    how.add_argument(
+        "--double-buffering", action="store_true", help="exchange half a minibatch while computing the other"
+    )
+    how.add_argument(
+        "--rates", type=Path, metavar="FILE", help="CPU seconds of codecs, from --json; default: measured here"
+    )
+    out = parser.add_argument_group("what is written")
+    out.add_argument("--json", type=Path, metavar="FILE", help="every number")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="seconds a step over nodes (PNG, SVG or PDF)")
+    cluster = parser.add_argument_group("on the cluster at hand")
+    cluster.add_argument(
+        "--measure", action="store_true", help="take times, codec rates and links from the ranks at hand"
+    )
+    cluster.add_argument("--validate", action="store_true", help="compare predicted with measured steps, here")
+    cluster.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine for --measure")
+    return parser
+
+
+def understand(args: argparse.Namespace) -> Question:
+    """Return what the command line asks.
+
+    Raises:
+        ValueError, OSError: what is wrong with it, in one sentence.
+    """
+    if args.model is not None and args.shapes is not None:
+        raise ValueError("--model and --shapes exclude each other")
+    if args.frame_time is not None and args.flops is not None:
+        raise ValueError("--frame-time and --flops exclude each other")
+    model = (
+        load_shapes(args.shapes)
+        if args.shapes is not None
+        else find_model(args.model or ("lenet" if args.measure else "resnet50"))
+    )
+    flops = FLOPS if args.flops is None else args.flops
+    if not 0 < flops < math.inf:
+        raise ValueError(f"--flops must be positive and finite, got {flops!r}")
+    t_frame = parse_seconds(args.frame_time) if args.frame_time else BACKWARD_AND_FORWARD * model.forward_flops / flops
+    workload = Workload(
+        model.parameters,
+        256 if args.minibatch is None else args.minibatch,
+        t_frame,
+        t_update=parse_seconds(args.update_time) if args.update_time else UPDATE_S * model.numel,
+        t_post=parse_seconds(args.post_time),
+        flops=model.flops,
+        bucket_cap_mb=args.bucket_cap_mb,
+        weak=args.weak,
+    )
+    if not 0 < args.cores < math.inf:
+        raise ValueError(f"--cores must be positive and finite, got {args.cores!r}")
+    if args.bucket_cap_mb is not None and not 0 < args.bucket_cap_mb < math.inf:
+        raise ValueError(f"--bucket-cap-mb must be positive and finite, got {args.bucket_cap_mb!r}")
+    if args.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {args.seed}")
+    share, factor = parse_stragglers(args.stragglers)
+    return Question(
+        model,
+        workload,
+        parse_link(args.link or ("inf" if args.measure else "1gbe"), args.latency),
+        parse_nodes(args.nodes or "1:64"),
+        choose_methods(args.codec, args.exchange),
+        Stragglers(args.jitter, share, factor, args.seed),
+        None if args.rates is None else Rates.load(args.rates),
+        args.cores,
+        args.double_buffering,
+    )
+
+
+def parse_nodes(text: str) -> list[int]:
+    """Return the node counts of "1:64" (doubling, the end included), "2:10:2" or "2,4,6".
+
+    Raises:
+        ValueError: not understood, or a count outside 1 to 4096.
+    """
+    try:
+        if ":" in text:
+            first, last, *step = (int(part) for part in text.split(":"))
+            if len(step) > 1 or (step and step[0] < 1) or not 1 <= first <= last <= MAX_NODES:
+                raise ValueError
+            if step:
+                return [*range(first, last + 1, step[0])]
+            return sorted({last, *(first << k for k in range(13) if first << k <= last)})
+        found = sorted({int(part) for part in text.split(",")})
+        if not 1 <= found[0] <= found[-1] <= MAX_NODES:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--nodes {text!r} is not understood; 1:64 (doubling), 2:10:2 (steps of 2) and 2,4,6 are, from 1 to {MAX_NODES}"
+        ) from None
+    return found
+
+
+def parse_stragglers(text: str | None) -> tuple[float, float]:
+    """Return (share, factor) of "0.1:2".
+
+    Raises:
+        ValueError: not understood.
+    """
+    if text is None:
+        return 0.0, 1.0
+    try:
+        share, factor = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise ValueError(f"--stragglers {text!r} is not understood; SHARE:FACTOR as in 0.1:2 is") from None
+    return share, factor
+
+
+def choose_methods(codecs: str | None, exchanges: str | None) -> list[Method]:
+    """Return the methods of some codecs and exchanges.
+
+    Raises:
+        ValueError: an unknown name, or nothing left.
+    """
+    known = [dict.fromkeys(m.name.split()[0] for m in METHODS), dict.fromkeys(m.exchange for m in METHODS)]
+    wanted = [list(k) if text is None else text.split(",") for text, k in zip((codecs, exchanges), known, strict=True)]
+    for option, names, some in zip(("--codec", "--exchange"), wanted, known, strict=True):
+        for name in names:
+            if name not in some:
+                raise ValueError(f"{option} {name!r} is unknown; there are {', '.join(some)}")
+    found = [m for m in METHODS if m.name.split()[0] in wanted[0] and m.exchange in wanted[1]]
+    if not found:
+        raise ValueError(f"no method has both --codec {codecs} and --exchange {exchanges}")
+    return found
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read and check the command line."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        args.question = understand(args)
+        if args.ranks is not None and (args.ranks < 2 or not args.measure):
+            raise ValueError(f"--ranks must be at least 2 and goes with --measure, got {args.ranks}")
+        if args.measure and args.validate:
+            raise ValueError("--measure and --validate exclude each other")
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return args
+
+
+def main(argv: list[str]) -> int:
+    """Run the planner; return 0, or 2 for a command line that cannot be understood."""
+    args = parse(argv)
+    console = Console()
+    if args.validate:
+        return validate(args, console)
+    if args.measure:
+        try:
+            args.question = measured(args, console)
+        except (ValueError, *RANK_ERRORS) as error:
+            print(f"python -m gradcomp.plan: {error}", file=sys.stderr)
+            return 2 if isinstance(error, ValueError) else 1
+        if args.question is None:
+            return 0
+    return report(args, answer(args.question), console)
+
+
+def measured(args: argparse.Namespace, console: Console) -> Question | None:
+    """Measure the ranks at hand; return the question with what was found, on rank 0.
+
+    Raises:
+        ValueError: no ranks at hand.
+        torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException: a rank did not end well.
+    """
+    found = measure_here(args.ranks)
+    if args.ranks is None and os.environ.get("RANK", "0") != "0":
+        return None
+    for line in describe(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print()
+    question: Question = args.question
+    minibatch = found.batch if args.weak and args.minibatch is None else args.minibatch
+    workload = found.workload(question.model, minibatch=minibatch)
+    given = {"t_frame": args.frame_time, "t_update": args.update_time, "t_post": args.post_time}
+    times: dict[str, Any] = {name: parse_seconds(text) for name, text in given.items() if text}
+    return replace(
+        question,
+        workload=replace(workload, weak=args.weak, bucket_cap_mb=args.bucket_cap_mb, **times),
+        nodes=question.nodes if args.nodes else [1, found.ranks],
+        rates=question.rates or found.rates,
+        cores=found.cores,
+        transport=found.transport,
+    )
+
+
+def validate(args: argparse.Namespace, console: Console) -> int:
+    """Compare predicted with measured steps on this machine; return 0."""
+    rows = compare(console)
+    if args.json is not None:
+        found = [{**asdict(row), "error": row.error} for row in rows]
+        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def answer(question: Question) -> Prediction:
+    """Return the prediction, with a progress bar where it takes long."""
+    rates = question.rates
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring codecs" if rates is None else "simulating", total=1.0)
+        if rates is None:
+            torch.set_num_threads(1)
+            rates = calibrate(question.methods)
+            bar.update(task, description="simulating")
+        return predict(
+            question.workload,
+            question.link,
+            question.nodes,
+            methods=question.methods,
+            rates=rates,
+            cores=question.cores,
+            double_buffering=question.double_buffering,
+            stragglers=question.stragglers,
+            transport=question.transport,
+            progress=lambda share: bar.update(task, completed=share),
+        )
+
+
+def report(args: argparse.Namespace, found: Prediction, console: Console) -> int:
+    """Print the prediction and write the files that were asked for."""
+    question: Question = args.question
+    print_prediction(console, question, found)
+    if args.json is not None:
+        args.json.write_text(json.dumps(to_dict(question, found), indent=2) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        try:
+            plot(question, found, args.plot)
+        except ModuleNotFoundError as error:
+            print(f"python -m gradcomp.plan --plot needs {error.name}: pip install 'gradcomp[bench]'", file=sys.stderr)
+            return 2
+    return 0
+
+
+def to_dict(question: Question, found: Prediction) -> dict[str, Any]:
+    """Return every number of a prediction; what is infinite as the string "inf"."""
+    work = question.workload
+    return {
+        "model": question.model.name,
+        "numel": work.numel,
+        "minibatch": work.minibatch,
+        "weak": work.weak,
+        "t_frame": work.t_frame,
+        "t_update": work.t_update,
+        "t_post": work.t_post,
+        "bits_per_s": _finite(question.link.bits_per_s),
+        "latency_s": question.link.latency_s,
+        "stragglers": asdict(question.stragglers),
+        "rows": [{"method": row.method.name, **asdict(row.result)} for row in found.rows],
+        "crossings": [asdict(c) for c in found.crossings],
+        "crossing_lines": crossing_lines(found),
+        "method": found.method.name,
+        "nodes": found.nodes,
+        "speedup": found.speedup,
+        "break_even_bits_per_s": _finite(found.break_even_bits_per_s),
+        "optimal_nodes": _finite(found.optimal_nodes),
+        "recommendation": found.sentence,
+        "rates": found.rates.to_dict(),
+    }
+
+
+def _finite(value: float | None) -> float | str | None:
+    return "inf" if value is not None and math.isinf(value) else value

@@ -1,0 +1,35 @@
+"""Does compression pay, and on how many nodes: a cost model, a simulated training step, a recommendation.
+
+``python -m gradcomp.plan --model vgg16 --link 1gbit --nodes 1:64`` is the same as a program.
+"""
+
+from gradcomp.plan.costs import METHODS, Method
+from gradcomp.plan.links import Link, parse_link
+from gradcomp.plan.models import Model, find_model, own_model
+from gradcomp.plan.nodes import optimal_nodes
+from gradcomp.plan.predict import Crossing, Prediction, Row, predict
+from gradcomp.plan.rates import Rates, StageRate, calibrate
+from gradcomp.plan.simulate import Simulation, Stragglers, Transport, Workload, simulate
+
+__all__ = [
+    "METHODS",
+    "Crossing",
+    "Link",
+    "Method",
+    "Model",
+    "Prediction",
+    "Rates",
+    "Row",
+    "Simulation",
+    "StageRate",
+    "Stragglers",
+    "Transport",
+    "Workload",
+    "calibrate",
+    "find_model",
+    "optimal_nodes",
+    "own_model",
+    "parse_link",
+    "predict",
+    "simulate",
+]

@@ -1,0 +1,214 @@
+"""What each way of exchanging gradients costs a rank: the collectives of every bucket, to the byte, and its CPU work.
+
+Bytes are those of `gradcomp.sizing.BucketPlan`, headers, scales and padding included. A plan has a layout for each rank,
+which at thousands of ranks is gigabytes of Python; `payload_nbytes` is the same arithmetic as arrays over ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradcomp.codecs import Codec, OneBit, Ternary
+from gradcomp.codecs.identity import Bfloat16Values, Identity
+from gradcomp.comm.link import all_gather_rounds, all_to_all_rounds, max_rounds
+from gradcomp.layout import (
+    HEADER_NBYTES,
+    OWNERSHIP_NUMEL,
+    PLAIN,
+    Form,
+    Parameter,
+    assign_buckets,
+    describe_parameters,
+    lanes_form,
+)
+from gradcomp.sizing import DDP_BUCKET_NBYTES
+from gradcomp.stats import ring_bytes
+
+FP32_NBYTES = 4
+
+
+@dataclass(frozen=True)
+class Method:
+    """A codec and how it is exchanged.
+
+    Attributes:
+        name: for tables.
+        codec: None for DDP's own ring all_reduce.
+        exchange: "all_reduce", "all_gather" or "reduce_scatter".
+        second_phase: of a reduce_scatter.
+        value_nbytes: of a value in an all_reduce.
+    """
+
+    name: str
+    codec: Codec | None
+    exchange: str
+    second_phase: str = ""
+    value_nbytes: int = FP32_NBYTES
+
+    @property
+    def compresses(self) -> bool:
+        """Whether a codec of this library makes the payloads."""
+        return self.codec is not None and not isinstance(self.codec, Identity)
+
+
+METHODS = (
+    Method("fp32", None, "all_reduce"),
+    Method("bf16", None, "all_reduce", value_nbytes=2),
+    Method("ternary all_gather", Ternary(), "all_gather"),
+    Method("ternary exact", Ternary(second_phase="exact"), "reduce_scatter", "exact"),
+    Method("ternary requantize", Ternary(second_phase="requantize"), "reduce_scatter", "requantize"),
+    Method("onebit all_gather", OneBit(), "all_gather"),
+    Method("onebit reduce_scatter", OneBit(), "reduce_scatter", "requantize"),
+)
+IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")  # fp32 through the library, for validation
+
+
+def find_method(name: str) -> Method:
+    """Return a method by its name.
+
+    Raises:
+        ValueError: no such method.
+    """
+    for method in (*METHODS, IDENTITY):
+        if method.name == name:
+            return method
+    raise ValueError(f"unknown method {name!r}; there are {', '.join(m.name for m in METHODS)}")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a bucket, as a rank sees it.
+
+    Attributes:
+        kind: "max", "all_to_all", "all_gather" or "all_reduce".
+        nbytes: that the rank sends.
+        rounds: messages that follow each other.
+    """
+
+    kind: str
+    nbytes: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket's exchange on one rank.
+
+    Attributes:
+        parameters: positions in ``named_parameters()``.
+        numel: values.
+        owned_numel: values that the rank owns in a reduce_scatter.
+        collectives: what each stage but the last starts at its end, None where it starts nothing.
+    """
+
+    parameters: tuple[int, ...]
+    numel: int
+    owned_numel: int
+    collectives: tuple[Collective | None, ...]
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that the rank sends for this bucket in one step."""
+        return sum(c.nbytes for c in self.collectives if c is not None)
+
+
+def plan_buckets(
+    method: Method,
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    world_size: int,
+    *,
+    min_numel: int = 1024,
+    exclude: Sequence[str] = (),
+    bucket_cap_mb: float | None = None,
+    rank: int = 0,
+) -> list[Bucket]:
+    """Return every bucket's exchange, in the order in which backward makes them ready.
+
+    Args:
+        method: codec and exchange.
+        shapes: (name, shape) of every trained parameter, in the order of ``named_parameters()``.
+        world_size, rank: as they say.
+        min_numel, exclude: as in `gradcomp.ddp.register`.
+        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25 for the others.
+
+    Raises:
+        ValueError: a cap that is not positive, or an `exclude` entry that matches no name.
+    """
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
+        raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
+    codec = method.codec or Identity()
+    parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
+    first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
+    members = assign_buckets([p.numel * FP32_NBYTES for p in parameters], cap, first)
+    return [_plan_bucket(method, [parameters[i] for i in m], world_size, rank) for m in members]
+
+
+def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int) -> Bucket:
+    numel = sum(p.numel for p in parameters)
+    indices = tuple(p.index for p in parameters)
+    if method.codec is None:
+        nbytes = ring_bytes(numel, n) * method.value_nbytes // FP32_NBYTES
+        return Bucket(indices, numel, numel, (Collective("all_reduce", nbytes, max_rounds(n)),))
+    groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
+    shares = method.codec.shares_scale and groups > 0
+    scale = Collective("max", ring_bytes(groups, n), max_rounds(n)) if shares else None
+    if method.exchange == "all_gather":
+        whole = int(payload_nbytes(parameters, method.codec.form, 1)[0])
+        return Bucket(
+            indices, numel, numel, (scale, Collective("all_gather", (n - 1) * whole, all_gather_rounds(n)), None)
+        )
+    first = payload_nbytes(parameters, method.codec.form, n)
+    second = payload_nbytes(parameters, second_form(method, n), n)
+    owned = sum(int(b[rank + 1] - b[rank]) for b in (shard_starts(p.numel, n) for p in parameters))
+    return Bucket(
+        indices,
+        numel,
+        owned,
+        (
+            scale,
+            Collective("all_to_all", int(first.sum() - first[rank]), all_to_all_rounds(n)),
+            Collective("all_gather", (n - 1) * int(second.max()), all_gather_rounds(n)),
+        ),
+    )
+
+
+def second_form(method: Method, world_size: int) -> Form:
+    """Return the form of a reduce_scatter's second payload."""
+    codec = method.codec or Identity()
+    if method.second_phase == "exact":
+        return lanes_form(world_size)
+    return {"requantize": codec, "bf16": Bfloat16Values(), "fp32": Identity()}[method.second_phase].form
+
+
+@lru_cache(maxsize=4096)
+def shard_starts(numel: int, world_size: int) -> NDArray[np.int64]:
+    """Return the first element that each rank owns of a parameter, and `numel` at the end: ``(world_size + 1,)``."""
+    starts = np.arange(world_size + 1, dtype=np.int64) * numel // (OWNERSHIP_NUMEL * world_size) * OWNERSHIP_NUMEL
+    starts[-1] = numel
+    return starts
+
+
+def payload_nbytes(parameters: Sequence[Parameter], form: Form, world_size: int) -> NDArray[np.int64]:
+    """Return the bytes of a payload of what each rank owns of these parameters, header included: ``(world_size,)``."""
+    total = np.full(world_size, HEADER_NBYTES, np.int64)
+    alike = itertools.groupby(sorted((p.numel, p.group_numel, p.compressed) for p in parameters))
+    for (numel, group_numel, compressed), same in alike:
+        total += len(list(same)) * _piece_nbytes(numel, group_numel, form if compressed else PLAIN, world_size)
+    return total
+
+
+@lru_cache(maxsize=4096)
+def _piece_nbytes(numel: int, group_numel: int, form: Form, world_size: int) -> NDArray[np.int64]:
+    """Return the bytes of scales and codes of each rank's piece of one parameter."""
+    starts = shard_starts(numel, world_size)
+    first, last = starts[:-1], starts[1:]
+    codes = ((last - first) * form.bits + 7) // 8
+    groups = np.where(last > first, (last - 1) // group_numel - first // group_numel + 1, 0)
+    return np.asarray(codes + 4 * form.scales_per_group * groups, np.int64)

@@ -1,0 +1,111 @@
+"""The number of nodes at which computing a minibatch takes as long as exchanging its gradients.
+
+Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", section 3: a node computes for
+T_calc(K) = (N/2 * T_frm + C * T_post) / K + T_upd and exchanges for T_comm = T_comm_fp32 / Z, both at the same time, so
+that a half minibatch takes max(T_calc(K), T_comm) and the best K is the smallest with T_calc(K) <= T_comm:
+
+    K^ = (N/2 * T_frm + C * T_post) / (T_comm_fp32 / Z - T_upd)
+
+Deviation: the paper's K^ is real, nodes are counted here. The arithmetic is exact (fractions of the floats given), so that
+an integer K^ is not rounded past itself.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from numbers import Real
+
+
+def optimal_nodes(
+    *,
+    minibatch: float,
+    t_frame: float,
+    t_post: float,
+    t_comm_fp32: float,
+    t_update: float,
+    compression_ratio: float = 32.0,
+    parallel_post: float = 1.0,
+    double_buffering: bool = True,
+) -> int | float:
+    """Return the fewest nodes that make a step as short as it can get.
+
+    Args:
+        minibatch: N, samples of a step over all nodes together; positive.
+        t_frame: T_frm, seconds of forward and backward of one sample on one node; positive.
+        t_post: T_post, seconds of post-processing a gradient (momentum, AdaGrad) that is shared out over the nodes.
+        t_comm_fp32: T_comm, seconds of exchanging one gradient in fp32, whatever the number of nodes.
+        t_update: T_upd, seconds of a model update, the same on every node.
+        compression_ratio: Z, fp32 bytes over bytes sent; positive.
+        parallel_post: C, how often `t_post` is spent.
+        double_buffering: a minibatch is exchanged in two halves, each while the other one is computed; False: N instead of
+            N/2, as if the whole exchange were hidden behind the computation of a whole minibatch.
+
+    Returns:
+        max(1, ceil(K^)); ``math.inf`` where communication never binds, because an exchange takes no longer than an update
+        (t_comm_fp32 / Z <= t_update, so also t_comm_fp32 = 0): then every further node makes a step shorter.
+
+    Raises:
+        TypeError: an argument that is not a real number.
+        ValueError: one that is negative or not finite; `minibatch`, `t_frame` or `compression_ratio` of zero.
+    """
+    calc, update, comm = _terms(
+        minibatch, t_frame, t_post, t_comm_fp32, t_update, compression_ratio, parallel_post, double_buffering
+    )
+    return max(1, math.ceil(calc / (comm - update))) if comm > update else math.inf
+
+
+def calc_seconds(
+    nodes: int,
+    *,
+    minibatch: float,
+    t_frame: float,
+    t_post: float,
+    t_update: float,
+    parallel_post: float = 1.0,
+    double_buffering: bool = True,
+) -> Fraction:
+    """Return T_calc(nodes) as an exact fraction; arguments and errors as of `optimal_nodes`, `nodes` at least 1."""
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        raise ValueError(f"nodes must be an integer of at least 1, got {nodes!r}")
+    calc, update, _ = _terms(minibatch, t_frame, t_post, 0, t_update, 1, parallel_post, double_buffering)
+    return calc / nodes + update
+
+
+def comm_seconds(*, t_comm_fp32: float, compression_ratio: float = 32.0) -> Fraction:
+    """Return T_comm as an exact fraction; arguments and errors as of `optimal_nodes`."""
+    ratio = exact("compression_ratio", compression_ratio, positive=True)
+    return exact("t_comm_fp32", t_comm_fp32) / ratio
+
+
+def exact(name: str, value: float, *, positive: bool = False) -> Fraction:
+    """Return an argument as an exact fraction.
+
+    Raises:
+        TypeError: not a real number.
+        ValueError: not finite, negative, or zero where it must be positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(f"{name} must be {'positive' if positive else 'at least 0'} and finite, got {value!r}")
+    return Fraction(value) if isinstance(value, (int, float, Fraction)) else Fraction(float(value))
+
+
+def _terms(
+    minibatch: float,
+    t_frame: float,
+    t_post: float,
+    t_comm_fp32: float,
+    t_update: float,
+    compression_ratio: float,
+    parallel_post: float,
+    double_buffering: bool,
+) -> tuple[Fraction, Fraction, Fraction]:
+    """Return (the part of T_calc that is shared out over the nodes, T_upd, T_comm)."""
+    if double_buffering not in (True, False):
+        raise ValueError(f"double_buffering must be True or False, got {double_buffering!r}")
+    frames = exact("minibatch", minibatch, positive=True) * exact("t_frame", t_frame, positive=True)
+    post = exact("parallel_post", parallel_post) * exact("t_post", t_post)
+    comm = comm_seconds(t_comm_fp32=t_comm_fp32, compression_ratio=compression_ratio)
+    return frames / (2 if double_buffering else 1) + post, exact("t_update", t_update), comm

@@ -1,0 +1,278 @@
+"""Seconds a step over node counts and methods, where one becomes faster than another, and what to do about it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradcomp.plan.costs import FP32_NBYTES, METHODS, Method
+from gradcomp.plan.links import Link, format_rate, format_seconds
+from gradcomp.plan.nodes import optimal_nodes
+from gradcomp.plan.rates import Rates, calibrate
+from gradcomp.plan.simulate import Simulation, Stragglers, Transport, Workload, simulate
+from gradcomp.stats import ring_bytes
+
+ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
+TIE = 0.01  # methods this close are equally fast
+RATE_RANGE = (1e3, 1e15)  # bits a second between which compression may stop paying
+RATE_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on some nodes."""
+
+    method: Method
+    result: Simulation
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Where another method becomes the fastest: on `nodes`, not on one node fewer. Of methods within 1 % the first counts."""
+
+    nodes: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `predict` found.
+
+    Attributes:
+        rows: one a node count and method, in this order.
+        crossings: where the fastest method changes, by number of nodes.
+        method: the one recommended.
+        nodes: the number of nodes recommended: the fewest within 5 % of the shortest step (most samples a second in weak
+            scaling).
+        speedup: seconds a step of fp32 over those of `method`, on `nodes`; 1 if fp32 was not asked for.
+        break_even_bits_per_s: link rate above which nothing here is more than 5 % faster than fp32 on `nodes`; inf where
+            that is so at no rate, 0 at every rate, None if fp32 or codecs were not asked for.
+        optimal_nodes: of the seed's formula with the method's compression ratio and double buffering; inf as it says.
+        sentence: the recommendation.
+        rates: that the simulations used.
+    """
+
+    rows: tuple[Row, ...]
+    crossings: tuple[Crossing, ...]
+    method: Method
+    nodes: int
+    speedup: float
+    break_even_bits_per_s: float | None
+    optimal_nodes: int | float
+    sentence: str
+    rates: Rates
+
+    def result(self, method: str, nodes: int) -> Simulation:
+        """Return one method's simulation on so many nodes.
+
+        Raises:
+            KeyError: that was not predicted.
+        """
+        for row in self.rows:
+            if row.method.name == method and row.result.nodes == nodes:
+                return row.result
+        raise KeyError((method, nodes))
+
+
+def predict(
+    workload: Workload,
+    link: Link,
+    nodes: Sequence[int],
+    *,
+    methods: Sequence[Method] = METHODS,
+    rates: Rates | None = None,
+    cores: float = 2,
+    double_buffering: bool = False,
+    stragglers: Stragglers | None = None,
+    transport: Transport | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Prediction:
+    """Simulate every method on every number of nodes and say what pays.
+
+    Args:
+        workload: what is trained; its minibatch is shared out over the nodes (strong scaling) unless `weak`.
+        link: of every node.
+        nodes: node counts, 1 to 4096.
+        methods: to choose from.
+        rates: CPU seconds of the codecs; None: measured here (`gradcomp.plan.calibrate`).
+        cores, double_buffering, stragglers, transport: as of `gradcomp.plan.simulate`.
+        progress: called with the share that is done.
+
+    Raises:
+        ValueError: no nodes, no methods, or as of `gradcomp.plan.simulate`.
+    """
+    counts, chosen = sorted(set(nodes)), list(methods)
+    if not counts:
+        raise ValueError(f"nodes must name at least one number of nodes, got {nodes!r}")
+    if not chosen:
+        raise ValueError(f"methods must name at least one, got {methods!r}")
+    found = calibrate(chosen) if rates is None else rates
+    work = sum(n for n in counts) * len(chosen)
+    done = 0
+    cache: dict[tuple[str, int], Simulation] = {}
+
+    def run(method: Method, n: int, over: Link = link, advance: Callable[[float], None] | None = None) -> Simulation:
+        return simulate(
+            workload,
+            method,
+            n,
+            over,
+            rates=found,
+            cores=cores,
+            double_buffering=double_buffering,
+            stragglers=stragglers,
+            transport=transport,
+            progress=advance,
+        )
+
+    def seconds(method: Method, n: int) -> float:
+        if (method.name, n) not in cache:
+            cache[method.name, n] = run(method, n)
+        return cache[method.name, n].seconds
+
+    for n in counts:
+        for method in chosen:
+
+            def advance(share: float, before: int = done, n: int = n) -> None:
+                if progress is not None:
+                    progress((before + share * n) / work)
+
+            cache[method.name, n] = run(method, n, advance=advance)
+            done += n
+            advance(0.0, done)
+    rows = tuple(Row(m, cache[m.name, n]) for n in counts for m in chosen)
+    crossings = _crossings(chosen, [n for n in counts if n > 1], seconds)
+    best = _best_nodes(workload, counts, chosen, seconds)
+    method = _choose(chosen, best, seconds)
+    plain = next((m for m in chosen if m.codec is None and not m.value_nbytes < FP32_NBYTES), None)
+    speedup = seconds(plain, best) / seconds(method, best) if plain else 1.0
+    others = [m for m in chosen if m is not plain]
+    even = _break_even(others, plain, best, lambda m, rate: run(m, best, Link(rate, link.latency_s)).seconds)
+    ratio = _ratio(workload, cache[method.name, best], double_buffering)
+    optimum = _formula(workload, link, ratio)
+    sentence = _sentence(workload, link, method, best, speedup, even, optimum, cache[method.name, best], plain, counts)
+    return Prediction(rows, crossings, method, best, speedup, even, optimum, sentence, found)
+
+
+def fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
+    """Return the fastest method; of equally fast ones the first."""
+    limit = (1 + TIE) * min(seconds(m, n) for m in methods)
+    return next(m for m in methods if seconds(m, n) <= limit)
+
+
+def _choose(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
+    """Return the fastest method, or the first one that is hardly slower: methods stand in order of what they change."""
+    limit = (1 + ENOUGH) * seconds(fastest(methods, n, seconds), n)
+    lossless = [m for m in methods if not m.compresses]
+    for method in lossless:
+        if seconds(method, n) <= limit:
+            return method
+    return fastest(methods, n, seconds)
+
+
+def _best_nodes(
+    workload: Workload, counts: Sequence[int], methods: Sequence[Method], seconds: Callable[[Method, int], float]
+) -> int:
+    """Return the fewest nodes that train, with the best method, nearly as fast as any number."""
+
+    def pace(n: int) -> float:
+        return min(seconds(m, n) for m in methods) / (n if workload.weak else 1)
+
+    shortest = min(pace(n) for n in counts)
+    return next(n for n in counts if pace(n) <= (1 + ENOUGH) * shortest)
+
+
+def _crossings(
+    methods: Sequence[Method], counts: Sequence[int], seconds: Callable[[Method, int], float]
+) -> tuple[Crossing, ...]:
+    """Return where the fastest method changes; between two counts by halving, as if none came back there."""
+    out = []
+    for start, end in itertools.pairwise(counts):
+        low, last = start, fastest(methods, end, seconds)
+        while (before := fastest(methods, low, seconds)) is not last:
+            high = end
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if fastest(methods, middle, seconds) is before else (low, middle)
+            out.append(Crossing(high, before.name, fastest(methods, high, seconds).name))
+            low = high
+    return tuple(out)
+
+
+def _break_even(
+    others: Sequence[Method], plain: Method | None, n: int, seconds: Callable[[Method, float], float]
+) -> float | None:
+    """Return the link rate above which no other method saves more than 5 % of the seconds of a step with fp32."""
+    if plain is None or not others or n == 1:
+        return None
+
+    def pays(rate: float) -> bool:
+        return min(seconds(m, rate) for m in others) * (1 + ENOUGH) < seconds(plain, rate)
+
+    low, high = RATE_RANGE
+    if pays(high):
+        return math.inf
+    if not pays(low):
+        return 0.0
+    while high / low > 1 + RATE_TOLERANCE:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return math.sqrt(low * high)
+
+
+def _ratio(workload: Workload, result: Simulation, double_buffering: bool) -> float:
+    """Return the compression ratio of a method: bytes of an fp32 ring over bytes sent."""
+    if result.sent_nbytes == 0:
+        return 1.0
+    return ring_bytes(workload.numel, result.nodes) * (2 if double_buffering else 1) / result.sent_nbytes
+
+
+def _formula(workload: Workload, link: Link, ratio: float) -> int | float:
+    if workload.t_frame == 0:
+        return 1
+    return optimal_nodes(
+        minibatch=workload.minibatch,
+        t_frame=workload.t_frame,
+        t_post=workload.t_post,
+        t_comm_fp32=8 * FP32_NBYTES * workload.numel / link.bits_per_s,
+        t_update=workload.t_update,
+        compression_ratio=ratio,
+        parallel_post=workload.parallel_post,
+    )
+
+
+def _sentence(
+    workload: Workload,
+    link: Link,
+    method: Method,
+    n: int,
+    speedup: float,
+    even: float | None,
+    optimum: float,
+    result: Simulation,
+    plain: Method | None,
+    counts: Sequence[int],
+) -> str:
+    """Return the recommendation in words."""
+    where = f"over {link}"
+    took = format_seconds(result.seconds)
+    if n == 1:
+        return f"Do not compress and do not distribute: {where} no more nodes are faster than one ({took} a step)."
+    place = f"on {n} nodes ({took} a step)" + (", the most asked for," if n == counts[-1] and len(counts) > 1 else "")
+    if method.compresses:
+        gain = f", {speedup:.2g} times as fast as fp32" if plain is not None else ""
+        text = f"Compress: {where}, train {place} with {method.name}{gain}."
+        if even is not None and math.isfinite(even) and even > 0:
+            text += f" Above {format_rate(even)} compression stops paying there."
+    elif method.value_nbytes < FP32_NBYTES:
+        gain = f"{speedup:.2g} times as fast as fp32" if plain is not None else "without a codec"
+        text = f"Do not compress: {where}, train {place} with {method.name}, {gain}; codecs gain less than 5 % more."
+    else:
+        text = f"Do not compress: {where}, train {place} in {method.name}; nothing else gains 5 %."
+        if even is not None and math.isfinite(even) and even > 0:
+            text += f" Below {format_rate(even)} compression would pay there."
+    bound = "sets no bound" if math.isinf(optimum) else f"gives {optimum} nodes"
+    return f"{text} With double buffering the formula of Seide et al. {bound} for {method.name}."

@@ -1,0 +1,254 @@
+"""CPU seconds of every pipeline stage: a few rates a method, measured by running the library's own exchange.
+
+A stage's seconds are fixed + per_payload * N + per_value * (values that pass) + per_owned_value * (values the rank owns):
+
+=============  ==========================  ================================  ==============================
+stage          statistics, encode          owner                             decode
+=============  ==========================  ================================  ==============================
+all_gather     the bucket's                those of N - 1 payloads: checks   those of N payloads
+reduce_scatter the bucket's                those owned, of N payloads        the bucket's
+=============  ==========================  ================================  ==============================
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp.codecs import Codec
+from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.exchange import BucketExchange
+from gradcomp.feedback import Feedback
+from gradcomp.layout import Slot
+from gradcomp.plan.costs import METHODS, Method
+from gradcomp.sizing import BucketPlan, Strategy, owned_numel
+from gradcomp.stats import Stats
+
+STAGES = ("statistics", "encode", "owner", "decode")
+CAST_STAGES = ("cast", "uncast")
+SIZES = (1 << 13, 1 << 20)  # elements
+WORLD_SIZES = (2, 8)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class StageRate:
+    """Seconds of one stage; see the table at the head of this file."""
+
+    fixed_s: float = 0.0
+    per_payload_s: float = 0.0
+    per_value_s: float = 0.0
+    per_owned_value_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+
+    def seconds(self, features: Sequence[float]) -> float:
+        """Return the seconds for (1, N, values that pass, values owned)."""
+        return sum(
+            rate * count
+            for rate, count in zip(
+                (self.fixed_s, self.per_payload_s, self.per_value_s, self.per_owned_value_s), features, strict=True
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """CPU seconds of the stages of every method.
+
+    Attributes:
+        stages: by method name, then by stage; a method that is missing costs nothing.
+    """
+
+    stages: Mapping[str, Mapping[str, StageRate]] = field(default_factory=dict)
+
+    def stage_seconds(self, method: Method, world_size: int, numel: int, owned: int) -> tuple[float, ...]:
+        """Return the seconds of every stage of one bucket.
+
+        Args:
+            method: how it is exchanged.
+            world_size: N.
+            numel: values of the bucket.
+            owned: values of it that the rank owns.
+        """
+        mine = self.stages.get(method.name, {})
+        names = STAGES if method.codec is not None else CAST_STAGES
+        return tuple(mine.get(n, StageRate()).seconds(_features(method, n, world_size, numel, owned)) for n in names)
+
+    def save(self, path: Path) -> None:
+        """Write the rates as JSON."""
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Return plain dictionaries, for JSON."""
+        return {m: {s: asdict(rate) for s, rate in stages.items()} for m, stages in self.stages.items()}
+
+    @staticmethod
+    def load(path: Path) -> Rates:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it does not hold rates.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return Rates({m: {s: StageRate(**rate) for s, rate in stages.items()} for m, stages in found.items()})
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} does not hold rates: {error}") from None
+
+
+FREE = Rates()
+
+
+def _features(method: Method, stage: str, n: int, numel: int, owned: int) -> tuple[float, ...]:
+    passing = float(numel)
+    if stage == "owner":
+        passing = float((n - 1) * numel) if method.exchange == "all_gather" else float(n * owned)
+    elif stage == "decode" and method.exchange == "all_gather":
+        passing = float(n * numel)
+    return (1.0, 0.0 if stage in ("statistics", *CAST_STAGES) else float(n), passing, float(owned) * (stage == "owner"))
+
+
+def calibrate(
+    methods: Sequence[Method] = METHODS,
+    *,
+    sizes: Sequence[int] = SIZES,
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    repeats: int = REPEATS,
+    before: Callable[[], None] = lambda: None,
+) -> Rates:
+    """Return rates measured here, now, on as many threads as torch has: about a second for all methods.
+
+    Every exchange runs for real, with peers that send what this rank sends and without a network.
+
+    Args:
+        methods: to measure.
+        sizes: elements of a bucket, multiples of 512, so that all ranks own alike pieces.
+        world_sizes: ranks, powers of two up to 64.
+        repeats: a median is taken of.
+        before: called before every measurement (a barrier, so that ranks of one machine measure at once).
+
+    Raises:
+        ValueError: a size or a number of ranks that does not share out evenly.
+    """
+    for name, unit, values in (("sizes", 512, sizes), ("world_sizes", 2, world_sizes)):
+        if not values or any(v < unit or v % unit for v in values):
+            raise ValueError(f"{name} must be multiples of {unit}, got {values!r}")
+    if any(64 % n for n in world_sizes):
+        raise ValueError(f"world_sizes must be powers of two up to 64, got {world_sizes!r}")
+    out: dict[str, dict[str, StageRate]] = {}
+    for method in methods:
+        if method.codec is None:
+            if method.value_nbytes < 4:
+                out[method.name] = _cast_rates(sizes, repeats)
+            continue
+        points: dict[str, list[tuple[tuple[float, ...], float]]] = {stage: [] for stage in STAGES}
+        for n in world_sizes:
+            for numel in sizes:
+                before()
+                seconds = _run_exchange(method, method.codec, numel, n, repeats)
+                owned = owned_numel(numel, n, 0) if method.exchange == "reduce_scatter" else numel
+                for stage in STAGES:
+                    points[stage].append((_features(method, stage, n, numel, owned), seconds[stage]))
+        out[method.name] = {stage: _fit(found) for stage, found in points.items()}
+    return Rates(out)
+
+
+def _run_exchange(method: Method, codec: Codec, numel: int, n: int, repeats: int) -> dict[str, float]:
+    """Return the median seconds of every stage of one exchange of rank 0."""
+    strategy = Strategy(method.exchange, method.second_phase)
+    slot = Slot(0, numel, max(1, numel // 64) if codec.whole_groups else numel, True, 0)
+    plan = BucketPlan(codec, [slot], strategy, n, 0, {0: 0})
+    stats, values = Stats(), torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
+    kept = {"feedback": Feedback({0: numel})} if codec.error_feedback else {}
+    if codec.error_feedback and plan.scatters:
+        kept["owner_feedback"] = Feedback({0: owned_numel(numel, n, 0)})
+    exchange = BucketExchange(plan, _Echo(n), torch.float32, stats, **kept)  # type: ignore[arg-type]
+    buffer, seen = torch.empty_like(values), []
+    for step in range(repeats + 1):
+        buffer.copy_(values)
+        stats.reset()
+        exchange.begin(buffer, step, 0)
+        for stage in exchange.stages:
+            stage()
+        exchange.commit()
+        seen.append(dict(stats.seconds))
+    return {s: statistics.median(one[s] for one in seen[1:]) for s in STAGES}
+
+
+def _cast_rates(sizes: Sequence[int], repeats: int) -> dict[str, StageRate]:
+    """Return what rounding to bf16 and widening back takes."""
+    rounding: list[tuple[tuple[float, ...], float]] = []
+    widening: list[tuple[tuple[float, ...], float]] = []
+    for numel in sizes:
+        values = torch.randn(numel)
+        half = values.bfloat16()
+        for found, action in ((rounding, values.bfloat16), (widening, lambda v=values, h=half: v.copy_(h))):
+            seconds = []
+            for _ in range(repeats + 1):
+                begun = time.perf_counter()
+                action()
+                seconds.append(time.perf_counter() - begun)
+            found.append(((1.0, 0.0, float(numel), 0.0), statistics.median(seconds[1:])))
+    return {"cast": _fit(rounding), "uncast": _fit(widening)}
+
+
+def _fit(points: Sequence[tuple[tuple[float, ...], float]]) -> StageRate:
+    """Return the rates with the least relative squares, none of them negative (columns are dropped until that is so)."""
+    rows = np.array([features for features, _ in points])
+    seconds = np.array([max(s, 1e-9) for _, s in points])
+    kept = [c for c in range(rows.shape[1]) if rows[:, c].any()]
+    while kept:
+        scaled = rows[:, kept] / seconds[:, None]
+        norms = np.linalg.norm(scaled, axis=0)
+        found = np.linalg.lstsq(scaled / norms, np.ones(len(points)), rcond=1e-9)[0] / norms
+        if (found >= 0).all():
+            rates = [0.0] * rows.shape[1]
+            for column, rate in zip(kept, found.tolist(), strict=True):
+                rates[column] = rate
+            return StageRate(*rates)
+        kept.pop(int(np.argmin(found * norms)))
+    return StageRate()
+
+
+class _Echo(Communicator):
+    """N - 1 peers that send what this rank sends."""
+
+    rank = 0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def start_max(self, values: Tensor, channel: Channel) -> Work:
+        return _Done()
+
+    def start_all_to_all(
+        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+    ) -> Work:
+        recv.view(self.world_size, -1).copy_(send[: send_nbytes[0]])
+        return _Done()
+
+    def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
+        recv.view(self.world_size, -1).copy_(send)
+        return _Done()
+
+    def close(self) -> None:
+        return
+
+
+class _Done(Work):
+    def wait(self, timeout_s: float) -> None:
+        return

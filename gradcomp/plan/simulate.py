@@ -1,0 +1,279 @@
+"""One training step of N nodes, event by event: backward, the pipeline's stages, links, latencies and stragglers.
+
+A node has cores and one full-duplex link. Forward and backward run on a core; backward makes buckets ready in DDP's order,
+and each bucket then goes through the stages of the pipeline, first in, first out, a stage a thread: a stage waits for the
+collective that the stage before started, works, starts its own. What a node sends leaves its link in the order in which
+it was started (`gradcomp.comm.link`): a collective starts on a rank when its bytes have left the link and been under way
+for the latency of each of its rounds, and it completes on all ranks once it has started on the last one.
+
+With fewer than two cores the stages' work shares backward's core, as jobs in a queue without pauses; backward is cut into
+pieces for that. With c cores the stages have c - 1 of their own.
+
+Without stragglers all nodes are alike and one of them is simulated; `every_node` simulates all of them nevertheless.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradcomp.plan.costs import Bucket, Method, find_method, plan_buckets
+from gradcomp.plan.events import BucketWork, Run, Stage
+from gradcomp.plan.links import Link
+from gradcomp.plan.nodes import exact
+from gradcomp.plan.rates import FREE, Rates
+
+BACKWARD_PIECES = 16
+STEPS_OF_STRAGGLERS = 4
+MAX_NODES = 4096
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        parameters: (name, shape) in the order of ``named_parameters()``.
+        minibatch: samples of a step over all nodes together.
+        t_frame: seconds of forward and backward of one sample on one node.
+        t_update: seconds of a model update, on every node.
+        t_post: seconds of post-processing a gradient, shared out over the nodes.
+        parallel_post: how often `t_post` is spent.
+        flops: forward FLOPs by parameter, which share backward out over the buckets; None: in proportion to values.
+        forward_share: of `t_frame`; a third by default, since backward makes two products for each of forward's.
+        bucket_cap_mb: DDP's option (MiB); None is DDP's default.
+        weak: `minibatch` is each node's, so that more nodes compute more samples.
+        overlaps: buckets are exchanged as backward makes them ready (DDP); False: after it (`GradientAverager`).
+
+    Raises:
+        TypeError: a number that is none.
+        ValueError: one out of its range, named with its value.
+    """
+
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    minibatch: float
+    t_frame: float
+    t_update: float = 0.0
+    t_post: float = 0.0
+    parallel_post: float = 1.0
+    flops: tuple[float, ...] | None = None
+    forward_share: float = 1 / 3
+    bucket_cap_mb: float | None = None
+    weak: bool = False
+    overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.parameters:
+            raise ValueError("parameters must name at least one tensor, got none")
+        exact("minibatch", self.minibatch, positive=True)
+        for name in ("t_frame", "t_update", "t_post", "parallel_post"):
+            exact(name, getattr(self, name))
+        if not 0 <= self.forward_share <= 1:
+            raise ValueError(f"forward_share must be in [0, 1], got {self.forward_share!r}")
+        if self.flops is not None and len(self.flops) != len(self.parameters):
+            raise ValueError(f"flops must have one entry a parameter ({len(self.parameters)}), got {len(self.flops)}")
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return sum(math.prod(shape) for _, shape in self.parameters)
+
+    def samples(self, nodes: int) -> float:
+        """Return the samples of a step on one node; not rounded, as in the formula of `gradcomp.plan.nodes`."""
+        return self.minibatch if self.weak else self.minibatch / nodes
+
+    def shares(self, buckets: Sequence[Bucket]) -> list[float]:
+        """Return the share of backward that each bucket waits for after the one before."""
+        weights = [float(math.prod(s)) for _, s in self.parameters] if self.flops is None else self.flops
+        total = sum(weights)
+        return [sum(weights[i] for i in b.parameters) / total if total else 0.0 for b in buckets]
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """How nodes differ.
+
+    Attributes:
+        jitter: standard deviation of the logarithm of a node's computing time in a step; its mean stays.
+        slow_share: share of the nodes that are always slower, rounded to whole nodes.
+        slow_factor: by how much.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: a negative jitter, a share outside [0, 1], a factor below 1.
+    """
+
+    jitter: float = 0.0
+    slow_share: float = 0.0
+    slow_factor: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.jitter < math.inf:
+            raise ValueError(f"jitter must be at least 0 and finite, got {self.jitter!r}")
+        if not 0 <= self.slow_share <= 1:
+            raise ValueError(f"slow_share must be in [0, 1], got {self.slow_share!r}")
+        if not 1 <= self.slow_factor < math.inf:
+            raise ValueError(f"slow_factor must be at least 1 and finite, got {self.slow_factor!r}")
+
+    @property
+    def any(self) -> bool:
+        """Whether nodes differ at all."""
+        return self.jitter > 0 or (self.slow_share > 0 and self.slow_factor > 1)
+
+    def factors(self, nodes: int, halves: int) -> NDArray[np.float64]:
+        """Return how much longer each node computes in each half: ``(halves, nodes)``, mean 1 without slow nodes."""
+        generator = np.random.default_rng(self.seed)
+        slow = np.ones(nodes)
+        slow[generator.permutation(nodes)[: round(self.slow_share * nodes)]] = self.slow_factor
+        noise = self.jitter * generator.standard_normal((halves, nodes)) - self.jitter**2 / 2
+        return np.asarray(np.exp(noise) * slow, np.float64)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step takes; seconds are means over nodes and steps, and compute + stragglers + exposed = seconds.
+
+    Attributes:
+        nodes: how many.
+        seconds: per step.
+        compute_seconds: forward, backward and update of a node.
+        straggler_seconds: waiting for the slowest node's computation.
+        exposed_seconds: the rest: exchange, codecs included, that no computation hides.
+        exchange_seconds: from the first bucket that is ready to the last that is decoded, per step.
+        hidden_share: part of `exchange_seconds` that computation hides.
+        sent_nbytes: bytes that a rank sends in a step.
+    """
+
+    nodes: int
+    seconds: float
+    compute_seconds: float
+    straggler_seconds: float
+    exposed_seconds: float
+    exchange_seconds: float
+    hidden_share: float
+    sent_nbytes: int
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What moves the bytes once the link has let them pass: measured seconds of each kind of collective.
+
+    Attributes:
+        alpha_s: seconds a collective, by kind.
+        beta_s: seconds a byte sent, by kind.
+    """
+
+    alpha_s: dict[str, float] = field(default_factory=dict)
+    beta_s: dict[str, float] = field(default_factory=dict)
+
+    def seconds(self, kind: str, nbytes: int) -> float:
+        """Return the seconds of one collective."""
+        return self.alpha_s.get(kind, 0.0) + self.beta_s.get(kind, 0.0) * nbytes
+
+
+def simulate(
+    workload: Workload,
+    method: Method | str,
+    nodes: int,
+    link: Link,
+    *,
+    rates: Rates = FREE,
+    cores: float = 2,
+    double_buffering: bool = False,
+    stragglers: Stragglers | None = None,
+    transport: Transport | None = None,
+    every_node: bool = False,
+    steps: int | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Simulation:
+    """Return what a training step takes.
+
+    Args:
+        workload: what is trained.
+        method: how gradients are exchanged, or its name (`gradcomp.plan.METHODS`).
+        nodes: 1 to 4096.
+        link: of every node.
+        rates: CPU seconds of the codecs; none by default.
+        cores: of a node; seconds of computing and of codecs are what they take on it.
+        double_buffering: a step is computed in two halves, each exchanged while the next one is computed; every half is
+            followed by an update.
+        stragglers: how nodes differ; None: not at all.
+        transport: takes time after the link; None: none.
+        every_node: simulate alike nodes one by one.
+        steps: to average over; None: as many as the answer needs.
+        progress: called with the share that is done.
+
+    Raises:
+        ValueError: an argument out of its range, or an unknown method.
+    """
+    if isinstance(method, str):
+        method = find_method(method)
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= MAX_NODES:
+        raise ValueError(f"nodes must be an integer from 1 to {MAX_NODES}, got {nodes!r}")
+    if not 0 < cores < math.inf:
+        raise ValueError(f"cores must be positive and finite, got {cores!r}")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"steps must be None or an integer of at least 1, got {steps!r}")
+    stragglers = stragglers or Stragglers()
+    halves = 2 if double_buffering else 1
+    if steps is None:
+        steps = STEPS_OF_STRAGGLERS if stragglers.jitter > 0 else 1
+    warm_up = 1 if double_buffering else 0  # until the first exchange is behind a computation like all others
+    each = nodes if stragglers.any or every_node else 1
+    factors = stragglers.factors(each, halves * (warm_up + steps))
+    planned = plan_buckets(method, workload.parameters, nodes, bucket_cap_mb=workload.bucket_cap_mb)
+    compute = workload.samples(nodes) * workload.t_frame / halves
+    update = workload.t_update + workload.parallel_post * workload.t_post / nodes
+    run = Run(
+        nodes=each,
+        buckets=[_bucket_work(method, b, nodes, rates) for b in planned] if nodes > 1 else [],
+        pieces=_pieces(workload, planned),
+        forward_share=workload.forward_share,
+        compute=(factors * compute).tolist(),
+        update=update,
+        link=link,
+        cores=cores,
+        double_buffering=double_buffering,
+        transport_seconds=transport.seconds if transport is not None else None,
+        progress=progress,
+    )
+    run.run()
+    first, last = halves * warm_up, halves * (warm_up + steps)
+    seconds = (run.started[last] - run.started[first]) / each / steps
+    counted = factors[first:last] * compute
+    computing = float(counted.mean()) * halves + update * halves
+    slowest = float((counted.max(axis=1) - counted.mean(axis=1)).mean()) * halves
+    waiting = min(slowest, max(0.0, seconds - computing))
+    exposed = max(0.0, seconds - computing - waiting)
+    exchange = sum(run.exchange[first:last]) / steps
+    return Simulation(
+        nodes,
+        seconds,
+        computing,
+        waiting,
+        exposed,
+        exchange,
+        max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0,
+        sum(b.sent_nbytes for b in planned) * halves if nodes > 1 else 0,
+    )
+
+
+def _bucket_work(method: Method, bucket: Bucket, nodes: int, rates: Rates) -> BucketWork:
+    seconds = rates.stage_seconds(method, nodes, bucket.numel, bucket.owned_numel)
+    return BucketWork(tuple(Stage(s, c) for s, c in zip(seconds, (*bucket.collectives, None), strict=True)))
+
+
+def _pieces(workload: Workload, buckets: Sequence[Bucket]) -> list[tuple[float, tuple[int, ...]]]:
+    """Return backward's pieces: (its share of backward, the buckets that are ready after it)."""
+    if not workload.overlaps:
+        return [*[(1 / BACKWARD_PIECES, ())] * (BACKWARD_PIECES - 1), (1 / BACKWARD_PIECES, tuple(range(len(buckets))))]
+    out: list[tuple[float, tuple[int, ...]]] = []
+    for number, share in enumerate(workload.shares(buckets)):
+        count = max(1, math.ceil(share * BACKWARD_PIECES))
+        out += [*[(share / count, ())] * (count - 1), (share / count, (number,))]
+    return out

@@ -1,0 +1,148 @@
+"""python -m gradcomp.plan: what it prints and writes, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gradcomp.bench import plan
+from gradcomp.plan import METHODS, Rates, StageRate
+from gradcomp.plan.rates import STAGES
+
+
+@pytest.fixture(scope="module")
+def rates(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rates") / "rates.json"
+    found = {m.name: {s: StageRate(1e-5, 1e-6, 1e-10, 1e-10) for s in (*STAGES, "cast", "uncast")} for m in METHODS}
+    Rates(found).save(path)
+    return str(path)
+
+
+def run(*words, module="gradcomp.plan", **environment):
+    command = [sys.executable, "-m", *module.split(), *(str(w) for w in words)]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "100"} | environment,
+    )
+
+
+def test_the_program_answers_and_writes(tmp_path, rates):
+    out = run("--model", "vgg16", "--link", "1gbit", "--latency", "0.1ms", "--nodes", "1:64", "--rates", rates,
+              "--json", tmp_path / "plan.json", "--plot", tmp_path / "plan.png")  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    assert "VGG-16: 138,357,544 parameters" in out.stdout and "1 Gbit/s, 100 us" in out.stdout
+    assert "Compress: over 1 Gbit/s, 100 us, train on" in " ".join(out.stdout.split())
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert [r["nodes"] for r in found["rows"]][:: len(METHODS)] == [1, 2, 4, 8, 16, 32, 64]
+    assert found["method"].startswith("onebit") and found["speedup"] > 10 and found["optimal_nodes"] > 1
+    assert found["recommendation"] in " ".join(out.stdout.split())
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_calibrates_where_no_rates_are_given(tmp_path):
+    out = run("--model", "lenet", "--nodes", "2", "--codec", "fp32,onebit", "--json", tmp_path / "plan.json")
+    assert out.returncode == 0, out.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["rates"].keys() == {"onebit all_gather", "onebit reduce_scatter"}
+    assert 0 < found["rates"]["onebit all_gather"]["encode"]["per_value_s"] < 1e-7
+
+
+def test_shapes_of_ones_own_and_every_option(tmp_path, rates):
+    (tmp_path / "mine.json").write_text(json.dumps([["fc.weight", [4000, 1000]], ["fc.bias", [4000]]]))
+    out = run("--shapes", tmp_path / "mine.json", "--nodes", "2:6:2", "--frame-time", "1ms", "--update-time", "2ms",
+              "--post-time", "3ms", "--minibatch", "8", "--weak", "--cores", "1", "--jitter", "0.05", "--stragglers", "0.5:2",
+              "--double-buffering", "--bucket-cap-mb", "1", "--exchange", "all_reduce,reduce_scatter", "--seed", "3",
+              "--rates", rates, "--json", tmp_path / "plan.json")  # fmt: skip
+    assert out.returncode == 0, out.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert (found["model"], found["numel"], found["weak"], found["t_post"]) == ("mine", 4_004_000, True, 0.003)
+    assert {(r["nodes"], r["method"]) for r in found["rows"]} >= {(2, "fp32"), (4, "onebit reduce_scatter")}
+    assert not any("all_gather" in r["method"] for r in found["rows"])
+    assert all(r["straggler_seconds"] > 0 for r in found["rows"])
+    assert "waits" in out.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "vgg19"], "unknown model 'vgg19'; there are LeNet"),
+        (["--link", "fast"], "link 'fast' is not understood; rates like 100mbit"),
+        (["--latency", "soon"], "time 'soon' is not understood"),
+        (["--nodes", "64:1"], "--nodes '64:1' is not understood"),
+        (["--nodes", "0:4"], "--nodes '0:4' is not understood"),
+        (["--nodes", "1:5000"], "from 1 to 4096"),
+        (["--nodes", "two"], "--nodes 'two' is not understood"),
+        (["--codec", "zip"], "--codec 'zip' is unknown; there are fp32, bf16, ternary, onebit"),
+        (["--exchange", "mail"], "--exchange 'mail' is unknown; there are all_reduce"),
+        (["--codec", "fp32", "--exchange", "all_gather"], "no method has both"),
+        (["--minibatch", "0"], "minibatch must be positive and finite, got 0.0"),
+        (["--flops", "-1"], "--flops must be positive and finite, got -1.0"),
+        (["--flops", "1e12", "--frame-time", "1ms"], "exclude each other"),
+        (["--model", "lenet", "--shapes", "x.json"], "exclude each other"),
+        (["--shapes", "/nowhere.json"], "No such file"),
+        (["--rates", "/nowhere.json"], "No such file"),
+        (["--cores", "0"], "--cores must be positive and finite, got 0.0"),
+        (["--jitter", "-1"], "jitter must be at least 0"),
+        (["--stragglers", "0.1"], "--stragglers '0.1' is not understood; SHARE:FACTOR"),
+        (["--stragglers", "2:2"], "slow_share must be in"),
+        (["--bucket-cap-mb", "0"], "--bucket-cap-mb must be positive"),
+        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--ranks", "2"], "goes with --measure"),
+        (["--measure", "--validate"], "exclude each other"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        plan.parse(words)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert message in error and error.count("\n") == 1
+
+
+def test_bad_input_as_a_program_has_no_traceback():
+    for module in ("gradcomp.plan", "gradcomp.bench plan"):
+        out = run("--link", "fast", module=module)
+        assert out.returncode == 2 and out.stdout == ""
+        assert out.stderr.count("\n") == 1 and "not understood" in out.stderr
+
+
+def test_help_teaches():
+    out = run("--help")
+    assert out.returncode == 0
+    for word in ("examples:", "--link 1gbit", "--stragglers 0.1:2", "infiniband", "--measure --ranks 2"):
+        assert word in out.stdout
+
+
+def test_without_rich_it_says_what_to_install(tmp_path):
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich/__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    out = run("--nodes", "2", PYTHONPATH=path)
+    assert out.returncode == 2
+    assert "needs rich: pip install 'gradcomp[bench]'" in out.stderr and "Traceback" not in out.stderr
+
+
+def test_importing_the_room_is_quiet():
+    script = "import sys, gradcomp; gradcomp.plan.optimal_nodes; print([m for m in ('rich', 'matplotlib') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1:64", [1, 2, 4, 8, 16, 32, 64]),
+        ("3:20", [3, 6, 12, 20]),
+        ("2:10:4", [2, 6, 10]),
+        ("8,2,8", [2, 8]),
+        ("7", [7]),
+    ],
+)
+def test_node_counts(text, expected):
+    assert plan.parse_nodes(text) == expected

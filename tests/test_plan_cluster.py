@@ -1,0 +1,138 @@
+"""Measuring ranks at hand: the fits, a whole measurement over gloo, the program under --measure."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gradcomp import Identity, OneBit, Ternary
+from gradcomp.bench import cluster, cluster_validate
+from gradcomp.plan import Link, Rates, Transport, calibrate, find_model, simulate
+from gradcomp.plan.costs import plan_buckets
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "seconds"),
+    [
+        (1e-4, 1e-9, None),
+        (0.0, 1e-9, None),
+        (1e-4, 0.0, None),
+        (0.0, 2e-9, [1e-6, 1e-4, 1e-3, 1e-2]),  # faster than in proportion: alpha would be negative
+    ],
+)
+def test_alpha_and_beta_are_found(alpha, beta, seconds):
+    sizes = [1e3, 1e5, 1e6, 1e7]
+    found = cluster.fit_alpha_beta(sizes, seconds or [alpha + beta * s for s in sizes])
+    assert found == (pytest.approx(alpha, abs=1e-12), pytest.approx(beta, abs=1e-15, rel=0 if seconds is None else 1))
+
+
+@pytest.mark.parametrize(
+    ("codec", "world_size", "exchange", "second_phase"),
+    [
+        (Identity(), 2, "all_gather", ""),
+        (Identity(), 4, "reduce_scatter", "fp32"),
+        (Ternary(), 4, "reduce_scatter", "exact"),
+        (OneBit(), 2, "all_gather", ""),
+    ],
+)
+def test_methods_are_what_auto_takes(codec, world_size, exchange, second_phase):
+    method = cluster.strategy_method("x", codec, world_size)
+    assert method.exchange == exchange and (
+        exchange == "all_gather" or method.second_phase == second_phase or not second_phase
+    )
+    assert plan_buckets(method, find_model("lenet").parameters, world_size)
+
+
+def measured(t_frame=1e-3):
+    return cluster.Measured(2, 64, t_frame, 0.4, 2e-3, 1e-3, Rates(), Transport({"all_gather": 1e-3}, {}), 1.0)
+
+
+def test_a_measurement_becomes_a_workload():
+    lenet, other = find_model("lenet"), find_model("resnet50")
+    work = measured().workload(lenet)
+    assert (work.minibatch, work.t_frame, work.t_update, work.overlaps) == (
+        128,
+        pytest.approx(1e-3),
+        pytest.approx(2e-3),
+        True,
+    )
+    alone = measured().workload(lenet, averager=True)
+    assert (alone.t_update, alone.overlaps, len(plan_buckets(cluster.METHODS[0], alone.parameters, 2, bucket_cap_mb=alone.bucket_cap_mb))) == (pytest.approx(3e-3), False, 1)  # fmt: skip
+    larger = measured().workload(other, minibatch=8)
+    assert larger.minibatch == 8
+    assert larger.t_frame == pytest.approx(1e-3 * other.forward_flops / lenet.forward_flops)
+    assert larger.t_update == pytest.approx(2e-3 * other.numel / lenet.numel)
+    found = simulate(alone, "onebit all_gather", 2, Link(math.inf), transport=measured().transport)
+    assert found.seconds == pytest.approx(0.064 + 0.003 + 1e-3)
+
+
+def test_sizes_that_do_not_share_out_are_refused():
+    with pytest.raises(ValueError, match=r"sizes must be multiples of 512, got \(100,\)"):
+        calibrate(sizes=(100,))
+    with pytest.raises(ValueError, match="world_sizes must be powers of two"):
+        calibrate(world_sizes=(6,))
+
+
+def measure_quickly(rank, emit):
+    cluster.COMPUTE_STEPS, cluster.MESSAGE_REPEATS, cluster.MESSAGE_NBYTES, cluster.SIZES = (
+        2,
+        2,
+        (4096, 65536),
+        (512, 8192),
+    )
+    comm = cluster.TorchCommunicator(timeout_s=60)
+    methods = [cluster.strategy_method("ternary", Ternary(), 2)]
+    found = cluster.measure(comm, methods)
+    everyone = cluster.gather(comm, found)
+    seconds, parts = cluster_validate.train(comm, OneBit(), Link(1e9, 1e-3), 2)
+    comm.close()
+    if rank == 0:
+        emit((everyone, seconds, parts))
+
+
+def test_all_ranks_measure_the_same():
+    results = []
+    cluster.run_ranks(2, measure_quickly, on_message=results.append)
+    ((everyone, seconds, parts),) = results
+    assert len(parts) == 2 and all(len(p) == 4 and min(p) > 0 for p in parts)
+    assert everyone[0] == everyone[1] and everyone[0].ranks == 2
+    assert set(everyone[0].transport.alpha_s) == set(cluster.KINDS)
+    assert everyone[0].t_frame > 0 and 0 < everyone[0].forward_share < 1
+    assert everyone[0].rates.stages["ternary"]["encode"].per_value_s > 0
+    assert 2e-3 < seconds < 5  # one latency at least for gathering, and a step
+
+
+def test_the_program_measures_with_ranks_of_its_own(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "gradcomp.plan",
+        "--measure",
+        "--ranks",
+        "2",
+        "--json",
+        str(tmp_path / "plan.json"),
+    ]
+    out = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert out.returncode == 0, out.stderr
+    assert "2 ranks at once" in out.stdout and "all_to_all: " in out.stdout
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert {r["nodes"] for r in found["rows"]} == {1, 2}
+    assert found["model"] == "LeNet" and found["minibatch"] == 128
+
+
+def test_measuring_without_ranks_says_how_to_get_some():
+    alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "gradcomp.plan", "--measure"]
+    out = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=alone)
+    assert out.returncode == 2
+    assert "--ranks 2 starts some here" in out.stderr and out.stderr.count("\n") == 1
+
+
+def test_comparisons_are_shown_with_their_errors():
+    row = cluster_validate.Comparison(2, "loopback", "onebit", 0.9, 1.0)
+    assert row.error == pytest.approx(-0.1)
+    assert cluster_validate.build_table([row]).row_count == 1

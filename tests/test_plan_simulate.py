@@ -1,0 +1,306 @@
+"""The simulated step: cases computed by hand, orders that must hold, and what `predict` makes of it."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from gradcomp.plan import METHODS, Link, Rates, StageRate, Stragglers, Transport, Workload, predict, simulate
+from gradcomp.plan.costs import Collective, find_method
+from gradcomp.plan.events import BucketWork, Run, Stage
+from gradcomp.plan.rates import STAGES, calibrate
+
+FAST = Link(math.inf)
+ONE = (("w", (1_000_000,)),)  # one bucket: 4 MB in fp32
+MANY = tuple((f"w{i}", (500_000,)) for i in range(12))
+RATES = Rates({
+    m.name: {s: StageRate(1e-5, 1e-6, 1e-10, 1e-10) for s in ((*STAGES, "cast", "uncast"))} for m in METHODS
+})  # fmt: skip
+
+
+def run_one(stages, *, compute=(1.0,), pieces=((1.0, (0,)),), link=FAST, cores=2, **options):
+    """Simulate one node with one kind of bucket; return the times at which its halves began, and the end."""
+    count = sum(len(ready) for _, ready in pieces)
+    run = Run(
+        nodes=1,
+        buckets=[BucketWork(tuple(Stage(s, c) for s, c in stages))] * count,
+        pieces=pieces,
+        forward_share=options.pop("forward_share", 0.5),
+        compute=[[c] for c in compute],
+        update=options.pop("update", 0.0),
+        link=link,
+        cores=cores,
+        double_buffering=options.pop("double_buffering", False),
+        **options,
+    )
+    run.run()
+    return run.started
+
+
+# ---- by hand -------------------------------------------------------------------------------------------------------
+
+GATHER = Collective("all_gather", 1000, 3)  # 8 s over 1 kbit/s, and three latencies
+SLOW = Link(1000.0, 0.5)
+
+
+def test_one_bucket_is_the_sum_of_everything():
+    """1 s of computing, 0.25 s of encoding, 8 s on the link, 1.5 s under way, 0.5 s of decoding, 0.125 s of update."""
+    stages = ((0.25, GATHER), (0.5, None))
+    for cores in (1, 2):
+        assert run_one(stages, link=SLOW, cores=cores, update=0.125) == [0, 1 + 0.25 + 8 + 1.5 + 0.5 + 0.125]
+
+
+def test_the_link_sends_one_thing_at_a_time_but_latencies_overlap():
+    """Two buckets at once: the second leaves 8 s after the first and arrives as late after it."""
+    assert run_one(((0.0, GATHER), (0.0, None)), link=SLOW, pieces=((1.0, (0, 1)),)) == [0, 1 + 16 + 1.5]
+
+
+def test_a_stage_works_in_order_and_stages_overlap():
+    """Three buckets through stages of 1 s and 2 s: 1 + 3 * 2, on a core each; one after the other on a shared core."""
+    stages = ((1.0, None), (2.0, None))
+    assert run_one(stages, pieces=((1.0, (0, 1, 2)),), cores=3) == [0, 1 + 7]
+    assert run_one(stages, pieces=((1.0, (0, 1, 2)),), cores=2) == [0, 1 + 9]
+
+
+def test_backward_hides_the_exchange_of_early_buckets():
+    """Forward 1 s, backward 2 + 6 s; 4 s of encoding the first bucket hide behind backward where there is a core for it."""
+    pieces = ((0.25, (0,)), (0.75, ()))
+    assert run_one(((4.0, None),), compute=(9.0,), pieces=pieces, forward_share=1 / 9)[1] == pytest.approx(9)
+    assert run_one(((4.0, None),), compute=(9.0,), pieces=pieces, forward_share=1 / 9, cores=1)[1] == pytest.approx(13)
+
+
+def test_a_shared_core_never_pauses():
+    """On one core a job waits for backward's piece, and backward for the job; the end is the sum."""
+    pieces = tuple((0.125, (i,)) for i in range(8))
+    ends = run_one(((0.5, None), (0.25, None)), compute=(4.0,), pieces=pieces, cores=1)
+    assert ends[1] == pytest.approx(4 + 8 * 0.75)
+
+
+@pytest.mark.parametrize(("link_s", "half"), [(0.5, 1.25), (1.25, 1.25), (3.0, 3.0)])
+def test_double_buffering_takes_the_longer_of_both(link_s, half):
+    """max(T_calc, T_comm) a half, as in the formula; with T_calc = 1 s + 0.25 s of update."""
+    stages = ((0.0, Collective("all_gather", 1000, 0)), (0.0, None))
+    link = Link(8000 / link_s)
+    starts = run_one(stages, compute=(1.0,) * 8, link=link, update=0.25, double_buffering=True)
+    assert starts[-1] - starts[-2] == pytest.approx(half)
+    plain = run_one(stages, compute=(1.0,) * 8, link=link, update=0.25)
+    assert plain[-1] - plain[-2] == pytest.approx(1.25 + link_s)
+
+
+def test_transport_comes_after_the_link_one_at_a_time():
+    stages = ((0.0, GATHER), (0.0, None))
+    options = {
+        "pieces": ((1.0, (0, 1)),),
+        "transport_seconds": Transport({"all_gather": 1.0}, {"all_gather": 0.01}).seconds,
+    }
+    assert run_one(stages, **options)[1] == pytest.approx(1 + 2 * (1 + 10))
+    assert run_one(stages, link=SLOW, **options)[1] == pytest.approx(1 + 8 + 1.5 + 2 * 11)
+
+
+def test_fp32_over_a_link_by_hand():
+    """4 nodes, 4 MB: 2 * 3/4 * 4 MB at 1 Gbit/s = 48 ms, six latencies; compute 100 ms, update 5 ms."""
+    found = simulate(Workload(ONE, 100, 4e-3, 5e-3), "fp32", 4, Link(1e9, 1e-3))
+    assert found.seconds == pytest.approx(0.1 + 0.048 + 0.006 + 0.005)
+    assert found.compute_seconds == pytest.approx(0.105)
+    assert found.exposed_seconds == pytest.approx(0.054)
+    assert found.exchange_seconds == pytest.approx(0.054)
+    assert found.hidden_share == pytest.approx(0)
+    assert found.sent_nbytes == 6_000_000
+
+
+# ---- orders that must hold -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [m.name for m in METHODS])
+@pytest.mark.parametrize("cores", [1, 2, 8])
+def test_one_node_and_an_infinite_link_only_compute(method, cores):
+    work = Workload(MANY, 64, 1e-3, 2e-3)
+    assert simulate(work, method, 1, Link(1e6, 1e-3), rates=RATES, cores=cores).seconds == pytest.approx(0.066)
+    for nodes in (2, 32):
+        found = simulate(work, method, nodes, FAST, cores=cores)
+        assert found.seconds == pytest.approx(0.064 / nodes + 0.002)
+        assert found.exposed_seconds == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("method", [m.name for m in METHODS])
+@pytest.mark.parametrize("double_buffering", [False, True])
+def test_a_faster_link_is_never_slower(method, double_buffering):
+    work = Workload(MANY, 64, 1e-3, 2e-3)
+    for cores in (1, 2):
+        seconds = [
+            simulate(
+                work, method, 8, Link(rate, 1e-4), rates=RATES, cores=cores, double_buffering=double_buffering
+            ).seconds
+            for rate in (1e7, 1e8, 1e9, 1e10, 1e11)
+        ]
+        assert all(b <= a * 1.02 for a, b in itertools.pairwise(seconds)), seconds  # jobs may change places
+        assert seconds[-1] < seconds[0] / 2
+
+
+@pytest.mark.parametrize("method", [m.name for m in METHODS])
+@pytest.mark.parametrize("double_buffering", [False, True])
+@pytest.mark.parametrize("cores", [1, 2])
+def test_every_node_is_like_the_one_that_stands_for_all(method, double_buffering, cores):
+    work = Workload(MANY, 64, 1e-3, 2e-3)
+    options = {"rates": RATES, "cores": cores, "double_buffering": double_buffering}
+    one = simulate(work, method, 5, Link(1e9, 1e-4), **options)
+    all_of_them = simulate(work, method, 5, Link(1e9, 1e-4), every_node=True, **options)
+    for name, value in vars(one).items():
+        assert getattr(all_of_them, name) == pytest.approx(value, abs=1e-12), name
+
+
+def test_double_buffering_hides_what_backward_cannot():
+    work = Workload(ONE, 64, 1e-3, 0)  # one bucket: ready when backward is over
+    plain = simulate(work, "onebit reduce_scatter", 4, Link(1e9), rates=RATES)
+    buffered = simulate(work, "onebit reduce_scatter", 4, Link(1e9), rates=RATES, double_buffering=True)
+    assert buffered.seconds == pytest.approx(0.016) and plain.seconds > 0.017
+    assert buffered.sent_nbytes == 2 * plain.sent_nbytes  # each half's gradient is exchanged
+
+
+@pytest.mark.parametrize("stragglers", [Stragglers(jitter=0.2), Stragglers(slow_share=0.1, slow_factor=2.0)])
+def test_stragglers_slow_everyone(stragglers):
+    work = Workload(MANY, 320, 1e-3, 2e-3)
+    calm = simulate(work, "ternary exact", 10, Link(1e9, 1e-4), rates=RATES)
+    found = simulate(work, "ternary exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers)
+    assert found.seconds > 1.1 * calm.seconds
+    assert found.straggler_seconds > 0.1 * calm.compute_seconds
+    assert found.seconds == pytest.approx(found.compute_seconds + found.straggler_seconds + found.exposed_seconds)
+    assert found == simulate(work, "ternary exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers)
+    if stragglers.jitter:
+        other = replace(stragglers, seed=1)
+        assert found != simulate(work, "ternary exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=other)
+
+
+def test_one_slow_node_sets_the_pace():
+    """One of 4 nodes takes twice as long: 64/4 * 1 ms * 2 for all of them."""
+    found = simulate(Workload(ONE, 64, 1e-3), "fp32", 4, FAST, stragglers=Stragglers(slow_share=0.25, slow_factor=2.0))
+    assert found.seconds == pytest.approx(0.032)
+    assert (found.compute_seconds, found.straggler_seconds) == pytest.approx((0.020, 0.012))
+
+
+def test_thousands_of_nodes_with_stragglers_report_progress():
+    seen = []
+    work = Workload(ONE, 4096, 1e-3)
+    found = simulate(work, "fp32", 4096, Link(1e9), stragglers=Stragglers(jitter=0.1), steps=1, progress=seen.append)
+    assert found.straggler_seconds > 0
+    assert len(seen) > 10 and seen == sorted(seen) and 0 < seen[0] and seen[-1] <= 1
+
+
+def test_weak_scaling_keeps_the_work_of_a_node():
+    work = Workload(ONE, 32, 1e-3, weak=True)
+    assert [simulate(work, "fp32", n, FAST).seconds for n in (1, 4, 64)] == pytest.approx([0.032] * 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 0}, "nodes must be an integer from 1 to 4096, got 0"),
+        ({"nodes": 4097}, "got 4097"),
+        ({"nodes": 2.0}, "got 2.0"),
+        ({"cores": 0}, "cores must be positive and finite, got 0"),
+        ({"method": "zip"}, "unknown method 'zip'"),
+        ({"steps": 0}, "steps must be None or an integer of at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    arguments = {"workload": Workload(ONE, 1, 1), "method": "fp32", "nodes": 2, "link": FAST} | options
+    with pytest.raises(ValueError, match=message):
+        simulate(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Workload((), 1, 1), "parameters must name at least one"),
+        (lambda: Workload(ONE, 0, 1), "minibatch must be positive and finite, got 0"),
+        (lambda: Workload(ONE, 1, -1), "t_frame must be at least 0 and finite, got -1"),
+        (lambda: Workload(ONE, 1, 1, t_update=math.inf), "t_update must be at least 0 and finite, got inf"),
+        (lambda: Workload(ONE, 1, 1, forward_share=2), "forward_share must be in"),
+        (lambda: Workload(ONE, 1, 1, flops=()), "flops must have one entry a parameter"),
+        (lambda: Stragglers(jitter=-1), "jitter must be at least 0 and finite, got -1"),
+        (lambda: Stragglers(slow_share=2), "slow_share must be in"),
+        (lambda: Stragglers(slow_factor=0.5), "slow_factor must be at least 1 and finite, got 0.5"),
+        (lambda: StageRate(-1.0), "fixed_s must be at least 0 and finite, got -1.0"),
+    ],
+)
+def test_bad_descriptions_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# ---- rates ---------------------------------------------------------------------------------------------------------
+
+
+def test_calibration_finds_rates_that_describe_a_stage(tmp_path):
+    methods = [find_method(n) for n in ("ternary exact", "onebit all_gather", "bf16")]
+    rates = calibrate(methods, sizes=(1 << 10, 1 << 16), repeats=2)
+    small, large = (rates.stage_seconds(methods[0], 4, n, n // 4) for n in (1 << 10, 1 << 22))
+    assert len(small) == 4 and all(0 <= a < b < 1 for a, b in zip(small, large, strict=True))
+    few, more = (rates.stage_seconds(methods[1], n, 1 << 20, 1 << 20) for n in (2, 64))
+    assert more[3] > 4 * few[3] and more[1] < 4 * few[1]  # decoding grows with the ranks, encoding does not
+    assert 0 < sum(rates.stage_seconds(methods[2], 4, 1 << 22, 1 << 20)) < 1
+    rates.save(tmp_path / "rates.json")
+    assert Rates.load(tmp_path / "rates.json") == rates
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"fp32": 3}', '{"fp32": {"cast": {"speed": 3}}}', '{"fp32": {"cast": {"fixed_s": -3}}}'])  # fmt: skip
+def test_bad_rates_are_refused(text, tmp_path):
+    (tmp_path / "rates.json").write_text(text)
+    with pytest.raises(ValueError, match=r"rates\.json does not hold rates"):
+        Rates.load(tmp_path / "rates.json")
+
+
+# ---- predictions ---------------------------------------------------------------------------------------------------
+
+BIG = tuple((f"w{i}", (1000, 4000)) for i in range(10))  # 160 MB
+
+
+def test_a_slow_link_asks_for_compression():
+    found = predict(Workload(BIG, 1024, 1e-3, 2e-3), Link(1e9, 1e-4), [1, 2, 4, 8, 16], rates=RATES)
+    assert found.method.compresses and found.nodes == 16 and found.speedup > 5
+    assert found.sentence.startswith("Compress: over 1 Gbit/s") and found.method.name in found.sentence
+    assert 1e9 < found.break_even_bits_per_s < 1e12
+    above = predict(Workload(BIG, 1024, 1e-3, 2e-3), Link(found.break_even_bits_per_s * 1.2, 1e-4), [16], rates=RATES)
+    assert not above.method.compresses
+    assert found.result("fp32", 16).seconds == pytest.approx(
+        found.speedup * found.result(found.method.name, 16).seconds
+    )
+    ratio = 2 * 15 / 16 * 160e6 / found.result(found.method.name, 16).sent_nbytes
+    assert found.optimal_nodes == math.ceil(512e-3 / (1.28 / ratio - 2e-3))
+
+
+def test_a_fast_link_asks_for_nothing():
+    found = predict(Workload(BIG, 1024, 1e-2, 2e-3), Link(1e12), [2, 4, 8], rates=RATES)
+    assert found.method.name == "fp32" and found.speedup == 1
+    assert found.sentence.startswith("Do not compress") and "would pay" in found.sentence
+    assert found.break_even_bits_per_s < 1e12
+
+
+def test_one_node_may_be_best():
+    found = predict(Workload(BIG, 4, 1e-3, 2e-3), Link(1e6), [1, 2, 4], rates=RATES)
+    assert found.nodes == 1 and "do not distribute" in found.sentence
+
+
+def test_crossings_are_where_the_fastest_method_changes():
+    work, link = Workload(BIG, 1024, 1e-3, 2e-3), Link(1e10, 1e-4)
+    coarse = predict(work, link, [2, 64], rates=RATES)
+    fine = predict(work, link, range(2, 65), rates=RATES)
+    assert coarse.crossings
+    for crossing in coarse.crossings:
+        assert crossing in fine.crossings
+        now, before = (
+            {m.name: fine.result(m.name, n).seconds for m in METHODS} for n in (crossing.nodes, crossing.nodes - 1)
+        )
+        assert now[crossing.after] <= 1.01 * min(now.values())
+        assert now[crossing.before] > 1.01 * min(now.values())
+        assert before[crossing.before] <= 1.01 * min(before.values())
+
+
+def test_predictions_need_nodes_and_methods():
+    with pytest.raises(ValueError, match="nodes must name at least one"):
+        predict(Workload(ONE, 1, 1), FAST, [])
+    with pytest.raises(ValueError, match="methods must name at least one"):
+        predict(Workload(ONE, 1, 1), FAST, [2], methods=[])
+    with pytest.raises(KeyError):
+        predict(Workload(ONE, 1, 1), FAST, [2], rates=RATES).result("fp32", 3)
