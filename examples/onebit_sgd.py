@@ -97,7 +97,9 @@ class Samples:
 class Averaged:
     """A training step without double buffering, with the methods of `DoubleBuffer` that are used here."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, codec: object, comm: object, **options):
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, codec: object, comm: object, **options
+    ):
         self._optimizer = optimizer
         self._averager = gradcomp.GradientAverager(model.named_parameters(), codec, comm, **options)
         self.stats, self.check_replicas = self._averager.stats, self._averager.check_replicas
@@ -158,25 +160,28 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
         for first in range(seen, seen + count - minibatch + 1, minibatch):
             yield trainer.step(loss_fn, *samples.batch(first, minibatch))
 
-    minibatch, seen, seconds, searched = args.minibatch, 0, 0.0, 0
+    minibatch, seen, seconds, searched, factor = args.minibatch, 0, 0.0, 0, 1.0
     packed_nbytes = packed_count = 0
     while seen + minibatch <= total:
-        if seen >= warm and warm and optimizer.param_groups[0]["lr"] == args.lr and row.adagrad in transforms:
-            optimizer.param_groups[0]["lr"] = args.adagrad_lr  # AdaGrad begins here, its gradients are of size 1
+        divided = row.adagrad == "momentum" or (row.adagrad and seen >= warm)  # gradients are of size 1 then
+        decay = (1 - seen / total) ** 0.5  # TernGrad's schedule
+        optimizer.param_groups[0]["lr"] = factor * decay * (args.adagrad_lr if divided else args.lr)
         begun = time.perf_counter()
         if row.searches and seen >= warm and searched < 2 and seen >= searched * total // 2:
             share = max(args.search_samples, 4 * minibatch)
             searched += 1
-            minibatch = find_batch_size(
+            choice = find_batch_size(
                 trial,
                 model=model,
                 optimizer=optimizer,
                 state=trainer,
                 samples=share,
                 current=minibatch,
+                smallest=minibatch,
                 multiple=args.minibatch // 4,
                 progress=False,
-            ).minibatch
+            )
+            minibatch, factor = choice.minibatch, factor * choice.trial.lr_factor
         before = trainer.stats.bytes_sent
         trainer.step(loss_fn, *samples.batch(seen, minibatch))
         seconds += time.perf_counter() - begun
@@ -187,7 +192,9 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     trainer.check_replicas()
     report = trainer.report()
     trainer.close()
-    return Result(accuracy(model, data), seconds, packed_nbytes / packed_count, report.hidden if report else 0.0, minibatch)
+    return Result(
+        accuracy(model, data), seconds, packed_nbytes / packed_count, report.hidden if report else 0.0, minibatch
+    )
 
 
 def accuracy(model: torch.nn.Module, data: ImageData) -> float:
@@ -214,14 +221,18 @@ def show(results: dict[str, list[Result]], seeds: int) -> None:
             f"{statistics.fmean(r.seconds for r in runs):.1f}",
             f"{statistics.fmean(r.nbytes for r in runs) / 1e3:,.1f}",
             f"{100 * statistics.fmean(r.hidden for r in runs):.0f}" if runs[0].hidden else "-",
-            ", ".join(str(r.minibatch) for r in runs) if len({r.minibatch for r in runs}) > 1 else str(runs[0].minibatch),
+            ", ".join(str(r.minibatch) for r in runs)
+            if len({r.minibatch for r in runs}) > 1
+            else str(runs[0].minibatch),
         )
     Console(width=120).print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
+    parser.add_argument(
+        "--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)"
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--minibatch", type=int, default=64, help="samples of all ranks together, at first (64)")
     parser.add_argument("--lr", type=float, default=0.03, help="of SGD (0.03)")
