@@ -277,6 +277,15 @@ def test_a_fast_link_asks_for_nothing():
     assert found.break_even_bits_per_s < 1e12
 
 
+def test_measured_collectives_take_the_place_of_a_link():
+    """An all_reduce of 2 * 3/4 * 160 MB at 1 ns a byte: 0.24 s / ratio against 2 ms of update."""
+    slow = Transport({}, dict.fromkeys(("all_reduce", "all_gather", "all_to_all"), 1e-9))
+    found = predict(Workload(BIG, 1024, 1e-3, 2e-3), FAST, [4], rates=RATES, transport=slow)
+    assert "over these ranks" in found.sentence
+    ratio = 240e6 / found.result(found.method.name, 4).sent_nbytes
+    assert found.optimal_nodes == math.ceil(0.512 / (0.24 / ratio - 0.002))
+
+
 def test_one_node_may_be_best():
     found = predict(Workload(BIG, 4, 1e-3, 2e-3), Link(1e6), [1, 2, 4], rates=RATES)
     assert found.nodes == 1 and "do not distribute" in found.sentence
