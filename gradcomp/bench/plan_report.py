@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,15 @@ def print_prediction(console: Console, question: Question, found: Prediction) ->
     """Print what was assumed, seconds of every method, the fastest in detail, crossings and the recommendation."""
     work = question.workload
     scaling = "a node" if work.weak else "over all nodes"
+    link = (
+        "collectives as measured"
+        if question.transport and math.isinf(question.link.bits_per_s)
+        else f"link {question.link}"
+    )
     lines = [
         f"{question.model.name}: {work.numel:,} parameters, {work.minibatch:g} samples a step {scaling}",
         f"computing {format_seconds(work.t_frame)} a sample ({question.model.sample})",
-        f"update {format_seconds(work.t_update)}; link {question.link}",
+        f"update {format_seconds(work.t_update)}; {link}",
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -72,7 +78,7 @@ def fastest_table(question: Question, found: Prediction) -> Table:
     """Return where the time of the fastest method goes, by nodes."""
     waits = question.stragglers.any
     table = Table(
-        title="where the time of the fastest goes (of equals within 1 %, the first)",
+        title="where the time of the fastest goes",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

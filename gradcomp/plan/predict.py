@@ -152,8 +152,11 @@ def predict(
     others = [m for m in chosen if m is not plain]
     even = _break_even(others, plain, best, lambda m, rate: run(m, best, Link(rate, link.latency_s)).seconds)
     ratio = _ratio(workload, cache[method.name, best], double_buffering)
-    optimum = _formula(workload, link, ratio)
-    sentence = _sentence(workload, link, method, best, speedup, even, optimum, cache[method.name, best], plain, counts)
+    optimum = _formula(
+        workload, link, ratio, transport.seconds("all_reduce", ring_bytes(workload.numel, best)) if transport else 0
+    )
+    where = "over these ranks" if transport is not None and math.isinf(link.bits_per_s) else f"over {link}"
+    sentence = _sentence(where, method, best, speedup, even, optimum, cache[method.name, best], plain, counts)
     return Prediction(rows, crossings, method, best, speedup, even, optimum, sentence, found)
 
 
@@ -230,14 +233,14 @@ def _ratio(workload: Workload, result: Simulation, double_buffering: bool) -> fl
     return ring_bytes(workload.numel, result.nodes) * (2 if double_buffering else 1) / result.sent_nbytes
 
 
-def _formula(workload: Workload, link: Link, ratio: float) -> int | float:
+def _formula(workload: Workload, link: Link, ratio: float, t_transport: float) -> int | float:
     if workload.t_frame == 0:
         return 1
     return optimal_nodes(
         minibatch=workload.minibatch,
         t_frame=workload.t_frame,
         t_post=workload.t_post,
-        t_comm_fp32=8 * FP32_NBYTES * workload.numel / link.bits_per_s,
+        t_comm_fp32=8 * FP32_NBYTES * workload.numel / link.bits_per_s + t_transport,
         t_update=workload.t_update,
         compression_ratio=ratio,
         parallel_post=workload.parallel_post,
@@ -245,8 +248,7 @@ def _formula(workload: Workload, link: Link, ratio: float) -> int | float:
 
 
 def _sentence(
-    workload: Workload,
-    link: Link,
+    where: str,
     method: Method,
     n: int,
     speedup: float,
@@ -257,7 +259,6 @@ def _sentence(
     counts: Sequence[int],
 ) -> str:
     """Return the recommendation in words."""
-    where = f"over {link}"
     took = format_seconds(result.seconds)
     if n == 1:
         return f"Do not compress and do not distribute: {where} no more nodes are faster than one ({took} a step)."
