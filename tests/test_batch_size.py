@@ -1,6 +1,7 @@
 """The search for the minibatch size: every bit comes back, NaN never wins, every rank chooses alike."""
 
 import copy
+import gc
 import math
 import random
 import subprocess
@@ -243,6 +244,45 @@ def test_residuals_are_rolled_back_and_all_ranks_choose_alike(over, kind):
     assert len({c for _, c, _, _ in first[1]}) == 4
 
 
+def under_ddp(fused, searched):
+    """Train a DDP model with split weights and 1-bit residuals, with a search in the middle or without."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    net = nn.Sequential(*(m for m in fresh_model() if not isinstance(m, (nn.BatchNorm1d, nn.Dropout))))
+    weights = gradcomp.optim.split_parameters(net)
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = gradcomp.optim.SplitSGD(weights, lr=0.05, momentum=0.9)
+    state = gradcomp.ddp.register(model, OneBit(), optimizer=optimizer if fused else None, min_numel=0, timeout_s=30)
+
+    def train(minibatch, samples):
+        own = minibatch // world
+        for start in range(0, samples - minibatch + 1, minibatch):
+            at = slice(start + rank * own, start + (rank + 1) * own)
+            model.zero_grad()
+            loss = nn.functional.cross_entropy(model(DATA[at].bfloat16()).float(), TARGETS[at])
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    list(train(64, 256))
+    if searched:
+        find_batch_size(
+            train, model=model, optimizer=optimizer, state=state, samples=512, current=64, progress=False,
+            per_sample_lr=False, timeout_s=30,
+        )  # fmt: skip
+    list(train(64, 256))
+    held = everything(net, optimizer, state, generators=False)
+    state.close()
+    del held[3]  # which tensors they are
+    return held
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_a_ddp_run_goes_on_as_if_nothing_had_been_tried(gloo, fused):
+    with_it, without = gloo(2, under_ddp, fused, True), gloo(2, under_ddp, fused, False)
+    assert with_it == without
+    assert with_it[0][0] == with_it[1][0]
+
+
 # ---- the choice ----------------------------------------------------------------------------------------------------
 
 
@@ -388,11 +428,15 @@ def test_an_exception_in_a_trial_rolls_back_and_is_raised():
     assert ended == [64, 128, 192]
 
     def wordy(minibatch, samples):
-        for _ in messy(net, optimizer)(minibatch, samples):
-            yield "a lot"
+        try:
+            for _ in messy(net, optimizer)(minibatch, samples):
+                yield "a lot"
+        finally:
+            net.scratch.fill_(7)
 
     with pytest.raises(ValueError, match="a lot"):
         find_batch_size(wordy, model=net, optimizer=optimizer, samples=1024, current=128, progress=False)
+    gc.collect()  # a generator that is only forgotten cleans up now
     assert everything(net, optimizer) == before
 
 

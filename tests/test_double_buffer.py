@@ -259,6 +259,31 @@ def test_zero_gradients_of_a_skip_are_divided_by_all_ranks():
     assert run_local(2, work) == [[-0.5], [-0.5]]
 
 
+def split_weights(comm, drains):
+    net = fresh_model()
+    optimizer = gradcomp.optim.SplitSGD(gradcomp.optim.split_parameters(net), lr=LR, momentum=MOMENTUM)
+    buffer = DoubleBuffer(net, optimizer, OneBit(), comm, min_numel=0, timeout_s=30)
+
+    def loss(x, y):
+        return nn.functional.cross_entropy(net(x.bfloat16()).float(), y)
+
+    for step in range(5):
+        buffer.step(loss, *minibatch(step, comm.rank))
+        if comm.rank == 0 and step == 2 and drains:
+            buffer.drain()
+    buffer.check_replicas()
+    trails = [optimizer.state[p]["trail"].view(torch.uint8).numpy().tobytes() for p in net.parameters()]
+    return [p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters()], trails
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_split_optimizers_are_stepped(drains):
+    first, second = run_local(2, split_weights, drains)
+    assert first == second
+    start = [p.detach().bfloat16().view(torch.uint8).numpy().tobytes() for p in MODEL.parameters()]
+    assert all(now != then for now, then in zip(first[0], start, strict=True))
+
+
 # ---- the averager's rotate -----------------------------------------------------------------------------------------
 
 
@@ -331,8 +356,12 @@ def test_wrong_arguments(gloo):
         buffer.step(loss_of(net), x, ["a"] * 7)
     with pytest.raises(TypeError, match="float"):
         buffer.step(lambda x: 1.0, x)
+    with pytest.raises(ValueError, match=r"\(4, 20\)"):
+        buffer.step(lambda x: x, x)
     with pytest.raises(ValueError, match="-1"):
         buffer.most(-1)
+    with pytest.raises(ValueError, match="timeout_s"):
+        buffer_of_one(timeout_s=None)
     assert bits(net) == bits(MODEL)
     with pytest.raises(ValueError, match="whole_steps"):
         buffer_of_one(whole_steps=1)
@@ -400,8 +429,15 @@ def test_evaluation_drains_and_a_step_in_evaluation_mode_does_not():
     net.eval()
     net(batch[0])
     assert bits(net) != stale
-    before = buffer.report().exchanges
-    buffer.step(loss_of(net), *batch)  # frozen normalisation: the model stays in evaluation mode
+    before, held = buffer.report().exchanges, []
+
+    def loss(x, y):
+        out = loss_of(net)(x, y)
+        held.append(bits(net))
+        return out
+
+    buffer.step(loss, *batch)  # frozen normalisation: the model stays in evaluation mode
+    assert held[0] == held[1]  # the first half's update was not waited for
     assert buffer.report().exchanges == before + 1  # the second half is still under way
     buffer.close()
     assert buffer.report().exchanges == before + 2
@@ -469,7 +505,10 @@ def calc_seconds(net, samples):
 
 
 def hidden_shares(mode, ratio, samples=1024, steps=8):
-    """Return (median hidden share of a step, T_comm / T_calc of an exchange) behind a link made for this `ratio`."""
+    """Return (median hidden share of a step, T_comm / T_calc of an exchange, ...) behind a link made for this `ratio`.
+
+    Of "exposed": the median time that a training without double buffering is blocked, in exchanges of that link.
+    """
     comm = TorchCommunicator(timeout_s=60)
     net = heavy()
     slowest = max(float(b) for b in comm.all_gather_bytes(f"{calc_seconds(net, samples):.9f}".encode()[:11], 60))
@@ -484,11 +523,12 @@ def hidden_shares(mode, ratio, samples=1024, steps=8):
             for half in x.chunk(2):
                 net.zero_grad()
                 net(half).square().mean().backward()
+                begun = time.perf_counter()
                 averager.average()
+                taken.append(time.perf_counter() - begun)
                 optimizer.step()
-        share = averager.stats.seconds["hidden"] / (steps * 2 * ratio * slowest)
         averager.close()
-        return share, ratio
+        return statistics.median(taken) / (ratio * slowest)
     with DoubleBuffer(net, optimizer, OneBit(), link, whole_steps=mode == "whole") as buffer:
         last = buffer.report()
         for _ in range(steps):
@@ -506,16 +546,15 @@ def hidden_shares(mode, ratio, samples=1024, steps=8):
 def test_at_least_80_percent_is_hidden_where_an_exchange_takes_half_of_computing(gloo):
     for _ in range(3):  # on a machine that others use
         results = gloo(2, hidden_shares, "halves", 0.5)
-        worst = min(r[0] for r in results)
-        if worst >= 0.8:
+        worst, ratio = min(r[0] for r in results), min(r[1] for r in results)
+        if worst >= 0.8 and ratio > 0.3:
             break
     print("hidden, T_comm / T_calc, report:", results)
-    assert worst >= 0.8
-    assert all(0.3 < r[1] < 1.2 for r in results)
+    assert worst >= 0.8 and ratio > 0.3
     assert all("hidden" in r[2] for r in results)
     exposed = gloo(2, hidden_shares, "exposed", 0.5)
-    print("without:", exposed)
-    assert all(share < 0.2 for share, _ in exposed)
+    print("without, blocked for so many exchanges:", exposed)
+    assert min(exposed) >= 0.9
     whole = gloo(2, hidden_shares, "whole", 0.5)
     print("whole steps:", whole)
     assert all(r[0] >= 0.8 and r[3] for r in whole)

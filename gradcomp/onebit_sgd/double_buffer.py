@@ -88,7 +88,7 @@ class DoubleBuffer:
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("optimizer updates no parameter of this model; pass the optimizer that trains it")
         self._model, self._optimizer, self._whole_steps = model, optimizer, whole_steps
-        self._timeout_s = float(options.get("timeout_s", 300.0))
+        self._timeout_s = options.get("timeout_s", 300.0)
         own = comm if comm is not None else _torch_communicator(self._timeout_s)
         try:
             self._averager = GradientAverager(named, codec, own, **options)
@@ -123,7 +123,7 @@ class DoubleBuffer:
             The mean loss of the minibatch on this rank, detached; the halves were computed on weights an update apart.
 
         Raises:
-            ValueError: fewer than 2 samples, or tensors that disagree on their number; nothing was sent then.
+            ValueError: fewer than 2 samples, tensors that disagree on their number, a loss of several elements.
             TypeError: a minibatch that cannot be cut, or a loss that is no tensor.
             PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor: as `GradientAverager.rotate`.
         """
@@ -257,6 +257,10 @@ class DoubleBuffer:
         loss = loss_fn(*half)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"loss_fn must return the mean over its samples, one number, got shape {tuple(loss.shape)}"
+            )
         weighted = loss.reshape(()) * share
         weighted.backward()  # type: ignore[no-untyped-call]
         self._compute_s += time.perf_counter() - begun
