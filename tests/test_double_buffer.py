@@ -194,6 +194,38 @@ def test_resume_equals_the_uninterrupted_drained_run(over, whole):
     assert over(2, resumed, whole) == [True, True]
 
 
+def saved_by_all(comm):
+    net = fresh_model()
+    buffer = DoubleBuffer(net, sgd(net), OneBit(), comm, min_numel=0)
+    for step in range(2):
+        x, y = minibatch(step, comm.rank)
+        buffer.step(loss_of(net), x, y)
+    return buffer.state_dict(), copy.deepcopy(net.state_dict())
+
+
+def loaded_by_fewer(comm, states, weights):
+    net = fresh_model()
+    net.load_state_dict(weights)
+    with DoubleBuffer(net, sgd(net), OneBit(), comm, min_numel=0) as buffer:
+        with pytest.raises(ValueError, match="world_size|rank"):
+            buffer.load_state_dict(states[comm.rank])
+        with pytest.raises(ValueError, match="not from DoubleBuffer"):
+            buffer.load_state_dict([{}, *states[1:]])
+        buffer.load_state_dict(states)
+        loaded = buffer.state_dict()["averager"]
+        assert loaded["world_size"] == 2 and all(bool(r.any()) for r in loaded["residual"].values())
+        x, y = minibatch(2, comm.rank)
+        buffer.step(loss_of(net), x, y)
+        buffer.check_replicas()
+    return loaded["step"]
+
+
+def test_states_of_all_ranks_resume_on_fewer():
+    """Three ranks took two minibatches, four exchanges; two go on with what the three still owed."""
+    saved = run_local(3, saved_by_all)
+    assert run_local(2, loaded_by_fewer, [state for state, _ in saved], saved[0][1]) == [4, 4]
+
+
 def out_of_data(comm, skips):
     net = fresh_model()
     buffer = DoubleBuffer(net, sgd(net), Identity(), comm, timeout_s=5)

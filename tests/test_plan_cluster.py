@@ -10,6 +10,7 @@ import pytest
 
 from gradcomp import Identity, OneBit, Ternary
 from gradcomp.bench import cluster, cluster_validate
+from gradcomp.bench import plan as bench_plan
 from gradcomp.plan import Link, Rates, Transport, calibrate, find_model, simulate
 from gradcomp.plan.costs import plan_buckets
 
@@ -136,3 +137,10 @@ def test_comparisons_are_shown_with_their_errors():
     row = cluster_validate.Comparison(2, "loopback", "onebit", 0.9, 1.0)
     assert row.error == pytest.approx(-0.1)
     assert cluster_validate.build_table([row]).row_count == 1
+
+
+@pytest.mark.parametrize(("predicted", "status"), [(0.9, 0), (0.7, 1)])
+def test_a_prediction_that_is_off_is_the_exit_status(monkeypatch, predicted, status):
+    row = cluster_validate.Comparison(2, "loopback", "onebit", predicted, 1.0)
+    monkeypatch.setattr(bench_plan, "compare", lambda console: [row])
+    assert bench_plan.main(["--validate"]) == status

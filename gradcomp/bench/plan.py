@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from gradcomp.bench.cluster import measure_here
-from gradcomp.bench.cluster_validate import describe
+from gradcomp.bench.cluster_validate import GOAL, describe
 from gradcomp.bench.cluster_validate import validate as compare
 from gradcomp.bench.plan_report import crossing_lines, plot, print_prediction
 from gradcomp.bench.ranks import RANK_ERRORS
@@ -299,12 +299,12 @@ def measured(args: argparse.Namespace, console: Console) -> Question | None:
 
 
 def validate(args: argparse.Namespace, console: Console) -> int:
-    """Compare predicted with measured steps on this machine; return 0."""
+    """Compare predicted with measured steps on this machine; return 1 when one is off by more than the goal."""
     rows = compare(console)
     if args.json is not None:
         found = [{**asdict(row), "error": row.error} for row in rows]
         args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return int(any(abs(row.error) > GOAL for row in rows))
 
 
 def answer(question: Question) -> Prediction:

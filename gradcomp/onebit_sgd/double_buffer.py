@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -213,18 +213,23 @@ class DoubleBuffer:
             self.drain()
         return {"version": STATE_VERSION, "whole_steps": self._whole_steps, "averager": self._averager.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on where `state_dict` of the same rank was taken; an exchange under way is waited for and dropped.
+
+        With the states of all ranks of a run, also of another world size, as `GradientAverager.load_state_dict`.
 
         Raises:
             ValueError: a state of another version, rank, world size, codec or model, or of whole steps where these are
                 halves; nothing is changed then.
         """
-        if not isinstance(state, dict) or state.get("version") != STATE_VERSION or "averager" not in state:
-            raise ValueError("this state is not from DoubleBuffer.state_dict()")
-        if state.get("whole_steps") is not self._whole_steps:
-            raise ValueError(f"this state has whole_steps {state.get('whole_steps')!r}, {self._whole_steps!r} expected")
-        self._guarded(lambda: self._averager.load_state_dict(state["averager"]))
+        states = [state] if isinstance(state, dict) else list(state) if isinstance(state, Sequence) else [state]
+        for one in states:
+            if not isinstance(one, dict) or one.get("version") != STATE_VERSION or "averager" not in one:
+                raise ValueError("this state is not from DoubleBuffer.state_dict()")
+            if one.get("whole_steps") is not self._whole_steps:
+                raise ValueError(f"this state has whole_steps {one.get('whole_steps')!r}, {self._whole_steps!r} expected")
+        inner = [one["averager"] for one in states]
+        self._guarded(lambda: self._averager.load_state_dict(inner[0] if isinstance(state, dict) else inner))
 
     def check_replicas(self) -> None:
         """Drain, and compare the parameters' bits over all ranks; PeerMismatch names the first that differs. Collective."""
