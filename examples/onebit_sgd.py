@@ -141,13 +141,14 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
         link = parse_link(args.link)
         comm = LinkCommunicator(comm, bits_per_s=link.bits_per_s, latency_s=link.latency_s)
     per_exchange = args.minibatch // (2 if row.halves else 1)
-    transforms = {"local": LocalAdagrad(), "aggregate": AggregateAdagrad()}
+    first = {"initial_accumulator_value": args.accumulator}  # else a first step has every weight move by lr
+    transforms = {"local": LocalAdagrad(**first), "aggregate": AggregateAdagrad(**first)}
     options = {
         "start_step": warm_start_steps(warm, samples_per_exchange=per_exchange),
         "transform": transforms.get(row.adagrad),
     }
     if row.adagrad == "momentum":
-        optimizer = MomentumAdagrad(model.parameters(), args.adagrad_lr, MOMENTUM, weight_decay=WEIGHT_DECAY)
+        optimizer = MomentumAdagrad(model.parameters(), args.adagrad_lr, MOMENTUM, weight_decay=WEIGHT_DECAY, **first)
     else:
         optimizer = torch.optim.SGD(model.parameters(), args.lr, MOMENTUM, weight_decay=WEIGHT_DECAY)
     codec = gradcomp.Identity() if row.codec == "fp32" else gradcomp.OneBit()
@@ -163,9 +164,12 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     minibatch, seen, seconds, searched, factor = args.minibatch, 0, 0.0, 0, 1.0
     packed_nbytes = packed_count = 0
     while seen + minibatch <= total:
-        divided = row.adagrad == "momentum" or (row.adagrad and seen >= warm)  # gradients are of size 1 then
-        decay = (1 - seen / total) ** 0.5  # TernGrad's schedule
-        optimizer.param_groups[0]["lr"] = factor * decay * (args.adagrad_lr if divided else args.lr)
+        rate = args.lr if not row.adagrad or seen < warm else args.adagrad_lr  # AdaGrad's gradients are of size 1
+        if row.adagrad == "momentum":
+            rate = args.adagrad_lr
+        elif rate == args.adagrad_lr:
+            rate *= 1 - MOMENTUM  # which adds up what is of size 1 to 1 / (1 - MOMENTUM)
+        optimizer.param_groups[0]["lr"] = factor * rate * (1 - seen / total) ** 0.5  # TernGrad's schedule
         begun = time.perf_counter()
         if row.searches and seen >= warm and searched < 2 and seen >= searched * total // 2:
             share = max(args.search_samples, 4 * minibatch)
@@ -236,7 +240,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--minibatch", type=int, default=64, help="samples of all ranks together, at first (64)")
     parser.add_argument("--lr", type=float, default=0.03, help="of SGD (0.03)")
-    parser.add_argument("--adagrad-lr", type=float, default=0.001, help="once gradients are divided by AdaGrad (0.001)")
+    parser.add_argument("--adagrad-lr", type=float, default=0.003, help="once gradients are divided by AdaGrad (0.003)")
+    parser.add_argument("--accumulator", type=float, default=1e-4, help="AdaGrad's sum of squares at first (1e-4)")
     parser.add_argument("--warm-start", type=float, default=0.1, metavar="SHARE", help="of the samples in fp32 (0.1)")
     parser.add_argument("--search-samples", type=int, default=4096, help="samples of one trial of a minibatch (4096)")
     parser.add_argument("--seeds", type=int, default=3)

@@ -24,6 +24,7 @@ class Rotation:
         exchanges: finished so far.
         exchange_s: seconds from the first bucket's start to the last one's end, over all exchanges.
         waited_s: seconds that callers were blocked for it.
+        codec_s: seconds in which codecs worked, over all exchanges.
         copy_s: seconds in copying gradients to buckets and averages back.
     """
 
@@ -32,7 +33,8 @@ class Rotation:
         self._pending = False
         self._started = self._done = 0.0
         self.exchanges = 0
-        self.exchange_s = self.waited_s = self.copy_s = 0.0
+        self.exchange_s = self.waited_s = self.codec_s = self.copy_s = 0.0
+        self._worked = 0.0
 
     @property
     def pending(self) -> bool:
@@ -60,6 +62,7 @@ class Rotation:
         self._hand(handed)
         self._buckets, self._spare = self._spare, self._buckets
         self._started = self._done = time.perf_counter()
+        self._worked = self._engine.stats.codec_seconds
         self.copy_s += self._started - begun
         self._pending = True
         for bucket in self._buckets:
@@ -100,6 +103,7 @@ class Rotation:
         if self._engine.comm.world_size > 1:
             self.waited_s += time.perf_counter() - begun
             self.exchange_s += self._done - self._started
+            self.codec_s += max(0.0, self._engine.stats.codec_seconds - self._worked)  # unless somebody reset it
         self._pending = False
         self.exchanges += 1
         return True

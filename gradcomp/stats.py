@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+WORK_PHASES = ("statistics", "encode", "owner", "decode")
 PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode")
 
 
@@ -51,6 +52,11 @@ class Stats:
     def compression_ratio(self) -> float:
         """baseline_bytes / bytes_sent; 1.0 when nothing had to be sent."""
         return self.baseline_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def codec_seconds(self) -> float:
+        """Seconds of the phases in which this rank worked and did not wait for peers."""
+        return sum(self.seconds[phase] for phase in WORK_PHASES)
 
     def add_bytes(self, sent: int, received: int) -> None:
         """Count a collective's bytes."""

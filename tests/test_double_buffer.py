@@ -601,13 +601,15 @@ def test_a_link_four_times_slower_than_computing_hides_little_and_does_not_pay(g
 @pytest.mark.parametrize(
     ("report", "pays", "text"),
     [
-        (OverlapReport(False, 10, 20, 1.2, 0.084, 0.2, 4.0), True, "hidden 93 % of 1.2 s in 20 exchanges; saves"),
-        (OverlapReport(False, 10, 20, 0.006, 0.0, 0.018, 1.0), False, "an update 0.9 ms (T_comm < T_upd"),
-        (OverlapReport(False, 10, 20, 2.0, 1.0, 0.2, 1.0), False, "waits 100.0 ms"),
-        (OverlapReport(True, 10, 9, 0.09, 0.009, 0.18, 1.0), True, "hidden 90 %"),
-        (OverlapReport(True, 10, 9, 0.09, 0.09, 0.18, 1.0), False, "waits for 10.0 ms"),
-        (OverlapReport(False, 10, 20, 0.0, 0.0, 0.1, 1.0), False, "nothing was exchanged"),
-        (OverlapReport(False, 0, 0, 0.0, 0.0, 0.0, 0.0), False, "nothing was exchanged"),
+        (OverlapReport(False, 10, 20, 1.2, 0.084, 0.1, 0.2, 4.0), True, "hidden 93 % of 1.2 s in 20 exchanges; saves 31.6 ms"),
+        (OverlapReport(False, 10, 20, 1.2, 0.084, 0.5, 0.2, 4.0), False, "unless cores are free for the codecs, which take 25.0 ms"),
+        (OverlapReport(False, 10, 20, 0.006, 0.0, 0.0, 0.018, 1.0), False, "an update 0.9 ms (T_comm < T_upd"),
+        (OverlapReport(False, 10, 20, 2.0, 1.0, 0.0, 0.2, 1.0), False, "waits 100.0 ms"),
+        (OverlapReport(True, 10, 9, 0.09, 0.009, 0.009, 0.18, 1.0), True, "hidden 90 % of 90.0 ms in 9 exchanges; saves 8.0 ms"),
+        (OverlapReport(True, 10, 9, 0.09, 0.009, 0.09, 0.18, 1.0), False, "unless cores are free"),
+        (OverlapReport(True, 10, 9, 0.09, 0.09, 0.0, 0.18, 1.0), False, "waits for 10.0 ms"),
+        (OverlapReport(False, 10, 20, 0.0, 0.0, 0.0, 0.1, 1.0), False, "nothing was exchanged"),
+        (OverlapReport(False, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0), False, "nothing was exchanged"),
     ],
 )
 def test_the_report_says_whether_it_pays(report, pays, text):

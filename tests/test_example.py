@@ -1,5 +1,6 @@
 """The examples train, under torchrun and under both MPIs, and gradcomp is few lines of them."""
 
+import json
 import os
 import re
 import subprocess
@@ -80,6 +81,33 @@ def test_the_split_sgd_example_trains_and_saves_fp32(weights, tmp_path):
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert {v.dtype for v in state.values()} == {torch.float32 if weights == "split" else torch.bfloat16}
     LeNet().load_state_dict(state)
+
+
+def under_torchrun(script, ranks, *options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(EXAMPLE.with_name(script)), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_mesh_example_trains_on_two_by_two_ranks():
+    out = under_torchrun("onebit_2d.py", 4, "--epochs", "2")
+    assert accuracies(out)[-1] > 60.0 and "over 2 ranks" in out, out  # 10 is chance
+    (ratio,) = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes than fp32", out)]
+    assert 29 < ratio < 31, out
+
+
+def test_the_1bit_sgd_example_prints_its_table(tmp_path):
+    file = tmp_path / "table.json"
+    options = ["--epochs", "2", "--seeds", "1", "--rows", "0", "2", "5", "6", "--search-samples", "256"]
+    out = under_torchrun("onebit_sgd.py", 2, *options, "--json", str(file))
+    assert "AdaGrad on the aggregate" in out
+    plain, halves, aggregate, searched = (runs[0] for runs in json.loads(file.read_text()).values())
+    assert all(r["accuracy"] > 40.0 for r in (plain, aggregate, searched)), out
+    assert plain["nbytes"] > 15 * halves["nbytes"] and plain["hidden"] == 0 < halves["hidden"], out
+    assert searched["minibatch"] >= aggregate["minibatch"] == 64, out
 
 
 def accuracy_of(weights, seed, *options):

@@ -194,6 +194,7 @@ class DoubleBuffer:
             exchanges=rotation.exchanges if rotation else 0,
             exchange_s=rotation.exchange_s if rotation else 0.0,
             waited_s=rotation.waited_s if rotation else 0.0,
+            codec_s=rotation.codec_s if rotation else 0.0,
             update_s=self._update_s + (rotation.copy_s if rotation else 0.0),
             compute_s=self._compute_s,
         )

@@ -15,6 +15,7 @@ class OverlapReport:
         exchanges: exchanges finished.
         exchange_s: seconds from an exchange's first bucket to its last.
         waited_s: the part of it for which this rank was blocked.
+        codec_s: the part of it in which codecs worked, on a core of their own or on one that computing would have had.
         update_s: seconds in ``optimizer.step()`` and in copying gradients to buckets and back: what an update costs,
             however small its half.
         compute_s: seconds in forward and backward.
@@ -25,6 +26,7 @@ class OverlapReport:
     exchanges: int
     exchange_s: float
     waited_s: float
+    codec_s: float
     update_s: float
     compute_s: float
 
@@ -38,16 +40,28 @@ class OverlapReport:
         """Seconds saved for each minibatch against exchanging once, after its backward; negative where it costs.
 
         With halves a minibatch has a second exchange and a second update: T_comm - T_upd - 2 T_wait. With whole steps
-        T_comm - T_wait. An exchange of a half is as long as one of the whole: it has as many values.
+        T_comm - T_wait. An exchange of a half is as long as one of the whole: it has as many values. As if no core were
+        free, codecs' time is not hidden but taken from computing: less 2 T_codec, or T_codec. That halves may compute
+        less efficiently than a whole is not in it.
         """
+        return self._saved(1.0)
+
+    @property
+    def saved_with_free_cores_s(self) -> float:
+        """The same where codecs have cores that computing leaves free."""
+        return self._saved(0.0)
+
+    def _saved(self, codec_share: float) -> float:
         if not self.exchanges:
             return 0.0
-        comm, upd, wait = (s / self.exchanges for s in (self.exchange_s, self.update_s, self.waited_s))
-        return comm - wait if self.whole_steps else comm - upd - 2 * wait
+        seconds = (self.exchange_s, self.update_s, self.waited_s, codec_share * self.codec_s)
+        comm, upd, wait, codec = (s / self.exchanges for s in seconds)
+        return comm - wait - codec if self.whole_steps else comm - upd - 2 * wait - 2 * codec
 
     @property
     def pays(self) -> bool:
-        """Whether a minibatch is faster than without double buffering; not whether stale weights train as well."""
+        """Whether a minibatch is faster than without double buffering, also where no core is free for codecs; not whether
+        stale weights train as well."""
         return self.saved_s > 0
 
     def __str__(self) -> str:
@@ -58,6 +72,9 @@ class OverlapReport:
         hidden = f"hidden {100 * self.hidden:.0f} % of {_duration(self.exchange_s)} in {self.exchanges} exchanges"
         if self.pays:
             return f"{hidden}; saves {_duration(self.saved_s)} a minibatch"
+        if self.saved_with_free_cores_s > 0:
+            codec = _duration(self.codec_s / self.exchanges)
+            return f"{hidden}; does not pay unless cores are free for the codecs, which take {codec} of each"
         why = f"double buffering does not pay here: an exchange takes {_duration(comm)}, "
         if self.whole_steps:
             return f"{why}and a step waits for {_duration(wait)} of it ({hidden})"
