@@ -601,11 +601,23 @@ def test_a_link_four_times_slower_than_computing_hides_little_and_does_not_pay(g
 @pytest.mark.parametrize(
     ("report", "pays", "text"),
     [
-        (OverlapReport(False, 10, 20, 1.2, 0.084, 0.1, 0.2, 4.0), True, "hidden 93 % of 1.2 s in 20 exchanges; saves 31.6 ms"),
-        (OverlapReport(False, 10, 20, 1.2, 0.084, 0.5, 0.2, 4.0), False, "unless cores are free for the codecs, which take 25.0 ms"),
+        (
+            OverlapReport(False, 10, 20, 1.2, 0.084, 0.1, 0.2, 4.0),
+            True,
+            "hidden 93 % of 1.2 s in 20 exchanges; saves 31.6 ms",
+        ),
+        (
+            OverlapReport(False, 10, 20, 1.2, 0.084, 0.5, 0.2, 4.0),
+            False,
+            "unless cores are free for the codecs, which take 25.0 ms",
+        ),
         (OverlapReport(False, 10, 20, 0.006, 0.0, 0.0, 0.018, 1.0), False, "an update 0.9 ms (T_comm < T_upd"),
         (OverlapReport(False, 10, 20, 2.0, 1.0, 0.0, 0.2, 1.0), False, "waits 100.0 ms"),
-        (OverlapReport(True, 10, 9, 0.09, 0.009, 0.009, 0.18, 1.0), True, "hidden 90 % of 90.0 ms in 9 exchanges; saves 8.0 ms"),
+        (
+            OverlapReport(True, 10, 9, 0.09, 0.009, 0.009, 0.18, 1.0),
+            True,
+            "hidden 90 % of 90.0 ms in 9 exchanges; saves 8.0 ms",
+        ),
         (OverlapReport(True, 10, 9, 0.09, 0.009, 0.09, 0.18, 1.0), False, "unless cores are free"),
         (OverlapReport(True, 10, 9, 0.09, 0.09, 0.0, 0.18, 1.0), False, "waits for 10.0 ms"),
         (OverlapReport(False, 10, 20, 0.0, 0.0, 0.0, 0.1, 1.0), False, "nothing was exchanged"),
@@ -631,3 +643,48 @@ def test_seconds_are_counted():
         assert report.minibatches == 1 and report.exchanges == 2
         assert report.exchange_s >= 0.04 and 0.02 <= report.waited_s <= report.exchange_s + 0.05
         assert report.update_s > 0 and report.compute_s > 0 and not report.pays
+
+
+def compared(comm, bits_per_s, whole):
+    """Return what `compare` says over a link, and whether it has left no trace in weights, momentum and residuals."""
+    net = fresh_model()
+    optimizer = sgd(net)
+    link = LinkCommunicator(comm, bits_per_s=bits_per_s)
+    with DoubleBuffer(net, optimizer, OneBit(), link, min_numel=0, whole_steps=whole) as buffer:
+        x, y = minibatch(0, comm.rank)
+        buffer.step(loss_of(net), x, y)
+        buffer.drain()
+        before, moments, state = bits(net), copy.deepcopy(optimizer.state_dict()), buffer.state_dict()
+
+        def loss(a, b):
+            time.sleep(0.05 * len(a) / len(x))  # what computing takes
+            return loss_of(net)(a, b)
+
+        found = buffer.compare(loss, x, y, steps=3)
+        after = buffer.state_dict()
+        kept = bits(net) == before and all(
+            torch.equal(a["momentum_buffer"], moments["state"][i]["momentum_buffer"])
+            for i, a in optimizer.state_dict()["state"].items()
+        )
+        kept &= after["averager"]["step"] == state["averager"]["step"]
+        residuals = state["averager"]["residual"]
+        kept &= all(torch.equal(r, residuals[n]) for n, r in after["averager"]["residual"].items())
+        for bad in (0, -1, 1.5, True):
+            with pytest.raises(ValueError, match="steps must be"):
+                buffer.compare(loss, x, y, steps=bad)
+    return found, kept
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
+def test_compare_measures_both_ways_and_leaves_no_trace(whole):
+    """Over a link whose exchanges fit behind computing it pays; where sending takes ten times as long, halves send twice."""
+    nbytes = sum(
+        OneBit().payload_nbytes(p.numel(), groups=p.shape[0] if p.dim() > 1 else 1) for p in MODEL.parameters()
+    )
+    fast = run_local(2, compared, 8 * nbytes / 0.02, whole)
+    assert all(kept for _, kept in fast) and fast[0][0] == fast[1][0]
+    assert fast[0][0].pays and fast[0][0].plain_s > 0.06 and "pays here" in str(fast[0][0]), fast
+    slow, kept = run_local(2, compared, 8 * nbytes / 0.5, whole)[0]
+    assert kept and slow.plain_s > 0.4
+    if not whole:
+        assert not slow.pays and slow.overlapped_s > 0.75 and "does not pay here" in str(slow), slow

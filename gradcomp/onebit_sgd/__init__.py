@@ -8,6 +8,7 @@ References:
 from gradcomp.onebit_sgd.adagrad import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
 from gradcomp.onebit_sgd.batch_size import find_batch_size
 from gradcomp.onebit_sgd.choice import BatchSizeChoice, BatchSizeTrial
+from gradcomp.onebit_sgd.comparison import OverlapComparison
 from gradcomp.onebit_sgd.double_buffer import DoubleBuffer
 from gradcomp.onebit_sgd.report import OverlapReport
 from gradcomp.onebit_sgd.warm_start import warm_start_steps
@@ -19,6 +20,7 @@ __all__ = [
     "DoubleBuffer",
     "LocalAdagrad",
     "MomentumAdagrad",
+    "OverlapComparison",
     "OverlapReport",
     "find_batch_size",
     "warm_start_steps",

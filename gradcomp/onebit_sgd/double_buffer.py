@@ -22,9 +22,11 @@ from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.errors import GradcompError, PeerLost
+from gradcomp.onebit_sgd.comparison import OverlapComparison, time_both
 from gradcomp.onebit_sgd.groups import apply_options, read_options
 from gradcomp.onebit_sgd.halves import cut
 from gradcomp.onebit_sgd.report import OverlapReport
+from gradcomp.onebit_sgd.rollback import Checkpoint
 from gradcomp.stats import Stats
 
 STATE_VERSION = 1
@@ -197,6 +199,42 @@ class DoubleBuffer:
             codec_s=rotation.codec_s if rotation else 0.0,
             update_s=self._update_s + (rotation.copy_s if rotation else 0.0),
             compute_s=self._compute_s,
+        )
+
+    def compare(self, loss_fn: Callable[..., Tensor], *batch: Any, steps: int = 5) -> OverlapComparison:
+        """Time minibatches like this one with double buffering and without, and put everything back. Collective.
+
+        What `report` computes from its parts, this measures whole: halves that compute less efficiently and codecs that
+        take computing's cores are in it. It takes the time of some ``4 * steps`` minibatches and memory for one more copy of
+        weights and state; `report` and `stats` count its exchanges.
+
+        Args:
+            loss_fn, batch: as of `step`.
+            steps: minibatches timed in a row.
+
+        Raises:
+            ValueError: `steps` is no positive integer.
+            PeerLost, ValueError, TypeError: as `step`; everything is put back.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be an integer of at least 1, got {steps!r}")
+        self._check_open()
+        checkpoint = Checkpoint(self._model, self._optimizer, [self])
+
+        def plain() -> None:
+            self._model.zero_grad()
+            loss_fn(*batch).backward()  # type: ignore[no-untyped-call]
+            self._guarded(self._averager.average)
+            self._optimizer.step()
+
+        return time_both(
+            plain,
+            lambda: self.step(loss_fn, *batch),
+            self.drain,
+            checkpoint,
+            steps,
+            self._comm,
+            self._timeout_s,
         )
 
     @property
