@@ -71,7 +71,8 @@ class OverlapReport:
         comm, upd, wait = (s / self.exchanges for s in (self.exchange_s, self.update_s, self.waited_s))
         hidden = f"hidden {100 * self.hidden:.0f} % of {_duration(self.exchange_s)} in {self.exchanges} exchanges"
         if self.pays:
-            return f"{hidden}; saves {_duration(self.saved_s)} a minibatch"
+            condition = "" if self.whole_steps else " if halves compute as fast as a whole (compare() tells)"
+            return f"{hidden}; saves {_duration(self.saved_s)} a minibatch{condition}"
         if self.saved_with_free_cores_s > 0:
             codec = _duration(self.codec_s / self.exchanges)
             return f"{hidden}; does not pay unless cores are free for the codecs, which take {codec} of each"
