@@ -95,6 +95,7 @@ def test_shapes_of_ones_own_and_every_option(tmp_path, rates):
         (["--seed", "-1"], "--seed must be at least 0"),
         (["--ranks", "2"], "goes with --measure"),
         (["--measure", "--validate"], "exclude each other"),
+        (["--adagrad"], "--adagrad needs --measure"),
     ],
 )
 def test_bad_input_is_one_sentence(words, message, capsys):

@@ -48,7 +48,7 @@ def test_methods_are_what_auto_takes(codec, world_size, exchange, second_phase):
 
 
 def measured(t_frame=1e-3):
-    return cluster.Measured(2, 64, t_frame, 0.4, 2e-3, 1e-3, Rates(), Transport({"all_gather": 1e-3}, {}), 1.0)
+    return cluster.Measured(2, 64, t_frame, 0.4, 2e-3, 4e-3, 1e-3, Rates(), Transport({"all_gather": 1e-3}, {}), 1.0)
 
 
 def test_a_measurement_becomes_a_workload():
@@ -63,7 +63,8 @@ def test_a_measurement_becomes_a_workload():
     alone = measured().workload(lenet, averager=True)
     assert (alone.t_update, alone.overlaps, len(plan_buckets(cluster.METHODS[0], alone.parameters, 2, bucket_cap_mb=alone.bucket_cap_mb))) == (pytest.approx(3e-3), False, 1)  # fmt: skip
     larger = measured().workload(other, minibatch=8)
-    assert larger.minibatch == 8
+    assert larger.minibatch == 8 and larger.t_post == 0
+    assert measured().workload(other, adagrad=True).t_post == pytest.approx(4e-3 * other.numel / lenet.numel)
     assert larger.t_frame == pytest.approx(1e-3 * other.forward_flops / lenet.forward_flops)
     assert larger.t_update == pytest.approx(2e-3 * other.numel / lenet.numel)
     found = simulate(alone, "onebit all_gather", 2, Link(math.inf), transport=measured().transport)
@@ -98,7 +99,7 @@ def test_all_ranks_measure_the_same():
     results = []
     cluster.run_ranks(2, measure_quickly, on_message=results.append)
     ((everyone, seconds, parts),) = results
-    assert len(parts) == 2 and all(len(p) == 4 and min(p) > 0 for p in parts)
+    assert len(parts) == 2 and all(len(p) == 5 and min(p) > 0 for p in parts)
     assert everyone[0] == everyone[1] and everyone[0].ranks == 2
     assert set(everyone[0].transport.alpha_s) == set(cluster.KINDS)
     assert everyone[0].t_frame > 0 and 0 < everyone[0].forward_share < 1
@@ -114,6 +115,7 @@ def test_the_program_measures_with_ranks_of_its_own(tmp_path):
         "--measure",
         "--ranks",
         "2",
+        "--adagrad",
         "--json",
         str(tmp_path / "plan.json"),
     ]
@@ -122,7 +124,8 @@ def test_the_program_measures_with_ranks_of_its_own(tmp_path):
     assert "2 ranks at once" in out.stdout and "all_to_all: " in out.stdout
     found = json.loads((tmp_path / "plan.json").read_text())
     assert {r["nodes"] for r in found["rows"]} == {1, 2}
-    assert found["model"] == "LeNet" and found["minibatch"] == 128
+    assert found["model"] == "LeNet" and found["minibatch"] == 128 and found["t_post"] > 0
+    assert "AdaGrad" in out.stdout
 
 
 def test_measuring_without_ranks_says_how_to_get_some():

@@ -25,12 +25,14 @@ from gradcomp.bench.ranks import Emit, run_ranks
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.plan.costs import METHODS, Method
 from gradcomp.plan.models import Model
 from gradcomp.plan.rates import Rates, StageRate, calibrate
 from gradcomp.plan.simulate import Transport, Workload
 from gradcomp.sizing import choose
 from gradcomp.stats import ring_bytes
+from gradcomp.transform import Transforming
 
 TIMEOUT_S = 120.0
 BATCH = 64  # samples of a rank and step
@@ -51,6 +53,7 @@ class Measured:
         t_frame: forward and backward of a sample of LeNet.
         forward_share: of it.
         t_update: SGD with momentum on LeNet's weights.
+        t_post: AdaGrad on all of LeNet's gradients, which owners share out where it is on the aggregate.
         t_copy: gradients into a flat bucket and back (`gradcomp.GradientAverager`).
         rates: of the codecs.
         transport: seconds of collectives.
@@ -62,18 +65,22 @@ class Measured:
     t_frame: float
     forward_share: float
     t_update: float
+    t_post: float
     t_copy: float
     rates: Rates
     transport: Transport
     cores: float
 
-    def workload(self, model: Model, *, minibatch: float | None = None, averager: bool = False) -> Workload:
+    def workload(
+        self, model: Model, *, minibatch: float | None = None, averager: bool = False, adagrad: bool = False
+    ) -> Workload:
         """Return a model's work on these ranks: LeNet's as measured, another one's in proportion to FLOPs and values.
 
         Args:
             model: to train.
             minibatch: over all nodes; None: as measured.
             averager: gradients are averaged after backward, not during it.
+            adagrad: owners apply AdaGrad.
         """
         numel = sum(p.numel() for p in LeNet().parameters())
         flops = _lenet_flops()
@@ -82,6 +89,7 @@ class Measured:
             self.batch * self.ranks if minibatch is None else minibatch,
             self.t_frame * model.forward_flops / flops,
             t_update=(self.t_update + self.t_copy * averager) * model.numel / numel,
+            t_post=self.t_post * adagrad * model.numel / numel,
             flops=model.flops,
             forward_share=self.forward_share,
             bucket_cap_mb=25.0 if averager else None,
@@ -185,6 +193,8 @@ class Training:
         numels = [p.numel() for p in self.model.parameters()]
         views = torch.split(torch.zeros(sum(numels)), numels)
         self._pairs = [(v.view_as(p), p) for v, p in zip(views, self.model.parameters(), strict=True)]
+        self._flat = torch.full((sum(numels),), 0.01)
+        self._adagrad = Transforming(AggregateAdagrad(), {0: sum(numels)})
 
     def forward(self) -> Tensor:
         """Return the loss of the batch."""
@@ -192,7 +202,7 @@ class Training:
         return torch.nn.functional.cross_entropy(self.model(self._images), self._labels)
 
     def time_parts(self) -> list[float]:
-        """Return seconds of forward, backward, update, and of copying gradients into a bucket and back."""
+        """Return seconds of forward, backward, update, copying gradients into a bucket and back, and AdaGrad on them."""
         times = [time.perf_counter()]
         loss = self.forward()
         times.append(time.perf_counter())
@@ -205,6 +215,8 @@ class Training:
                 if parameter.grad is not None:
                     view.copy_(parameter.grad)
                     parameter.grad.copy_(view)
+        times.append(time.perf_counter())
+        self._adagrad.run(self._flat, [(0, 0, self._flat.numel())])
         times.append(time.perf_counter())
         return np.diff(times).tolist()  # type: ignore[no-any-return]
 
@@ -219,11 +231,11 @@ def _measure_training(comm: Communicator) -> dict[str, float]:
 
 
 def computing(comm: Communicator, seen: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return `t_frame`, `forward_share`, `t_update` and `t_copy`, of what `Training.time_parts` returned. Collective."""
-    forward, backward, update, copy = (slowest(comm, column) for column in zip(*seen, strict=True))
+    """Return what `Measured` says of computing, of what `Training.time_parts` returned. Collective."""
+    forward, backward, update, copy, post = (slowest(comm, column) for column in zip(*seen, strict=True))
     whole = slowest(comm, [f + b for f, b, *_ in seen])
     share = forward / (forward + backward)
-    return {"t_frame": whole / BATCH, "forward_share": share, "t_update": update, "t_copy": copy}
+    return {"t_frame": whole / BATCH, "forward_share": share, "t_update": update, "t_post": post, "t_copy": copy}
 
 
 def _slowest_rates(all_rates: Sequence[Rates]) -> Rates:

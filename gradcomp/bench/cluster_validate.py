@@ -140,7 +140,7 @@ def describe(found: Measured) -> list[str]:
     lines = [
         f"{found.ranks} ranks at once, {found.cores:g} cores each, {found.batch} samples a rank and step",
         f"LeNet: {format_seconds(found.t_frame)} a sample ({found.forward_share:.0%} of it forward), "
-        + f"update {format_seconds(found.t_update)}",
+        + f"update {format_seconds(found.t_update)}, AdaGrad {format_seconds(found.t_post)} over all ranks together",
     ]
     for kind, alpha in found.transport.alpha_s.items():
         beta = found.transport.beta_s[kind]

@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--flops", type=float, metavar="F", help="instead: FLOP/s that a node sustains (default: 1e13)")
     what.add_argument("--update-time", metavar="TIME", help="of a model update (default: 0.2 ns a value)")
     what.add_argument(
-        "--post-time", metavar="TIME", default="0", help="of work on gradients that nodes share (default: 0)"
+        "--post-time", metavar="TIME", help="of work on gradients that nodes share, such as AdaGrad (default: 0)"
     )
     what.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="DDP's option (default: DDP's, 1 and then 25)")
     where = parser.add_argument_group("where")
@@ -125,6 +125,9 @@ def build_parser() -> argparse.ArgumentParser:
     cluster = parser.add_argument_group("on the cluster at hand")
     cluster.add_argument(
         "--measure", action="store_true", help="take times, codec rates and links from the ranks at hand"
+    )
+    cluster.add_argument(
+        "--adagrad", action="store_true", help="with --measure: owners apply AdaGrad, its measured time is --post-time"
     )
     cluster.add_argument("--validate", action="store_true", help="compare predicted with measured steps, here")
     cluster.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine for --measure")
@@ -155,7 +158,7 @@ def understand(args: argparse.Namespace) -> Question:
         256 if args.minibatch is None else args.minibatch,
         t_frame,
         t_update=parse_seconds(args.update_time) if args.update_time else UPDATE_S * model.numel,
-        t_post=parse_seconds(args.post_time),
+        t_post=parse_seconds(args.post_time or "0"),
         flops=model.flops,
         bucket_cap_mb=args.bucket_cap_mb,
         weak=args.weak,
@@ -247,6 +250,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--ranks must be at least 2 and goes with --measure, got {args.ranks}")
         if args.measure and args.validate:
             raise ValueError("--measure and --validate exclude each other")
+        if args.adagrad and not args.measure:
+            raise ValueError("--adagrad needs --measure; without it give AdaGrad's time as --post-time")
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -285,7 +290,7 @@ def measured(args: argparse.Namespace, console: Console) -> Question | None:
     console.print()
     question: Question = args.question
     minibatch = found.batch if args.weak and args.minibatch is None else args.minibatch
-    workload = found.workload(question.model, minibatch=minibatch)
+    workload = found.workload(question.model, minibatch=minibatch, adagrad=args.adagrad)
     given = {"t_frame": args.frame_time, "t_update": args.update_time, "t_post": args.post_time}
     times: dict[str, Any] = {name: parse_seconds(text) for name, text in given.items() if text}
     return replace(
