@@ -37,6 +37,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    if "RANK" not in os.environ:
+        parser.error("start it with several ranks: torchrun --nproc-per-node 4 examples/onebit_2d.py")
     dist.init_process_group("gloo")
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % args.tensor_parallel:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import statistics
 import time
@@ -66,10 +67,10 @@ ROWS = [
     Row("fp32", "fp32", halves=False),
     Row("+ 1-bit", halves=False),
     Row("+ double buffering"),
-    Row("  AdaGrad after momentum", adagrad="momentum"),
-    Row("  AdaGrad before encoding", adagrad="local"),
-    Row("  AdaGrad on the aggregate", adagrad="aggregate"),
-    Row("  the same + minibatch search", adagrad="aggregate", searches=True),
+    Row("+ AdaGrad after momentum", adagrad="momentum"),
+    Row("+ AdaGrad before encoding", adagrad="local"),
+    Row("+ AdaGrad on the aggregate", adagrad="aggregate"),
+    Row("+ the same, minibatch search", adagrad="aggregate", searches=True),
 ]
 
 
@@ -138,8 +139,7 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     warm = int(args.warm_start * total) if row.codec != "fp32" else 0
     comm = TorchCommunicator()
     if args.link:
-        link = parse_link(args.link)
-        comm = LinkCommunicator(comm, bits_per_s=link.bits_per_s, latency_s=link.latency_s)
+        comm = LinkCommunicator(comm, bits_per_s=args.link.bits_per_s, latency_s=args.link.latency_s)
     per_exchange = args.minibatch // (2 if row.halves else 1)
     first = {"initial_accumulator_value": args.accumulator}  # else a first step has every weight move by lr
     transforms = {"local": LocalAdagrad(**first), "aggregate": AggregateAdagrad(**first)}
@@ -245,11 +245,24 @@ def main() -> None:
     parser.add_argument("--warm-start", type=float, default=0.1, metavar="SHARE", help="of the samples in fp32 (0.1)")
     parser.add_argument("--search-samples", type=int, default=4096, help="samples of one trial of a minibatch (4096)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="only these rows, from 0 (all)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="*",
+        metavar="N",
+        choices=range(len(ROWS)),
+        help="only these rows, from 0: fp32, 1-bit, double buffering, AdaGrad after momentum, before encoding, on the aggregate, with a search (all)",
+    )
     parser.add_argument("--link", metavar="RATE", help="emulate a slow link between the ranks: 100mbit, 1gbit, ...")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every run's figures")
     args = parser.parse_args()
 
+    try:
+        args.link = parse_link(args.link) if args.link else None
+    except ValueError as error:
+        parser.error(str(error))
+    if "RANK" not in os.environ:
+        parser.error("start it with several ranks: python -m gradcomp.launch -n 2 --torch examples/onebit_sgd.py")
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     data = load(args.data)

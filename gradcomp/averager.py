@@ -58,7 +58,8 @@ def all_reduce(
         comm: the ranks; torch.distributed's default group when None.
         key: tells tensors apart: it takes the place of the parameter's position in random numbers and feedback.
         step: training step for the random numbers; None counts the calls for this (comm, key).
-        feedback: residuals of error-feedback codecs, ``Feedback({key: tensor.numel()})``; None: no error feedback.
+        feedback: residuals of error-feedback codecs, ``Feedback({key: tensor.numel()})``; None: no error feedback. Every call
+            is a step of it: ``feedback.discard()`` undoes the last one.
         exchange: "auto", "all_gather" or "reduce_scatter".
         timeout_s: seconds after which a silent peer is given up.
 
@@ -99,6 +100,8 @@ def all_reduce(
             call.agreed.add(what)
         found = call.exchanges[place] = _make_exchange(route, tensor, codec, key, feedback)
     found.timeout_s = timeout_s
+    if feedback is not None:
+        feedback.begin_step()
     run_stages(found, tensor.view(-1), now)
     return tensor
 
@@ -278,9 +281,15 @@ class GradientAverager(Controls):
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """As `Controls.load_state_dict`; averages that wait to be handed back are dropped."""
+        state = self._engine.accept(state)
         if self._rotation is not None:
             self._rotation.drop()
         super().load_state_dict(state)
+
+    def check_replicas(self) -> None:
+        """As `Controls.check_replicas`; of sharded parameters the shards, over the ranks that hold the same."""
+        self._engine.named = [(name, local_part(p)) for name, p in self._named]
+        super().check_replicas()
 
     def discard_step(self) -> None:
         """As `Controls.discard_step`; GradcompError while an exchange that `rotate` began is under way."""

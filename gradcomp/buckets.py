@@ -31,7 +31,9 @@ def shard_place(tensor: Any) -> object:
     if not hasattr(tensor, "to_local"):
         return None
     place = tensor.device_mesh.get_coordinate()
-    return tuple((axis, place[axis]) for axis, p in enumerate(tensor.placements) if not p.is_replicate()) or None
+    sizes = tuple(tensor.device_mesh.mesh.shape)
+    cut = [axis for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
+    return tuple((axis, sizes[axis], place[axis], repr(tensor.placements[axis])) for axis in cut) or None
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
@@ -39,7 +41,8 @@ def check_gradient(name: str, parameter: Tensor) -> None:
     grad: Any = parameter.grad
     placements = getattr(parameter, "placements", None)
     if getattr(grad, "placements", None) != placements:
-        raise UnsupportedTensor(f"gradient of {name!r} is placed {grad.placements}, its parameter {placements}")
+        found = getattr(grad, "placements", "nowhere (a plain tensor)")
+        raise UnsupportedTensor(f"gradient of {name!r} is placed {found}, its parameter {placements}")
     local = grad.to_local() if placements is not None else grad
     check_tensor(local if local.layout != torch.strided else local.contiguous(), "gradient")
     if grad.dtype != parameter.dtype:

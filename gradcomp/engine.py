@@ -20,7 +20,7 @@ from gradcomp.errors import GradcompError, PeerLost
 from gradcomp.exchange import Exchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot, describe_parameters, layout_digest
-from gradcomp.memory import Memory, read_numbers, reshard
+from gradcomp.memory import Memory, check_origin, read_numbers, reshard
 from gradcomp.options import Options
 from gradcomp.pipeline import Pipeline, Task
 from gradcomp.routes import make_route
@@ -183,18 +183,11 @@ class Engine:
             self.pipeline.wait()
         elif self._open:
             self.discard_step()
-        names = {p.index: p.name for p in self.parameters}
         return {
-            "version": STATE_VERSION,
-            "codec": repr(self.codec),
-            "strategy": str(self.strategy),
-            "nodes": repr(self.route.nodes),
-            "rank": self.comm.rank,
-            "world_size": self.comm.world_size,
+            **self._origin(),
             "step": self.step,
             "loss_scale": self._scale,
-            "transform": repr(self.options.transform),
-            **self.memory.state(names),
+            **self.memory.state(self._names()),
         }
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -205,30 +198,22 @@ class Engine:
         Raises:
             ValueError: a state of another version, rank, world size, codec or model; nothing is changed then.
         """
+        state = self.accept(state)
+        self.pipeline.wait()
+        self.memory.load(state, self._names())
+        self.step, self._scale = read_numbers(state)
+        if self.memory.transform is not None:
+            self.memory.transform.scale = self._scale
+        if self._loss_scale is None and self._scale != 1.0:
+            self._rescale(1.0)  # saved under a loss scaler, resumed without one
+
+    def accept(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return this rank's own state out of what `load_state_dict` is given; ValueError unless it can be loaded."""
         if isinstance(state, Sequence):
             state = self._reshard(state)
-        wanted = {
-            "version": STATE_VERSION,
-            "codec": repr(self.codec),
-            "transform": repr(self.options.transform),
-            "rank": self.comm.rank,
-            "world_size": self.comm.world_size,
-            "strategy": str(self.strategy),
-            "nodes": repr(self.route.nodes),
-        }
-        step, saved_scale = read_numbers(state)
-        for key, value in wanted.items():
-            if state.get(key, "None") != value:
-                raise ValueError(
-                    f"this state has {key} {state.get(key)!r}, {value!r} expected: residuals belong to one rank (for "
-                    "another world size, load a list of the states of all ranks)"
-                )
-        self.pipeline.wait()
-        names = {p.index: p.name for p in self.parameters}
-        self.memory.load(state, names)
-        self.step, self._scale = step, saved_scale
-        if self._loss_scale is None and saved_scale != 1.0:
-            self._rescale(1.0)  # saved under a loss scaler, resumed without one
+        check_origin(state, self._origin())
+        self.memory.check(state, self._names())
+        return state
 
     def check_replicas(self) -> None:
         """Compare a hash of all parameters, and of `replicated`, over the ranks.
@@ -285,15 +270,31 @@ class Engine:
         self.memory.rescale(self._scale, scale)
         self._scale = scale
 
+    def _origin(self) -> dict[str, Any]:
+        """Return what must be equal for a state to be this engine's."""
+        return {
+            "version": STATE_VERSION,
+            "codec": repr(self.codec),
+            "transform": repr(self.options.transform),
+            "strategy": str(self.strategy),
+            "nodes": repr(self.route.nodes),
+            "rank": self.comm.rank,
+            "world_size": self.comm.world_size,
+        }
+
     def _reshard(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's own state out of those of all ranks, brought to this number of ranks where it differs."""
-        mine = [s for s in states if isinstance(s, Mapping) and s.get("rank") == self.comm.rank]
-        if len(mine) == 1 and mine[0].get("world_size") == self.comm.world_size == len(states):
-            return mine[0]
+        if self.options.exchange == "hierarchical":
+            raise ValueError("a hierarchical exchange resumes with the state of its own rank, not with a list")
         place = self.options.transform.place if self.options.transform is not None else ""
         owns = self.memory.owner_feedback is not None
         new = reshard(states, self.comm.rank, self.comm.world_size, owns_means=owns, place=place)
-        return {**new, "strategy": str(self.strategy), "nodes": repr(self.route.nodes)}
+        if len(states) != self.comm.world_size:
+            new.update(strategy=str(self.strategy), nodes=repr(self.route.nodes))
+        return new
+
+    def _names(self) -> dict[int, str]:
+        return {p.index: p.name for p in self.parameters}
 
     def _place(self) -> str:
         return "the aggregate" if self.options.transform.place == "owner" else "each rank's gradients"
@@ -370,7 +371,7 @@ class Engine:
             second_phase=self.strategy.second_phase,
             dtype=buffer.dtype,
             numel=buffer.numel(),
-            layout=layout_digest(slots, str(buffer.dtype), [self.shards.get(s.index) for s in slots]),
+            layout=layout_digest(slots, str(buffer.dtype), [(self.parameters[s.index].shape, self.shards.get(s.index)) for s in slots]),
             start_step=options.start_step,
             min_numel=options.min_numel,
             exclude=sorted(options.exclude),

@@ -385,7 +385,7 @@ class CopyTable:
 
 
 def layout_digest(slots: Iterable[Slot], dtype: str, shards: Sequence[object] = ()) -> int:
-    """Return a 64-bit hash of what every rank must agree on about a bucket; `shards` tells parts of a parameter apart."""
+    """Return a 64-bit hash of what every rank must agree on about a bucket; `shards`: each slot's shape and place."""
     text = repr([(s.index, s.numel, s.group_numel, s.compressed, s.offset) for s in slots]) + dtype
-    text += repr(shards) if any(shards) else ""
+    text += repr(shards)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -60,24 +60,19 @@ class Memory:
         return dict(zip(PARTS, planes, strict=True))
 
     def load(self, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-        """Take everything from a checkpoint.
-
-        Raises:
-            ValueError: what does not fit this model, or a transform; nothing is changed then.
-        """
-        before = self.state(names)
-        try:
-            self._load(state, names)
-        except BaseException:
-            self._load(before, names)
-            raise
-
-    def _load(self, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
-        if self.transform is not None:
-            self.transform.check(state.get(PARTS[2], {}))
+        """Take everything from a checkpoint that `check` accepts."""
+        self.check(state, names)
         for part, key in zip(self._planes(), PARTS, strict=True):
             if part is not None:
                 part.load(state.get(key, {}), names)
+
+    def check(self, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        """Raise ValueError for a checkpoint that does not fit this model, or that the transform cannot have made."""
+        for part, key in zip(self._planes(), PARTS, strict=True):
+            if part is not None:
+                part.check(state.get(key, {}), names)
+        if self.transform is not None:
+            self.transform.check(state.get(PARTS[2], {}))
 
     def _planes(self) -> list[Any]:
         states = self.transform.planes if self.transform is not None else None
@@ -99,12 +94,23 @@ def read_numbers(state: Mapping[str, Any]) -> tuple[int, float]:
     return step, scale
 
 
+def check_origin(state: Mapping[str, Any], wanted: Mapping[str, object]) -> None:
+    """Raise ValueError unless a state has the `wanted` values, and was made by a `state_dict` at all."""
+    read_numbers(state)
+    for key, value in wanted.items():
+        if state.get(key, "None") != value:
+            raise ValueError(
+                f"this state has {key} {state.get(key)!r}, {value!r} expected: residuals belong to one rank (for another "
+                "world size, load a list of the states of all ranks)"
+            )
+
+
 def reshard(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int, *, owns_means: bool, place: str
 ) -> dict[str, Any]:
-    """Return the state of one of `world_size` ranks, made from the states of all ranks of a run with another number.
+    """Return the state of one of `world_size` ranks, made from the states of all ranks of a run.
 
-    What the old ranks still owed the average, sum of residuals / their number, is what the new ones owe: each of them gets
+    Where their number is the same it is the rank's own one. Otherwise, what the old ranks still owed the average, sum of residuals / their number, is what the new ones owe: each of them gets
     it whole. Owners' residuals, and states of an owner's transform, are joined and cut anew; where new ranks keep no
     owner's residuals theirs go to everyone. States of a local transform become their mean. A single rank sends nothing
     and so has no residuals.
@@ -120,6 +126,8 @@ def reshard(
     """
     old = _in_rank_order(states)
     count = len(old)
+    if count == world_size:
+        return dict(old[rank])
     residual = _total(old, "residual", 1.0 / count)
     owned = _joined(old, "owner_residual")
     if not owns_means:
@@ -141,12 +149,14 @@ def reshard(
 def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return states by rank; ValueError unless they are all ranks of one run at one step."""
     for state in states:
-        if not isinstance(state, Mapping) or not {"rank", "world_size", "step", "residual"} <= state.keys():
-            raise ValueError("every state must come from gradcomp's state_dict()")
+        _check_state(state)
     old = sorted(states, key=lambda state: int(state["rank"]))
     ranks = [state["rank"] for state in old]
     if not old or ranks != list(range(old[0]["world_size"])):
-        raise ValueError(f"states of ranks {ranks}; one of every rank of the old run is needed")
+        of = f" of {old[0]['world_size']}" if old else ""
+        raise ValueError(
+            f"states of ranks {ranks}{of}; one of every rank of the old run is needed, and none of another run's files"
+        )
     for key in ("version", "codec", "strategy", "nodes", "world_size", "step", "loss_scale", "transform"):
         found = {repr(state.get(key)) for state in old}
         if len(found) > 1:
@@ -156,16 +166,43 @@ def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     return old
 
 
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a state could be from `Engine.state_dict`."""
+    if isinstance(state, Mapping) and "averager" in state:
+        raise ValueError("this is a DoubleBuffer's state: pass state['averager']")
+    read_numbers(state)
+    for key in ("rank", "world_size"):
+        if type(state.get(key)) is not int or state[key] < 0:
+            raise ValueError(f"this state has {key} {state.get(key)!r}, an integer expected")
+    if "nodes" not in state:
+        raise ValueError("this state has no 'nodes': it is not from gradcomp's state_dict()")
+    for key in PARTS:
+        part = state.get(key, {})
+        values = part.values() if isinstance(part, Mapping) else [part]
+        for value in values:
+            if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() != 1:
+                raise ValueError(f"this state's {key} holds {type(value).__name__}, flat float32 tensors expected")
+
+
 def _total(states: Sequence[Mapping[str, Any]], key: str, factor: float) -> dict[str, Tensor]:
-    """Return `factor` times the sum of all ranks' values, by name; a rank without values has zeros."""
-    names = [name for state in states for name in state.get(key, {})]
-    return {
-        name: (factor * torch.stack([s[key][name].double() for s in states if name in s.get(key, {})]).sum(0)).float()
-        for name in dict.fromkeys(names)
-    }
+    """Return `factor` times the sum of all ranks' values, by name; ValueError unless all ranks have the same tensors."""
+    parts = [state.get(key, {}) for state in states]
+    for rank, part in enumerate(parts):
+        mine, first = ({name: t.numel() for name, t in p.items()} for p in (part, parts[0]))
+        if mine != first:
+            raise ValueError(f"{key} of rank {rank} does not fit that of rank 0: not the same tensors")
+    return {name: (factor * torch.stack([p[name].double() for p in parts]).sum(0)).float() for name in parts[0]}
 
 
 def _joined(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:
-    """Return what ranks own, side by side, by name."""
+    """Return what ranks own, side by side, by name; ValueError unless every rank has its share."""
     names = dict.fromkeys(name for state in states for name in state.get(key, {}))
-    return {name: torch.cat([state[key][name] for state in states]) for name in names}
+    out, nothing = {}, torch.zeros(0)
+    for name in names:
+        pieces = [state.get(key, {}).get(name, nothing) for state in states]
+        out[name] = torch.cat(pieces)
+        for rank, piece in enumerate(pieces):
+            first, last = shard_bounds(out[name].numel(), len(states), rank)
+            if piece.numel() != last - first:
+                raise ValueError(f"{key} of {name!r} on rank {rank} has {piece.numel()} values, {last - first} expected")
+    return {} if all(t.numel() == 0 for t in out.values()) else out

@@ -89,16 +89,12 @@ class Planes:
 
     def state(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return copies of all current values by parameter name; empty before the first step."""
-        if self._planes is None:
+        if self._planes is None and self._total:
             return {}
         return {names[index]: self.pair(index)[0].clone() for index in self._places}
 
-    def load(self, state: Mapping[str, Tensor], names: Mapping[int, str]) -> None:
-        """Take values from a checkpoint; an empty state is the initial value everywhere.
-
-        Raises:
-            ValueError: a missing, unknown or differently sized entry; nothing is changed then.
-        """
+    def check(self, state: object, names: Mapping[int, str]) -> None:
+        """Raise ValueError for a state with a missing, unknown or differently sized entry, or with NaN or Inf."""
         if not isinstance(state, Mapping):
             raise ValueError(f"{self._what}s are a dictionary by parameter name, got {type(state).__name__}")  # noqa: TRY004
         wanted = {names[index]: index for index in self._places}
@@ -112,6 +108,11 @@ class Planes:
                 raise ValueError(f"{self._what} of {name!r} is {got}, {numel} x torch.float32 expected")
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{self._what} of {name!r} holds NaN or Inf")
+
+    def load(self, state: Mapping[str, Tensor], names: Mapping[int, str]) -> None:
+        """Take values from a checkpoint that `check` accepts; an empty state is the initial value everywhere."""
+        self.check(state, names)
+        wanted = {names[index]: index for index in self._places}
         if not state and self._planes is None:
             return
         for plane in self._allocate():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from gradcomp.buckets import Bucket
 from gradcomp.engine import Engine
@@ -35,6 +36,14 @@ class Rotation:
         self.exchanges = 0
         self.exchange_s = self.waited_s = self.codec_s = self.copy_s = 0.0
         self._worked = 0.0
+
+    def counters(self) -> tuple[Any, ...]:
+        """Return what it has counted."""
+        return self.exchanges, self.exchange_s, self.waited_s, self.codec_s, self.copy_s
+
+    def set_counters(self, counters: tuple[Any, ...]) -> None:
+        """Go back to counters of before."""
+        self.exchanges, self.exchange_s, self.waited_s, self.codec_s, self.copy_s = counters
 
     @property
     def pending(self) -> bool:

@@ -142,7 +142,7 @@ class LoneRoute:
         return BucketPlan(codec, slots, Strategy("all_gather"), 1, 0)
 
     def exchange(self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
-        return LoneExchange(plan.slots, options.get("transform"))
+        return LoneExchange(plan.slots, stats, options.get("transform"))
 
     def abort(self) -> None:
         return
@@ -158,8 +158,8 @@ class LoneExchange:
     flagged = False
     averages: Averages | None = None
 
-    def __init__(self, slots: Sequence[Slot], transform: Transforming | None) -> None:
-        self._spans, self._transform = [(s.index, s.offset, s.numel) for s in slots], transform
+    def __init__(self, slots: Sequence[Slot], stats: Stats, transform: Transforming | None) -> None:
+        self._spans, self._stats, self._transform = [(s.index, s.offset, s.numel) for s in slots], stats, transform
 
     @property
     def stages(self) -> tuple[Callable[[], None], ...]:
@@ -182,6 +182,7 @@ class LoneExchange:
         self.flagged = self._transform is not None and self._transform.run(self._buffer, self._spans)
         if self.flagged:
             self._buffer.fill_(float("nan"))
+            self._stats.nonfinite_buckets += 1
 
 
 @dataclass(frozen=True)

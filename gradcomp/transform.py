@@ -100,7 +100,7 @@ class Transforming:
             x.mul_(self.scale)
         if x is not chunk:
             chunk.copy_(x)
-        return not bool(torch.isfinite(x).all() and torch.isfinite(new).all())
+        return not bool(torch.isfinite(chunk).all() and torch.isfinite(new).all())
 
 
 def check_transform(transform: object) -> Transform | None:

@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from _ranks import run_local
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import GradientAverager, Identity, OneBit, Ternary, UnsupportedTensor
+from gradcomp import Feedback, GradientAverager, Identity, OneBit, Ternary, UnsupportedTensor
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
 from gradcomp.sizing import predict_bytes
 
@@ -65,8 +66,6 @@ def with_averager(comm, codec, cap, steps=4):
 @pytest.mark.parametrize("codec", [Ternary(), Ternary(second_phase="requantize"), OneBit(), Identity()], ids=repr)
 def test_same_run_over_threads_and_gloo_and_any_bucket_size(gloo, codec, one_thread):
     """Promise 2 over transports: LocalCommunicator and gloo give the same bits, whatever the buckets."""
-    from _ranks import run_local
-
     runs = {run_local(3, with_averager, codec, cap)[r][0] for cap in (0.01, 25) for r in range(3)}
     runs |= {out for out, _ in gloo(3, over_gloo, codec)}
     assert len(runs) == 1
@@ -135,8 +134,6 @@ def missing(comm):
 
 
 def test_a_missing_gradient_counts_as_zero():
-    from _ranks import run_local
-
     for grads in run_local(2, missing):
         assert grads == [[2.0], [2.0], [4.0], [4.0], [4.0], [4.0]]
 
@@ -152,8 +149,6 @@ def half_precision_mix(comm):
 
 
 def test_models_of_several_dtypes():
-    from _ranks import run_local
-
     for dtypes, bad in run_local(2, half_precision_mix):
         assert dtypes == {torch.float32, torch.bfloat16, torch.float16}
         assert bad == 0
@@ -237,15 +232,24 @@ def counted_steps(comm):
     )
 
 
-def test_all_reduce_counts_steps_per_key():
-    from _ranks import run_local
+def test_discard_undoes_the_last_all_reduce():
+    def run(comm):
+        feedback, seen = Feedback({0: 2000}), []
+        for seed in range(3):
+            x = torch.randn(2000, generator=torch.Generator().manual_seed(seed))
+            gradcomp.all_reduce(x, OneBit(), comm, feedback=feedback)
+            seen.append(feedback.residual(0).clone())
+        feedback.discard()
+        return torch.equal(feedback.residual(0), seen[1]) and not torch.equal(seen[1], seen[2])
 
+    assert run_local(2, run) == [True, True]
+
+
+def test_all_reduce_counts_steps_per_key():
     assert run_local(2, counted_steps) == [([True, True], False, False)] * 2
 
 
 def test_freezing_and_unfreezing_after_the_averager_was_made():
-    from _ranks import run_local
-
     def work(comm):
         net = copy.deepcopy(MODEL)
         net[0].requires_grad_(False)
@@ -300,8 +304,6 @@ def test_wrong_arguments():
 
 
 def test_a_rank_that_leaves_is_peer_lost_on_the_others():
-    from _ranks import run_local
-
     def work(comm):
         if comm.rank == 2:
             comm.abort()

@@ -226,6 +226,23 @@ def test_states_of_all_ranks_resume_on_fewer():
     assert run_local(2, loaded_by_fewer, [state for state, _ in saved], saved[0][1]) == [4, 4]
 
 
+def refuses(comm, ranks):
+    net = fresh_model()
+    buffer = DoubleBuffer(net, sgd(net), OneBit(), comm, min_numel=0)
+    state = buffer.state_dict()
+    buffer.step(loss_of(net), *minibatch(0, comm.rank))
+    if comm.rank in ranks:
+        with pytest.raises(ValueError, match="rank 7"):
+            buffer.load_state_dict({**state, "averager": {**state["averager"], "rank": 7}})
+    buffer.check_replicas()
+    return bits(net)
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_a_refused_state_drops_no_average_that_is_under_way(ranks):
+    assert run_local(2, refuses, ranks) == run_local(2, refuses, ())
+
+
 def out_of_data(comm, skips):
     net = fresh_model()
     buffer = DoubleBuffer(net, sgd(net), Identity(), comm, timeout_s=5)
@@ -380,7 +397,7 @@ def test_wrong_arguments(gloo):
         buffer.step(loss_of(net), x[:1], y[:1])
     with pytest.raises(ValueError, match=r"\[6, 7\]"):
         buffer.step(loss_of(net), x, y[:6])
-    with pytest.raises(ValueError, match=r"got \[\]"):
+    with pytest.raises(ValueError, match="holds no tensor"):
         buffer.step(lambda: None)
     with pytest.raises(ValueError, match=r"shape is \(\)"):
         buffer.step(loss_of(net), x, torch.tensor(3))
@@ -621,13 +638,13 @@ def test_a_link_four_times_slower_than_computing_hides_little_and_does_not_pay(g
         (OverlapReport(True, 10, 9, 0.09, 0.009, 0.09, 0.18, 1.0), False, "unless cores are free"),
         (OverlapReport(True, 10, 9, 0.09, 0.09, 0.0, 0.18, 1.0), False, "waits for 10.0 ms"),
         (OverlapReport(False, 10, 20, 0.0, 0.0, 0.0, 0.1, 1.0), False, "nothing was exchanged"),
-        (OverlapReport(False, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0), False, "nothing was exchanged"),
+        (OverlapReport(False, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0), None, "nothing was exchanged yet"),
     ],
 )
 def test_the_report_says_whether_it_pays(report, pays, text):
-    assert report.pays is pays
+    assert report.pays is bool(pays)
     assert text in str(report)
-    assert ("does not pay" in str(report)) is not pays
+    assert ("does not pay" in str(report)) is (pays is False)
     assert 0 <= report.hidden <= 1
 
 

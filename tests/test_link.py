@@ -1,5 +1,7 @@
 """The slow link: the same bytes, later; a rank that starts late delays its peers once."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -70,17 +72,67 @@ def test_averages_are_those_of_the_communicator_beneath():
     assert torch.equal(run_local(3, average, True)[0], run_local(3, average, False)[0])
 
 
-def test_a_silent_peer_times_out_and_a_closed_one_does_not_hang():
+def test_a_silent_peer_times_out():
     comms = LocalCommunicator.group(2)
-    link = LinkCommunicator(comms[0], bits_per_s=1e9)
     recv = torch.empty(20, dtype=torch.uint8)
-    work = link.start_all_gather(torch.zeros(10, dtype=torch.uint8), recv, Channel.FIRST)
+    work = LinkCommunicator(comms[0], bits_per_s=1e9).start_all_gather(recv[:10], recv, Channel.FIRST)
     with pytest.raises(TimeoutError):
         work.wait(0.2)
-    with pytest.raises(TimeoutError, match="not sent"):
-        LinkCommunicator(comms[0], bits_per_s=1.0).start_all_gather(recv[:10], recv, Channel.SECOND).wait(0.1)
+    for bits_per_s in (1.0, 5e-324):
+        work = LinkCommunicator(comms[0], bits_per_s=bits_per_s).start_all_gather(recv[:10], recv, Channel.SECOND)
+        with pytest.raises(TimeoutError, match="not sent"):
+            work.wait(0.1)
+        assert not work.is_done()
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_closing_ends_what_is_under_way(end):
+    link = LinkCommunicator(LocalCommunicator.group(2)[0], bits_per_s=1.0)
+    recv = torch.empty(20, dtype=torch.uint8)
+    works = [
+        link.start_all_gather(recv[:10], recv, channel) for channel in (Channel.FIRST, Channel.FIRST, Channel.SECOND)
+    ]
+    threading.Timer(0.2, getattr(link, end)).start()
+    begun = time.monotonic()
+    for work in works:
+        with pytest.raises(ConnectionError, match="closed"):
+            work.wait(60)
+        assert work.is_done()
+    assert time.monotonic() - begun < 30
+    with pytest.raises(ConnectionError, match="closed"):
+        link.start_all_gather(recv[:10], recv, Channel.FIRST)
     link.close()
-    assert threading.active_count() < 50
+
+
+def test_no_process_waits_for_a_slow_link():
+    code = """if True:
+        import torch
+        from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator
+        comm = LocalCommunicator.group(2)[0]
+        recv = torch.empty(20, dtype=torch.uint8)
+        work = LinkCommunicator(comm, bits_per_s=0.1).start_all_gather(recv[:10], recv, Channel.FIRST)
+        try:
+            work.wait(0.1)
+        except TimeoutError:
+            print("not sent")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "not sent\n", done.stderr
+
+
+def test_what_the_communicator_beneath_refuses_is_told_to_who_waits(monkeypatch):
+    comm = LocalCommunicator.group(2)[0]
+
+    def refuse(*_):
+        raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(comm, "start_all_gather", refuse)
+    recv = torch.empty(20, dtype=torch.uint8)
+    work = LinkCommunicator(comm, bits_per_s=1e9).start_all_gather(recv[:10], recv, Channel.FIRST)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection reset"):
+            work.wait(10)
+    assert work.is_done()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from _expected import average
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerMismatch, Ternary, UnsupportedTensor
@@ -143,9 +143,15 @@ def missing_and_wrong():
     averager.average()
     assert isinstance(model.up.weight.grad, DTensor) and model.up.weight.grad.placements == model.up.weight.placements
     assert model.up.weight.grad.shape == (62, 48)
-    model.up.weight.grad = model.up.weight.grad.redistribute(placements=[torch.distributed.tensor.Replicate()])
+    model.up.weight.grad = model.up.weight.grad.redistribute(placements=[Replicate()])
     with pytest.raises(UnsupportedTensor, match="up.weight"):
         averager.average()
+    whole = nn.Parameter(torch.zeros(64, 64))
+    whole.grad = DTensor.from_local(torch.ones(64, 64), mesh["tp"], [Replicate()])
+    other = GradientAverager([("whole", whole)], Identity(), TorchCommunicator(group))
+    with pytest.raises(UnsupportedTensor, match="whole"):
+        other.average()
+    other.close()
     averager.close()
 
 
@@ -167,3 +173,41 @@ def across_shards():
 def test_a_group_that_spans_different_shards_is_a_mismatch(gloo):
     """Shards have one shape, so nothing but their place tells them apart."""
     assert gloo(4, across_shards) == [True] * 4
+
+
+def other_cuts():
+    """Shards of as many values, cut along rows on one rank and along columns on the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group, column = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
+    shape = (32, 64) if column else (64, 32)
+    p = nn.Parameter(DTensor.from_local(torch.zeros(shape), mesh["tp"], [Shard(1 - column)]))
+    averager = GradientAverager([("w", p)], "ternary", TorchCommunicator(group, timeout_s=20), timeout_s=20)
+    p.grad = DTensor.from_local(torch.ones(shape), mesh["tp"], [Shard(1 - column)])
+    try:
+        averager.average()
+    except PeerMismatch as error:
+        return error.field
+    return "nothing"
+
+
+def test_shards_cut_along_other_dimensions_are_a_mismatch(gloo):
+    assert gloo(4, other_cuts) == ["layout"] * 4
+
+
+def tensors_swapped():
+    mesh, model, _ = start()
+    group, column = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
+    averager = GradientAverager(model.named_parameters(), Identity(), TorchCommunicator(group))
+    averager.check_replicas()
+    model.double().float()  # torch swaps the tensors inside the parameters
+    with torch.no_grad():
+        model.up.weight.add_(column)
+    try:
+        averager.check_replicas()
+    except PeerMismatch as error:
+        return error.field
+    return "nothing"
+
+
+def test_check_replicas_looks_at_the_shards_that_are_there_now(gloo):
+    assert gloo(4, tensors_swapped) == ["parameter up.weight"] * 4

@@ -9,13 +9,15 @@ import pytest
 
 from gradcomp.bench import plan
 from gradcomp.plan import METHODS, Rates, StageRate
-from gradcomp.plan.rates import STAGES
+from gradcomp.plan.rates import CAST_STAGES, STAGES
 
 
 @pytest.fixture(scope="module")
 def rates(tmp_path_factory):
     path = tmp_path_factory.mktemp("rates") / "rates.json"
-    found = {m.name: {s: StageRate(1e-5, 1e-6, 1e-10, 1e-10) for s in (*STAGES, "cast", "uncast")} for m in METHODS}
+    found = {
+        m.name: dict.fromkeys(STAGES if m.codec else CAST_STAGES, StageRate(1e-5, 1e-6, 1e-10, 1e-10)) for m in METHODS
+    }
     Rates(found).save(path)
     return str(path)
 
@@ -53,6 +55,33 @@ def test_it_calibrates_where_no_rates_are_given(tmp_path):
     assert 0 < found["rates"]["onebit all_gather"]["encode"]["per_value_s"] < 1e-7
 
 
+def test_rates_of_an_earlier_answer_serve_again(tmp_path, rates):
+    asked = ("--model", "lenet", "--nodes", "2,4", "--codec", "fp32,onebit")
+    first, second = (tmp_path / name for name in ("first.json", "second.json"))
+    assert run(*asked, "--rates", rates, "--json", first).returncode == 0
+    out = run(*asked, "--rates", first, "--json", second)
+    assert out.returncode == 0, out.stderr
+    assert json.loads(first.read_text()) == json.loads(second.read_text())
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"onebitt all_gather": {}}, "unknown method 'onebitt all_gather'"),
+        ({"onebit all_gather": {"statistisc": {"fixed_s": 1.0}}}, "has no stage 'statistisc'"),
+        ({"bf16": {"encode": {}}}, "has no stage 'encode', only cast, uncast"),
+        ({"onebit all_gather": {"encode": {"fixed_s": -1.0}}}, "fixed_s must be at least 0"),
+        ({"onebit all_gather": {"encode": {"fixed": 1.0}}}, "fixed"),
+        ([1], "does not hold rates"),
+    ],
+)
+def test_rates_that_are_none(tmp_path, capsys, found, message):
+    (tmp_path / "rates.json").write_text(json.dumps(found))
+    with pytest.raises(SystemExit):
+        plan.parse(["--rates", str(tmp_path / "rates.json")])
+    assert message in capsys.readouterr().err
+
+
 def test_shapes_of_ones_own_and_every_option(tmp_path, rates):
     (tmp_path / "mine.json").write_text(json.dumps([["fc.weight", [4000, 1000]], ["fc.bias", [4000]]]))
     out = run("--shapes", tmp_path / "mine.json", "--nodes", "2:6:2", "--frame-time", "1ms", "--update-time", "2ms",
@@ -88,11 +117,14 @@ def test_shapes_of_ones_own_and_every_option(tmp_path, rates):
         (["--shapes", "/nowhere.json"], "No such file"),
         (["--rates", "/nowhere.json"], "No such file"),
         (["--cores", "0"], "--cores must be positive and finite, got 0.0"),
-        (["--jitter", "-1"], "jitter must be at least 0"),
+        (["--jitter", "-1"], "jitter must be in [0, 10]"),
         (["--stragglers", "0.1"], "--stragglers '0.1' is not understood; SHARE:FACTOR"),
         (["--stragglers", "2:2"], "slow_share must be in"),
-        (["--bucket-cap-mb", "0"], "--bucket-cap-mb must be positive"),
-        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--jitter", "1e200"], "jitter must be in [0, 10]"),
+        (["--bucket-cap-mb", "0"], "bucket_cap_mb must be positive"),
+        (["--bucket-cap-mb", "inf"], "bucket_cap_mb must be positive and finite"),
+        (["--seed", "-1"], "seed must be at least 0"),
+        (["--measure", "--flops", "1e12"], "give --frame-time, not --flops"),
         (["--ranks", "2"], "goes with --measure"),
         (["--measure", "--validate"], "exclude each other"),
         (["--adagrad"], "--adagrad needs --measure"),
@@ -127,6 +159,12 @@ def test_without_rich_it_says_what_to_install(tmp_path):
     out = run("--nodes", "2", PYTHONPATH=path)
     assert out.returncode == 2
     assert "needs rich: pip install 'gradcomp[bench]'" in out.stderr and "Traceback" not in out.stderr
+
+
+def test_shapes_beyond_any_model_are_refused(tmp_path, rates):
+    (tmp_path / "huge.json").write_text(json.dumps([["w", [10**11, 10**11]]]))
+    out = run("--shapes", tmp_path / "huge.json", "--nodes", "2", "--rates", rates)
+    assert out.returncode == 2 and "must hold at most" in out.stderr and "Traceback" not in out.stderr
 
 
 def test_importing_the_room_is_quiet():

@@ -9,6 +9,7 @@ import pytest
 from gradcomp.plan import METHODS, Link, Rates, StageRate, Stragglers, Transport, Workload, predict, simulate
 from gradcomp.plan.costs import Collective, find_method
 from gradcomp.plan.events import BucketWork, Run, Stage
+from gradcomp.plan.links import format_seconds
 from gradcomp.plan.rates import STAGES, calibrate
 
 FAST = Link(math.inf)
@@ -218,7 +219,14 @@ def test_bad_arguments_are_refused(options, message):
         (lambda: Workload(ONE, 1, 1, t_update=math.inf), "t_update must be at least 0 and finite, got inf"),
         (lambda: Workload(ONE, 1, 1, forward_share=2), "forward_share must be in"),
         (lambda: Workload(ONE, 1, 1, flops=()), "flops must have one entry a parameter"),
-        (lambda: Stragglers(jitter=-1), "jitter must be at least 0 and finite, got -1"),
+        (lambda: Workload(ONE, 1, 1, flops=(-1.0,)), "flops must be at least 0 and finite, got -1.0"),
+        (lambda: Workload(ONE, 1, 1, flops=(math.nan,)), "flops must be at least 0 and finite, got nan"),
+        (lambda: Workload(ONE, 1, 1, bucket_cap_mb=0), "bucket_cap_mb must be positive and finite, got 0"),
+        (lambda: Workload(ONE, 1, 1, bucket_cap_mb=math.inf), "bucket_cap_mb must be positive and finite, got inf"),
+        (lambda: Workload((("w", (10**10, 10**10)),), 1, 1), "parameters must hold at most"),
+        (lambda: Stragglers(jitter=-1), r"jitter must be in \[0, 10\], got -1"),
+        (lambda: Stragglers(jitter=1e200), r"jitter must be in \[0, 10\], got 1e\+200"),
+        (lambda: Stragglers(jitter=0.1, seed=-1), "seed must be at least 0, got -1"),
         (lambda: Stragglers(slow_share=2), "slow_share must be in"),
         (lambda: Stragglers(slow_factor=0.5), "slow_factor must be at least 1 and finite, got 0.5"),
         (lambda: StageRate(-1.0), "fixed_s must be at least 0 and finite, got -1.0"),
@@ -291,6 +299,18 @@ def test_one_node_may_be_best():
     assert found.nodes == 1 and "do not distribute" in found.sentence
 
 
+def test_fewer_nodes_than_asked_for_may_be_best():
+    work = Workload(BIG, 4, 1e-3, 2e-3)
+    found = predict(work, Link(1e6), [2, 4], rates=RATES)
+    alone = simulate(work, found.method, 1, Link(1e6), rates=RATES).seconds
+    assert found.sentence.startswith(f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: ")
+
+
+def test_weak_scaling_has_no_formula():
+    found = predict(Workload(BIG, 64, 1e-3, weak=True), Link(1e9), [1, 2, 4], rates=RATES)
+    assert found.optimal_nodes == math.inf and "formula" not in found.sentence and "distribute" not in found.sentence
+
+
 def test_crossings_are_where_the_fastest_method_changes():
     work, link = Workload(BIG, 1024, 1e-3, 2e-3), Link(1e10, 1e-4)
     coarse = predict(work, link, [2, 64], rates=RATES)
@@ -313,3 +333,13 @@ def test_predictions_need_nodes_and_methods():
         predict(Workload(ONE, 1, 1), FAST, [2], methods=[])
     with pytest.raises(KeyError):
         predict(Workload(ONE, 1, 1), FAST, [2], rates=RATES).result("fp32", 3)
+
+
+def test_flops_that_are_all_zero_say_nothing():
+    zero, none = (Workload(BIG, 64, 1e-3, flops=f) for f in ((0.0,) * len(BIG), None))
+    assert simulate(zero, "fp32", 4, SLOW) == simulate(none, "fp32", 4, SLOW)
+
+
+def test_parameters_without_values_still_compute():
+    empty = Workload((("w", (0, 10)), ("v", (0,))), 10, 1.0)
+    assert simulate(empty, "onebit reduce_scatter", 2, FAST).seconds == pytest.approx(5.0)

@@ -216,12 +216,15 @@ class Scaler:
         return self.scale
 
 
-def scaled(comm, transform):
+def scaled(comm, transform, scales, resumes):
     named, scaler = parameters(), Scaler()
     averager = GradientAverager(named.items(), Identity(), comm, transform=transform, grad_scaler=scaler)
     out = []
-    for step in range(3):
-        scaler.scale = 1024.0 / 4**step
+    for step, scaler.scale in enumerate(scales):
+        if resumes and step == 1:
+            state = averager.state_dict()
+            averager = GradientAverager(named.items(), Identity(), comm, transform=transform, grad_scaler=scaler)
+            averager.load_state_dict(state)
         for name, p in named.items():
             p.grad = gradient(name, step, comm.rank) * scaler.scale
         averager.average()
@@ -229,11 +232,35 @@ def scaled(comm, transform):
     return out
 
 
+@pytest.mark.parametrize(("scales", "resumes"), [((1024.0, 256.0, 64.0), False), ((1024.0, 1024.0, 64.0), True)])
 @pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad()], ids=repr)
-def test_values_come_without_the_loss_scale(transform):
+def test_values_come_without_the_loss_scale(transform, scales, resumes):
     plain = run_local(2, averages, Identity(), 3, 25.0, transform)
-    for (wanted, _), got in zip(plain, run_local(2, scaled, transform), strict=True):
+    for (wanted, _), got in zip(plain, run_local(2, scaled, transform, scales, resumes), strict=True):
         assert all(torch.equal(a[n], b[n]) for a, b in zip(wanted, got, strict=True) for n in SHAPES)
+
+
+def overflowing(comm, transform):
+    p = nn.Parameter(torch.zeros(64, 32, dtype=torch.float16))
+    averager = GradientAverager([("w", p)], Identity(), comm, transform=transform, grad_scaler=Scaler())
+    p.grad = torch.full((64, 32), 100.0 if comm.rank == 0 else float("inf"), dtype=torch.float16)
+    averager.average()
+    states = averager.state_dict()["transform_state"].values()
+    return bool(p.grad.isfinite().any()), averager.stats.nonfinite_buckets, sum(float(s.sum()) for s in states)
+
+
+class Exploding(gradcomp.Transform):
+    """Whose state would have moved, and whose result float16 cannot hold."""
+
+    def apply(self, values, old, new):
+        new.copy_(old + 1)
+        values.mul_(1e30)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_overflows_in_the_buckets_dtype_leaves_no_trace(world):
+    for finite, count, total in run_local(world, overflowing, Exploding()):
+        assert not finite and count == 1 and total == 0
 
 
 def thrown_away(comm, transform):
@@ -437,7 +464,16 @@ def test_places_and_arguments():
 
     with pytest.raises(ValueError, match="nowhere"):
         run_local(1, averages, OneBit(), 1, 25.0, Nowhere())
-    for bad in ({"eps": 0}, {"eps": -1.0}, {"eps": float("nan")}, {"initial_accumulator_value": -1}, {"eps": "x"}):
+    tiny, huge = {"eps": 1e-50}, {"initial_accumulator_value": 1e39}  # 0 and Inf in float32
+    for bad in (
+        {"eps": 0},
+        {"eps": -1.0},
+        {"eps": float("nan")},
+        {"initial_accumulator_value": -1},
+        {"eps": "x"},
+        tiny,
+        huge,
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             AggregateAdagrad(**bad)
 
@@ -532,6 +568,14 @@ def test_momentum_adagrad_refuses():
     for bad in ({"lr": -1}, {"momentum": 1.0}, {"momentum": -0.1}, {"eps": 0}, {"weight_decay": float("inf")}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             MomentumAdagrad([p], **bad)
+    for bad in ({"eps": 1e-50}, {"initial_accumulator_value": 1e39}):
+        with pytest.raises(ValueError, match="float32"):
+            MomentumAdagrad([p], **bad)
+    half = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer = MomentumAdagrad([p])
+    with pytest.raises(ValueError, match="float16"):
+        optimizer.add_param_group({"params": [half]})
+    assert len(optimizer.param_groups) == 1
     p.grad = torch.zeros(3).to_sparse()
     with pytest.raises(ValueError, match="sparse"):
         MomentumAdagrad([p]).step()

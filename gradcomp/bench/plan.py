@@ -34,6 +34,7 @@ from gradcomp.plan.simulate import MAX_NODES, Stragglers, Transport, Workload
 
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
 FLOPS = 10e12
+CORES = 2.0
 UPDATE_S = 2e-10  # a value: five passes over fp32 memory (SGD with momentum) at 100 GB/s
 
 DESCRIPTION = """\
@@ -104,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--link", metavar="RATE", help="of every node, or a name (default: 1gbe)")
     where.add_argument("--latency", metavar="TIME", help="of a message (default: a named link's, else 0)")
     where.add_argument("--nodes", metavar="A:B", help="doubling from A to B (default: 1:64); A:B:STEP; or a list 2,4,6")
-    where.add_argument("--cores", type=float, default=2, help="of a node; below 2 codecs share backward's (default: 2)")
+    where.add_argument("--cores", type=float, help="of a node; below 2 codecs share backward's (default: 2, or measured)")
     where.add_argument(
         "--jitter", type=float, default=0.0, metavar="SIGMA", help="of a node's computing time, lognormal"
     )
@@ -163,12 +164,9 @@ def understand(args: argparse.Namespace) -> Question:
         bucket_cap_mb=args.bucket_cap_mb,
         weak=args.weak,
     )
-    if not 0 < args.cores < math.inf:
-        raise ValueError(f"--cores must be positive and finite, got {args.cores!r}")
-    if args.bucket_cap_mb is not None and not 0 < args.bucket_cap_mb < math.inf:
-        raise ValueError(f"--bucket-cap-mb must be positive and finite, got {args.bucket_cap_mb!r}")
-    if args.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {args.seed}")
+    cores = CORES if args.cores is None else args.cores
+    if not 0 < cores < math.inf:
+        raise ValueError(f"--cores must be positive and finite, got {cores!r}")
     share, factor = parse_stragglers(args.stragglers)
     return Question(
         model,
@@ -178,7 +176,7 @@ def understand(args: argparse.Namespace) -> Question:
         choose_methods(args.codec, args.exchange),
         Stragglers(args.jitter, share, factor, args.seed),
         None if args.rates is None else Rates.load(args.rates),
-        args.cores,
+        cores,
         args.double_buffering,
     )
 
@@ -250,9 +248,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--ranks must be at least 2 and goes with --measure, got {args.ranks}")
         if args.measure and args.validate:
             raise ValueError("--measure and --validate exclude each other")
+        if args.measure and args.flops is not None:
+            raise ValueError("--measure takes forward and backward's time; to replace it give --frame-time, not --flops")
         if args.adagrad and not args.measure:
             raise ValueError("--adagrad needs --measure; without it give AdaGrad's time as --post-time")
-    except (ValueError, OSError) as error:
+    except (ValueError, OverflowError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     return args
@@ -272,7 +272,11 @@ def main(argv: list[str]) -> int:
             return 2 if isinstance(error, ValueError) else 1
         if args.question is None:
             return 0
-    return report(args, answer(args.question), console)
+    try:
+        return report(args, answer(args.question), console)
+    except (ValueError, OverflowError, OSError) as error:
+        print(f"python -m gradcomp.plan: {error}", file=sys.stderr)
+        return 2
 
 
 def measured(args: argparse.Namespace, console: Console) -> Question | None:
@@ -298,7 +302,7 @@ def measured(args: argparse.Namespace, console: Console) -> Question | None:
         workload=replace(workload, weak=args.weak, bucket_cap_mb=args.bucket_cap_mb, **times),
         nodes=question.nodes if args.nodes else [1, found.ranks],
         rates=question.rates or found.rates,
-        cores=found.cores,
+        cores=found.cores if args.cores is None else args.cores,
         transport=found.transport,
     )
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from queue import SimpleQueue
 
 from torch import Tensor
 
@@ -43,10 +42,18 @@ class LinkCommunicator(Communicator):
         latency_s: seconds that a message is under way, whatever its size.
 
     Raises:
+        TypeError: no communicator, or no number.
         ValueError: a rate that is not positive, or a latency that is negative or not finite.
     """
 
     def __init__(self, comm: Communicator, *, bits_per_s: float, latency_s: float = 0.0) -> None:
+        if not isinstance(comm, Communicator):
+            raise TypeError(f"comm must be a communicator, such as TorchCommunicator(), got {type(comm).__name__}")
+        for name, value in (("bits_per_s", bits_per_s), ("latency_s", latency_s)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(
+                    f"{name} must be a number, got {value!r} (gradcomp.plan.links.parse_link reads '10mbit')"
+                )
         if not bits_per_s > 0:
             raise ValueError(f"bits_per_s must be positive, got {bits_per_s!r}")
         if not 0 <= latency_s < float("inf"):
@@ -55,7 +62,8 @@ class LinkCommunicator(Communicator):
         self.rank, self.world_size = comm.rank, comm.world_size
         self._free = 0.0  # when the link has sent all that was started
         self._lock = threading.Lock()
-        self._starters: dict[object, ThreadPoolExecutor] = {}  # by channel, so that each keeps its order
+        self._closed = threading.Event()
+        self._lanes: dict[object, SimpleQueue[_LinkWork | None]] = {}  # by channel, so that each keeps its order
 
     def check_overlap(self) -> None:
         self._comm.check_overlap()
@@ -89,43 +97,69 @@ class LinkCommunicator(Communicator):
         return LinkCommunicator(subset, bits_per_s=self._bits_per_s, latency_s=self._latency_s)
 
     def abort(self) -> None:
+        self._stop()
         self._comm.abort()
 
     def close(self) -> None:
-        starters, self._starters = self._starters, {}
-        for starter in starters.values():
-            starter.shutdown(wait=False, cancel_futures=True)
+        """As `Communicator.close`; what is still under way is lost, and whoever waits for it gets ConnectionError."""
+        self._stop()
         self._comm.close()
 
-    def _send(self, lane: object, nbytes: int, rounds: int, start: Callable[[], Work]) -> Work:
+    def _stop(self) -> None:
+        with self._lock:
+            self._closed.set()
+            lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.put(None)
+
+    def _send(self, channel: object, nbytes: int, rounds: int, start: Callable[[], Work]) -> Work:
         """Have `start` called when `nbytes` have left the link and have been under way for `rounds` latencies."""
         with self._lock:
+            if self._closed.is_set():
+                raise ConnectionError("the link is closed")
             self._free = max(time.monotonic(), self._free) + 8 * nbytes / self._bits_per_s
-            due = self._free + rounds * self._latency_s
-            starter = self._starters.get(lane)
-            if starter is None:
-                starter = self._starters[lane] = ThreadPoolExecutor(1, f"gradcomp-link-{lane!s}")
+            work = _LinkWork(self._free + rounds * self._latency_s, start)
+            if channel not in self._lanes:
+                lane = self._lanes[channel] = SimpleQueue()
+                name = f"gradcomp-link-{channel!s}"
+                threading.Thread(target=_serve, args=(lane, self._closed), name=name, daemon=True).start()
+            self._lanes[channel].put(work)
+        return work
 
-        def arrive() -> Work:
-            left = due - time.monotonic()
-            if left > 0:
-                time.sleep(left)
-            return start()
 
-        return _LinkWork(starter.submit(arrive))
+def _serve(lane: SimpleQueue[_LinkWork | None], closed: threading.Event) -> None:
+    """Start what was sent on one channel, in order, each when it arrives. A daemon: no process waits for a slow link."""
+    while (work := lane.get()) is not None:
+        work.arrive(closed)
 
 
 class _LinkWork(Work):
-    def __init__(self, started: Future[Work]) -> None:
-        self._started = started
+    """What is under way until `due`, and then begins on the communicator beneath."""
+
+    def __init__(self, due: float, start: Callable[[], Work]) -> None:
+        self._due, self._start = due, start
+        self._arrived = threading.Event()
+        self._beneath: Work | None = None
+        self._error: BaseException | None = None
+
+    def arrive(self, closed: threading.Event) -> None:
+        while (left := self._due - time.monotonic()) > 0 and not closed.wait(min(left, 3600.0)):
+            pass
+        try:
+            if closed.is_set():
+                raise ConnectionError("the link was closed before this was sent")
+            self._beneath = self._start()
+        except BaseException as error:  # noqa: BLE001 - told to whoever waits
+            self._error = error
+        self._arrived.set()
 
     def wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        try:
-            work = self._started.result(timeout_s)
-        except FutureTimeoutError as error:
-            raise TimeoutError(f"not sent after {timeout_s} s") from error
-        work.wait(max(0.001, deadline - time.monotonic()))
+        if not self._arrived.wait(timeout_s):
+            raise TimeoutError(f"not sent after {timeout_s} s")
+        if self._beneath is None:
+            raise self._error or RuntimeError("nothing was started")
+        self._beneath.wait(max(0.001, deadline - time.monotonic()))
 
     def is_done(self) -> bool:
-        return self._started.done() and self._started.result().is_done()
+        return self._arrived.is_set() and (self._beneath is None or self._beneath.is_done())

@@ -29,8 +29,9 @@ def _check(name: str, value: float, *, positive: bool = False) -> float:
     """Return a number as float; ValueError unless it is finite and not negative (or positive)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-    if positive and value == 0:
-        raise ValueError(f"{name} must be positive, got {value!r}")
+    rounded = float(np.float32(value)) if value <= 3e38 else math.inf
+    if rounded == math.inf or (positive and rounded == 0):
+        raise ValueError(f"{name} must be {'positive' if positive else 'finite'} in float32, got {value!r}")
     return float(value)
 
 
@@ -96,7 +97,7 @@ class MomentumAdagrad(torch.optim.Optimizer):
         initial_accumulator_value: of the sum of squares.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument out of its range; float16 parameters.
     """
 
     def __init__(
@@ -119,6 +120,13 @@ class MomentumAdagrad(torch.optim.Optimizer):
             "initial_accumulator_value": _check("initial_accumulator_value", initial_accumulator_value),
         }
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; ValueError for float16 parameters, in which sums of squares vanish."""
+        super().add_param_group(param_group)
+        if any(p.dtype == torch.float16 for p in self.param_groups[-1]["params"]):
+            del self.param_groups[-1]
+            raise ValueError("MomentumAdagrad takes no torch.float16 parameters: sums of squares vanish in it")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]

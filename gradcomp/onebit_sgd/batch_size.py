@@ -73,7 +73,7 @@ def find_batch_size(
         comm: the ranks; torch.distributed's default group when None, or one rank where it is not initialised. No exchange
             may be under way on it outside `train`. Left open.
         smallest, largest: bounds of the sizes tried; None: those of `factor`.
-        multiple: sizes are multiples of it, and of the number of ranks.
+        multiple: sizes but `current` are multiples of it, and of the number of ranks.
         step: between one size and the next.
         factor: the largest change from `current`, either way.
         margin: what a criterion may be worse than the best, relative to it.
@@ -135,7 +135,7 @@ def find_batch_size(
 def candidates(
     current: int, world_size: int, smallest: int | None, largest: int | None, multiple: int, step: float, factor: float
 ) -> list[int]:
-    """Return the sizes to try in rising order: ``current * step**k`` rounded to multiples, within all bounds.
+    """Return the sizes to try in rising order: ``current``, and ``current * step**k`` rounded to multiples, within all bounds.
 
     Raises:
         ValueError: there is none.
@@ -145,9 +145,10 @@ def candidates(
     high = min(current * factor, math.inf if largest is None else largest)
     reach = math.ceil(math.log(factor) / math.log(step)) + 1
     sizes = {max(1, round(current * step**k / unit)) * unit for k in range(-reach, reach + 1)}
+    sizes |= {current} if current % world_size == 0 else set()
     found = sorted(size for size in sizes if low <= size <= high)
     if not found:
-        raise ValueError(f"no multiple of {unit} to try between {low:g} and {high:g}")
+        raise ValueError(f"no multiple of {unit} to try between {low:g} and {high:g}; pass a smaller multiple=")
     return found
 
 
@@ -225,6 +226,8 @@ def _run(
 ) -> tuple[float, int]:
     """Run one trial; return the sum of its losses and its steps."""
     total, steps, losses = 0.0, 0, train(size, samples)
+    if not isinstance(losses, Iterable):
+        raise TypeError(f"train must yield the loss of each step, got {type(losses).__name__}")
     try:
         for loss in losses:
             total += float(loss.detach() if isinstance(loss, Tensor) else loss)

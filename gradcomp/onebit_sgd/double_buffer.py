@@ -7,6 +7,7 @@ References:
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
 import weakref
@@ -29,6 +30,7 @@ from gradcomp.onebit_sgd.report import OverlapReport
 from gradcomp.onebit_sgd.rollback import Checkpoint
 from gradcomp.stats import Stats
 
+logger = logging.getLogger("gradcomp")
 STATE_VERSION = 1
 
 
@@ -62,7 +64,7 @@ class DoubleBuffer:
         options: of `gradcomp.GradientAverager`, but for `grad_scaler`.
 
     Raises:
-        TypeError: a DDP model.
+        TypeError: a DDP model, or no module.
         ValueError: an option; an optimizer of other parameters.
         UnsupportedTensor: a parameter.
         PeerMismatch: the ranks' parameters differ.
@@ -79,6 +81,8 @@ class DoubleBuffer:
         whole_steps: bool = False,
         **options: Any,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(model, DistributedDataParallel):
             raise TypeError("DoubleBuffer averages gradients itself: pass the module that DDP wraps, model.module")
         if not isinstance(whole_steps, bool):
@@ -108,6 +112,8 @@ class DoubleBuffer:
         except BaseException:
             self._averager.close()
             raise
+        if own.rank == 0:
+            logger.info(self.describe())
         self._hook = model.register_forward_pre_hook(_DrainBeforeEvaluation(self))
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -126,10 +132,12 @@ class DoubleBuffer:
 
         Raises:
             ValueError: fewer than 2 samples, tensors that disagree on their number, a loss of several elements.
-            TypeError: a minibatch that cannot be cut, or a loss that is no tensor.
+            TypeError: a minibatch that cannot be cut, a `loss_fn` that is no function, or a loss that is no tensor.
             PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor: as `GradientAverager.rotate`.
         """
         self._check_open()
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of a half minibatch, got {type(loss_fn).__name__}")
         halves, shares = ([batch], [1.0]) if self._whole_steps else cut(batch)
         self._stepping = True
         try:
@@ -206,7 +214,7 @@ class DoubleBuffer:
 
         What `report` computes from its parts, this measures whole: halves that compute less efficiently and codecs that
         take computing's cores are in it. It takes the time of some ``4 * steps`` minibatches and memory for one more copy of
-        weights and state; `report` and `stats` count its exchanges.
+        weights and state; `stats` counts its exchanges, `report` does not. Before `start_step` exchanges are fp32.
 
         Args:
             loss_fn, batch: as of `step`.
@@ -227,15 +235,25 @@ class DoubleBuffer:
             self._guarded(self._averager.average)
             self._optimizer.step()
 
-        return time_both(
-            plain,
-            lambda: self.step(loss_fn, *batch),
-            self.drain,
-            checkpoint,
-            steps,
-            self._comm,
-            self._timeout_s,
-        )
+        rotation = self._averager.rotation
+        counted = rotation.counters() if rotation else (0, 0.0, 0.0, 0.0, 0.0)
+        own = self._minibatches, self._update_s, self._compute_s
+        try:
+            step, comm = lambda: self.step(loss_fn, *batch), self._comm
+            return time_both(plain, step, self.drain, checkpoint, steps, comm, self._timeout_s)
+        finally:
+            self._minibatches, self._update_s, self._compute_s = own
+            if self._averager.rotation is not None:
+                self._averager.rotation.set_counters(counted)
+
+    @property
+    def minibatches(self) -> int:
+        """Minibatches trained on so far, skipped ones included."""
+        return self._minibatches
+
+    def describe(self) -> str:
+        """Return one line: what is compressed, the exchange, the expected ratio, and what is double-buffered."""
+        return f"{self._averager.describe()}; {'whole steps' if self._whole_steps else 'halves'} are double-buffered"
 
     @property
     def stats(self) -> Stats:

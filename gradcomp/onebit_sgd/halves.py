@@ -20,6 +20,8 @@ def cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
     """
     counts: set[int] = set()
     _count(batch, counts)
+    if not counts:
+        raise ValueError("the minibatch holds no tensor: call step(loss_fn, *batch)")
     if len(counts) != 1:
         raise ValueError(f"the tensors of a minibatch hold equally many samples, got {sorted(counts)}")
     (samples,) = counts

@@ -66,6 +66,8 @@ class OverlapReport:
 
     def __str__(self) -> str:
         """Return one sentence."""
+        if not self.exchanges:
+            return "nothing was exchanged yet"
         if not self.exchange_s:
             return "double buffering does not pay here: nothing was exchanged"
         comm, upd, wait = (s / self.exchanges for s in (self.exchange_s, self.update_s, self.waited_s))

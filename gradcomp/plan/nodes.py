@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from numbers import Real
+from numbers import Rational, Real
 
 
 def optimal_nodes(
@@ -87,7 +87,7 @@ def exact(name: str, value: float, *, positive: bool = False) -> Fraction:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+    if not (isinstance(value, Rational) or math.isfinite(value)) or value < 0 or (positive and value == 0):
         raise ValueError(f"{name} must be {'positive' if positive else 'at least 0'} and finite, got {value!r}")
     return Fraction(value) if isinstance(value, (int, float, Fraction)) else Fraction(float(value))
 

@@ -148,7 +148,8 @@ def predict(
     best = _best_nodes(workload, counts, chosen, seconds)
     method = _choose(chosen, best, seconds)
     plain = next((m for m in chosen if m.codec is None and not m.value_nbytes < FP32_NBYTES), None)
-    speedup = seconds(plain, best) / seconds(method, best) if plain else 1.0
+    took = seconds(method, best)
+    speedup = seconds(plain, best) / took if plain and took else 1.0
     others = [m for m in chosen if m is not plain]
     even = _break_even(others, plain, best, lambda m, rate: run(m, best, Link(rate, link.latency_s)).seconds)
     ratio = _ratio(workload, cache[method.name, best], double_buffering)
@@ -156,7 +157,11 @@ def predict(
         workload, link, ratio, transport.seconds("all_reduce", ring_bytes(workload.numel, best)) if transport else 0
     )
     where = "over these ranks" if transport is not None and math.isinf(link.bits_per_s) else f"over {link}"
-    sentence = _sentence(where, method, best, speedup, even, optimum, cache[method.name, best], plain, counts)
+    sentence = _sentence(
+        workload.weak, where, method, best, speedup, even, optimum, cache[method.name, best], plain, counts
+    )
+    if best > 1 and not workload.weak and (alone := seconds(method, 1)) <= seconds(method, best):
+        sentence = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {sentence}"
     return Prediction(rows, crossings, method, best, speedup, even, optimum, sentence, found)
 
 
@@ -234,6 +239,8 @@ def _ratio(workload: Workload, result: Simulation, double_buffering: bool) -> fl
 
 
 def _formula(workload: Workload, link: Link, ratio: float, t_transport: float) -> int | float:
+    if workload.weak:
+        return math.inf  # a step computes as much on any number of nodes
     if workload.t_frame == 0:
         return 1
     return optimal_nodes(
@@ -248,6 +255,7 @@ def _formula(workload: Workload, link: Link, ratio: float, t_transport: float) -
 
 
 def _sentence(
+    weak: bool,
     where: str,
     method: Method,
     n: int,
@@ -262,7 +270,9 @@ def _sentence(
     took = format_seconds(result.seconds)
     if n == 1:
         return f"Do not compress and do not distribute: {where} no more nodes are faster than one ({took} a step)."
-    place = f"on {n} nodes ({took} a step)" + (", the most asked for," if n == counts[-1] and len(counts) > 1 else "")
+    place = f"on {n} nodes ({took} a step)" + (
+        ", the largest number asked for," if n == counts[-1] and len(counts) > 1 else ""
+    )
     if method.compresses:
         gain = f", {speedup:.2g} times as fast as fp32" if plain is not None else ""
         text = f"Compress: {where}, train {place} with {method.name}{gain}."
@@ -275,5 +285,7 @@ def _sentence(
         text = f"Do not compress: {where}, train {place} in {method.name}; nothing else gains 5 %."
         if even is not None and math.isfinite(even) and even > 0:
             text += f" Below {format_rate(even)} compression would pay there."
-    bound = "sets no bound" if math.isinf(optimum) else f"gives {optimum} nodes"
+    if weak:
+        return text
+    bound = "sets no bound" if math.isinf(optimum) else f"gives {optimum} node{'s' if optimum > 1 else ''}"
     return f"{text} With double buffering the formula of Seide et al. {bound} for {method.name}."

@@ -29,7 +29,7 @@ from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.exchange import BucketExchange
 from gradcomp.feedback import Feedback
 from gradcomp.layout import Slot
-from gradcomp.plan.costs import METHODS, Method
+from gradcomp.plan.costs import METHODS, Method, find_method
 from gradcomp.sizing import BucketPlan, Strategy, owned_numel
 from gradcomp.stats import Stats
 
@@ -97,14 +97,19 @@ class Rates:
 
     @staticmethod
     def load(path: Path) -> Rates:
-        """Read what `save` wrote.
+        """Read what `save` or ``python -m gradcomp.plan --json`` wrote.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it does not hold rates.
+            ValueError: it does not hold rates, or those of a method or stage that is not known.
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
+            found = found.get("rates", found)
+            for method, stages in found.items():
+                names = STAGES if find_method(method).codec is not None else CAST_STAGES
+                if unknown := set(stages) - set(names):
+                    raise ValueError(f"{method} has no stage {min(unknown)!r}, only {', '.join(names)}")
             return Rates({m: {s: StageRate(**rate) for s, rate in stages.items()} for m, stages in found.items()})
         except (TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} does not hold rates: {error}") from None

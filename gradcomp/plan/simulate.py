@@ -30,6 +30,8 @@ from gradcomp.plan.rates import FREE, Rates
 BACKWARD_PIECES = 16
 STEPS_OF_STRAGGLERS = 4
 MAX_NODES = 4096
+MAX_NUMEL = 1 << 50  # 4096 times that is an int64
+MAX_JITTER = 10.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Workload:
         t_update: seconds of a model update, on every node.
         t_post: seconds of post-processing a gradient, shared out over the nodes.
         parallel_post: how often `t_post` is spent.
-        flops: forward FLOPs by parameter, which share backward out over the buckets; None: in proportion to values.
+        flops: forward FLOPs by parameter, which share backward out over the buckets; None, or all zero: in proportion to
+            values.
         forward_share: of `t_frame`; a third by default, since backward makes two products for each of forward's.
         bucket_cap_mb: DDP's option (MiB); None is DDP's default.
         weak: `minibatch` is each node's, so that more nodes compute more samples.
@@ -69,13 +72,19 @@ class Workload:
     def __post_init__(self) -> None:
         if not self.parameters:
             raise ValueError("parameters must name at least one tensor, got none")
+        if self.numel > MAX_NUMEL:
+            raise ValueError(f"parameters must hold at most {MAX_NUMEL} values, got {self.numel}")
         exact("minibatch", self.minibatch, positive=True)
         for name in ("t_frame", "t_update", "t_post", "parallel_post"):
             exact(name, getattr(self, name))
-        if not 0 <= self.forward_share <= 1:
+        if exact("forward_share", self.forward_share) > 1:
             raise ValueError(f"forward_share must be in [0, 1], got {self.forward_share!r}")
         if self.flops is not None and len(self.flops) != len(self.parameters):
             raise ValueError(f"flops must have one entry a parameter ({len(self.parameters)}), got {len(self.flops)}")
+        for value in self.flops or ():
+            exact("flops", value)
+        if self.bucket_cap_mb is not None:
+            exact("bucket_cap_mb", self.bucket_cap_mb, positive=True)
 
     @property
     def numel(self) -> int:
@@ -88,9 +97,11 @@ class Workload:
 
     def shares(self, buckets: Sequence[Bucket]) -> list[float]:
         """Return the share of backward that each bucket waits for after the one before."""
-        weights = [float(math.prod(s)) for _, s in self.parameters] if self.flops is None else self.flops
+        weights: Sequence[float] = [float(math.prod(s)) for _, s in self.parameters]
+        if self.flops is not None and any(self.flops):
+            weights = self.flops
         total = sum(weights)
-        return [sum(weights[i] for i in b.parameters) / total if total else 0.0 for b in buckets]
+        return [sum(weights[i] for i in b.parameters) / total if total else 1 / len(buckets) for b in buckets]
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ class Stragglers:
         seed: of the random numbers.
 
     Raises:
-        ValueError: a negative jitter, a share outside [0, 1], a factor below 1.
+        ValueError: a jitter outside [0, 10], a share outside [0, 1], a factor below 1, a negative seed.
     """
 
     jitter: float = 0.0
@@ -113,12 +124,14 @@ class Stragglers:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.jitter < math.inf:
-            raise ValueError(f"jitter must be at least 0 and finite, got {self.jitter!r}")
+        if not 0 <= self.jitter <= MAX_JITTER:
+            raise ValueError(f"jitter must be in [0, {MAX_JITTER:.0f}], got {self.jitter!r}")
         if not 0 <= self.slow_share <= 1:
             raise ValueError(f"slow_share must be in [0, 1], got {self.slow_share!r}")
         if not 1 <= self.slow_factor < math.inf:
             raise ValueError(f"slow_factor must be at least 1 and finite, got {self.slow_factor!r}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed!r}")
 
     @property
     def any(self) -> bool:
