@@ -94,7 +94,7 @@ def test_shapes_of_ones_own_and_every_option(tmp_path, rates):
     assert {(r["nodes"], r["method"]) for r in found["rows"]} >= {(2, "fp32"), (4, "onebit reduce_scatter")}
     assert not any("all_gather" in r["method"] for r in found["rows"])
     assert all(r["straggler_seconds"] > 0 for r in found["rows"])
-    assert "waits" in out.stdout
+    assert "waits" in out.stdout and "; double buffering" in out.stdout
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def print_prediction(console: Console, question: Question, found: Prediction) ->
     lines = [
         f"{question.model.name}: {work.numel:,} parameters, {work.minibatch:g} samples a step {scaling}",
         f"computing {format_seconds(work.t_frame)} a sample ({question.model.sample})",
-        f"update {format_seconds(work.t_update)}; {link}",
+        f"update {format_seconds(work.t_update)}; {link}{'; double buffering' if question.double_buffering else ''}",
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -158,7 +158,8 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(f"{question.model.name}, {question.link} latency", fontsize=11, loc="left")
+    halves = ", double buffering" if question.double_buffering else ""
+    axes.set_title(f"{question.model.name}, {question.link} latency{halves}", fontsize=11, loc="left")
     figure.legend(loc="outside right center", frameon=False, fontsize=8.5)
     figure.savefig(path)
 
