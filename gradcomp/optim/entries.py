@@ -88,17 +88,14 @@ def make_rules(kind: Kind, entries: Sequence[Entry], numbers: Numbers) -> NDArra
 
 
 @lru_cache(maxsize=16)
-def whole_rows(numels: tuple[int, ...], *, backwards: bool = False) -> Table:
-    """Return rows over whole parameters, cut at multiples of CHUNK_NUMEL whatever the threads: sums depend on it.
-
-    Backwards, a pass over what another pass has just gone through begins with what is still in the caches.
-    """
+def whole_rows(numels: tuple[int, ...]) -> Table:
+    """Return rows over whole parameters, cut at multiples of CHUNK_NUMEL whatever the threads: sums depend on it."""
     rows = [
         (0, 0, 0, 0, 0, first, min(CHUNK_NUMEL, numel - first), numel, place)
         for place, numel in enumerate(numels)
         for first in range(0, numel, CHUNK_NUMEL)
     ]
-    return Table(rows[::-1] if backwards else rows)
+    return Table(rows)
 
 
 def run_rules(
@@ -107,7 +104,6 @@ def run_rules(
     moments: Sequence[str],
     *,
     gradients: bool = True,
-    backwards: bool = False,
 ) -> NDArray[np.float64]:
     """Run one rule an entry.
 
@@ -115,7 +111,6 @@ def run_rules(
         rules: ``(len(entries),)`` of `rules.RULE`.
         moments: names of the state that rules know as state0 and state1.
         gradients: False for rules that read none; packed ones come from their payloads.
-        backwards: see `whole_rows`; not for rules that add up.
 
     Returns:
         ``(len(entries), 2)``: the norms that rules which add up found, an entry's rows added in order; else zeros.
@@ -136,7 +131,7 @@ def run_rules(
     direct = targets.copy()
     if gradients:
         direct["rule"][[k for k, e in enumerate(entries) if e.packed is not None]] = NO_RULE
-    table = whole_rows(tuple(e.parameter.numel() for e in entries), backwards=backwards)
+    table = whole_rows(tuple(e.parameter.numel() for e in entries))
     norms = np.zeros(2 * len(table))
     if not gradients or any(e.packed is None for e in entries):
         _native.update(table, direct, rules, norms=norms)

@@ -90,7 +90,7 @@ class SplitLAMB(SplitOptimizer):
         for row, entry, (above, under) in zip(rules, entries, norms, strict=True):
             trust = above / under if above > 0 and under > 0 else 1.0
             row["step_size"] = -number(entry.group["lr"]) * trust
-        run_rules(entries, rules, self.moments, gradients=False, backwards=True)
+        run_rules(entries, rules, self.moments, gradients=False)
 
     def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
         self.check_options(group)  # a misspelt variant would be plain LAMB
