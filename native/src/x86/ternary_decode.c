@@ -121,25 +121,70 @@ GC_AVX2 static int decode_own(gc_decode_job *job, const gc_segment *segment, con
 }
 
 /* ---- one scale for all payloads ---------------------------------------------------------------------------------- */
-GC_AVX2 static int decode_shared(gc_decode_job *job, const gc_segment *segment, const gc_piece *piece)
+/* Sums of two codes are at most 6, also of codes that are none, and pick their value from a table of eight. */
+GC_AVX2_INLINE void pairs_body(void *out, uint64_t index, uint32_t numel, const uint8_t *sums, __m256 table, int dtype,
+                               int stream)
 {
-    uint8_t sums[GC_PIECE_NUMEL + 2 * GC_SUMS_BLOCK_NUMEL];
+    for (uint32_t i = 0; i < numel; i += 8) {
+        __m256i sum = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(sums + i)));
+        gc_write8(out, dtype, index + i, _mm256_permutevar8x32_ps(table, sum), stream);
+    }
+}
+
+GC_AVX2_INLINE void sums_body(void *out, uint64_t index, uint32_t numel, const uint8_t *sums, int payload_count,
+                              float factor, int dtype, int stream)
+{
+    const __m256i count = _mm256_set1_epi32(payload_count);
+    const __m256 factors = _mm256_set1_ps(factor);
+    for (uint32_t i = 0; i < numel; i += 8) {
+        __m256i sum = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(sums + i)));
+        __m256 x = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_sub_epi32(sum, count)), factors);
+        gc_write8(out, dtype, index + i, x, stream);
+    }
+}
+
+/* One group: a value is k * (S / N) with |k| <= 2 N, whatever the codes; 0 if that may not be finite. */
+GC_AVX2 static int write_sums(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece,
+                              const uint8_t *sums)
+{
+    int count = (int)job->payload_count;
+    float factor = gc_scale(job->payloads[0], segment, piece->run.group) / (float)count;
+    if (gc_abs_bits(2.0f * (float)count * factor) >= gc_overflow_bits(job->out_dtype))
+        return 0;
+    uint64_t index = segment->data + piece->first;
+    int streams = gc_piece_streams(job, segment, piece);
+    if (count == 2) {
+        __m256 table = _mm256_mul_ps(_mm256_setr_ps(-2, -1, 0, 1, 2, 3, 4, 5), _mm256_set1_ps(factor));
+        GC_BY_OUTPUT(job, streams, pairs_body, job->out, index, piece->numel, sums, table);
+    } else {
+        GC_BY_OUTPUT(job, streams, sums_body, job->out, index, piece->numel, sums, count, factor);
+    }
+    return 1;
+}
+
+/* A scale for each element. */
+GC_AVX2 static int write_scaled_sums(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece,
+                                     const uint8_t *sums)
+{
     float stage[GC_STAGE_NUMEL], scales[GC_STAGE_NUMEL];
     const __m256i count = _mm256_set1_epi32((int)job->payload_count);
     const __m256 divisor = _mm256_set1_ps((float)job->payload_count);
+    gc_fill_scales(job->payloads[0], segment, piece, 1, 0, scales);
+    for (uint32_t i = 0; i < piece->numel; i += 8) {
+        __m256i sum = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(sums + i)));
+        __m256 k = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, count));
+        _mm256_storeu_ps(stage + i, _mm256_mul_ps(k, _mm256_div_ps(_mm256_loadu_ps(scales + i), divisor)));
+    }
+    return gc_store_stage(job, segment, piece, stage, 1.0f);
+}
+
+GC_AVX2 static int decode_shared(gc_decode_job *job, const gc_segment *segment, const gc_piece *piece)
+{
+    uint8_t sums[GC_PIECE_NUMEL + 2 * GC_SUMS_BLOCK_NUMEL];
     uint32_t skipped = piece->first % 4; /* elements of the first byte before the piece */
     gc_byte_sums(job, segment, piece->first / 4, skipped + piece->numel, sums);
-    if (!piece->is_uniform)
-        gc_fill_scales(job->payloads[0], segment, piece, 1, 0, scales);
-    for (uint32_t i = 0; i < piece->numel; i += 8) {
-        __m256i sum = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(sums + skipped + i)));
-        __m256 k = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, count));
-        if (!piece->is_uniform)
-            k = _mm256_mul_ps(k, _mm256_div_ps(_mm256_loadu_ps(scales + i), divisor));
-        _mm256_storeu_ps(stage + i, k);
-    }
-    float scale = gc_scale(job->payloads[0], segment, piece->run.group);
-    return gc_store_stage(job, segment, piece, stage, piece->is_uniform ? scale / (float)job->payload_count : 1.0f);
+    return piece->is_uniform ? write_sums(job, segment, piece, sums + skipped)
+                             : write_scaled_sums(job, segment, piece, sums + skipped);
 }
 
 GC_AVX2 static int decode_piece(gc_decode_job *job, const gc_segment *segment, const gc_piece *piece)
