@@ -8,8 +8,7 @@ buckets overlapped; `run_stages` runs them one after the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +27,8 @@ from gradcomp.rng import STREAM_FIRST, STREAM_SECOND, RngKey
 from gradcomp.sizing import BucketPlan
 from gradcomp.stats import Stats
 from gradcomp.transform import Transforming
+
+LANES = lanes_form(1).code
 
 
 class Exchange(Protocol):
@@ -142,7 +143,7 @@ class BucketExchange:
     def measure(self) -> None:
         """Measure the scales and, where ranks share them, start the round that finds the largest."""
         if self._local_transform is not None:
-            with self._timed("encode"):
+            with self.stats.timed("encode"):
                 self._nonfinite |= self._local_transform.run(self._buffer, self._spans)
         if self.plan.shares_scale:
             self._measure()
@@ -153,10 +154,11 @@ class BucketExchange:
         plan = self.plan
         if plan.shares_scale:
             self._wait("scale_round")
-            self._nonfinite |= not bool(np.isfinite(self._scales.numpy()).all())  # some rank's values were not
+            scales = self._scales
+            self._nonfinite |= not _native.scales_are_finite(scales.data_ptr(), scales.numel())  # some rank's values were not
         else:
             self._measure()
-        with self._timed("encode"):
+        with self.stats.timed("encode"):
             old, new = self.feedback.addresses(self._compressed) if self.feedback else (0, 0)
             local, key = self._local.data_ptr(), self._key(STREAM_FIRST)
             plan.codec.place_scales(plan.local, self._scales.data_ptr(), local)
@@ -178,7 +180,7 @@ class BucketExchange:
         """Wait for the first phase; as owner, average and encode again, start the second phase."""
         self.receive()
         if self.plan.scatters and not self._flagged:  # every rank has seen the same flags, so all of them skip it
-            with self._timed("owner"):
+            with self.stats.timed("owner"):
                 if self.plan.exact:
                     bad = self._average_exact()
                 else:
@@ -191,14 +193,14 @@ class BucketExchange:
         """Wait for the first phase and average in `shard` what this rank owns (for an exchange among owners)."""
         self.receive()
         if not self._flagged:
-            with self._timed("owner"):
+            with self.stats.timed("owner"):
                 self._flagged = self._average()
 
     def publish_shard(self, *, flagged: bool) -> None:
         """Encode what now stands in `shard`, start the second phase (which a flagged first phase does without)."""
         if self._nonfinite:
             return
-        with self._timed("owner"):
+        with self.stats.timed("owner"):
             bad = self._encode_average()
         self._publish(bad or flagged)
 
@@ -212,7 +214,7 @@ class BucketExchange:
     def receive(self) -> None:
         """Wait for the first phase and check it; `flagged` tells whether any rank's bucket was."""
         self._wait("first_phase")
-        with self._timed("owner"):
+        with self.stats.timed("owner"):
             plan = self.plan
             layout = plan.messages[plan.rank] if plan.scatters else plan.local
             own = self._messages[plan.rank].ctypes.data if plan.scatters else self._local.data_ptr()
@@ -225,7 +227,7 @@ class BucketExchange:
         overflow = False
         if plan.scatters and not self._nonfinite:
             self._wait("second_phase")
-        with self._timed("decode"):
+        with self.stats.timed("decode"):
             if plan.scatters and not self._nonfinite:
                 own, stride = self._second_send.data_ptr(), plan.second_nbytes
                 self._payloads = self._check_all(plan.second_codec, self._second_recv, stride, plan.second, own)
@@ -262,7 +264,7 @@ class BucketExchange:
 
     def _measure(self) -> None:
         if self._scratch is not None:
-            with self._timed("statistics"):
+            with self.stats.timed("statistics"):
                 self._nonfinite |= self.plan.codec.measure(
                     self._buffer.data_ptr(), self._dtype, self.plan.local, self._scratch, self._scales.data_ptr()
                 )
@@ -334,13 +336,15 @@ class BucketExchange:
 
     def _check_peer(self, header: wire.Header, rank: int, wanted: wire.Header) -> None:
         """Raise PeerMismatch unless a peer's header is the one that this rank would have written, flags aside."""
+        if header == wanted:
+            return
         for field in ("codec", "dtype", "numel", "group_numel", "scale_count", "step", "stream"):
             expected, got = getattr(wanted, field), getattr(header, field)
             if expected != got:
                 raise PeerMismatch(field, rank, expected, got)
 
     def _validate(self, codec: Codec, payload: int, layout: PayloadLayout) -> None:
-        if layout.form.code != lanes_form(1).code:
+        if layout.form.code != LANES:
             codec.validate_body(payload, layout)
             return
         _native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=True)
@@ -362,12 +366,6 @@ class BucketExchange:
                 work.wait(self.timeout_s)
         except (TimeoutError, ConnectionError) as error:
             raise PeerLost(phase, self._bucket, time.perf_counter() - begun, str(error)) from error
-        self.stats.add_seconds(phase, time.perf_counter() - begun)
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
         self.stats.add_seconds(phase, time.perf_counter() - begun)
 
 

@@ -38,6 +38,9 @@ class RngKey:
     stream: int = STREAM_FIRST
 
     def __post_init__(self) -> None:
+        numbers = (self.seed, self.rank, self.step, self.parameter, self.stream)
+        if {*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**31:
+            return
         for name in ("seed", "rank", "step", "parameter"):
             check_uint32(name, getattr(self, name))
         if check_uint32("stream", self.stream) >= 2**31:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 WORK_PHASES = ("statistics", "encode", "owner", "decode")
@@ -12,6 +13,21 @@ PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second
 def ring_bytes(numel: int, world_size: int) -> int:
     """Return the bytes that one rank sends in an fp32 ring all_reduce: 2 (N - 1) / N * 4 * numel, rounded up."""
     return -(-2 * (world_size - 1) * 4 * numel // world_size)
+
+
+class Stopwatch:
+    """Counts the seconds of a ``with`` block as those of one phase."""
+
+    __slots__ = ("_begun", "_phase", "_stats")
+
+    def __init__(self, stats: Stats, phase: str) -> None:
+        self._stats, self._phase = stats, phase
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._stats.add_seconds(self._phase, time.perf_counter() - self._begun)
 
 
 @dataclass
@@ -68,6 +84,10 @@ class Stats:
         """Count time in one phase."""
         with self._lock:
             self.seconds[phase] += seconds
+
+    def timed(self, phase: str) -> Stopwatch:
+        """Return a context manager that counts its block's time in one phase."""
+        return Stopwatch(self, phase)
 
     def reset(self) -> None:
         """Start counting anew."""

@@ -6,7 +6,7 @@ docs/reference/wire-format.md draws the bytes and lists every rejection; the che
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,7 @@ _CRC = struct.Struct("<I")  # bytes 28-31
 Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What a payload says about itself.
 
     Attributes:
@@ -66,18 +65,7 @@ def seal(payload: Bytes, header: Header) -> None:
         payload: ``(nbytes,)`` uint8, contiguous, exactly the payload.
         header: every field of it.
     """
-    fields = _FIELDS.pack(
-        MAGIC,
-        VERSION,
-        header.codec,
-        header.dtype,
-        header.flags,
-        header.numel,
-        header.group_numel,
-        header.scale_count,
-        header.step,
-        header.stream,
-    )
+    fields = _FIELDS.pack(MAGIC, VERSION, *header)
     payload[: _FIELDS.size] = np.frombuffer(fields, np.uint8)
     payload[_FIELDS.size : HEADER_NBYTES] = np.frombuffer(_CRC.pack(_crc(payload)), np.uint8)
 

@@ -42,7 +42,7 @@ def ternary_scales(
         scales: address of ``(layout.group_count,)`` float32.
     """
     flag = ffi.new("uint32_t *")
-    block = ffi.cast("gc_block *", blocks.ctypes.data)
+    block = ffi.from_buffer("gc_block[]", blocks)
     source = ffi.cast("const void *", src)
     run(
         "gc_block_sums",
@@ -51,8 +51,8 @@ def ternary_scales(
     )
     status = lib.gc_ternary_scales(
         block,
-        ffi.cast("const uint64_t *", layout.group_blocks.ctypes.data),
-        ffi.cast("const uint32_t *", layout.group_numels.ctypes.data),
+        ffi.from_buffer("uint64_t[]", layout.group_blocks),
+        ffi.from_buffer("uint32_t[]", layout.group_numels),
         layout.group_count,
         -1.0 if clip_sigma is None else clip_sigma,
         ffi.cast("float *", scales),
@@ -100,6 +100,8 @@ def onebit_encode(src: int, dtype: int, table: Table, residual_in: int, residual
 
 def values_encode(src: int, dtype: int, table: Table, value_dtype: int, payload: int) -> bool:
     """Copy values into a payload as float32 (0) or bfloat16 (1); True when one is not finite."""
+    if not len(table):
+        return False
     flag, source, out = ffi.new("uint32_t *"), ffi.cast("const void *", src), _bytes(payload)
     run(
         "gc_values_encode",
@@ -132,15 +134,19 @@ class Payloads(NamedTuple):
 
 def sum_decode(payloads: Payloads, table: Table, out: int) -> bool:
     """Write the averages, in payload order, to a tensor of their dtype; True when a value written is not finite."""
+    if not len(table):
+        return False
     flag, pointers, target = ffi.new("uint32_t *"), payload_pointers(payloads.addresses), ffi.cast("void *", out)
     number, dtype, stream = len(payloads.addresses), payloads.dtype, _stream(table.numel, payloads.dtype)
-    decoders: dict[str, tuple[str, tuple[Any, ...]]] = {
-        "ternary": ("gc_ternary_sum_decode", (pointers, number, payloads.shared)),
-        "onebit": ("gc_onebit_sum_decode", (pointers, number)),
-        "values": ("gc_values_sum_decode", (pointers, number, payloads.value_dtype)),
-        "lanes": ("gc_lanes_decode", (pointers[0], payloads.world_size, payloads.lane_bits)),
-    }
-    function, head = decoders[payloads.source]
+    head: tuple[Any, ...]
+    if payloads.source == "ternary":
+        function, head = "gc_ternary_sum_decode", (pointers, number, payloads.shared)
+    elif payloads.source == "onebit":
+        function, head = "gc_onebit_sum_decode", (pointers, number)
+    elif payloads.source == "lanes":
+        function, head = "gc_lanes_decode", (pointers[0], payloads.world_size, payloads.lane_bits)
+    else:
+        function, head = "gc_values_sum_decode", (pointers, number, payloads.value_dtype)
     decode = getattr(lib, function)
     run(function, table, lambda rows, count, _: decode(*head, rows, count, target, dtype, stream, flag))
     return bool(flag[0])
@@ -171,6 +177,11 @@ def lanes_validate(payload: int, world_size: int, lane_bits: int, table: Table) 
     )
 
 
+def scales_are_finite(scales: int, scale_count: int) -> bool:
+    """Return whether all float32 at an address are finite."""
+    return bool(lib.gc_scales_validate(_bytes(scales), scale_count, False) == lib.GC_OK)
+
+
 def scales_validate(scales: int, scale_count: int, *, non_negative: bool) -> None:
     """Raise CorruptPayload unless every scale is finite and, if asked for, not negative."""
     check(lib.gc_scales_validate(_bytes(scales), scale_count, non_negative), "gc_scales_validate")
@@ -178,7 +189,7 @@ def scales_validate(scales: int, scale_count: int, *, non_negative: bool) -> Non
 
 def crc32c(data: NDArray[np.uint8], crc: int = 0) -> int:
     """Return the CRC-32C of contiguous bytes, continuing `crc`."""
-    return int(lib.gc_crc32c(crc, _bytes(data.ctypes.data), data.size))
+    return int(lib.gc_crc32c(crc, ffi.from_buffer("uint8_t[]", data), data.size))
 
 
 def copy(dst: int, src: int, table: CopyTable) -> None:

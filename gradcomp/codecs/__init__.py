@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from gradcomp.codecs.base import Codec
 from gradcomp.codecs.identity import Identity
 from gradcomp.codecs.onebit import OneBit
 from gradcomp.codecs.ternary import Ternary
 
 _BY_NAME: dict[str, type[Codec]] = {"ternary": Ternary, "onebit": OneBit, "identity": Identity}
+
+
+@cache
+def _default(name: str) -> Codec:
+    return _BY_NAME[name]()
 
 
 def resolve(codec: Codec | str) -> Codec:
@@ -22,7 +29,7 @@ def resolve(codec: Codec | str) -> Codec:
     if isinstance(codec, str):
         if codec not in _BY_NAME:
             raise ValueError(f"unknown codec {codec!r}; known names are {sorted(_BY_NAME)}")
-        return _BY_NAME[codec]()
+        return _default(codec)
     raise TypeError(f"codec must be a gradcomp codec or a name, got {type(codec).__name__}")
 
 
