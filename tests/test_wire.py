@@ -24,7 +24,7 @@ def payload(name, numel=37):
 def resealed(data, original=None, **fields):
     """Return the payload with header fields changed and a checksum that is right again."""
     header = wire.parse((data if original is None else original).numpy())
-    values = {f: getattr(header, f) for f in header.__slots__} | {k: v for k, v in fields.items() if k in header.__slots__}
+    values = {f: getattr(header, f) for f in header._fields} | {k: v for k, v in fields.items() if k in header._fields}
     out = data.clone()
     wire.seal(out.numpy(), wire.Header(**values))
     raw = out.numpy()
