@@ -1,6 +1,7 @@
 """The house stays as it was drawn: layers, quiet import, one C contract."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -187,3 +188,14 @@ def test_the_report_runs():
     assert found["tier"] in found["tiers"] and found["threads"] >= 1
     table = subprocess.run([sys.executable, "-m", "gradcomp"], capture_output=True, text=True, check=True).stdout
     assert "gloo" in table and "MPI" in table
+
+
+def test_every_promise_can_still_be_broken():
+    """`make test-long` breaks promises on purpose; a change that no longer applies would go unnoticed until then."""
+    spec = importlib.util.spec_from_file_location("promises_break", ROOT / "tests/promises/break.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len(module.BREAKS) > 20
+    for place in module.BREAKS:
+        assert (ROOT / place.file).read_text(encoding="utf-8").count(place.old) == 1, place.promise
+        assert (ROOT / place.test.split("::")[0]).exists(), place.test
