@@ -228,6 +228,26 @@ def test_ternary_encode_of_ties_only(scale: float, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("far", [16383.0, 16384.0, 32767.0, 32768.0, 65536.0, 1e9, 3e38, np.inf, np.nan])
+@pytest.mark.parametrize("group", [5000, 100])
+def test_ternary_encode_far_above_the_scale(group: int, far: float, number: int) -> None:
+    """Thresholds that no 32-bit integer holds: such elements are +-1 for sure, and their neighbours what they were."""
+    n, key = 5000, ref.Key(seed=3, rank=1, step=2, parameter=5)
+    piece = Piece(0, n, group, 5)
+    table, rng = Table([piece], 2, 1, np.random.default_rng(0)), np.random.default_rng(1)
+    x = (rng.random(n) * 2 - 1).astype(np.float32)
+    x[::997] = far
+    x[1::997] = -far
+    scales = np.ones(-(-n // group), np.float32)
+    tensor = guarded(table.tensor_numel, np.float32)
+    tensor[table.data(0)] = x
+    payload = guarded(table.payload_nbytes)
+    table.put_scales(payload, 0, scales)
+    assert encode_ternary(table, tensor, ref.F32, payload, key, number) == (not np.isfinite(far))
+    same_bytes(payload[table.codes(0)], ref.ternary_encode(x, scales, piece.ref, key), number)
+
+
+@pytest.mark.parametrize("number", TIERS)
 def test_ternary_encode_of_a_tie_with_the_deep_draw(number: int) -> None:
     """One of the rare elements with draw 0 and a deep draw that fp32 holds: equal is not below."""
     key, element = ref.Key(seed=1), 3876382

@@ -12,7 +12,8 @@
 #include "common.h"
 #include "philox.h"
 
-enum { SUPERBLOCK_NUMEL = 64, SUPERBLOCK_NBYTES = 16, PREFETCH_NUMEL = 1024, WORDS = 4 };
+enum { SUPERBLOCK_NUMEL = 64, PREFETCH_NUMEL = 1024, WORDS = 4 };
+#define MAX_THRESHOLD 0x1p30f /* a product of floats may be a little off */
 
 /* ---- random numbers ---------------------------------------------------------------------------------------------- */
 /* Philox with what is constant worked out: three of four counter words are, so the first two rounds need one product
@@ -94,38 +95,45 @@ GC_AVX2_INLINE void superblock_draws(const philox_plan *plan, uint32_t superbloc
 }
 
 /* ---- decisions --------------------------------------------------------------------------------------------------- */
+/* Sixteen elements a (0-7) and b (8-15) become sixteen 16-bit lanes a0-3 b0-3 a4-7 b4-7, which is how packing two vectors
+ * lays them. */
 typedef struct {
     __m256i absmax;
     __m256i distance; /* least distance u of a superblock */
 } watch;
 
-/* 1 + |x| / S * 65536, rounded down, at most 65535; 0 in the low half where that is NaN. A product with 65536 / S
- * instead of the quotient may be off by one, which decide16 allows for. */
-GC_AVX2_INLINE __m256i threshold8(__m256 x, __m256 factor, watch *seen)
+/* 1 + |x| / S * 65536, rounded down; negative where that is NaN or at least 2^31. A product with 65536 / S instead of the
+ * quotient may be off by one, which decide16 allows for. */
+GC_AVX2_INLINE __m256i threshold8(__m256 x, __m256 factor, int is_bounded, watch *seen)
 {
     __m256i a = gc_abs8(x);
     seen->absmax = _mm256_max_epi32(seen->absmax, a);
     __m256 t = _mm256_fmadd_ps(_mm256_castsi256_ps(a), factor, _mm256_set1_ps(1.0f));
-    return _mm256_cvttps_epi32(_mm256_min_ps(_mm256_set1_ps(65535.99609375f), t)); /* NaN: min returns its second */
+    if (!is_bounded)
+        t = _mm256_min_ps(_mm256_set1_ps(65536.0f), t); /* NaN: min returns its second */
+    return _mm256_cvttps_epi32(t);
 }
 
-/* Sixteen elements in 16-bit lanes as the draws lie: low halves from a, high halves from b. */
 typedef struct {
     __m256i is_zero, sign; /* masks of 16 bits; sign in the top bit */
     __m256i distance;      /* u */
 } decisions;
 
-/* The contract compares the draw r with T and looks deeper when they are equal. Here T + 1 is known within one, so that
- * u = T + 1 - r > 2 means r < T for sure, and u < 0 (a large number without sign) r > T. What is left is left open. */
-GC_AVX2_INLINE decisions decide16(__m256 a, __m256 b, __m256 factor_a, __m256 factor_b, __m256i draws, watch *seen)
+/* The contract compares the draw r with T and looks deeper when they are equal. Here T + 1, at most 65535, is known within
+ * one, so that u = T + 1 - r > 2 means r < T for sure, and u < 0 (a large number without sign) r > T. What is left is left
+ * open. Packing saturates: thresholds to 0 and 65535, the sign of x stays. */
+GC_AVX2_INLINE decisions decide16(__m256 a, __m256 b, __m256 factor_a, __m256 factor_b, int is_bounded, __m256i draws,
+                                  watch *seen)
 {
-    __m256i ta = threshold8(a, factor_a, seen), tb = threshold8(b, factor_b, seen);
-    __m256i t = _mm256_blend_epi16(ta, _mm256_slli_epi32(tb, 16), 0xAA);
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
+                                           0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    __m256i t = _mm256_packus_epi32(threshold8(a, factor_a, is_bounded, seen), threshold8(b, factor_b, is_bounded, seen));
+    __m256i r = _mm256_shuffle_epi8(draws, order);
     decisions d;
-    d.distance = _mm256_sub_epi16(t, draws);
+    d.distance = _mm256_sub_epi16(t, r);
     seen->distance = _mm256_min_epu16(seen->distance, d.distance);
-    d.is_zero = _mm256_cmpeq_epi16(_mm256_max_epu16(t, draws), draws); /* not draws < t */
-    d.sign = _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(a), 16), _mm256_castps_si256(b), 0xAA);
+    d.is_zero = _mm256_cmpeq_epi16(_mm256_max_epu16(t, r), r); /* not r < t */
+    d.sign = _mm256_packs_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b));
     return d;
 }
 
@@ -138,28 +146,26 @@ GC_AVX2_INLINE int has_open(const watch *seen)
     return !_mm256_testz_si256(open, open);
 }
 
-/* Codes of two words in bytes: those of v in the low byte of each 16-bit lane, those of w in the high one. */
+/* Codes of two words in bytes: a0-3 b0-3 of v and of w in the low half, a4-7 b4-7 in the high one. */
 GC_AVX2_INLINE __m256i codes32(decisions v, decisions w)
 {
-    const __m256i high_bytes = _mm256_set1_epi16((short)0xFF00);
-    __m256i is_zero = _mm256_blendv_epi8(v.is_zero, w.is_zero, high_bytes);
-    __m256i sign = _mm256_blendv_epi8(_mm256_srli_epi16(v.sign, 8), w.sign, high_bytes);
+    __m256i is_zero = _mm256_packs_epi16(v.is_zero, w.is_zero), sign = _mm256_packs_epi16(v.sign, w.sign);
     __m256i nonzero = _mm256_blendv_epi8(_mm256_set1_epi8(2), _mm256_setzero_si256(), sign);
     return _mm256_blendv_epi8(nonzero, _mm256_set1_epi8(1), is_zero);
 }
 
-/* Pack the codes of 64 elements. Byte j of 32-bit lane l holds element l of half j / 2 of word j % 2, in `low` of words
- * 0 and 1, in `high_words` of words 2 and 3. Four lanes make one byte: number 4 * word + 2 * half + l / 4. */
+/* Four codes, a byte each, in the low byte of a 32-bit lane. */
+GC_AVX2_INLINE __m256i fours(__m256i codes)
+{
+    __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(4 << 8 | 1));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi32(16 << 16 | 1));
+}
+
+/* Pack the codes of 64 elements: words 0 and 1 in `low`, 2 and 3 in `high_words`. */
 GC_AVX2_INLINE __m128i pack64(__m256i low, __m256i high_words)
 {
-    const __m256i shifts = _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6);
-    low = _mm256_sllv_epi32(low, shifts);
-    high_words = _mm256_sllv_epi32(high_words, shifts);
-    __m256i pairs = _mm256_or_si256(_mm256_unpacklo_epi64(low, high_words), _mm256_unpackhi_epi64(low, high_words));
-    __m256i bytes = _mm256_or_si256(pairs, _mm256_srli_epi64(pairs, 32)); /* words 0, 1 in lane 0, 2, 3 in lane 2 */
-    bytes = _mm256_shuffle_epi8(bytes, _mm256_setr_epi8(0, -1, 2, -1, 1, -1, 3, -1, 8, -1, 10, -1, 9, -1, 11, -1,  //
-                                                        -1, 0, -1, 2, -1, 1, -1, 3, -1, 8, -1, 10, -1, 9, -1, 11));
-    return _mm_or_si128(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+    __m256i bytes = _mm256_packus_epi32(fours(low), fours(high_words)); /* 0-3 and 8-11 of each word, then 4-7 and 12-15 */
+    return _mm_or_si128(_mm256_castsi256_si128(bytes), _mm_slli_epi16(_mm256_extracti128_si256(bytes, 1), 8));
 }
 
 /* ---- superblocks ------------------------------------------------------------------------------------------------- */
@@ -172,7 +178,7 @@ static __attribute__((noinline)) GC_AVX2 void settle(const gc_encode_job *job, c
     for (uint32_t k = 0; k < SUPERBLOCK_NUMEL; k++) {
         if (distance[k] > OPEN_DISTANCE)
             continue;
-        uint32_t at = position + k / 16 * 16 + k % 2 * 8 + k % 16 / 2;
+        uint32_t at = position + k / 16 * 16 + k % 8 / 4 * 8 + k % 16 / 8 * 4 + k % 4;
         gc_run run = gc_run_at(segment, at, segment->numel);
         unsigned code = gc_ternary_code(gc_load(job->src, job->dtype, segment->data + at),
                                         gc_scale(job->payload, segment, run.group), segment->start + at,
@@ -189,7 +195,8 @@ GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *seg
 {
     uint8_t *codes = job->payload + segment->codes;
     watch seen = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    for (uint32_t position = first; count; count--, position += SUPERBLOCK_NUMEL) {
+    uint32_t position = first;
+    for (; count; count--, position += SUPERBLOCK_NUMEL) {
         uint64_t at = segment->data + position;
         __m256i draws[WORDS];
         decisions d[WORDS];
@@ -201,7 +208,7 @@ GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *seg
             __m256 fb = is_uniform ? fa : _mm256_loadu_ps(f + 8);
             gc_prefetch(job->src, dtype, at + 16 * w + PREFETCH_NUMEL);
             d[w] = decide16(gc_load8(job->src, dtype, at + 16 * w), gc_load8(job->src, dtype, at + 16 * w + 8), fa, fb,
-                            draws[w], &seen);
+                            is_uniform, draws[w], &seen);
         }
         _mm_storeu_si128((__m128i *)(codes + position / 4), pack64(codes32(d[0], d[1]), codes32(d[2], d[3])));
         if (has_open(&seen)) {
@@ -209,7 +216,11 @@ GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *seg
             settle(job, segment, position, distances);
         }
     }
-    job->nonfinite |= gc_max8(seen.absmax) >= GC_INF_BITS;
+    uint32_t absmax = gc_max8(seen.absmax);
+    job->nonfinite |= absmax >= GC_INF_BITS;
+    /* thresholds that have passed 2^31 have become 0; NaN does not compare */
+    if (is_uniform && *factors > 0 && !(gc_float_of(absmax) * *factors < MAX_THRESHOLD))
+        gc_ternary_encode_span(job, segment, first, (position - first));
 }
 
 /* 65536 / S; 0 for what is no scale, so that every code is 0; Inf when S is too small for this. */
