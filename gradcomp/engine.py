@@ -362,6 +362,7 @@ class Engine:
 
     def _fingerprint(self, slots: list[Slot], buffer: Tensor) -> list[int]:
         options = self.options
+        shards = [(self.parameters[s.index].shape, self.shards.get(s.index)) for s in slots]
         return fingerprint.record(
             wire_version=wire.VERSION,
             codec=self.codec.name,
@@ -371,7 +372,7 @@ class Engine:
             second_phase=self.strategy.second_phase,
             dtype=buffer.dtype,
             numel=buffer.numel(),
-            layout=layout_digest(slots, str(buffer.dtype), [(self.parameters[s.index].shape, self.shards.get(s.index)) for s in slots]),
+            layout=layout_digest(slots, str(buffer.dtype), shards),
             start_step=options.start_step,
             min_numel=options.min_numel,
             exclude=sorted(options.exclude),

@@ -61,7 +61,6 @@ class Memory:
 
     def load(self, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
         """Take everything from a checkpoint that `check` accepts."""
-        self.check(state, names)
         for part, key in zip(self._planes(), PARTS, strict=True):
             if part is not None:
                 part.load(state.get(key, {}), names)
@@ -110,10 +109,10 @@ def reshard(
 ) -> dict[str, Any]:
     """Return the state of one of `world_size` ranks, made from the states of all ranks of a run.
 
-    Where their number is the same it is the rank's own one. Otherwise, what the old ranks still owed the average, sum of residuals / their number, is what the new ones owe: each of them gets
-    it whole. Owners' residuals, and states of an owner's transform, are joined and cut anew; where new ranks keep no
-    owner's residuals theirs go to everyone. States of a local transform become their mean. A single rank sends nothing
-    and so has no residuals.
+    Where their number is the same it is the rank's own one. Otherwise, what the old ranks still owed the average, sum of
+    residuals / their number, is what the new ones owe: each of them gets it whole. Owners' residuals, and states of an
+    owner's transform, are joined and cut anew; where new ranks keep no owner's residuals theirs go to everyone. States of a
+    local transform become their mean. A single rank sends nothing and so has no residuals.
 
     Args:
         states: from `state_dict` of every rank of one run, at the same step, in any order.

@@ -84,14 +84,14 @@ def seconds(function: Callable[[], object], calls: int = 1) -> float:
 
 
 class Memcpy:
-    """The yardstick: memcpy of `numel` fp32 elements between two buffers that have been touched."""
+    """The yardstick: memcpy of `numel` fp32 elements between two buffers that have been touched. Other threads run meanwhile."""
 
     def __init__(self, numel: int) -> None:
         self._src, self._dst = torch.ones(numel), torch.zeros(numel)
 
     def __call__(self, first: int = 0, numel: int | None = None) -> None:
         numel = self._src.numel() if numel is None else numel
-        _native.copy_bytes(self._dst.data_ptr() + 4 * first, self._src.data_ptr() + 4 * first, 4 * numel)
+        ctypes.memmove(self._dst.data_ptr() + 4 * first, self._src.data_ptr() + 4 * first, 4 * numel)
 
 
 @contextmanager
@@ -230,10 +230,8 @@ def _word(passed: bool) -> str:
 
 def memory_rates(numel: int, repetitions: int) -> Memory:
     """Measure memcpy and memset of `numel` fp32 elements with one thread and with two."""
-    half, source, filled = numel // 2, torch.ones(numel), torch.ones(numel)
-
-    def memcpy(first: int = 0, count: int = numel) -> None:  # by ctypes, which lets other threads run meanwhile
-        ctypes.memmove(filled.data_ptr() + 4 * first, source.data_ptr() + 4 * first, 4 * count)
+    memcpy, half = Memcpy(numel), numel // 2
+    filled = torch.ones(numel)
 
     def memset(first: int = 0, count: int = numel) -> None:
         ctypes.memset(filled.data_ptr() + 4 * first, 1, 4 * count)  # zeros take a short cut that no data can
