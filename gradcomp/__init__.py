@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradcomp import codecs, comm
-from gradcomp.averager import GradientAverager, all_reduce
+from gradcomp.allreduce import all_reduce
+from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec, Identity, OneBit, Ternary
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
-from gradcomp.feedback import Feedback
-from gradcomp.rng import RngKey
-from gradcomp.transform import Transform
+from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.transform import Transform
+from gradcomp.payload.rng import RngKey
 from gradcomp.version import __version__
 
 if TYPE_CHECKING:

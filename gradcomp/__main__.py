@@ -20,7 +20,7 @@ def report() -> dict[str, Any]:
     import torch.distributed
 
     import gradcomp
-    from gradcomp import _native
+    from gradcomp.kernels import native
 
     has_dist = torch.distributed.is_available()
     return {
@@ -29,9 +29,9 @@ def report() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "cffi": cffi.__version__,
-        "tier": _native.tier(),
-        "tiers": _native.tiers(),
-        "threads": _native.thread_count(),
+        "tier": native.tier(),
+        "tiers": native.tiers(),
+        "threads": native.thread_count(),
         "torch.distributed (gloo)": "usable" if has_dist and torch.distributed.is_gloo_available() else "not built in",
         "MPI": _mpi(),
         "bench extra": _extra(("rich", "matplotlib", "sklearn", "psutil"), "bench"),

@@ -15,13 +15,13 @@ from torch.autograd import Variable
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator
-from gradcomp.controls import Controls
-from gradcomp.engine import Engine
+from gradcomp.engine.controls import Controls
+from gradcomp.engine.engine import Engine
+from gradcomp.engine.options import Options, names, read_scaler
 from gradcomp.errors import GradcompError, UnsupportedTensor
-from gradcomp.fused import FusedGradients, replicated, state_digest, why_not_fused
+from gradcomp.memory.transform import Transform
 from gradcomp.optim import SplitOptimizer
-from gradcomp.options import Options, names, read_scaler
-from gradcomp.transform import Transform
+from gradcomp.optim.fused import FusedGradients, replicated, state_digest, why_not_fused
 
 logger = logging.getLogger("gradcomp")
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from gradcomp import reference as ref
-from gradcomp.layout import shard_bounds
-from gradcomp.sizing import choose
+from gradcomp.exchange.sizing import choose
+from gradcomp.payload.pieces import shard_bounds
+from gradcomp.reference import codec as ref
 
 
 def average(

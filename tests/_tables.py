@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from gradcomp import _gc
-from gradcomp import reference as ref
+from gradcomp.reference import codec as ref
 
 ffi, lib = _gc.ffi, _gc.lib
 TIERS = [t for t in range(lib.gc_tier_count()) if lib.gc_tier_supported(t)]

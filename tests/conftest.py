@@ -6,16 +6,16 @@ import os
 import pytest
 from _ranks import MpiPool, RankPool, run_local, with_communicator, with_mpi_beneath
 
-from gradcomp import _native
+from gradcomp.kernels import native
 
 
-@pytest.fixture(params=_native.tiers())
+@pytest.fixture(params=native.tiers())
 def tier(request):
     """Run the test once on every kernel tier of this machine."""
-    before = _native.tier()
-    _native.select_tier(request.param)
+    before = native.tier()
+    native.select_tier(request.param)
     yield request.param
-    _native.select_tier(before)
+    native.select_tier(before)
 
 
 @pytest.fixture(scope="session")

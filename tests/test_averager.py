@@ -13,7 +13,7 @@ import gradcomp
 import gradcomp.ddp
 from gradcomp import Feedback, GradientAverager, Identity, OneBit, Ternary, UnsupportedTensor
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
-from gradcomp.sizing import predict_bytes
+from gradcomp.exchange.sizing import predict_bytes
 
 
 def model(seed=0):

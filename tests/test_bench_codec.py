@@ -2,13 +2,13 @@
 
 import pytest
 
-from gradcomp import _native
 from gradcomp.bench import codec
+from gradcomp.kernels import native
 
 
 def rows(gains):
     """Return rows in which one thread passes 32 GB/s of fp32 and two threads `gains` times that."""
-    tier = _native.tiers()[-1]
+    tier = native.tiers()[-1]
     return [
         codec.Row(kernel, tier, "float32", 1 << 26, count, 0.5, 32.0 * (gains.get(kernel, 2.0) if count == 2 else 1.0))
         for kernel in codec.LIMITS

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import gradcomp
 from gradcomp import Identity, OneBit, RngKey, Ternary, UnsupportedTensor
-from gradcomp import reference as ref
+from gradcomp.reference import codec as ref
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

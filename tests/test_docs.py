@@ -13,7 +13,9 @@ import torch
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import comm, errors, fingerprint, stats, wire
+from gradcomp import comm, errors
+from gradcomp.exchange import stats
+from gradcomp.payload import fingerprint, wire
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

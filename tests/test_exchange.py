@@ -9,10 +9,11 @@ from _expected import average
 
 import gradcomp
 from gradcomp import Feedback, Identity, OneBit, PeerLost, PeerMismatch, Ternary
-from gradcomp.exchange import BucketExchange, run_stages
-from gradcomp.layout import PayloadLayout, Slot, owned_pieces, shard_bounds
-from gradcomp.sizing import BucketPlan, choose, predict_bytes
-from gradcomp.stats import Stats
+from gradcomp.exchange.bucket import BucketExchange, run_stages
+from gradcomp.exchange.sizing import BucketPlan, choose, predict_bytes
+from gradcomp.exchange.stats import Stats
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, owned_pieces, shard_bounds
 
 CODECS = {
     "identity": Identity(),

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradcomp import GradientAverager, PeerLost, PeerMismatch, Ternary
 from gradcomp.comm import LocalCommunicator
-from gradcomp.comm.nodes import find_nodes
+from gradcomp.exchange.nodes import find_nodes
 
 SHAPES = [(37, 45), (70,), (3, 5, 7, 2), (5,)]  # the last two ranks' shards of (5,) are empty
 

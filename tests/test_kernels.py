@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradcomp import _gc
-from gradcomp import reference as ref
+from gradcomp.reference import codec as ref
 
 ffi, lib = _gc.ffi, _gc.lib
 VECTORS = Path(__file__).parent / "vectors"

@@ -7,17 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcomp.layout import (
-    BLOCK_NUMEL,
-    CHUNK_NUMEL,
-    Form,
-    PayloadLayout,
-    Slot,
-    assign_buckets,
-    lanes_form,
-    owned_pieces,
-    whole_pieces,
-)
+from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL
+from gradcomp.payload.form import Form, lanes_form
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.parameters import assign_buckets
+from gradcomp.payload.pieces import Slot, owned_pieces, whole_pieces
 
 TERNARY, ONEBIT = Form(2, 2, 1), Form(3, 1, 2)
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, Ternary, UnsupportedTensor
 from gradcomp.comm import TorchCommunicator
+from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
-from gradcomp.sizing import choose
 
 
 class Net(nn.Module):

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from gradcomp import GradcompError, UnsupportedTensor
-from gradcomp import reference_optim as ref
 from gradcomp.optim import (
     SplitAdagrad,
     SplitAdamW,
@@ -26,6 +25,7 @@ from gradcomp.optim import (
     split,
     split_parameters,
 )
+from gradcomp.reference import optim as ref
 
 ROUNDINGS = ["truncate", "nearest"]
 MAKERS = {

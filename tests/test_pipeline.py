@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from gradcomp.pipeline import Pipeline, Task
+from gradcomp.exchange.pipeline import Pipeline, Task
 
 
 def test_every_stage_sees_tasks_in_order():

@@ -7,13 +7,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from gradcomp.comm.rounds import ring_bytes
+from gradcomp.exchange.sizing import predict_bytes
 from gradcomp.plan import find_model, optimal_nodes, own_model, parse_link
 from gradcomp.plan.costs import METHODS, find_method, plan_buckets
 from gradcomp.plan.links import Link, format_rate, format_seconds, parse_rate, parse_seconds
 from gradcomp.plan.models import MODELS, load_shapes
 from gradcomp.plan.nodes import calc_seconds, comm_seconds
-from gradcomp.sizing import predict_bytes
-from gradcomp.stats import ring_bytes
 
 # ---- optimal node count --------------------------------------------------------------------------------------------
 

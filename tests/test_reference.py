@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcomp import reference as ref
+from gradcomp.reference import codec as ref
 
 VECTORS = Path(__file__).parent / "vectors"
 sys.path.insert(0, str(VECTORS))

@@ -20,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import OneBit, RngKey, Ternary, reference, wire
+from gradcomp import OneBit, RngKey, Ternary
 from gradcomp.comm import LocalCommunicator, Work
 from gradcomp.errors import CorruptPayload, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
+from gradcomp.payload import wire
+from gradcomp.reference import codec as reference
 from gradcomp.server import ParameterClient, ServerStats, loop, messages, serve
 from gradcomp.server.messages import Kind, Message
 from gradcomp.server.spec import make_spec, pack_spec, parse_spec

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradcomp
 import gradcomp.ddp
 from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, Ternary
-from gradcomp.layout import shard_bounds
+from gradcomp.exchange.sizing import choose, predict_bytes
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad, MomentumAdagrad, warm_start_steps
 from gradcomp.optim import SplitSGD, split_parameters
-from gradcomp.sizing import choose, predict_bytes
+from gradcomp.payload.pieces import shard_bounds
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
 CODECS = [Identity(), OneBit(), Ternary(), Ternary(scale="own", second_phase="bf16")]

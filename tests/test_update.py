@@ -10,11 +10,14 @@ import pytest
 import torch
 from _tables import GUARD, TIERS, guarded, same_bytes, tier, values
 
-from gradcomp import NativeError, _native
-from gradcomp import reference as ref
-from gradcomp import reference_optim as optim
-from gradcomp.layout import SEGMENT, PayloadLayout, Slot, Table, whole_pieces
-from gradcomp.rules import NO_RULE, RULE, TARGET, Flag, Kind
+from gradcomp import NativeError
+from gradcomp.kernels import native
+from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
+from gradcomp.kernels.tables import SEGMENT, Table
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.reference import codec as ref
+from gradcomp.reference import optim
 
 LENGTHS = [1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 5000]
 BETAS, EPS, LR = (0.9, 0.95), 1e-8, 0.013
@@ -96,7 +99,7 @@ class Weights:
 
 
 def step(weights, g, row, table, norms=None):
-    _native.update(table, weights.target(g), row, norms=norms)
+    native.update(table, weights.target(g), row, norms=norms)
 
 
 def data(n, dtype, seed, kind="normal"):
@@ -248,7 +251,7 @@ def test_squares(number):
         _, gradients, _ = data(n, dtype, 5)
         table, norms = segments(n, (1 << 16,)), np.zeros(2 * -(-n // (1 << 16)))
         with tier(number):
-            _native.update(
+            native.update(
                 table, Weights(np.zeros(n, "f"), "fp32", 0).target(gradients[0]), rule(Kind.SQUARES, ""), norms=norms
             )
         assert float(np.sqrt(sum(norms[::2], 0.0))) == optim.norm(ref.to_float32(gradients[0]))
@@ -310,8 +313,8 @@ def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
                 unfused, fused = Weights(w, optim.TRUNCATE, 0), Weights(w, optim.TRUNCATE, 0)
                 step(unfused, g, row, segments(n))
                 targets = np.concatenate([np.zeros(1, TARGET), fused.target(None)])
-                source = _native.Payloads([p.data_ptr() for p in payloads], dtype=dtype, **options)
-                bad = _native.update(layout.packed, targets, row, source)
+                source = native.Payloads([p.data_ptr() for p in payloads], dtype=dtype, **options)
+                bad = native.update(layout.packed, targets, row, source)
             assert not bad
             same_bytes(fused.read(n), unfused.read(n), number)
             same_bytes(fused.state[0][:n], unfused.state[0][:n], number)
@@ -326,8 +329,8 @@ def test_averages_that_are_not_finite_are_told():
     payload = Identity().encode(x)
     weights = Weights(np.zeros(10, "f"), optim.TRUNCATE, 0)
     for dtype, bad in ((ref.F32, False), (ref.BF16, True)):  # rounds to Inf as bf16
-        source = _native.Payloads([payload.data_ptr()], "values", dtype)
-        assert _native.update(layout.packed, weights.target(None), rule(Kind.SGD, "", step_size=0.0), source) is bad
+        source = native.Payloads([payload.data_ptr()], "values", dtype)
+        assert native.update(layout.packed, weights.target(None), rule(Kind.SGD, "", step_size=0.0), source) is bad
 
 
 # ---- what is refused, what is passed over -------------------------------------------------------------------------------
@@ -339,7 +342,7 @@ def test_parameters_without_a_rule_are_passed_over():
     targets = np.concatenate([one.target(w), two.target(w)])
     targets["rule"][0] = NO_RULE
     rows = [(0, 0, 0, 0, 0, 0, 20, 20, k) for k in (0, 1)]
-    _native.update(Table(rows), targets, rule(Kind.SGD, "", step_size=-1.0))
+    native.update(Table(rows), targets, rule(Kind.SGD, "", step_size=-1.0))
     assert (one.read(20) == 1).all()
     assert (two.read(20) == 0).all()
 
@@ -374,20 +377,20 @@ def test_bad_arguments_change_nothing(change):
         for array in (targets, row, table.rows):
             if name in (array.dtype.names or ()):
                 array[name] = value
-    refused(lambda: _native.update(table, targets, row))
+    refused(lambda: native.update(table, targets, row))
     assert (weights.read(20) == 1).all()
     assert not weights.state[0][:20].any()
 
 
 def test_sums_from_payloads_are_refused():
-    source = _native.Payloads([1], "values", 0)
+    source = native.Payloads([1], "values", 0)
     weights = Weights(np.ones(20, "f"), "fp32", 0)
-    refused(lambda: _native.update(segments(20), weights.target(None), rule(Kind.SQUARES, ""), source, np.zeros(2)))
+    refused(lambda: native.update(segments(20), weights.target(None), rule(Kind.SQUARES, ""), source, np.zeros(2)))
 
 
 def test_an_update_of_nothing_touches_nothing():
-    _native.update(Table([]), np.zeros(0, TARGET), np.zeros(0, RULE))
-    _native.update(segments(0), np.zeros(1, TARGET), np.zeros(0, RULE))
+    native.update(Table([]), np.zeros(0, TARGET), np.zeros(0, RULE))
+    native.update(segments(0), np.zeros(1, TARGET), np.zeros(0, RULE))
     assert SEGMENT.itemsize == 56
     assert (RULE.itemsize, TARGET.itemsize) == (56, 48)
 
@@ -395,7 +398,7 @@ def test_an_update_of_nothing_touches_nothing():
 def test_kinds_and_flags_are_those_of_the_header():
     for enum in (Kind, Flag):
         for member in enum:
-            assert getattr(_native.lib, f"GC_{member.name}") == member
+            assert getattr(native.lib, f"GC_{member.name}") == member
 
 
 # ---- storage --------------------------------------------------------------------------------------------------------------
@@ -405,8 +408,8 @@ def round_trip(bits, rounding):
     n = len(bits)
     top, trail, back = np.empty(n, np.uint16), np.empty(n, np.uint16), np.empty(n, np.uint32)
     nearest = rounding == optim.NEAREST
-    _native.split(bits.ctypes.data, n, nearest, top.ctypes.data, trail.ctypes.data)
-    _native.join(top.ctypes.data, trail.ctypes.data, n, nearest, back.ctypes.data)
+    native.split(bits.ctypes.data, n, nearest, top.ctypes.data, trail.ctypes.data)
+    native.join(top.ctypes.data, trail.ctypes.data, n, nearest, back.ctypes.data)
     return top, trail, back
 
 

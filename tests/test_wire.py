@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcomp import CorruptPayload, Identity, OneBit, RngKey, Ternary, UnsupportedTensor, wire
-from gradcomp import reference as ref
-from gradcomp.layout import PayloadLayout, Slot, whole_pieces
+from gradcomp import CorruptPayload, Identity, OneBit, RngKey, Ternary, UnsupportedTensor
+from gradcomp.payload import wire
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.reference import codec as ref
 
 CODECS = {"ternary": Ternary(group=10), "onebit": OneBit(group=10), "identity": Identity()}
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from gradcomp.amp.arguments import check_count, is_number
 from gradcomp.amp.gradients import gradients, unscale
 from gradcomp.comm.base import Communicator
+from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import PeerLost, PeerMismatch
-from gradcomp.options import MAX_TIMEOUT_S
 
 STATE_VERSION = 1
 RULES = ("nnabla", "torch")

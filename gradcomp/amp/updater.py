@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradcomp.amp.arguments import check_count, is_number
 from gradcomp.amp.scaler import DynamicLossScaler
-from gradcomp.controls import Controls
+from gradcomp.engine.controls import Controls
 from gradcomp.errors import GradcompError, UnsupportedTensor
 
 

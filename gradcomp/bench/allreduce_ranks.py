@@ -22,7 +22,7 @@ from torch import Tensor
 import gradcomp
 from gradcomp.codecs import resolve
 from gradcomp.comm import Communicator, LocalCommunicator
-from gradcomp.sizing import predict_bytes
+from gradcomp.exchange.sizing import predict_bytes
 
 MARK = "bench-allreduce "
 CHECKED_NUMEL = 1 << 20  # larger results are compared between ranks only

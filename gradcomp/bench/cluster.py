@@ -24,15 +24,15 @@ from gradcomp.bench.models import LeNet
 from gradcomp.bench.ranks import Emit, run_ranks
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator
+from gradcomp.comm.rounds import ring_bytes
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.exchange.sizing import choose
+from gradcomp.memory.transform import Transforming
 from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.plan.costs import METHODS, Method
 from gradcomp.plan.models import Model
 from gradcomp.plan.rates import Rates, StageRate, calibrate
 from gradcomp.plan.simulate import Transport, Workload
-from gradcomp.sizing import choose
-from gradcomp.stats import ring_bytes
-from gradcomp.transform import Transforming
 
 TIMEOUT_S = 120.0
 BATCH = 64  # samples of a rank and step

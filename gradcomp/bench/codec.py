@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp import _native
 from gradcomp.bench.kernels import Case, cases
+from gradcomp.kernels import native
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -150,8 +150,8 @@ def run(args: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
     from rich.progress import Progress
 
     rows: list[Row] = []
-    tiers = _native.tiers() if args.tiers == "all" else args.tiers.split(",")
-    before = _native.tier()
+    tiers = native.tiers() if args.tiers == "all" else args.tiers.split(",")
+    before = native.tier()
     with Progress(transient=True) as progress:
         work = progress.add_task("", total=len(args.sizes) * len(args.dtypes) * len(tiers) * len(args.threads))
         for numel in args.sizes:
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
             for dtype in args.dtypes:
                 table = cases(numel, DTYPES[dtype])
                 for tier in tiers:
-                    _native.select_tier(tier)
+                    native.select_tier(tier)
                     for count in args.threads:
                         progress.update(work, description=f"{numel:,} x {dtype}, {tier}, {count} thread(s)")
                         for case in table:
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
                             gb = numel * 4 / taken / 1e9
                             rows.append(Row(case.name, tier, dtype, numel, count, ratio, gb))
                         progress.advance(work)
-                    _native.select_tier(before)
+                    native.select_tier(before)
     return rows, against_libraries(min(max(args.sizes), 1 << 24), args.repeat)
 
 
@@ -200,7 +200,7 @@ class Verdict:
 
 def verdicts(rows: list[Row], gains: dict[str, float], memory: Memory) -> list[Verdict]:
     """Judge every requirement."""
-    best = {(r.kernel, r.threads): r for r in rows if r.tier == _native.tiers()[-1] and r.dtype == "float32"}
+    best = {(r.kernel, r.threads): r for r in rows if r.tier == native.tiers()[-1] and r.dtype == "float32"}
     out = []
     for kernel, limit in LIMITS.items():
         ratio = best[kernel, 1].ratio
@@ -331,12 +331,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if set(args.dtypes) - DTYPES.keys():
         parser.error(f"unknown dtype; known are {','.join(DTYPES)}")
-    if args.tiers != "all" and set(args.tiers.split(",")) - set(_native.tiers()):
-        parser.error(f"unknown tier; this machine has {','.join(_native.tiers())}")
+    if args.tiers != "all" and set(args.tiers.split(",")) - set(native.tiers()):
+        parser.error(f"unknown tier; this machine has {','.join(native.tiers())}")
     if min(args.sizes) < 1 or min(args.threads) < 1 or args.repeat < 1:
         parser.error("sizes, threads and repetitions must be at least 1")
     if args.check:
-        args.sizes, args.dtypes, args.tiers, args.threads = [1 << 26], ["float32"], _native.tiers()[-1], [1, 2]
+        args.sizes, args.dtypes, args.tiers, args.threads = [1 << 26], ["float32"], native.tiers()[-1], [1, 2]
     return args
 
 

@@ -11,10 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp import OneBit, RngKey, Ternary, _native
-from gradcomp import reference as ref
+from gradcomp import OneBit, RngKey, Ternary
 from gradcomp.codecs import Codec, Identity
-from gradcomp.layout import PayloadLayout, Slot, lanes_form, whole_pieces
+from gradcomp.kernels import native
+from gradcomp.payload.form import lanes_form
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.reference import codec as ref
 
 KEY = RngKey(seed=1, rank=1, step=5)
 GROUP = 512  # of 1-bit; ternary has one group, as its default is
@@ -34,7 +37,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     """Return the kernels for tensors of `numel` elements of `dtype`."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(numel, generator=generator).to(dtype)
-    code, n = _native.DTYPES[dtype], min(numel, CHECKED)
+    code, n = native.DTYPES[dtype], min(numel, CHECKED)
     plain = x[:n].view(torch.uint16).numpy() if dtype == torch.bfloat16 else x[:n].numpy()
     scale, piece = np.float32(2.5), ref.Piece(n, numel)
     out: list[Case] = []
@@ -85,8 +88,8 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     for count, shared in ((1, True), (4, True), (4, False)):
         add(
             f"ternary decode {count}" + (" shared" if shared else " own") * (count > 1),
-            lambda c=count, s=shared: _native.sum_decode(  # type: ignore[misc]
-                _native.Payloads(addresses(sent[:c]), "ternary", code, shared=s), layout.packed, fp32.data_ptr()
+            lambda c=count, s=shared: native.sum_decode(  # type: ignore[misc]
+                native.Payloads(addresses(sent[:c]), "ternary", code, shared=s), layout.packed, fp32.data_ptr()
             ),
             head,
             lambda c=count, s=shared: decoded(s, c),  # type: ignore[misc]
@@ -97,14 +100,14 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     bits = lanes.form.bits
     add(
         "ternary sum to lanes 4",
-        lambda: _native.ternary_sum_lanes(addresses(sent), layout.packed, lanes.packed, bits, summed.data_ptr()),
+        lambda: native.ternary_sum_lanes(addresses(sent), layout.packed, lanes.packed, bits, summed.data_ptr()),
         lambda: summed.numpy()[36 : 36 + n * bits // 8],
         lambda: ref.sum_lanes([codes(r) for r in range(4)], n)[: n * bits // 8],
     )
     add(
         "lanes decode",
-        lambda: _native.sum_decode(
-            _native.Payloads([summed.data_ptr()], "lanes", code, world_size=4, lane_bits=bits),
+        lambda: native.sum_decode(
+            native.Payloads([summed.data_ptr()], "lanes", code, world_size=4, lane_bits=bits),
             lanes.packed,
             fp32.data_ptr(),
         ),
@@ -123,7 +126,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     )
     add(
         "onebit decode 1",
-        lambda: _native.sum_decode(onebit.payloads([bit.data_ptr()], code), one.packed, fp32.data_ptr()),
+        lambda: native.sum_decode(onebit.payloads([bit.data_ptr()], code), one.packed, fp32.data_ptr()),
         lambda: head()[: n // GROUP * GROUP],
         lambda: ref.from_float32(ref.onebit_decode(encoded[1], encoded[0], ref.Piece(n, GROUP)), code)[
             : n // GROUP * GROUP
@@ -140,10 +143,10 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     crc = np.zeros(4, np.uint8)
 
     def checksum() -> None:
-        crc[:] = np.frombuffer(np.uint32(_native.crc32c(target.numpy())).tobytes(), np.uint8)
+        crc[:] = np.frombuffer(np.uint32(native.crc32c(target.numpy())).tobytes(), np.uint8)
 
     short = np.frombuffer(b"123456789", np.uint8)
-    out.append(Case("crc32c of a payload", checksum, lambda: _native.crc32c(short) == 0xE3069283))
+    out.append(Case("crc32c of a payload", checksum, lambda: native.crc32c(short) == 0xE3069283))
     return out
 
 

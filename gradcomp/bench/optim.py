@@ -3,7 +3,7 @@
 Every contender holds its own weights, gradients and state of `numel` elements; split ones bf16 weights, trails and bf16
 gradients, torch's fp32. In each repetition all of one optimizer's contenders take a step in turn; medians and medians of
 the repetitions' ratios are shown. Memory is what weights, state and gradients occupy, in bytes a weight. A step of every
-split optimizer is compared with `gradcomp.reference_optim` before it is timed.
+split optimizer is compared with `gradcomp.reference.optim` before it is timed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradcomp import _native
-from gradcomp import reference_optim as reference
 from gradcomp.bench.codec import Memcpy, seconds, threads
 from gradcomp.codecs import Ternary
-from gradcomp.layout import PayloadLayout, Slot, whole_pieces
+from gradcomp.kernels import native
 from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, join, split, split_parameters
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.reference import optim as reference
 
 LR = 0.01
 LAMB_TENSORS = 64  # tensors that the weights are shared over for LAMB, which goes through each of them twice
@@ -142,11 +143,11 @@ def from_payloads(numel: int) -> list[Contender]:
             def check(self, parameter: Tensor) -> None: ...
 
             def update(self, targets: Any, rules: Any) -> None:
-                _native.update(layout.packed, targets, rules, codec.payloads(addresses, 1))
+                native.update(layout.packed, targets, rules, codec.payloads(addresses, 1))
 
         def step(optimizer: Any = optimizer, gradient: Tensor = gradient, straight: bool = straight) -> None:
             if not straight:
-                _native.sum_decode(codec.payloads(addresses, 1), layout.packed, gradient.data_ptr())
+                native.sum_decode(codec.payloads(addresses, 1), layout.packed, gradient.data_ptr())
             optimizer.step()
 
         if straight:

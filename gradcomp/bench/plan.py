@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,15 @@ from rich.progress import Progress
 from gradcomp.bench.cluster import measure_here
 from gradcomp.bench.cluster_validate import GOAL, describe
 from gradcomp.bench.cluster_validate import validate as compare
+from gradcomp.bench.plan_question import Question
 from gradcomp.bench.plan_report import crossing_lines, plot, print_prediction
 from gradcomp.bench.ranks import RANK_ERRORS
 from gradcomp.plan.costs import METHODS, Method
-from gradcomp.plan.links import Link, parse_link, parse_seconds
-from gradcomp.plan.models import Model, find_model, load_shapes
+from gradcomp.plan.links import parse_link, parse_seconds
+from gradcomp.plan.models import find_model, load_shapes
 from gradcomp.plan.predict import Prediction, predict
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.simulate import MAX_NODES, Stragglers, Transport, Workload
+from gradcomp.plan.simulate import MAX_NODES, Stragglers, Workload
 
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
 FLOPS = 10e12
@@ -61,22 +62,6 @@ examples:
     python -m gradcomp.plan --measure --ranks 2
     python -m gradcomp.plan --validate
 """
-
-
-@dataclass(frozen=True)
-class Question:
-    """A command line, understood."""
-
-    model: Model
-    workload: Workload
-    link: Link
-    nodes: list[int]
-    methods: list[Method]
-    stragglers: Stragglers
-    rates: Rates | None
-    cores: float
-    double_buffering: bool
-    transport: Transport | None = None
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gradcomp.bench.plan_question import Question
+from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.links import format_rate, format_seconds
 from gradcomp.plan.predict import TIE, Prediction, Row
-from gradcomp.stats import ring_bytes
-
-if TYPE_CHECKING:
-    from gradcomp.bench.plan import Question
 
 COLORS = {
     "fp32": "#444444",

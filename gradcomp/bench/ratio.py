@@ -1,6 +1,6 @@
 """Count the bytes that one training step costs each rank, for real models, every codec and exchange, 2 to 64 ranks.
 
-Nothing is sent: the numbers are the exchange's own sizing (`gradcomp.sizing.predict_bytes`), headers, scales, padding
+Nothing is sent: the numbers are the exchange's own sizing (`gradcomp.exchange.sizing.predict_bytes`), headers, scales, padding
 and the scale round included. They are believed because LeNet is also trained for a few steps over gloo, and what its
 `state.stats` counted must equal the prediction to the byte. compression_ratio = 2(N-1)/N * 4 * numel / bytes sent.
 """
@@ -25,8 +25,8 @@ import gradcomp
 import gradcomp.ddp
 from gradcomp.bench.models import LeNet
 from gradcomp.bench.ranks import RANK_ERRORS, Emit, run_ranks
+from gradcomp.exchange.sizing import predict_bytes
 from gradcomp.plan.models import MODELS, lenet, total_numel
-from gradcomp.sizing import predict_bytes
 
 WORLD_SIZES = (2, 4, 8, 16, 64)
 VERIFY_WORLD_SIZE = 2

@@ -25,7 +25,7 @@ import gradcomp.ddp
 from gradcomp.bench.data import ImageData, load
 from gradcomp.bench.models import LeNet
 from gradcomp.bench.ranks import Emit, run_ranks
-from gradcomp.stats import ring_bytes
+from gradcomp.comm.rounds import ring_bytes
 
 CODECS = ("fp32", "ternary", "onebit")
 MOMENTUM = 0.9

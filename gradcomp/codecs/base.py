@@ -15,10 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp import _native, wire
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
-from gradcomp.layout import HEADER_NBYTES, Form, PayloadLayout, Slot, whole_pieces
-from gradcomp.rng import RngKey
+from gradcomp.kernels import native
+from gradcomp.payload import wire
+from gradcomp.payload.form import HEADER_NBYTES, Form
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.payload.rng import RngKey
 
 SECOND_PHASES = ("exact", "requantize", "bf16", "fp32")
 
@@ -74,7 +77,7 @@ class Codec(ABC):
         slot = Slot(key.parameter, x.numel(), group_numel, True, 0)
         layout = PayloadLayout(self.form, whole_pieces([slot]), segmented=False, whole_groups=self.whole_groups)
         payload = torch.empty(layout.nbytes, dtype=torch.uint8)
-        body, dtype = payload.data_ptr(), _native.DTYPES[x.dtype]
+        body, dtype = payload.data_ptr(), native.DTYPES[x.dtype]
         nonfinite = False
         if scale is not None:
             given = self.check_scale(scale, layout.group_count)
@@ -187,7 +190,7 @@ class Codec(ABC):
         """Write the codes of the compressed pieces (`old`, `new`: addresses of residual planes or 0)."""
 
     @abstractmethod
-    def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
+    def payloads(self, addresses: Sequence[int], dtype: int) -> native.Payloads:
         """Return how the compressed pieces of payloads are averaged, rounded to `dtype`."""
 
     @abstractmethod
@@ -199,12 +202,12 @@ class Codec(ABC):
     ) -> bool:
         """Write the codes of all pieces; scales must stand in the payload. True: a value is not finite."""
         packed = self.encode_packed(src, dtype, layout, payload, key, old, new)
-        return _native.values_encode(src, dtype, layout.plain, 0, payload) or packed
+        return native.values_encode(src, dtype, layout.plain, 0, payload) or packed
 
     def decode_body(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
         """Write the average over payloads of all pieces to address `out`. True: a value written is not finite."""
-        packed = _native.sum_decode(self.payloads(payloads, dtype), layout.packed, out)
-        return _native.sum_decode(_native.Payloads(payloads, "values", dtype), layout.plain, out) or packed
+        packed = native.sum_decode(self.payloads(payloads, dtype), layout.packed, out)
+        return native.sum_decode(native.Payloads(payloads, "values", dtype), layout.plain, out) or packed
 
     def validate_body(self, payload: int, layout: PayloadLayout) -> None:
         """Raise CorruptPayload unless scales and codes are such as an encoder writes."""
@@ -274,7 +277,7 @@ def check_memory(tensor: Tensor, name: str) -> None:
 def check_tensor(tensor: Tensor, name: str) -> None:
     """Raise UnsupportedTensor unless `tensor` is something a codec can encode."""
     check_memory(tensor, name)
-    if tensor.dtype not in _native.DTYPES:
+    if tensor.dtype not in native.DTYPES:
         raise UnsupportedTensor(f"{name} is {tensor.dtype}; gradcomp takes float32, bfloat16 and float16")
     if tensor.numel() >= 2**32:
         raise UnsupportedTensor(f"{name} has {tensor.numel()} elements; a payload holds fewer than 2**32")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradcomp import _native
 from gradcomp.codecs.base import Codec
-from gradcomp.layout import BFLOAT16, PLAIN, PayloadLayout
-from gradcomp.rng import RngKey
+from gradcomp.kernels import native
+from gradcomp.payload.form import BFLOAT16, PLAIN
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.rng import RngKey
 
 
 class Identity(Codec):
@@ -32,10 +33,10 @@ class Identity(Codec):
     def encode_packed(
         self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
     ) -> bool:
-        return _native.values_encode(src, dtype, layout.packed, self._value_dtype, payload)
+        return native.values_encode(src, dtype, layout.packed, self._value_dtype, payload)
 
-    def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
-        return _native.Payloads(addresses, "values", dtype, value_dtype=self._value_dtype)
+    def payloads(self, addresses: Sequence[int], dtype: int) -> native.Payloads:
+        return native.Payloads(addresses, "values", dtype, value_dtype=self._value_dtype)
 
     def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
         """Accept any value: NaN and Inf are what they are."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradcomp import _native
 from gradcomp.codecs.base import Codec, check_group, check_second_phase, resolve_group
-from gradcomp.layout import HEADER_NBYTES, Form, PayloadLayout
-from gradcomp.rng import RngKey
+from gradcomp.kernels import native
+from gradcomp.payload.form import HEADER_NBYTES, Form
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.rng import RngKey
 
 
 class OneBit(Codec):
@@ -58,11 +59,11 @@ class OneBit(Codec):
     def encode_packed(
         self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
     ) -> bool:
-        return _native.onebit_encode(src, dtype, layout.packed, old, new, payload)
+        return native.onebit_encode(src, dtype, layout.packed, old, new, payload)
 
-    def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
-        return _native.Payloads(addresses, "onebit", dtype)
+    def payloads(self, addresses: Sequence[int], dtype: int) -> native.Payloads:
+        return native.Payloads(addresses, "onebit", dtype)
 
     def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
-        _native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=False)
-        _native.onebit_validate(payload, layout.packed)
+        native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=False)
+        native.onebit_validate(payload, layout.packed)

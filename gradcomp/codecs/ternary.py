@@ -17,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp import _native
 from gradcomp.codecs.base import Codec, check_group, check_second_phase, resolve_group
-from gradcomp.layout import BLOCK, HEADER_NBYTES, Form, PayloadLayout
-from gradcomp.rng import RngKey, check_uint32
+from gradcomp.kernels import native
+from gradcomp.kernels.tables import BLOCK
+from gradcomp.payload.form import HEADER_NBYTES, Form
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.rng import RngKey, check_uint32
 
 
 class Ternary(Codec):
@@ -111,10 +113,11 @@ class Ternary(Codec):
 
     def measure(self, src: int, dtype: int, layout: PayloadLayout, scratch: NDArray[Any] | None, scales: int) -> bool:
         blocks = scratch if scratch is not None else self.scratch(layout)
-        return _native.ternary_scales(src, dtype, layout, blocks, self.clip_sigma, scales)
+        blocks_of, sizes = layout.group_blocks, layout.group_numels
+        return native.ternary_scales(src, dtype, layout.packed, blocks_of, sizes, blocks, self.clip_sigma, scales)
 
     def place_scales(self, layout: PayloadLayout, scales: int, payload: int) -> None:
-        _native.copy_bytes(payload + HEADER_NBYTES, scales, 4 * layout.scale_count)
+        native.copy_bytes(payload + HEADER_NBYTES, scales, 4 * layout.scale_count)
 
     def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
         given = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
@@ -128,11 +131,11 @@ class Ternary(Codec):
     def encode_packed(
         self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
     ) -> bool:
-        return _native.ternary_encode(src, dtype, layout.packed, payload, (key.seed, key.rank, key.step, key.stream))
+        return native.ternary_encode(src, dtype, layout.packed, payload, (key.seed, key.rank, key.step, key.stream))
 
-    def payloads(self, addresses: Sequence[int], dtype: int) -> _native.Payloads:
-        return _native.Payloads(addresses, "ternary", dtype, shared=self.shares_scale)
+    def payloads(self, addresses: Sequence[int], dtype: int) -> native.Payloads:
+        return native.Payloads(addresses, "ternary", dtype, shared=self.shares_scale)
 
     def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
-        _native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=True)
-        _native.ternary_validate(payload, layout.packed)
+        native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=True)
+        native.ternary_validate(payload, layout.packed)

@@ -15,22 +15,7 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, Communicator, Work
-from gradcomp.stats import ring_bytes
-
-
-def max_rounds(world_size: int) -> int:
-    """Return how many messages follow each other in a ring all_reduce."""
-    return 2 * (world_size - 1)
-
-
-def all_to_all_rounds(world_size: int) -> int:
-    """Return how many messages follow each other in an all_to_all: every pair exchanges at once."""
-    return min(1, world_size - 1)
-
-
-def all_gather_rounds(world_size: int) -> int:
-    """Return how many messages follow each other in a ring all_gather, as gloo has it."""
-    return world_size - 1
+from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 
 
 class LinkCommunicator(Communicator):

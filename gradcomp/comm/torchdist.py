@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, Communicator, Work
-from gradcomp.comm.messages import Mailbox
+from gradcomp.comm.mailbox import Mailbox
 from gradcomp.errors import PeerLost
 
 

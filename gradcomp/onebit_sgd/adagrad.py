@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.transform import Transform
+from gradcomp.memory.transform import Transform
 
 
 def _check(name: str, value: float, *, positive: bool = False) -> float:

@@ -23,12 +23,12 @@ from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.errors import GradcompError, PeerLost
+from gradcomp.exchange.stats import Stats
 from gradcomp.onebit_sgd.comparison import OverlapComparison, time_both
 from gradcomp.onebit_sgd.groups import apply_options, read_options
 from gradcomp.onebit_sgd.halves import cut
 from gradcomp.onebit_sgd.report import OverlapReport
 from gradcomp.onebit_sgd.rollback import Checkpoint
-from gradcomp.stats import Stats
 
 logger = logging.getLogger("gradcomp")
 STATE_VERSION = 1

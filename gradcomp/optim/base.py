@@ -140,9 +140,10 @@ class SplitOptimizer(torch.optim.Optimizer):
                     self._families.append(family)
             state[CHECKSUM] = torch.zeros((), dtype=torch.int64)  # written by state_dict alone
         for name in self.wanted_moments(group):
-            state[name] = self._new_moment(p, name, group)
+            state[name] = self.new_moment(p, name, group)
 
-    def _new_moment(self, p: Tensor, name: str, group: dict[str, Any]) -> Tensor:
+    def new_moment(self, p: Tensor, name: str, group: dict[str, Any]) -> Tensor:
+        """Return fp32 state of a parameter before its first step."""
         return new_state(p, torch.float32, 2 + self.moments.index(name), self.initial_moment(name, group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -199,7 +200,7 @@ class SplitOptimizer(torch.optim.Optimizer):
             for place, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
-                name = self._name(group, where, place)
+                name = self.name_of(group, where, place)
                 entry = Entry(p, group, self.state[p])
                 self._tracking.check(p, entry.state.get("trail"), name)
                 packed, position = self._packed_of(p)
@@ -215,7 +216,8 @@ class SplitOptimizer(torch.optim.Optimizer):
                 entries.append(entry)
         return entries, sparse
 
-    def _name(self, group: dict[str, Any], where: int, place: int) -> str:
+    def name_of(self, group: dict[str, Any], where: int, place: int) -> str:
+        """Return what a message calls a parameter."""
         names = group.get("param_names")
         return f"parameter {names[place]!r}" if names else f"parameter {place} of group {where}"
 
@@ -242,7 +244,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         """Make state that an option that was changed asks for."""
         for name in self.wanted_moments(entry.group):
             if name not in entry.state:
-                entry.state[name] = self._new_moment(entry.parameter, name, entry.group)
+                entry.state[name] = self.new_moment(entry.parameter, name, entry.group)
                 entry.is_first = True
 
     # ---- trails ------------------------------------------------------------------------------------------------------
@@ -361,7 +363,7 @@ class SplitOptimizer(torch.optim.Optimizer):
                 state = self.state[p]
                 for name, tensor in tensors.items():
                     if name not in state:  # momentum that the saved options turn on
-                        state[name] = self._new_moment(p, name, {**self.defaults})
+                        state[name] = self.new_moment(p, name, {**self.defaults})
                     state[name].copy_(tensor)
                 for name in set(self.moments) - tensors.keys() if tensors else ():
                     state.pop(name, None)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcomp.optim.interface import Updates
 from gradcomp.optim.split import ROUNDINGS
-
-if TYPE_CHECKING:
-    from gradcomp.optim.base import SplitOptimizer
 
 CHECKSUM = "top_checksum"
 TORCHS_OPTIONS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad"}
@@ -20,7 +18,7 @@ OWN_OPTIONS = {"betas", "variant", "lr_decay", "initial_accumulator_value", "mom
 
 
 def check_saved(
-    optimizer: SplitOptimizer, saved: dict[str, Any]
+    optimizer: Updates, saved: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[tuple[Tensor, dict[str, Tensor], int | None]]]:
     """Return what to load: options of every group, and tensors and checksum of every parameter."""
     if not {"state", "param_groups"} <= saved.keys():
@@ -47,7 +45,7 @@ def check_saved(
         groups.append(options)
         is_own = "rounding" in group
         for place, (p, index) in enumerate(zip(mine["params"], group["params"], strict=True)):
-            name = optimizer._name(mine, where, place)
+            name = optimizer.name_of(mine, where, place)
             loads.append(
                 _check_tensors(optimizer, p, name, dict(saved["state"].get(index, {})), mine | options, is_own)
             )
@@ -55,7 +53,7 @@ def check_saved(
 
 
 def _check_tensors(
-    optimizer: SplitOptimizer, p: Tensor, name: str, state: dict[str, Any], group: dict[str, Any], is_own: bool
+    optimizer: Updates, p: Tensor, name: str, state: dict[str, Any], group: dict[str, Any], is_own: bool
 ) -> tuple[Tensor, dict[str, Tensor], int | None]:
     expected = state.pop(CHECKSUM, None)
     moments = optimizer.wanted_moments(group)
@@ -64,7 +62,7 @@ def _check_tensors(
         return p, {}, None
     if not is_own:  # torch's: no trail, no momentum before the first step, SGD without step
         if not state:
-            state = {m: optimizer._new_moment(p, m, group) for m in moments} | {"step": 0}
+            state = {m: optimizer.new_moment(p, m, group) for m in moments} | {"step": 0}
         state.setdefault("step", 1)
     wanted = {"step", *moments} | ({"trail"} if is_own and p.dtype == torch.bfloat16 else set())
     unknown = state.keys() - wanted - set(optimizer.moments)

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradcomp import _native
-from gradcomp.layout import CHUNK_NUMEL, Table
+from gradcomp.kernels import native
+from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Kind
+from gradcomp.kernels.tables import CHUNK_NUMEL, Table
 from gradcomp.optim.split import ROUNDINGS
-from gradcomp.rules import NO_RULE, RULE, TARGET, Kind
 
 PLACEHOLDER = "_gradcomp_packed"  # attribute of tensors that stand for packed gradients
 GRADIENT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -32,7 +32,7 @@ class PackedGradients(Protocol):
         """Raise GradcompError if a placeholder was written to."""
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
-        """Run `_native.update` on every payload, targets by position."""
+        """Run `native.update` on every payload, targets by position."""
 
 
 class Entry:
@@ -134,7 +134,7 @@ def run_rules(
     table = whole_rows(tuple(e.parameter.numel() for e in entries))
     norms = np.zeros(2 * len(table))
     if not gradients or any(e.packed is None for e in entries):
-        _native.update(table, direct, rules, norms=norms)
+        native.update(table, direct, rules, norms=norms)
     for packed in {id(e.packed): e.packed for e in entries if gradients and e.packed is not None}.values():
         mine = [k for k, e in enumerate(entries) if e.packed is packed]
         by_position = np.zeros(packed.parameter_count, TARGET)

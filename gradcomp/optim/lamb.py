@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradcomp.kernels.rules import Flag, Kind
 from gradcomp.optim.adamw import adam_numbers
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.optim.entries import Entry, make_rules, run_rules
 from gradcomp.optim.options import check_betas, check_number, number
-from gradcomp.rules import Flag, Kind
 
 VARIANTS = ("lamb", "nvlamb")
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gradcomp.kernels.rules import Flag, Kind
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.optim.entries import Entry, make_rules, run_rules
 from gradcomp.optim.options import check_number, number
-from gradcomp.rules import Flag, Kind
 
 
 class SplitSGD(SplitOptimizer):

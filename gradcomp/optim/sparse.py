@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from gradcomp.errors import UnsupportedTensor
 from gradcomp.optim.entries import GRADIENT_DTYPES, Entry
+from gradcomp.optim.interface import Updates
 from gradcomp.optim.options import number
 
-if TYPE_CHECKING:
-    from gradcomp.optim.base import SplitOptimizer
 
-
-def check_sparse(optimizer: SplitOptimizer, p: nn.Parameter, group: dict[str, Any], name: str) -> None:
+def check_sparse(optimizer: Updates, p: nn.Parameter, group: dict[str, Any], name: str) -> None:
     """Raise UnsupportedTensor for sparse gradients that an optimizer cannot take exactly, ValueError for another shape."""
     gradient = p.grad
     assert gradient is not None
@@ -32,7 +30,7 @@ def check_sparse(optimizer: SplitOptimizer, p: nn.Parameter, group: dict[str, An
         raise ValueError(f"the gradient of {name} has shape {tuple(gradient.shape)}, it {tuple(p.shape)}")
 
 
-def run_sparse(optimizer: SplitOptimizer, entry: Entry) -> None:
+def run_sparse(optimizer: Updates, entry: Entry) -> None:
     """Update the rows that a sparse gradient names, and their trails, exactly as a dense update would."""
     p, state = entry.parameter, entry.state
     assert p.grad is not None

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradcomp import _native
 from gradcomp.errors import UnsupportedTensor
+from gradcomp.kernels import native
 
 ROUNDINGS = ("truncate", "nearest")
 STREAM_NBYTES, PAGE_NBYTES = 832, 4096  # see `new_state`: 13 cache lines
@@ -82,7 +82,7 @@ def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor
 
 def _split(weight: Tensor, rounding: str, top: Tensor, trail: Tensor) -> None:
     nearest = rounding == "nearest"
-    _native.split(weight.data_ptr(), weight.numel(), nearest, top.data_ptr(), trail.data_ptr())
+    native.split(weight.data_ptr(), weight.numel(), nearest, top.data_ptr(), trail.data_ptr())
 
 
 def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
@@ -106,14 +106,14 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
     if trail.stride() != top.stride():
         trail = torch.empty_like(top, dtype=torch.int16).copy_(trail)
     weight = torch.empty_like(top, dtype=torch.float32)
-    _native.join(top.data_ptr(), trail.data_ptr(), top.numel(), rounding == "nearest", weight.data_ptr())
+    native.join(top.data_ptr(), trail.data_ptr(), top.numel(), rounding == "nearest", weight.data_ptr())
     return weight
 
 
 def checksum(top: Tensor) -> int:
     """Return a CRC-32C of a top's bytes in memory order: what a trail is checked against when it comes from elsewhere."""
     flat = top.detach().as_strided((top.numel(),), (1,))
-    return _native.crc32c(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    return native.crc32c(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 
 class SplitParameters:

@@ -1,6 +1,6 @@
 """What each way of exchanging gradients costs a rank: the collectives of every bucket, to the byte, and its CPU work.
 
-Bytes are those of `gradcomp.sizing.BucketPlan`, headers, scales and padding included. A plan has a layout for each rank,
+Bytes are those of `gradcomp.exchange.sizing.BucketPlan`, headers, scales and padding included. A plan has a layout for each rank,
 which at thousands of ranks is gigabytes of Python; `payload_nbytes` is the same arithmetic as arrays over ranks.
 """
 
@@ -17,19 +17,11 @@ from numpy.typing import NDArray
 
 from gradcomp.codecs import Codec, OneBit, Ternary
 from gradcomp.codecs.identity import Bfloat16Values, Identity
-from gradcomp.comm.link import all_gather_rounds, all_to_all_rounds, max_rounds
-from gradcomp.layout import (
-    HEADER_NBYTES,
-    OWNERSHIP_NUMEL,
-    PLAIN,
-    Form,
-    Parameter,
-    assign_buckets,
-    describe_parameters,
-    lanes_form,
-)
-from gradcomp.sizing import DDP_BUCKET_NBYTES
-from gradcomp.stats import ring_bytes
+from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
+from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES
+from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form, lanes_form
+from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
+from gradcomp.payload.pieces import OWNERSHIP_NUMEL
 
 FP32_NBYTES = 4
 

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.costs import FP32_NBYTES, METHODS, Method
 from gradcomp.plan.links import Link, format_rate, format_seconds
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.rates import Rates, calibrate
 from gradcomp.plan.simulate import Simulation, Stragglers, Transport, Workload, simulate
-from gradcomp.stats import ring_bytes
 
 ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
 TIE = 0.01  # methods this close are equally fast

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator, Work
-from gradcomp.exchange import BucketExchange
-from gradcomp.feedback import Feedback
-from gradcomp.layout import Slot
+from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.sizing import BucketPlan, Strategy, owned_numel
+from gradcomp.exchange.stats import Stats
+from gradcomp.memory.residuals import Feedback
+from gradcomp.payload.pieces import Slot
 from gradcomp.plan.costs import METHODS, Method, find_method
-from gradcomp.sizing import BucketPlan, Strategy, owned_numel
-from gradcomp.stats import Stats
 
 STAGES = ("statistics", "encode", "owner", "decode")
 CAST_STAGES = ("cast", "uncast")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
 from gradcomp.comm.base import Communicator, RankGone
+from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import CorruptPayload, PeerLost
-from gradcomp.options import MAX_TIMEOUT_S
 from gradcomp.server.arguments import as_tensor, check_initial, check_key, dtype_name
 from gradcomp.server.messages import (
     METHODS,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.errors import CorruptPayload, GradcompError, PeerLost, PeerMismatch
-from gradcomp.layout import round_up
+from gradcomp.payload.pieces import round_up
 
 MAGIC = 0x53504347  # "GCPS"
 VERSION = 1

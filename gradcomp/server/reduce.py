@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp import wire
 from gradcomp.codecs import Ternary
 from gradcomp.errors import CorruptPayload
-from gradcomp.layout import HEADER_NBYTES, PayloadLayout
-from gradcomp.rng import STREAM_SERVER, RngKey
+from gradcomp.payload import wire
+from gradcomp.payload.form import HEADER_NBYTES
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.rng import STREAM_SERVER, RngKey
 from gradcomp.server.spec import Spec, codec_of
 
 SETTINGS = ("codec", "dtype", "numel", "group_numel", "scale_count", "stream")  # the same in all payloads of a key

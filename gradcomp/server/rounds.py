@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradcomp import wire
 from gradcomp.errors import CorruptPayload, PeerLost
+from gradcomp.payload import wire
 from gradcomp.server.messages import Message
 from gradcomp.server.parameter import Answer, Mismatch, Parameter
 from gradcomp.server.reduce import SETTINGS, PackedReducer, reduce_values, scale_bytes

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp import wire
 from gradcomp.codecs import Codec, Identity, OneBit, Ternary
 from gradcomp.errors import CorruptPayload
+from gradcomp.payload import wire
 from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS
 
 CODECS: dict[int, type[Codec]] = {c.form.code: c for c in (Identity, Ternary, OneBit)}

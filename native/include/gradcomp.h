@@ -2,7 +2,7 @@
  *
  * No Python, no MPI, no threads, no malloc, no global mutable state but the chosen tier. Every kernel is a pure
  * function of its arguments, and its output bytes are the same on every tier; the portable tier is the specification
- * and gradcomp/reference.py says the same in NumPy. docs/reference/wire-format.md draws the bytes.
+ * and gradcomp/reference/codec.py says the same in NumPy. docs/reference/wire-format.md draws the bytes.
  *
  * Common rules, unless a prototype says otherwise:
  *   - Sizes: *_count and numel are elements, *_nbytes and offsets into payloads are bytes. Pointers may be NULL only

@@ -1,4 +1,4 @@
-"""Write the golden vectors beside this file from `gradcomp/reference.py`: python tests/vectors/generate.py
+"""Write the golden vectors beside this file from `gradcomp/reference/codec.py`: python tests/vectors/generate.py
 
 The files are frozen: a change of a byte in them is a change of the wire format (docs/reference/wire-format.md), or of the
 random draws, and belongs into one commit with the document and the changelog. `build` returns what the files hold, so
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from gradcomp import reference as ref
+from gradcomp.reference import codec as ref
 
 HERE = Path(__file__).parent
 NAMES = ("rng", "crc32c", "ternary", "onebit", "identity", "lanes")

@@ -1,0 +1,53 @@
+"""What a user can ask of running compression, whoever runs it: statistics, checkpoints, roll-back, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradcomp.engine.engine import Engine
+from gradcomp.exchange.stats import Stats
+
+
+class Controls:
+    """Base of `gradcomp.ddp.CompressionState` and `gradcomp.GradientAverager`."""
+
+    _engine: Engine
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes and seconds so far."""
+        return self._engine.stats
+
+    @property
+    def step(self) -> int:
+        """Number of the next step whose gradients are exchanged."""
+        return self._engine.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to resume bit for bit: step, loss scale, residuals by parameter name.
+
+        Save one file a rank; ``torch.load(..., weights_only=True)`` reads it. After a failure it is the state of before
+        the step that failed.
+        """
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Resume from a `state_dict` of the same rank, world size, codec and model; ValueError for any other.
+
+        With another number of ranks, from a list of the states of all ranks of the old run: what they still owed the
+        average is owed by the new ones, and states of a transform are shared out anew.
+        """
+        self._engine.load_state_dict(state)
+
+    def discard_step(self) -> None:
+        """Roll residuals back to before the last step: call it when you throw its gradients away."""
+        self._engine.discard_step()
+
+    def check_replicas(self) -> None:
+        """Compare the parameters' bits over all ranks; PeerMismatch names the first tensor and rank that differ."""
+        self._engine.check_replicas()
+
+    def describe(self) -> str:
+        """Return one line: what is compressed, what is not, the exchange, the expected ratio."""
+        return self._engine.describe()

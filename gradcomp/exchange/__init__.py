@@ -1,0 +1,1 @@
+"""One bucket's way: its plan, its stages, its routes over ranks, its averages."""

@@ -1,0 +1,84 @@
+"""The averages of one bucket as they arrive: checked payloads, which are decoded into a tensor or applied to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradcomp.exchange.sizing import BucketPlan
+from gradcomp.kernels import native
+from gradcomp.payload.layout import PayloadLayout
+
+SAFE_MAGNITUDE = 2.0**126  # averages of numbers below this stay finite in float32 and bfloat16
+
+
+class Averages:
+    """What an exchange has received of one bucket.
+
+    Args:
+        plan: of the exchange.
+        payloads: addresses of every rank's payload (all_gather) or of every owner's (reduce_scatter). Whoever keeps the
+            object must keep their memory as it is.
+        dtype: of the bucket, as `native.DTYPES` numbers it.
+    """
+
+    def __init__(self, plan: BucketPlan, payloads: Sequence[int], dtype: int) -> None:
+        self._plan, self._payloads, self._dtype = plan, list(payloads), dtype
+
+    def decode(self, out: int) -> bool:
+        """Write the averages to address `out`, in bucket order; True: one of them is not finite."""
+        bad = False
+        for addresses, layout in self._parts():
+            bad |= native.sum_decode(self._packed(addresses, layout), layout.packed, out)
+            bad |= native.sum_decode(self._plain(addresses), layout.plain, out)
+        return bad
+
+    def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
+        """Apply the averages, rounded to the bucket's dtype, to weights: `native.update` with targets by parameter."""
+        for addresses, layout in self._parts():
+            native.update(layout.packed, targets, rules, self._packed(addresses, layout))
+            native.update(layout.plain, targets, rules, self._plain(addresses))
+
+    def are_safe(self) -> bool:
+        """Tell, from scales and plain values alone, that no average can overflow the bucket's dtype."""
+        return self._dtype != 2 and all(
+            _magnitude(address, layout) < SAFE_MAGNITUDE for addresses, layout in self._parts() for address in addresses
+        )
+
+    def _parts(self) -> Iterator[tuple[list[int], PayloadLayout]]:
+        if self._plan.scatters:
+            yield from (([p], layout) for p, layout in zip(self._payloads, self._plan.second, strict=True))
+        else:
+            yield self._payloads, self._plan.local
+
+    def _plain(self, addresses: list[int]) -> native.Payloads:
+        return native.Payloads(addresses, "values", self._dtype)
+
+    def _packed(self, addresses: list[int], layout: PayloadLayout) -> native.Payloads:
+        plan = self._plan
+        if plan.scatters and plan.exact:
+            world, bits = plan.world_size, layout.form.bits
+            return native.Payloads(addresses, "lanes", self._dtype, world_size=world, lane_bits=bits)
+        codec = plan.second_codec if plan.scatters else plan.codec
+        return codec.payloads(addresses, self._dtype)
+
+
+def _magnitude(address: int, layout: PayloadLayout) -> float:
+    """Return the largest magnitude of a payload's scales and plain values: no value decoded from it is larger."""
+    data = native.bytes_at(address, layout.nbytes)
+    largest = 0.0
+    for piece, scales, codes in zip(layout.pieces, layout.scale_offsets, layout.code_offsets, strict=True):
+        form = layout.form_of(piece)
+        if form.scales_per_group:
+            first, count = scales, form.scales_per_group * piece.group_count
+            values = data[first : first + 4 * count].view("<f4")
+        elif form.bits == 32:
+            values = data[codes : codes + 4 * piece.numel].view("<f4")
+        else:
+            values = (data[codes : codes + 2 * piece.numel].view("<u2").astype(np.uint32) << 16).view(np.float32)
+        if values.size:
+            largest = max(largest, float(np.abs(values).max()))
+    return largest

@@ -1,0 +1,96 @@
+"""Which ranks share a host, and the communicators inside a node and across nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradcomp.comm.base import Communicator
+from gradcomp.errors import PeerLost, PeerMismatch
+from gradcomp.payload import fingerprint, wire
+
+HOST_VARIABLE = "GRADCOMP_HOST_ID"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of a communicator, node by node.
+
+    Attributes:
+        ranks: of every node, ascending; nodes in the order of their first ranks.
+        inside: the ranks of this node.
+        across: the ranks that have this rank's place on their nodes.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    inside: Communicator
+    across: Communicator
+
+    def abort(self) -> None:
+        """Tell the peers of both that this rank takes part no more."""
+        self.inside.abort()
+        self.across.abort()
+
+    def close(self) -> None:
+        """Give both communicators back."""
+        self.inside.close()
+        self.across.close()
+
+
+def find_nodes(
+    comm: Communicator, nodes: Sequence[Sequence[int]] | None, timeout_s: float, **settings: object
+) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of every node: `nodes`, or those with equal GRADCOMP_HOST_ID or else equal host name.
+
+    Collective. What goes round is a fingerprint, so that a rank that does something else meanwhile is a mismatch.
+
+    Args:
+        settings: fingerprint fields that must not differ either.
+
+    Raises:
+        ValueError: nodes that are not all of one size, or `nodes` that are not a partition of the ranks.
+        PeerMismatch: other `nodes` or settings on some rank, or another exchange.
+        PeerLost: a rank did not answer.
+    """
+    given = None if nodes is None else tuple(sorted(tuple(sorted(int(rank) for rank in node)) for node in nodes))
+    host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+    settings |= {
+        "wire_version": wire.VERSION,
+        "exchange": "hierarchical",
+        "layout": given,
+        "world_size": comm.world_size,
+    }
+    begun = time.perf_counter()
+    try:
+        everyone = comm.all_gather_bytes(fingerprint.pack(fingerprint.record(**settings, bucket=host)), timeout_s)
+    except (TimeoutError, ConnectionError) as error:
+        raise PeerLost("setup", -1, time.perf_counter() - begun, str(error)) from error
+    try:
+        fingerprint.compare(everyone, but="bucket")
+    except PeerMismatch as error:
+        if error.field != "layout":
+            raise
+        raise PeerMismatch("nodes", error.rank, "those of rank 0", f"others; here {given or 'by host'}") from None
+    if given is None:  # records are alike but for the host
+        found = tuple(tuple(r for r, theirs in enumerate(everyone) if theirs == one) for one in dict.fromkeys(everyone))
+    else:
+        found = given
+    if sorted(rank for node in found for rank in node) != list(range(comm.world_size)):
+        raise ValueError(f"nodes must hold every rank below {comm.world_size} once, got {nodes!r}")
+    if len({len(node) for node in found}) > 1:
+        raise ValueError(
+            f"a hierarchical exchange needs nodes with equally many ranks, got {[len(node) for node in found]} "
+            f"({found}); give nodes=, set {HOST_VARIABLE}, or take another exchange"
+        )
+    return found
+
+
+def join_nodes(comm: Communicator, found: tuple[tuple[int, ...], ...], timeout_s: float) -> Nodes:
+    """Return the communicators of this rank inside and across `found`. Collective."""
+    home = next(node for node in found if comm.rank in node)
+    place = home.index(comm.rank)
+    inside = comm.subset(home, timeout_s)
+    return Nodes(found, inside, comm.subset([node[place] for node in found], timeout_s))

@@ -1,0 +1,185 @@
+"""What an exchange will send, before it sends: strategy, the plan of every byte of a bucket, and predictions.
+
+`BucketPlan` is arithmetic on sizes: which bytes go where, for one bucket layout, rank and world size. It is what
+`gradcomp.exchange.bucket` runs by, what `gradcomp.exchange.stats` counts by, and what `predict_bytes` adds up for a whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradcomp.codecs import Codec
+from gradcomp.codecs.identity import Bfloat16Values, Identity
+from gradcomp.comm.rounds import ring_bytes
+from gradcomp.payload.form import lanes_form
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.parameters import assign_buckets, describe_parameters
+from gradcomp.payload.pieces import Slot, owned_pieces, shard_bounds, shard_pieces, whole_pieces
+
+DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)  # DDP's default caps: a small first bucket starts the first exchange early
+EXCHANGES = ("auto", "all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How averages are made.
+
+    Attributes:
+        exchange: "all_gather" or "reduce_scatter".
+        second_phase: of a reduce_scatter.
+        node_size: ranks of a node that average in fp32 first; 1 where ranks exchange alike.
+    """
+
+    exchange: str
+    second_phase: str = ""
+    node_size: int = 1
+
+    def __str__(self) -> str:
+        whole = f"{self.exchange} ({self.second_phase})" if self.second_phase else self.exchange
+        return f"hierarchical, nodes of {self.node_size}, {whole}" if self.node_size > 1 else whole
+
+
+def choose(codec: Codec, world_size: int, exchange: str = "auto", *, owner_transform: bool = False) -> Strategy:
+    """Return the strategy that `exchange` names; "auto" takes the fewer bits sent per element.
+
+    It is a function of codec, world size and transform alone, so that it cannot differ between buckets or ranks.
+
+    Args:
+        codec, world_size, exchange: as they say.
+        owner_transform: whether owners transform the means, which only a reduce_scatter has.
+
+    Raises:
+        ValueError: an unknown exchange; one that cannot carry an owner transform.
+    """
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+    second = codec.resolved_second_phase(transformed=owner_transform)
+    if owner_transform and exchange == "all_gather":
+        raise ValueError("an owner transform needs exchange='auto' or 'reduce_scatter', got 'all_gather'")
+    if owner_transform and second == "exact":
+        raise ValueError(f"second_phase='exact' sends integer sums, which an owner transform does not make: {codec!r}")
+    bits = {"exact": lanes_form(world_size).bits, "requantize": codec.form.bits, "bf16": 16, "fp32": 32}[second]
+    gather = (world_size - 1) * codec.form.bits
+    scatter = (world_size - 1) * (codec.form.bits + bits) / world_size
+    if exchange == "all_gather" or (exchange == "auto" and gather <= scatter and not owner_transform):
+        return Strategy("all_gather")
+    return Strategy("reduce_scatter", second)
+
+
+class BucketPlan:
+    """Where every byte of one bucket's exchange goes, for one rank.
+
+    Args:
+        codec: writes the first phase.
+        slots: the parameters of the bucket, with their offsets in it and in the residual planes.
+        strategy, world_size, rank: as they say.
+        owner_residuals: offset of each owned parameter in the owner's residual planes, by parameter position.
+
+    Attributes:
+        local: layout of the whole bucket as this rank encodes it.
+        messages: (reduce_scatter) layout of the message to each rank.
+        second: (reduce_scatter) layout of each owner's second payload, in bucket coordinates.
+        sent_nbytes, received_nbytes: bytes to and from other ranks in one step.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        slots: Sequence[Slot],
+        strategy: Strategy,
+        world_size: int,
+        rank: int,
+        owner_residuals: dict[int, int] | None = None,
+    ) -> None:
+        self.codec, self.slots, self.strategy = codec, list(slots), strategy
+        self.world_size, self.rank = world_size, rank
+        self.numel = sum(s.numel for s in self.slots)
+        self.scatters = strategy.exchange == "reduce_scatter"
+        self.local = PayloadLayout(codec.form, whole_pieces(self.slots), whole_groups=codec.whole_groups)
+        self.shares_scale = codec.shares_scale and self.local.group_count > 0
+        others = world_size - 1
+        self.sent_nbytes = self.received_nbytes = ring_bytes(self.local.group_count, world_size) * self.shares_scale
+        if not self.scatters:
+            self.sent_nbytes += others * self.local.nbytes
+            self.received_nbytes += others * self.local.nbytes
+            return
+        owned = [owned_pieces(self.slots, world_size, k) for k in range(world_size)]
+        self.messages = [PayloadLayout(codec.form, pieces) for pieces in owned]
+        self.send_nbytes = [m.nbytes for m in self.messages]
+        self.exact = strategy.second_phase == "exact"
+        self.second_codec: Codec = {
+            "exact": codec,
+            "requantize": codec.requantizer(),
+            "bf16": Bfloat16Values(),
+            "fp32": Identity(),
+        }[strategy.second_phase]
+        form = lanes_form(world_size) if self.exact else self.second_codec.form
+        self.second = [PayloadLayout(form, pieces) for pieces in owned]
+        self.second_nbytes = max(s.nbytes for s in self.second)
+        residuals = [(owner_residuals or {}).get(p.slot.index, 0) for p in owned[rank]]
+        shard = shard_pieces(owned[rank], residuals, plain_only=self.exact)
+        self.own_first = PayloadLayout(codec.form, shard)
+        self.own_second = PayloadLayout(form, shard, whole_groups=self.second_codec.whole_groups)
+        kept = [p for p in shard if not (self.exact and p.slot.compressed)]
+        self.shard_numel = max((p.data + p.numel for p in kept), default=0)
+        self.sent_nbytes += sum(self.send_nbytes) - self.send_nbytes[rank] + others * self.second_nbytes
+        self.received_nbytes += others * (self.messages[rank].nbytes + self.second_nbytes)
+
+
+def owned_numel(numel: int, world_size: int, rank: int) -> int:
+    """Return how many elements of a parameter `rank` owns."""
+    first, last = shard_bounds(numel, world_size, rank)
+    return last - first
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCount:
+    """Bytes of one training step on one rank: sent and received, and what an fp32 ring all_reduce would have sent."""
+
+    sent: int
+    received: int
+    baseline: int
+
+
+def predict_bytes(
+    codec: Codec,
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    world_size: int,
+    *,
+    exchange: str = "auto",
+    min_numel: int = 1024,
+    exclude: Sequence[str] = (),
+    bucket_cap_mb: float | None = None,
+    rank: int = 0,
+    dtype: torch.dtype = torch.float32,
+    owner_transform: bool = False,
+) -> ByteCount:
+    """Return the bytes that one step of DDP will cost, from the exchange's own sizing and without communication.
+
+    Args:
+        codec: with its options.
+        shapes: (name, shape) of every trained parameter, in the order of ``named_parameters()``.
+        world_size, rank: as they say.
+        exchange, min_numel, exclude: as in `gradcomp.ddp.register`.
+        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25 for the others. Buckets
+            are cut as DDP cuts them after its first step, if gradients come last tensor first.
+        dtype: of the parameters.
+        owner_transform: whether owners transform the means.
+    """
+    parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
+    strategy = choose(codec, world_size, exchange, owner_transform=owner_transform)
+    sizes = [p.numel * dtype.itemsize for p in parameters]
+    sent = received = 0
+    first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
+    for bucket in assign_buckets(sizes, cap, first):
+        slots, offset = [], 0
+        for p in (parameters[i] for i in bucket):
+            slots.append(Slot(p.index, p.numel, p.group_numel, p.compressed, offset))
+            offset += p.numel
+        if world_size > 1:
+            plan = BucketPlan(codec, slots, strategy, world_size, rank)
+            sent, received = sent + plan.sent_nbytes, received + plan.received_nbytes
+    return ByteCount(sent, received, ring_bytes(sum(p.numel for p in parameters), world_size))

@@ -1,0 +1,95 @@
+"""Bytes and seconds per phase, counted always: a few additions a bucket."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+WORK_PHASES = ("statistics", "encode", "owner", "decode")
+PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode")
+
+
+class Stopwatch:
+    """Counts the seconds of a ``with`` block as those of one phase."""
+
+    __slots__ = ("_begun", "_phase", "_stats")
+
+    def __init__(self, stats: Stats, phase: str) -> None:
+        self._stats, self._phase = stats, phase
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._stats.add_seconds(self._phase, time.perf_counter() - self._begun)
+
+
+@dataclass
+class Stats:
+    """What gradient exchange has cost since the start (or the last `reset`).
+
+    Attributes:
+        steps: backward passes whose gradients were exchanged.
+        bytes_sent, bytes_received: bytes to and from other ranks: headers, scales and padding included, self excluded.
+        baseline_bytes: bytes an fp32 ring all_reduce would have sent: 2 (N - 1) / N * 4 * numel.
+        setup_bytes: bytes of fingerprints (once for each bucket layout), not in `bytes_sent`.
+        inside_nodes: the same for the fp32 exchange inside nodes, whose bytes are not in `bytes_sent` (hierarchical only).
+        nonfinite_buckets: buckets that held NaN or Inf on some rank.
+        seconds: per phase, summed over buckets ("statistics", "scale_round", "encode", "first_phase", "owner",
+            "second_phase", "decode"; the three exchanges are time spent waiting), and "hidden": the part of the time from
+            first to last bucket that backward did not wait for.
+    """
+
+    steps: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    baseline_bytes: int = 0
+    setup_bytes: int = 0
+    nonfinite_buckets: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "hidden"), 0.0))
+    _inside_nodes: Stats | None = field(default=None, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def inside_nodes(self) -> Stats:
+        """What the fp32 exchange inside nodes has cost."""
+        with self._lock:
+            if self._inside_nodes is None:
+                self._inside_nodes = Stats()
+            return self._inside_nodes
+
+    @property
+    def compression_ratio(self) -> float:
+        """baseline_bytes / bytes_sent; 1.0 when nothing had to be sent."""
+        return self.baseline_bytes / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def codec_seconds(self) -> float:
+        """Seconds of the phases in which this rank worked and did not wait for peers."""
+        return sum(self.seconds[phase] for phase in WORK_PHASES)
+
+    def add_bytes(self, sent: int, received: int) -> None:
+        """Count a collective's bytes."""
+        with self._lock:
+            self.bytes_sent += sent
+            self.bytes_received += received
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """Count time in one phase."""
+        with self._lock:
+            self.seconds[phase] += seconds
+
+    def timed(self, phase: str) -> Stopwatch:
+        """Return a context manager that counts its block's time in one phase."""
+        return Stopwatch(self, phase)
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        with self._lock:
+            self.steps = self.bytes_sent = self.bytes_received = 0
+            self.baseline_bytes = self.setup_bytes = self.nonfinite_buckets = 0
+            for phase in self.seconds:
+                self.seconds[phase] = 0.0
+        if self._inside_nodes is not None:
+            self._inside_nodes.reset()

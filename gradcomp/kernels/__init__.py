@@ -1,0 +1,1 @@
+"""The only door to compiled code: tables that kernels walk, and the kernel sets."""

@@ -1,0 +1,62 @@
+"""Calls over a segment table, shared out over threads; which thread does which row changes no bit of the result."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from gradcomp.kernels.native.library import check, ffi
+from gradcomp.kernels.tables import Table
+
+THREAD_NUMEL = 1 << 20  # elements a thread: 0.1 to 0.4 ms of work, against 0.06 ms to hand it over
+
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+_pool_pid = 0
+_pool_lock = threading.Lock()
+
+
+def thread_count() -> int:
+    """Return how many threads a large call uses."""
+    return max(1, torch.get_num_threads())
+
+
+def _workers(wanted: int) -> ThreadPoolExecutor:
+    """Return a pool of at least `wanted` threads that belongs to this process (a fork starts without threads)."""
+    global _pool, _pool_size, _pool_pid
+    with _pool_lock:
+        if _pool is None or _pool_size < wanted or _pool_pid != os.getpid():
+            _pool = ThreadPoolExecutor(wanted, thread_name_prefix="gradcomp-kernel")
+            _pool_size, _pool_pid = wanted, os.getpid()
+        return _pool
+
+
+def run(function: str, table: Table, call: Callable[[Any, int, int], int], second: Table | None = None) -> None:
+    """Run `call(segments, count, first_row)` over a table, shared out over threads.
+
+    Every part runs to its end before the first error is raised, so that no thread touches memory afterwards.
+    """
+    if not len(table):
+        return
+    base = ffi.cast("const gc_segment *", table.address)
+    wanted = 1 if table.numel < 2 * THREAD_NUMEL else min(thread_count(), table.numel // THREAD_NUMEL)
+    parts = table.ranges(wanted) if wanted > 1 else []
+    if len(parts) <= 1:
+        return check(call(base, len(table), 0), function)
+    pool = _workers(len(parts) - 1)
+    futures = [pool.submit(call, base + first, count, first) for first, count in parts[1:]]
+    try:
+        statuses = [call(base, parts[0][1], 0)]
+    finally:
+        done = [future.exception() for future in futures]
+    for error in done:
+        if error is not None:
+            raise error
+    for status in statuses + [future.result() for future in futures]:
+        check(status, function)
+    return None

@@ -1,0 +1,63 @@
+"""The tables that C kernels walk: segments (`gc_segment` in native/include/gradcomp.h), block sums, byte ranges.
+
+A row says where a run of elements of one parameter lies in a tensor, in a residual plane and in a payload. Rows are shared
+out over threads; which thread does which row changes no bit of the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+BLOCK_NUMEL = 512  # elements in one float64 partial sum (GC_BLOCK_NUMEL)
+CHUNK_NUMEL = 1 << 16  # elements in one unit of work: 256 KB of fp32, small against L2, large against a call
+
+SEGMENT = np.dtype(
+    [
+        ("data", "<u8"),
+        ("residual", "<u8"),
+        ("codes", "<u8"),
+        ("scales", "<u8"),
+        ("block", "<u8"),
+        ("start", "<u4"),
+        ("numel", "<u4"),
+        ("group_numel", "<u4"),
+        ("parameter", "<u4"),
+    ]
+)
+BLOCK = np.dtype([("sum", "<f8"), ("sum_squares", "<f8"), ("absmax_bits", "<u4"), ("reserved", "<u4")])
+COPY_RANGE = np.dtype([("dst", "<u8"), ("src", "<u8"), ("nbytes", "<u8")])
+
+
+class Table:
+    """Segments for one C call: rows of `SEGMENT`, and how to share them out over threads."""
+
+    def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
+        self.rows = np.array(rows, dtype=SEGMENT)
+        self.address = self.rows.ctypes.data
+        self.numel = int(self.rows["numel"].sum(dtype=np.uint64))
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def ranges(self, parts: int) -> list[tuple[int, int]]:
+        """Return at most `parts` runs of rows (first, count) with about the same number of elements each."""
+        if parts not in self._ranges:
+            ends = np.cumsum(self.rows["numel"], dtype=np.uint64)
+            wanted = [self.numel * (p + 1) // parts for p in range(parts)]
+            cuts = [0, *(int(c) for c in np.searchsorted(ends, wanted, side="left") + 1)]
+            cuts[-1] = len(self.rows)
+            cuts = [min(c, len(self.rows)) for c in cuts]
+            self._ranges[parts] = [(a, b - a) for a, b in itertools.pairwise(cuts) if b > a]
+        return self._ranges[parts]
+
+
+class CopyTable:
+    """Byte ranges for `gc_copy`: rows of (destination, source, bytes), offsets in bytes."""
+
+    def __init__(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        self.rows = np.array(rows, dtype=COPY_RANGE)
+        self.address = self.rows.ctypes.data

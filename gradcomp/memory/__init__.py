@@ -1,0 +1,1 @@
+"""What a rank remembers between steps: planes, residuals, states of transforms, and their checkpoints."""

@@ -1,0 +1,101 @@
+"""What a rank remembers between steps, by parameter: residuals, the owner's residuals, states of a transform.
+
+All of it commits, rolls back and is checkpointed together (`gradcomp.memory.reshard`: for another number of ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.transform import Transforming
+
+PARTS = ("residual", "owner_residual", "transform_state")
+
+
+class Memory:
+    """The parts that are there, under the names that a checkpoint has for them.
+
+    Attributes:
+        feedback: residuals of this rank's gradients.
+        owner_feedback: residuals of the means that this rank owns; they follow `feedback`.
+        transform: a transform and its states.
+    """
+
+    def __init__(
+        self, feedback: Feedback | None, owner_feedback: Feedback | None, transform: Transforming | None
+    ) -> None:
+        self.feedback, self.owner_feedback, self.transform = feedback, owner_feedback, transform
+
+    def begin_step(self) -> None:
+        """Forget what `discard` could undo."""
+        if self.feedback is not None:
+            self.feedback.begin_step()
+        if self.transform is not None:
+            self.transform.planes.begin_step()
+
+    def discard(self) -> None:
+        """Undo every commit since `begin_step`."""
+        if self.feedback is not None:
+            self.feedback.discard()
+        if self.transform is not None:
+            self.transform.planes.discard()
+
+    def rescale(self, old: float, new: float) -> None:
+        """Gradients carry the loss scale `new` instead of `old`."""
+        if self.feedback is not None:
+            self.feedback.rescale(new / old)
+        if self.transform is not None:
+            self.transform.scale = new
+
+    def state(self, names: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
+        """Return copies of everything; empty parts before the first step."""
+        planes = [part.state(names) if part is not None else {} for part in self._planes()]
+        return dict(zip(PARTS, planes, strict=True))
+
+    def load(self, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        """Take everything from a checkpoint that `check` accepts."""
+        for part, key in zip(self._planes(), PARTS, strict=True):
+            if part is not None:
+                part.load(state.get(key, {}), names)
+
+    def check(self, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+        """Raise ValueError for a checkpoint that does not fit this model, or that the transform cannot have made."""
+        for part, key in zip(self._planes(), PARTS, strict=True):
+            if part is not None:
+                part.check(state.get(key, {}), names)
+        if self.transform is not None:
+            self.transform.check(state.get(PARTS[2], {}))
+
+    def _planes(self) -> list[Any]:
+        states = self.transform.planes if self.transform is not None else None
+        return [self.feedback, self.owner_feedback, states]
+
+
+def read_numbers(state: Mapping[str, Any]) -> tuple[int, float]:
+    """Return step and loss scale of a state; ValueError for anything that `Engine.state_dict` does not make."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a state is a dictionary, got {type(state).__name__}")  # noqa: TRY004
+    missing = {"step", "loss_scale", "residual", "owner_residual"} - state.keys()
+    if missing:
+        raise ValueError(f"this state has no {min(missing)!r}: it is not from gradcomp's state_dict()")
+    step, scale = state["step"], state["loss_scale"]
+    if type(step) is not int or step < 0:
+        raise ValueError(f"this state has step {step!r}, an integer of at least 0 expected")
+    if type(scale) is not float or not 0 < scale < float("inf"):
+        raise ValueError(f"this state has loss_scale {scale!r}, a positive number expected")
+    return step, scale
+
+
+def check_origin(state: Mapping[str, Any], wanted: Mapping[str, object]) -> None:
+    """Raise ValueError unless a state has the `wanted` values, and was made by a `state_dict` at all."""
+    read_numbers(state)
+    for key, value in wanted.items():
+        if state.get(key, "None") != value:
+            raise ValueError(
+                f"this state has {key} {state.get(key)!r}, {value!r} expected: residuals belong to one rank (for another "
+                "world size, load a list of the states of all ranks)"
+            )

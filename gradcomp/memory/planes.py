@@ -1,0 +1,131 @@
+"""Values that gradients leave behind from step to step, keyed by parameter, with commit, roll-back and checkpoints.
+
+Two planes hold an old and a new value for every element. A step reads the current plane and writes the other; only
+`commit` makes the new one current. So a bucket that turns out to hold NaN on some rank, an optimizer step that is skipped,
+or an error half-way leaves everything exactly as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradcomp.payload.pieces import round_up
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    offset: int
+    numel: int
+
+
+class Planes:
+    """Old and new float32 values of a set of tensors.
+
+    Args:
+        numels: elements kept of each tensor, by the parameter's position.
+        what: is kept, for error messages.
+        initial: value of every element at first.
+    """
+
+    def __init__(self, numels: Mapping[int, int], what: str = "residual", initial: float = 0.0) -> None:
+        self._places: dict[int, _Place] = {}
+        total = 0
+        for index, numel in numels.items():
+            self._places[index] = _Place(total, numel)
+            total += round_up(numel, 16)
+        self._what, self._initial = what, initial
+        self._planes: tuple[Tensor, Tensor] | None = None
+        self._total = total
+        self._current = dict.fromkeys(self._places, 0)
+        self._committed: list[int] = []  # what discard would flip back
+
+    def knows(self, index: int) -> bool:
+        """Whether there are values for a parameter."""
+        return index in self._places
+
+    def offset(self, index: int) -> int:
+        """Return where a parameter's values begin in a plane (elements)."""
+        return self._places[index].offset
+
+    def addresses(self, indices: Iterable[int]) -> tuple[int, int]:
+        """Return the addresses of the plane to read and of the plane to write for these parameters."""
+        planes = self._allocate()
+        wanted = list(indices)
+        if not wanted:
+            return planes[0].data_ptr(), planes[1].data_ptr()
+        side = self._current[wanted[0]]
+        for index in wanted:  # after a bucket rebuild, tensors of one bucket may stand on different planes
+            if self._current[index] != side:
+                self._view(side, index).copy_(self._view(1 - side, index))
+                self._current[index] = side
+                if index in self._committed:
+                    self._committed.remove(index)
+        return planes[side].data_ptr(), planes[1 - side].data_ptr()
+
+    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return a parameter's values to read and to write, ``(numel,)`` float32 each."""
+        side = self._current[index]
+        return self._view(side, index), self._view(1 - side, index)
+
+    def commit(self, indices: Iterable[int]) -> None:
+        """Make the written plane current for these parameters."""
+        for index in indices:
+            self._current[index] ^= 1
+            self._committed.append(index)
+
+    def begin_step(self) -> None:
+        """Forget what `discard` could undo."""
+        self._committed.clear()
+
+    def discard(self) -> None:
+        """Undo every commit since `begin_step`."""
+        for index in self._committed:
+            self._current[index] ^= 1
+        self._committed.clear()
+
+    def state(self, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Return copies of all current values by parameter name; empty before the first step."""
+        if self._planes is None and self._total:
+            return {}
+        return {names[index]: self.pair(index)[0].clone() for index in self._places}
+
+    def check(self, state: object, names: Mapping[int, str]) -> None:
+        """Raise ValueError for a state with a missing, unknown or differently sized entry, or with NaN or Inf."""
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{self._what}s are a dictionary by parameter name, got {type(state).__name__}")  # noqa: TRY004
+        wanted = {names[index]: index for index in self._places}
+        if state and state.keys() != wanted.keys():
+            odd = min(state.keys() ^ wanted.keys(), key=str)
+            raise ValueError(f"{self._what}s do not fit this model: {odd!r} is on one side only")
+        for name, tensor in state.items():
+            numel = self._places[wanted[name]].numel
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.numel() != numel:
+                got = f"{tensor.numel()} x {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ValueError(f"{self._what} of {name!r} is {got}, {numel} x torch.float32 expected")
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"{self._what} of {name!r} holds NaN or Inf")
+
+    def load(self, state: Mapping[str, Tensor], names: Mapping[int, str]) -> None:
+        """Take values from a checkpoint that `check` accepts; an empty state is the initial value everywhere."""
+        self.check(state, names)
+        wanted = {names[index]: index for index in self._places}
+        if not state and self._planes is None:
+            return
+        for plane in self._allocate():
+            plane.fill_(self._initial)
+        self._committed.clear()
+        for name, tensor in state.items():
+            self.pair(wanted[name])[0].copy_(tensor.reshape(-1))
+
+    def _allocate(self) -> tuple[Tensor, Tensor]:
+        if self._planes is None:
+            self._planes = (torch.full((self._total,), self._initial), torch.full((self._total,), self._initial))
+        return self._planes
+
+    def _view(self, side: int, index: int) -> Tensor:
+        place = self._places[index]
+        return self._allocate()[side][place.offset : place.offset + place.numel]

@@ -1,0 +1,148 @@
+"""Updates straight from payloads: what stands between a DDP hook and a split optimizer that it feeds.
+
+After a backward `p.grad` is a placeholder, NaN in every element and without memory of its own, so that whatever looks at
+local gradients (clipping, a scaler) sees NaN and whatever writes to them raises. `optimizer.step()` asks here for the
+averages, which are still packed, and applies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradcomp.engine import replicas
+from gradcomp.engine.engine import Engine, Members
+from gradcomp.errors import GradcompError
+from gradcomp.exchange.averages import Averages
+from gradcomp.optim import SplitOptimizer
+from gradcomp.optim.entries import PLACEHOLDER
+
+
+def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
+    """Return why an optimizer takes its gradients from `p.grad` and not from payloads; "" if it takes them from payloads."""
+    if not isinstance(optimizer, SplitOptimizer):
+        return f"{type(optimizer).__name__} is no split optimizer"
+    if engine.comm.world_size == 1:
+        return "world size 1"
+    if has_scaler:
+        return "a grad_scaler needs the gradients"
+    if not optimizer.takes_packed:
+        return f"{type(optimizer).__name__} with these options needs the gradients twice"
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in engine.named if p.requires_grad and p not in trained]
+    if left:
+        return f"{left[0]!r} is not in the optimizer"
+    return ""
+
+
+def replicated(optimizer: SplitOptimizer, engine: Engine) -> list[tuple[str, Tensor]]:
+    """Return the optimizer's state tensors of the model's parameters, which every rank must hold alike."""
+    return [
+        (f"{key} of {name}", value)
+        for name, p in engine.named
+        if p in optimizer.state
+        for key, value in optimizer.state[p].items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def state_digest(optimizer: SplitOptimizer, engine: Engine) -> str:
+    """Return a hash of what `replicated` returns."""
+    return replicas.digests(t for _, t in replicated(optimizer, engine)).hex()
+
+
+def _put_placeholder(p: Tensor) -> Tensor:
+    """Make `p.grad` a tensor of NaNs that fill no memory, and return it."""
+    assert p.grad is not None
+    placeholder = torch.full((), float("nan"), dtype=p.grad.dtype).expand(p.shape)
+    setattr(placeholder, PLACEHOLDER, True)
+    p.grad = placeholder
+    return placeholder
+
+
+class FusedGradients:
+    """The packed averages of the last backward, as `gradcomp.optim.PackedGradients`.
+
+    Args:
+        engine: keeps averages packed (`Engine.keeps_packed`).
+        optimizer: asks for them in its steps.
+    """
+
+    def __init__(self, engine: Engine, optimizer: SplitOptimizer) -> None:
+        self._engine, self._optimizer = engine, optimizer
+        self.parameter_count = len(engine.named)
+        self._placeholders: dict[Tensor, tuple[Tensor, int]] = {}  # and their positions
+        self._adds_up = False  # to gradients that were there before the last forward pass
+        optimizer.attach_packed(self)
+
+    def place(self) -> None:
+        """Put placeholders where DDP has put local gradients; averages that are not packed stay in `p.grad`."""
+        for _, members in self._kept():
+            for position, _ in members:
+                p = self._engine.named[position][1]
+                if p.grad is not None:
+                    self._placeholders[p] = _put_placeholder(p), position
+
+    def drop(self) -> None:
+        """Forget the last backward: its payloads are about to be overwritten."""
+        self._placeholders = {}
+
+    def fail(self) -> None:
+        """Leave no local gradient after an exchange that failed: a step raises then."""
+        self._placeholders = {}
+        for _, p in self._engine.named:
+            if p.grad is not None:
+                _put_placeholder(p)
+
+    def before_forward(self) -> None:
+        """Before a forward pass that a backward will follow: gradients that it may add to must be there."""
+        self.materialize()
+        self._adds_up = any(p.grad is not None for _, p in self._engine.named)
+
+    def must_unpack(self, *, finds_unused: bool) -> bool:
+        """Whether this backward's averages must be written: DDP leaves gradients of unused parameters as they were, and
+        nobody can tell afterwards which these are."""
+        return finds_unused and self._adds_up
+
+    def position(self, parameter: Tensor) -> int | None:
+        placeholder, position = self._placeholders.get(parameter, (None, 0))
+        return position if placeholder is not None and parameter.grad is placeholder else None
+
+    def check(self, parameter: Tensor) -> None:
+        placeholder, position = self._placeholders[parameter]
+        if placeholder._version:
+            raise GradcompError(
+                f"the gradient of {self._engine.named[position][0]!r} was written to while it was still packed: call "
+                "materialize_gradients() of gradcomp's state before clipping or scaling gradients"
+            )
+
+    def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
+        for averages, _ in self._kept():
+            averages.update(targets, rules)
+
+    def materialize(self) -> None:
+        """Replace every placeholder that is still there by the averaged gradient."""
+        for averages, members in self._kept():
+            named = [(self._engine.named[position][1], offset) for position, offset in members]
+            waiting = [(p, offset) for p, offset in named if self.position(p) is not None]
+            if not waiting:
+                continue
+            flat = torch.empty(sum(p.numel() for p, _ in named), dtype=self._placeholders[waiting[0][0]][0].dtype)
+            averages.decode(flat.data_ptr())
+            for p, offset in waiting:
+                p.grad = flat[offset : offset + p.numel()].view(p.shape)
+                del self._placeholders[p]
+
+    def close(self) -> None:
+        """Leave the optimizer."""
+        self._placeholders = {}
+        self._optimizer.detach_packed(self)
+
+    def _kept(self) -> Iterator[tuple[Averages, Members]]:
+        for exchange, members in self._engine.submitted:
+            if exchange.averages is not None:
+                yield exchange.averages, members

@@ -1,0 +1,172 @@
+"""Where everything stands in one payload, and how a bucket's payload is cut into messages.
+
+Arithmetic on sizes, done once per bucket layout: where the scales and codes of each piece stand, and the segment tables that
+kernels walk. It is a function of (parameter, world size) and never of bucket boundaries, so bucket rebuilds change no bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL, CopyTable, Table
+from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form
+from gradcomp.payload.pieces import Piece, Slot
+
+
+class PayloadLayout:
+    """Where everything stands in one payload made of `pieces`.
+
+    Args:
+        form: form of the compressed pieces; the others are fp32 (`PLAIN`).
+        pieces: in the order in which they stand in the payload.
+        segmented: False only for a payload of exactly one compressed whole tensor (or one plain one).
+        whole_groups: never split a scale group over two rows (1-bit encoding needs a group at once).
+
+    Attributes:
+        packed, plain: segment tables of the compressed and of the fp32 pieces.
+        numel, scale_count, nbytes: of the payload.
+        group_numel: what the header says, 0 for segmented payloads.
+        scale_offsets, code_offsets: bytes from the payload's start, one a piece.
+    """
+
+    def __init__(
+        self, form: Form, pieces: Sequence[Piece], *, segmented: bool = True, whole_groups: bool = False
+    ) -> None:
+        self.form = form
+        self.pieces = list(pieces)
+        self.segmented = segmented
+        self.numel = sum(p.numel for p in self.pieces)
+        groups = [p.group_count if p.slot.compressed else 0 for p in self.pieces]
+        self.group_count = sum(groups)
+        self.scale_count = self.group_count * form.scales_per_group
+        self.scale_offsets, self.code_offsets = [], []
+        scales, codes = HEADER_NBYTES, HEADER_NBYTES + 4 * self.scale_count
+        for piece, count in zip(self.pieces, groups, strict=True):
+            self.scale_offsets.append(scales)
+            self.code_offsets.append(codes)
+            scales += 4 * form.scales_per_group * count
+            codes += self.form_of(piece).code_nbytes(piece.numel)
+        self.nbytes = codes
+        self.group_numel = 0 if segmented else (self.pieces[0].slot.group_numel if self.pieces else 1)
+        self._whole_groups = whole_groups
+
+    def form_of(self, piece: Piece) -> Form:
+        """Return how the codes of `piece` stand in this payload."""
+        return self.form if piece.slot.compressed else PLAIN
+
+    @cached_property
+    def packed(self) -> Table:
+        return self._table(compressed=True)
+
+    @cached_property
+    def plain(self) -> Table:
+        return self._table(compressed=False)
+
+    @cached_property
+    def group_numels(self) -> NDArray[np.uint32]:
+        """Elements of every scale group of the payload, in order."""
+        parts = [np.zeros(0, np.int64)]
+        for piece in self.pieces:
+            if piece.slot.compressed and piece.numel:
+                size, end = piece.slot.group_numel, piece.start + piece.numel
+                inner = np.arange(piece.start // size + 1, piece.start // size + piece.group_count, dtype=np.int64)
+                parts.append(np.diff(np.concatenate(([piece.start], inner * size, [end]))))
+        return np.concatenate(parts).astype(np.uint32)
+
+    @cached_property
+    def group_blocks(self) -> NDArray[np.uint64]:
+        """First entry of every group in the table of block sums, and the table's length at the end."""
+        blocks = -(-self.group_numels.astype(np.int64) // BLOCK_NUMEL)
+        return np.concatenate(([0], np.cumsum(blocks))).astype(np.uint64)
+
+    def _table(self, *, compressed: bool) -> Table:
+        rows: list[tuple[int, ...]] = []
+        first_group = 0
+        for number, piece in enumerate(self.pieces):
+            if piece.slot.compressed is not compressed or not piece.numel:
+                continue
+            form, size = self.form_of(piece), piece.slot.group_numel
+            cuts = _cuts(piece, self._whole_groups and compressed)
+            for start, end in itertools.pairwise(cuts):
+                skipped, group = start - piece.start, start // size - piece.start // size
+                block = 0
+                if compressed and form.scales_per_group:
+                    inside = start - max(start // size * size, piece.start)
+                    block = int(self.group_blocks[first_group + group]) + inside // BLOCK_NUMEL
+                rows.append(
+                    (
+                        piece.data + skipped,
+                        piece.residual + skipped,
+                        self.code_offsets[number] + skipped * form.bits // 8,
+                        self.scale_offsets[number] + 4 * form.scales_per_group * group,
+                        block,
+                        start,
+                        end - start,
+                        size,
+                        piece.slot.index,
+                    )
+                )
+            first_group += piece.group_count if compressed else 0
+        return Table(rows)
+
+
+def _cuts(piece: Piece, whole_groups: bool) -> list[int]:
+    """Return where to cut a piece into rows of about CHUNK_NUMEL, first and last element included.
+
+    Cuts are multiples of 8 elements; inside a group they are multiples of BLOCK_NUMEL from the group's (cut) start.
+    """
+    start, end, size = piece.start, piece.start + piece.numel, piece.slot.group_numel
+    one_group = piece.group_count == 1
+    if piece.numel <= CHUNK_NUMEL or (whole_groups and one_group):
+        return [start, end]
+    if size >= CHUNK_NUMEL and not whole_groups and (size % 8 == 0 or one_group):
+        cuts: list[int] = []
+        while start < end:
+            group_end = min(end, (start // size + 1) * size)
+            cuts += range(start, group_end, CHUNK_NUMEL)
+            start = group_end
+        return [*cuts, end]
+    unit = size if size % 8 == 0 else 8 * size
+    unit *= max(1, CHUNK_NUMEL // unit)
+    return [start, *range(start // unit * unit + unit, end, unit), end]
+
+
+def message_copies(source: PayloadLayout, messages: Sequence[PayloadLayout], offsets: Sequence[int]) -> CopyTable:
+    """Return how one encoded bucket is cut into the messages of a reduce_scatter, which begin at `offsets`."""
+    by_slot = {p.slot.index: n for n, p in enumerate(source.pieces)}
+    rows = []
+    for message, base in zip(messages, offsets, strict=True):
+        for number, piece in enumerate(message.pieces):
+            form, home = message.form_of(piece), by_slot[piece.slot.index]
+            begin = source.pieces[home].start
+            if form.scales_per_group:
+                group = piece.start // piece.slot.group_numel - begin // piece.slot.group_numel
+                width = 4 * form.scales_per_group
+                rows.append(
+                    (
+                        base + message.scale_offsets[number],
+                        source.scale_offsets[home] + width * group,
+                        width * piece.group_count,
+                    )
+                )
+            rows.append(
+                (
+                    base + message.code_offsets[number],
+                    source.code_offsets[home] + (piece.start - begin) * form.bits // 8,
+                    form.code_nbytes(piece.numel),
+                )
+            )
+    return CopyTable(rows)
+
+
+def layout_digest(slots: Iterable[Slot], dtype: str, shards: Sequence[object] = ()) -> int:
+    """Return a 64-bit hash of what every rank must agree on about a bucket; `shards`: each slot's shape and place."""
+    text = repr([(s.index, s.numel, s.group_numel, s.compressed, s.offset) for s in slots]) + dtype
+    text += repr(shards)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

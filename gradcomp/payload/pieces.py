@@ -1,0 +1,95 @@
+"""Slots and pieces: where a parameter lies in a bucket, and which of its elements a rank owns.
+
+Ownership is a function of (parameter, world size) and never of bucket boundaries, so bucket rebuilds change no owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+OWNERSHIP_NUMEL = 8  # shard bounds are multiples of this, so that 1-bit codes of a piece start on a byte
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter inside a bucket.
+
+    Attributes:
+        index: position in ``named_parameters()``.
+        numel: elements.
+        group_numel: elements of one scale group, at least 1.
+        compressed: False for small and excluded tensors, which travel as fp32.
+        offset: first element in the bucket.
+        residual: first element in the residual plane.
+        start: first element within the parameter, where the slot is a shard of one.
+    """
+
+    index: int
+    numel: int
+    group_numel: int
+    compressed: bool
+    offset: int
+    residual: int = 0
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, start + numel) of a parameter, lying at `data` in a flat tensor and at `residual` in a plane."""
+
+    slot: Slot
+    start: int
+    numel: int
+    data: int
+    residual: int
+
+    @property
+    def group_count(self) -> int:
+        """Scale groups that the piece touches, those it cuts included."""
+        size = self.slot.group_numel
+        return (self.start + self.numel - 1) // size - self.start // size + 1 if self.numel else 0
+
+
+def shard_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Return the elements [first, last) of a parameter of `numel` elements that `rank` owns."""
+    unit = OWNERSHIP_NUMEL * world_size
+    first = rank * numel // unit * OWNERSHIP_NUMEL
+    last = numel if rank == world_size - 1 else (rank + 1) * numel // unit * OWNERSHIP_NUMEL
+    return first, last
+
+
+def whole_pieces(slots: Iterable[Slot]) -> list[Piece]:
+    """Return every slot as one piece, in bucket coordinates."""
+    return [Piece(s, s.start, s.numel, s.offset, s.residual) for s in slots]
+
+
+def owned_pieces(slots: Iterable[Slot], world_size: int, rank: int) -> list[Piece]:
+    """Return the pieces that `rank` owns, in bucket coordinates; pieces without elements are left out."""
+    pieces = []
+    for slot in slots:
+        first, last = shard_bounds(slot.numel, world_size, rank)
+        if last > first:
+            pieces.append(Piece(slot, slot.start + first, last - first, slot.offset + first, slot.residual + first))
+    return pieces
+
+
+def shard_pieces(
+    pieces: Sequence[Piece], residuals: Sequence[int] | None = None, *, plain_only: bool = False
+) -> list[Piece]:
+    """Return the same pieces laid side by side in a shard buffer, each at a multiple of 16 elements.
+
+    With `plain_only` the compressed pieces take no room there (their averages never stand in fp32).
+    """
+    out, data = [], 0
+    for number, piece in enumerate(pieces):
+        residual = residuals[number] if residuals is not None else 0
+        kept = not (plain_only and piece.slot.compressed)
+        out.append(Piece(piece.slot, piece.start, piece.numel, data if kept else 0, residual))
+        data += round_up(piece.numel, 16) if kept else 0
+    return out
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,109 @@
+"""The 32-byte payload header: writing it, and refusing every header that an encoder did not write.
+
+docs/reference/wire-format.md draws the bytes and lists every rejection; the checks here carry the names it uses.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradcomp.errors import CorruptPayload
+from gradcomp.kernels import native
+from gradcomp.payload.form import HEADER_NBYTES
+
+MAGIC = 0x504D4347  # "GCMP"
+VERSION = 1
+CODEC_NAMES = {1: "identity", 2: "ternary", 3: "onebit", 4: "lanes", 5: "bfloat16"}
+FLAG_NONFINITE = 1
+FLAG_SEGMENTED = 2
+_FIELDS = struct.Struct("<IBBBBIIIII")  # bytes 0-27
+_CRC = struct.Struct("<I")  # bytes 28-31
+
+Bytes = NDArray[np.uint8]
+
+
+class Header(NamedTuple):
+    """What a payload says about itself.
+
+    Attributes:
+        codec: 1 identity, 2 ternary, 3 onebit, 4 lanes, 5 bfloat16.
+        dtype: of the source: 0 float32, 1 bfloat16, 2 float16.
+        flags: FLAG_NONFINITE, FLAG_SEGMENTED.
+        numel: elements in the payload.
+        group_numel: elements of a scale group; 0 = segmented, a layout is needed.
+        scale_count: fp32 scales that begin the body.
+        step: training step of the sender (modulo 2**32).
+        stream: 0 first phase, 1 second phase, 2 server.
+    """
+
+    codec: int
+    dtype: int
+    flags: int
+    numel: int
+    group_numel: int
+    scale_count: int
+    step: int
+    stream: int
+
+    @property
+    def nonfinite(self) -> bool:
+        return bool(self.flags & FLAG_NONFINITE)
+
+    @property
+    def segmented(self) -> bool:
+        return bool(self.flags & FLAG_SEGMENTED)
+
+
+def seal(payload: Bytes, header: Header) -> None:
+    """Write the header of a payload whose body already stands in ``payload[32:]``.
+
+    Args:
+        payload: ``(nbytes,)`` uint8, contiguous, exactly the payload.
+        header: every field of it.
+    """
+    fields = _FIELDS.pack(MAGIC, VERSION, *header)
+    payload[: _FIELDS.size] = np.frombuffer(fields, np.uint8)
+    payload[_FIELDS.size : HEADER_NBYTES] = np.frombuffer(_CRC.pack(_crc(payload)), np.uint8)
+
+
+def parse(payload: Bytes) -> Header:
+    """Return the header of a payload after checking all that can be checked without knowing what was expected.
+
+    Args:
+        payload: ``(nbytes,)`` uint8, contiguous.
+
+    Raises:
+        CorruptPayload: "truncated", "magic", "version", "crc", "codec", "dtype", "flags", "group_numel",
+            "stream".
+    """
+    if payload.size < HEADER_NBYTES:
+        raise CorruptPayload("truncated", f"{payload.size} bytes, a header alone has {HEADER_NBYTES}")
+    magic, version, *rest = _FIELDS.unpack(payload[: _FIELDS.size].tobytes())
+    if magic != MAGIC:
+        raise CorruptPayload("magic", f"{magic:#010x} is not {MAGIC:#010x}; these bytes are no gradcomp payload")
+    if version != VERSION:
+        raise CorruptPayload("version", f"wire version {version}, this gradcomp speaks {VERSION}")
+    (stored,) = _CRC.unpack(payload[_FIELDS.size : HEADER_NBYTES].tobytes())
+    computed = _crc(payload)
+    if stored != computed:
+        raise CorruptPayload("crc", f"stored CRC-32C {stored:#010x}, the bytes give {computed:#010x}")
+    header = Header(*rest)
+    if header.codec not in CODEC_NAMES:
+        raise CorruptPayload("codec", f"unknown codec {header.codec}")
+    if header.dtype > 2:
+        raise CorruptPayload("dtype", f"unknown source dtype {header.dtype}")
+    if header.flags & ~(FLAG_NONFINITE | FLAG_SEGMENTED):
+        raise CorruptPayload("flags", f"unknown flag bits {header.flags:#04x}")
+    if header.segmented != (header.group_numel == 0):
+        raise CorruptPayload("group_numel", f"{header.group_numel} with segmented = {header.segmented}")
+    if header.stream >= 2**31:
+        raise CorruptPayload("stream", f"{header.stream} is not below 2**31")
+    return header
+
+
+def _crc(payload: Bytes) -> int:
+    return native.crc32c(payload[HEADER_NBYTES:], native.crc32c(payload[: _FIELDS.size]))

@@ -1,0 +1,400 @@
+"""The arithmetic of gradcomp in NumPy, written to be read: the oracle of every C kernel and of every payload byte.
+
+It shares no line with the C backend and has no cleverness for speed. Only tests and ``bench --check`` import it.
+``native/include/gradcomp.h`` states the same rules for C, and docs/reference/wire-format.md draws the bytes.
+
+Everywhere: *source* arrays are flat, float32, float16, or uint16 holding bfloat16 bit patterns (NumPy has no bfloat16);
+scales are float32 in units of the gradient; elements are numbered from the start of their parameter; packed codes are
+uint8. Floating-point exceptions are silenced, not results: NaN and Inf pass through and set a flag in the header.
+References: Wen et al. 2017, "TernGrad"; Seide et al. 2014, "1-bit stochastic gradient descent"; Salmon et al. 2011.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32, BF16, F16 = 0, 1, 2  # source dtypes, as in the header
+SOURCE_DTYPES = {"float32": F32, "uint16": BF16, "float16": F16}  # by the name of the NumPy dtype that holds them
+IDENTITY, TERNARY, ONEBIT, LANES, BF16_VALUES = 1, 2, 3, 4, 5  # codecs, as in the header
+SCALES_PER_GROUP = {IDENTITY: 0, TERNARY: 1, ONEBIT: 2, LANES: 1, BF16_VALUES: 0}
+CODE_BITS = {IDENTITY: 32, TERNARY: 2, ONEBIT: 1, BF16_VALUES: 16}  # those of LANES depend on the world size
+NONFINITE, SEGMENTED = 1, 2  # header flags
+MAGIC, VERSION = 0x504D4347, 1  # the bytes "GCMP"
+HEADER = struct.Struct("<IBBBBIIIIII")  # 32 bytes; the last field is the checksum
+BLOCK_NUMEL, SUM_LANES = 512, 16
+BLOCK = np.dtype([("sum", "<f8"), ("sum_squares", "<f8"), ("absmax_bits", "<u4"), ("reserved", "<u4")])
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+
+class Key(NamedTuple):
+    """Which random numbers an encoding draws, as `gradcomp.payload.rng.RngKey`; uint32 each, stream below 2**31."""
+
+    seed: int = 0
+    rank: int = 0
+    step: int = 0
+    parameter: int = 0
+    stream: int = 0
+
+
+class Piece(NamedTuple):
+    """Elements [start, start + numel) of a parameter whose scale groups are [j * group_numel, (j + 1) * group_numel)."""
+
+    numel: int
+    group_numel: int
+    start: int = 0
+
+    @property
+    def elements(self) -> Ints:
+        """Numbers of the piece's elements within the parameter, `(numel,)`."""
+        return np.arange(self.start, self.start + self.numel, dtype=np.int64)
+
+    @property
+    def group_of(self) -> Ints:
+        """For each element the number of its scale among the piece's scales, `(numel,)`."""
+        return self.elements // self.group_numel - self.start // self.group_numel
+
+    def groups(self) -> list[slice]:
+        """Return the piece's groups, cut to the piece, as slices of its elements."""
+        edges = [0, *(np.flatnonzero(np.diff(self.group_of)) + 1).tolist(), self.numel]
+        return [slice(a, b) for a, b in itertools.pairwise(edges) if a < b]
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+def to_float32(x: Array) -> Floats:
+    """Widen a source array to float32, exactly; a float16 NaN becomes a quiet one, as conversion instructions make it."""
+    if x.dtype == np.float16:
+        bits = x.astype(np.float32).view(np.uint32)
+        return np.where(np.isnan(x), bits | 0x00400000, bits).astype(np.uint32).view(np.float32)
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
+
+
+@np.errstate(all="ignore")
+def from_float32(values: Floats, dtype: int) -> Array:
+    """Round float32 values to `dtype`, nearest even; a NaN stays a NaN (which one is not pinned)."""
+    if dtype != BF16:
+        return values.astype(np.float16 if dtype == F16 else np.float32)
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16  # the carry of a finite value stops at Inf
+    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+def philox4x32_10(counter: Array, key: tuple[int, int]) -> NDArray[np.uint32]:
+    """Return the Philox4x32-10 blocks of `(..., 4)` counters, word 0 first (Salmon et al. 2011, section 3.3).
+
+    Counter 0 and key 0 give 6627e8d5 e169c58d bc57ac4c 9b00dbd8.
+    """
+    c0, c1, c2, c3 = np.moveaxis(np.asarray(counter).astype(np.uint64), -1, 0)
+    for r in range(10):
+        k0, k1 = (k + r * w & 0xFFFFFFFF for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & 0xFFFFFFFF, p0 >> 32 ^ c3 ^ k1, p0 & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+
+
+def _words(block: Ints, key: Key, deep: int) -> NDArray[np.uint32]:
+    counter = [(b, key.parameter, key.step, key.stream | deep) for b in block.tolist()]
+    return philox4x32_10(np.array(counter, np.uint32).reshape(-1, 4), (key.seed, key.rank))
+
+
+def ternary_draws(elements: Ints, key: Key) -> NDArray[np.uint32]:
+    """Return the 16-bit draw of every element: 64 elements share 8 blocks, laid out for eight 32-bit SIMD lanes."""
+    words = _words(8 * (elements // 64) + elements % 8, key, 0)
+    word = words[np.arange(len(elements)), elements % 64 // 16]
+    return np.where(elements // 8 % 2 == 0, word & 0xFFFF, word >> 16).astype(np.uint32)
+
+
+def deep_draws(elements: Ints, key: Key) -> NDArray[np.uint32]:
+    """Return the 32-bit draw that decides an element whose 16-bit draw ties with its threshold."""
+    return _words(elements // 4, key, 0x80000000)[np.arange(len(elements)), elements % 4]
+
+
+# ---- sums and scales -------------------------------------------------------------------------------------------------
+@np.errstate(all="ignore")
+def _lane_sums(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sum every block of 512 of one group: element i to lane i % 16 in order, then lanes j and j + 8, 4, 2, 1."""
+    padded = np.zeros(-(-len(x) // BLOCK_NUMEL) * BLOCK_NUMEL)
+    padded[: len(x)] = x  # a lane is never -0.0, so adding +0.0 changes nothing
+    rows = padded.reshape(-1, BLOCK_NUMEL // SUM_LANES, SUM_LANES)
+    lanes = np.zeros((len(rows), SUM_LANES))
+    for i in range(BLOCK_NUMEL // SUM_LANES):
+        lanes = lanes + rows[:, i]
+    for k in (8, 4, 2, 1):
+        lanes = lanes[:, :k] + lanes[:, k:]
+    return lanes[:, 0]
+
+
+def _ordered_sum(blocks: Array) -> float:
+    """Add block sums one after the other, from 0.0, as `cumsum` does and `sum` does not."""
+    return float(np.cumsum([0.0, *blocks])[-1])
+
+
+@np.errstate(all="ignore")
+def block_sums(x: Array, piece: Piece) -> Array:
+    """Return the sums and the absolute maximum of every block of every group of `piece`, as `(blocks,)` of BLOCK."""
+    tables = [np.zeros(0, BLOCK)]
+    for v in (to_float32(x)[group] for group in piece.groups()):
+        table = np.zeros(-(-len(v) // BLOCK_NUMEL), BLOCK)
+        table["sum"] = _lane_sums(v.astype(np.float64))
+        table["sum_squares"] = _lane_sums(v.astype(np.float64) ** 2)  # a product of two float32 is exact in float64
+        table["absmax_bits"] = np.maximum.reduceat(v.view(np.uint32) & 0x7FFFFFFF, np.arange(0, len(v), BLOCK_NUMEL))
+        tables.append(table)
+    return np.concatenate(tables)
+
+
+@np.errstate(all="ignore")
+def group_scale(blocks: Array, numel: int, clip_sigma: float) -> np.float32:
+    """Return min(max|x|, clip_sigma * std) of one group from its blocks (Wen et al. 2017, section 3.3).
+
+    A maximum that is not finite is the scale, so that it wins the scale round; `clip_sigma` <= 0 does not clip.
+    """
+    absmax: np.float32 = blocks["absmax_bits"].max(initial=0).view(np.float32)
+    if numel == 0 or clip_sigma <= 0 or not np.isfinite(absmax):
+        return absmax
+    mean = _ordered_sum(blocks["sum"]) / numel
+    variance = max(0.0, _ordered_sum(blocks["sum_squares"]) / numel - mean * mean)
+    return min(absmax, np.float32(clip_sigma * np.sqrt(variance)))
+
+
+def ternary_scales(x: Array, piece: Piece, clip_sigma: float = 2.5) -> Floats:
+    """Return the scale of every group of `piece`, `(groups,)` float32."""
+    groups = [x[g] for g in piece.groups()]
+    return np.array([group_scale(block_sums(v, Piece(len(v), len(v))), len(v), clip_sigma) for v in groups], np.float32)
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+def pack_bits(values: Array, bits: int, padding: int = 0) -> Bytes:
+    """Pack unsigned integers of `bits` bits into a little-endian bit stream; `padding` repeats up to the last byte."""
+    room = -(-len(values) * bits // 8) * 8 // bits
+    padded = np.concatenate([values, np.full(room - len(values), padding)]).astype(np.int64)
+    return np.packbits(padded[:, None] >> np.arange(bits) & 1, bitorder="little")
+
+
+def unpack_bits(packed: Bytes, numel: int, bits: int) -> Ints:
+    """Undo `pack_bits`: `(numel,)` integers."""
+    return np.unpackbits(packed, bitorder="little")[: numel * bits].reshape(numel, bits) @ (1 << np.arange(bits))
+
+
+# ---- ternary, and exact sums of ternary codes ------------------------------------------------------------------------
+@np.errstate(all="ignore")
+def ternary_signs(x: Array, scales: Floats, piece: Piece, key: Key) -> Ints:
+    """Decide every element: sign(x) with probability |x| / S, else 0 (Wen et al. 2017, equations 3 and 4).
+
+    Args:
+        x: source array, `(numel,)`.
+        scales: scale S of each group of `piece`, not negative.
+        piece, key: what `x` is of its parameter, and the random numbers to draw.
+
+    Returns:
+        `(numel,)` of -1, 0, 1. The probability is off by at most 2**-25 (rounding of |x| / S) plus 2**-48.
+    """
+    values, scale = to_float32(x), scales[piece.group_of]
+    p = np.abs(values) / np.where(scale > 0, scale, np.float32(np.inf))  # S = 0 gives probability 0
+    t = np.where(p > 0, np.minimum(p, 1), 0).astype(np.float64) * 65536  # exact; p >= 1 gives 65536, above every draw
+    threshold, draws, deep = np.floor(t), ternary_draws(piece.elements, key), deep_draws(piece.elements, key)
+    kept = (draws < threshold) | ((draws == threshold) & (deep < np.floor((t - threshold) * 2.0**32)))
+    return np.where(kept, np.where(np.signbit(values), -1, 1), 0)
+
+
+def ternary_encode(x: Array, scales: Floats, piece: Piece, key: Key) -> Bytes:
+    """Return the packed codes, 00 = -1, 01 = 0, 10 = +1, ceil(numel / 4) bytes, padding 01."""
+    return pack_bits(ternary_signs(x, scales, piece, key) + 1, 2, padding=1)
+
+
+@np.errstate(all="ignore")
+def shared_average(total: Ints, scale: Floats, count: int) -> Floats:
+    """Return fl(fl(S / count) * k), k the integer sum of the signs of an element over `count` payloads."""
+    return scale / np.full_like(scale, count) * total.astype(np.float32)
+
+
+@np.errstate(all="ignore")
+def float_average(decoded: Sequence[Floats]) -> Floats:
+    """Add decoded values in fp32 in payload order, then multiply by fl(1 / count); one payload is taken as it is."""
+    total = decoded[0]
+    for values in decoded[1:]:
+        total = total + values
+    return total if len(decoded) == 1 else total * (np.float32(1) / np.float32(len(decoded)))
+
+
+def ternary_sum_decode(codes: Sequence[Bytes], scales: Sequence[Floats], piece: Piece, shared: bool) -> Floats:
+    """Return the average of payloads with codes `codes[i]` and scales `scales[i]` (equation 5), `(numel,)` float32."""
+    signs = [unpack_bits(c, piece.numel, 2) - 1 for c in codes]
+    if shared:
+        return shared_average(np.sum(signs, axis=0), scales[0][piece.group_of], len(codes))
+    return float_average([k.astype(np.float32) * s[piece.group_of] for k, s in zip(signs, scales, strict=True)])
+
+
+def lane_bits(world_size: int) -> int:
+    """Return ceil(log2(2 * world_size + 1)), the bits that hold 0 .. 2 * world_size; world_size is at most 32767."""
+    return (2 * world_size).bit_length()
+
+
+def sum_lanes(codes: Sequence[Bytes], numel: int) -> Bytes:
+    """Return the packed lanes k + len(codes), k the sum of the signs of an element, padding 0."""
+    return pack_bits(np.sum([unpack_bits(c, numel, 2) for c in codes], axis=0), lane_bits(len(codes)))
+
+
+def lanes_decode(lanes: Bytes, scales: Floats, piece: Piece, world_size: int) -> Floats:
+    """Return the average that packed lanes stand for, `(numel,)` float32."""
+    lane = unpack_bits(lanes, piece.numel, lane_bits(world_size))
+    return shared_average(lane - world_size, scales[piece.group_of], world_size)
+
+
+# ---- 1 bit with error feedback ---------------------------------------------------------------------------------------
+@np.errstate(all="ignore")
+def onebit_encode(x: Array, piece: Piece, residual: Floats | None = None) -> tuple[Floats, Bytes, Floats]:
+    """Encode gradient + residual with two class means a group (Seide et al. 2014, section 2).
+
+    Args:
+        x: source array, `(numel,)`.
+        piece: what `x` is of its parameter; holds every group whole.
+        residual: what earlier steps left, `(numel,)` float32; None is no residual.
+
+    Returns:
+        The means of bit 0 and of bit 1, `(groups, 2)` float32; the packed bits, padding 0; the new residual
+        fl(fl(g + r) - q), `(numel,)` float32 (the paper's printed formula omits the old residual, its code does not).
+    """
+    g = to_float32(x)
+    v = g if residual is None else g + residual
+    bit = v > 0
+    scales = np.zeros((len(piece.groups()), 2), np.float32)
+    for means, group in zip(scales, piece.groups(), strict=True):
+        for b in (0, 1):
+            member = bit[group] == b
+            if member.any() and (g[group] != 0).any():  # a group without gradient decodes to 0 and keeps its residual
+                means[b] = _ordered_sum(_lane_sums(np.where(member, v[group], 0).astype(np.float64))) / member.sum()
+    return scales, pack_bits(bit, 1), v - scales[piece.group_of, bit.astype(np.int64)]
+
+
+def onebit_decode(bits: Bytes, scales: Floats, piece: Piece) -> Floats:
+    """Return the decoded values of one payload, `(numel,)` float32; average several with `float_average`."""
+    return scales.reshape(-1, 2)[piece.group_of, unpack_bits(bits, piece.numel, 1)]
+
+
+# ---- payloads --------------------------------------------------------------------------------------------------------
+def crc32c(data: bytes, crc: int = 0) -> int:
+    """Return the CRC-32C of `data`, continuing `crc`; b"123456789" gives 0xE3069283."""
+    crc ^= 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+class Header(NamedTuple):
+    """The fields of a payload's header after magic and version, before the checksum."""
+
+    codec: int
+    dtype: int
+    flags: int
+    numel: int
+    group_numel: int
+    scale_count: int
+    step: int
+    stream: int
+
+
+def pack_payload(header: Header, scales: Array, codes: Array) -> bytes:
+    """Return header, fp32 scales and codes as one payload with its checksum."""
+    body = scales.astype("<f4").tobytes() + codes.tobytes()
+    first = HEADER.pack(MAGIC, VERSION, *header, 0)[:28]
+    return first + struct.pack("<I", crc32c(body, crc32c(first))) + body
+
+
+def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats, Bytes]:
+    """Check an unsegmented payload whole and return its header, scales and code bytes.
+
+    `world_size` is the number of summed payloads, which lanes alone need. Raises ValueError("check: detail") with a
+    check's name from docs/reference/wire-format.md.
+    """
+
+    def require(check: str, ok: object, got: object) -> None:
+        if not ok:
+            raise ValueError(f"{check}: {got}")
+
+    require("truncated", len(payload) >= HEADER.size, len(payload))
+    magic, version, *fields, checksum = HEADER.unpack_from(payload)
+    header = Header(*fields)
+    codec, dtype, flags, numel, group_numel, scale_count, _, stream = header
+    require("magic", magic == MAGIC, hex(magic))
+    require("version", version == VERSION, version)
+    require("crc", crc32c(payload[HEADER.size :], crc32c(payload[:28])) == checksum, hex(checksum))
+    require("codec", codec in SCALES_PER_GROUP, codec)
+    require("dtype", dtype <= F16, dtype)
+    require("flags", flags & ~(NONFINITE | SEGMENTED) == 0, flags)
+    require("group_numel", (group_numel == 0) == bool(flags & SEGMENTED), group_numel)
+    require("segmented", not flags & SEGMENTED, "needs a layout")
+    require("stream", stream < 2**31, stream)
+    per_group, bits = SCALES_PER_GROUP[codec], CODE_BITS.get(codec) or lane_bits(world_size)
+    require("group_numel", group_numel == max(numel, 1) or (per_group and numel), group_numel)
+    require("scale_count", scale_count == -(-numel // group_numel) * per_group, scale_count)
+    codes_start = HEADER.size + 4 * scale_count
+    size = codes_start + (numel * bits + 7) // 8
+    require("truncated", len(payload) >= size, len(payload))
+    require("trailing", len(payload) <= size, len(payload))
+    scales = np.frombuffer(payload, "<f4", scale_count, HEADER.size)
+    codes = np.frombuffer(payload, np.uint8, offset=codes_start)
+    if per_group and not flags & NONFINITE:  # nothing is taken from the body of a flagged payload
+        require("scale", np.isfinite(scales).all() and (codec == ONEBIT or not np.signbit(scales).any()), scales)
+        values = unpack_bits(codes, numel, bits)
+        require("code", codec != TERNARY or (values < 3).all(), "11")
+        require("lane", codec != LANES or (values <= 2 * world_size).all(), values)
+        require("padding", pack_bits(values, bits, int(codec == TERNARY)).tobytes() == codes.tobytes(), codes[-1:])
+    return header, scales, codes
+
+
+def _payload(codec: int, x: Array, seen: Array, group: int, scales: Array, codes: Array, key: Key) -> bytes:
+    flags = 0 if np.isfinite(seen).all() and np.isfinite(scales).all() else NONFINITE
+    dtype, group = SOURCE_DTYPES[x.dtype.name], group if len(x) else 1
+    return pack_payload(Header(codec, dtype, flags, len(x), group, scales.size, key.step, key.stream), scales, codes)
+
+
+def encode_values(x: Array, codec: int, key: Key) -> bytes:
+    """Return a payload of the values themselves, fp32 (IDENTITY) or bf16 (BF16_VALUES)."""
+    values = from_float32(to_float32(x), F32 if codec == IDENTITY else BF16)
+    return _payload(codec, x, to_float32(values), len(x), np.zeros(0), values, key)
+
+
+def encode_ternary(x: Array, scales: Floats, group_numel: int, key: Key) -> bytes:
+    """Return a ternary payload with one scale for every `group_numel` elements (`ternary_scales` computes them)."""
+    codes = ternary_encode(x, scales, Piece(len(x), group_numel), key)
+    return _payload(TERNARY, x, to_float32(x), group_numel, scales, codes, key)
+
+
+def encode_onebit(x: Array, residual: Floats | None, group_numel: int, key: Key) -> tuple[bytes, Floats]:
+    """Return a 1-bit payload and the new residual; it is flagged when gradient + residual is not finite."""
+    scales, bits, left = onebit_encode(x, Piece(len(x), group_numel), residual)  # left is finite exactly when they are
+    return _payload(ONEBIT, x, left, group_numel, scales, bits, key), left
+
+
+def encode_lanes(payloads: Sequence[bytes], key: Key) -> bytes:
+    """Return the exact sum of shared-scale ternary payloads as lanes, with the scales of the first."""
+    headers, scales, codes = zip(*(unpack_payload(p) for p in payloads), strict=True)
+    header = headers[0]._replace(codec=LANES, flags=max(h.flags for h in headers), step=key.step, stream=key.stream)
+    return pack_payload(header, scales[0], sum_lanes(codes, header.numel))
+
+
+def decode(payload: bytes, world_size: int = 1) -> Floats:
+    """Return the values of one unsegmented payload, `(numel,)` float32; a flagged one is NaN throughout."""
+    header, scales, codes = unpack_payload(payload, world_size)
+    piece = Piece(header.numel, header.group_numel)
+    if header.flags & NONFINITE:
+        return np.full(header.numel, np.nan, np.float32)
+    if header.codec == TERNARY:
+        return ternary_sum_decode([codes], [scales], piece, shared=False)
+    if header.codec == ONEBIT:
+        return onebit_decode(codes, scales, piece)
+    if header.codec == LANES:
+        return lanes_decode(codes, scales, piece, world_size)
+    return to_float32(codes.view("<f4" if header.codec == IDENTITY else "<u2"))
