@@ -170,7 +170,7 @@ def serve(pipe, rank, world_size, directory):
                 dist.destroy_process_group()
         except BaseException:
             result = Failure(f"rank {rank}:\n{traceback.format_exc()}")
-        mpi = sys.modules.get("gradcomp.comm.lanes")
+        mpi = sys.modules.get("gradcomp.comm.channels")
         pipe.send((result, bool(mpi and mpi.unanswered)))
 
 

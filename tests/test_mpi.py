@@ -210,9 +210,9 @@ FORGOTTEN = """
 import gc, sys, time
 import torch
 import gradcomp
-from gradcomp.comm import Channel, MpiCommunicator, lanes
+from gradcomp.comm import Channel, MpiCommunicator, channels
 from mpi4py import MPI
-lanes.LEAVE_S = 15.0
+channels.LEAVE_S = 15.0
 rank = MPI.COMM_WORLD.Get_rank()
 comm = MpiCommunicator(timeout_s=20)
 parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(300_000))) for i in range(6)]
@@ -284,10 +284,10 @@ SILENT = """
 import logging, sys, time
 import torch
 import gradcomp
-from gradcomp.comm import MpiCommunicator, lanes
+from gradcomp.comm import MpiCommunicator, channels
 from mpi4py import MPI
 logging.basicConfig(level=logging.INFO)
-lanes.LEAVE_S = 3.0
+channels.LEAVE_S = 3.0
 rank = MPI.COMM_WORLD.Get_rank()
 comm = MpiCommunicator(timeout_s=20, abort={abort})
 gradcomp.all_reduce(torch.ones(1000), "ternary", comm, timeout_s=20)
@@ -329,9 +329,9 @@ def test_a_rank_that_makes_no_communicator_is_lost(tmp_path, flavour):
     text = """
 import sys, time
 from gradcomp import PeerLost
-from gradcomp.comm import MpiCommunicator, lanes
+from gradcomp.comm import MpiCommunicator, channels
 from mpi4py import MPI
-lanes.LEAVE_S = 2.0
+channels.LEAVE_S = 2.0
 if MPI.COMM_WORLD.Get_rank() == 1:
     time.sleep(6)
     sys.exit(0)

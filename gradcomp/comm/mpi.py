@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, Communicator, RankGone, Work, no_message, tell_gone, too_long
-from gradcomp.comm.lanes import (
+from gradcomp.comm.channels import (
     MAIN_THREAD_ONLY,
     Arriving,
-    Lanes,
+    Channels,
     Pause,
     call_on_main_thread,
     caller,
@@ -23,7 +23,7 @@ from gradcomp.comm.lanes import (
     kept_with,
     make_subset,
     read_news,
-    take_lanes,
+    take_channels,
     tell,
     unanswered,
 )
@@ -62,9 +62,11 @@ def describe_mpi() -> str:
 class _MpiWork(Work):
     """A request; `peer` is the one rank it depends on, None where it depends on all."""
 
-    def __init__(self, owner: MpiCommunicator, lanes: Lanes, request: Any, buffers: object, peer: int | None) -> None:
-        self._owner, self._lanes, self._request, self._peer = owner, lanes, request, peer
-        lanes.pending[id(self._request)] = (request, buffers)  # whoever forgets this work: MPI uses the buffers
+    def __init__(
+        self, owner: MpiCommunicator, channels: Channels, request: Any, buffers: object, peer: int | None
+    ) -> None:
+        self._owner, self._channels, self._request, self._peer = owner, channels, request, peer
+        channels.pending[id(self._request)] = (request, buffers)  # whoever forgets this work: MPI uses the buffers
 
     def is_done(self) -> bool:
         try:
@@ -75,7 +77,7 @@ class _MpiWork(Work):
     def _test(self) -> bool:
         done = bool(self._owner._call(self._request.Test))
         if done:
-            self._lanes.pending.pop(id(self._request), None)
+            self._channels.pending.pop(id(self._request), None)
         return done
 
     def wait(self, timeout_s: float) -> None:
@@ -120,7 +122,7 @@ class MpiCommunicator(Communicator):
         self._abort_job = abort
         self._parent = parent
         self._told: set[int] = set()  # ranks whose end `receive` has reported
-        self._lanes: Lanes | None = take_lanes(mpi, parent, timeout_s, self._call)
+        self._channels: Channels | None = take_channels(mpi, parent, timeout_s, self._call)
 
     def check_overlap(self) -> None:
         if self._call is call_on_main_thread:
@@ -150,20 +152,20 @@ class MpiCommunicator(Communicator):
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)
-        lanes = self._open()
-        read_news(self._mpi, lanes, self._call)
-        if to in lanes.gone:
+        channels = self._open()
+        read_news(self._mpi, channels, self._call)
+        if to in channels.gone:
             raise RankGone(to)
         return self._work(
-            lambda: lanes.point.Isend([message.numpy(), self._mpi.BYTE], to, lanes.uses % TAGS), message, peer=to
+            lambda: channels.point.Isend([message.numpy(), self._mpi.BYTE], to, channels.uses % TAGS), message, peer=to
         )
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
-        lanes = self._open()
+        channels = self._open()
         deadline, pause, news_at = time.monotonic() + timeout_s, Pause(), 0.0
         while True:
-            self._match(lanes)
-            found = self._arrived(lanes, source)
+            self._match(channels)
+            found = self._arrived(channels, source)
             if found is not None:
                 if found.message.numel() > max_nbytes:
                     raise too_long(found.sender, found.message.numel(), max_nbytes)
@@ -171,41 +173,41 @@ class MpiCommunicator(Communicator):
             now = time.monotonic()
             if now >= news_at:
                 news_at = now + NEWS_EVERY_S
-                read_news(self._mpi, lanes, self._call)
-                tell_gone(lanes.gone, self._told, source)
+                read_news(self._mpi, channels, self._call)
+                tell_gone(channels.gone, self._told, source)
             if now >= deadline:  # what is on its way goes on arriving, for a later call
                 raise no_message(source)
             pause()
 
     def abort(self) -> None:
         """Tell every peer that this rank takes part no more; their waits for it end within a second."""
-        lanes = self._lanes
-        if lanes is None or lanes.broken:
+        channels = self._channels
+        if channels is None or channels.broken:
             return
-        lanes.broken = True
-        self._call(lambda: tell(lanes, next(iter(lanes.gone.values()), self.rank)))
+        channels.broken = True
+        self._call(lambda: tell(channels, next(iter(channels.gone.values()), self.rank)))
 
     def close(self) -> None:
         """Give the channels back for the next communicator on the same MPI communicator."""
-        lanes, self._lanes = self._lanes, None
-        if lanes is None:
+        channels, self._channels = self._channels, None
+        if channels is None:
             return
-        left = [kept for kept in lanes.pending.values() if not self._call(kept[0].Test)]
-        left += [(a.request, a.message) for a in lanes.arriving if not (a.done or self._call(a.request.Test))]
-        lanes.pending.clear()
-        lanes.arriving.clear()
+        left = [kept for kept in channels.pending.values() if not self._call(kept[0].Test)]
+        left += [(a.request, a.message) for a in channels.arriving if not (a.done or self._call(a.request.Test))]
+        channels.pending.clear()
+        channels.arriving.clear()
         if left:
             unanswered.append(left)
-        elif not lanes.broken and not lanes.gone:
+        elif not channels.broken and not channels.gone:
             with free_lock:
-                kept_with(self._mpi, self._parent).free.append(lanes)
+                kept_with(self._mpi, self._parent).free.append(channels)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> Lanes:
-        if self._lanes is None:
+    def _open(self) -> Channels:
+        if self._channels is None:
             raise RuntimeError("this communicator is closed")
-        return self._lanes
+        return self._channels
 
     def _work(self, start: Callable[[], Any], *buffers: Tensor, peer: int | None = None) -> Work:
         try:
@@ -215,7 +217,7 @@ class MpiCommunicator(Communicator):
 
     def _poll(self, test: Callable[[], Any], timeout_s: float, peer: int | None) -> None:
         """Return when `test` does not return False any more; end when `peer` (None: any rank) has given up."""
-        deadline, pause, lanes = time.monotonic() + timeout_s, Pause(), self._open()
+        deadline, pause, channels = time.monotonic() + timeout_s, Pause(), self._open()
         news_at, grace_until = time.monotonic() + NEWS_EVERY_S, None
         try:
             while not test():
@@ -224,9 +226,9 @@ class MpiCommunicator(Communicator):
                     raise TimeoutError(f"no word from a peer for {timeout_s:g} s")
                 if now >= news_at:
                     news_at = now + NEWS_EVERY_S
-                    read_news(self._mpi, lanes, self._call)
-                    gone = [culprit for rank, culprit in lanes.gone.items() if peer in (None, rank)]
-                    if gone or lanes.broken:
+                    read_news(self._mpi, channels, self._call)
+                    gone = [culprit for rank, culprit in channels.gone.items() if peer in (None, rank)]
+                    if gone or channels.broken:
                         grace_until = grace_until or now + GRACE_S
                         if now >= grace_until:
                             raise RankGone(gone[0]) if gone else ConnectionError("this rank has given up")
@@ -234,23 +236,23 @@ class MpiCommunicator(Communicator):
         except self._mpi.Exception as error:
             raise ConnectionError(str(error)) from error
 
-    def _match(self, lanes: Lanes) -> None:
+    def _match(self, channels: Channels) -> None:
         """Begin to receive what peers have sent. A message that is too long comes as well: truncating one that has been
         matched corrupts Open MPI's memory."""
         status, byte = self._mpi.Status(), self._mpi.BYTE
-        any_source, tag = self._mpi.ANY_SOURCE, lanes.uses % TAGS
-        while (found := self._call(lambda: lanes.point.Improbe(any_source, tag, status))) is not None:
+        any_source, tag = self._mpi.ANY_SOURCE, channels.uses % TAGS
+        while (found := self._call(lambda: channels.point.Improbe(any_source, tag, status))) is not None:
             message = torch.empty(status.Get_count(byte), dtype=torch.uint8)
             request = self._call(lambda found=found, message=message: found.Irecv([message.numpy(), byte]))  # type: ignore[misc]
-            lanes.arriving.append(Arriving(status.Get_source(), message, request))
+            channels.arriving.append(Arriving(status.Get_source(), message, request))
 
-    def _arrived(self, lanes: Lanes, source: int | None) -> Arriving | None:
+    def _arrived(self, channels: Channels, source: int | None) -> Arriving | None:
         """Return the first message that is here, in the order in which each rank sent its own."""
         waiting: set[int] = set()
-        for found in lanes.arriving:
+        for found in channels.arriving:
             found.done = found.done or bool(self._call(found.request.Test))
             if found.done and found.sender not in waiting and source in (None, found.sender):
-                lanes.arriving.remove(found)
+                channels.arriving.remove(found)
                 return found
             waiting.add(found.sender)
         return None

@@ -2,7 +2,7 @@
 
 Waits poll, so that a silent peer ends in an error and not in a hang: first spinning, since an answer over shared memory is
 near, then sleeping, since peers may need the core. A rank that gives up says so on a communicator of its own, which every
-wait looks at. Lanes are kept, as an attribute of the MPI communicator they were made from, for the next MpiCommunicator:
+wait looks at. Channels are kept, as an attribute of the MPI communicator they were made from, for the next MpiCommunicator:
 freeing them is collective, and ranks may close in different orders.
 """
 
@@ -76,7 +76,7 @@ def caller(mpi: Any) -> Callable[[Callable[[], T]], T]:
     return _call_on_one_thread if level == mpi.THREAD_SERIALIZED else call_on_main_thread
 
 
-# ---- lanes -----------------------------------------------------------------------------------------------------------
+# ---- channels -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class Arriving:
 
 
 @dataclass(eq=False)
-class Lanes:
+class Channels:
     """The duplicated communicators of one `MpiCommunicator`, and what is known of its peers."""
 
     by_channel: dict[Channel, Any]
@@ -100,7 +100,7 @@ class Lanes:
     gone: dict[int, int] = field(default_factory=dict)  # peers that have given up, and for whose sake
     left: set[int] = field(default_factory=set)  # peers that have come to their end
     broken: bool = False
-    uses: int = 0  # how many MpiCommunicators have had these lanes; tells their messages apart
+    uses: int = 0  # how many MpiCommunicators have had these channels; tells their messages apart
     pending: dict[int, tuple[Any, object]] = field(default_factory=dict)  # requests with what MPI reads or writes
     arriving: list[Arriving] = field(default_factory=list)  # messages that have been matched
     said: list[Any] = field(default_factory=list)
@@ -108,12 +108,12 @@ class Lanes:
 
 @dataclass(eq=False)
 class Parent:
-    """What is kept with an MPI communicator: lanes that are free, and how many were made."""
+    """What is kept with an MPI communicator: channels that are free, and how many were made."""
 
-    free: list[Lanes] = field(default_factory=list)
+    free: list[Channels] = field(default_factory=list)
     made: int = 0
     subsets: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    spoiled: bool = False  # some rank did not take part in making lanes: what it does now would match the wrong call
+    spoiled: bool = False  # some rank did not take part in making channels: what it does now would match the wrong call
 
 
 _keyval: int | None = None
@@ -147,8 +147,8 @@ class Pause:
             self._sleep_s = min(2 * self._sleep_s, MAX_PAUSE_S)
 
 
-def take_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[], Any]], Any]) -> Lanes:
-    """Return lanes that are free on every rank, or make some. Collective over `comm`.
+def take_channels(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[], Any]], Any]) -> Channels:
+    """Return channels that are free on every rank, or make some. Collective over `comm`.
 
     Raises:
         PeerLost: a rank did not take part within `timeout_s`, now or earlier.
@@ -157,7 +157,7 @@ def take_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[
     if parent.spoiled:
         raise PeerLost("setup", -1, 0.0, "an earlier MpiCommunicator here was not made on every rank")
     with free_lock:
-        free = min(parent.free, key=lambda lanes: lanes.serial) if parent.free else None
+        free = min(parent.free, key=lambda channels: channels.serial) if parent.free else None
         if free is not None:
             parent.free.remove(free)
     serials = np.zeros(comm.Get_size(), np.int64)
@@ -166,16 +166,16 @@ def take_lanes(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[
     if free is not None and (serials == free.serial).all():
         free.uses += 1
         return free
-    # no rank has free lanes, or one gave up on its own: then its peers drop their ends of those lanes as well
+    # no rank has free channels, or one gave up on its own: then its peers drop their ends of those channels as well
     copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
     _wait_all(mpi, parent, [request for _, request in copies], copies, timeout_s, call)
     comms = [copy for copy, _ in copies]
     for copy in comms:
         copy.Set_errhandler(mpi.ERRORS_RETURN)
     parent.made += 1
-    lanes = Lanes(dict(zip(Channel, comms, strict=False)), comms[-2], comms[-1], parent.made)
-    _made.append(lanes)
-    return lanes
+    channels = Channels(dict(zip(Channel, comms, strict=False)), comms[-2], comms[-1], parent.made)
+    _made.append(channels)
+    return channels
 
 
 def make_subset(
@@ -226,7 +226,7 @@ def _wait_all(
 
 # ---- the end of a program that lost a peer ---------------------------------------------------------------------------
 
-_made: list[Lanes] = []
+_made: list[Channels] = []
 unanswered: list[Any] = []  # what no peer will complete, with its buffers: MPI may use them until the process ends
 
 
@@ -240,19 +240,21 @@ def _leave() -> None:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or mpi.Is_finalized():
         return
-    for lanes in _made:
-        read_news(mpi, lanes, _call_directly)
-    trouble = [lanes for lanes in _made if lanes.broken or lanes.gone]
-    for lanes in trouble:
-        tell(lanes, LEAVING)
-        unanswered.extend(kept for kept in lanes.pending.values() if not kept[0].Test())
+    for channels in _made:
+        read_news(mpi, channels, _call_directly)
+    trouble = [channels for channels in _made if channels.broken or channels.gone]
+    for channels in trouble:
+        tell(channels, LEAVING)
+        unanswered.extend(kept for kept in channels.pending.values() if not kept[0].Test())
     if not unanswered:
         return
     died = hasattr(sys, "last_value")  # of an exception that nobody caught: others are not to go on without this rank
     pause, deadline = Pause(), time.monotonic() + (0 if died else LEAVE_S)
-    while any(len(lanes.left) < lanes.news.Get_size() - 1 for lanes in trouble) and time.monotonic() < deadline:
-        for lanes in trouble:
-            read_news(mpi, lanes, _call_directly)
+    while (
+        any(len(channels.left) < channels.news.Get_size() - 1 for channels in trouble) and time.monotonic() < deadline
+    ):
+        for channels in trouble:
+            read_news(mpi, channels, _call_directly)
         pause()
     end_job(mpi)
 
@@ -266,19 +268,22 @@ def end_job(mpi: Any) -> NoReturn:
     os._exit(1)
 
 
-def read_news(mpi: Any, lanes: Lanes, call: Callable[[Callable[[], Any]], Any]) -> None:
+def read_news(mpi: Any, channels: Channels, call: Callable[[Callable[[], Any]], Any]) -> None:
     """Take note of the peers that have given up."""
     status = mpi.Status()
-    while (found := call(lambda: lanes.news.Improbe(status=status))) is not None:
+    while (found := call(lambda: channels.news.Improbe(status=status))) is not None:
         culprit = np.zeros(1, np.int32)
         call(lambda found=found, culprit=culprit: found.Recv(culprit))  # type: ignore[misc]
         if culprit[0] == LEAVING:
-            lanes.left.add(status.Get_source())
+            channels.left.add(status.Get_source())
         else:
-            lanes.gone[status.Get_source()] = int(culprit[0])
+            channels.gone[status.Get_source()] = int(culprit[0])
 
 
-def tell(lanes: Lanes, word: int) -> None:
+def tell(channels: Channels, word: int) -> None:
     """Send every peer the rank for whose sake this one gives up, or LEAVING."""
-    note, me = np.array([word], np.int32), lanes.news.Get_rank()
-    lanes.said += [note, *(lanes.news.Isend(note, rank) for rank in range(lanes.news.Get_size()) if rank != me)]
+    note, me = np.array([word], np.int32), channels.news.Get_rank()
+    channels.said += [
+        note,
+        *(channels.news.Isend(note, rank) for rank in range(channels.news.Get_size()) if rank != me),
+    ]
