@@ -27,7 +27,7 @@ GC_AVX2_INLINE void add16(block_lanes *lanes, __m256 a, __m256 b)
     lanes->absmax = _mm256_max_epi32(lanes->absmax, _mm256_max_epi32(gc_abs8(a), gc_abs8(b)));
 }
 
-GC_AVX2_INLINE gc_block block_body(const void *src, uint64_t first, uint32_t numel, int dtype)
+GC_AVX2_INLINE gc_block sum_one_block(const void *src, uint64_t first, uint32_t numel, int dtype)
 {
     block_lanes lanes;
     for (int j = 0; j < 4; j++)
@@ -48,14 +48,14 @@ GC_AVX2_INLINE gc_block block_body(const void *src, uint64_t first, uint32_t num
     return block;
 }
 
-GC_AVX2_INLINE void sums_body(gc_encode_job *job, const gc_segment *segment, int dtype)
+GC_AVX2_INLINE void sum_blocks(gc_encode_job *job, const gc_segment *segment, int dtype)
 {
     gc_block *block = job->blocks + segment->block;
     for (uint32_t i = 0; i < segment->numel;) {
         gc_run run = gc_run_at(segment, i, segment->numel);
         for (uint32_t j = 0; j < run.numel; j += GC_BLOCK_NUMEL, block++) {
             uint32_t numel = run.numel - j < GC_BLOCK_NUMEL ? run.numel - j : GC_BLOCK_NUMEL;
-            *block = block_body(job->src, segment->data + i + j, numel, dtype);
+            *block = sum_one_block(job->src, segment->data + i + j, numel, dtype);
             if (block->absmax_bits >= GC_INF_BITS) {
                 *block = gc_block_of(job->src, dtype, segment->data + i + j, numel);
                 job->nonfinite = 1;
@@ -67,7 +67,7 @@ GC_AVX2_INLINE void sums_body(gc_encode_job *job, const gc_segment *segment, int
 
 GC_AVX2 void gc_block_sums_avx2(gc_encode_job *job, const gc_segment *segment)
 {
-    GC_BY_DTYPE(job->dtype, sums_body(job, segment, GC_F32), sums_body(job, segment, GC_BF16),
-                sums_body(job, segment, GC_F16));
+    GC_BY_DTYPE(job->dtype, sum_blocks(job, segment, GC_F32), sum_blocks(job, segment, GC_BF16),
+                sum_blocks(job, segment, GC_F16));
 }
 #endif

@@ -86,7 +86,7 @@ GC_AVX2_INLINE void philox8(const philox_plan *plan, uint32_t superblock, __m256
 }
 
 /* The 64 draws of a superblock: lane l of word w holds those of elements 16w + l (low half) and 16w + 8 + l. */
-GC_AVX2_INLINE void superblock_draws(const philox_plan *plan, uint32_t superblock, __m256i draws[WORDS])
+GC_AVX2_INLINE void draw64(const philox_plan *plan, uint32_t superblock, __m256i draws[WORDS])
 {
     __m256i c[2][WORDS];
     philox8(plan, superblock, c);
@@ -200,7 +200,7 @@ GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *seg
         uint64_t at = segment->data + position;
         __m256i draws[WORDS];
         decisions d[WORDS];
-        superblock_draws(plan, (segment->start + position) / SUPERBLOCK_NUMEL, draws);
+        draw64(plan, (segment->start + position) / SUPERBLOCK_NUMEL, draws);
         seen.distance = _mm256_set1_epi16(-1);
         for (int w = 0; w < WORDS; w++) {
             const float *f = is_uniform ? factors : factors + 16 * w;

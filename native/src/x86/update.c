@@ -65,7 +65,7 @@ GC_AVX2_INLINE __m256 quiet8(__m256 x)
     return _mm256_blendv_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(GC_NAN_BITS)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
-GC_AVX2_INLINE pair quiet(pair x)
+GC_AVX2_INLINE pair quiet_pair(pair x)
 {
     if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(x.a, x.b, _CMP_UNORD_Q)), 0))
         return (pair){quiet8(x.a), quiet8(x.b)};
@@ -99,7 +99,7 @@ GC_AVX2_INLINE pair interleave(__m256i low, __m256i high)
                   _mm256_castsi256_ps(_mm256_unpackhi_epi16(low, high))};
 }
 
-GC_AVX2_INLINE pair load_gradient(const void *gradient, int dtype, uint32_t i, int woven)
+GC_AVX2_INLINE pair load_gradient_pair(const void *gradient, int dtype, uint32_t i, int woven)
 {
     if (dtype == GC_F32)
         return load_f32((const float *)gradient + i, woven);
@@ -109,7 +109,7 @@ GC_AVX2_INLINE pair load_gradient(const void *gradient, int dtype, uint32_t i, i
 }
 
 /* NaNs may differ from gc_join_bits', but whatever is made of them is a quiet NaN. */
-GC_AVX2_INLINE pair load_weight(const gc_update_span *span, uint32_t i, int stored)
+GC_AVX2_INLINE pair load_weight_pair(const gc_update_span *span, uint32_t i, int stored)
 {
     if (stored == STORED_F32)
         return load_f32((const float *)span->weight + i, 0);
@@ -120,9 +120,9 @@ GC_AVX2_INLINE pair load_weight(const gc_update_span *span, uint32_t i, int stor
     return interleave(trail, top);
 }
 
-GC_AVX2_INLINE void store_weight(const gc_update_span *span, uint32_t i, pair w, int stored)
+GC_AVX2_INLINE void store_weight_pair(const gc_update_span *span, uint32_t i, pair w, int stored)
 {
-    w = quiet(w);
+    w = quiet_pair(w);
     if (stored == STORED_F32) {
         store_f32((float *)span->weight + i, w, 0);
         return;
@@ -138,7 +138,7 @@ GC_AVX2_INLINE void store_weight(const gc_update_span *span, uint32_t i, pair w,
 }
 
 /* ---- rules: the lines of gradcomp.h ------------------------------------------------------------------------------ */
-GC_AVX2_INLINE pair sgd(const constants *c, float *s0, pair w, pair g, int has_momentum, int woven)
+GC_AVX2_INLINE pair sgd_pair(const constants *c, float *s0, pair w, pair g, int has_momentum, int woven)
 {
     if (c->decays)
         g = plus_scaled(c->weight_decay, w, g);
@@ -146,7 +146,7 @@ GC_AVX2_INLINE pair sgd(const constants *c, float *s0, pair w, pair g, int has_m
         pair b = g;
         if (!c->is_first)
             b = plus_scaled(c->keep, g, scaled(c->momentum, load_f32(s0, woven)));
-        b = quiet(b);
+        b = quiet_pair(b);
         store_f32(s0, b, woven);
         g = c->is_nesterov ? plus_scaled(c->momentum, b, g) : b;
     }
@@ -164,12 +164,12 @@ GC_AVX2_INLINE pair root(pair x) { return (pair){_mm256_sqrt_ps(x.a), _mm256_sqr
 GC_AVX2_INLINE pair plus(pair x, __m256 c) { return (pair){_mm256_add_ps(x.a, c), _mm256_add_ps(x.b, c)}; }
 GC_AVX2_INLINE pair over(pair x, __m256 c) { return (pair){_mm256_div_ps(x.a, c), _mm256_div_ps(x.b, c)}; }
 
-GC_AVX2_INLINE pair adagrad(const constants *c, float *s0, pair w, pair g, int woven)
+GC_AVX2_INLINE pair adagrad_pair(const constants *c, float *s0, pair w, pair g, int woven)
 {
     if (c->decays)
         g = plus_scaled(c->weight_decay, w, g);
     pair sum = load_f32(s0, woven);
-    sum = quiet((pair){_mm256_fmadd_ps(g.a, g.a, sum.a), _mm256_fmadd_ps(g.b, g.b, sum.b)});
+    sum = quiet_pair((pair){_mm256_fmadd_ps(g.a, g.a, sum.a), _mm256_fmadd_ps(g.b, g.b, sum.b)});
     store_f32(s0, sum, woven);
     return plus_quotient(w, scaled(c->step_size, g), plus(root(sum), c->eps));
 }
@@ -183,30 +183,30 @@ GC_AVX2_INLINE moments load_moments(const float *s0, const float *s1, int woven)
     return (moments){load_f32(s0, woven), load_f32(s1, woven)};
 }
 
-GC_AVX2_INLINE moments update_moments(const constants *c, float *s0, float *s1, pair g, int woven)
+GC_AVX2_INLINE moments moments_pair(const constants *c, float *s0, float *s1, pair g, int woven)
 {
     moments old = load_moments(s0, s1, woven), new;
     if (c->is_prescaled)
         g = scaled(c->prescale, g);
     pair change = {_mm256_sub_ps(g.a, old.first.a), _mm256_sub_ps(g.b, old.first.b)};
-    new.first = quiet(plus_scaled(c->keep, change, c->keeps_little ? old.first : g));
+    new.first = quiet_pair(plus_scaled(c->keep, change, c->keeps_little ? old.first : g));
     pair kept = scaled(c->keep2, g), decayed = scaled(c->beta2, old.second);
-    new.second = quiet((pair){_mm256_fmadd_ps(kept.a, g.a, decayed.a), _mm256_fmadd_ps(kept.b, g.b, decayed.b)});
+    new.second = quiet_pair((pair){_mm256_fmadd_ps(kept.a, g.a, decayed.a), _mm256_fmadd_ps(kept.b, g.b, decayed.b)});
     store_f32(s0, new.first, woven);
     store_f32(s1, new.second, woven);
     return new;
 }
 
-GC_AVX2_INLINE pair adamw(const constants *c, float *s0, float *s1, pair w, pair g, int woven)
+GC_AVX2_INLINE pair adamw_pair(const constants *c, float *s0, float *s1, pair w, pair g, int woven)
 {
     if (c->decays)
         w = scaled(c->decay, w);
-    moments m = update_moments(c, s0, s1, g, woven);
+    moments m = moments_pair(c, s0, s1, g, woven);
     return plus_quotient(w, scaled(c->step_size, m.first), plus(over(root(m.second), c->bias2), c->eps));
 }
 
 /* LAMB's u */
-GC_AVX2_INLINE pair direction(const constants *c, moments m, pair w)
+GC_AVX2_INLINE pair direction_pair(const constants *c, moments m, pair w)
 {
     pair above = scaled(c->bias1, m.first), below = plus(root(m.second), c->eps);
     pair u = {_mm256_div_ps(above.a, below.a), _mm256_div_ps(above.b, below.b)};
@@ -254,23 +254,23 @@ GC_AVX2_INLINE void update_body(const gc_update_span *span, uint32_t numel, uint
         prefetch(span, (uint64_t)i + PREFETCH_NUMEL, kind, states, stored, dtype);
         pair w = {_mm256_setzero_ps(), _mm256_setzero_ps()}, g = w;
         if (gc_touches_weight(kind))
-            w = load_weight(span, i, stored);
+            w = load_weight_pair(span, i, stored);
         if (gc_reads_gradient(kind)) {
-            g = load_gradient(span->gradient, dtype, i, woven);
+            g = load_gradient_pair(span->gradient, dtype, i, woven);
             g = (pair){_mm256_xor_ps(g.a, c.sign), _mm256_xor_ps(g.b, c.sign)};
         }
         if (kind == GC_SGD) {
-            w = sgd(&c, s0, w, g, states, woven);
+            w = sgd_pair(&c, s0, w, g, states, woven);
         } else if (kind == GC_ADAGRAD) {
-            w = adagrad(&c, s0, w, g, woven);
+            w = adagrad_pair(&c, s0, w, g, woven);
         } else if (kind == GC_ADAMW) {
-            w = adamw(&c, s0, s1, w, g, woven);
+            w = adamw_pair(&c, s0, s1, w, g, woven);
         } else if (kind == GC_SQUARES) {
             add_squares(first_sums, g, woven);
         } else {
-            moments m = gc_reads_gradient(kind) ? update_moments(&c, s0, s1, g, woven) : load_moments(s0, s1, woven);
+            moments m = gc_reads_gradient(kind) ? moments_pair(&c, s0, s1, g, woven) : load_moments(s0, s1, woven);
             if (kind != GC_MOMENTS) {
-                pair u = direction(&c, m, w);
+                pair u = direction_pair(&c, m, w);
                 if (kind == GC_LAMB_APPLY) {
                     w = plus_scaled(c.step_size, u, w);
                 } else {
@@ -280,7 +280,7 @@ GC_AVX2_INLINE void update_body(const gc_update_span *span, uint32_t numel, uint
             }
         }
         if (gc_writes_weight(kind))
-            store_weight(span, i, w, stored);
+            store_weight_pair(span, i, w, stored);
     }
     if (gc_adds_up(kind))
         for (int v = 0; v < 4; v++) {
