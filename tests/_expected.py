@@ -3,7 +3,7 @@
 import numpy as np
 
 from gradcomp.exchange.sizing import choose
-from gradcomp.payload.pieces import shard_bounds
+from gradcomp.payload.ownership import ByElements
 from gradcomp.reference import codec as ref
 
 
@@ -55,7 +55,7 @@ def average(
         return ref.to_float32(ref.from_float32(mean, ref.BF16)), new, None
     out, owners = np.empty(n, np.float32), []
     for k in range(world):
-        first, last = shard_bounds(n, world, k)
+        first, last = ByElements(world).bounds(n, k)
         piece, part = ref.Piece(last - first, group, start + first), mean[first:last]
         if last == first:
             owners.append(np.zeros(0, np.float32))
@@ -77,7 +77,7 @@ def hierarchical(grads, codec, nodes, *, step=0, parameter=0, shape=None, state=
     means = [ref.float_average([grads[r] for r in node]) for node in nodes]
     out, after = np.empty(n, np.float32), []
     for place in range(size):
-        first, last = shard_bounds(n, size, place)
+        first, last = ByElements(size).bounds(n, place)
         residuals, owners = state[place] if state else (None, None)
         out[first:last], *left = average(
             [m[first:last] for m in means],

@@ -13,7 +13,8 @@ from gradcomp.exchange.bucket import BucketExchange, run_stages
 from gradcomp.exchange.sizing import BucketPlan, choose, predict_bytes
 from gradcomp.exchange.stats import Stats
 from gradcomp.payload.layout import PayloadLayout
-from gradcomp.payload.pieces import Slot, owned_pieces, shard_bounds
+from gradcomp.payload.ownership import ByElements
+from gradcomp.payload.pieces import Slot
 
 CODECS = {
     "identity": Identity(),
@@ -292,10 +293,13 @@ def test_mixed_bucket_counts_every_byte():
 def test_ownership_covers_every_element_once():
     for numel in (0, 1, 7, 8, 9, 64, 1000, 12345):
         for world in (1, 2, 3, 7, 8, 64):
-            bounds = [shard_bounds(numel, world, k) for k in range(world)]
+            bounds = [ByElements(world).bounds(numel, k) for k in range(world)]
             assert bounds[0][0] == 0 and bounds[-1][1] == numel
             assert all(a[1] == b[0] and a[1] % 8 == 0 for a, b in itertools.pairwise(bounds))
-    assert owned_pieces([Slot(0, 5, 5, True, 0)], 4, 0) == []
+            starts = ByElements(world).starts(numel).tolist()
+            assert starts == [first for first, _ in bounds] + [numel]
+            assert [ByElements(world).numel(numel, k) for k in range(world)] == [b - a for a, b in itertools.pairwise(starts)]
+    assert ByElements(4).pieces([Slot(0, 5, 5, True, 0)], 0) == []
 
 
 def test_steady_state_allocates_no_tensor():

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradcomp.codecs import KINDS
 from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL
-from gradcomp.payload.form import Form, lanes_form
+from gradcomp.payload.form import FORMS, ONEBIT, PLAIN, TERNARY, lanes_form
 from gradcomp.payload.layout import PayloadLayout
-from gradcomp.payload.parameters import assign_buckets
-from gradcomp.payload.pieces import Slot, owned_pieces, whole_pieces
-
-TERNARY, ONEBIT = Form(2, 2, 1), Form(3, 1, 2)
+from gradcomp.payload.ownership import ByElements
+from gradcomp.payload.parameters import Parameter, assign_buckets
+from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.payload.sizes import owned_nbytes
 
 
 @settings(max_examples=150, deadline=None)
@@ -31,7 +32,7 @@ def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
         offset += numel
     seen = np.zeros(offset, int)
     for rank in range(world):
-        layout = PayloadLayout(form, owned_pieces(slots, world, rank), whole_groups=whole_groups)
+        layout = PayloadLayout(form, ByElements(world).pieces(slots, rank), whole_groups=whole_groups)
         codes = np.zeros(layout.nbytes, int)
         for row in layout.packed.rows:
             seen[row["data"] : row["data"] + row["numel"]] += 1
@@ -72,3 +73,19 @@ def test_buckets_as_torchs_reducer_cuts_them():
     assert assign_buckets([4, 4, 4, 4], 8, 4) == [[3], [2, 1], [0]]
     assert assign_buckets([100, 1], 8) == [[1, 0]]
     assert assign_buckets([], 8) == []
+
+
+@pytest.mark.parametrize("form", [PLAIN, TERNARY, ONEBIT, lanes_form(5)], ids=lambda form: form.name)
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_sizes_over_ranks_are_those_of_layouts(form, world):
+    """The planner's arithmetic over thousands of ranks and the layouts that an exchange runs by say the same bytes."""
+    numels = [0, 1, 7, 8, 63, 4097, 100_000, 4097]
+    parameters = [Parameter(i, str(i), (n,), n, 25 if i % 2 else max(1, n), n > 8) for i, n in enumerate(numels)]
+    slots = [Slot(p.index, p.numel, p.group_numel, p.compressed, 0) for p in parameters]
+    layouts = [PayloadLayout(form, ByElements(world).pieces(slots, rank)) for rank in range(world)]
+    assert owned_nbytes(parameters, form, ByElements(world)).tolist() == [layout.nbytes for layout in layouts]
+
+
+def test_every_form_has_a_number_and_a_name_of_its_own():
+    assert {1: "identity", 2: "ternary", 3: "onebit", 4: "lanes", 5: "bfloat16"} == {c: f.name for c, f in FORMS.items()}
+    assert all(kind.form is FORMS[kind.form.code] and kind.name == kind.form.name for kind in KINDS)

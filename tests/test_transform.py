@@ -16,7 +16,7 @@ from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, Ternary
 from gradcomp.exchange.sizing import choose, predict_bytes
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad, MomentumAdagrad, warm_start_steps
 from gradcomp.optim import SplitSGD, split_parameters
-from gradcomp.payload.pieces import shard_bounds
+from gradcomp.payload.ownership import ByElements
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
 CODECS = [Identity(), OneBit(), Ternary(), Ternary(scale="own", second_phase="bf16")]
@@ -381,7 +381,7 @@ def test_what_is_owed_is_owed_by_the_new_ranks(old, new):
             total[name] = sum(s["residual"][name].double() for s in states) / len(states)
             for s in states:
                 if name in s["owner_residual"]:
-                    first, last = shard_bounds(total[name].numel(), len(states), s["rank"])
+                    first, last = ByElements(len(states)).bounds(total[name].numel(), s["rank"])
                     total[name][first:last] += s["owner_residual"][name]
         return total
 

@@ -9,7 +9,8 @@ from gradcomp.codecs.identity import Identity
 from gradcomp.codecs.onebit import OneBit
 from gradcomp.codecs.ternary import Ternary
 
-_BY_NAME: dict[str, type[Codec]] = {"ternary": Ternary, "onebit": OneBit, "identity": Identity}
+KINDS: tuple[type[Codec], ...] = (Ternary, OneBit, Identity)  # what `Codec.encode` writes; the first ones compress
+_BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 @cache
@@ -33,4 +34,4 @@ def resolve(codec: Codec | str) -> Codec:
     raise TypeError(f"codec must be a gradcomp codec or a name, got {type(codec).__name__}")
 
 
-__all__ = ["Codec", "Identity", "OneBit", "Ternary", "resolve"]
+__all__ = ["KINDS", "Codec", "Identity", "OneBit", "Ternary", "resolve"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
 from gradcomp.kernels import native
 from gradcomp.payload import wire
-from gradcomp.payload.form import HEADER_NBYTES, Form
+from gradcomp.payload.form import HEADER_NBYTES, Form, form_name
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.rng import RngKey
@@ -30,20 +30,40 @@ class Codec(ABC):
     """A way to write gradients in few bits.
 
     Attributes:
-        name: what `gradcomp.codecs.resolve` knows it by.
         form: how its codes stand in a payload.
+        name: what `gradcomp.codecs.resolve` knows it by: its form's name.
         shares_scale: the ranks agree on one scale per group before they encode (a scale round).
         error_feedback: encoding takes and returns residuals.
         seed: of the random numbers, for codecs that draw some.
         whole_groups: a scale group must be encoded in one go.
+        can_share_scale: there is a form of this codec with `shares_scale`.
     """
 
-    name: ClassVar[str]
     form: ClassVar[Form]
+    name: ClassVar[str]
+    can_share_scale: ClassVar[bool] = False
     shares_scale: bool = False
     error_feedback: bool = False
     seed: int = 0
     whole_groups: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "form" in vars(cls):
+            cls.name = cls.form.name
+
+    @classmethod
+    def of_groups(
+        cls, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+    ) -> Codec:
+        """Return the codec that decodes payloads of such scale groups and encodes their averages again, never clipping.
+
+        Args:
+            group_numel: elements of a scale group.
+            shares_scale: whether all payloads have one scale a group.
+            error_feedback, seed: as of the codec, where it has them.
+        """
+        return cls()
 
     # ---- for one tensor ------------------------------------------------------------------------------------------
 
@@ -223,8 +243,7 @@ class Codec(ABC):
     def check_header(self, header: wire.Header, layout: PayloadLayout, nbytes: int) -> None:
         """Raise CorruptPayload unless a header describes a payload of `layout` by this codec."""
         if header.codec != self.form.code:
-            names = wire.CODEC_NAMES
-            raise CorruptPayload("codec", f"a {names[header.codec]} payload, this is {names[self.form.code]}")
+            raise CorruptPayload("codec", f"a {form_name(header.codec)} payload, this is {self.form.name}")
         if header.segmented != layout.segmented:
             raise CorruptPayload("segmented", f"segmented = {header.segmented}, expected {layout.segmented}")
         for field in ("numel", "group_numel", "scale_count"):

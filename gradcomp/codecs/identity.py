@@ -17,7 +17,6 @@ class Identity(Codec):
     It runs the whole machinery (layouts, messages, both phases) without loss, for tests and debugging.
     """
 
-    name = "identity"
     form = PLAIN
     _value_dtype = 0
 
@@ -45,6 +44,5 @@ class Identity(Codec):
 class Bfloat16Values(Identity):
     """Values rounded to bfloat16 (nearest even): the "bf16" second phase."""
 
-    name = "bfloat16"
     form = BFLOAT16
     _value_dtype = 1

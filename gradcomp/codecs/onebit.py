@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gradcomp.codecs.base import Codec, check_group, check_second_phase, resolve_group
 from gradcomp.kernels import native
-from gradcomp.payload.form import HEADER_NBYTES, Form
+from gradcomp.payload.form import HEADER_NBYTES, ONEBIT
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey
 
@@ -30,8 +30,7 @@ class OneBit(Codec):
         ValueError: an option out of its range; "exact", which needs integer codes.
     """
 
-    name = "onebit"
-    form = Form(code=3, bits=1, scales_per_group=2)
+    form = ONEBIT
     whole_groups = True
 
     def __init__(
@@ -46,6 +45,12 @@ class OneBit(Codec):
         self.group = group
         self.error_feedback = bool(error_feedback)
         self.second_phase = second_phase
+
+    @classmethod
+    def of_groups(
+        cls, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+    ) -> Codec:
+        return cls(group=group_numel, error_feedback=error_feedback)
 
     def options(self) -> dict[str, object]:
         return {"group": self.group, "error_feedback": self.error_feedback, "second_phase": self.second_phase}

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradcomp.codecs.base import Codec, check_group, check_second_phase, resolve_group
 from gradcomp.kernels import native
 from gradcomp.kernels.tables import BLOCK
-from gradcomp.payload.form import HEADER_NBYTES, Form
+from gradcomp.payload.form import HEADER_NBYTES, TERNARY
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey, check_uint32
 
@@ -42,8 +42,8 @@ class Ternary(Codec):
         ValueError: an option out of its range, or "exact" with own scales.
     """
 
-    name = "ternary"
-    form = Form(code=2, bits=2, scales_per_group=1)
+    form = TERNARY
+    can_share_scale = True
 
     def __init__(
         self,
@@ -72,6 +72,12 @@ class Ternary(Codec):
         self.seed = check_uint32("seed", seed)
         self.shares_scale = scale == "shared"
 
+    @classmethod
+    def of_groups(
+        cls, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+    ) -> Codec:
+        return cls(clip_sigma=None, scale="shared" if shares_scale else "own", group=group_numel, seed=seed)
+
     def options(self) -> dict[str, object]:
         return {
             "clip_sigma": self.clip_sigma,
@@ -88,7 +94,7 @@ class Ternary(Codec):
         return self.second_phase or ("exact" if self.shares_scale and not transformed else "requantize")
 
     def requantizer(self) -> Codec:
-        return Ternary(clip_sigma=None, scale="own", group=self.group, seed=self.seed)
+        return type(self)(clip_sigma=None, scale="own", group=self.group, seed=self.seed)
 
     def encode(
         self,

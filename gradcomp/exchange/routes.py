@@ -17,9 +17,10 @@ from gradcomp.comm.base import Communicator
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.bucket import BucketExchange, Exchange
 from gradcomp.exchange.nodes import Nodes, find_nodes, join_nodes
-from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose, owned_numel
+from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.transform import Transform, Transforming
+from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.pieces import Slot
 
 
@@ -100,7 +101,7 @@ class FlatRoute:
         return numel
 
     def owner_numel(self, residual_numel: int) -> int:
-        return owned_numel(residual_numel, self._comm.world_size, self._comm.rank)
+        return ByElements(self._comm.world_size).numel(residual_numel, self._comm.rank)
 
     def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> BucketPlan:
         world, rank = self._comm.world_size, self._comm.rank
@@ -211,10 +212,10 @@ class NodeRoute:
         self.strategy = Strategy(across.exchange, across.second_phase, nodes.inside.world_size)
 
     def residual_numel(self, numel: int) -> int:
-        return owned_numel(numel, self._nodes.inside.world_size, self._nodes.inside.rank)
+        return ByElements(self._nodes.inside.world_size).numel(numel, self._nodes.inside.rank)
 
     def owner_numel(self, residual_numel: int) -> int:
-        return owned_numel(residual_numel, self._nodes.across.world_size, self._nodes.across.rank)
+        return ByElements(self._nodes.across.world_size).numel(residual_numel, self._nodes.across.rank)
 
     def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> NodePlan:
         inside, across = self._nodes.inside, self._nodes.across

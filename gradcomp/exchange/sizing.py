@@ -16,8 +16,9 @@ from gradcomp.codecs.identity import Bfloat16Values, Identity
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.ownership import ByElements, Ownership
 from gradcomp.payload.parameters import assign_buckets, describe_parameters
-from gradcomp.payload.pieces import Slot, owned_pieces, shard_bounds, shard_pieces, whole_pieces
+from gradcomp.payload.pieces import Slot, shard_pieces, whole_pieces
 
 DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)  # DDP's default caps: a small first bucket starts the first exchange early
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
@@ -77,6 +78,7 @@ class BucketPlan:
         slots: the parameters of the bucket, with their offsets in it and in the residual planes.
         strategy, world_size, rank: as they say.
         owner_residuals: offset of each owned parameter in the owner's residual planes, by parameter position.
+        ownership: who owns what in a reduce_scatter; `ByElements` when None.
 
     Attributes:
         local: layout of the whole bucket as this rank encodes it.
@@ -93,6 +95,7 @@ class BucketPlan:
         world_size: int,
         rank: int,
         owner_residuals: dict[int, int] | None = None,
+        ownership: Ownership | None = None,
     ) -> None:
         self.codec, self.slots, self.strategy = codec, list(slots), strategy
         self.world_size, self.rank = world_size, rank
@@ -106,7 +109,8 @@ class BucketPlan:
             self.sent_nbytes += others * self.local.nbytes
             self.received_nbytes += others * self.local.nbytes
             return
-        owned = [owned_pieces(self.slots, world_size, k) for k in range(world_size)]
+        ownership = ownership or ByElements(world_size)
+        owned = [ownership.pieces(self.slots, k) for k in range(world_size)]
         self.messages = [PayloadLayout(codec.form, pieces) for pieces in owned]
         self.send_nbytes = [m.nbytes for m in self.messages]
         self.exact = strategy.second_phase == "exact"
@@ -127,12 +131,6 @@ class BucketPlan:
         self.shard_numel = max((p.data + p.numel for p in kept), default=0)
         self.sent_nbytes += sum(self.send_nbytes) - self.send_nbytes[rank] + others * self.second_nbytes
         self.received_nbytes += others * (self.messages[rank].nbytes + self.second_nbytes)
-
-
-def owned_numel(numel: int, world_size: int, rank: int) -> int:
-    """Return how many elements of a parameter `rank` owns."""
-    first, last = shard_bounds(numel, world_size, rank)
-    return last - first
 
 
 @dataclass(frozen=True, slots=True)

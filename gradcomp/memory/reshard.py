@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.memory.parts import PARTS, read_numbers
-from gradcomp.payload.pieces import shard_bounds
+from gradcomp.payload.ownership import ByElements
 
 
 def reshard(
@@ -45,7 +45,7 @@ def reshard(
     shares = {"owner_residual": owned, "transform_state": transformed if place == "owner" else {}}
     for part in shares.values():
         for name, tensor in part.items():
-            first, last = shard_bounds(tensor.numel(), world_size, rank)
+            first, last = ByElements(world_size).bounds(tensor.numel(), rank)
             part[name] = tensor[first:last].clone()
     new = {**old[0], "rank": rank, "world_size": world_size, "residual": residual, **shares}
     if place != "owner":
@@ -109,7 +109,7 @@ def _joined(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:
         pieces = [state.get(key, {}).get(name, nothing) for state in states]
         out[name] = torch.cat(pieces)
         for rank, piece in enumerate(pieces):
-            first, last = shard_bounds(out[name].numel(), len(states), rank)
-            if piece.numel() != last - first:
-                raise ValueError(f"{key} of {name!r} on rank {rank} has {piece.numel()} values, {last - first} expected")
+            owned = ByElements(len(states)).numel(out[name].numel(), rank)
+            if piece.numel() != owned:
+                raise ValueError(f"{key} of {name!r} on rank {rank} has {piece.numel()} values, {owned} expected")
     return {} if all(t.numel() == 0 for t in out.values()) else out

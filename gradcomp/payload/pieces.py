@@ -1,14 +1,9 @@
-"""Slots and pieces: where a parameter lies in a bucket, and which of its elements a rank owns.
-
-Ownership is a function of (parameter, world size) and never of bucket boundaries, so bucket rebuilds change no owner.
-"""
+"""Slots and pieces: where a parameter lies in a bucket, and ranges of its elements in a message."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-OWNERSHIP_NUMEL = 8  # shard bounds are multiples of this, so that 1-bit codes of a piece start on a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +46,9 @@ class Piece:
         return (self.start + self.numel - 1) // size - self.start // size + 1 if self.numel else 0
 
 
-def shard_bounds(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the elements [first, last) of a parameter of `numel` elements that `rank` owns."""
-    unit = OWNERSHIP_NUMEL * world_size
-    first = rank * numel // unit * OWNERSHIP_NUMEL
-    last = numel if rank == world_size - 1 else (rank + 1) * numel // unit * OWNERSHIP_NUMEL
-    return first, last
-
-
 def whole_pieces(slots: Iterable[Slot]) -> list[Piece]:
     """Return every slot as one piece, in bucket coordinates."""
     return [Piece(s, s.start, s.numel, s.offset, s.residual) for s in slots]
-
-
-def owned_pieces(slots: Iterable[Slot], world_size: int, rank: int) -> list[Piece]:
-    """Return the pieces that `rank` owns, in bucket coordinates; pieces without elements are left out."""
-    pieces = []
-    for slot in slots:
-        first, last = shard_bounds(slot.numel, world_size, rank)
-        if last > first:
-            pieces.append(Piece(slot, slot.start + first, last - first, slot.offset + first, slot.residual + first))
-    return pieces
 
 
 def shard_pieces(

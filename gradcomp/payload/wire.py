@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from gradcomp.errors import CorruptPayload
 from gradcomp.kernels import native
-from gradcomp.payload.form import HEADER_NBYTES
+from gradcomp.payload.form import FORMS, HEADER_NBYTES
 
 MAGIC = 0x504D4347  # "GCMP"
 VERSION = 1
-CODEC_NAMES = {1: "identity", 2: "ternary", 3: "onebit", 4: "lanes", 5: "bfloat16"}
 FLAG_NONFINITE = 1
 FLAG_SEGMENTED = 2
 _FIELDS = struct.Struct("<IBBBBIIIII")  # bytes 0-27
@@ -30,7 +29,7 @@ class Header(NamedTuple):
     """What a payload says about itself.
 
     Attributes:
-        codec: 1 identity, 2 ternary, 3 onebit, 4 lanes, 5 bfloat16.
+        codec: number of a form (`gradcomp.payload.form.FORMS`).
         dtype: of the source: 0 float32, 1 bfloat16, 2 float16.
         flags: FLAG_NONFINITE, FLAG_SEGMENTED.
         numel: elements in the payload.
@@ -92,7 +91,7 @@ def parse(payload: Bytes) -> Header:
     if stored != computed:
         raise CorruptPayload("crc", f"stored CRC-32C {stored:#010x}, the bytes give {computed:#010x}")
     header = Header(*rest)
-    if header.codec not in CODEC_NAMES:
+    if header.codec not in FORMS:
         raise CorruptPayload("codec", f"unknown codec {header.codec}")
     if header.dtype > 2:
         raise CorruptPayload("dtype", f"unknown source dtype {header.dtype}")

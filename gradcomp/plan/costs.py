@@ -1,27 +1,23 @@
 """What each way of exchanging gradients costs a rank: the collectives of every bucket, to the byte, and its CPU work.
 
 Bytes are those of `gradcomp.exchange.sizing.BucketPlan`, headers, scales and padding included. A plan has a layout for each rank,
-which at thousands of ranks is gigabytes of Python; `payload_nbytes` is the same arithmetic as arrays over ranks.
+which at thousands of ranks is gigabytes of Python; `gradcomp.payload.sizes` is the same arithmetic as arrays over ranks.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-
-import numpy as np
-from numpy.typing import NDArray
 
 from gradcomp.codecs import Codec, OneBit, Ternary
 from gradcomp.codecs.identity import Bfloat16Values, Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES
-from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form, lanes_form
+from gradcomp.payload.form import Form, lanes_form
+from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
-from gradcomp.payload.pieces import OWNERSHIP_NUMEL
+from gradcomp.payload.sizes import owned_nbytes, owner_starts
 
 FP32_NBYTES = 4
 
@@ -152,13 +148,14 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int)
     shares = method.codec.shares_scale and groups > 0
     scale = Collective("max", ring_bytes(groups, n), max_rounds(n)) if shares else None
     if method.exchange == "all_gather":
-        whole = int(payload_nbytes(parameters, method.codec.form, 1)[0])
+        whole = int(owned_nbytes(parameters, method.codec.form, ByElements(1))[0])
         return Bucket(
             indices, numel, numel, (scale, Collective("all_gather", (n - 1) * whole, all_gather_rounds(n)), None)
         )
-    first = payload_nbytes(parameters, method.codec.form, n)
-    second = payload_nbytes(parameters, second_form(method, n), n)
-    owned = sum(int(b[rank + 1] - b[rank]) for b in (shard_starts(p.numel, n) for p in parameters))
+    ownership = ByElements(n)
+    first = owned_nbytes(parameters, method.codec.form, ownership)
+    second = owned_nbytes(parameters, second_form(method, n), ownership)
+    owned = sum(int(b[rank + 1] - b[rank]) for b in (owner_starts(p.numel, ownership) for p in parameters))
     return Bucket(
         indices,
         numel,
@@ -177,30 +174,3 @@ def second_form(method: Method, world_size: int) -> Form:
     if method.second_phase == "exact":
         return lanes_form(world_size)
     return {"requantize": codec, "bf16": Bfloat16Values(), "fp32": Identity()}[method.second_phase].form
-
-
-@lru_cache(maxsize=4096)
-def shard_starts(numel: int, world_size: int) -> NDArray[np.int64]:
-    """Return the first element that each rank owns of a parameter, and `numel` at the end: ``(world_size + 1,)``."""
-    starts = np.arange(world_size + 1, dtype=np.int64) * numel // (OWNERSHIP_NUMEL * world_size) * OWNERSHIP_NUMEL
-    starts[-1] = numel
-    return starts
-
-
-def payload_nbytes(parameters: Sequence[Parameter], form: Form, world_size: int) -> NDArray[np.int64]:
-    """Return the bytes of a payload of what each rank owns of these parameters, header included: ``(world_size,)``."""
-    total = np.full(world_size, HEADER_NBYTES, np.int64)
-    alike = itertools.groupby(sorted((p.numel, p.group_numel, p.compressed) for p in parameters))
-    for (numel, group_numel, compressed), same in alike:
-        total += len(list(same)) * _piece_nbytes(numel, group_numel, form if compressed else PLAIN, world_size)
-    return total
-
-
-@lru_cache(maxsize=4096)
-def _piece_nbytes(numel: int, group_numel: int, form: Form, world_size: int) -> NDArray[np.int64]:
-    """Return the bytes of scales and codes of each rank's piece of one parameter."""
-    starts = shard_starts(numel, world_size)
-    first, last = starts[:-1], starts[1:]
-    codes = ((last - first) * form.bits + 7) // 8
-    groups = np.where(last > first, (last - 1) // group_numel - first // group_numel + 1, 0)
-    return np.asarray(codes + 4 * form.scales_per_group * groups, np.int64)

@@ -27,9 +27,10 @@ from torch import Tensor
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.exchange.bucket import BucketExchange
-from gradcomp.exchange.sizing import BucketPlan, Strategy, owned_numel
+from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.residuals import Feedback
+from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.pieces import Slot
 from gradcomp.plan.costs import METHODS, Method, find_method
 
@@ -165,7 +166,7 @@ def calibrate(
             for numel in sizes:
                 before()
                 seconds = _run_exchange(method, method.codec, numel, n, repeats)
-                owned = owned_numel(numel, n, 0) if method.exchange == "reduce_scatter" else numel
+                owned = ByElements(n).numel(numel, 0) if method.exchange == "reduce_scatter" else numel
                 for stage in STAGES:
                     points[stage].append((_features(method, stage, n, numel, owned), seconds[stage]))
         out[method.name] = {stage: _fit(found) for stage, found in points.items()}
@@ -180,7 +181,7 @@ def _run_exchange(method: Method, codec: Codec, numel: int, n: int, repeats: int
     stats, values = Stats(), torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
     kept = {"feedback": Feedback({0: numel})} if codec.error_feedback else {}
     if codec.error_feedback and plan.scatters:
-        kept["owner_feedback"] = Feedback({0: owned_numel(numel, n, 0)})
+        kept["owner_feedback"] = Feedback({0: ByElements(n).numel(numel, 0)})
     exchange = BucketExchange(plan, _Echo(n), torch.float32, stats, **kept)  # type: ignore[arg-type]
     buffer, seen = torch.empty_like(values), []
     for step in range(repeats + 1):

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.codecs import Ternary
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
-from gradcomp.payload.form import HEADER_NBYTES
+from gradcomp.payload.form import HEADER_NBYTES, form_name
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import STREAM_SERVER, RngKey
 from gradcomp.server.spec import Spec, codec_of
@@ -56,8 +55,8 @@ class PackedReducer:
         if header.segmented:
             raise CorruptPayload("segmented", "a server takes payloads of one tensor")
         if self._spec.codec not in (0, header.codec):
-            names = wire.CODEC_NAMES
-            raise CorruptPayload("codec", f"a {names[header.codec]} payload, the key takes {names[self._spec.codec]}")
+            wanted = form_name(self._spec.codec)
+            raise CorruptPayload("codec", f"a {form_name(header.codec)} payload, the key takes {wanted}")
         codec = codec_of(self._spec, header)
         layout = codec._layout_of(header, view.size)
         codec.check_header(header, layout, view.size)
@@ -77,8 +76,8 @@ class PackedReducer:
         out = torch.empty(headers[0].numel)
         if any(header.nonfinite for header in headers):
             return out.fill_(float("nan"))
-        if isinstance(codec, Ternary) and self.shares_scale(payloads):
-            codec = Ternary(scale="shared", group=codec.group)
+        if codec.can_share_scale and self.shares_scale(payloads):
+            codec = codec_of(self._spec, headers[0], shares_scale=True)
         codec.decode_body([payload.data_ptr() for payload in payloads], layout, out.data_ptr(), 0)
         return out
 

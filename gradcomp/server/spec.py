@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.codecs import Codec, Identity, OneBit, Ternary
+from gradcomp.codecs import KINDS, Codec
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
+from gradcomp.payload.form import form_name
 from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS
 
-CODECS: dict[int, type[Codec]] = {c.form.code: c for c in (Identity, Ternary, OneBit)}
+CODECS = {kind.form.code: kind for kind in KINDS}
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 MAX_NDIM = 8
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -62,7 +63,7 @@ class Spec:
         return {
             "dtype": self.dtype,
             "shape": str(self.shape),
-            "codec": wire.CODEC_NAMES.get(self.codec, "as the payloads say"),
+            "codec": form_name(self.codec) if self.codec else "as the payloads say",
             "codec_options": self.codec_options,
             "asynchronous": self.asynchronous,
             "learning_rate": self.learning_rate,
@@ -158,20 +159,23 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     return spec, None if waits else rest.view(torch.float32)
 
 
-def codec_of(spec: Spec, header: wire.Header) -> Codec:
+def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> Codec:
     """Return the codec that decodes payloads with that header, and encodes averages of them again.
 
     Its scale groups are the header's and it never clips, as the owner of a reduce_scatter does (`Codec.requantizer`).
+
+    Args:
+        spec: of the key.
+        header: of one of its payloads.
+        shares_scale: whether all payloads have one scale a group.
 
     Raises:
         CorruptPayload: "codec": not one that `Codec.encode` writes.
     """
     code = spec.codec or header.codec
-    group = max(1, header.group_numel)
-    if code == Ternary.form.code:
-        return Ternary(clip_sigma=None, scale="own", group=group, seed=spec.seed)
-    if code == OneBit.form.code:
-        return OneBit(group=group, error_feedback=spec.error_feedback)
-    if code == Identity.form.code:
-        return Identity()
-    raise CorruptPayload("codec", f"a {wire.CODEC_NAMES[code]} payload; the server takes those of Codec.encode")
+    if code not in CODECS:
+        raise CorruptPayload("codec", f"a {form_name(code)} payload; the server takes those of Codec.encode")
+    feedback = spec.error_feedback
+    return CODECS[code].of_groups(
+        max(1, header.group_numel), shares_scale=shares_scale, error_feedback=feedback, seed=spec.seed
+    )
