@@ -5,20 +5,25 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
+TORCH ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MPIS := mpich openmpi
 MPI_STAMPS := $(MPIS:%=$(VENV)-%/.installed)
+TORCH_TESTS := allreduce amp averager codecs ddp double_buffer exchange fused hierarchical kernels mesh optim transform update
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo test test-long lint native-test build mpi clean distclean
+.PHONY: help demo test quick test-torch test-long lint native-test build mpi clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo         train LeNet in fp32, 2 bits and 1 bit, and compare (DEMO_ARGS="--short", "--data DIR", "--help")'
 	@echo 'make test         build, ruff, mypy, pytest                        (PYTEST_ARGS="-k ddp")'
+	@echo 'make quick        what starts no processes, for the inner loop: under a minute'
+	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, promises broken on purpose'
 	@echo 'make native-test  the C tests under the address and undefined-behaviour sanitizers'
 	@echo 'make build        only .venv and the extension                     (PYTHON=python3.12, VENV=elsewhere)'
@@ -28,12 +33,28 @@ help:
 demo: build
 	$(BIN)/python -m gradcomp.bench demo $(DEMO_ARGS)
 
+# What measures seconds runs by itself, after the rest; status 5 is pytest's "nothing to run", as with PYTEST_ARGS="-k ddp".
 test: lint mpi
-	$(BIN)/python -m pytest -rs -m 'not long' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m 'not long and not timed' -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m 'timed and not long' $(PYTEST_ARGS) || test $$? -eq 5
+
+quick: build
+	$(BIN)/python -m pytest -q -m 'not long and not timed and not slow' -n $(WORKERS) $(PYTEST_ARGS)
 
 test-long: build mpi
 	$(BIN)/python -m pytest -rs -m long --timeout 1800 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 	$(BIN)/python tests/promises/break.py
+
+# An environment of its own with that torch, on top of what .venv holds beside torch.
+test-torch: build
+	@test -n "$(TORCH)" || { echo 'say which: make test-torch TORCH=2.15.0' >&2; exit 2; }
+	@test -x $(VENV)-torch-$(TORCH)/bin/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
+	$(VENV)-torch-$(TORCH)/bin/python -m pip install -q torch==$(TORCH) numpy
+	@for made in $(BIN) $(VENV)-torch-$(TORCH)/bin; do $$made/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
+		{ read ours; read theirs; echo "import site; site.addsitedir('$$ours')" > $$theirs/gradcomp-development.pth; }
+	$(VENV)-torch-$(TORCH)/bin/python -m pytest -q -m 'not long and not timed' -k 'not mpich and not openmpi' \
+		$(TORCH_TESTS:%=tests/test_%.py) $(PYTEST_ARGS)
 
 lint: build
 	$(BIN)/ruff check .

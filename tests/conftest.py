@@ -1,4 +1,8 @@
-"""Fixtures for every test; under GRADCOMP_CI=1 a skipped test is a failed one."""
+"""Fixtures for every test, and which rows of a table run where; under GRADCOMP_CI=1 a skipped test is a failed one.
+
+Arithmetic does not depend on transports: a test that is a table and runs over several transports has its whole table on the
+first of them, and a few rows, not the same ones, on each other one. ``--every-row`` runs all of them (make test-long).
+"""
 
 import functools
 import os
@@ -60,6 +64,43 @@ def over(request):
         return run_local
     pools, kind = request.getfixturevalue("pools"), request.param
     return lambda world_size, function, *args: pools(kind, world_size, with_communicator, kind, function, *args)
+
+
+TRANSPORT_FIXTURES = {"over": "local", "ranks": "gloo"}  # and the transport that has the whole table
+ROWS = 2  # of a table, on every other transport
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every-row", action="store_true", help="whole tables on every transport, not on the first alone")
+
+
+def transport(item):
+    """Return (fixture, transport) of a test that runs over several transports, else None."""
+    params = getattr(item, "callspec", None) and item.callspec.params
+    return next(((f, params[f]) for f in TRANSPORT_FIXTURES if params and f in params), None)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Mark what starts processes, and leave out rows of tables on transports that do not have the whole one."""
+    for item in items:
+        where = transport(item)[1] if transport(item) else "gloo" if "gloo" in item.fixturenames else None
+        if where not in (None, "local"):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group(where))  # one set of warm processes for all workers
+    if config.getoption("--every-row"):
+        return
+    tables = {}
+    for item in items:
+        if transport(item) and not item.get_closest_marker("every_row"):
+            tables.setdefault((item.function, item.module, transport(item)), []).append(item)
+    left_out = set()
+    for number, ((_, _, (fixture, where)), rows) in enumerate(tables.items()):
+        if where != TRANSPORT_FIXTURES[fixture]:
+            step = max(1, len(rows) // ROWS)
+            kept = {(number + k * step) % len(rows) for k in range(ROWS)}
+            left_out |= {id(row) for k, row in enumerate(rows) if k not in kept}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -11,6 +11,8 @@ from _ranks import mpi_environment, mpi_python, run_local
 from gradcomp.bench import allreduce, allreduce_ranks
 from gradcomp.bench.allreduce_ranks import Row
 
+pytestmark = pytest.mark.slow
+
 SHORT = ["--ranks", "2", "--sizes", "4K,256K", "--repeat", "3"]
 
 

@@ -514,6 +514,7 @@ print(choice)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rich", "progress", "shown"), [("yes", True, True), ("no", True, False), ("yes", False, False)]
 )

@@ -6,6 +6,8 @@ import pytest
 
 from gradcomp.bench import optim
 
+pytestmark = pytest.mark.slow
+
 
 def test_it_runs_small_and_counts_bytes(tmp_path, capsys):
     status = optim.main(

@@ -123,6 +123,7 @@ def test_missing_folder_and_file_say_what_to_give(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_digits_are_split_by_class_and_say_that_they_are_upsampled():
     data = load(None)
     assert data.name == "digits" and "upsampled to 28x28" in data.note

@@ -16,6 +16,8 @@ from gradcomp.bench import demo
 from gradcomp.bench.ranks import RANK_ERRORS, run_ranks
 from gradcomp.bench.training import RunResult, TrainConfig, batch_indices, curve_steps
 
+pytestmark = pytest.mark.slow
+
 CONFIG = TrainConfig(codecs=("fp32", "onebit"), seeds=2, steps=10, batch=64, lr=0.1, ranks=2, data=None)
 MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist"
 

@@ -592,6 +592,7 @@ def hidden_shares(mode, ratio, samples=1024, steps=8):
     return statistics.median(shares[1:]), statistics.median(taken[1:]), str(report), report.pays
 
 
+@pytest.mark.timed
 def test_at_least_80_percent_is_hidden_where_an_exchange_takes_half_of_computing(gloo):
     for _ in range(3):  # on a machine that others use
         results = gloo(2, hidden_shares, "halves", 0.5)
@@ -609,6 +610,7 @@ def test_at_least_80_percent_is_hidden_where_an_exchange_takes_half_of_computing
     assert all(r[0] >= 0.8 and r[3] for r in whole)
 
 
+@pytest.mark.timed
 def test_a_link_four_times_slower_than_computing_hides_little_and_does_not_pay(gloo):
     for share, ratio, text, pays in gloo(2, hidden_shares, "halves", 4.0, 512, 5):
         assert share < 0.6 and ratio > 2 and not pays
@@ -692,6 +694,7 @@ def compared(comm, bits_per_s, whole):
     return found, kept
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
 def test_compare_measures_both_ways_and_leaves_no_trace(whole):
     """Over a link whose exchanges fit behind computing it pays; where sending takes ten times as long, halves send twice."""

@@ -13,6 +13,8 @@ from _ranks import mpi_environment, mpi_python
 
 from gradcomp.bench.models import LeNet
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_mnist.py"
 MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist"  # not part of the repository
 

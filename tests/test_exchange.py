@@ -254,6 +254,7 @@ def test_half_precision_results_are_rounded_once(name, dtype):
         assert torch.equal(half, full.to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_requantized_mean_is_unbiased(world):
     """Twice quantized, with independent draws: the mean over many steps approaches the true mean (default clipping off).

@@ -146,6 +146,7 @@ def test_python_files_fit_one_sitting():
     assert not long
 
 
+@pytest.mark.slow
 def test_import_is_quiet():
     """Promise 9: no MPI, no thread, no network, no environment variable."""
     script = """
@@ -205,6 +206,7 @@ def test_structs_have_the_size_that_numpy_thinks():
         assert {f: dtype.fields[f][1] for f in dtype.names} == {f: ffi.offsetof(name, f) for f in dtype.names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "tier"), [("", None), ("avx2", "portable"), ("fma,sse4.2", "portable")])
 def test_disabling_cpu_features(value, tier):
     out = run_tier(value)
@@ -224,6 +226,7 @@ def run_tier(value):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
 
 
+@pytest.mark.slow
 def test_the_report_runs():
     out = subprocess.run([sys.executable, "-m", "gradcomp", "--json"], capture_output=True, text=True, check=True)
     found = json.loads(out.stdout)

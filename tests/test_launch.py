@@ -16,6 +16,8 @@ import pytest
 from gradcomp.launch import cli, environment, export_environment, mpirun, records, supervise
 from gradcomp.launch.variables import NAMES, first_node
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import os, signal, sys, time
 how, rank = sys.argv[1], int(os.environ["RANK"])

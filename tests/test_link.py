@@ -12,6 +12,8 @@ from _ranks import run_local
 import gradcomp
 from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator
 
+pytestmark = pytest.mark.timed
+
 NBYTES, BITS_PER_S = 10_000, 1e6  # 80 ms
 
 

@@ -14,6 +14,8 @@ import gradcomp
 from gradcomp import PeerLost, PeerMismatch
 from gradcomp.comm.base import Channel
 
+pytestmark = pytest.mark.slow
+
 FLAVOURS = ["mpich", "openmpi"]
 
 

@@ -60,6 +60,7 @@ def random_settings(number):
     }, None  # fmt: skip
 
 
+@pytest.mark.slow
 def test_optimal_nodes_is_the_brute_force_optimum():
     infinite = 0
     for number in range(1000):

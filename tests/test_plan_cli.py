@@ -11,6 +11,8 @@ from gradcomp.bench import plan
 from gradcomp.plan import METHODS, Rates, StageRate
 from gradcomp.plan.rates import CAST_STAGES, STAGES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def rates(tmp_path_factory):

@@ -14,6 +14,8 @@ from gradcomp.bench import plan as bench_plan
 from gradcomp.plan import Link, Rates, Transport, calibrate, find_model, simulate
 from gradcomp.plan.costs import plan_buckets
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("alpha", "beta", "seconds"),

@@ -12,6 +12,8 @@ from gradcomp.bench import ratio
 from gradcomp.bench.models import LeNet
 from gradcomp.plan.models import MODELS, total_numel
 
+pytestmark = pytest.mark.slow
+
 PUBLISHED = {  # values, and a few (name, shape) that only the real model has
     "LeNet": (1_256_080, 8, {"fc1.weight": (500, 2450)}),
     "ResNet-50": (25_557_032, 161, {"layer3.5.conv2.weight": (256, 256, 3, 3), "layer4.0.downsample.0.weight": (2048, 1024, 1, 1)}),

@@ -854,6 +854,7 @@ def test_any_bytes_parse_or_are_refused_by_name(data):
     assert torch.equal(pack_spec(spec, value), message.data())
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), almost_messages()), min_size=1, max_size=12))
 def test_a_server_survives_any_sequence_of_requests(requests):
@@ -1238,6 +1239,7 @@ def test_documentation_names_every_argument_member_and_phase():
 CLIENT_METHODS = [n for n, v in vars(ParameterClient).items() if inspect.isfunction(v) and not n.startswith("_")]
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_equals_all_reduce():
     command = [sys.executable, str(ROOT / "examples/parameter_server.py"), "--local", "2", "--steps", "40"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

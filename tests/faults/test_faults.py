@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from _ranks import mpi_environment, mpirun
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 6.0
 
 
