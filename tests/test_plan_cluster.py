@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from _ranks import run_local
 
-from gradcomp import Identity, OneBit, Ternary
+from gradcomp import Identity, OneBit, PeerMismatch, Ternary
 from gradcomp.bench import cluster, cluster_validate
 from gradcomp.bench import plan as bench_plan
 from gradcomp.plan import Link, Rates, Transport, calibrate, find_model, simulate
@@ -71,6 +72,34 @@ def test_a_measurement_becomes_a_workload():
     assert larger.t_update == pytest.approx(2e-3 * other.numel / lenet.numel)
     found = simulate(alone, "onebit all_gather", 2, Link(math.inf), transport=measured().transport)
     assert found.seconds == pytest.approx(0.064 + 0.003 + 1e-3)
+
+
+def told(comm):
+    """Rank 1 tells what a pickle would run, and then lies about its length."""
+    exact = cluster.gather(comm, {"s": [0.1 + comm.rank, 5e-324]})
+    caught = []
+    for own in (b"cos\nsystem\n(S'exit 3'\ntR.", b"[" * 100_000, b"x" * (cluster.GATHER_NBYTES + 1)):
+        value = Raw(own) if comm.rank else {}
+        try:
+            cluster.gather(comm, value)
+        except PeerMismatch as error:
+            caught.append((error.rank, error.expected))
+    return exact, caught
+
+
+class Raw:
+    """A value whose JSON is `data`."""
+
+    def __init__(self, data):
+        self.data = data
+
+
+def test_ranks_exchange_numbers_not_programs(monkeypatch):
+    dumps = json.dumps
+    monkeypatch.setattr(cluster.json, "dumps", lambda v: v.data.decode() if isinstance(v, Raw) else dumps(v))
+    for exact, caught in run_local(2, told):
+        assert exact == [{"s": [0.1, 5e-324]}, {"s": [1.1, 5e-324]}]
+        assert caught == [(1, "JSON"), (1, "JSON"), (1, f"at most {cluster.GATHER_NBYTES} bytes")]
 
 
 def test_sizes_that_do_not_share_out_are_refused():

@@ -8,8 +8,8 @@ these figures never saw a training step with an exchange in it; `gradcomp.bench.
 from __future__ import annotations
 
 import importlib
+import json
 import os
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.errors import PeerMismatch
 from gradcomp.exchange.sizing import choose
 from gradcomp.memory.transform import Transforming
 from gradcomp.onebit_sgd import AggregateAdagrad
@@ -35,6 +36,7 @@ from gradcomp.plan.rates import Rates, StageRate, calibrate
 from gradcomp.plan.simulate import Transport, Workload
 
 TIMEOUT_S = 120.0
+GATHER_NBYTES = 1 << 20  # most that a rank may tell of its measurement
 BATCH = 64  # samples of a rank and step
 COMPUTE_STEPS = 30
 MESSAGE_NBYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
@@ -140,7 +142,8 @@ def measure(comm: Communicator, methods: Sequence[Method]) -> Measured:
         methods: whose codecs are measured.
     """
     computed = _measure_training(comm)
-    rates = _slowest_rates(gather(comm, calibrate(methods, sizes=SIZES, repeats=7, before=lambda: barrier(comm))))
+    own = calibrate(methods, sizes=SIZES, repeats=7, before=lambda: barrier(comm))
+    rates = _slowest_rates(gather(comm, own.to_dict()))
     transport = measure_transport(comm)
     return Measured(
         ranks=comm.world_size,
@@ -153,11 +156,22 @@ def measure(comm: Communicator, methods: Sequence[Method]) -> Measured:
 
 
 def gather(comm: Communicator, value: Any) -> list[Any]:
-    """Return every rank's value (picklable), from ranks that trust each other."""
-    mine = pickle.dumps(value)
+    """Return every rank's value, made of what JSON knows (floats arrive bit for bit). Collective.
+
+    Raises:
+        PeerMismatch: a rank sent what is not JSON, or more than `GATHER_NBYTES` bytes.
+    """
+    mine = json.dumps(value).encode()
     lengths = [int.from_bytes(b, "little") for b in comm.all_gather_bytes(len(mine).to_bytes(8, "little"), TIMEOUT_S)]
-    whole = comm.all_gather_bytes(mine.ljust(max(lengths), b"\0"), TIMEOUT_S)
-    return [pickle.loads(data[:length]) for data, length in zip(whole, lengths, strict=True)]
+    if max(lengths) > GATHER_NBYTES:
+        raise PeerMismatch("measurement", lengths.index(max(lengths)), f"at most {GATHER_NBYTES} bytes", max(lengths))
+    found = []
+    for rank, data in enumerate(comm.all_gather_bytes(mine.ljust(max(lengths)), TIMEOUT_S)):
+        try:
+            found.append(json.loads(data))
+        except (ValueError, RecursionError) as error:
+            raise PeerMismatch("measurement", rank, "JSON", f"{data[:20]!r}...") from error
+    return found
 
 
 def barrier(comm: Communicator) -> None:
@@ -238,9 +252,8 @@ def computing(comm: Communicator, seen: Sequence[Sequence[float]]) -> dict[str, 
     return {"t_frame": whole / BATCH, "forward_share": share, "t_update": update, "t_post": post, "t_copy": copy}
 
 
-def _slowest_rates(all_rates: Sequence[Rates]) -> Rates:
-    """Return the largest over ranks of every rate."""
-    dicts = [rates.to_dict() for rates in all_rates]
+def _slowest_rates(dicts: Sequence[dict[str, dict[str, dict[str, float]]]]) -> Rates:
+    """Return the largest over ranks of every rate, of what `Rates.to_dict` returned on each."""
     return Rates({
         method: {
             stage: StageRate(**{name: max(d[method][stage][name] for d in dicts) for name in rate})
