@@ -3,7 +3,7 @@
 Waits poll, so that a silent peer ends in an error and not in a hang: first spinning, since an answer over shared memory is
 near, then sleeping, since peers may need the core. A rank that gives up says so on a communicator of its own, which every
 wait looks at. Channels are kept, as an attribute of the MPI communicator they were made from, for the next MpiCommunicator:
-freeing them is collective, and ranks may close in different orders.
+freeing them is collective, and ranks may close theirs, or drop them, at different times.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MAIN_THREAD_ONLY = (
     "MPI was initialised for calls from the main thread only, which overlapped exchanges cannot keep to: set "
     "mpi4py.rc.thread_level = 'serialized' (or 'multiple') before mpi4py.MPI is imported"
 )
+OFFERS = 16  # free channels that a rank tells the others of: ranks may have freed different ones
 LEAVING = -1
 LEAVE_S = 30.0  # at the end of a program that lost a peer, longest wait for the others to end as well
 
@@ -111,6 +112,7 @@ class Parent:
     """What is kept with an MPI communicator: channels that are free, and how many were made."""
 
     free: list[Channels] = field(default_factory=list)
+    dropped: list[Channels] = field(default_factory=list)  # by communicators that nobody closed; a finalizer adds them
     made: int = 0
     subsets: dict[tuple[int, ...], Any] = field(default_factory=dict)
     spoiled: bool = False  # some rank did not take part in making channels: what it does now would match the wrong call
@@ -157,16 +159,19 @@ def take_channels(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callabl
     if parent.spoiled:
         raise PeerLost("setup", -1, 0.0, "an earlier MpiCommunicator here was not made on every rank")
     with free_lock:
-        free = min(parent.free, key=lambda channels: channels.serial) if parent.free else None
-        if free is not None:
+        while parent.dropped:
+            give_back(parent, parent.dropped.pop(), call)
+        offered = sorted(channels.serial for channels in parent.free)[-OFFERS:]
+    mine, everyone = np.zeros(OFFERS, np.int64), np.zeros((comm.Get_size(), OFFERS), np.int64)
+    mine[: len(offered)] = offered
+    _wait_all(mpi, parent, [call(lambda: comm.Iallgather(mine, everyone))], [mine, everyone], timeout_s, call)
+    common = set(offered).intersection(*everyone.tolist())
+    if common:
+        with free_lock:
+            free = next(channels for channels in parent.free if channels.serial == max(common))
             parent.free.remove(free)
-    serials = np.zeros(comm.Get_size(), np.int64)
-    mine = np.array([free.serial if free is not None else 0], np.int64)
-    _wait_all(mpi, parent, [call(lambda: comm.Iallgather(mine, serials))], [mine, serials], timeout_s, call)
-    if free is not None and (serials == free.serial).all():
         free.uses += 1
         return free
-    # no rank has free channels, or one gave up on its own: then its peers drop their ends of those channels as well
     copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
     _wait_all(mpi, parent, [request for _, request in copies], copies, timeout_s, call)
     comms = [copy for copy, _ in copies]
@@ -178,12 +183,25 @@ def take_channels(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callabl
     return channels
 
 
+def give_back(parent: Parent, channels: Channels, call: Callable[[Callable[[], Any]], Any]) -> None:
+    """Have channels that nobody uses any more serve again, unless something on them has not ended. Holds `free_lock`."""
+    left = [kept for kept in channels.pending.values() if not call(kept[0].Test)]
+    left += [(a.request, a.message) for a in channels.arriving if not (a.done or call(a.request.Test))]
+    channels.pending.clear()
+    channels.arriving.clear()
+    if left:
+        unanswered.append(left)
+    elif not channels.broken and not channels.gone:
+        parent.free.append(channels)
+
+
 def make_subset(
     mpi: Any, comm: Any, members: Sequence[int], timeout_s: float, call: Callable[[Callable[[], Any]], Any]
 ) -> Any:
-    """Return an MPI communicator of some ranks. Collective over these.
+    """Return an MPI communicator of some ranks, which have met. Collective over these.
 
-    MPI has no call for this that does not block: where threads may call, one waits, and is left behind in the end.
+    MPI has no call for this that does not block: should a rank end just now, the thread that waits is left behind where
+    threads may call MPI.
 
     Raises:
         PeerLost: a rank did not take part within `timeout_s`.

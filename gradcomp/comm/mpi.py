@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,18 +24,21 @@ from gradcomp.comm.channels import (
     caller,
     end_job,
     free_lock,
+    give_back,
     kept_with,
     make_subset,
     read_news,
     take_channels,
     tell,
-    unanswered,
 )
+from gradcomp.errors import PeerLost, PeerMismatch
 
 logger = logging.getLogger("gradcomp")
 
 NEWS_EVERY_S = 0.005  # how often a wait looks whether a peer has given up
-TAGS = 32768  # every MPI has as many
+TAGS = 32767  # for messages; every MPI has one more
+MEETING = TAGS  # the tag of "I am about to make this subset"
+RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 GRACE_S = 0.5  # what a peer sent before it gave up may still arrive
 
 
@@ -59,13 +66,30 @@ def describe_mpi() -> str:
     return f"{library}, THREAD_{levels[mpi.Query_thread()]}"
 
 
+def _check_not_alone(mpi: Any) -> None:
+    """Raise ValueError where the process is one of several, and MPI knows nothing of the others."""
+    if mpi.COMM_WORLD.Get_size() > 1:
+        return
+    for rank, size in RANK_VARIABLES:
+        count = os.environ.get(size, "")
+        if os.environ.get(rank) and count.isdecimal() and int(count) > 1:
+            raise ValueError(
+                f"MPI sees this process alone (rank 0 of 1), but {rank}={os.environ[rank]} and {size}={count}: it was "
+                f"started by torchrun, or by the mpirun of another MPI than mpi4py's. Start the program with 'python -m "
+                f"gradcomp.launch -n {count} SCRIPT', or take gradcomp.comm.TorchCommunicator; a process that is meant "
+                f"to be alone passes MPI.COMM_SELF or unsets {size}"
+            )
+
+
 class _MpiWork(Work):
-    """A request; `peer` is the one rank it depends on, None where it depends on all."""
+    """A request; `peer` is the one rank it depends on, None where it is a collective."""
 
     def __init__(
         self, owner: MpiCommunicator, channels: Channels, request: Any, buffers: object, peer: int | None
     ) -> None:
-        self._owner, self._channels, self._request, self._peer = owner, channels, request, peer
+        self._owner, self._channels, self._request = owner, channels, request
+        self._collective = peer is None
+        self._peers: Collection[int] = range(owner.world_size) if peer is None else (peer,)
         channels.pending[id(self._request)] = (request, buffers)  # whoever forgets this work: MPI uses the buffers
 
     def is_done(self) -> bool:
@@ -82,9 +106,9 @@ class _MpiWork(Work):
 
     def wait(self, timeout_s: float) -> None:
         try:
-            self._owner._poll(self._test, timeout_s, self._peer)
+            self._owner._poll(self._test, timeout_s, self._peers)
         except (TimeoutError, ConnectionError) as error:
-            if self._peer is None:
+            if self._collective:
                 self._owner._lose(error)
             raise
 
@@ -109,6 +133,8 @@ class MpiCommunicator(Communicator):
         ImportError: mpi4py is not installed.
         RuntimeError: mpi4py finds no MPI library.
         TypeError: `comm` is not an intracommunicator of mpi4py.
+        ValueError: MPI sees this process alone, but something else has started it as one of several (torchrun, or the
+            mpirun of another MPI): every rank would train by itself.
         PeerLost: another rank did not make its communicator within `timeout_s`.
     """
 
@@ -117,12 +143,17 @@ class MpiCommunicator(Communicator):
         parent = mpi.COMM_WORLD if comm is None else comm
         if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
             raise TypeError(f"comm must be an mpi4py intracommunicator that this rank belongs to, got {comm!r}")
+        if parent == mpi.COMM_WORLD:
+            _check_not_alone(mpi)
         self.rank, self.world_size = parent.Get_rank(), parent.Get_size()
         self._call = caller(mpi)
         self._abort_job = abort
         self._parent = parent
         self._told: set[int] = set()  # ranks whose end `receive` has reported
         self._channels: Channels | None = take_channels(mpi, parent, timeout_s, self._call)
+        dropped = kept_with(mpi, parent).dropped  # a finalizer runs at any time, so it calls no MPI and takes no lock
+        self._dropped = weakref.finalize(self, dropped.append, self._channels)
+        self._dropped.atexit = False
 
     def check_overlap(self) -> None:
         if self._call is call_on_main_thread:
@@ -147,6 +178,7 @@ class MpiCommunicator(Communicator):
     def subset(self, ranks: Sequence[int], timeout_s: float) -> MpiCommunicator:
         made, members = kept_with(self._mpi, self._parent).subsets, tuple(ranks)
         if members not in made:
+            self._meet(members, timeout_s)
             made[members] = make_subset(self._mpi, self._parent, members, timeout_s, self._call)
         return MpiCommunicator(made[members], timeout_s=timeout_s, abort=self._abort_job)
 
@@ -185,6 +217,8 @@ class MpiCommunicator(Communicator):
         if channels is None or channels.broken:
             return
         channels.broken = True
+        if self._mpi.Is_finalized():
+            return
         self._call(lambda: tell(channels, next(iter(channels.gone.values()), self.rank)))
 
     def close(self) -> None:
@@ -192,15 +226,10 @@ class MpiCommunicator(Communicator):
         channels, self._channels = self._channels, None
         if channels is None:
             return
-        left = [kept for kept in channels.pending.values() if not self._call(kept[0].Test)]
-        left += [(a.request, a.message) for a in channels.arriving if not (a.done or self._call(a.request.Test))]
-        channels.pending.clear()
-        channels.arriving.clear()
-        if left:
-            unanswered.append(left)
-        elif not channels.broken and not channels.gone:
+        self._dropped.detach()
+        if not self._mpi.Is_finalized():
             with free_lock:
-                kept_with(self._mpi, self._parent).free.append(channels)
+                give_back(kept_with(self._mpi, self._parent), channels, self._call)
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -215,8 +244,8 @@ class MpiCommunicator(Communicator):
         except self._mpi.Exception as error:
             raise ConnectionError(str(error)) from error
 
-    def _poll(self, test: Callable[[], Any], timeout_s: float, peer: int | None) -> None:
-        """Return when `test` does not return False any more; end when `peer` (None: any rank) has given up."""
+    def _poll(self, test: Callable[[], Any], timeout_s: float, peers: Collection[int]) -> None:
+        """Return when `test` does not return False any more; end when one of `peers` has given up."""
         deadline, pause, channels = time.monotonic() + timeout_s, Pause(), self._open()
         news_at, grace_until = time.monotonic() + NEWS_EVERY_S, None
         try:
@@ -227,7 +256,7 @@ class MpiCommunicator(Communicator):
                 if now >= news_at:
                     news_at = now + NEWS_EVERY_S
                     read_news(self._mpi, channels, self._call)
-                    gone = [culprit for rank, culprit in channels.gone.items() if peer in (None, rank)]
+                    gone = [culprit for rank, culprit in channels.gone.items() if rank in peers]
                     if gone or channels.broken:
                         grace_until = grace_until or now + GRACE_S
                         if now >= grace_until:
@@ -235,6 +264,40 @@ class MpiCommunicator(Communicator):
                 pause()
         except self._mpi.Exception as error:
             raise ConnectionError(str(error)) from error
+
+    def _meet(self, members: Sequence[int], timeout_s: float) -> None:
+        """Wait until every rank of `members` is about to make their communicator, which is a call that blocks.
+
+        A rank whose patience ends says so to all (`abort`): one that comes later has its word from before, and this.
+        """
+        channels, begun = self._open(), time.monotonic()
+        others = [rank for rank in members if rank != self.rank]
+        mine = np.array([zlib.crc32(repr(tuple(members)).encode())], np.int64)
+        theirs = np.zeros((len(others), 1), np.int64)
+        point = channels.point
+        sent = [self._call(lambda rank=rank: point.Isend(mine, rank, MEETING)) for rank in others]  # type: ignore[misc]
+        channels.said += [mine, *sent]
+        waiting = {
+            rank: self._call(lambda rank=rank, room=room: point.Irecv(room, rank, MEETING))  # type: ignore[misc]
+            for rank, room in zip(others, theirs, strict=True)
+        }
+        try:
+            self._poll(lambda: self._call(lambda: self._mpi.Request.Testall([*waiting.values()])), timeout_s, others)
+            read_news(self._mpi, channels, self._call)
+            if gone := set(others) & set(channels.gone):
+                raise RankGone(min(gone))
+        except (TimeoutError, ConnectionError) as error:
+            missing = [rank for rank, request in waiting.items() if not self._call(request.Test)]
+            for rank in missing:
+                self._call(waiting[rank].Cancel)
+                self._call(waiting[rank].Wait)
+            self.abort()
+            told = f"ranks {missing} of {list(members)} did not make their communicator ({error})"
+            raise PeerLost("setup", -1, time.monotonic() - begun, told) from error
+        for rank, word in zip(others, theirs, strict=True):
+            if word != mine:
+                self.abort()
+                raise PeerMismatch("subset", rank, list(members), "a communicator of other ranks")
 
     def _match(self, channels: Channels) -> None:
         """Begin to receive what peers have sent. A message that is too long comes as well: truncating one that has been
