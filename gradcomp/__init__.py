@@ -15,6 +15,7 @@ from gradcomp import codecs, comm
 from gradcomp.allreduce import all_reduce
 from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec, Identity, OneBit, Ternary
+from gradcomp.engine.options import Options
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transform
@@ -33,6 +34,7 @@ __all__ = [
     "Identity",
     "NativeError",
     "OneBit",
+    "Options",
     "PeerLost",
     "PeerMismatch",
     "RngKey",

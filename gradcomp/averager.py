@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,10 +12,12 @@ from gradcomp.comm.base import Communicator
 from gradcomp.engine.buckets import check_gradient, fuse, local_part, shard_place
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.engine import Engine
-from gradcomp.engine.options import Options, names, read_scaler
+from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.rotation import Rotation
 from gradcomp.errors import GradcompError
-from gradcomp.memory.transform import Transform
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class GradientAverager(Controls):
@@ -35,49 +37,33 @@ class GradientAverager(Controls):
             DTensor the local shard is averaged: `comm` then has the ranks that hold the same shards.
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
+        options: see `gradcomp.Options`.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
-        start_step, min_numel, exclude, exchange, nodes, transform, grad_scaler, transactional, timeout_s: as in
-            `gradcomp.ddp.register`.
+        changes: fields of `gradcomp.Options` to set.
 
     Raises:
         ValueError, UnsupportedTensor: as `gradcomp.ddp.register`.
     """
 
+    @spell_out
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         codec: Codec | str,
         comm: Communicator | None = None,
+        options: Options | None = None,
         *,
         bucket_cap_mb: float = 25.0,
-        start_step: int = 0,
-        min_numel: int = 1024,
-        exclude: Sequence[str] = (),
-        exchange: str = "auto",
-        nodes: Sequence[Sequence[int]] | None = None,
-        transform: Transform | None = None,
-        grad_scaler: Any = None,
-        transactional: bool | None = None,
-        timeout_s: float = 300.0,
+        **changes: Unpack[Changes],
     ) -> None:
         if not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
         self._named = named = list(named_parameters)
-        scale, whole_steps = read_scaler(grad_scaler, transactional)
-        options = Options(
-            start_step=start_step,
-            min_numel=min_numel,
-            exclude=names(exclude),
-            exchange=exchange,
-            nodes=nodes,
-            transform=transform,
-            transactional=whole_steps,
-            timeout_s=timeout_s,
-        )
-        self._scaled = grad_scaler is not None
-        own_comm = comm if comm is not None else _torch_communicator(timeout_s)
+        options = Options.of(options, **changes)
+        self._scaled = options.grad_scaler is not None
+        own_comm = comm if comm is not None else torch_communicator(options.timeout_s)
         try:
-            self._engine = Engine([(n, local_part(p)) for n, p in named], codec, own_comm, options, scale)
+            self._engine = Engine([(n, local_part(p)) for n, p in named], codec, own_comm, options)
         except BaseException:
             if comm is None:
                 own_comm.close()
@@ -184,7 +170,8 @@ class GradientAverager(Controls):
         self._engine.close()
 
 
-def _torch_communicator(timeout_s: float) -> Communicator:
+def torch_communicator(timeout_s: float | None) -> Communicator:
+    """Return a communicator over torch.distributed's default group."""
     from gradcomp.comm.torchdist import TorchCommunicator
 
-    return TorchCommunicator(timeout_s=timeout_s)
+    return TorchCommunicator(timeout_s=timeout_s or TorchCommunicator.timeout_s)

@@ -4,8 +4,7 @@ Annotations here are real classes, since DDP inspects those of a hook: no postpo
 """
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +16,13 @@ from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.engine import Engine
-from gradcomp.engine.options import Options, names, read_scaler
+from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.errors import GradcompError, UnsupportedTensor
-from gradcomp.memory.transform import Transform
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.fused import FusedGradients, replicated, state_digest, why_not_fused
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("gradcomp")
 
@@ -37,22 +38,16 @@ class CompressionState(Controls):
     _detached = False
     _task = -1  # the backward whose step is open
 
+    @spell_out
     def __init__(
         self,
         model: nn.parallel.DistributedDataParallel,
         codec: Codec | str,
+        options: Options | None = None,
         *,
         comm: Communicator | None = None,
-        start_step: int = 0,
-        min_numel: int = 1024,
-        exclude: Sequence[str] = (),
-        exchange: str = "auto",
-        nodes: Sequence[Sequence[int]] | None = None,
-        transform: Transform | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        grad_scaler: Any = None,
-        transactional: bool | None = None,
-        timeout_s: float = 300.0,
+        **changes: "Unpack[Changes]",
     ) -> None:
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             raise TypeError(
@@ -60,26 +55,16 @@ class CompressionState(Controls):
                 "for a model without DDP use gradcomp.GradientAverager"
             )
         _check_dtypes(model)
-        scale, whole_steps = read_scaler(grad_scaler, transactional)
-        exclude = names(exclude)
-        options = Options(
-            start_step=start_step,
-            min_numel=min_numel,
-            exclude=exclude,
-            exchange=exchange,
-            nodes=nodes,
-            transform=transform,
-            transactional=whole_steps,
-            timeout_s=timeout_s,
-        )
+        options = Options.of(options, **changes)
         named = list(model.module.named_parameters())
         self._index = {parameter: number for number, (_, parameter) in enumerate(named)}
         if optimizer is not None:
             _check_optimizer(optimizer, self._index)
+        timeout_s = options.timeout_s or Communicator.timeout_s
         own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=timeout_s)
         try:
-            self._engine = Engine(named, codec, own_comm, options, scale)
-            self._fused = self._fuse(optimizer, has_scaler=scale is not None)
+            self._engine = Engine(named, codec, own_comm, options)
+            self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:
             if comm is None:
                 own_comm.close()
@@ -212,21 +197,15 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
     return state.handle(bucket)
 
 
+@spell_out
 def register(
     model: nn.parallel.DistributedDataParallel,
     codec: Codec | str,
+    options: Options | None = None,
     *,
     comm: Communicator | None = None,
-    start_step: int = 0,
-    min_numel: int = 1024,
-    exclude: Sequence[str] = (),
-    exchange: str = "auto",
-    nodes: Sequence[Sequence[int]] | None = None,
-    transform: Transform | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    grad_scaler: Any = None,
-    transactional: bool | None = None,
-    timeout_s: float = 300.0,
+    **changes: "Unpack[Changes]",
 ) -> CompressionState:
     """Compress the gradients of a DistributedDataParallel model from the next backward pass on.
 
@@ -235,50 +214,25 @@ def register(
     Args:
         model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters on the CPU.
         codec: `Ternary(...)`, `OneBit(...)`, `Identity()`, or a name ("ternary", "onebit").
+        options: see `gradcomp.Options`.
         comm: moves the bytes; by default gloo groups made from the model's process group. Closed with the state.
-        start_step: backward passes before this one are averaged in fp32 (a warm start).
-        min_numel: tensors with fewer elements travel as fp32.
-        exclude: parameter names or patterns (``"*.bias"``) that travel as fp32.
-        exchange: "auto" (fewer bytes), "all_gather", "reduce_scatter", or "hierarchical": fp32 inside a node, compressed
-            between nodes.
-        nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal GRADCOMP_HOST_ID, or
-            else equal host name.
-        transform: changes gradients on their way, such as `gradcomp.onebit_sgd.AggregateAdagrad`; not before `start_step`.
-            One for owners of means forces exchange "reduce_scatter".
         optimizer: the optimizer of this model, checked to update these parameters. A split optimizer (`gradcomp.optim`)
             of all trained parameters then updates weights straight from the payloads: no averaged gradient is written,
             and `p.grad` is a NaN placeholder after backward (see `CompressionState.materialize_gradients`).
-        grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a whole step at a time.
-            A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
-        transactional: commit residuals only if no bucket of the step held NaN or Inf; on by default with `grad_scaler`.
-        timeout_s: seconds after which a silent peer is given up.
+        changes: fields of `gradcomp.Options` to set: ``register(model, "ternary", start_step=100)``.
 
     Returns:
         The state: `stats`, `state_dict`, `discard_step`, `check_replicas`, `materialize_gradients`, `close`.
 
     Raises:
-        TypeError: `model` is not wrapped in DDP; `transform` is none.
+        TypeError: `model` is not wrapped in DDP; an option that there is not.
         UnsupportedTensor: a parameter's dtype, device or layout.
         ValueError: an option out of its range; the message has the value.
         PeerMismatch: (split optimizers) "optimizer": its state, trails included, is not the same on every rank.
 
     Later, out of ``loss.backward()`` on every rank: PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor.
     """
-    state = CompressionState(
-        model,
-        codec,
-        comm=comm,
-        start_step=start_step,
-        min_numel=min_numel,
-        exclude=exclude,
-        exchange=exchange,
-        nodes=nodes,
-        transform=transform,
-        optimizer=optimizer,
-        grad_scaler=grad_scaler,
-        transactional=transactional,
-        timeout_s=timeout_s,
-    )
+    state = CompressionState(model, codec, options, comm=comm, optimizer=optimizer, **changes)
     try:
         model.register_comm_hook(state, compression_hook)
     except BaseException:

@@ -410,7 +410,7 @@ def test_wrong_arguments(gloo):
     with pytest.raises(ValueError, match="-1"):
         buffer.most(-1)
     with pytest.raises(ValueError, match="timeout_s"):
-        buffer_of_one(timeout_s=None)
+        buffer_of_one(timeout_s=0)
     assert bits(net) == bits(MODEL)
     with pytest.raises(ValueError, match="whole_steps"):
         buffer_of_one(whole_steps=1)

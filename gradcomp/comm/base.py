@@ -83,10 +83,12 @@ class Communicator(ABC):
     Attributes:
         rank: number of this process in the set.
         world_size: number of processes in the set.
+        timeout_s: seconds that its users wait for a peer unless they are told otherwise.
     """
 
     rank: int
     world_size: int
+    timeout_s: float = 300.0
 
     def check_overlap(self) -> None:
         """Raise RuntimeError where this rank cannot start collectives from several threads."""

@@ -45,6 +45,7 @@ class LinkCommunicator(Communicator):
             raise ValueError(f"latency_s must be at least 0 and finite, got {latency_s!r}")
         self._comm, self._bits_per_s, self._latency_s = comm, bits_per_s, latency_s
         self.rank, self.world_size = comm.rank, comm.world_size
+        self.timeout_s = comm.timeout_s
         self._free = 0.0  # when the link has sent all that was started
         self._lock = threading.Lock()
         self._closed = threading.Event()

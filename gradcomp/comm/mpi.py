@@ -150,6 +150,7 @@ class MpiCommunicator(Communicator):
         self._abort_job = abort
         self._parent = parent
         self._told: set[int] = set()  # ranks whose end `receive` has reported
+        self.timeout_s = timeout_s
         self._channels: Channels | None = take_channels(mpi, parent, timeout_s, self._call)
         dropped = kept_with(mpi, parent).dropped  # a finalizer runs at any time, so it calls no MPI and takes no lock
         self._dropped = weakref.finalize(self, dropped.append, self._channels)

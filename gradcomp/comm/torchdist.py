@@ -124,7 +124,7 @@ class TorchCommunicator(Communicator):
             raise ValueError("this process is not a member of the process group")
         self.world_size = dist.get_world_size(parent)
         self._parent = parent
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._mailbox: Mailbox | None = None
         self._groups: _Groups | None = _take(parent, timeout_s)
 
@@ -191,8 +191,8 @@ class TorchCommunicator(Communicator):
                 self._mailbox = Mailbox(
                     self.rank,
                     self.world_size,
-                    lambda card: self.all_gather_bytes(card, self._timeout_s),
-                    self._timeout_s,
+                    lambda card: self.all_gather_bytes(card, self.timeout_s),
+                    self.timeout_s,
                 )
             except (TimeoutError, ConnectionError) as error:
                 raise PeerLost("setup", -1, time.monotonic() - begun, f"not every rank takes part: {error}") from error

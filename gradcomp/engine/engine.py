@@ -27,7 +27,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.memory.parts import Memory, check_origin, read_numbers
 from gradcomp.memory.reshard import reshard
 from gradcomp.memory.residuals import Feedback
-from gradcomp.memory.transform import check_transform, keep_states
+from gradcomp.memory.transform import keep_states
 from gradcomp.payload import fingerprint, wire
 from gradcomp.payload.layout import layout_digest
 from gradcomp.payload.parameters import describe_parameters
@@ -45,12 +45,12 @@ class Engine:
         codec: codec or name.
         comm: moves the bytes; closed with the engine.
         options: see `Options`.
-        loss_scale: returns the scale that the gradients of this step carry.
 
     Attributes:
         keeps_packed: leave averages packed in the exchanges (`submitted`) where that is safe. To be set before the first
             bucket.
         shards: which part of a sharded parameter this rank holds, by position; it must be the same on every rank.
+        timeout_s: longest wait for a peer, in seconds.
         submitted: exchange and members of every bucket of the last step.
         replicated: returns what else must be the same on every rank, (name, tensor) pairs for `check_replicas`.
     """
@@ -61,11 +61,11 @@ class Engine:
         codec: Codec | str,
         comm: Communicator,
         options: Options,
-        loss_scale: Callable[[], float] | None = None,
     ) -> None:
         if not named:
             raise ValueError("there are no parameters to average")
         self.codec, self.comm, self.options = resolve(codec), comm, options
+        self.timeout_s = comm.timeout_s if options.timeout_s is None else options.timeout_s
         comm.check_overlap()
         for name, parameter in named:
             if parameter.requires_grad:
@@ -75,7 +75,7 @@ class Engine:
         self.parameters = describe_parameters(shapes, self.codec.group_numel, options.min_numel, options.exclude)
         self.stats = Stats()
         self.step = 0
-        self._loss_scale, self._scale = loss_scale, 1.0
+        self._loss_scale, self._scale = options.loss_scale, 1.0
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
         self._open = False
         self.keeps_packed = False
@@ -86,8 +86,8 @@ class Engine:
         self._layouts_changed = False
         self._step_numel = 0
         self._plain = Identity()
-        transform = check_transform(options.transform)
-        self.route = make_route(self.codec, comm, options.exchange, options.nodes, options.timeout_s, transform)
+        transform = options.transform
+        self.route = make_route(self.codec, comm, options.exchange, options.nodes, self.timeout_s, transform)
         self.strategy = self.route.strategy
         self.pipeline = Pipeline(self.route.stage_count, on_failure=self.route.abort)
         trained = {p.index: p.numel for p in self.parameters if named[p.index][1].requires_grad}
@@ -134,7 +134,7 @@ class Engine:
 
         def last() -> None:
             stages[-1]()
-            if not self.options.transactional and not exchange.flagged and self.pipeline.error is None:
+            if not self.options.whole_steps and not exchange.flagged and self.pipeline.error is None:
                 exchange.commit()
 
         def end(error: BaseException | None) -> None:
@@ -162,7 +162,7 @@ class Engine:
             self.stats.add_seconds("hidden", max(0.0, min(begun, self._last_done) - self._first_submit))
             self._forget_old_layouts()
         exchanges = [exchange for exchange, _ in self.submitted]
-        if self.options.transactional and not any(e.flagged for e in exchanges):
+        if self.options.whole_steps and not any(e.flagged for e in exchanges):
             for exchange in exchanges:
                 exchange.commit()
         self._open = False
@@ -231,7 +231,7 @@ class Engine:
         self.pipeline.wait()
         named = [(f"parameter {name}", tensor) for name, tensor in self.named] + self.replicated()
         everyone = gather(
-            self.comm, replicas.digests(t for _, t in named), "check_replicas", -1, self.options.timeout_s
+            self.comm, replicas.digests(t for _, t in named), "check_replicas", -1, self.timeout_s
         )
         replicas.compare([name for name, _ in named], everyone)
 
@@ -305,7 +305,8 @@ class Engine:
         return {p.index: p.name for p in self.parameters}
 
     def _place(self) -> str:
-        return "the aggregate" if self.options.transform.place == "owner" else "each rank's gradients"
+        transform = self.options.transform
+        return "the aggregate" if transform is not None and transform.place == "owner" else "each rank's gradients"
 
     def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
         if not self.codec.error_feedback or self.comm.world_size == 1:
@@ -357,7 +358,7 @@ class Engine:
             owner_feedback=None if plain else self.memory.owner_feedback,
             transform=None if plain else self.memory.transform,
             seed=codec.seed,
-            timeout_s=self.options.timeout_s,
+            timeout_s=self.timeout_s,
             keeps_packed=self.keeps_packed,
         )
         return self._exchanges[place], self._fingerprint(slots, buffer)
@@ -369,26 +370,21 @@ class Engine:
             self._layouts_changed = False
 
     def _fingerprint(self, slots: list[Slot], buffer: Tensor) -> list[int]:
-        options = self.options
         shards = [(self.parameters[s.index].shape, self.shards.get(s.index)) for s in slots]
         return fingerprint.record(
             wire_version=wire.VERSION,
             codec=self.codec.name,
             codec_options=self.codec.options(),
-            transform=repr(options.transform) if options.transform is not None else 0,
             exchange=(self.strategy.exchange, self.strategy.node_size),
             second_phase=self.strategy.second_phase,
             dtype=buffer.dtype,
             numel=buffer.numel(),
             layout=layout_digest(slots, str(buffer.dtype), shards),
-            start_step=options.start_step,
-            min_numel=options.min_numel,
-            exclude=sorted(options.exclude),
             step=self.step,
             world_size=self.comm.world_size,
-            transactional=int(options.transactional),
             parameter_count=len(self.parameters),
             bucket=len(self.submitted),
+            **self.options.compared(),
         )
 
     def agree_on(self, **values: object) -> None:
@@ -396,4 +392,4 @@ class Engine:
         self._agree(fingerprint.record(wire_version=wire.VERSION, **values), -1)
 
     def _agree(self, mine: list[int], bucket: int) -> None:
-        self.stats.setup_bytes += agree(self.comm, mine, bucket, self.options.timeout_s)
+        self.stats.setup_bytes += agree(self.comm, mine, bucket, self.timeout_s)

@@ -1,66 +1,149 @@
-"""What a user may choose beside the codec, and what is refused."""
+"""What a user may choose beside the codec: written out once, for every door."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+from gradcomp.exchange.sizing import EXCHANGES
+from gradcomp.memory.transform import Transform, check_transform
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MAX_TIMEOUT_S = 1e6  # eleven days
+HIERARCHICAL = "hierarchical"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Changes(TypedDict, total=False):
+    """The fields of `Options` as keyword arguments, for type checkers."""
+
+    start_step: int
+    min_numel: int
+    exclude: str | Sequence[str]
+    exchange: str
+    nodes: Sequence[Sequence[int]] | None
+    transform: Transform | None
+    grad_scaler: Any
+    transactional: bool | None
+    timeout_s: float | None
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may choose beside the codec; see `gradcomp.ddp.register`."""
+    """What may be chosen beside the codec; every rank needs the same.
+
+    Args:
+        start_step: steps before this one are averaged in fp32 (a warm start).
+        min_numel: tensors with fewer elements travel as fp32.
+        exclude: parameter names or patterns (``"*.bias"``) that travel as fp32; one string or a sequence.
+        exchange: "auto" (fewer bytes), "all_gather", "reduce_scatter", or "hierarchical": fp32 inside a node, compressed
+            between nodes.
+        nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal GRADCOMP_HOST_ID, or
+            else equal host name.
+        transform: changes gradients on their way, such as `gradcomp.onebit_sgd.AggregateAdagrad`; not before `start_step`.
+            One for owners of means forces exchange "reduce_scatter".
+        grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a whole step at a time.
+            A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
+        transactional: commit residuals only if no bucket of the step held NaN or Inf; on by default with `grad_scaler`.
+        timeout_s: seconds after which a silent peer is given up; by default the communicator's own.
+
+    Raises:
+        TypeError: `transform` is none.
+        ValueError: an option out of its range; the message has the value.
+    """
 
     start_step: int = 0
     min_numel: int = 1024
-    exclude: tuple[str, ...] = ()
+    exclude: str | Sequence[str] = ()
     exchange: str = "auto"
-    transactional: bool = False
-    timeout_s: float = 300.0
     nodes: Sequence[Sequence[int]] | None = None
-    transform: Any = None  # a gradcomp.Transform
+    transform: Transform | None = None
+    grad_scaler: Any = None
+    transactional: bool | None = None
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "exclude", _names(self.exclude))
         for name in ("start_step", "min_numel"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
-        if not isinstance(self.exclude, tuple) or not all(isinstance(e, str) for e in self.exclude):
-            raise ValueError(f"exclude must be a sequence of names or patterns, got {self.exclude!r}")
-        if not isinstance(self.timeout_s, (int, float)) or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be a number of seconds, at most {MAX_TIMEOUT_S:g}, got {self.timeout_s!r}"
-            )
+        if self.exchange not in (*EXCHANGES, HIERARCHICAL):
+            raise ValueError(f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}")
+        if self.nodes is not None and self.exchange != HIERARCHICAL:
+            raise ValueError(f"nodes= needs exchange='hierarchical', got exchange={self.exchange!r}")
+        if check_transform(self.transform) is not None and self.exchange == HIERARCHICAL:
+            raise ValueError("a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
+        self._check_scaler()
+        seconds = self.timeout_s
+        if seconds is not None and (not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_TIMEOUT_S):
+            raise ValueError(f"timeout_s must be a number of seconds, at most {MAX_TIMEOUT_S:g}, got {seconds!r}")
+
+    def _check_scaler(self) -> None:
+        if self.transactional not in (None, True, False):
+            raise ValueError(f"transactional must be None, True or False, got {self.transactional!r}")
+        if self.grad_scaler is None:
+            return
+        if not hasattr(self.grad_scaler, "get_scale"):
+            raise ValueError(f"grad_scaler must have get_scale(), got {type(self.grad_scaler).__name__}")
+        if self.transactional is False:
+            raise ValueError("transactional=False cannot work with a grad_scaler: a skipped step would lose residuals")
+
+    @classmethod
+    def of(cls, options: Options | None, **changes: Unpack[Changes]) -> Options:
+        """Return `options`, or the defaults for None, with `changes` made to them.
+
+        Raises:
+            TypeError: `options` is none, or a change of something that there is not.
+            ValueError: as `Options`.
+        """
+        if options is not None and not isinstance(options, Options):
+            raise TypeError(f"options must be a gradcomp.Options, got {type(options).__name__}")
+        known = [field.name for field in fields(cls)]
+        for name in changes.keys() - set(known):
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise TypeError(f"there is no option {name!r}; did you mean {near!r}? (all: {', '.join(known)})")
+        return replace(options or cls(), **changes)
+
+    @property
+    def whole_steps(self) -> bool:
+        """Whether residuals commit a whole step at a time."""
+        return bool(self.transactional) or self.grad_scaler is not None
+
+    @property
+    def loss_scale(self) -> Callable[[], float] | None:
+        """What returns the scale that gradients carry; None without a scaler."""
+        return None if self.grad_scaler is None else self.grad_scaler.get_scale
+
+    def compared(self) -> dict[str, object]:
+        """Return what ranks compare of it before they exchange anything, by field of the fingerprint."""
+        return {
+            "transform": repr(self.transform) if self.transform is not None else 0,
+            "start_step": self.start_step,
+            "min_numel": self.min_numel,
+            "exclude": sorted(self.exclude),
+            "transactional": int(self.whole_steps),
+        }
 
 
-def names(exclude: object) -> tuple[str, ...]:
-    """Return an `exclude` argument, one name or a sequence of them, as a tuple.
-
-    Raises:
-        ValueError: neither.
-    """
-    if isinstance(exclude, str):
-        return (exclude,)
-    if not isinstance(exclude, Iterable):
-        raise ValueError(f"exclude must be a sequence of names or patterns, got {exclude!r}")  # noqa: TRY004
-    return tuple(exclude)
+def spell_out(function: _F) -> _F:
+    """Let ``help`` and ``inspect.signature`` of a function show the options where it says ``**changes``."""
+    shown = inspect.signature(function)
+    own = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    extra = [inspect.Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(Options)]
+    function.__signature__ = shown.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
+    return function
 
 
-def read_scaler(grad_scaler: Any, transactional: bool | None) -> tuple[Callable[[], float] | None, bool]:
-    """Return how to read a scaler's scale (None without one), and whether residuals commit a step at a time.
-
-    Raises:
-        ValueError: a scaler without get_scale(), or one together with transactional=False.
-    """
-    if transactional not in (None, True, False):
-        raise ValueError(f"transactional must be None, True or False, got {transactional!r}")
-    if grad_scaler is None:
-        return None, bool(transactional)
-    get_scale: Callable[[], float] | None = getattr(grad_scaler, "get_scale", None)
-    if get_scale is None:
-        raise ValueError(f"grad_scaler must have get_scale(), got {type(grad_scaler).__name__}")
-    if transactional is False:
-        raise ValueError("transactional=False cannot work with a grad_scaler: a skipped step would lose residuals")
-    return get_scale, True
+def _names(exclude: object) -> tuple[str, ...]:
+    """Return an `exclude` argument, one name or a sequence of them, as a tuple."""
+    found = (exclude,) if isinstance(exclude, str) else tuple(exclude) if isinstance(exclude, Iterable) else (None,)
+    if not all(isinstance(name, str) for name in found):
+        raise ValueError(f"exclude must be a sequence of names or patterns, got {exclude!r}")
+    return found

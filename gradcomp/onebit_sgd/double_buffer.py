@@ -13,15 +13,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.averager import GradientAverager
+from gradcomp.averager import GradientAverager, torch_communicator
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
+from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.errors import GradcompError, PeerLost
 from gradcomp.exchange.stats import Stats
 from gradcomp.onebit_sgd.comparison import OverlapComparison, time_both
@@ -29,6 +30,9 @@ from gradcomp.onebit_sgd.groups import apply_options, read_options
 from gradcomp.onebit_sgd.halves import cut
 from gradcomp.onebit_sgd.report import OverlapReport
 from gradcomp.onebit_sgd.rollback import Checkpoint
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("gradcomp")
 STATE_VERSION = 1
@@ -60,8 +64,10 @@ class DoubleBuffer:
         optimizer: of its parameters.
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None. Closed with the buffer.
+        options: see `gradcomp.Options`; a `grad_scaler` is refused.
         whole_steps: exchange whole minibatches: one update each, one minibatch late.
-        options: of `gradcomp.GradientAverager`, but for `grad_scaler`.
+        bucket_cap_mb: as of `gradcomp.GradientAverager`.
+        changes: fields of `gradcomp.Options` to set.
 
     Raises:
         TypeError: a DDP model, or no module.
@@ -71,15 +77,18 @@ class DoubleBuffer:
         PeerLost: a rank did not answer.
     """
 
+    @spell_out
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         codec: Codec | str,
         comm: Communicator | None = None,
+        options: Options | None = None,
         *,
         whole_steps: bool = False,
-        **options: Any,
+        bucket_cap_mb: float = 25.0,
+        **changes: Unpack[Changes],
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -87,17 +96,18 @@ class DoubleBuffer:
             raise TypeError("DoubleBuffer averages gradients itself: pass the module that DDP wraps, model.module")
         if not isinstance(whole_steps, bool):
             raise ValueError(f"whole_steps must be True or False, got {whole_steps!r}")  # noqa: TRY004
-        if options.get("grad_scaler") is not None:
+        options = Options.of(options, **changes)
+        if options.grad_scaler is not None:
             raise ValueError("grad_scaler: averages come back under another loss scale than they left; use bfloat16")
         named = list(model.named_parameters())
         mine = {id(p) for _, p in named}
         if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("optimizer updates no parameter of this model; pass the optimizer that trains it")
         self._model, self._optimizer, self._whole_steps = model, optimizer, whole_steps
-        self._timeout_s = options.get("timeout_s", 300.0)
-        own = comm if comm is not None else _torch_communicator(self._timeout_s)
+        own = comm if comm is not None else torch_communicator(options.timeout_s)
+        self._timeout_s = options.timeout_s or own.timeout_s
         try:
-            self._averager = GradientAverager(named, codec, own, **options)
+            self._averager = GradientAverager(named, codec, own, options, bucket_cap_mb=bucket_cap_mb)
         except BaseException:
             if comm is None:
                 own.close()
@@ -384,9 +394,3 @@ class _DrainBeforeEvaluation:
 
     def __reduce__(self) -> tuple[type[_DrainBeforeEvaluation], tuple[()]]:
         return type(self), ()
-
-
-def _torch_communicator(timeout_s: float) -> Communicator:
-    from gradcomp.comm import TorchCommunicator
-
-    return TorchCommunicator(timeout_s=timeout_s)
