@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import gradcomp
 from gradcomp import Identity, OneBit, RngKey, Ternary, UnsupportedTensor
 from gradcomp.reference import codec as ref
+from gradcomp.reference import payload as ref_payload
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -28,9 +29,11 @@ def test_payloads_are_the_references(tier, dtype, group):
     codec = Ternary(group=group, seed=5)
     size = codec.group_numel((13, 77))
     scales = ref.ternary_scales(flat(x), ref.Piece(1001, size), 2.5)
-    assert codec.encode(x, key=key).numpy().tobytes() == ref.encode_ternary(flat(x), scales, size, ref.Key(5, 2, 9, 4, 1))
+    assert codec.encode(x, key=key).numpy().tobytes() == ref_payload.encode_ternary(
+        flat(x), scales, size, ref.Key(5, 2, 9, 4, 1)
+    )
     residual = torch.randn(1001)
-    wanted, left = ref.encode_onebit(flat(x), residual.numpy().copy(), size, ref.Key(0, 0, 9, 0, 0))
+    wanted, left = ref_payload.encode_onebit(flat(x), residual.numpy().copy(), size, ref.Key(0, 0, 9, 0, 0))
     got = OneBit(group=group).encode(x, residual=residual, key=RngKey(step=9))
     assert got.numpy().tobytes() == wanted
     assert residual.numpy().tobytes() == left.tobytes()
@@ -103,7 +106,9 @@ def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("codec", [Ternary(), Ternary(group=1000), OneBit(group=512), OneBit(group=100_003), Identity()])
+@pytest.mark.parametrize(
+    "codec", [Ternary(), Ternary(group=1000), OneBit(group=512), OneBit(group=100_003), Identity()]
+)
 def test_threads_change_no_bit(codec, threads):
     torch.manual_seed(0)
     x, residual = torch.randn(3_200_005), torch.randn(3_200_005)

@@ -25,6 +25,7 @@ from gradcomp.comm import LocalCommunicator, Work
 from gradcomp.errors import CorruptPayload, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
 from gradcomp.payload import wire
 from gradcomp.reference import codec as reference
+from gradcomp.reference import payload as ref_payload
 from gradcomp.server import ParameterClient, ServerStats, loop, messages, serve
 from gradcomp.server.messages import Kind, Message
 from gradcomp.server.spec import make_spec, pack_spec, parse_spec
@@ -507,7 +508,7 @@ def resealed(payload, change):
     """Return a copy whose header and body `change` has changed, under a right checksum."""
     out = payload.clone()
     change(out.numpy())
-    crc = reference.crc32c(out.numpy()[32:].tobytes(), reference.crc32c(out.numpy()[:28].tobytes()))
+    crc = ref_payload.crc32c(out.numpy()[32:].tobytes(), ref_payload.crc32c(out.numpy()[:28].tobytes()))
     out.numpy()[28:32] = np.frombuffer(struct.pack("<I", crc), np.uint8)
     return out
 

@@ -13,7 +13,7 @@ from gradcomp import CorruptPayload, Identity, OneBit, RngKey, Ternary, Unsuppor
 from gradcomp.payload import wire
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
-from gradcomp.reference import codec as ref
+from gradcomp.reference import payload as ref_payload
 
 CODECS = {"ternary": Ternary(group=10), "onebit": OneBit(group=10), "identity": Identity()}
 
@@ -33,7 +33,7 @@ def resealed(data, original=None, **fields):
     for name, at, form in (("magic", 0, "<I"), ("version", 4, "<B")):
         if name in fields:
             raw[at : at + struct.calcsize(form)] = np.frombuffer(struct.pack(form, fields[name]), np.uint8)
-            crc = ref.crc32c(raw[:28].tobytes() + raw[32:].tobytes())
+            crc = ref_payload.crc32c(raw[:28].tobytes() + raw[32:].tobytes())
             raw[28:32] = np.frombuffer(struct.pack("<I", crc), np.uint8)
     return out
 

@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
 from gradcomp.kernels import native
+from gradcomp.kernels.tables import MAX_NUMEL
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, Form, form_name
 from gradcomp.payload.layout import PayloadLayout
@@ -155,7 +157,8 @@ class Codec(ABC):
         if header.nonfinite:
             return out.fill_(float("nan"))
         self.validate_body(payload.data_ptr(), layout)
-        self.decode_body([payload.data_ptr()], layout, out.data_ptr(), 0)
+        if self.decode_body([payload.data_ptr()], layout, out.data_ptr(), 0):
+            refuse_unflagged([payload.data_ptr()], [layout])
         return out
 
     def payload_nbytes(self, numel: int, groups: int = 1) -> int:
@@ -262,6 +265,8 @@ class Codec(ABC):
         """Return the layout that an unsegmented header implies; allocates nothing by the numbers it reads."""
         if nbytes < HEADER_NBYTES + self.form.code_nbytes(header.numel):
             raise CorruptPayload("truncated", f"{nbytes} bytes cannot hold {header.numel} elements")
+        if header.numel > MAX_NUMEL:
+            raise CorruptPayload("numel", f"the header says {header.numel}, a payload holds at most {MAX_NUMEL}")
         if not (header.numel and self.form.scales_per_group) and header.group_numel != max(header.numel, 1):
             raise CorruptPayload(
                 "group_numel", f"the header says {header.group_numel}, {max(header.numel, 1)} expected"
@@ -298,8 +303,8 @@ def check_tensor(tensor: Tensor, name: str) -> None:
     check_memory(tensor, name)
     if tensor.dtype not in native.DTYPES:
         raise UnsupportedTensor(f"{name} is {tensor.dtype}; gradcomp takes float32, bfloat16 and float16")
-    if tensor.numel() >= 2**32:
-        raise UnsupportedTensor(f"{name} has {tensor.numel()} elements; a payload holds fewer than 2**32")
+    if tensor.numel() > MAX_NUMEL:
+        raise UnsupportedTensor(f"{name} has {tensor.numel()} elements; a payload holds at most {MAX_NUMEL}")
 
 
 def check_group(group: object, names: tuple[str, ...]) -> None:

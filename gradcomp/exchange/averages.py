@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from gradcomp.codecs.magnitude import magnitude, refuse_unflagged
 from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.kernels import native
 from gradcomp.payload.layout import PayloadLayout
 
-SAFE_MAGNITUDE = 2.0**126  # averages of numbers below this stay finite in float32 and bfloat16
+# A sum below this cannot overflow: rounding at each of up to 32767 additions makes it larger by less than 1.002, and both
+# float32 and bfloat16 reach almost 2**128.
+SAFE_SUM = 2.0**127
 
 
 class Averages:
@@ -36,6 +38,11 @@ class Averages:
             bad |= native.sum_decode(self._plain(addresses), layout.plain, out)
         return bad
 
+    def refuse_unflagged(self, where: str) -> None:
+        """Raise CorruptPayload if averages are not finite because a payload is not, though its flag says it is."""
+        layouts = self._plan.second if self._plan.scatters else [self._plan.local] * len(self._payloads)
+        refuse_unflagged(self._payloads, layouts, where)
+
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
         """Apply the averages, rounded to the bucket's dtype, to weights: `native.update` with targets by parameter."""
         for addresses, layout in self._parts():
@@ -43,9 +50,9 @@ class Averages:
             native.update(layout.plain, targets, rules, self._plain(addresses))
 
     def are_safe(self) -> bool:
-        """Tell, from scales and plain values alone, that no average can overflow the bucket's dtype."""
+        """Tell, from scales and plain values alone, that averages are finite and their sums cannot overflow the bucket's dtype."""
         return self._dtype != 2 and all(
-            _magnitude(address, layout) < SAFE_MAGNITUDE for addresses, layout in self._parts() for address in addresses
+            sum(magnitude(address, layout) for address in addresses) < SAFE_SUM for addresses, layout in self._parts()
         )
 
     def _parts(self) -> Iterator[tuple[list[int], PayloadLayout]]:
@@ -64,21 +71,3 @@ class Averages:
             return native.Payloads(addresses, "lanes", self._dtype, world_size=world, lane_bits=bits)
         codec = plan.second_codec if plan.scatters else plan.codec
         return codec.payloads(addresses, self._dtype)
-
-
-def _magnitude(address: int, layout: PayloadLayout) -> float:
-    """Return the largest magnitude of a payload's scales and plain values: no value decoded from it is larger."""
-    data = native.bytes_at(address, layout.nbytes)
-    largest = 0.0
-    for piece, scales, codes in zip(layout.pieces, layout.scale_offsets, layout.code_offsets, strict=True):
-        form = layout.form_of(piece)
-        if form.scales_per_group:
-            first, count = scales, form.scales_per_group * piece.group_count
-            values = data[first : first + 4 * count].view("<f4")
-        elif form.bits == 32:
-            values = data[codes : codes + 4 * piece.numel].view("<f4")
-        else:
-            values = (data[codes : codes + 2 * piece.numel].view("<u2").astype(np.uint32) << 16).view(np.float32)
-        if values.size:
-            largest = max(largest, float(np.abs(values).max()))
-    return largest

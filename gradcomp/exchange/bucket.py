@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.codecs import Codec
+from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
 from gradcomp.exchange.averages import Averages
@@ -241,6 +242,8 @@ class BucketExchange:
                 self.averages = averages
             else:
                 overflow = averages.decode(out)
+                if overflow:
+                    averages.refuse_unflagged(f", bucket {self._bucket}")
         self._flagged = self._nonfinite or overflow
         if self._flagged:
             self.stats.nonfinite_buckets += 1
@@ -280,11 +283,18 @@ class BucketExchange:
         shard = self.shard.data_ptr()
         bad = native.sum_decode(native.Payloads(self._payloads, "values", 0), first.plain, shard)
         native.values_encode(shard, 0, second.plain, 0, out)
-        return bad
+        return self._refuse_unflagged(bad)
 
     def _average(self) -> bool:
         """Average the owned pieces in fp32 into the shard."""
-        return self.plan.codec.decode_body(self._payloads, self.plan.own_first, self.shard.data_ptr(), 0)
+        bad = self.plan.codec.decode_body(self._payloads, self.plan.own_first, self.shard.data_ptr(), 0)
+        return self._refuse_unflagged(bad)
+
+    def _refuse_unflagged(self, bad: bool) -> bool:
+        """Raise CorruptPayload if the owned means are not finite because a payload is not; return `bad` otherwise."""
+        if bad:
+            refuse_unflagged(self._payloads, [self.plan.own_first] * len(self._payloads), f", bucket {self._bucket}")
+        return bad
 
     def _transform_average(self) -> bool:
         """Let the owner's transform, where there is one, change the shard."""

@@ -2,7 +2,7 @@
  *
  * No Python, no MPI, no threads, no malloc, no global mutable state but the chosen tier. Every kernel is a pure
  * function of its arguments, and its output bytes are the same on every tier; the portable tier is the specification
- * and gradcomp/reference/codec.py says the same in NumPy. docs/reference/wire-format.md draws the bytes.
+ * and gradcomp/reference/ says the same in NumPy. docs/reference/wire-format.md draws the bytes.
  *
  * Common rules, unless a prototype says otherwise:
  *   - Sizes: *_count and numel are elements, *_nbytes and offsets into payloads are bytes. Pointers may be NULL only
@@ -10,8 +10,9 @@
  *   - Alignment: tensors as their element type; payloads none (they are read and written with unaligned accesses).
  *   - Overlap: inputs and outputs must not overlap, except residual_in == residual_out.
  *   - Failure: GC_INVALID_ARGUMENT is returned before anything is written.
- *   - NaN and Inf never trap. Encoders report them through *nonfinite (set to 1, never cleared); codes of non-finite
- *     elements are unspecified but valid and the same on every tier.
+ *   - NaN and Inf never trap. Encoders report them through *nonfinite (set to 1, never cleared, by a relaxed
+ *     atomic store: threads may share it); codes of non-finite elements are unspecified but valid and the same on every
+ *     tier.
  *     Decoders write every NaN as the one quiet NaN 0x7FC00000 (bf16 0x7FC0, f16 0x7E00).
  *   - Floating-point environment: round to nearest, denormals kept, whatever the caller's thread has set (x86: MXCSR is
  *     saved, set and restored by the dispatcher).
@@ -47,6 +48,10 @@ int gc_tier_select(int tier);         /* gc_status; not thread-safe: call it whi
 /* ---- dtypes, segments ------------------------------------------------------------------------------------------ */
 enum { GC_F32 = 0, GC_BF16 = 1, GC_F16 = 2 };
 
+/* Elements of a segment, at most: 2^32 - 4096, so that a 32-bit counter may step past the end (no step is larger than
+ * GC_ONEBIT_STAGE_NUMEL) and not begin again at 0. */
+#define GC_MAX_NUMEL 0xFFFFF000u
+
 enum {
     GC_BLOCK_NUMEL = 512,      /* sums are float64 over blocks of this many elements, counted from the group's start */
     GC_SUM_LANES = 16,         /* inside a block element i is added to lane i % 16 in order of i; then, for k = 8, 4, 2,
@@ -67,7 +72,7 @@ typedef struct {
     uint64_t scales;      /* first scale from the payload's start (bytes) */
     uint64_t block;       /* first entry in the block table (gc_block_sums alone) */
     uint32_t start;       /* first element within the parameter; a multiple of 8 */
-    uint32_t numel;       /* elements; start + numel < 2^32 */
+    uint32_t numel;       /* elements, at most GC_MAX_NUMEL; start + numel < 2^32 */
     uint32_t group_numel; /* >= 1 */
     uint32_t parameter;   /* position of the parameter, for the random counter */
 } gc_segment;

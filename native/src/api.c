@@ -19,8 +19,7 @@ static gc_status run_encode(gc_encode_kernel *kernel, gc_encode_job *job, const 
         if (segments[s].numel)
             kernel(job, &segments[s]);
     gc_leave_float_environment(saved);
-    if (job->nonfinite)
-        *nonfinite = 1;
+    gc_report(nonfinite, job->nonfinite);
     return GC_OK;
 }
 
@@ -37,8 +36,7 @@ static gc_status run_decode(gc_decode_kernel *kernel, gc_decode_job *job, const 
         if (segments[s].numel)
             kernel(job, &segments[s]);
     gc_leave_float_environment(saved);
-    if (job->nonfinite)
-        *nonfinite = 1;
+    gc_report(nonfinite, job->nonfinite);
     return GC_OK;
 }
 

@@ -9,6 +9,18 @@ enum { GC_MAX_PAYLOADS = 32767 };
 GC_INLINE int gc_is_source_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16 || dtype == GC_F16; }
 GC_INLINE int gc_is_value_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16; }
 
+/* Set the caller's flag, which the threads that share out one tensor share too. */
+GC_INLINE void gc_report(uint32_t *nonfinite, uint32_t found)
+{
+    if (!found)
+        return;
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(nonfinite, 1u, __ATOMIC_RELAXED);
+#else
+    *(volatile uint32_t *)nonfinite = 1;
+#endif
+}
+
 /* 1 when the segments are well-formed; *has_elements tells whether they hold any element. */
 GC_INLINE int gc_segments_ok(const gc_segment *segments, size_t segment_count, int *has_elements)
 {
@@ -17,7 +29,8 @@ GC_INLINE int gc_segments_ok(const gc_segment *segments, size_t segment_count, i
         return 0;
     for (size_t s = 0; s < segment_count; s++) {
         const gc_segment *segment = &segments[s];
-        if (segment->start % 8 || segment->group_numel == 0 || segment->numel > UINT32_MAX - segment->start)
+        if (segment->start % 8 || segment->group_numel == 0 || segment->numel > GC_MAX_NUMEL ||
+            segment->numel > UINT32_MAX - segment->start)
             return 0;
         *has_elements |= segment->numel != 0;
     }

@@ -167,8 +167,7 @@ gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, s
             update_from_payloads(&job, &form, segment, target, rule);
     }
     gc_leave_float_environment(saved);
-    if (job.nonfinite)
-        *nonfinite = 1;
+    gc_report(nonfinite, job.nonfinite);
     return GC_OK;
 }
 

@@ -20,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from gradcomp.reference import codec as ref
+from gradcomp.reference import payload as ref_payload
 
 HERE = Path(__file__).parent
 NAMES = ("rng", "crc32c", "ternary", "onebit", "identity", "lanes")
@@ -44,7 +45,7 @@ def hexed(array: Any) -> str:
 
 def crc(array: Any) -> int:
     """Return the CRC-32C of an array's bytes."""
-    return ref.crc32c(np.ascontiguousarray(array).tobytes())
+    return ref_payload.crc32c(np.ascontiguousarray(array).tobytes())
 
 
 def make_inputs() -> dict[str, Any]:
@@ -107,7 +108,7 @@ def build_rng() -> Case:
 def build_crc32c() -> Case:
     data = [bytes((i * 7 + 3) % 256 for i in range(n)) for n in LENGTHS]
     data += [b"123456789", bytes(32), b"\xff" * 32, bytes(range(32)), bytes(range(31, -1, -1))]
-    return {"cases": [{"data": d.hex(), "crc": ref.crc32c(d)} for d in data]}
+    return {"cases": [{"data": d.hex(), "crc": ref_payload.crc32c(d)} for d in data]}
 
 
 def build_ternary() -> Case:
@@ -131,8 +132,8 @@ def build_ternary() -> Case:
             scales = np.frombuffer(bytes.fromhex(case["scales"]), "<f4")
         else:
             scales = ref.ternary_scales(x, ref.Piece(len(x), case["group_numel"]), case["clip_sigma"])
-        payload = ref.encode_ternary(x, scales, case["group_numel"], key_of(case))
-        case.update(payload=payload.hex(), decoded_crc=crc(ref.decode(payload)))
+        payload = ref_payload.encode_ternary(x, scales, case["group_numel"], key_of(case))
+        case.update(payload=payload.hex(), decoded_crc=crc(ref_payload.decode(payload)))
     pieces = [
         cut("normal_f32", 5, n, start=start, group_numel=group, key=KEY)
         for start, n, group in ((8, 130, 64), (600, 100, 200), (4000, 96, 32), (2**32 - 136, 135, 1000), (24, 17, 25))
@@ -157,20 +158,28 @@ def build_onebit() -> Case:
             cases.append(cut(name, group_numel=group, residual=residual, key=KEY))
     for case in cases:
         residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
-        payload, left = ref.encode_onebit(take(case), residual, case["group_numel"], key_of(case))
-        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref.decode(payload)))
+        payload, left = ref_payload.encode_onebit(take(case), residual, case["group_numel"], key_of(case))
+        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
     return {"payloads": cases}
 
 
 def build_identity() -> Case:
-    cases = [cut("normal_f32", 0, n, codec=c, key=KEY) for n in LENGTHS[:16] for c in (ref.IDENTITY, ref.BF16_VALUES)]
-    for name, codec in itertools.product(("normal_bf16", "normal_f16"), (ref.IDENTITY, ref.BF16_VALUES)):
+    cases = [
+        cut("normal_f32", 0, n, codec=c, key=KEY)
+        for n in LENGTHS[:16]
+        for c in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
+    ]
+    for name, codec in itertools.product(
+        ("normal_bf16", "normal_f16"), (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
+    ):
         cases += [cut(name, 2, n, codec=codec, key=KEY) for n in (1, 9, 65)]
-    cases += [cut("special_f32", codec=codec, key=KEY) for codec in (ref.IDENTITY, ref.BF16_VALUES)]
-    cases += [cut("with_inf_f32", 60, 10, codec=codec, key=KEY) for codec in (ref.IDENTITY, ref.BF16_VALUES)]
+    cases += [cut("special_f32", codec=codec, key=KEY) for codec in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)]
+    cases += [
+        cut("with_inf_f32", 60, 10, codec=codec, key=KEY) for codec in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
+    ]
     for case in cases:
-        payload = ref.encode_values(take(case), case["codec"], key_of(case))
-        case.update(payload=payload.hex(), decoded_crc=crc(ref.decode(payload)))
+        payload = ref_payload.encode_values(take(case), case["codec"], key_of(case))
+        case.update(payload=payload.hex(), decoded_crc=crc(ref_payload.decode(payload)))
     return {"payloads": cases}
 
 
@@ -181,11 +190,11 @@ def build_lanes() -> Case:
     for world, n in shapes:
         scales = ref.ternary_scales(INPUTS["normal_f32"][:n], ref.Piece(n, 64), -1.0)
         keys = [ref.Key(rank=rank, step=9, seed=5) for rank in range(world)]
-        parts = [ref.encode_ternary(INPUTS["normal_f32"][k.rank :][:n], scales, 64, k) for k in keys]
-        payload = ref.encode_lanes(parts, ref.Key(step=9, stream=1))
+        parts = [ref_payload.encode_ternary(INPUTS["normal_f32"][k.rank :][:n], scales, 64, k) for k in keys]
+        payload = ref_payload.encode_lanes(parts, ref.Key(step=9, stream=1))
         codes = b"".join(part[32 + 4 * len(scales) :] for part in parts)
         cases.append({"world_size": world, "numel": n, "group_numel": 64, "scales": hexed(scales)})
-        cases[-1].update(codes=codes.hex(), payload=payload.hex(), decoded=hexed(ref.decode(payload, world)))
+        cases[-1].update(codes=codes.hex(), payload=payload.hex(), decoded=hexed(ref_payload.decode(payload, world)))
     return {"payloads": cases}
 
 
@@ -195,7 +204,7 @@ def build(name: str) -> Case:
     used = {case[field] for case in content.get("payloads", []) for field in ("input", "residual") if case.get(field)}
     used |= {case["input"] for case in content.get("pieces", [])}
     inputs = {n: {"dtype": a.dtype.name, "data": hexed(a)} for n, a in INPUTS.items() if n in used}
-    about = f"frozen vectors of wire format {ref.VERSION}; tests/vectors/generate.py says how to read them"
+    about = f"frozen vectors of wire format {ref_payload.VERSION}; tests/vectors/generate.py says how to read them"
     result: Case = json.loads(json.dumps({"about": about, "inputs": inputs, **content}))
     return result
 

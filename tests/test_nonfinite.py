@@ -1,0 +1,138 @@
+"""Values that are not finite, or nearly so: no way for them into weights, packed or decoded, flagged or not."""
+
+import numpy as np
+import pytest
+import torch
+from _ranks import run_local
+
+from gradcomp import CorruptPayload, Identity, OneBit, PeerLost, Ternary
+from gradcomp.exchange.bucket import BucketExchange, run_stages
+from gradcomp.exchange.sizing import BucketPlan, Strategy
+from gradcomp.exchange.stats import Stats
+from gradcomp.payload.pieces import Slot
+
+SCATTER = {"identity": "fp32", "onebit": "requantize", "bf16": "bf16", "ternary": "exact"}
+
+
+def exchange_of(comm, codec, slots, strategy, dtype=torch.float32, keeps_packed=True):
+    plan = BucketPlan(codec, slots, strategy, comm.world_size, comm.rank)
+    return BucketExchange(plan, comm, dtype, Stats(), timeout_s=10, keeps_packed=keeps_packed)
+
+
+def averaged(comm, codec, values, strategy, dtype=torch.float32, keeps_packed=True):
+    """Exchange one bucket; return (flagged, kept packed, the averages as float32)."""
+    slots = [Slot(0, 512, codec.group_numel((512,)), True, 0), Slot(1, 64, 64, False, 512)]
+    exchange = exchange_of(comm, codec, slots, strategy, dtype, keeps_packed)
+    bucket = torch.tensor(values[comm.rank] if isinstance(values, list) else values).expand(576).to(dtype).contiguous()
+    run_stages(exchange, bucket, 0)
+    flagged, kept = exchange.flagged, exchange.averages is not None
+    exchange.unpack()
+    return flagged, kept, bucket.float()
+
+
+# ---- finite values whose sum overflows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", [Identity(), OneBit()], ids=lambda c: c.name)
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+def test_a_packed_sum_overflows_exactly_where_a_decoded_one_does(world, codec, dtype):
+    """At 5 and 8 ranks each payload was small enough, their sum was not: Inf went into weights, and nothing was flagged."""
+    strategy = Strategy("all_gather")
+    for flagged, kept, packed in run_local(world, averaged, codec, 8e37, strategy, dtype):
+        assert flagged == (world > 4)  # the sum reaches 3.4e38
+        assert flagged or torch.isfinite(packed).all()
+        assert not (flagged and kept)
+    plain = run_local(world, averaged, codec, 8e37, strategy, dtype, False)
+    assert [flagged for flagged, _, _ in plain] == [world > 4] * world
+
+
+def around(bound, world):
+    """Return values of all ranks whose sum is the last float32 below `bound`, and values whose sum is `bound`."""
+    share = np.float32(bound / world)
+    return [[float(np.nextafter(share, np.float32(0)))] + [float(share)] * (world - 1), [float(share)] * world]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_averages_stay_packed_up_to_the_bound_and_not_at_it(world):
+    """2**127 for the sum over ranks, whatever their number: at 2**128 it would overflow."""
+    for values, keeps in zip(around(2.0**127, world), (True, False), strict=True):
+        for flagged, kept, average in run_local(world, averaged, Identity(), values, Strategy("all_gather")):
+            assert (flagged, kept) == (False, keeps)
+            assert torch.isfinite(average).all()
+
+
+@pytest.mark.parametrize("name", SCATTER)
+def test_owners_means_are_bounded_one_by_one(name):
+    """Of a reduce_scatter each average arrives as one payload, so eight large ones are no reason to unpack."""
+    codec = {"identity": Identity(), "onebit": OneBit(), "bf16": OneBit(second_phase="bf16"), "ternary": Ternary()}[
+        name
+    ]
+    strategy = Strategy("reduce_scatter", SCATTER[name])
+    for flagged, kept, average in run_local(3, averaged, codec, 2e37, strategy):
+        assert (flagged, kept) == (False, True)
+        assert torch.isfinite(average).all()
+
+
+# ---- a peer that sends NaN and does not say so -----------------------------------------------------------------------------
+
+
+def unflagged(comm, codec, value, strategy, keeps_packed, hides):
+    """Rank 1's encoder hides from its header that `value` stands among its plain values."""
+    codec = type(codec)(**codec.options())
+    if comm.rank == 1:
+        encode = codec.encode_body
+
+        def encode_and_hide(src, dtype, layout, payload, key, old=0, new=0):
+            encode(src, dtype, layout, payload, key, old, new)
+            return False
+
+        codec.encode_body = encode_and_hide
+    slots = [Slot(0, 512, codec.group_numel((512,)), True, 0), Slot(1, 64, 64, False, 512)]
+    exchange = exchange_of(comm, codec, slots, strategy, keeps_packed=keeps_packed)
+    bucket = torch.ones(576)
+    bucket[512 + hides] = value if comm.rank == 1 else 1.0
+    try:
+        run_stages(exchange, bucket, 0)
+    except CorruptPayload as error:
+        return error.check, "rank 1" in error.detail, exchange.averages is None
+    return exchange.flagged, exchange.averages, bucket
+
+
+@pytest.mark.parametrize("keeps_packed", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("codec", [Identity(), OneBit(error_feedback=False), Ternary()], ids=lambda c: c.name)
+def test_a_plain_nan_without_a_flag_is_corrupt(codec, value, keeps_packed):
+    """max(x, nan) is x, so a NaN passed for a small value: the packed bucket was kept, and weights became NaN."""
+    results = run_local(2, unflagged, codec, value, Strategy("all_gather"), keeps_packed, 3)
+    assert results == [("value", True, True)] * 2
+
+
+@pytest.mark.parametrize("second", ["fp32", "exact"])
+def test_an_owner_refuses_a_plain_nan_without_a_flag(second):
+    """Rank 0 owns the first half of every tensor; it must not hand the NaN on as a mean."""
+
+    def work(comm):
+        codec = Identity() if second == "fp32" else Ternary()
+        try:
+            return unflagged(comm, codec, float("nan"), Strategy("reduce_scatter", second), True, 3)
+        except PeerLost:
+            return "lost"
+        finally:
+            comm.abort()
+
+    assert run_local(2, work) == [("value", True, True), "lost"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_decode_refuses_a_value_that_no_flag_announces(value):
+    from gradcomp.payload import wire
+
+    codec = Identity()
+    payload = codec.encode(torch.ones(100))
+    data = payload.numpy()
+    data[32:].view("<f4")[99] = value
+    wire.seal(data, wire.parse(codec.encode(torch.ones(100)).numpy()))
+    with pytest.raises(CorruptPayload, match="non-finite flag") as error:
+        codec.decode(payload)
+    assert error.value.check == "value"
