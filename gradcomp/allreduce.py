@@ -16,6 +16,7 @@ from gradcomp.exchange.sizing import EXCHANGES, Strategy, choose
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.residuals import Feedback
 from gradcomp.payload import fingerprint, wire
+from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.pieces import Slot
 from gradcomp.payload.rng import check_uint32
 
@@ -45,7 +46,7 @@ def all_reduce(
     Collective: every rank calls it with a tensor of the same shape and dtype and the same other arguments.
 
     Args:
-        tensor: any shape, float32, bfloat16 or float16, contiguous, CPU; overwritten by the average.
+        tensor: any shape, float32, bfloat16 or float16, CPU, filling its memory in any order of dimensions; overwritten by the average.
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None.
         key: tells tensors apart: it takes the place of the parameter's position in random numbers and feedback.
@@ -63,7 +64,8 @@ def all_reduce(
         ValueError: an argument out of its range.
         PeerMismatch, PeerLost, CorruptPayload: as they say.
     """
-    check_tensor(tensor, "tensor")
+    order = storage_order(tensor.shape, tensor.stride())
+    check_tensor(tensor, "tensor", contiguous=not order)
     codec = resolve(codec)
     check_uint32("key", key)
     if feedback is not None and not codec.error_feedback:
@@ -82,7 +84,7 @@ def all_reduce(
     if comm.world_size == 1:
         choose(codec, 1, exchange)
         return tensor
-    place = (tensor.shape, tensor.dtype, repr(codec), exchange, feedback)
+    place = (tensor.shape, order, tensor.dtype, repr(codec), exchange, feedback)
     found = call.exchanges.get(place)
     if found is None:
         route = make_route(codec, comm, exchange)
@@ -94,7 +96,7 @@ def all_reduce(
     found.timeout_s = timeout_s
     if feedback is not None:
         feedback.begin_step()
-    run_stages(found, tensor.view(-1), now)
+    run_stages(found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now)
     return tensor
 
 
@@ -104,7 +106,7 @@ def _make_exchange(route: Route, tensor: Tensor, codec: Codec, key: int, feedbac
     if feedback is not None and route.strategy.second_phase == "requantize":
         owner = feedback.owned(route.owner_numel)
     offset = feedback.offset(key) if feedback is not None else 0
-    slot = Slot(key, tensor.numel(), codec.group_numel(tuple(tensor.shape)), True, 0, offset)
+    slot = Slot(key, tensor.numel(), codec.group_numel(storage_shape(tensor)), True, 0, offset)
     plan = route.plan([slot], codec, {key: owner.offset(key)} if owner is not None else None)
     return route.exchange(plan, tensor.dtype, Stats(), feedback=feedback, owner_feedback=owner, seed=codec.seed)
 
@@ -128,7 +130,7 @@ def _agree(
         second_phase=strategy.second_phase,
         dtype=tensor.dtype,
         numel=tensor.numel(),
-        layout=(key, tuple(tensor.shape)),
+        layout=(key, tuple(tensor.shape), storage_order(tensor.shape, tensor.stride())),
         step=step,
         world_size=comm.world_size,
     )

@@ -4,6 +4,7 @@ Annotations here are real classes, since DDP inspects those of a hook: no postpo
 """
 
 import logging
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +16,12 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.engine.controls import Controls
-from gradcomp.engine.engine import Engine
+from gradcomp.engine.engine import Engine, Members
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.fused import FusedGradients, replicated, state_digest, why_not_fused
+from gradcomp.payload.order import storage_order, storage_view
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,9 +59,10 @@ class CompressionState(Controls):
         _check_dtypes(model)
         options = Options.of(options, **changes)
         named = list(model.module.named_parameters())
-        self._index = {parameter: number for number, (_, parameter) in enumerate(named)}
+        self._known = {id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)}
+        self._places: set[Members] = set()  # bucket layouts that have been looked at
         if optimizer is not None:
-            _check_optimizer(optimizer, self._index)
+            _check_optimizer(optimizer, self._known)
         timeout_s = options.timeout_s or Communicator.timeout_s
         own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=timeout_s)
         try:
@@ -166,16 +169,45 @@ class CompressionState(Controls):
         for exchange, _ in self._engine.submitted:
             exchange.unpack()
 
-    def _place(self, bucket: dist.GradBucket) -> tuple[tuple[int, int], ...]:  # type: ignore[name-defined]
+    def _place(self, bucket: dist.GradBucket) -> Members:  # type: ignore[name-defined]
         """Return (parameter position, offset) of every tensor in the bucket."""
-        parameters = bucket.parameters()
-        members, offset = [], 0
-        for parameter in parameters:
-            if parameter not in self._index:
+        entries, offset = [], 0
+        for parameter in bucket.parameters():
+            known = self._known.get(id(parameter))
+            if known is None:
                 raise GradcompError("DDP passed a parameter that was not in the model when gradcomp was registered")
-            members.append((self._index[parameter], offset))
-            offset += parameter.numel()
-        return tuple(members)
+            position, numel, stride = known
+            if parameter.stride() != stride and storage_order(
+                parameter.shape, parameter.stride()
+            ) != self._engine.orders.get(position, ()):
+                raise self._converted(position, "gradcomp was registered")
+            entries.append((position, offset))
+            offset += numel
+        members = tuple(entries)
+        if self._engine.orders and members not in self._places:
+            self._check_orders(bucket.buffer(), members)
+            self._places.add(members)
+        return members
+
+    def _check_orders(self, buffer: Tensor, members: Members) -> None:
+        """Raise GradcompError where gradients lie in DDP's bucket otherwise than parameters lie in memory.
+
+        Its first buckets are laid out when it is made, and it does not tell how.
+        """
+        for position, offset in members:
+            parameter = self._engine.named[position][1]
+            grad = parameter.grad
+            if position not in self._engine.orders or grad is None or grad.layout != torch.strided:
+                continue
+            view = storage_view(buffer[offset : offset + parameter.numel()], parameter)
+            if not torch.allclose(view, grad, rtol=0.0, atol=0.0, equal_nan=True):
+                raise self._converted(position, "DistributedDataParallel was made")
+
+    def _converted(self, position: int, since: str) -> GradcompError:
+        return GradcompError(
+            f"parameter {self._engine.named[position][0]!r} has another memory format than when {since}: convert the "
+            "model, for example .to(memory_format=torch.channels_last), before wrapping and registering it"
+        )
 
     def _raise_if_failed(self, module: nn.Module, inputs: Any) -> None:
         if self._detached:
@@ -256,8 +288,8 @@ def _check_dtypes(model: nn.parallel.DistributedDataParallel) -> None:
             )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, known: dict[Any, int]) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, known: Container[int]) -> None:
     """Raise ValueError if an optimizer updates none of the model's parameters."""
     updated = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(p in known for p in updated):
+    if not any(id(p) in known for p in updated):
         raise ValueError("optimizer updates no parameter of this model; pass the optimizer that trains it")

@@ -288,19 +288,19 @@ class Codec(ABC):
             raise ValueError(f"residual holds {residual.numel()} elements, the tensor {numel}")
 
 
-def check_memory(tensor: Tensor, name: str) -> None:
-    """Raise UnsupportedTensor unless `tensor` is dense, contiguous and on the CPU."""
+def check_memory(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
+    """Raise UnsupportedTensor unless `tensor` is dense, on the CPU and, where asked for, contiguous."""
     if tensor.layout != torch.strided:
         raise UnsupportedTensor(f"{name} is {tensor.layout}; gradcomp takes dense tensors")
     if tensor.device.type != "cpu":
         raise UnsupportedTensor(f"{name} is on {tensor.device}: not supported yet, gradcomp takes CPU tensors")
-    if not tensor.is_contiguous():
+    if contiguous and not tensor.is_contiguous():
         raise UnsupportedTensor(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first")
 
 
-def check_tensor(tensor: Tensor, name: str) -> None:
-    """Raise UnsupportedTensor unless `tensor` is something a codec can encode."""
-    check_memory(tensor, name)
+def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
+    """Raise UnsupportedTensor unless `tensor` is something a codec can encode, or could after a copy through its strides."""
+    check_memory(tensor, name, contiguous=contiguous)
     if tensor.dtype not in native.DTYPES:
         raise UnsupportedTensor(f"{name} is {tensor.dtype}; gradcomp takes float32, bfloat16 and float16")
     if tensor.numel() > MAX_NUMEL:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradcomp.codecs.base import check_tensor
 from gradcomp.errors import UnsupportedTensor
+from gradcomp.payload.order import storage_view
 from gradcomp.payload.parameters import assign_buckets
 
 
@@ -44,7 +45,7 @@ def check_gradient(name: str, parameter: Tensor) -> None:
         found = getattr(grad, "placements", "nowhere (a plain tensor)")
         raise UnsupportedTensor(f"gradient of {name!r} is placed {found}, its parameter {placements}")
     local = grad.to_local() if placements is not None else grad
-    check_tensor(local if local.layout != torch.strided else local.contiguous(), "gradient")
+    check_tensor(local, "gradient", contiguous=False)
     if grad.dtype != parameter.dtype:
         raise UnsupportedTensor(f"gradient is {grad.dtype}, its parameter {parameter.dtype}")
 
@@ -65,7 +66,7 @@ class Bucket:
         parts = [local_part(p) for p in self._parameters]
         numels = [p.numel() for p in parts]
         self.flat = torch.zeros(sum(numels), dtype=self._parameters[0].dtype)
-        self._views = [v.view(p.shape) for v, p in zip(torch.split(self.flat, numels), parts, strict=True)]
+        self._views = [storage_view(v, p) for v, p in zip(torch.split(self.flat, numels), parts, strict=True)]
         offsets = [sum(numels[:i]) for i in range(len(numels))]
         self.members = tuple((index, offset) for (index, _), offset in zip(parameters, offsets, strict=True))
 

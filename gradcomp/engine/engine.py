@@ -30,6 +30,7 @@ from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import keep_states
 from gradcomp.payload import fingerprint, wire
 from gradcomp.payload.layout import layout_digest
+from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters
 from gradcomp.payload.pieces import Slot
 
@@ -49,6 +50,7 @@ class Engine:
     Attributes:
         keeps_packed: leave averages packed in the exchanges (`submitted`) where that is safe. To be set before the first
             bucket.
+        orders: `storage_order` of the parameters whose elements do not lie row-major, by position.
         shards: which part of a sharded parameter this rank holds, by position; it must be the same on every rank.
         timeout_s: longest wait for a peer, in seconds.
         submitted: exchange and members of every bucket of the last step.
@@ -69,22 +71,20 @@ class Engine:
         comm.check_overlap()
         for name, parameter in named:
             if parameter.requires_grad:
-                check_tensor(parameter.detach(), f"parameter {name!r}")
+                check_tensor(parameter.detach(), f"parameter {name!r}", contiguous=False)
         self.named = list(named)
-        shapes = [(name, tuple(p.shape)) for name, p in named]
+        shapes = [(name, storage_shape(p)) for name, p in named]
+        self.orders = {i: order for i, (_, p) in enumerate(named) if (order := storage_order(p.shape, p.stride()))}
         self.parameters = describe_parameters(shapes, self.codec.group_numel, options.min_numel, options.exclude)
         self.stats = Stats()
-        self.step = 0
+        self.step = self._step_numel = 0
         self._loss_scale, self._scale = options.loss_scale, 1.0
         self._exchanges: dict[tuple[Any, ...], Exchange] = {}
-        self._open = False
-        self.keeps_packed = False
+        self._open = self._layouts_changed = self.keeps_packed = False
         self.shards: Mapping[int, object] = {}
         self.submitted: list[tuple[Exchange, Members]] = []
         self.replicated: Callable[[], list[tuple[str, Tensor]]] = list
         self._first_submit = self._last_done = 0.0
-        self._layouts_changed = False
-        self._step_numel = 0
         self._plain = Identity()
         transform = options.transform
         self.route = make_route(self.codec, comm, options.exchange, options.nodes, self.timeout_s, transform)
@@ -286,6 +286,7 @@ class Engine:
             "transform": repr(self.options.transform),
             "strategy": str(self.strategy),
             "nodes": repr(self.route.nodes),
+            "memory_order": repr({self.parameters[i].name: order for i, order in self.orders.items()} or None),
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
         }
@@ -370,7 +371,8 @@ class Engine:
             self._layouts_changed = False
 
     def _fingerprint(self, slots: list[Slot], buffer: Tensor) -> list[int]:
-        shards = [(self.parameters[s.index].shape, self.shards.get(s.index)) for s in slots]
+        shapes, orders = [self.parameters[s.index].shape for s in slots], [self.orders.get(s.index) for s in slots]
+        shards = list(zip(shapes, orders, (self.shards.get(s.index) for s in slots), strict=True))
         return fingerprint.record(
             wire_version=wire.VERSION,
             codec=self.codec.name,

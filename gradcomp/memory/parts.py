@@ -94,6 +94,11 @@ def check_origin(state: Mapping[str, Any], wanted: Mapping[str, object]) -> None
     """Raise ValueError unless a state has the `wanted` values, and was made by a `state_dict` at all."""
     read_numbers(state)
     for key, value in wanted.items():
+        if key == "memory_order" and state.get(key, "None") != value:
+            raise ValueError(
+                f"this state has residuals in memory order {state.get(key)}, this model {value}: give it the memory format "
+                "(channels_last, say) that it had"
+            )
         if state.get(key, "None") != value:
             raise ValueError(
                 f"this state has {key} {state.get(key)!r}, {value!r} expected: residuals belong to one rank (for another "

@@ -64,7 +64,7 @@ def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
         raise ValueError(
             f"states of ranks {ranks}{of}; one of every rank of the old run is needed, and none of another run's files"
         )
-    for key in ("version", "codec", "strategy", "nodes", "world_size", "step", "loss_scale", "transform"):
+    for key in ("version", "codec", "strategy", "nodes", "world_size", "step", "loss_scale", "transform", "memory_order"):
         found = {repr(state.get(key)) for state in old}
         if len(found) > 1:
             raise ValueError(f"these states are not of one run: {key} is {' and '.join(sorted(found))}")

@@ -20,6 +20,7 @@ from gradcomp.errors import GradcompError
 from gradcomp.exchange.averages import Averages
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.entries import PLACEHOLDER
+from gradcomp.payload.order import storage_view
 
 
 def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
@@ -134,7 +135,7 @@ class FusedGradients:
             flat = torch.empty(sum(p.numel() for p, _ in named), dtype=self._placeholders[waiting[0][0]][0].dtype)
             averages.decode(flat.data_ptr())
             for p, offset in waiting:
-                p.grad = flat[offset : offset + p.numel()].view(p.shape)
+                p.grad = storage_view(flat[offset : offset + p.numel()], p)
                 del self._placeholders[p]
 
     def close(self) -> None:
