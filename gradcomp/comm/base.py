@@ -8,6 +8,8 @@ channel, which is why overlapped exchanges cannot deadlock (docs/explanation/ove
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from enum import IntEnum
@@ -18,11 +20,12 @@ from torch import Tensor
 
 
 class Channel(IntEnum):
-    """One ordered lane for each collective of an exchange."""
+    """One ordered lane for each collective of an exchange, and one for all that ranks agree on beside exchanges."""
 
     SCALE = 0
     FIRST = 1
     SECOND = 2
+    CONTROL = 3
 
 
 class RankGone(ConnectionError):
@@ -142,10 +145,21 @@ class Communicator(ABC):
     def close(self) -> None:
         """Give back what the communicator holds. Closing twice is harmless."""
 
-    def all_gather_bytes(self, data: bytes, timeout_s: float, channel: Channel = Channel.SCALE) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes, timeout_s: float, channel: Channel = Channel.CONTROL) -> list[bytes]:
         """Return every rank's `data` (of the same length everywhere), waiting for it."""
         send = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         recv = torch.empty(self.world_size * len(data), dtype=torch.uint8)
         self.start_all_gather(send, recv, channel).wait(timeout_s)
         whole = recv.numpy().tobytes()
         return [whole[i : i + len(data)] for i in range(0, len(whole), len(data))]
+
+    def identity(self, timeout_s: float) -> bytes:
+        """Return 16 bytes that the ranks of this communicator, and no others, have in common. Collective at first.
+
+        Raises:
+            TimeoutError, ConnectionError: as `Work.wait`.
+        """
+        if "identity" not in self.kept:
+            drawn = self.all_gather_bytes(secrets.token_bytes(16), timeout_s)
+            self.kept["identity"] = hashlib.blake2b(b"".join(drawn), digest_size=16).digest()
+        return bytes(self.kept["identity"])

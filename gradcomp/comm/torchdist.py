@@ -8,9 +8,13 @@ torch cannot make a group again under the name of a destroyed one (it connects t
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import struct
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +25,8 @@ from torch import Tensor
 
 from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.comm.mailbox import Mailbox
+from gradcomp.comm.meeting import meet, setup_timeout_s
+from gradcomp.comm.torch_private import store_at
 from gradcomp.errors import PeerLost
 
 
@@ -125,6 +131,7 @@ class TorchCommunicator(Communicator):
         self.world_size = dist.get_world_size(parent)
         self._parent = parent
         self.timeout_s = timeout_s
+        self.members = tuple(dist.get_process_group_ranks(parent))  # their ranks in the default group
         self._mailbox: Mailbox | None = None
         self._groups: _Groups | None = _take(parent, timeout_s)
 
@@ -218,3 +225,56 @@ def default_communicator() -> TorchCommunicator:
     if _default is None or _default[0] is not world or world is None:
         _default = (world, TorchCommunicator())
     return _default[1]
+
+
+_RANK = struct.Struct("<IIB")  # rank, world size, whether the communicator is made of the process group
+_lives = itertools.count()
+_places: weakref.WeakKeyDictionary[Any, tuple[int, Counter[Any]]] = weakref.WeakKeyDictionary()  # by default group
+
+
+def _meet(members: tuple[int, ...], mine: bytes, timeout_s: float, what: str) -> list[bytes]:
+    """Meet the ranks `members` of the default group: each rank's k-th meeting of these members for this purpose."""
+    life, places = _places.setdefault(dist.group.WORLD, (next(_lives), Counter()))  # stores may outlive their groups
+    places[members, what] += 1
+    name = "_".join(map(str, members))
+    digest = hashlib.blake2b(f"{name}/{what}".encode(), digest_size=16).hexdigest()
+    store = store_at(f"gradcomp/{life}/{digest}/{places[members, what]}")
+    return meet(store, members.index(dist.get_rank()), len(members), mine, timeout_s, what)
+
+
+def same_ranks(comm: Communicator, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0) -> None:
+    """Raise ValueError, on every rank, unless `comm` has the ranks of a process group, numbered alike.
+
+    Collective over the process group. It meets in the store and does not use the group itself.
+
+    Args:
+        comm: any communicator.
+        process_group: the default group when None.
+        timeout_s: seconds to wait for the other ranks; at most those of GRADCOMP_SETUP_TIMEOUT_S.
+
+    Raises:
+        ValueError: another rank or number of ranks in `comm`, on any rank; or ranks of another job.
+        PeerLost: a rank did not call this.
+    """
+    parent = process_group if process_group is not None else dist.group.WORLD
+    members = tuple(dist.get_process_group_ranks(parent))
+    native = isinstance(comm, TorchCommunicator) and comm.members == members
+    seconds, kind = setup_timeout_s(timeout_s), type(comm).__name__
+    mine = _RANK.pack(comm.rank, comm.world_size, native)
+    everyone = [_RANK.unpack(r) for r in _meet(members, mine, seconds, "registered this model")]
+    for rank, (theirs, size, _) in enumerate(everyone):
+        if (theirs, size) != (rank, len(members)):
+            raise ValueError(
+                f"comm has other ranks than the process group: rank {rank} of {len(members)} of the process group is "
+                f"rank {theirs} of {size} of the communicator (here a {kind}); leave comm out, or start the script with "
+                "the launcher of that communicator (mpirun for MpiCommunicator)"
+            )
+    if all(made_of_it for _, _, made_of_it in everyone):
+        return
+    begun = time.monotonic()
+    try:
+        identity = comm.identity(timeout_s)
+    except (TimeoutError, ConnectionError) as error:
+        raise PeerLost("setup", -1, time.monotonic() - begun, str(error)) from error
+    if len(set(_meet(members, identity, seconds, "compared its communicator"))) > 1:
+        raise ValueError(f"comm (here a {kind}) has ranks that the process group does not have: give it the same ranks")

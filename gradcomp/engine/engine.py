@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.codecs.base import check_tensor
-from gradcomp.comm.base import Communicator
+from gradcomp.comm.base import Channel, Communicator
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine import replicas
 from gradcomp.engine.agree import agree, gather
@@ -129,7 +129,7 @@ class Engine:
 
         def first() -> None:
             if new is not None and self.comm.world_size > 1:
-                self._agree(new, number)
+                self._agree(new, number, Channel.SCALE)
             stages[0]()
 
         def last() -> None:
@@ -391,7 +391,7 @@ class Engine:
 
     def agree_on(self, **values: object) -> None:
         """Raise PeerMismatch on every rank unless these fields of the fingerprint are the same on all. Collective."""
-        self._agree(fingerprint.record(wire_version=wire.VERSION, **values), -1)
+        self._agree(fingerprint.record(wire_version=wire.VERSION, **values), -1, Channel.CONTROL)
 
-    def _agree(self, mine: list[int], bucket: int) -> None:
-        self.stats.setup_bytes += agree(self.comm, mine, bucket, self.timeout_s)
+    def _agree(self, mine: list[int], bucket: int, channel: Channel) -> None:
+        self.stats.setup_bytes += agree(self.comm, mine, bucket, self.timeout_s, channel)
