@@ -93,6 +93,18 @@ def test_untouched_rows_stay_exact():
     assert not torch.equal(residual[1], old[1])
 
 
+@pytest.mark.parametrize("scale", ["shared", "own"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_without_deviation_are_kept(tier, dtype, scale):
+    """Rows of one element, and constant gradients, decoded to zeros: such a weight never trained."""
+    thin = torch.randn(4096, 1, generator=torch.Generator().manual_seed(1)).to(dtype)
+    codec = Ternary(group="row", scale=scale)
+    assert torch.equal(codec.decode(codec.encode(thin)), thin.flatten().float())
+    for group, x in ((64, torch.full((640,), -0.1)), ("tensor", torch.full((70_000,), 5.81)), ("tensor", torch.ones(1))):
+        codec, x = Ternary(group=group, scale=scale), x.to(dtype)
+        assert torch.equal(codec.decode(codec.encode(x)), x.float())
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("codec", [Ternary(), OneBit(), OneBit(group="tensor")])
 def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):

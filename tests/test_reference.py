@@ -197,10 +197,28 @@ def test_nonfinite_maximum_wins(bad: float) -> None:
     assert np.isnan(scale) if math.isnan(bad) else np.isinf(scale)
 
 
-def test_group_without_deviation_has_scale_zero() -> None:
-    """A single element has no deviation about its mean: with clipping it decodes to 0."""
-    assert ref.ternary_scales(f32(3), ref.Piece(1, 1)) == f32(0)
-    assert ref.ternary_scales(f32(3), ref.Piece(1, 1), -1.0) == f32(3)
+@pytest.mark.parametrize("sigma", [2.5, 1.0, 0.1, -1.0])
+@pytest.mark.parametrize("value", [3.0, -0.1, 1e-45, 3e38])
+@pytest.mark.parametrize("numel", [1, 2, 64, 5000])
+def test_group_without_deviation_keeps_its_values(numel: int, value: float, sigma: float) -> None:
+    """Equal elements have no deviation about their mean, but for rounding: clipping made them all 0."""
+    x = np.full(numel, value, np.float32)
+    (scale,) = ref.ternary_scales(x, ref.Piece(numel, numel), sigma)
+    assert scale == pytest.approx(abs(x[0]), rel=1e-7)
+    assert scale == abs(x[0]) or sigma < 1
+
+
+def test_clipping_leaves_the_mean_of_one_sided_gradients() -> None:
+    """At mean 5.81 and deviation 0.616 everything was cut to 1.54; a mean below the deviation changes no scale."""
+    x = random_f32(20_000).astype(np.float64)
+    x = (x - x.mean()) / x.std()
+    for mean, off in ((5.81 / 0.616, 0.005), (2.0, 0.02)):
+        y = (x + mean).astype(np.float32)
+        (scale,) = ref.ternary_scales(y, ref.Piece(len(y), len(y)))
+        assert scale == pytest.approx(2.5 + mean - 1, rel=1e-5)
+        assert np.clip(y, -scale, scale).mean() > (1 - off) * mean
+    y = (x - 0.99).astype(np.float32)
+    assert ref.ternary_scales(y, ref.Piece(len(y), len(y))) == pytest.approx(2.5, rel=1e-5)
 
 
 # ---- ternary ---------------------------------------------------------------------------------------------------------

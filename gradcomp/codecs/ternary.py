@@ -1,8 +1,9 @@
 """Ternary codes: sign(x) with probability |x| / S, else 0, in two bits.
 
 Implements Wen, Xu, Yan, Wu, Wang, Chen, Li 2017, "TernGrad", equations 3-5, with gradient clipping (equation 9: at
-clip_sigma standard deviations) and scaler sharing (section 3.2). Deviations: the standard deviation is about the mean;
-scales may be per row or block; the owner's second encoding never clips, since means of ternary values are sparse and
+clip_sigma standard deviations) and scaler sharing (section 3.2). Deviations: where the mean of a group exceeds
+its standard deviation (which equation 9 takes to be that of values about zero) the bound lies further out by what it
+exceeds it, so that groups of equal elements keep their values; scales may be per row or block; the owner's second encoding never clips, since means of ternary values are sparse and
 their standard deviation says nothing about outliers.
 """
 
@@ -29,8 +30,8 @@ class Ternary(Codec):
     """TernGrad: 2 bits a value, unbiased, no residual.
 
     Args:
-        clip_sigma: clip at this many standard deviations before scaling (TernGrad: 2.5); None: do not clip. A group
-            whose elements are all equal (a single element, for instance) has no deviation and clips to zero.
+        clip_sigma: clip at this many standard deviations before scaling (TernGrad: 2.5), further out where a group's
+            mean exceeds its standard deviation; None: do not clip, and be unbiased for the gradient itself.
         scale: "shared": all ranks use the largest rank's scale, so that sums of codes are integers and can be sent
             exactly; costs one small round. "own": each rank its own scale: less variance, no extra round.
         group: what shares a scale: "tensor" (layer-wise), "row", or a block of n elements.

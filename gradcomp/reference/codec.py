@@ -148,16 +148,16 @@ def block_sums(x: Array, piece: Piece) -> Array:
 
 @np.errstate(all="ignore")
 def group_scale(blocks: Array, numel: int, clip_sigma: float) -> np.float32:
-    """Return min(max|x|, clip_sigma * std) of one group from its blocks (Wen et al. 2017, section 3.3).
+    """Return min(max|x|, clip_sigma * std + max(0, |mean| - std)) of one group from its blocks.
 
-    A maximum that is not finite is the scale, so that it wins the scale round; `clip_sigma` <= 0 does not clip.
+    Wen et al. 2017, section 3.3, has clip_sigma * std alone, for gradients whose mean is about zero. A maximum that is not finite is the scale, so that it wins the scale round; `clip_sigma` <= 0 does not clip.
     """
     absmax: np.float32 = blocks["absmax_bits"].max(initial=0).view(np.float32)
     if numel == 0 or clip_sigma <= 0 or not np.isfinite(absmax):
         return absmax
     mean = _ordered_sum(blocks["sum"]) / numel
-    variance = max(0.0, _ordered_sum(blocks["sum_squares"]) / numel - mean * mean)
-    return min(absmax, np.float32(clip_sigma * np.sqrt(variance)))
+    std = np.sqrt(max(0.0, _ordered_sum(blocks["sum_squares"]) / numel - mean * mean))
+    return min(absmax, np.float32(clip_sigma * std + max(0.0, abs(mean) - std)))
 
 
 def ternary_scales(x: Array, piece: Piece, clip_sigma: float = 2.5) -> Floats:

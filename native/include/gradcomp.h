@@ -98,8 +98,9 @@ typedef struct {
 gc_status gc_block_sums(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
                         gc_block *blocks, uint32_t *nonfinite);
 
-/* Ternary scale of each group: min(absmax, (float)(clip_sigma * std)), std = sqrt(max(0, sumsq/n - (sum/n)^2)) in
- * float64 over the group's blocks added in order (from 0.0); clip_sigma <= 0 means no clipping. A group whose absmax is
+/* Ternary scale of each group: min(absmax, (float)(clip_sigma * std + max(0, |mean| - std))), mean = sum/n and std
+ * = sqrt(max(0, sumsq/n - mean^2)) in float64 over the group's blocks added in order (from 0.0); clip_sigma <= 0 means no
+ * clipping. The mean counts as far as it exceeds std, so that a group of equal elements keeps them. A group whose absmax is
  * not finite gives that absmax (as bit pattern), so that it wins the scale round.
  *   group_blocks: group_count + 1 indices into blocks; group_numels: elements of each group (0 gives scale 0). */
 gc_status gc_ternary_scales(const gc_block *blocks, const uint64_t *group_blocks, const uint32_t *group_numels,

@@ -167,6 +167,12 @@ static void test_ternary_scales(void)
     CHECK(bits == 0x7FC00001 && scales[2] == 0 && scales[3] == 0);
     CHECK(gc_ternary_scales(blocks, group_blocks, numels, 4, 0.0, scales) == GC_OK && scales[0] == 3.0f);
     CHECK(gc_ternary_scales(blocks, group_blocks, numels, 4, 9.0, scales) == GC_OK && scales[0] == 3.0f);
+    /* Seven 0.1 have no deviation but for rounding: they are kept. Sum 24, squares 80 of 8: mean 3, deviation 1. */
+    gc_block equal = {7 * (double)0.1f, 7 * (double)0.1f * 0.1f, 0x3DCCCCCD, 0}, above = {24, 80, 0x42000000, 0};
+    uint64_t one[2] = {0, 1};
+    uint32_t seven = 7, eight = 8;
+    CHECK(gc_ternary_scales(&equal, one, &seven, 1, 2.5, scales) == GC_OK && scales[0] == 0.1f);
+    CHECK(gc_ternary_scales(&above, one, &eight, 1, 2.5, scales) == GC_OK && scales[0] == 4.5f);
 }
 
 #if defined(__x86_64__)

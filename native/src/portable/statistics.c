@@ -68,6 +68,7 @@ float gc_ternary_scale_of(const gc_block *blocks, uint64_t block_count, uint32_t
     if (clip_sigma <= 0 || absmax_bits >= GC_INF_BITS)
         return absmax;
     double mean = sum / numel, variance = squares / numel - mean * mean;
-    float clipped = (float)(clip_sigma * sqrt(variance > 0 ? variance : 0));
+    double deviation = sqrt(variance > 0 ? variance : 0), beyond = fabs(mean) - deviation;
+    float clipped = (float)(clip_sigma * deviation + (beyond > 0 ? beyond : 0)); /* of a group without deviation |x| */
     return clipped < absmax ? clipped : absmax;
 }
