@@ -1,11 +1,22 @@
 """Messages from rank to rank over every communicator: order, any source, sizes, and peers that go."""
 
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import socket
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from _ranks import run_local
 
-from gradcomp.comm import RankGone
+from gradcomp import PeerLost
+from gradcomp.comm import RankGone, addresses, handshake
+from gradcomp.comm.mailbox import Mailbox
 
 
 def ping(comm, sizes):
@@ -177,3 +188,185 @@ def nowhere(comm):
 
 def test_a_message_to_nowhere_is_refused(over):
     assert over(2, nowhere) == [[True] * 3] * 2
+
+
+# ---- a mailbox: who may connect -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_left():
+    """Fail unless threads and file descriptors of before are all that is left soon afterwards."""
+
+    def open_now():
+        return len(os.listdir("/proc/self/fd")), {t.name for t in threading.enumerate()}
+
+    before, deadline = open_now(), time.monotonic() + 5
+    yield
+    while open_now() != before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert open_now() == before
+
+
+def boxes(comm, work, change=lambda rank, cards: cards, timeout_s=5.0):
+    """Return work(mailbox, cards) of a rank; `change` sees, and may replace, the cards that it gets."""
+    seen = []
+
+    def share(card):
+        seen.append(change(comm.rank, [json.loads(c) for c in comm.all_gather_bytes(card, 5)]))
+        return [json.dumps(c).encode() for c in seen[-1]]
+
+    box = Mailbox(comm.rank, comm.world_size, share, timeout_s)
+    try:
+        return work(box, seen[-1])
+    finally:
+        comm.all_gather_bytes(b"end", 5)
+        box.close()
+
+
+def greetings(box, cards):
+    if box._post.rank:
+        box.start_send(torch.tensor([box._post.rank], dtype=torch.uint8), 0).wait(5)
+        return cards[0]["address"]
+    return sorted(int(box.receive(5, None, 1)[1]) for _ in range(box._post.world_size - 1))
+
+
+@pytest.mark.parametrize(("interface", "address"), [("", "127.0.0.1"), ("lo", "127.0.0.1"), ("6", "::1")])
+def test_ranks_of_one_host_listen_on_the_loopback_only(monkeypatch, interface, address):
+    if interface == "6":
+        if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+            pytest.skip("no IPv6 here")
+        monkeypatch.setattr(addresses, "LOOPBACKS", ("::1",))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "" if interface == "6" else interface)
+    with nothing_left():
+        assert run_local(3, boxes, greetings) == [[1, 2], address, address]
+
+
+def test_ranks_of_several_hosts_listen_where_the_host_name_leads(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "master")
+    routes = {"here": ["127.0.1.1", "203.0.113.7"], "master": []}
+    monkeypatch.setattr(addresses.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(
+        addresses.socket, "getaddrinfo", lambda host, port, type: [(0, 0, 0, "", (a, 0)) for a in routes[host]]
+    )
+    with pytest.raises(OSError, match=r"'here' resolves to no address.*203.0.113.7: .*set GLOO_SOCKET_IFNAME"):
+        addresses.listen(False, 1)  # not 0.0.0.0, and not the loopback, where nobody would come
+    monkeypatch.setattr(addresses, "_is_public", lambda address: True)
+    with addresses.listen(False, 1) as listener:
+        assert listener.getsockname()[0] == "127.0.1.1"
+
+
+def test_an_interface_that_is_not_there_is_told_to_all_ranks(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
+    with nothing_left():
+        for error in run_local(2, caught):
+            assert "rank 0 cannot listen" in error and "GLOO_SOCKET_IFNAME=none7: no such interface" in error
+
+
+def caught(comm, change=lambda rank, cards: cards, timeout_s=5.0):
+    with pytest.raises(PeerLost) as error:
+        boxes(comm, lambda box, cards: None, change, timeout_s)
+    return str(error.value)
+
+
+def another_key(rank, cards):
+    return [c | {"key": "00" * 32} if rank and "key" in c else c for c in cards]
+
+
+def another_rank(rank, cards):
+    """Rank 2 is told that rank 1 is where rank 0 is, and the other way round."""
+    return [cards[1], cards[0], *cards[2:]] if rank == 2 and "port" in cards[0] else cards
+
+
+@pytest.mark.parametrize(("world", "change"), [(2, another_key), (3, another_rank)])
+def test_a_rank_that_proves_nothing_is_refused(world, change):
+    with nothing_left():
+        *others, last = run_local(world, caught, change, 0.5)
+        assert "somebody else answers there, not rank" in last
+        assert all(f"no connection with ranks [{world - 1}]" in error for error in others)
+
+
+def among_strangers(comm):
+    """Before rank 1 connects to rank 0, three strangers do: silent, asking for a proof, sending what is no greeting."""
+    strangers = []
+
+    def change(rank, cards):
+        if rank == 1 and "port" in cards[0]:
+            there = cards[0]["address"], cards[0]["port"]
+            strangers.extend(socket.create_connection(there, 5) for _ in range(3))
+            strangers[1].sendall(handshake.MAGIC + (1).to_bytes(4, "little") + bytes(16))
+            strangers[2].sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        return cards
+
+    begun = time.monotonic()
+    found = boxes(comm, greetings, change)
+    took = time.monotonic() - begun
+    for stranger in strangers:
+        stranger.settimeout(2)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1000):  # an end, not a timeout
+                pass
+        stranger.close()
+    return found, took < 3
+
+
+def test_strangers_neither_get_in_nor_hold_up_the_ranks():
+    with nothing_left():
+        (got, soon), (_, soon_too) = run_local(2, among_strangers)
+        assert got == [1] and soon and soon_too
+
+
+async def relayed(change):
+    """Return what connector and listener say when `change` alters what the listener answers."""
+    key, ends = bytes(range(32)), asyncio.Queue()
+
+    async def serve(reader, writer):
+        try:
+            await ends.put(await handshake.answer(reader, writer, key, 0, 2))
+        except Exception as error:
+            await ends.put(error)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    try:
+        heard = await change(reader, writer, key)
+    finally:
+        writer.close()
+        server.close()
+    return heard, await asyncio.wait_for(ends.get(), 5)
+
+
+def test_both_ends_prove_themselves_and_no_proof_serves_twice():
+    async def honest(reader, writer, key):
+        await handshake.greet(reader, writer, key, 1, 0)
+
+    async def mirror(reader, writer, key):
+        writer.write(handshake.MAGIC + (1).to_bytes(4, "little") + bytes(16))
+        answer = await reader.readexactly(48)
+        writer.write(answer[16:])
+        return key in answer
+
+    async def wrong_key(reader, writer, key):
+        with pytest.raises(handshake.Stranger):
+            await handshake.greet(reader, writer, bytes(32), 1, 0)
+
+    async def wrong_rank(reader, writer, key):
+        with pytest.raises(handshake.Stranger):
+            await handshake.greet(reader, writer, key, 1, 3)
+
+    async def no_greeting(reader, writer, key):
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+
+    assert asyncio.run(relayed(honest)) == (None, 1)
+    for stranger in (mirror, wrong_key, wrong_rank, no_greeting):
+        heard, end = asyncio.run(relayed(stranger))
+        assert not heard and isinstance(end, (handshake.Stranger, asyncio.IncompleteReadError)), stranger
+    assert isinstance(asyncio.run(relayed(mirror))[1], handshake.Stranger)
+
+
+def test_a_mailbox_that_is_dropped_ends_its_thread():
+    with nothing_left():
+        box = Mailbox(0, 1, lambda card: [card], 5)
+        del box

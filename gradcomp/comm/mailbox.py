@@ -1,7 +1,8 @@
 """Messages from rank to rank over TCP, for transports whose own cannot be given up (a gloo receive cannot be interrupted).
 
-Every rank listens, tells the others where, and connects to the ranks below it. One asyncio loop in a daemon thread moves
-the bytes. A message is its length (u64, little-endian) and its bytes; the bytes are read only when `receive` has room.
+Every rank listens, tells the others where, and connects to the ranks below it; both ends prove who they are. One asyncio
+loop in a daemon thread moves the bytes. A message is its length (u64, little-endian) and its bytes; the bytes are read
+only when `receive` has room.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import hmac
+import functools
 import json
-import os
+import logging
 import secrets
 import socket
 import struct
@@ -25,16 +26,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.comm.addresses import host_identity, listen
 from gradcomp.comm.base import RankGone, Work, no_message, tell_gone, too_long
+from gradcomp.comm.handshake import Stranger, answer, greet
 from gradcomp.errors import PeerLost
 
+logger = logging.getLogger("gradcomp")
+
 CARD_NBYTES = 1024  # what a rank tells about itself, padded
-KEY_NBYTES = 16
+KEY_NBYTES = 32
 PART_NBYTES = 1 << 20
+SPARE_CONNECTIONS = 16  # that may wait beside those of the ranks
 CLOSE_S = 3.0  # longest wait for peers to take what was sent to them
-CONNECT_S = 10.0  # longest wait for one address
+CONNECT_S = 10.0  # longest wait for a connection
+HANDSHAKE_S = 10.0  # longest wait for a stranger's proof
 _LENGTH = struct.Struct("<Q")
-_HELLO = struct.Struct(f"<{KEY_NBYTES}sI")
+
+Share = Callable[[bytes], Sequence[bytes]]
 
 
 @dataclass(eq=False)
@@ -65,24 +73,6 @@ class _Sending(Work):
             raise RankGone(self._to, str(error)) from error
 
 
-def _own_addresses() -> list[str]:
-    """Return where peers may reach this host, the likeliest first."""
-    found = []
-    master = os.environ.get("MASTER_ADDR")
-    for name in [master] if master else []:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((name, 9))  # sends nothing; tells which interface leads there
-                found.append(probe.getsockname()[0])
-        except OSError:
-            pass
-    try:
-        found += socket.gethostbyname_ex(socket.gethostname())[2]
-    except OSError:
-        pass
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
-
-
 class Mailbox:
     """Sends messages to the other ranks and receives theirs.
 
@@ -92,24 +82,16 @@ class Mailbox:
         timeout_s: seconds within which every rank must be connected.
 
     Raises:
-        PeerLost: a rank could not be reached.
+        PeerLost: a rank could not be reached, or is not who it should be.
     """
 
-    def __init__(self, rank: int, world_size: int, share: Callable[[bytes], Sequence[bytes]], timeout_s: float) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._changed = threading.Condition()
-        self._incoming: list[_Incoming] = []
-        self._gone: set[int] = set()
-        self._told: set[int] = set()  # ranks whose end `receive` has reported
-        self._peers: dict[int, asyncio.StreamWriter] = {}
-        self._locks: dict[int, asyncio.Lock] = {}
-        self._key = secrets.token_bytes(KEY_NBYTES)
-        self._key_known = threading.Event()  # that is, the key of rank 0, which all use
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="gradcomp-messages", daemon=True)
-        self._thread.start()
+    def __init__(self, rank: int, world_size: int, share: Share, timeout_s: float) -> None:
+        self._post = _Post(rank, world_size)  # what the loop holds; so that this goes when its user drops it
+        loop = self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=_run, args=(loop,), name="gradcomp-messages", daemon=True)
+        thread.start()
         self._end = weakref.finalize(
-            self, _stop, self._loop, self._thread, self._peers
+            self, _stop, loop, thread, self._post.peers
         )  # at the latest when the interpreter ends
         try:
             self._meet(share, timeout_s)
@@ -119,32 +101,32 @@ class Mailbox:
 
     def start_send(self, message: Tensor, to: int) -> Work:
         """Begin to send ``(n,)`` uint8."""
-        if to in self._gone:
+        if to in self._post.gone:
             raise RankGone(to)
-        return _Sending(asyncio.run_coroutine_threadsafe(self._send(message, to), self._loop), to, message)
+        return _Sending(asyncio.run_coroutine_threadsafe(self._post.send(message, to), self._loop), to, message)
 
     def receive(self, timeout_s: float, source: int | None, max_nbytes: int) -> tuple[int, Tensor]:
         """As `Communicator.receive`."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
+        deadline, post = time.monotonic() + timeout_s, self._post
+        with post.changed:
             while True:
-                for found in [i for i in self._incoming if source in (None, i.sender)]:
+                for found in [i for i in post.incoming if source in (None, i.sender)]:
                     self._accept(found, max_nbytes)
                     if found.arrived and found.message is not None:
-                        self._incoming.remove(found)
+                        post.incoming.remove(found)
                         return found.sender, found.message
-                tell_gone(self._gone, self._told, source)
+                tell_gone(post.gone, post.told, source)
                 left = deadline - time.monotonic()
                 if left <= 0:  # what is on its way goes on arriving, for a later call
                     raise no_message(source)
-                self._changed.wait(left)
+                post.changed.wait(left)
 
     def _accept(self, found: _Incoming, max_nbytes: int) -> None:
         """Let the bytes of a message come, or drop them."""
         if found.message is not None:
             return
         if found.nbytes > max_nbytes:
-            self._incoming.remove(found)
+            self._post.incoming.remove(found)
             self._loop.call_soon_threadsafe(found.room.set_result, None)
             raise too_long(found.sender, found.nbytes, max_nbytes)
         found.message = torch.empty(found.nbytes, dtype=torch.uint8)
@@ -152,75 +134,119 @@ class Mailbox:
 
     def close(self) -> None:
         """Close every connection; peers are told by that. Closing twice is harmless."""
-        self._key_known.set()
         self._end()
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
-
-    def _meet(self, share: Callable[[bytes], Sequence[bytes]], timeout_s: float) -> None:
-        """Connect every two ranks."""
-        server, port = self._do(self._listen())
-        card = {"key": self._key.hex(), "port": port, "host": socket.gethostname(), "addresses": _own_addresses()[:8]}
-        cards = [json.loads(c) for c in share(json.dumps(card).encode().ljust(CARD_NBYTES))]
-        self._key = bytes.fromhex(cards[0]["key"])
-        self._key_known.set()
-        begun = time.monotonic()
-        for peer in range(self.rank):
-            self._do(self._connect(peer, cards[peer], timeout_s))
-        others = set(range(self.world_size)) - {self.rank}
-        with self._changed:
-            if not self._changed.wait_for(lambda: others == self._peers.keys(), timeout_s):
-                missing = sorted(others - self._peers.keys())
-                raise PeerLost("setup", -1, time.monotonic() - begun, f"no connection from ranks {missing}")
-        self._loop.call_soon_threadsafe(server.close)
-
-    def _do(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    async def _listen(self) -> tuple[asyncio.Server, int]:
-        server = await asyncio.start_server(self._greeted, "0.0.0.0", 0, limit=PART_NBYTES)
-        return server, server.sockets[0].getsockname()[1]
-
-    async def _connect(self, peer: int, card: dict[str, Any], timeout_s: float) -> None:
-        """Reach a rank at one of its addresses; the loopback counts only on the same host."""
-        same_host = card["host"] == socket.gethostname()
-        addresses = [a for a in card["addresses"] if same_host or not a.startswith("127.")]
-        failures = []
-        for address in addresses:
-            try:
-                opening = asyncio.open_connection(address, int(card["port"]), limit=PART_NBYTES)
-                reader, writer = await asyncio.wait_for(opening, min(CONNECT_S, timeout_s))
-                writer.write(_HELLO.pack(self._key, self.rank))
-                if hmac.compare_digest(await asyncio.wait_for(reader.readexactly(KEY_NBYTES), CONNECT_S), self._key):
-                    self._greet(peer, reader, writer)
-                    return
-                failures.append(f"{address}: somebody else answers")
-            except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-                failures.append(f"{address}: {error or type(error).__name__}")
-        raise PeerLost("setup", -1, 0.0, f"rank {peer} cannot be reached ({'; '.join(failures)})")
-
-    async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take a connection of a rank above, which proves itself by the key of this group."""
+    def _meet(self, share: Share, timeout_s: float) -> None:
+        """Connect every two ranks, by the key of rank 0."""
+        begun, post, listener = time.monotonic(), self._post, None
+        first = _tell(share, {"host": host_identity(), "key": secrets.token_hex(KEY_NBYTES)})
         try:
-            key, peer = _HELLO.unpack(await asyncio.wait_for(reader.readexactly(_HELLO.size), CONNECT_S))
-        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-            return writer.close()
-        await self._loop.run_in_executor(None, self._key_known.wait, 60)
-        if not hmac.compare_digest(key, self._key) or not self.rank < peer < self.world_size or peer in self._peers:
-            return writer.close()
-        writer.write(self._key)
-        return self._greet(peer, reader, writer)
+            try:
+                listener = listen(len({card["host"] for card in first}) == 1, post.world_size + SPARE_CONNECTIONS)
+                card = dict(zip(("address", "port"), listener.getsockname(), strict=False))
+            except OSError as error:
+                card = {"error": str(error).encode("ascii", "replace").decode()[:800]}
+            cards = _tell(share, card)
+            for rank, theirs in enumerate(cards):
+                if "error" in theirs:
+                    raise PeerLost("setup", -1, 0.0, f"rank {rank} cannot listen for messages: {theirs['error']}")
+            assert listener is not None
+            joining = post.join(listener, cards, bytes.fromhex(first[0]["key"]), timeout_s)
+            asyncio.run_coroutine_threadsafe(joining, self._loop).result()
+        except asyncio.TimeoutError:
+            missing = sorted(set(range(post.world_size)) - {post.rank, *post.peers})
+            raise PeerLost("setup", -1, time.monotonic() - begun, f"no connection with ranks {missing}") from None
+        finally:
+            if listener is not None:
+                listener.close()
 
-    def _greet(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+
+class _Post:
+    """Connections and messages; all but `changed` and what it guards belongs to the loop."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.changed = threading.Condition()
+        self.incoming: list[_Incoming] = []
+        self.gone: set[int] = set()
+        self.told: set[int] = set()  # ranks whose end `receive` has reported
+        self.peers: dict[int, asyncio.StreamWriter] = {}
+        self._locks: dict[int, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # those that read
+        self._strangers: set[asyncio.Task[None]] = set()  # connections that have not proved themselves
+        self._complete = asyncio.Event()
+
+    # ---- connecting --------------------------------------------------------------------------------------------------
+
+    async def join(
+        self, listener: socket.socket, cards: Sequence[dict[str, Any]], key: bytes, timeout_s: float
+    ) -> None:
+        """Return when every two ranks are connected; close what has led to nothing.
+
+        Raises:
+            asyncio.TimeoutError: after `timeout_s`.
+            PeerLost: a rank cannot be reached.
+        """
+        serving = functools.partial(self._answer, key)
+        server = await asyncio.start_server(serving, sock=listener, limit=PART_NBYTES)
+        if self.world_size == 1:
+            self._complete.set()
+        tasks = [asyncio.ensure_future(self._greet(peer, cards[peer], key)) for peer in range(self.rank)]
+        try:
+            await asyncio.wait_for(asyncio.gather(self._complete.wait(), *tasks), timeout_s)
+        finally:
+            server.close()
+            for task in [*tasks, *self._strangers]:
+                task.cancel()
+
+    async def _greet(self, peer: int, card: dict[str, Any], key: bytes) -> None:
+        """Connect to a rank below."""
+        begun, address, port = time.monotonic(), str(card["address"]), int(card["port"])
+        writer = None
+        try:
+            opening = asyncio.open_connection(address, port, limit=PART_NBYTES)
+            reader, writer = await asyncio.wait_for(opening, CONNECT_S)
+            await greet(reader, writer, key, self.rank, peer)
+            self._take(peer, reader, writer)
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
+            told = f"rank {peer} cannot be reached at {address} port {port}: {error or type(error).__name__}"
+            raise PeerLost("setup", -1, time.monotonic() - begun, told) from error
+        finally:
+            if writer is not None and peer not in self.peers:
+                writer.transport.abort()
+
+    async def _answer(self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take the connection of a rank above."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers.add(task)
+        try:
+            peer = await asyncio.wait_for(answer(reader, writer, key, self.rank, self.world_size), HANDSHAKE_S)
+            if peer in self.peers:
+                raise Stranger(f"a second rank {peer}")
+            self._take(peer, reader, writer)
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
+            logger.debug("gradcomp: rank %d sent a connection away: %s", self.rank, error or type(error).__name__)
+        finally:
+            self._strangers.discard(task)
+            if writer not in self.peers.values():
+                writer.transport.abort()
+
+    def _take(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(0)  # so that drain() means: the caller's memory is free
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with self._changed:
-            self._peers[peer], self._locks[peer] = writer, asyncio.Lock()
-            self._changed.notify_all()
-        self._loop.create_task(self._read(peer, reader))
+        self.peers[peer], self._locks[peer] = writer, asyncio.Lock()
+        reading = asyncio.ensure_future(self._read(peer, reader))
+        self._tasks.add(reading)
+        reading.add_done_callback(self._tasks.discard)
+        if len(self.peers) == self.world_size - 1:
+            self._complete.set()
 
-    async def _send(self, message: Tensor, to: int) -> None:
-        writer = self._peers[to]
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    async def send(self, message: Tensor, to: int) -> None:
+        """Send a message; return when its memory is free."""
+        writer = self.peers[to]
         async with self._locks[to]:
             writer.write(_LENGTH.pack(message.numel()))
             writer.write(message.numpy().data)
@@ -231,18 +257,19 @@ class Mailbox:
         try:
             while True:
                 (nbytes,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                found = _Incoming(peer, nbytes, self._loop.create_future())
-                with self._changed:
-                    self._incoming.append(found)
-                    self._changed.notify_all()
+                found = _Incoming(peer, nbytes, asyncio.get_running_loop().create_future())
+                with self.changed:
+                    self.incoming.append(found)
+                    self.changed.notify_all()
                 await self._fill(reader, nbytes, await found.room)
-                with self._changed:
+                with self.changed:
                     found.arrived = True
-                    self._changed.notify_all()
+                    self.changed.notify_all()
         except (OSError, asyncio.IncompleteReadError):
-            with self._changed:
-                self._incoming = [i for i in self._incoming if i.sender != peer or i.arrived]
-            self._lose(peer)
+            with self.changed:
+                self.incoming = [i for i in self.incoming if i.sender != peer or i.arrived]
+                self.gone.add(peer)
+                self.changed.notify_all()
 
     async def _fill(self, reader: asyncio.StreamReader, nbytes: int, room: memoryview | None) -> None:
         at = 0
@@ -254,31 +281,38 @@ class Mailbox:
                 room[at : at + len(part)] = part
             at += len(part)
 
-    def _lose(self, peer: int) -> None:
-        with self._changed:
-            self._gone.add(peer)
-            self._changed.notify_all()
+
+def _tell(share: Share, card: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(data) for data in share(json.dumps(card).encode().ljust(CARD_NBYTES))]
+
+
+# ---- the loop, which must not hold a Mailbox ---------------------------------------------------------------------------
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, peers: dict[int, asyncio.StreamWriter]) -> None:
     """Deliver what has been sent, close every connection, end the loop."""
 
     async def end() -> None:
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         closing = [asyncio.ensure_future(_close(writer)) for writer in peers.values()]
         if closing:
             await asyncio.wait(closing, timeout=CLOSE_S)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        loop.call_soon(loop.stop)  # after what the cancelled tasks have begun to close
 
     if thread.is_alive():
-        with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
-            asyncio.run_coroutine_threadsafe(end(), loop).result(2 * CLOSE_S)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(CLOSE_S)
-    if not thread.is_alive():
-        loop.close()
+        asyncio.run_coroutine_threadsafe(end(), loop)
+        if threading.current_thread() is not thread:  # a finalizer runs wherever the garbage collector does
+            thread.join(2 * CLOSE_S)
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

@@ -1,0 +1,109 @@
+"""Where this process listens for its peers: one address, that of the interface which the group uses, never all of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+LINK_LOCAL = "20"  # a scope in /proc/net/if_inet6: such an address means nothing on another host
+LOOPBACKS = ("127.0.0.1", "::1")
+
+
+def host_identity() -> str:
+    """Return a name that is the same for processes that reach each other over the loopback, and for no others."""
+    boot, namespace = "", ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = os.readlink("/proc/self/ns/net")
+    except OSError:
+        pass  # not Linux: the host name must do
+    return f"{socket.gethostname()} {boot} {namespace}"
+
+
+def listen(one_host: bool, backlog: int) -> socket.socket:
+    """Return a socket that listens on a free port of the address at which peers find this process.
+
+    That is the address of the interface GLOO_SOCKET_IFNAME; where that is not set, the loopback if all ranks are on
+    `one_host`, else the first that the host name resolves to, as gloo has it, else the one on the way to MASTER_ADDR.
+
+    Raises:
+        OSError: there is no such address; the message says what to set.
+    """
+    refused = []
+    for address in _candidates(one_host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            return socket.create_server((address, 0), family=family, backlog=backlog)
+        except OSError as error:
+            refused.append(f"{address}: {error}")
+    name = os.environ.get(INTERFACE_VARIABLE, "")
+    if name:
+        raise OSError(f"{INTERFACE_VARIABLE}={name}: no such interface with an address ({'; '.join(refused)})")
+    raise OSError(
+        f"the host name {socket.gethostname()!r} resolves to no address of this host but the loopback "
+        f"({'; '.join(refused)}): set {INTERFACE_VARIABLE} to the interface that leads to the other ranks"
+    )
+
+
+def _candidates(one_host: bool) -> Iterator[str]:
+    name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0].strip()
+    if name:
+        yield from _of_interface(name)
+    elif one_host:
+        yield from LOOPBACKS
+    else:
+        yield from _resolved(socket.gethostname())
+        if master := os.environ.get("MASTER_ADDR"):
+            yield from _on_the_way_to(master)
+
+
+def _of_interface(name: str) -> Iterator[str]:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            yield socket.inet_ntoa(found[20:24])
+    except OSError:
+        pass  # one without an IPv4 address
+    try:
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()]
+    except OSError:
+        return
+    for address, _index, _prefix, scope, _flags, interface in rows:
+        if interface == name and scope != LINK_LOCAL:
+            yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
+
+
+def _resolved(host: str) -> Iterator[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    yield from (address for *_, (address, *_) in found if _is_public(str(address)))  # type: ignore[misc]
+
+
+def _on_the_way_to(host: str) -> Iterator[str]:
+    """Yield the addresses from which datagrams would leave for a host; none is sent."""
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                own = probe.getsockname()[0]
+        except OSError:
+            continue
+        if _is_public(own):
+            yield own
+
+
+def _is_public(address: str) -> bool:
+    """Whether another host can know it by this name."""
+    return not (address.startswith(("127.", "fe80:")) or address == "::1")
