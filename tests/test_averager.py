@@ -1,6 +1,7 @@
 """GradientAverager and all_reduce: models without DDP, over threads and over gloo."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -315,3 +316,18 @@ def test_a_rank_that_leaves_is_peer_lost_on_the_others():
         return None
 
     assert run_local(3, work) == ["fingerprint", "fingerprint", "left"]
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape", "bits"),
+    [(Ternary(group="row"), (4096, 1), 34), (OneBit(), (300, 9), 8.1), (OneBit(), (300, 16), None), (Ternary(), (9,), None)],
+)
+def test_scales_that_cost_more_than_codes_are_warned_of(codec, shape, bits):
+    """A row of one element costs more in ternary than in fp32, and nothing said so."""
+    named = [("thin.weight", nn.Parameter(torch.zeros(shape))), ("wide", nn.Parameter(torch.zeros(40, 40)))]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        GradientAverager(named, codec, LocalCommunicator.group(2)[0], min_numel=0).close()
+    messages = [str(w.message) for w in seen if "scale groups" in str(w.message)]
+    assert len(messages) == (bits is not None)
+    assert not messages or ("1 of" in messages[0] and f"'thin.weight' has {shape[1]} and costs {bits:.1f} bits" in messages[0])

@@ -9,7 +9,9 @@ their standard deviation says nothing about outliers.
 
 from __future__ import annotations
 
+import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,13 @@ from gradcomp.kernels.tables import BLOCK
 from gradcomp.payload.form import HEADER_NBYTES, TERNARY
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey, check_uint32
+
+SAME_DRAWS = (
+    "Ternary.encode without key= draws the same random numbers at every call and on every rank: what is rounded up once is "
+    "rounded up always, and the error of an average does not fall with the number of payloads. Pass "
+    "key=gradcomp.RngKey(seed=..., rank=..., step=..., parameter=...)"
+)
+_encodings_without_key = itertools.count()  # one draws numbers of its own, the second the same again
 
 
 class Ternary(Codec):
@@ -110,7 +119,11 @@ class Ternary(Codec):
                 "ternary takes no residual: its codes are unbiased and error feedback makes the residual grow "
                 "(64 to 105 times the gradient after 200 steps); use OneBit for error feedback"
             )
-        return super().encode(x, scale=scale, key=key if key is not None else RngKey(seed=self.seed))
+        if key is None:
+            key = RngKey(seed=self.seed)
+            if next(_encodings_without_key) == 1:
+                warnings.warn(SAME_DRAWS, stacklevel=2)
+        return super().encode(x, scale=scale, key=key)
 
     def scratch(self, layout: PayloadLayout, room: Tensor | None = None) -> NDArray[Any]:
         count = int(layout.group_blocks[-1])

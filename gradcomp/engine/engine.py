@@ -31,7 +31,7 @@ from gradcomp.memory.transform import keep_states
 from gradcomp.payload import fingerprint, wire
 from gradcomp.payload.layout import layout_digest
 from gradcomp.payload.order import storage_order, storage_shape
-from gradcomp.payload.parameters import describe_parameters
+from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
 from gradcomp.payload.pieces import Slot
 
 STATE_VERSION = 1
@@ -76,6 +76,7 @@ class Engine:
         shapes = [(name, storage_shape(p)) for name, p in named]
         self.orders = {i: order for i, (_, p) in enumerate(named) if (order := storage_order(p.shape, p.stride()))}
         self.parameters = describe_parameters(shapes, self.codec.group_numel, options.min_numel, options.exclude)
+        warn_of_thin_groups(self.parameters, self.codec.form)
         self.stats = Stats()
         self.step = self._step_numel = 0
         self._loss_scale, self._scale = options.loss_scale, 1.0

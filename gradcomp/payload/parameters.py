@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from gradcomp.payload.form import Form
+
+THIN_GROUP_NUMEL = 16  # elements of a group under which a scale costs two bits a value or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,25 @@ def describe_parameters(
         example = f"; names look like {out[0].name!r}" if out else ""
         raise ValueError(f"exclude={min(unused)!r} matches no parameter name{example}")
     return out
+
+
+def warn_of_thin_groups(parameters: Iterable[Parameter], form: Form) -> None:
+    """Warn once of parameters whose scales cost more than their codes.
+
+    Args:
+        parameters: as `describe_parameters` returns them.
+        form: of the codec, which has chosen the groups.
+    """
+    thin = [p for p in parameters if p.compressed and p.group_numel < min(THIN_GROUP_NUMEL, p.numel)]
+    if not (thin and form.scales_per_group):
+        return
+    worst = min(thin, key=lambda p: p.group_numel)
+    bits = form.bits + 32 * form.scales_per_group / worst.group_numel
+    warnings.warn(
+        f"{len(thin)} of the compressed tensors have scale groups of fewer than {THIN_GROUP_NUMEL} elements: {worst.name!r} "
+        f"has {worst.group_numel} and costs {bits:.1f} bits a value; use group='tensor', a larger group= or exclude= for it",
+        stacklevel=5,
+    )
 
 
 def assign_buckets(nbytes: Sequence[int], cap_nbytes: int, first_cap_nbytes: int | None = None) -> list[list[int]]:
