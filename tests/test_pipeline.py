@@ -1,5 +1,6 @@
 """Stages keep order, and one failure ends everything that is pending."""
 
+import gc
 import threading
 import time
 
@@ -69,3 +70,85 @@ def test_no_thread_before_the_first_task_and_none_after_close():
     pipeline.close()
     assert threading.active_count() == before
     pipeline.close()
+
+
+def test_the_first_error_stays():
+    """A second failure (a peer that is lost because this rank gave up) must not hide the cause."""
+    pipeline, ended, stuck = Pipeline(2), [], threading.Event()
+    pipeline.submit(Task([lambda: None, lambda: stuck.wait(5)], ended.append))
+    first = KeyError("first")
+    threading.Timer(0.1, lambda: (pipeline.fail(ValueError("second")), stuck.set())).start()
+    pipeline.fail(first)
+    pipeline.fail(ValueError("third"))
+    assert pipeline.error is first
+    with pytest.raises(KeyError, match="first"):
+        pipeline.wait()
+    pipeline.submit(Task([lambda: None] * 2, ended.append))
+    assert ended == [first, first]
+    pipeline.close()
+
+
+def test_a_task_ends_after_its_stage_has():
+    """Whoever ends a task overwrites its buffer: a stage that decodes into it must have left it."""
+    pipeline, order, entered, gate = Pipeline(2), [], threading.Event(), threading.Event()
+
+    def decode():
+        entered.set()
+        gate.wait(5)
+        order.append("decoded")
+
+    pipeline._on_failure = lambda: threading.Timer(0.05, gate.set).start()  # as an abort ends a collective
+    pipeline.submit(Task([lambda: None, decode], lambda error: order.append("ended")))
+    assert entered.wait(5)
+    pipeline.fail(RuntimeError("from outside"))
+    assert order == ["decoded", "ended"]
+    pipeline.close()
+
+
+def test_close_ends_what_is_under_way_at_once():
+    aborted, ended, entered = threading.Event(), [], threading.Event()
+    pipeline = Pipeline(3, on_failure=aborted.set)
+
+    def collective():
+        entered.set()
+        assert aborted.wait(30)
+        raise ConnectionError("aborted")
+
+    for task in range(3):
+        stages = [lambda: None, collective, lambda: None]
+        pipeline.submit(Task(stages, lambda error, t=task: ended.append((t, str(error)))))
+    assert entered.wait(5)
+    threads, begun = list(pipeline._threads), time.monotonic()
+    pipeline.close()
+    assert time.monotonic() - begun < 1.4
+    assert sorted(ended) == [(t, "gradcomp: this state is closed") for t in range(3)]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_close_leaves_a_stage_that_will_not_end_behind():
+    pipeline, stuck = Pipeline(4), threading.Event()
+    pipeline.submit(Task([lambda: None, lambda: stuck.wait(30), lambda: None, lambda: None], lambda error: None))
+    while not pipeline._busy:
+        time.sleep(0.001)
+    threads = list(pipeline._threads)
+    pipeline.close(timeout_s=0.1)
+    alive = [thread.is_alive() for thread in threads]
+    stuck.set()
+    assert alive == [False, True, False, False], "every thread but the stuck one is told to stop"
+
+
+def test_a_pipeline_that_nobody_uses_frees_its_threads():
+    def alive():
+        return sum(thread.name.startswith("dropped") for thread in threading.enumerate())
+
+    for _ in range(3):
+        pipeline = Pipeline(4, name="dropped")
+        pipeline.submit(Task([lambda: None] * 4, lambda error, mine=pipeline: None))  # a task knows its owner
+        pipeline.wait()
+    assert alive() >= 4
+    del pipeline
+    deadline = time.monotonic() + 1
+    while alive() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert alive() == 0

@@ -11,11 +11,15 @@ import atexit
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 logger = logging.getLogger("gradcomp")
+
+QUIET_S = 1.5  # after a failure, longest wait for stages that are at work: an abort ends their collectives within a second
+LOOK_S = 0.25  # Python runs signal handlers between waits: a Ctrl-C that another thread received is seen this late
 
 
 @dataclass(eq=False)
@@ -32,6 +36,7 @@ class Task:
     _finished: bool = field(default=False, repr=False)
 
 
+Inbox = queue.SimpleQueue["Task | None"]
 _running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
@@ -45,20 +50,25 @@ class Pipeline:
     """Runs tasks through `stage_count` stages, each task after the one before it.
 
     The first exception of any stage ends every pending task with it and refuses all later ones: nothing hangs, nothing
-    continues silently. Threads start with the first task and end at the latest when the interpreter does.
+    continues silently. A task ends when no stage works on it any more, or QUIET_S after the failure. Threads start with the
+    first task; they end with `close`, with the pipeline, and with the interpreter.
 
     Args:
         stage_count: threads, one a stage.
         name: of the threads.
         on_failure: called at every failure, before tasks are ended; it should make waits of other stages end soon.
+
+    Attributes:
+        error: the first that there was.
     """
 
     def __init__(self, stage_count: int, name: str = "gradcomp", on_failure: Callable[[], None] = lambda: None) -> None:
-        self._queues: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(stage_count)]
+        self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in range(stage_count)]
         self._name, self._on_failure = name, on_failure
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._pending: list[Task] = []
+        self._busy: set[int] = set()  # stages at work
         self.error: BaseException | None = None
 
     def submit(self, task: Task) -> None:
@@ -70,7 +80,7 @@ class Pipeline:
                 if not self._threads:
                     self._start()
         if failed is None:
-            self._queues[0].put(task)
+            self._inboxes[0].put(task)
         else:
             self._finish(task, failed)
 
@@ -85,15 +95,16 @@ class Pipeline:
         self._finish(task, self.error)
 
     def wait(self) -> None:
-        """Block until no task is pending.
+        """Block until no task is pending and, after a failure, no stage is at work (for QUIET_S at most).
 
         Raises:
             BaseException: what made a stage fail; every later call raises it again.
         """
         with self._changed:
             while self._pending and self.error is None:
-                self._changed.wait()
+                self._changed.wait(LOOK_S)
             if self.error is not None:
+                self._changed.wait_for(lambda: not self._pending and not self._busy, QUIET_S)
                 raise self.error
 
     def fail(self, error: BaseException) -> None:
@@ -101,58 +112,67 @@ class Pipeline:
         with self._changed:
             if self.error is None:
                 self.error = error
-            pending = list(self._pending)
+            self._changed.notify_all()
         try:
             self._on_failure()
         except Exception:
             logger.exception("the peers could not be told of a failure")
+        with self._changed:  # a stage that works on a task ends it: nobody touches its buffers before that
+            self._changed.wait_for(lambda: not self._busy, QUIET_S)
+            pending = list(self._pending)
         for task in pending:
             self._finish(task, self.error)
-        with self._changed:
-            self._changed.notify_all()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the threads; one that is stuck in a collective is left behind (it is a daemon)."""
+        """End what is pending, stop the threads; one that is stuck in a collective is left behind (it is a daemon)."""
         _running.discard(self)
+        closed = RuntimeError("gradcomp: this state is closed")
+        if self._pending:
+            self.fail(closed)
+        elif self.error is None:
+            self.error = closed
         threads, self._threads = self._threads, []
-        if self.error is None:
-            self.error = RuntimeError("gradcomp: this state is closed")
-        if threads:
-            self._queues[0].put(None)
+        _stop(self._inboxes)
+        deadline = time.monotonic() + timeout_s
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(timeout_s)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start(self) -> None:
         if not _running:
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         _running.add(self)
-        for number in range(len(self._queues)):
-            thread = threading.Thread(target=self._serve, args=(number,), name=f"{self._name}-{number}", daemon=True)
+        me = weakref.ref(self)
+        weakref.finalize(self, _stop, self._inboxes).atexit = False
+        for number, inbox in enumerate(self._inboxes):
+            name = f"{self._name}-{number}"
+            thread = threading.Thread(target=_serve, args=(me, number, inbox), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _serve(self, number: int) -> None:
-        last = number == len(self._queues) - 1
-        while True:
-            task = self._queues[number].get()
-            if task is None:
-                if not last:
-                    self._queues[number + 1].put(None)
-                return
-            try:
-                if self.error is None:
-                    task.stages[number]()
-            except BaseException as error:  # a stage thread has nobody else to tell
-                logger.debug("stage %d failed", number, exc_info=True)
-                self.fail(error)
-            if self.error is not None:
-                self._finish(task, self.error)
-            elif last:
-                self._finish(task, None)
-            else:
-                self._queues[number + 1].put(task)
+    def _work(self, number: int, task: Task) -> None:
+        """Run one stage of a task and send it on, or end it."""
+        with self._changed:
+            works = self.error is None
+            if works:
+                self._busy.add(number)
+        error: BaseException | None = None
+        try:
+            if works:
+                task.stages[number]()
+        except BaseException as failure:
+            logger.debug("stage %d failed", number, exc_info=True)
+            error = failure
+        with self._changed:
+            self._busy.discard(number)
+            self._changed.notify_all()
+        if error is not None:
+            self.fail(error)
+        if self.error is not None or number == len(self._inboxes) - 1:
+            self._finish(task, self.error)
+        else:
+            self._inboxes[number + 1].put(task)
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
         with self._changed:
@@ -168,3 +188,19 @@ class Pipeline:
                 if task in self._pending:
                     self._pending.remove(task)
                 self._changed.notify_all()
+
+
+def _serve(pipeline: weakref.ref[Pipeline], number: int, inbox: Inbox) -> None:
+    """Run one stage until None comes. Between tasks a thread holds nothing: a pipeline that nobody uses can go."""
+    while (task := inbox.get()) is not None:
+        owner = pipeline()
+        if owner is None:
+            task.done(RuntimeError("gradcomp: this state is gone"))
+        else:
+            owner._work(number, task)
+        del owner, task
+
+
+def _stop(inboxes: Sequence[Inbox]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
