@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -183,6 +184,11 @@ def with_communicator(kind, function, *args):
         return function(communicator, *args)
     finally:
         communicator.close()
+
+
+def unpacked(comm, function, given):
+    """Return function(comm, *args), pickled here for the way back, as `given` was for the way there."""
+    return pickle.dumps(function(comm, *pickle.loads(given)))
 
 
 def with_mpi_beneath(function, *args):

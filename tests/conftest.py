@@ -6,9 +6,10 @@ first of them, and a few rows, not the same ones, on each other one. ``--every-r
 
 import functools
 import os
+import pickle
 
 import pytest
-from _ranks import MpiPool, RankPool, run_local, with_communicator, with_mpi_beneath
+from _ranks import MpiPool, RankPool, run_local, unpacked, with_communicator, with_mpi_beneath
 
 from gradcomp.kernels import native
 
@@ -63,7 +64,12 @@ def over(request):
     if request.param == "local":
         return run_local
     pools, kind = request.getfixturevalue("pools"), request.param
-    return lambda world_size, function, *args: pools(kind, world_size, with_communicator, kind, function, *args)
+
+    def run(world_size, function, *args):
+        given = pickle.dumps(args)  # here and not in the pipe, where torch would share memory instead
+        return [pickle.loads(r) for r in pools(kind, world_size, with_communicator, kind, unpacked, function, given)]
+
+    return run
 
 
 TRANSPORT_FIXTURES = {"over": "local", "ranks": "gloo"}  # and the transport that has the whole table

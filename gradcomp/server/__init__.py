@@ -7,5 +7,6 @@ References:
 
 from gradcomp.server.client import ParameterClient
 from gradcomp.server.loop import ServerStats, serve
+from gradcomp.server.requests import Pending
 
-__all__ = ["ParameterClient", "ServerStats", "serve"]
+__all__ = ["ParameterClient", "Pending", "ServerStats", "serve"]

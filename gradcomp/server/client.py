@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import secrets
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
-from gradcomp.comm.base import Communicator, RankGone
+from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
-from gradcomp.errors import CorruptPayload, PeerLost
+from gradcomp.errors import CorruptPayload
 from gradcomp.server.arguments import as_tensor, check_initial, check_key, dtype_name
-from gradcomp.server.messages import (
-    METHODS,
-    Kind,
-    Message,
-    home_of,
-    pack,
-    parse,
-    parse_error,
-    server_ranks,
-    servers_digest,
-)
+from gradcomp.server.messages import METHODS, Kind, Message, home_of, server_ranks
+from gradcomp.server.raw import RawCodes
+from gradcomp.server.requests import Call, Pending, Request, Requests, T
 from gradcomp.server.spec import Spec, make_spec, pack_spec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-GRACE_S = 5.0  # for the server to say what a pull has waited for
-CLOSE_S = 5.0  # for the farewell to leave
-_ROOM_NBYTES = 1 << 16  # of a reply, beside its values: header, or an error
+
+@dataclass
+class _Key:
+    """What a client knows of one key.
+
+    Attributes:
+        given: its settings as the caller has them; shape and dtype are those of pushed values.
+        spec: its settings as the server has them.
+        shape: of an uncompressed pull; None: flat, as long as its payloads say.
+        raw: wraps raw codes.
+        pushes: of this client.
+        maximum: what the last pull with "max" has given.
+    """
+
+    given: Spec
+    spec: Spec
+    shape: tuple[int, ...] | None
+    raw: RawCodes | None = None
+    pushes: int = 0
+    maximum: Tensor | None = None
 
 
 class ParameterClient:
     """Pushes to and pulls from the servers; one on every worker rank, used by one thread.
 
-    Every call is one request, answered before it returns. A context manager that closes itself.
+    A call returns when the server has answered it; with ``wait=False`` a push or pull returns a `Pending` at once, and the
+    worker computes on while the bytes travel. Calls reach a server in the order in which they were made. A context manager
+    that closes itself.
 
     Args:
         comm: its messages from rank to rank are the client's alone; collectives may go on beside. Not closed.
@@ -63,34 +72,39 @@ class ParameterClient:
             raise ValueError(f"rank {comm.rank} is a server: servers={servers!r}")
         if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise ValueError(f"timeout_s must be a number of seconds, at most {MAX_TIMEOUT_S:g}, got {timeout_s!r}")
-        self._comm = comm
-        self._timeout_s = timeout_s
-        self._digest = servers_digest(self._servers, comm.world_size)
-        self._keys: dict[str, tuple[Spec, tuple[int, ...]]] = {}  # with the shape of an uncompressed pull
-        self._requests = secrets.randbelow(2**31)  # a late reply to an earlier client of this rank matches nothing
-        self._closed = False
-        self.bytes_sent = 0
-        self.bytes_received = 0
+        self._requests = Requests(comm, self._servers, timeout_s)
+        self._keys: dict[str, _Key] = {}
         self.staleness = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._requests.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._requests.bytes_received
 
     def init_parameter(
         self,
         key: str,
         shape: Sequence[int],
-        dtype: str | torch.dtype = "float32",
+        dtype: str | torch.dtype | None = None,
         *,
+        type: str | torch.dtype | None = None,
         codec: Codec | str | None = None,
         asynchronous: bool = False,
         learning_rate: float | None = None,
         value: Tensor | None = None,
+        scale_key: str | None = None,
     ) -> None:
         """Make a key, or join the clients that have made it; every client that uses a key calls this first.
 
         Args:
             key: its name, 1 to 255 bytes of UTF-8.
-            shape: of what is pushed, at most 8 dimensions; for packed gradients the bytes of a payload:
-                ``(codec.payload_nbytes(numel, groups),)``.
-            dtype: "float32", or "uint8" for packed gradients.
+            shape: of what is pushed, at most 8 dimensions; for payloads ``(codec.payload_nbytes(numel, groups),)``. Any
+                other than a flat shape makes a uint8 key one of raw codes.
+            dtype: "float32" (the default), or "uint8" for packed gradients: payloads of a codec, or raw 2-bit codes.
+            type: another word for `dtype`.
             codec: of the payloads. None: as their headers say; scales that are byte-equal in all payloads of a round
                 then count as shared, and the server draws with seed 0.
             asynchronous: apply every push at once instead of in rounds.
@@ -98,6 +112,9 @@ class ParameterClient:
                 along pushed gradients.
             value: asynchronous keys only: initial values, float32; of `shape`, or for packed gradients of the tensor that
                 they are gradients of. Those of the client that comes first count.
+            scale_key: makes this a key of raw codes: four values a byte, the first in the lowest bits, ``00`` for -1,
+                ``01`` for 0, ``10`` for +1, and nothing else; pulled, they are times what this client has last pulled of
+                `scale_key`, a float32 key of one element, with "max". None: times 1.
 
         Raises:
             ValueError: an argument out of its range, or arguments that do not go together.
@@ -107,18 +124,31 @@ class ParameterClient:
         """
         check_key(key)
         resolved = None if codec is None else resolve(codec)
-        spec = make_spec(tuple(shape), dtype_name(dtype), resolved, asynchronous, learning_rate)
+        name = _one_dtype(dtype, type)
+        given = make_spec(tuple(shape), name, resolved, asynchronous, learning_rate)
+        raw = self._raw_codes(given, resolved, scale_key)
+        spec = given
+        if raw is not None:
+            spec = make_spec(raw.payload_shape, name, raw.codec, asynchronous, learning_rate)
         check_initial(spec, value)
-        self._ask(Kind.INIT, key, pack_spec(spec, value), room_nbytes=0)
-        self._keys[key] = (spec, spec.shape if value is None else tuple(value.shape))
+        Call(self._requests, [self._one(Kind.INIT, key, pack_spec(spec, value))], lambda replies: None).wait()
+        pulled = spec.shape if spec.dtype == "float32" else raw.shape if raw is not None else None
+        self._keys[key] = _Key(given, spec, pulled if value is None else tuple(value.shape), raw)
 
-    def push_parameter(self, key: str, value: Any) -> int:
+    @overload
+    def push_parameter(self, key: str, value: Any, *, wait: Literal[True] = True) -> int: ...
+
+    @overload
+    def push_parameter(self, key: str, value: Any, *, wait: Literal[False]) -> Pending[int]: ...
+
+    def push_parameter(self, key: str, value: Any, *, wait: bool = True) -> int | Pending[int]:
         """Push a value: into this worker's next round, or at once into an asynchronous key.
 
         Args:
             key: initialised by this client.
             value: a tensor of the key's shape and dtype, contiguous, CPU; or numbers that make one (one number will do for
-                a key of one element).
+                a key of one element). It is copied: the caller may change it at once.
+            wait: False: return a `Pending` at once; its `wait` returns or raises what this call would.
 
         Returns:
             The staleness of a push to an asynchronous key: pushes of other workers that were applied between this worker's
@@ -130,18 +160,41 @@ class ParameterClient:
             CorruptPayload: a payload that does not decode; every worker's pull of the round fails as well.
             PeerMismatch: other clients use the key with other settings; it is broken for all.
             PeerLost: the server is gone or silent, or a worker that the round needs is.
+            GradcompError: the server failed, for want of memory, say; every worker's pull of the round fails as well.
+            RuntimeError: the client is closed; ``wait=False`` where MPI is called from the main thread only.
         """
-        spec, _ = self._spec(key)
-        body = as_tensor(spec, key, value).reshape(-1).view(torch.uint8)
-        reply = self._ask(Kind.PUSH, key, body, room_nbytes=8)
-        if reply.numel() != 8:
-            raise CorruptPayload("message", f"the reply to a push has {reply.numel()} bytes, 8 expected")
-        staleness = int.from_bytes(reply.numpy().tobytes(), "little")
-        if spec.asynchronous:
-            self.staleness = staleness
-        return staleness
+        known = self._known(key, wait)
+        body = as_tensor(known.given, key, value)
+        if known.raw is not None:
+            body = known.raw.payload(body, self._scale(key, known.raw), known.pushes)
+        request = self._one(Kind.PUSH, key, body.reshape(-1).view(torch.uint8), room_nbytes=8)
+        known.pushes += 1
 
-    def pull_parameter(self, key: str, reduce_method: str | None = None, *, compressed: bool = False) -> Tensor:
+        def failed(error: Exception) -> None:
+            if isinstance(error, ValueError) and not isinstance(error, CorruptPayload):
+                known.pushes -= 1  # the server has not counted it
+
+        def finish(replies: list[Message]) -> int:
+            staleness = max(_staleness_in(reply) for reply in replies)
+            if known.spec.asynchronous:
+                self.staleness = staleness
+            return staleness
+
+        return self._started(Call(self._requests, [request], finish, failed), wait)
+
+    @overload
+    def pull_parameter(
+        self, key: str, reduce_method: str | None = None, *, compressed: bool = False, wait: Literal[True] = True
+    ) -> Tensor: ...
+
+    @overload
+    def pull_parameter(
+        self, key: str, reduce_method: str | None = None, *, compressed: bool = False, wait: Literal[False]
+    ) -> Pending[Tensor]: ...
+
+    def pull_parameter(
+        self, key: str, reduce_method: str | None = None, *, compressed: bool = False, wait: bool = True
+    ) -> Tensor | Pending[Tensor]:
         """Pull what the server makes of the round of this worker's last push, once all workers have pushed it.
 
         Args:
@@ -149,47 +202,49 @@ class ParameterClient:
             reduce_method: "max", "sum", "mean", or for packed gradients "decode_average"; the same at every client of a
                 round. None for asynchronous keys, whose current value comes at once.
             compressed: return the average of packed gradients as a payload again, for `Codec.decode`.
+            wait: False: return a `Pending` at once, for the round of the last push before this call.
 
         Returns:
-            float32 of the key's shape; for packed gradients ``(numel,)`` float32, or ``(nbytes,)`` uint8 if `compressed`;
-            for asynchronous keys of the shape of the initial values.
+            float32 of the key's shape; for payloads ``(numel,)`` float32, for raw codes of the key's shape with four times
+            the last dimension, for both ``(nbytes,)`` uint8 if `compressed`; for asynchronous keys of the shape of the
+            initial values.
 
         Raises:
             ValueError: unknown key or reduce method, one that does not suit the key, or no push before.
             CorruptPayload: a worker's payload of the round does not decode.
             PeerMismatch: clients use the key with different settings, or pull a round in different ways.
             PeerLost: a worker is gone before it has pushed the round, or silent; or the server is.
+            GradcompError, RuntimeError: as `push_parameter`.
         """
-        spec, shape = self._spec(key)
+        known = self._known(key, wait)
         if reduce_method is not None and reduce_method not in METHODS:
             raise ValueError(f"reduce_method must be one of {METHODS}, got {reduce_method!r}")
         if compressed is not True and compressed is not False:
             raise ValueError(f"compressed must be True or False, got {compressed!r}")
+        spec = known.spec
         spec.check_method(key, reduce_method, compressed)
-        room = 32 * spec.nbytes if spec.dtype == "uint8" else spec.nbytes  # 1-bit codes grow 32 times
-        if spec.asynchronous:
-            room = 4 * math.prod(shape)
-        reply = self._ask(Kind.PULL, key, None, room_nbytes=room, method=reduce_method, compressed=compressed)
-        if compressed:
-            return reply.clone()
-        if (
-            reply.numel() % 4
-            or (spec.dtype == "float32" or spec.asynchronous)
-            and reply.numel() != 4 * math.prod(shape)
-        ):
-            raise CorruptPayload("message", f"the reply to a pull of {key!r} has {reply.numel()} bytes")
-        values = reply.view(torch.float32).clone()
-        return values if spec.dtype == "uint8" and not spec.asynchronous else values.view(shape)
+        room = 32 * spec.nbytes if known.shape is None or compressed else 4 * math.prod(known.shape)
+        request = self._one(Kind.PULL, key, None, reduce_method, compressed, room_nbytes=room)
+
+        def finish(replies: list[Message]) -> Tensor:
+            values = replies[0].data()
+            if compressed:
+                return values.clone()
+            if values.numel() % 4 or (known.shape is not None and values.numel() != 4 * math.prod(known.shape)):
+                raise CorruptPayload("message", f"the reply to a pull of {key!r} has {values.numel()} bytes")
+            pulled = values.view(torch.float32).clone()
+            if reduce_method == "max":
+                known.maximum = pulled
+            return pulled if known.shape is None else pulled.view(known.shape)
+
+        return self._started(Call(self._requests, [request], finish), wait)
 
     def close(self) -> None:
-        """Tell the servers that this worker has done; closing twice is harmless. The communicator stays open."""
-        if self._closed:
-            return
-        self._closed = True
-        message = pack(Message(Kind.CLOSE, self._requests + 1, self._digest))
-        for server in self._servers:
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                self._comm.start_send(message, server).wait(min(CLOSE_S, self._timeout_s))
+        """Tell the servers that this worker has done; closing twice is harmless. The communicator stays open.
+
+        What was pushed still arrives; a `Pending` that nobody has waited for raises RuntimeError.
+        """
+        self._requests.close()
 
     def __enter__(self) -> Self:
         return self
@@ -201,88 +256,72 @@ class ParameterClient:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _spec(self, key: str) -> tuple[Spec, tuple[int, ...]]:
+    def _known(self, key: str, wait: bool = True) -> _Key:
+        """Return what is known of a key that a call uses."""
+        if wait is not True and wait is not False:
+            raise ValueError(f"wait must be True or False, got {wait!r}")
+        if not wait:
+            self._requests.check_overlap()
         check_key(key)
         if key not in self._keys:
             raise ValueError(f"unknown key {key!r}; this client has initialised {sorted(self._keys)}")
         return self._keys[key]
 
-    def _ask(
+    def _raw_codes(self, given: Spec, codec: Codec | None, scale_key: str | None) -> RawCodes | None:
+        """Return what wraps the codes of a key that holds raw ones, else None."""
+        if scale_key is None and (given.dtype != "uint8" or codec is not None or len(given.shape) == 1):
+            return None
+        if given.dtype != "uint8" or codec is not None:
+            raise ValueError(f'scale_key={scale_key!r} is for raw codes: dtype="uint8" and no codec, got {given.dtype}')
+        if scale_key is not None:
+            scale = self._known(scale_key)
+            if scale.spec.dtype != "float32" or scale.spec.numel != 1 or scale.spec.asynchronous:
+                raise ValueError(f"scale_key={scale_key!r} must be a synchronous float32 key of one element")
+        return RawCodes(given.shape, scale_key)
+
+    def _scale(self, key: str, raw: RawCodes) -> float:
+        """Return what code +1 of a key of raw codes stands for."""
+        if raw.scale_key is None:
+            return 1.0
+        maximum = self._keys[raw.scale_key].maximum
+        if maximum is None:
+            raise ValueError(f'pull {raw.scale_key!r} with "max" before the first push of key {key!r}, which it scales')
+        scale = float(maximum)
+        if scale < 0:
+            raise ValueError(f"key {raw.scale_key!r} scales {key!r} and must not be negative, it is {scale}")
+        return scale
+
+    def _one(
         self,
         kind: Kind,
         key: str,
-        body: Tensor | None,
+        body: Tensor | None = None,
+        method: str | None = None,
+        compressed: bool = False,
         *,
-        room_nbytes: int,
-        method: str | None = None,
-        compressed: bool = False,
-    ) -> Tensor:
-        """Send a request and return the body of its reply, or raise what the server says."""
-        server, begun = home_of(key, self._servers), time.monotonic()
-        phase = kind.name.lower()
-        request = self._send(server, kind, key, body, method, compressed)
-        try:
-            message = self._reply_to((request,), server, begun + self._timeout_s, phase, room_nbytes)
-        except TimeoutError:
-            message = None
-        if message is None:
-            message = self._late(server, key, request, begun, phase, room_nbytes)
-        if message.kind == Kind.ERROR:
-            raise parse_error(message.data(), phase, time.monotonic() - begun)
-        return message.data()
+        room_nbytes: int = 0,
+    ) -> Request:
+        """Begin to ask the server of a key."""
+        message = Message(kind, key=key, method=method, compressed=compressed, body=body)
+        return self._requests.send(home_of(key, self._servers), message, room_nbytes)
 
-    def _late(self, server: int, key: str, request: int, begun: float, phase: str, room_nbytes: int) -> Message:
-        """Ask what a pull waits for and raise PeerLost that says so; the reply itself may still come instead."""
-        detail = f"server rank {server} is silent"
-        if phase == "pull":
-            with contextlib.suppress(TimeoutError):
-                cancel = self._send(server, Kind.CANCEL, key, None)
-                until = time.monotonic() + min(GRACE_S, self._timeout_s)
-                message = self._reply_to((request, cancel), server, until, phase, room_nbytes)
-                if message.request == request or message.kind == Kind.ERROR:
-                    return message
-                detail = message.data().numpy().tobytes().decode(errors="replace")
-        raise PeerLost(phase, -1, time.monotonic() - begun, detail)
+    def _started(self, pending: Pending[T], wait: bool) -> T | Pending[T]:
+        """Return what a call has to return: its result, or the call itself while replies are received beside."""
+        if wait:
+            return pending.wait()
+        self._requests.overlap()
+        return pending
 
-    def _send(
-        self,
-        server: int,
-        kind: Kind,
-        key: str,
-        body: Tensor | None,
-        method: str | None = None,
-        compressed: bool = False,
-    ) -> int:
-        """Send a request; return its number."""
-        if self._closed:
-            raise RuntimeError("this client is closed")
-        self._requests = self._requests % (2**32 - 1) + 1
-        message = pack(Message(kind, self._requests, self._digest, key, method, compressed, body))
-        begun = time.monotonic()
-        try:
-            self._comm.start_send(message, server).wait(self._timeout_s)
-        except ConnectionError as error:
-            raise PeerLost(kind.name.lower(), -1, time.monotonic() - begun, f"server {error}") from error
-        except TimeoutError as error:
-            detail = f"server rank {server} takes no message"
-            raise PeerLost(kind.name.lower(), -1, time.monotonic() - begun, detail) from error
-        self.bytes_sent += message.numel()
-        return self._requests
 
-    def _reply_to(
-        self, requests: tuple[int, ...], server: int, deadline: float, phase: str, room_nbytes: int
-    ) -> Message:
-        """Return the reply to one of some requests; replies to requests that were given up are dropped."""
-        while True:
-            begun = time.monotonic()
-            left = max(0.0, deadline - begun)
-            try:
-                _, raw = self._comm.receive(left, server, max_nbytes=room_nbytes + _ROOM_NBYTES)
-            except RankGone as error:
-                raise PeerLost(phase, -1, time.monotonic() - begun, f"server {error}") from error
-            except ValueError as error:
-                raise CorruptPayload("message", f"a reply is too long: {error}") from error
-            self.bytes_received += raw.numel()
-            message = parse(raw)
-            if message.request in (0, *requests) and message.kind in (Kind.OK, Kind.ERROR):
-                return message
+def _staleness_in(reply: Message) -> int:
+    body = reply.data()
+    if body.numel() != 8:
+        raise CorruptPayload("message", f"the reply to a push has {body.numel()} bytes, 8 expected")
+    return int.from_bytes(body.numpy().tobytes(), "little")
+
+
+def _one_dtype(dtype: str | torch.dtype | None, other: str | torch.dtype | None) -> str:
+    """Return the name of a dtype that may have been given by either of two words."""
+    if dtype is not None and other is not None and dtype_name(dtype) != dtype_name(other):
+        raise ValueError(f"dtype={dtype!r} and type={other!r} are two words for one thing; give one")
+    return dtype_name(dtype if dtype is not None else other if other is not None else "float32")

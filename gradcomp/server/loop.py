@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import Communicator, RankGone, Work
-from gradcomp.errors import CorruptPayload, GradcompError, PeerLost, PeerMismatch
+from gradcomp.comm.base import Communicator, RankGone
+from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
 from gradcomp.server.asynchronous import AsynchronousParameter
 from gradcomp.server.messages import (
     MAX_MESSAGE_NBYTES,
     Kind,
     Message,
+    is_foreseen,
     pack,
     pack_error,
     parse,
@@ -25,11 +26,15 @@ from gradcomp.server.messages import (
     servers_digest,
 )
 from gradcomp.server.parameter import Parameter
+from gradcomp.server.replies import Replies, Untaken
 from gradcomp.server.rounds import SynchronousParameter
 from gradcomp.server.spec import parse_spec
 
 SLICE_S = 0.2  # longest wait for a message in which nothing else is looked after
-MAX_UNTAKEN = 8  # replies a client may leave untaken; one that asks on is ended then
+BUSY_SLICE_S = 0.001  # the same while replies wait for earlier ones to leave
+MAX_RECEIVE_FAILURES = 10  # in a row, a slice apart; the transport itself is broken then
+
+logger = logging.getLogger("gradcomp")
 
 
 @dataclass
@@ -39,6 +44,7 @@ class ServerStats:
     Attributes:
         pushes, pulls: requests carried out; a pull counts when it is answered.
         errors: replies that were errors.
+        failures: requests that failed through no fault of a client (no memory, a bug); the log has their tracebacks.
         unread: messages that could not be answered: too long, or from another server.
         bytes_received, bytes_sent: message headers included.
         asynchronous_pushes: of `pushes`, those to asynchronous keys.
@@ -49,6 +55,7 @@ class ServerStats:
     pushes: int = 0
     pulls: int = 0
     errors: int = 0
+    failures: int = 0
     unread: int = 0
     bytes_received: int = 0
     bytes_sent: int = 0
@@ -102,14 +109,17 @@ class _Server:
         self._ended: dict[int, str] = {}
         self._digest = servers_digest(servers, comm.world_size)
         self._parameters: dict[str, Parameter] = {}
-        self._sending: dict[int, list[Work]] = {}  # replies by rank; the transport needs them until they have left
+        self._replies = Replies(comm)
+        self._last_failure: Exception | None = None
         self.stats = ServerStats()
 
     def run(self, timeout_s: float | None) -> ServerStats:
-        heard = time.monotonic()
+        heard, failures = time.monotonic(), 0
         while self._open:
             try:
-                rank, message = self._comm.receive(SLICE_S, max_nbytes=MAX_MESSAGE_NBYTES)
+                slice_s = BUSY_SLICE_S if self._replies.any_waits() else SLICE_S
+                rank, message = self._comm.receive(slice_s, max_nbytes=MAX_MESSAGE_NBYTES)
+                failures = 0
             except TimeoutError:
                 silent_s = time.monotonic() - heard
                 if timeout_s is not None and silent_s > timeout_s:
@@ -119,11 +129,20 @@ class _Server:
                 self._end(error.rank, "is gone")
             except ValueError:
                 self.stats.unread += 1
+            except (MemoryError, RuntimeError) as error:  # the message waits, or is lost and its client waits in vain
+                failures += 1
+                if failures == MAX_RECEIVE_FAILURES:
+                    raise
+                self._note_failure("receive", error)
+                time.sleep(SLICE_S)
             else:
                 heard = time.monotonic()
                 self.stats.bytes_received += message.numel()
                 self._handle(rank, message)
-        self._comm.kept["server replies"] = self._sending  # that nobody waits for any more
+            for rank in list(self._open):
+                self._send(rank)
+        self._comm.kept["server replies"] = self._replies.started  # that nobody waits for any more
+        self.stats.bytes_sent = self._replies.nbytes
         return self.stats
 
     def _handle(self, rank: int, raw: Tensor) -> None:
@@ -140,7 +159,8 @@ class _Server:
                 self._init(rank, message)
             else:
                 self._use(rank, message)
-        except (GradcompError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - one request fails, whatever it is
+            self._note_failure(f"carry out a request of rank {rank}", error)
             self._reply(rank, request_number(raw), error)
             self._settle()
 
@@ -196,6 +216,7 @@ class _Server:
             return
         self._open.remove(rank)
         self._ended[rank] = why
+        self._replies.forget(rank)
         if why == "is gone":
             self.stats.lost.append(rank)
         for parameter in self._parameters.values():
@@ -206,25 +227,50 @@ class _Server:
         """Answer every pull that can be answered now, of one key or of all."""
         for parameter in self._parameters.values() if key is None else [self._parameters[key]]:
             for answer in parameter.settle():
-                self.stats.pulls += not isinstance(answer.result, Exception)
+                if isinstance(answer.result, Exception):
+                    self._note_failure(f"reduce key {parameter.key!r}", answer.result)
+                else:
+                    self.stats.pulls += 1
                 self._reply(answer.rank, answer.request, answer.result)
 
     def _reply(self, rank: int, request: int, result: Tensor | Exception | None) -> None:
-        """Start to send a reply; a client that is gone is none of the others' business."""
-        if isinstance(result, Exception):
-            self.stats.errors += 1
-            message = Message(Kind.ERROR, request, self._digest, body=pack_error(result))
-        else:
-            message = Message(Kind.OK, request, self._digest, body=result)
-        raw = pack(message)
-        self.stats.bytes_sent += raw.numel()
-        untaken = [work for work in self._sending.get(rank, []) if not work.is_done()]
-        self._sending[rank] = untaken
-        if len(untaken) >= MAX_UNTAKEN:
-            return self._end(rank, "takes no replies")
-        with contextlib.suppress(ConnectionError):
-            untaken.append(self._comm.start_send(raw, rank))
-        return None
+        """Answer a request."""
+        self.stats.errors += isinstance(result, Exception)
+        self._send(rank, lambda: self._packed(request, result))
+
+    def _send(self, rank: int, write: Callable[[], Tensor] | None = None) -> None:
+        """Send a reply, or what waits of earlier ones; a client that cannot be answered is ended."""
+        try:
+            if write is None:
+                self._replies.advance(rank)
+            else:
+                self._replies.put(rank, write)
+        except Untaken:
+            self._end(rank, "takes no replies")
+        except Exception as error:  # noqa: BLE001
+            self._note_failure(f"answer rank {rank}", error)
+            self._end(rank, "cannot be answered")
+        if rank not in self._open:
+            self._replies.forget(rank)
+
+    def _packed(self, request: int, result: Tensor | Exception | None) -> Tensor:
+        """Return a reply; an error if there is no memory for what it should be."""
+        if not isinstance(result, Exception):
+            try:
+                return pack(Message(Kind.OK, request, self._digest, body=result))
+            except Exception as error:  # noqa: BLE001
+                self._note_failure("write a reply", error)
+                self.stats.errors += 1
+                result = error
+        return pack(Message(Kind.ERROR, request, self._digest, body=pack_error(result)))
+
+    def _note_failure(self, what: str, error: Exception) -> None:
+        """Count and log an exception, once, unless it only tells what is wrong with a request."""
+        if is_foreseen(error) or error is self._last_failure:
+            return
+        self._last_failure = error
+        self.stats.failures += 1
+        logger.error("gradcomp: server rank %d could not %s", self._comm.rank, what, exc_info=error)
 
 
 def _bytes(data: bytes) -> Tensor:

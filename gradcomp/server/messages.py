@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp.errors import CorruptPayload, GradcompError, PeerLost, PeerMismatch
+from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch
 from gradcomp.payload.pieces import round_up
 
 MAGIC = 0x53504347  # "GCPS"
@@ -63,8 +63,8 @@ class Message:
     """
 
     kind: Kind
-    request: int
-    servers: int
+    request: int = 0
+    servers: int = 0
     key: str = ""
     method: str | None = None
     compressed: bool = False
@@ -148,11 +148,18 @@ def pack_error(error: Exception) -> Tensor:
         fields = [error.check, error.detail]
     elif isinstance(error, PeerLost):
         fields = [error.detail]
-    else:
+    elif is_foreseen(error):
         fields = [str(error)]
-    name = type(error).__name__ if isinstance(error, (PeerMismatch, CorruptPayload, PeerLost)) else "ValueError"
-    text = json.dumps({"error": name, "fields": fields})
+    else:
+        fields = [f"the server failed with {type(error).__name__}: {error!s:.1000}"]
+    known = next((k.__name__ for k in (PeerMismatch, CorruptPayload, PeerLost, ValueError) if isinstance(error, k)), "")
+    text = json.dumps({"error": known or "GradcompError", "fields": fields})
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def is_foreseen(error: Exception) -> bool:
+    """Whether an error tells what is wrong with a request, and not that a server lacks memory or has a bug."""
+    return isinstance(error, (GradcompError, ValueError)) and not isinstance(error, NativeError)
 
 
 def parse_error(body: Tensor, phase: str, waited_s: float) -> Exception:
@@ -174,7 +181,7 @@ def parse_error(body: Tensor, phase: str, waited_s: float) -> Exception:
         (text,) = fields
         if name == "PeerLost":
             return PeerLost(phase, -1, waited_s, str(text))
-        return ValueError(str(text)) if name == "ValueError" else GradcompError(f"{name}: {text}")
+        return ValueError(str(text)) if name == "ValueError" else GradcompError(str(text))
     except (ValueError, KeyError, TypeError, RecursionError):
         return _corrupt("an error reply that cannot be read")
 

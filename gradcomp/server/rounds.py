@@ -26,14 +26,14 @@ class _Round:
         pushes: by rank; dropped once they are reduced.
         asked: (rank, reduce method, compressed) of the first pull.
         waiting: request numbers of the pulls that have no answer yet, by rank.
-        error: a payload of the round does not decode.
+        error: of a payload that does not decode, or of a server that failed; every worker's pull gets it.
         result: of the reduction.
     """
 
     pushes: dict[int, Tensor] = field(default_factory=dict)
     asked: tuple[int, str | None, bool] | None = None
     waiting: dict[int, int] = field(default_factory=dict)
-    error: CorruptPayload | None = None
+    error: Exception | None = None
     result: Tensor | None = None
 
 
@@ -70,6 +70,9 @@ class SynchronousParameter(Parameter):
             where = f"{error.detail} (from rank {rank}, key {self.key!r}, round {number})"
             now.error = CorruptPayload(error.check, where)
             raise now.error from None
+        except Exception as error:
+            now.error = error
+            raise
         finally:
             self._drop()
         self.check(rank)
@@ -156,9 +159,12 @@ class SynchronousParameter(Parameter):
             return now.error
         if all(count >= number for count in self._count.values()):
             if now.result is None:
-                now.result = self._reduce(now)
+                try:
+                    now.result = self._reduce(now)
+                except Exception as error:  # noqa: BLE001 - no memory, say: all workers get the same, now and later
+                    now.error = error
                 now.pushes.clear()
-            return now.result
+            return now.error or now.result
         return self._lost_in(number)
 
     def _reduce(self, now: _Round) -> Tensor:

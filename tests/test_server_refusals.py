@@ -1,0 +1,536 @@
+"""The parameter server refuses by name: clients that disagree, payloads and messages that are none, wrong arguments."""
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from _ranks import run_local
+from _serving import Done, as_tensor, caught, flipped, meet, play
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradcomp import OneBit, RngKey, Ternary
+from gradcomp.comm import LocalCommunicator
+from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
+from gradcomp.reference import payload as ref_payload
+from gradcomp.server import ParameterClient, loop, messages, replies, serve
+from gradcomp.server.client import _Key
+from gradcomp.server.messages import Kind, Message
+from gradcomp.server.requests import Call
+from gradcomp.server.spec import make_spec, pack_spec, parse_spec
+
+# ---- what clients must agree on ------------------------------------------------------------------------------------
+
+CODEC = Ternary(clip_sigma=None)
+ASYNCHRONOUS = {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(64)}
+DIFFERENCES = [
+    ("shape", ([4], "float32", {}), ([2, 2], "float32", {})),
+    ("dtype", ([64], "float32", {}), ([64], "uint8", {})),
+    ("codec", ([64], "uint8", {"codec": "onebit"}), ([64], "uint8", {"codec": "ternary"})),
+    ("codec", ([64], "uint8", {}), ([64], "uint8", {"codec": "ternary"})),
+    ("codec_options", ([64], "uint8", {"codec": Ternary(seed=1)}), ([64], "uint8", {"codec": Ternary(seed=2)})),
+    ("asynchronous", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {})),
+    ("learning_rate", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {**ASYNCHRONOUS, "learning_rate": 0.25})),
+]
+
+
+def init_otherwise(client, index, settings):
+    shape, dtype, options = settings[index]
+    client.init_parameter("good", [1])
+    if index == 1:
+        meet(client)
+    init = caught(client.init_parameter, "x", shape, dtype, **options)
+    if index == 0:
+        again = caught(client.init_parameter, "x", shape, dtype, **options)  # twice alike is fine
+        assert again is None
+        meet(client)
+    meet(client, "meet again")
+    use = caught(client.init_parameter, "x", shape, dtype, **options)
+    push = caught(client.push_parameter, "x", torch.zeros(shape, dtype=getattr(torch, dtype)))
+    client.push_parameter("good", 2.0)
+    return init, use, push, float(client.pull_parameter("good", "mean"))
+
+
+@pytest.mark.parametrize(("field", "here", "there"), DIFFERENCES)
+def test_different_settings_are_a_mismatch_at_both_sides(field, here, there):
+    first, second, _ = run_local(3, play, 1, init_otherwise, [here, there])
+    assert first[0] is None
+    assert isinstance(first[2], PeerMismatch) and (first[2].field, first[2].rank) == (field, 1)
+    for error in (first[1], second[0], second[1]):
+        assert isinstance(error, PeerMismatch) and error.field == field
+    assert second[0].rank == 0 and second[0].expected == first[2].got
+    assert isinstance(second[2], ValueError)  # it never had the key
+    assert first[3] == second[3] == 2.0
+
+
+def push_unlike(client, index, payloads, codec):
+    client.init_parameter("x", [payloads[index].numel()], "uint8", codec=codec)
+    push = caught(client.push_parameter, "x", payloads[index])
+    meet(client)
+    return push, caught(client.pull_parameter, "x", "decode_average")
+
+
+@pytest.mark.parametrize(
+    ("field", "codec", "make"),
+    [
+        ("step", None, lambda k: CODEC.encode(torch.ones(8), scale=1.0, key=RngKey(step=k))),
+        ("stream", None, lambda k: CODEC.encode(torch.ones(8), scale=1.0, key=RngKey(stream=k))),
+        ("dtype", None, lambda k: CODEC.encode(torch.ones(8, dtype=[torch.float32, torch.float16][k]), scale=1.0)),
+        ("scale", CODEC, lambda k: CODEC.encode(torch.ones(8), scale=1.0 + k)),
+        # 5 + 2 scales and 1 byte of codes against 3 + 5: as many bytes, otherwise divided
+        (
+            "codec",
+            None,
+            lambda k: [Ternary(group=4), OneBit(group="tensor")][k].encode(torch.ones(16 if k == 0 else 96)),
+        ),
+    ],
+)
+def test_payloads_of_one_round_must_be_alike(field, codec, make):
+    payloads = [make(0), make(1)]
+    if field == "codec":  # pad neither: choose sizes that are equal
+        payloads = [Ternary(group="tensor").encode(torch.ones(32)), OneBit(group="tensor").encode(torch.ones(32))]
+        assert payloads[0].numel() == payloads[1].numel()
+    results = run_local(3, play, 1, push_unlike, payloads, codec)[:2]
+    assert sum(push is not None for push, _ in results) == 1
+    for rank, (push, pull) in enumerate(results):
+        assert isinstance(pull, PeerMismatch) and (pull.field, pull.rank) == (field, 1 - rank)
+        assert push is None or (isinstance(push, PeerMismatch) and push.field == field)
+
+
+# ---- payloads that do not decode -----------------------------------------------------------------------------------
+
+
+def resealed(payload, change):
+    """Return a copy whose header and body `change` has changed, under a right checksum."""
+    out = payload.clone()
+    change(out.numpy())
+    crc = ref_payload.crc32c(out.numpy()[32:].tobytes(), ref_payload.crc32c(out.numpy()[:28].tobytes()))
+    out.numpy()[28:32] = np.frombuffer(struct.pack("<I", crc), np.uint8)
+    return out
+
+
+def put(at, data):
+    def change(view):
+        view[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+    return change
+
+
+GOOD = CODEC.encode(torch.linspace(-1, 1, 32), scale=1.0)
+DAMAGE = [
+    ("crc", flipped(GOOD)),
+    ("magic", torch.zeros_like(GOOD)),
+    ("magic", torch.arange(GOOD.numel()).to(torch.uint8)),
+    ("version", resealed(GOOD, put(4, b"\x02"))),
+    ("codec", resealed(GOOD, put(5, b"\x09"))),
+    ("codec", resealed(GOOD, put(5, b"\x04"))),
+    ("codec", resealed(GOOD, put(5, b"\x03"))),
+    ("dtype", resealed(GOOD, put(6, b"\x07"))),
+    ("flags", resealed(GOOD, put(7, b"\x80"))),
+    ("segmented", resealed(GOOD, lambda v: (put(7, b"\x02")(v), put(12, bytes(4))(v)))),
+    ("truncated", resealed(GOOD, put(8, struct.pack("<I", 2**32 - 1)))),
+    ("trailing", resealed(GOOD, put(8, struct.pack("<I", 4)))),
+    ("group_numel", resealed(GOOD, put(12, bytes(4)))),
+    ("scale_count", resealed(GOOD, put(16, struct.pack("<I", 2**31)))),
+    ("scale", resealed(GOOD, put(32, struct.pack("<f", float("nan"))))),
+    ("scale", resealed(GOOD, put(32, struct.pack("<f", -1.0)))),
+    ("code", resealed(GOOD, put(36, b"\xff"))),
+]
+
+
+def push_damaged(client, index, damaged):
+    client.init_parameter("x", [GOOD.numel()], "uint8", codec=CODEC)
+    client.init_parameter("y", [1])
+    push = caught(client.push_parameter, "x", damaged if index == 1 else GOOD)
+    pull = caught(client.pull_parameter, "x", "decode_average")
+    client.push_parameter("y", 1.0)
+    other = float(client.pull_parameter("y", "sum"))
+    client.push_parameter("x", GOOD)
+    return push, pull, other, client.pull_parameter("x", "decode_average")
+
+
+@pytest.mark.parametrize(("check", "damaged"), DAMAGE, ids=[f"{n}-{c}" for n, (c, _) in enumerate(DAMAGE)])
+def test_a_payload_that_does_not_decode_fails_its_round_only(check, damaged):
+    check_damage(run_local, check, damaged)
+
+
+def test_a_damaged_payload_over_every_transport(over):
+    check_damage(over, *DAMAGE[0], workers=2)
+
+
+def check_damage(run, check, damaged, workers=3):
+    results = run(workers + 1, play, 1, push_damaged, damaged)[:workers]
+    for rank, (push, pull, other, after) in enumerate(results):
+        assert isinstance(pull, CorruptPayload) and pull.check == check and "rank 1" in str(pull)
+        assert (push is None) == (rank != 1)
+        assert other == workers
+        assert torch.equal(after, CODEC.decode(GOOD))
+    assert isinstance(results[1][0], CorruptPayload) and results[1][0].check == check
+
+
+# ---- wrong arguments -----------------------------------------------------------------------------------------------
+
+
+def lone_client(**options):
+    """Return a client whose server never answers: what it raises at once, it raises by itself."""
+    group = LocalCommunicator.group(2)
+    client = ParameterClient(group[0], 1, timeout_s=0.1, **options)
+    for key, shape, dtype, rate in (
+        ("f", (2,), "float32", None),
+        ("u", (4,), "uint8", None),
+        ("a", (2,), "float32", 0.1),
+    ):
+        spec = make_spec(shape, dtype, None, rate is not None, rate)
+        client._keys[key] = _Key(spec, spec, shape if dtype == "float32" else None)
+    return client
+
+
+WRONG = [
+    ("init_parameter", ("", [1]), {}, "key"),
+    ("init_parameter", ("k" * 256, [1]), {}, "key"),
+    ("init_parameter", ("\ud800", [1]), {}, "key"),
+    ("init_parameter", (3, [1]), {}, "3"),
+    ("init_parameter", ("k", [1], "float64"), {}, "float64"),
+    ("init_parameter", ("k", [-1]), {}, "-1"),
+    ("init_parameter", ("k", [1.5]), {}, "1.5"),
+    ("init_parameter", ("k", [1] * 9), {}, "8 dimensions"),
+    ("init_parameter", ("k", [2**40]), {}, str(2**40)),
+    ("init_parameter", ("k", [1]), {"codec": "ternary"}, "uint8"),
+    ("init_parameter", ("k", [1], "uint8"), {"codec": "zip"}, "zip"),
+    ("init_parameter", ("k", [1]), {"asynchronous": True}, "learning_rate"),
+    ("init_parameter", ("k", [1]), {"learning_rate": 0.5}, "0.5"),
+    ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": float("nan")}, "nan"),
+    ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": 0.5}, "value"),
+    ("init_parameter", ("k", [1]), {"value": torch.zeros(1)}, "value"),
+    ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(2)}, "(2,)"),
+    ("init_parameter", ("k", [1]), {"asynchronous": 1, "learning_rate": 0.5}, "1"),
+    ("push_parameter", ("nobody", 1.0), {}, "nobody"),
+    ("push_parameter", ("f", torch.zeros(3)), {}, "(3,)"),
+    ("push_parameter", ("f", 1.0), {}, "()"),
+    ("push_parameter", ("f", torch.zeros(2, dtype=torch.float64)), {}, "float64"),
+    ("push_parameter", ("u", torch.zeros(4)), {}, "float32"),
+    ("push_parameter", ("u", [1, 2, 3, 300]), {}, "300"),
+    ("push_parameter", ("f", "text"), {}, "text"),
+    ("pull_parameter", ("nobody", "sum"), {}, "nobody"),
+    ("pull_parameter", ("f", "median"), {}, "median"),
+    ("pull_parameter", ("f",), {}, "None"),
+    ("pull_parameter", ("f", "decode_average"), {}, "decode_average"),
+    ("pull_parameter", ("u", "sum"), {}, "sum"),
+    ("pull_parameter", ("f", "sum"), {"compressed": True}, "compressed"),
+    ("pull_parameter", ("u", "decode_average"), {"compressed": 1}, "1"),
+    ("pull_parameter", ("a", "sum"), {}, "asynchronous"),
+    ("pull_parameter", ("a",), {"compressed": True}, "asynchronous"),
+]
+
+
+@pytest.mark.parametrize(("method", "args", "options", "word"), WRONG)
+def test_wrong_arguments_name_the_value(method, args, options, word):
+    with pytest.raises(ValueError) as caught_error:
+        getattr(lone_client(), method)(*args, **options)
+    assert word in str(caught_error.value)
+
+
+def test_tensors_elsewhere_are_unsupported():
+    with pytest.raises(UnsupportedTensor, match="contiguous"):
+        lone_client().push_parameter("f", torch.zeros(4)[::2])
+    with pytest.raises(UnsupportedTensor, match="sparse"):
+        lone_client().push_parameter("f", torch.zeros(2).to_sparse())
+
+
+@pytest.mark.parametrize("servers", [0, 3, -1, True, None, "1", [], [0, 0], [3], [-1], [0, 1, 2], [1.0], 1.5])
+def test_servers_must_exist_and_leave_a_worker(servers):
+    with pytest.raises(ValueError) as error:
+        messages.server_ranks(servers, 3)
+    assert repr(servers) in str(error.value)
+
+
+def test_servers_by_number_are_the_last_ranks():
+    assert messages.server_ranks(2, 5) == (3, 4) and messages.server_ranks((2, 0), 3) == (2, 0)
+
+
+def test_each_side_stays_on_its_ranks():
+    group = LocalCommunicator.group(2)
+    with pytest.raises(ValueError, match="rank 0 is no server"):
+        serve(group[0], [1])
+    with pytest.raises(ValueError, match="rank 1 is a server"):
+        ParameterClient(group[1], [1])
+    for timeout_s in (0, -1, "x", float("nan")):
+        with pytest.raises(ValueError, match="timeout_s"):
+            ParameterClient(group[0], [1], timeout_s=timeout_s)
+    with pytest.raises(ValueError, match="timeout_s"):
+        serve(group[1], [1], timeout_s=0)
+
+
+def test_keys_are_spread_by_a_pinned_hash():
+    names = [f"layer{n}.weight" for n in range(300)]
+    homes = [messages.home_of(name, (4, 5, 6)) for name in names]
+    assert all(70 < homes.count(rank) < 130 for rank in (4, 5, 6))
+    assert [messages.home_of(k, (0, 1, 2)) for k in ("max_abs_grad", "op_id_grads", "ключ")] == [1, 1, 2]
+
+
+def use_closed(client, index):
+    client.init_parameter("x", [1])
+    client.close()
+    client.close()
+    return caught(client.push_parameter, "x", 1.0)
+
+
+def test_a_closed_client_says_so(over):
+    error, _, stats = over(3, play, 1, use_closed)
+    assert isinstance(error, RuntimeError) and "closed" in str(error)
+    assert stats.lost == [] and stats.errors == 0
+
+
+# ---- what reaches the server past the client's checks --------------------------------------------------------------
+
+
+def ask_raw(client, kind, key="f", method=None, compressed=False, body=None):
+    request = client._one(kind, key, body, method, compressed, room_nbytes=64)
+    return Call(client._requests, [request], lambda replies: replies).wait()
+
+
+def send_wrong(client, index):
+    client.init_parameter("f", [2])
+    client.init_parameter("u", [GOOD.numel()], "uint8")
+    short = torch.zeros(3, dtype=torch.uint8)
+    errors = [
+        caught(ask_raw, client, Kind.PUSH, key="unknown", body=short),
+        caught(ask_raw, client, Kind.PULL, key="unknown", method="sum"),
+        caught(ask_raw, client, Kind.CANCEL, key="unknown"),
+        caught(ask_raw, client, Kind.PULL, method="sum"),  # before the first push
+        caught(ask_raw, client, Kind.PUSH, body=short),
+        caught(ask_raw, client, Kind.INIT, key="", body=pack_spec(make_spec((1,), "float32", None, False, None), None)),
+    ]
+    client.push_parameter("f", torch.ones(2))
+    client.push_parameter("u", GOOD)
+    errors += [
+        caught(ask_raw, client, Kind.PULL, method=None),
+        caught(ask_raw, client, Kind.PULL, method="decode_average"),
+        caught(ask_raw, client, Kind.PULL, method="sum", compressed=True),
+        caught(ask_raw, client, Kind.PULL, key="u", method="max"),
+    ]
+    corrupt = [
+        caught(ask_raw, client, Kind.INIT, key="new", body=short),
+        caught(ask_raw, client, Kind.OK),
+    ]
+    client._requests._digest ^= 1
+    mismatch = caught(client.push_parameter, "f", torch.ones(2))
+    client._requests._digest ^= 1
+    return errors, corrupt, mismatch, client.pull_parameter("f", "sum")
+
+
+def test_the_server_checks_for_itself():
+    for errors, corrupt, mismatch, after in run_local(3, play, 1, send_wrong)[:2]:
+        assert [type(e) for e in errors] == [ValueError] * len(errors)
+        assert [type(e) for e in corrupt] == [CorruptPayload] * 2
+        assert isinstance(mismatch, PeerMismatch) and (mismatch.field, mismatch.rank) == ("servers", 2)
+        assert torch.equal(after, torch.full((2,), 2.0))
+
+
+def send_garbage(client, index):
+    client.init_parameter("x", [1])
+    replies = []
+    if index == 0:
+        generator = torch.Generator().manual_seed(1)
+        comm, digest = client._requests._comm, client._requests._digest
+        push = messages.pack(Message(Kind.PUSH, 7, digest, "x", body=torch.zeros(4, dtype=torch.uint8)))
+        garbage = [torch.empty(0, dtype=torch.uint8), torch.zeros(24, dtype=torch.uint8), push[:-1], push[:20]]
+        garbage += [torch.randint(0, 256, (n,), generator=generator).to(torch.uint8) for n in (1, 23, 24, 25, 300)]
+        for data in garbage:
+            comm.start_send(data, client._servers[0]).wait(5)
+            _, raw = comm.receive(5, client._servers[0], max_nbytes=10_000)
+            reply = messages.parse(raw)
+            replies.append((reply.kind, messages.parse_error(reply.data(), "push", 0.0)))
+    client.push_parameter("x", 1.0)
+    return replies, float(client.pull_parameter("x", "sum"))
+
+
+def test_hostile_bytes_get_an_error_reply_and_the_server_lives(over):
+    first, second, stats = over(3, play, 1, send_garbage)
+    assert first[1] == second[1] == 2.0
+    assert len(first[0]) == 9 == stats.errors
+    for kind, error in first[0]:
+        assert kind == Kind.ERROR and isinstance(error, CorruptPayload) and error.check == "message"
+
+
+def send_too_much(client, index):
+    if index == 0:
+        client._requests._comm.start_send(torch.zeros(2000, dtype=torch.uint8), client._servers[0]).wait(5)
+    return meet(client)
+
+
+def test_a_message_that_is_too_long_is_dropped(monkeypatch):
+    monkeypatch.setattr(loop, "MAX_MESSAGE_NBYTES", 1000)
+    *met, stats = run_local(3, play, 1, send_too_much)
+    assert met == [2, 2] and stats.unread == 1
+
+
+HEADERS = st.tuples(
+    st.sampled_from([messages.MAGIC, 0, 2**32 - 1]),
+    st.sampled_from([1, 0, 255]),
+    st.integers(0, 9),
+    st.integers(0, 255),
+    st.integers(0, 255),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+    st.one_of(st.integers(0, 80), st.integers(0, 2**64 - 1)),
+).map(lambda fields: struct.pack("<IBBBBIIQ", *fields))
+
+
+@st.composite
+def almost_messages(draw):
+    """Bytes that look like messages, with true lengths more often than not."""
+    kind, key = draw(st.sampled_from(list(Kind))), draw(st.sampled_from(["x", "u", "new", "y" * 9, ""]))
+    spec = struct.pack(
+        "<BBBBIQd",
+        *(draw(st.integers(0, n)) for n in (2, 9, 5, 8)),
+        0,
+        0,
+        draw(st.sampled_from([0.0, 0.5, float("nan"), 1e300])),
+    )
+    dims = b"".join(
+        struct.pack("<Q", draw(st.sampled_from([0, 1, 2, 2**20, 2**63]))) for _ in range(draw(st.integers(0, 9)))
+    )
+    values = [b"", bytes(4), bytes(8), spec, spec + dims, GOOD.numpy().tobytes(), spec + dims + bytes(4)]
+    body = draw(st.one_of(st.binary(max_size=60), st.sampled_from(values)))
+    method = draw(st.sampled_from([None, *messages.METHODS]))
+    data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else None
+    raw = bytearray(
+        messages.pack(
+            Message(
+                kind,
+                draw(st.integers(0, 9)),
+                draw(st.sampled_from([DIGEST, DIGEST, 3])),
+                key,
+                method,
+                draw(st.booleans()),
+                data,
+            )
+        )
+        .numpy()
+        .tobytes()
+    )
+    for _ in range(draw(st.integers(0, 2))):
+        raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
+    return bytes(raw)
+
+
+DIGEST = messages.servers_digest((2,), 3)
+
+
+class Mailbox:
+    """A communicator that keeps what a server sends."""
+
+    rank, world_size = 2, 3
+
+    def __init__(self):
+        self.sent = []
+
+    def start_send(self, message, to):
+        self.sent.append((to, message))
+        return Done()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.binary(max_size=200), st.tuples(HEADERS, st.binary(max_size=90)).map(b"".join), almost_messages()))
+def test_any_bytes_parse_or_are_refused_by_name(data):
+    try:
+        message = messages.parse(as_tensor(data))
+    except CorruptPayload as error:
+        assert error.check == "message"
+        return
+    assert messages.pack(message).numpy().tobytes() == data
+    try:
+        spec, value = parse_spec(message.data())
+    except CorruptPayload:
+        return
+    assert torch.equal(pack_spec(spec, value), message.data())
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1), almost_messages()), min_size=1, max_size=12))
+def test_a_server_survives_any_sequence_of_requests(requests):
+    box = Mailbox()
+    server = loop._Server(box, (2,))
+    for key, dtype, shape in (("x", "float32", (1,)), ("u", "uint8", (GOOD.numel(),))):
+        for rank in (0, 1):
+            body = pack_spec(make_spec(shape, dtype, None, False, None), None)
+            server._handle(rank, messages.pack(Message(Kind.INIT, 1, DIGEST, key, body=body)))
+    for rank, raw in requests:
+        before = len(box.sent)
+        server._handle(rank, as_tensor(raw))
+        for to, reply in box.sent[before:]:
+            found = messages.parse(reply)
+            assert to in (0, 1) and found.kind in (Kind.OK, Kind.ERROR)
+            if found.kind == Kind.ERROR:
+                error = messages.parse_error(found.data(), "push", 0.0)
+                assert isinstance(error, (CorruptPayload, PeerMismatch, PeerLost, ValueError))
+
+
+class Untaken(Done):
+    def is_done(self):
+        return False
+
+
+def test_a_client_that_takes_no_replies_is_ended_and_costs_no_more_memory(monkeypatch):
+    monkeypatch.setattr(replies, "MAX_WAITING", 10)
+    box = Mailbox()
+    box.start_send = lambda message, to: box.sent.append((to, message)) or (Untaken() if to == 0 else Done())
+    server = loop._Server(box, (2,))
+    for rank in (0, 1):
+        for number in range(50):
+            server._handle(rank, messages.pack(Message(Kind.PULL, number, DIGEST, "unknown")))
+    assert [to for to, _ in box.sent].count(0) == replies.MAX_UNTAKEN and [to for to, _ in box.sent].count(1) == 50
+    assert server._open == {1} and not server._replies.any_waits()
+
+
+def test_replies_wait_for_earlier_ones_and_leave_in_order():
+    box, taken = Mailbox(), []
+    box.start_send = lambda message, to: box.sent.append((to, message)) or taken.append(Untaken()) or taken[-1]
+    out = replies.Replies(box)
+    for number in range(20):
+        out.put(0, lambda number=number: torch.tensor([number], dtype=torch.uint8))
+    assert len(box.sent) == replies.MAX_UNTAKEN and out.any_waits()
+    for work in taken[:3]:
+        work.is_done = lambda: True
+    out.advance(0)
+    assert [int(message) for _, message in box.sent] == list(range(replies.MAX_UNTAKEN + 3))
+
+
+@pytest.mark.parametrize("shape", [(2**63, 2**63), (2**32,), (2**31,)])
+def test_no_memory_is_taken_by_a_number_that_was_read(shape):
+    body = pack_spec(make_spec((1,), "float32", None, False, None), None).numpy().tobytes()
+    body = body[:1] + bytes([len(shape)]) + body[2:24] + struct.pack(f"<{len(shape)}Q", *shape)
+    with pytest.raises(CorruptPayload):
+        parse_spec(as_tensor(body))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerMismatch("shape", 2, "(1,)", "(2,)"),
+        CorruptPayload("crc", "stored 1, the bytes give 2"),
+        ValueError("key 'ключ'"),
+        PeerLost("pull", -1, 1.5, "rank 1 is gone"),
+    ],
+)
+def test_errors_travel_as_themselves(error):
+    again = messages.parse_error(messages.pack_error(error), "pull", 1.5)
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"error": "PeerMismatch", "fields": [1]}', b'{"error": 1}', b"\xff", b"[" * 100_000]
+)
+def test_an_error_that_cannot_be_read_is_still_an_error(body):
+    found = messages.parse_error(as_tensor(body), "pull", 0.0)
+    assert isinstance(found, CorruptPayload) and found.check == "message"
+
+
+@pytest.mark.parametrize("error", [NativeError("GC_X", "f"), RuntimeError("not enough memory"), MemoryError("none")])
+def test_other_errors_are_the_server_s_own(error):
+    found = messages.parse_error(messages.pack_error(error), "pull", 0.0)
+    assert type(found) is GradcompError and str(error) in str(found) and type(error).__name__ in str(found)
+    assert not messages.is_foreseen(error)
