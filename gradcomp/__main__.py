@@ -38,6 +38,15 @@ def report() -> dict[str, Any]:
     }
 
 
+def _tier(name: str, names: list[str]) -> str:
+    """Return the tier in use in words, and why it is not a faster one."""
+    if name != names[-1]:
+        return f"{name} tier ({names[-1]} is switched off by GRADCOMP_DISABLE_CPU_FEATURES)"
+    if name == "portable":
+        return "portable tier: plain C, several times slower; this CPU has no vector instructions that gradcomp knows"
+    return f"{name} tier"
+
+
 def _mpi() -> str:
     """Return flavour and thread level, asked in a process of its own: MPI is never started in this one."""
     if importlib.util.find_spec("mpi4py") is None:
@@ -70,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(found, indent=2))
     else:
         width = max(len(k) for k in found)
+        found["tier"] = _tier(found["tier"], found["tiers"])
         for key, value in found.items():
             print(f"{key:<{width}}  {', '.join(value) if isinstance(value, list) else value}")
     return 0

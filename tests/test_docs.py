@@ -15,6 +15,7 @@ import gradcomp
 import gradcomp.ddp
 from gradcomp import comm, errors
 from gradcomp.exchange import stats
+from gradcomp.kernels.native.library import TIER_FEATURES
 from gradcomp.payload import fingerprint, wire
 
 ROOT = Path(__file__).parents[1]
@@ -287,5 +288,5 @@ def test_environment_page_has_every_variable():
     source = "".join(p.read_text() for p in (ROOT / "gradcomp").rglob("*.py"))
     for variable in set(re.findall(r"\"(GRADCOMP_\w+)\"", source)):
         assert mentions(text, variable), variable
-    for feature in ("avx2", "fma", "f16c", "sse4.2"):
+    for feature in set().union(*TIER_FEATURES.values()):
         assert mentions(text, feature)

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from gradcomp import __main__ as main
+from gradcomp import _gc
+from gradcomp.kernels import native
+from gradcomp.kernels.native.library import TIER_FEATURES
+
 ROOT = Path(__file__).parents[1]
 
 # Top to bottom; a room imports only from itself and from rooms below it (rooms of one layer know nothing of each other).
@@ -234,7 +239,21 @@ def test_the_report_runs():
     found = json.loads(out.stdout)
     assert found["tier"] in found["tiers"] and found["threads"] >= 1
     table = subprocess.run([sys.executable, "-m", "gradcomp"], capture_output=True, text=True, check=True).stdout
-    assert "gloo" in table and "MPI" in table
+    assert "gloo" in table and "MPI" in table and f"{found['tier']} tier" in table
+
+
+def test_the_report_says_what_the_tier_is():
+    names = native.tiers()
+    environment = {**os.environ, "GRADCOMP_DISABLE_CPU_FEATURES": ",".join(set().union(*TIER_FEATURES.values()))}
+    command = [sys.executable, "-m", "gradcomp"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    (line,) = [line for line in table.splitlines() if line.startswith("tier ")]
+    assert "portable tier" in line and (len(names) == 1 or f"{names[-1]} is switched off" in line)
+    assert "portable tier: plain C" in main._tier("portable", ["portable"])
+
+
+def test_every_tier_has_its_features_named():
+    assert {_gc.ffi.string(_gc.lib.gc_tier_name(t)).decode() for t in range(_gc.lib.gc_tier_count())} == set(TIER_FEATURES)
 
 
 def test_every_promise_can_still_be_broken():

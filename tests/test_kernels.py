@@ -919,7 +919,7 @@ def test_results_do_not_depend_on_the_floating_point_environment(number: int) ->
 
 def test_tiers() -> None:
     assert lib.gc_tier_supported(0) == 1
-    assert [ffi.string(lib.gc_tier_name(t)).decode() for t in range(lib.gc_tier_count())][:2] == ["portable", "avx2"]
+    assert ffi.string(lib.gc_tier_name(0)) == b"portable"
     for outside in (-1, lib.gc_tier_count()):
         assert lib.gc_tier_name(outside) == ffi.NULL
         assert lib.gc_tier_supported(outside) == 0

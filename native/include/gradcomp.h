@@ -14,8 +14,8 @@
  *     atomic store: threads may share it); codes of non-finite elements are unspecified but valid and the same on every
  *     tier.
  *     Decoders write every NaN as the one quiet NaN 0x7FC00000 (bf16 0x7FC0, f16 0x7E00).
- *   - Floating-point environment: round to nearest, denormals kept, whatever the caller's thread has set (x86: MXCSR is
- *     saved, set and restored by the dispatcher).
+ *   - Floating-point environment: round to nearest, denormals kept, whatever the caller's thread has set (MXCSR of
+ *     x86 and FPCR of aarch64 are saved, set and restored by the dispatcher).
  */
 #ifndef GRADCOMP_H
 #define GRADCOMP_H
@@ -38,7 +38,7 @@ typedef enum {
 const char *gc_status_name(int status);
 
 /* ---- tiers ----------------------------------------------------------------------------------------------------- */
-/* Tier 0 is "portable"; tier 1 is "avx2" (needs avx2, fma, f16c, sse4.2). */
+/* Tier 0 is "portable"; tier 1 is "avx2" (needs avx2, fma, f16c, sse4.2); tier 2 is "neon" (aarch64). */
 int gc_tier_count(void);
 const char *gc_tier_name(int tier);   /* NULL when out of range */
 int gc_tier_supported(int tier);      /* 1 when this build and this CPU run it */

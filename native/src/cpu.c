@@ -24,3 +24,14 @@ int gc_cpu_has_avx2(void)
 #else
 int gc_cpu_has_avx2(void) { return 0; }
 #endif
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+
+enum { CRC32_BIT = 1 << 7 }; /* HWCAP_CRC32, which old headers lack */
+int gc_cpu_has_arm_crc32(void) { return (getauxval(AT_HWCAP) & CRC32_BIT) != 0; }
+#elif defined(__ARM_FEATURE_CRC32)
+int gc_cpu_has_arm_crc32(void) { return 1; }
+#else
+int gc_cpu_has_arm_crc32(void) { return 0; }
+#endif

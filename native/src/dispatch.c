@@ -3,7 +3,7 @@
 
 #include "internal.h"
 
-enum { TIER_PORTABLE, TIER_AVX2, TIER_COUNT };
+enum { TIER_PORTABLE, TIER_AVX2, TIER_NEON, TIER_COUNT };
 
 static const gc_kernels tier_kernels[] = {
     [TIER_PORTABLE] = {
@@ -40,6 +40,24 @@ static const gc_kernels tier_kernels[] = {
         .update = gc_update_avx2,
     },
 #endif
+#if defined(GC_NEON)
+    [TIER_NEON] = {
+        .block_sums = gc_block_sums_neon,
+        .ternary_encode = gc_ternary_encode_neon,
+        .onebit_encode = gc_onebit_encode_neon,
+        .values_encode = gc_values_encode_neon,
+        .ternary_decode = gc_ternary_decode_neon,
+        .lanes_decode = gc_lanes_decode_portable,
+        .onebit_decode = gc_onebit_decode_neon,
+        .values_decode = gc_values_decode_neon,
+        .sum_lanes = gc_sum_lanes_neon,
+        .ternary_validate = gc_ternary_validate_neon,
+        .onebit_validate = gc_onebit_validate_portable,
+        .lanes_validate = gc_lanes_validate_portable,
+        .crc32c = gc_crc32c_neon,
+        .update = gc_update_portable,
+    },
+#endif
 };
 
 /* -1 until a tier is selected or asked for. Atomic because kernels of several threads may ask at once; they all find
@@ -50,12 +68,16 @@ int gc_tier_count(void) { return TIER_COUNT; }
 
 const char *gc_tier_name(int tier)
 {
-    static const char *const names[TIER_COUNT] = {"portable", "avx2"}; /* also of tiers that this build lacks */
+    static const char *const names[TIER_COUNT] = {"portable", "avx2", "neon"}; /* also of tiers that this build lacks */
     return tier >= 0 && tier < TIER_COUNT ? names[tier] : NULL;
 }
 
 int gc_tier_supported(int tier)
 {
+#if defined(GC_NEON) /* every aarch64 processor has it */
+    if (tier == TIER_NEON)
+        return 1;
+#endif
     return tier == TIER_PORTABLE || (tier == TIER_AVX2 && gc_cpu_has_avx2());
 }
 

@@ -133,9 +133,15 @@ const gc_kernels *gc_current_kernels(void);
 
 /* ---- the processor ----------------------------------------------------------------------------------------------- */
 int gc_cpu_has_avx2(void); /* avx2, fma, f16c and sse4.2, and the operating system saves the registers */
+int gc_cpu_has_arm_crc32(void);
 
 #if defined(__x86_64__)
 #include "x86/avx2.h"
+#endif
+
+#if defined(__aarch64__) && defined(__ARM_NEON) && !defined(__AARCH64EB__)
+#define GC_NEON 1
+#include "arm/neon.h"
 #endif
 
 #endif

@@ -10,6 +10,30 @@
 
 #include "gradcomp.h"
 
+/* ---- the floating-point environment of this thread --------------------------------------------------------------- */
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define HAS_FLOAT_ENVIRONMENT 1
+/* Towards zero, flush to zero, denormals are zero; bits 0-5 note what happened. */
+enum { FLOAT_DEFAULT = 0x1F80, FLOAT_ODD = 0xFFC0, FLOAT_MODES = ~0x3F };
+static inline unsigned float_environment(void) { return _mm_getcsr(); }
+static inline void set_float_environment(unsigned modes) { _mm_setcsr(modes); }
+#elif defined(__aarch64__)
+#define HAS_FLOAT_ENVIRONMENT 1
+/* Towards zero, flush to zero, every NaN the default one. */
+enum { FLOAT_DEFAULT = 0, FLOAT_ODD = 3 << 22 | 1 << 24 | 1 << 25, FLOAT_MODES = ~0 };
+static inline unsigned float_environment(void)
+{
+    uint64_t fpcr;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(fpcr));
+    return (unsigned)fpcr;
+}
+static inline void set_float_environment(unsigned modes)
+{
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)modes) : "memory");
+}
+#endif
+
 /* What the current case is, printed when a check fails. */
 extern char case_name[512];
 

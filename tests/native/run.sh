@@ -1,22 +1,36 @@
 #!/usr/bin/env bash
-# Build and run the native tests under the address and undefined-behaviour sanitizers. CC chooses the compiler.
-#   tests/native/run.sh [rounds] [seed]
+# Build and run the native tests.
+#   tests/native/run.sh [sanitize] [rounds] [seed]   under the address and undefined-behaviour sanitizers; CC chooses the compiler
+#   tests/native/run.sh aarch64 [rounds] [seed]      for aarch64 under qemu; undefined behaviour traps. CC_AARCH64 chooses the
+#                                                    compiler: "python3 -m ziglang cc -target aarch64-linux-musl" does, too
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+leg=sanitize
+case ${1:-} in sanitize | aarch64) leg=$1 && shift ;; esac
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-flags=(-std=c11 -ffp-contract=off -g -O1 -Wall -Wextra -Werror -fno-omit-frame-pointer
-       -fsanitize=address,undefined -fno-sanitize-recover=all -Inative/include -Inative/src)
+flags=(-std=c11 -ffp-contract=off -Wall -Wextra -Werror -Inative/include -Inative/src)
+tests=(test_known test_tiers test_update)
+runner=()
+if [ "$leg" = sanitize ]; then
+    compiler=${CC:-gcc}
+    flags+=(-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
+else
+    compiler=${CC_AARCH64:-aarch64-linux-gnu-gcc}
+    flags+=(-O2 -static -fsanitize=undefined -fsanitize-undefined-trap-on-error)
+    runner=("${QEMU_AARCH64:-qemu-aarch64}")
+fi
 mapfile -t sources < <(find native/src -name '*.c' | LC_ALL=C sort)
-compile() { "${CC:-gcc}" "${flags[@]}" -c "$1" -o "$out/$(echo "$1" | tr / _).o"; }
+compile() { $compiler "${flags[@]}" -c "$1" -o "$out/$(echo "$1" | tr / _).o"; }
 for source in "${sources[@]}" tests/native/harness.c; do
     while (($(jobs -rp | wc -l) >= $(nproc))); do wait -n; done
     compile "$source" &
 done
 while [ -n "$(jobs -rp)" ]; do wait -n; done
-for name in test_known test_tiers test_update; do
-    "${CC:-gcc}" "${flags[@]}" "tests/native/$name.c" "$out"/*.o -lm -o "$out/$name"
+for name in "${tests[@]}"; do
+    $compiler "${flags[@]}" "tests/native/$name.c" "$out"/*.o -lm -o "$out/$name"
 done
-"$out/test_known"
-"$out/test_tiers" "$@"
-"$out/test_update" "$@"
+"${runner[@]}" "$out/test_known"
+"${runner[@]}" "$out/test_tiers" "$@"
+[ "$leg" = sanitize ] || (($#)) || set -- 1 # its long tensors take a minute under qemu
+"${runner[@]}" "$out/test_update" "$@"

@@ -9,11 +9,17 @@ import torch
 from gradcomp._gc import ffi, lib
 from gradcomp.errors import CorruptPayload, NativeError
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "check", "ffi", "lib", "select_tier", "tier", "tiers"]
+__all__ = ["DISABLE_VARIABLE", "DTYPES", "TIER_FEATURES", "TORCH_DTYPES", "check", "ffi", "lib", "select_tier", "tier", "tiers"]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 DISABLE_VARIABLE = "GRADCOMP_DISABLE_CPU_FEATURES"
+# What each tier of dispatch.c asks of the CPU.
+TIER_FEATURES: dict[str, frozenset[str]] = {
+    "portable": frozenset(),
+    "avx2": frozenset({"avx2", "fma", "f16c", "sse4.2"}),
+    "neon": frozenset({"neon"}),
+}
 
 _CHECKS = {
     "GC_FORBIDDEN_CODE": ("code", "a ternary code 11"),
@@ -62,14 +68,13 @@ def _tier_name(number: int) -> str:
 
 def _select_from_environment(value: str) -> None:
     """Take the best tier that needs none of the comma-separated features in `value`."""
-    needs = {"portable": set[str](), "avx2": {"avx2", "fma", "f16c", "sse4.2"}}
     off = {word.strip().lower() for word in value.split(",") if word.strip()}
-    known = set[str]().union(*needs.values())
+    known = frozenset[str]().union(*TIER_FEATURES.values())
     if off - known:
         raise ValueError(
             f"{DISABLE_VARIABLE}={value!r}: unknown feature {min(off - known)!r}, known are {sorted(known)}"
         )
-    select_tier([name for name in tiers() if not needs[name] & off][-1])
+    select_tier([name for name in tiers() if not TIER_FEATURES[name] & off][-1])
 
 
 _select_from_environment(os.environ.get(DISABLE_VARIABLE, ""))

@@ -1,28 +1,16 @@
-/* onebit_encode.c - 1-bit codes, class means and the new residual, group by group.
- *
- * A group of at most GC_ONEBIT_STAGE_NUMEL elements is read from memory once: x = g + r is staged in the first-level
- * cache for the second pass. Larger groups go chunk by chunk and read g and r twice. A group with values that are not
- * finite is left to the portable encoder before its residual is touched.
- */
+/* onebit_encode.c - 1-bit codes, class means and the new residual; onebit_groups.c walks the groups. */
 #include "internal.h"
 
 #if defined(__x86_64__)
 #include "common.h"
+#include "onebit_groups.h"
 
-enum { CHUNK_NUMEL = GC_ONEBIT_STAGE_NUMEL, VECTORS_NUMEL = 16, PREFETCH_NUMEL = 1024, STREAM_NUMEL = 1 << 15 };
+enum { VECTORS_NUMEL = 16, PREFETCH_NUMEL = 1024 };
 
-/* One chunk of x; both arrays are padded with zeros to whole vectors and words. */
+/* Bits of |g| seen and the largest |x|. */
 typedef struct {
-    float x[CHUNK_NUMEL];
-    uint8_t bits[CHUNK_NUMEL / 8];
-} chunk_stage;
-
-typedef struct {
-    double sums[2];
-    uint32_t ones;
-    __m256i any_gradient; /* all bits of |g| seen */
-    __m256i absmax;       /* of x */
-} group_state;
+    __m256i any_gradient, absmax;
+} watch;
 
 /* Sixteen lanes of a block's two class sums. */
 typedef struct {
@@ -47,27 +35,20 @@ GC_AVX2_INLINE uint8_t bits8(__m256 x)
 }
 
 /* Take in sixteen elements: stage x and its bits, add x to the sums. */
-GC_AVX2_INLINE void take16(group_state *state, class_lanes *lanes, chunk_stage *stage, uint32_t i, __m256 g0, __m256 g1,
+GC_AVX2_INLINE void take16(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, uint32_t i, __m256 g0, __m256 g1,
                            __m256 x0, __m256 x1)
 {
     _mm256_storeu_ps(stage->x + i, x0);
     _mm256_storeu_ps(stage->x + i + 8, x1);
     stage->bits[i / 8] = bits8(x0);
     stage->bits[i / 8 + 1] = bits8(x1);
-    state->any_gradient = _mm256_or_si256(state->any_gradient, _mm256_or_si256(gc_abs8(g0), gc_abs8(g1)));
-    state->absmax = _mm256_max_epi32(state->absmax, _mm256_max_epi32(gc_abs8(x0), gc_abs8(x1)));
+    seen->any_gradient = _mm256_or_si256(seen->any_gradient, _mm256_or_si256(gc_abs8(g0), gc_abs8(g1)));
+    seen->absmax = _mm256_max_epi32(seen->absmax, _mm256_max_epi32(gc_abs8(x0), gc_abs8(x1)));
     add8(lanes, 0, x0);
     add8(lanes, 2, x1);
 }
 
-/* The part of the tensors that a call works on. */
-typedef struct {
-    const void *src;
-    uint64_t data;
-    const float *residual; /* NULL: none */
-} source_view;
-
-GC_AVX2_INLINE void take_rest(group_state *state, class_lanes *lanes, chunk_stage *stage, const source_view *view,
+GC_AVX2_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, const gc_onebit_view *view,
                               uint32_t chunk, uint32_t i, uint32_t numel, int dtype)
 {
     float g[VECTORS_NUMEL] = {0}, r[VECTORS_NUMEL] = {0};
@@ -80,13 +61,13 @@ GC_AVX2_INLINE void take_rest(group_state *state, class_lanes *lanes, chunk_stag
         x0 = _mm256_add_ps(g0, _mm256_loadu_ps(r));
         x1 = _mm256_add_ps(g1, _mm256_loadu_ps(r + 8));
     }
-    take16(state, lanes, stage, i, g0, g1, x0, x1);
+    take16(seen, lanes, stage, i, g0, g1, x0, x1);
 }
 
-/* Stage `numel` elements from element `chunk` of the group on. */
-GC_AVX2_INLINE void take_chunk(group_state *state, chunk_stage *stage, const source_view *view, uint32_t chunk,
-                               uint32_t numel, int dtype)
+GC_AVX2_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view,
+                              uint32_t chunk, uint32_t numel, int dtype)
 {
+    watch seen = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
         uint32_t end = numel - block < GC_BLOCK_NUMEL ? numel : block + GC_BLOCK_NUMEL, i = block;
         class_lanes lanes;
@@ -101,36 +82,25 @@ GC_AVX2_INLINE void take_chunk(group_state *state, chunk_stage *stage, const sou
                 x0 = _mm256_add_ps(g0, _mm256_loadu_ps(view->residual + chunk + i));
                 x1 = _mm256_add_ps(g1, _mm256_loadu_ps(view->residual + chunk + i + 8));
             }
-            take16(state, &lanes, stage, i, g0, g1, x0, x1);
+            take16(&seen, &lanes, stage, i, g0, g1, x0, x1);
         }
         if (i < end)
-            take_rest(state, &lanes, stage, view, chunk, i, end, dtype);
-        state->sums[0] += gc_total16(lanes.zeros);
-        state->sums[1] += gc_total16(lanes.ones);
+            take_rest(&seen, &lanes, stage, view, chunk, i, end, dtype);
+        totals->sums[0] += gc_total16(lanes.zeros);
+        totals->sums[1] += gc_total16(lanes.ones);
     }
+    uint32_t absmax = gc_max8(seen.absmax);
+    totals->absmax_bits = absmax > totals->absmax_bits ? absmax : totals->absmax_bits;
+    totals->any_gradient |= gc_max8(seen.any_gradient);
+    totals->ones += gc_finish_bits(stage, numel);
 }
 
-/* Append the staged bits at bit `position` of the segment's codes; what is above them in the last byte becomes 0. Bits
- * of earlier groups in the first byte stay. Returns the number of ones. */
-GC_AVX2 static uint32_t put_bits(uint8_t *codes, uint32_t position, chunk_stage *stage, uint32_t numel)
+GC_AVX2 static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t chunk,
+                         uint32_t numel)
 {
-    uint8_t shifted[CHUNK_NUMEL / 8 + 8];
-    uint32_t ones = 0, words = (numel + 63) / 64, offset = position % 8;
-    size_t nbytes = gc_code_nbytes(offset + numel, 1);
-    uint64_t carry = offset ? codes[position / 8] & ((1u << offset) - 1) : 0;
-    uint32_t taken = (numel + VECTORS_NUMEL - 1) / VECTORS_NUMEL * VECTORS_NUMEL / 8; /* bytes that take16 wrote */
-    memset(stage->bits + taken, 0, 8 * words - taken);
-    for (uint32_t w = 0; w < words; w++) {
-        uint64_t bits, out;
-        memcpy(&bits, stage->bits + 8 * w, 8);
-        ones += (uint32_t)__builtin_popcountll(bits);
-        out = bits << offset | carry;
-        carry = offset ? bits >> (64 - offset) : 0;
-        memcpy(shifted + 8 * w, &out, 8);
-    }
-    memcpy(shifted + 8 * words, &carry, 8);
-    memcpy(codes + position / 8, shifted, nbytes);
-    return ones;
+    GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32),
+                take_body(totals, stage, view, chunk, numel, GC_BF16),
+                take_body(totals, stage, view, chunk, numel, GC_F16));
 }
 
 /* r' = x - q for eight elements. */
@@ -140,12 +110,10 @@ GC_AVX2_INLINE __m256 left8(__m256 x, __m256 mean0, __m256 mean1)
     return _mm256_sub_ps(x, _mm256_blendv_ps(mean0, mean1, is_one));
 }
 
-/* The residual of a staged chunk. A plane of its own is not read before the next step: `streams` writes past the caches,
- * which saves reading each line first. */
-GC_AVX2_INLINE void leave_staged(const chunk_stage *stage, uint32_t numel, float mean0, float mean1, float *out,
+GC_AVX2 static void leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
                                  int streams)
 {
-    __m256 m0 = _mm256_set1_ps(mean0), m1 = _mm256_set1_ps(mean1);
+    __m256 m0 = _mm256_set1_ps(view->means[0]), m1 = _mm256_set1_ps(view->means[1]);
     uint32_t i = 0;
     if (streams && (uintptr_t)out % 32 == 0)
         for (; i + 8 <= numel; i += 8)
@@ -153,14 +121,12 @@ GC_AVX2_INLINE void leave_staged(const chunk_stage *stage, uint32_t numel, float
     for (; i + 8 <= numel; i += 8)
         _mm256_storeu_ps(out + i, left8(_mm256_loadu_ps(stage->x + i), m0, m1));
     for (; i < numel; i++)
-        out[i] = stage->x[i] - (stage->x[i] > 0 ? mean1 : mean0);
+        out[i] = stage->x[i] - view->means[stage->x[i] > 0];
 }
 
-/* The residual of a group that was not staged whole: x is made again. `out` may be view->residual. */
-GC_AVX2_INLINE void leave_again(const source_view *view, uint32_t numel, float mean0, float mean1, float *out,
-                                int dtype)
+GC_AVX2_INLINE void leave_body(const gc_onebit_view *view, uint32_t numel, float *out, int dtype)
 {
-    __m256 m0 = _mm256_set1_ps(mean0), m1 = _mm256_set1_ps(mean1);
+    __m256 m0 = _mm256_set1_ps(view->means[0]), m1 = _mm256_set1_ps(view->means[1]);
     uint32_t i = 0;
     for (; i + 8 <= numel; i += 8) {
         __m256 x = gc_load8(view->src, dtype, view->data + i);
@@ -170,54 +136,19 @@ GC_AVX2_INLINE void leave_again(const source_view *view, uint32_t numel, float m
     }
     for (; i < numel; i++) {
         float g = gc_load(view->src, dtype, view->data + i), x = view->residual ? g + view->residual[i] : g;
-        out[i] = x - (x > 0 ? mean1 : mean0);
+        out[i] = x - view->means[x > 0];
     }
 }
 
-/* Encode one group; 0 when it holds a value that is not finite (then no residual was written). */
-GC_AVX2_INLINE int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run, chunk_stage *stage,
-                                int dtype)
+GC_AVX2 static void leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
 {
-    group_state state = {{0, 0}, 0, _mm256_setzero_si256(), _mm256_setzero_si256()};
-    uint64_t residual = segment->residual + run.first;
-    source_view view = {job->src, segment->data + run.first, job->residual_in ? job->residual_in + residual : NULL};
-    for (uint32_t chunk = 0; chunk < run.numel; chunk += CHUNK_NUMEL) {
-        uint32_t numel = run.numel - chunk < CHUNK_NUMEL ? run.numel - chunk : CHUNK_NUMEL;
-        take_chunk(&state, stage, &view, chunk, numel, dtype);
-        state.ones += put_bits(job->payload + segment->codes, run.first + chunk, stage, numel);
-    }
-    if (gc_max8(state.absmax) >= GC_INF_BITS)
-        return 0;
-    uint32_t zeros = run.numel - state.ones;
-    int has_gradient = !_mm256_testz_si256(state.any_gradient, state.any_gradient);
-    float mean0 = has_gradient && zeros ? (float)(state.sums[0] / zeros) : 0;
-    float mean1 = has_gradient && state.ones ? (float)(state.sums[1] / state.ones) : 0;
-    uint8_t *scales = job->payload + segment->scales + 8 * (size_t)run.group;
-    gc_store_u32(scales, gc_bits_of(mean0));
-    gc_store_u32(scales + 4, gc_bits_of(mean1));
-    if (job->residual_out && run.numel <= CHUNK_NUMEL)
-        leave_staged(stage, run.numel, mean0, mean1, job->residual_out + residual,
-                     job->residual_out != job->residual_in && segment->numel >= STREAM_NUMEL);
-    else if (job->residual_out)
-        leave_again(&view, run.numel, mean0, mean1, job->residual_out + residual, dtype);
-    return 1;
+    GC_BY_DTYPE(view->dtype, leave_body(view, numel, out, GC_F32), leave_body(view, numel, out, GC_BF16),
+                leave_body(view, numel, out, GC_F16));
 }
 
-GC_AVX2_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, int dtype)
+void gc_onebit_encode_avx2(gc_encode_job *job, const gc_segment *segment)
 {
-    chunk_stage stage;
-    for (uint32_t i = 0; i < segment->numel;) {
-        gc_run run = gc_run_at(segment, i, segment->numel);
-        if (!encode_group(job, segment, run, &stage, dtype))
-            gc_onebit_group(job, segment, run);
-        i += run.numel;
-    }
-    _mm_sfence();
-}
-
-GC_AVX2 void gc_onebit_encode_avx2(gc_encode_job *job, const gc_segment *segment)
-{
-    GC_BY_DTYPE(job->dtype, encode_body(job, segment, GC_F32), encode_body(job, segment, GC_BF16),
-                encode_body(job, segment, GC_F16));
+    static const gc_onebit_tier tier = {take, leave_staged, leave_again};
+    gc_encode_onebit_groups(job, segment, &tier);
 }
 #endif

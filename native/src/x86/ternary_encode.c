@@ -10,38 +10,28 @@
 
 #if defined(__x86_64__)
 #include "common.h"
-#include "philox.h"
+#include "superblocks.h"
 
-enum { SUPERBLOCK_NUMEL = 64, PREFETCH_NUMEL = 1024, WORDS = 4 };
+enum { PREFETCH_NUMEL = 1024, WORDS = 4 };
 #define MAX_THRESHOLD 0x1p30f /* a product of floats may be a little off */
 
 /* ---- random numbers ---------------------------------------------------------------------------------------------- */
-/* Philox with what is constant worked out: three of four counter words are, so the first two rounds need one product
- * each, and the third round one exclusive or less. */
+/* gc_philox_plan in every lane. */
 typedef struct {
-    __m256i round1_c2;           /* c3 ^ k1 of round 1 */
-    __m256i round2_c0, round2_c2;
-    __m256i round3_c2;
-    __m256i key0[GC_PHILOX_ROUNDS], key1[GC_PHILOX_ROUNDS];
-} philox_plan;
+    __m256i round1_c2, round2_c0, round2_c2, round3_c2, key0[GC_PHILOX_ROUNDS], key1[GC_PHILOX_ROUNDS];
+} philox_lanes;
 
-GC_AVX2_INLINE philox_plan plan_philox(uint32_t parameter, const gc_rng_key *key)
+GC_AVX2_INLINE philox_lanes spread(const gc_philox_plan *plan)
 {
-    philox_plan plan;
-    uint32_t k0[GC_PHILOX_ROUNDS], k1[GC_PHILOX_ROUNDS];
-    for (uint32_t r = 0; r < GC_PHILOX_ROUNDS; r++) {
-        k0[r] = key->seed + r * GC_PHILOX_W0;
-        k1[r] = key->rank + r * GC_PHILOX_W1;
-        plan.key0[r] = _mm256_set1_epi32((int)k0[r]);
-        plan.key1[r] = _mm256_set1_epi32((int)k1[r]);
+    philox_lanes lanes = {.round1_c2 = _mm256_set1_epi32((int)plan->round1_c2),
+                          .round2_c0 = _mm256_set1_epi32((int)plan->round2_c0),
+                          .round2_c2 = _mm256_set1_epi32((int)plan->round2_c2),
+                          .round3_c2 = _mm256_set1_epi32((int)plan->round3_c2)};
+    for (int r = 2; r < GC_PHILOX_ROUNDS; r++) {
+        lanes.key0[r] = _mm256_set1_epi32((int)plan->key0[r]);
+        lanes.key1[r] = _mm256_set1_epi32((int)plan->key1[r]);
     }
-    uint64_t p1 = (uint64_t)GC_PHILOX_M1 * key->step;                             /* round 1: c2 = step */
-    uint64_t p0 = (uint64_t)GC_PHILOX_M0 * ((uint32_t)(p1 >> 32) ^ parameter ^ k0[0]); /* round 2: its c0 */
-    plan.round1_c2 = _mm256_set1_epi32((int)(key->stream ^ k1[0]));
-    plan.round2_c0 = _mm256_set1_epi32((int)((uint32_t)p1 ^ k0[1]));
-    plan.round2_c2 = _mm256_set1_epi32((int)((uint32_t)(p0 >> 32) ^ k1[1]));
-    plan.round3_c2 = _mm256_set1_epi32((int)((uint32_t)p0 ^ k1[2]));
-    return plan;
+    return lanes;
 }
 
 GC_AVX2_INLINE __m256i high(__m256i product) { return _mm256_srli_epi64(product, 32); }
@@ -54,7 +44,7 @@ GC_AVX2_INLINE __m256i xor3(__m256i a, __m256i b, __m256i c)
 
 /* Blocks 8 * superblock + b of a superblock, even b in the low halves of c[0], odd b in those of c[1]. Both are worked
  * on side by side, because a round waits longer for its two products than it takes to issue them. */
-GC_AVX2_INLINE void philox8(const philox_plan *plan, uint32_t superblock, __m256i c[2][WORDS])
+GC_AVX2_INLINE void philox8(const philox_lanes *plan, uint32_t superblock, __m256i c[2][WORDS])
 {
     const __m256i m0 = _mm256_set1_epi32((int)GC_PHILOX_M0), m1 = _mm256_set1_epi32((int)GC_PHILOX_M1);
     __m256i first = _mm256_set1_epi64x((long long)superblock * 8), p0[2], p1[2];
@@ -86,7 +76,7 @@ GC_AVX2_INLINE void philox8(const philox_plan *plan, uint32_t superblock, __m256
 }
 
 /* The 64 draws of a superblock: lane l of word w holds those of elements 16w + l (low half) and 16w + 8 + l. */
-GC_AVX2_INLINE void draw64(const philox_plan *plan, uint32_t superblock, __m256i draws[WORDS])
+GC_AVX2_INLINE void draw64(const philox_lanes *plan, uint32_t superblock, __m256i draws[WORDS])
 {
     __m256i c[2][WORDS];
     philox8(plan, superblock, c);
@@ -119,9 +109,7 @@ typedef struct {
     __m256i distance;      /* u */
 } decisions;
 
-/* The contract compares the draw r with T and looks deeper when they are equal. Here T + 1, at most 65535, is known within
- * one, so that u = T + 1 - r > 2 means r < T for sure, and u < 0 (a large number without sign) r > T. What is left is left
- * open. Packing saturates: thresholds to 0 and 65535, the sign of x stays. */
+/* See GC_OPEN_DISTANCE. Packing saturates: thresholds to 0 and 65535, the sign of x stays. */
 GC_AVX2_INLINE decisions decide16(__m256 a, __m256 b, __m256 factor_a, __m256 factor_b, int is_bounded, __m256i draws,
                                   watch *seen)
 {
@@ -137,11 +125,9 @@ GC_AVX2_INLINE decisions decide16(__m256 a, __m256 b, __m256 factor_a, __m256 fa
     return d;
 }
 
-enum { OPEN_DISTANCE = 2 };
-
 GC_AVX2_INLINE int has_open(const watch *seen)
 {
-    __m256i open = _mm256_cmpeq_epi16(_mm256_min_epu16(seen->distance, _mm256_set1_epi16(OPEN_DISTANCE)),
+    __m256i open = _mm256_cmpeq_epi16(_mm256_min_epu16(seen->distance, _mm256_set1_epi16(GC_OPEN_DISTANCE)),
                                       seen->distance);
     return !_mm256_testz_si256(open, open);
 }
@@ -169,38 +155,30 @@ GC_AVX2_INLINE __m128i pack64(__m256i low, __m256i high_words)
 }
 
 /* ---- superblocks ------------------------------------------------------------------------------------------------- */
-/* Settle the open decisions of a superblock, whose codes are written, as the contract words them. */
+/* Decisions lie as decide16 leaves them: a0-3 b0-3 a4-7 b4-7 of every word. */
 static __attribute__((noinline)) GC_AVX2 void settle(const gc_encode_job *job, const gc_segment *segment,
                                                      uint32_t position, const __m256i distances[WORDS])
 {
-    uint16_t distance[SUPERBLOCK_NUMEL];
-    memcpy(distance, distances, sizeof distance);
-    for (uint32_t k = 0; k < SUPERBLOCK_NUMEL; k++) {
-        if (distance[k] > OPEN_DISTANCE)
-            continue;
-        uint32_t at = position + k / 16 * 16 + k % 8 / 4 * 8 + k % 16 / 8 * 4 + k % 4;
-        gc_run run = gc_run_at(segment, at, segment->numel);
-        unsigned code = gc_ternary_code(gc_load(job->src, job->dtype, segment->data + at),
-                                        gc_scale(job->payload, segment, run.group), segment->start + at,
-                                        segment->parameter, &job->key);
-        uint8_t *byte = job->payload + segment->codes + at / 4;
-        *byte = (uint8_t)((*byte & ~(3u << 2 * (at % 4))) | code << 2 * (at % 4));
-    }
+    uint16_t packed[GC_SUPERBLOCK_NUMEL], distance[GC_SUPERBLOCK_NUMEL];
+    memcpy(packed, distances, sizeof packed);
+    for (uint32_t k = 0; k < GC_SUPERBLOCK_NUMEL; k++)
+        distance[k / 16 * 16 + k % 8 / 4 * 8 + k % 16 / 8 * 4 + k % 4] = packed[k];
+    gc_settle_superblock(job, segment, position, distance);
 }
 
-/* Encode `count` superblocks from position `first` of the segment on, a superblock's first element. `factors` holds
- * one factor for all, or 64. */
-GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *segment, const philox_plan *plan,
-                                       uint32_t first, uint32_t count, const float *factors, int is_uniform, int dtype)
+GC_AVX2_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, const gc_philox_plan *plan,
+                                const gc_superblocks *blocks, int is_uniform, int dtype)
 {
     uint8_t *codes = job->payload + segment->codes;
+    const philox_lanes lanes = spread(plan);
+    const float *factors = blocks->factors;
     watch seen = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    uint32_t position = first;
-    for (; count; count--, position += SUPERBLOCK_NUMEL) {
+    uint32_t position = blocks->first;
+    for (uint32_t count = blocks->count; count; count--, position += GC_SUPERBLOCK_NUMEL) {
         uint64_t at = segment->data + position;
         __m256i draws[WORDS];
         decisions d[WORDS];
-        draw64(plan, (segment->start + position) / SUPERBLOCK_NUMEL, draws);
+        draw64(&lanes, (segment->start + position) / GC_SUPERBLOCK_NUMEL, draws);
         seen.distance = _mm256_set1_epi16(-1);
         for (int w = 0; w < WORDS; w++) {
             const float *f = is_uniform ? factors : factors + 16 * w;
@@ -220,66 +198,24 @@ GC_AVX2_INLINE void encode_superblocks(gc_encode_job *job, const gc_segment *seg
     job->nonfinite |= absmax >= GC_INF_BITS;
     /* thresholds that have passed 2^31 have become 0; NaN does not compare */
     if (is_uniform && *factors > 0 && !(gc_float_of(absmax) * *factors < MAX_THRESHOLD))
-        gc_ternary_encode_span(job, segment, first, (position - first));
+        gc_ternary_encode_span(job, segment, blocks->first, position - blocks->first);
 }
 
-/* 65536 / S; 0 for what is no scale, so that every code is 0; Inf when S is too small for this. */
-static float factor_of(const gc_encode_job *job, const gc_segment *segment, uint32_t group)
+GC_AVX2 static void encode_superblocks(gc_encode_job *job, const gc_segment *segment, const gc_philox_plan *plan,
+                                       const gc_superblocks *blocks)
 {
-    float scale = gc_scale(job->payload, segment, group);
-    return scale > 0 ? 65536.0f / scale : 0;
+    if (blocks->is_uniform)
+        GC_BY_DTYPE(job->dtype, encode_body(job, segment, plan, blocks, 1, GC_F32),
+                    encode_body(job, segment, plan, blocks, 1, GC_BF16),
+                    encode_body(job, segment, plan, blocks, 1, GC_F16));
+    else
+        GC_BY_DTYPE(job->dtype, encode_body(job, segment, plan, blocks, 0, GC_F32),
+                    encode_body(job, segment, plan, blocks, 0, GC_BF16),
+                    encode_body(job, segment, plan, blocks, 0, GC_F16));
 }
 
-/* Factors of the elements of one superblock. Returns whether all are finite. */
-static int fill_factors(const gc_encode_job *job, const gc_segment *segment, uint32_t first, float *factors)
+void gc_ternary_encode_avx2(gc_encode_job *job, const gc_segment *segment)
 {
-    float largest = 0;
-    for (uint32_t i = 0; i < SUPERBLOCK_NUMEL;) {
-        gc_run run = gc_run_at(segment, first + i, first + SUPERBLOCK_NUMEL);
-        float factor = factor_of(job, segment, run.group);
-        largest = factor > largest ? factor : largest;
-        for (uint32_t end = i + run.numel; i < end; i++)
-            factors[i] = factor;
-    }
-    return gc_is_finite(largest);
-}
-
-GC_AVX2_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, const philox_plan *plan, uint32_t first,
-                                uint32_t end, int dtype)
-{
-    float factors[SUPERBLOCK_NUMEL];
-    for (uint32_t i = first; i < end;) {
-        gc_run run = gc_run_at(segment, i, end);
-        uint32_t count = run.numel / SUPERBLOCK_NUMEL;
-        int is_uniform = count > 0, is_usable;
-        if (is_uniform)
-            is_usable = gc_is_finite(factors[0] = factor_of(job, segment, run.group));
-        else
-            is_usable = fill_factors(job, segment, i, factors), count = 1;
-        if (!is_usable)
-            gc_ternary_encode_span(job, segment, i, count * SUPERBLOCK_NUMEL);
-        else if (is_uniform)
-            encode_superblocks(job, segment, plan, i, count, factors, 1, dtype);
-        else
-            encode_superblocks(job, segment, plan, i, count, factors, 0, dtype);
-        i += count * SUPERBLOCK_NUMEL;
-    }
-}
-
-GC_AVX2 void gc_ternary_encode_avx2(gc_encode_job *job, const gc_segment *segment)
-{
-    uint32_t head = (SUPERBLOCK_NUMEL - segment->start % SUPERBLOCK_NUMEL) % SUPERBLOCK_NUMEL;
-    head = head < segment->numel ? head : segment->numel;
-    uint32_t end = head + (segment->numel - head) / SUPERBLOCK_NUMEL * SUPERBLOCK_NUMEL;
-    if (head)
-        gc_ternary_encode_span(job, segment, 0, head);
-    if (head < end) {
-        philox_plan plan = plan_philox(segment->parameter, &job->key);
-        GC_BY_DTYPE(job->dtype, encode_body(job, segment, &plan, head, end, GC_F32),
-                    encode_body(job, segment, &plan, head, end, GC_BF16),
-                    encode_body(job, segment, &plan, head, end, GC_F16));
-    }
-    if (end < segment->numel)
-        gc_ternary_encode_span(job, segment, end, segment->numel - end);
+    gc_encode_superblocks(job, segment, encode_superblocks);
 }
 #endif

@@ -1,12 +1,13 @@
-/* pieces.c - how decoders walk a segment and write what they made.
+/* pieces.c - how the decoders of vector tiers walk a segment.
  *
  * Pieces end where the output's cache lines end, so that streaming stores fill whole lines; a piece is cut at the end
  * of a group where that is the end of a line, too, or where lines do not matter. Rows of any width thus stream well.
  */
-#include "internal.h"
+#include "pieces.h"
 
 #if defined(__x86_64__)
-#include "common.h"
+#include <immintrin.h>
+#endif
 
 enum { LINE_NBYTES = 64, CUT_NUMEL = 64 };
 
@@ -58,8 +59,7 @@ static gc_piece piece_at(const gc_decode_job *job, const gc_segment *segment, co
     return piece;
 }
 
-GC_AVX2 void gc_decode_pieces(gc_decode_job *job, const gc_segment *segment, gc_decode_piece *decode,
-                              gc_decode_span *span)
+void gc_decode_pieces(gc_decode_job *job, const gc_segment *segment, gc_decode_piece *decode, gc_decode_span *span)
 {
     group_cursor cursor = cursor_at(segment, 0);
     for (uint32_t first = 0; first < segment->numel;) {
@@ -74,8 +74,10 @@ GC_AVX2 void gc_decode_pieces(gc_decode_job *job, const gc_segment *segment, gc_
         if (rest)
             span(job, segment, first - rest, rest);
     }
+#if defined(__x86_64__)
     if (job->flags & GC_STREAM)
         _mm_sfence();
+#endif
 }
 
 int gc_piece_streams(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece)
@@ -83,38 +85,15 @@ int gc_piece_streams(const gc_decode_job *job, const gc_segment *segment, const 
     return (job->flags & GC_STREAM) && output_address(job, segment, piece->first) % LINE_NBYTES == 0;
 }
 
-GC_AVX2_INLINE __m256i store_body(void *out, uint64_t index, uint32_t numel, const float *stage, float factor,
-                                  int dtype, int stream)
-{
-    __m256 factors = _mm256_set1_ps(factor);
-    __m256i absmax = _mm256_setzero_si256();
-    for (uint32_t i = 0; i < numel; i += 8) {
-        __m256 x = _mm256_mul_ps(_mm256_loadu_ps(stage + i), factors);
-        absmax = _mm256_max_epi32(absmax, gc_abs8(x));
-        gc_write8(out, dtype, index + i, x, stream);
-    }
-    return absmax;
-}
-
-GC_AVX2 int gc_store_stage(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece,
-                           const float *stage, float factor)
-{
-    __m256i absmax;
-#define STORE(...) absmax = store_body(__VA_ARGS__)
-    GC_BY_OUTPUT(job, gc_piece_streams(job, segment, piece), STORE, job->out, segment->data + piece->first,
-                 piece->numel, stage, factor);
-#undef STORE
-    return gc_max8(absmax) < gc_overflow_bits(job->out_dtype);
-}
-
-GC_AVX2 void gc_fill_scales(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, uint32_t stride,
-                            uint32_t offset, float *values)
+void gc_fill_scales(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, uint32_t stride,
+                    uint32_t offset, float *values)
 {
     for (uint32_t i = 0; i < piece->numel;) {
         gc_run run = gc_run_at(segment, piece->first + i, piece->first + piece->numel);
-        __m256 scale = _mm256_set1_ps(gc_scale(payload, segment, stride * run.group + offset));
+        float scale = gc_scale(payload, segment, stride * run.group + offset);
         for (uint32_t j = 0; j < run.numel; j += 8) /* a vector may reach into the next run, which is filled later */
-            _mm256_storeu_ps(values + i + j, scale);
+            for (uint32_t l = 0; l < 8; l++)
+                values[i + j + l] = scale;
         i += run.numel;
     }
 }
@@ -131,4 +110,3 @@ const uint8_t *gc_padded_codes(const uint8_t *payload, const gc_segment *segment
     memset(padded + (end - first), 0, GC_PADDING_NBYTES);
     return padded;
 }
-#endif

@@ -1,0 +1,70 @@
+/* onebit_groups.c - see onebit_groups.h. */
+#include "onebit_groups.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum { CHUNK_NUMEL = GC_ONEBIT_STAGE_NUMEL, STREAM_NUMEL = 1 << 15 };
+
+/* Append the staged bits at bit `position` of the segment's codes; what is above them in the last byte becomes 0. Bits
+ * of earlier groups in the first byte stay. */
+static void put_bits(uint8_t *codes, uint32_t position, const gc_onebit_stage *stage, uint32_t numel)
+{
+    uint8_t shifted[CHUNK_NUMEL / 8 + 8];
+    uint32_t words = (numel + 63) / 64, offset = position % 8;
+    size_t nbytes = gc_code_nbytes(offset + numel, 1);
+    uint64_t carry = offset ? codes[position / 8] & ((1u << offset) - 1) : 0;
+    for (uint32_t w = 0; w < words; w++) {
+        uint64_t bits, out;
+        memcpy(&bits, stage->bits + 8 * w, 8);
+        out = bits << offset | carry;
+        carry = offset ? bits >> (64 - offset) : 0;
+        memcpy(shifted + 8 * w, &out, 8);
+    }
+    memcpy(shifted + 8 * words, &carry, 8);
+    memcpy(codes + position / 8, shifted, nbytes);
+}
+
+/* Encode one group; 0 when it holds a value that is not finite (then no residual was written). */
+static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run, gc_onebit_stage *stage,
+                        const gc_onebit_tier *tier)
+{
+    gc_onebit_totals totals = {{0, 0}, 0, 0, 0};
+    uint64_t residual = segment->residual + run.first;
+    gc_onebit_view view = {job->src, job->dtype, segment->data + run.first,
+                           job->residual_in ? job->residual_in + residual : NULL, {0, 0}};
+    for (uint32_t chunk = 0; chunk < run.numel; chunk += CHUNK_NUMEL) {
+        uint32_t numel = run.numel - chunk < CHUNK_NUMEL ? run.numel - chunk : CHUNK_NUMEL;
+        tier->take(&totals, stage, &view, chunk, numel);
+        put_bits(job->payload + segment->codes, run.first + chunk, stage, numel);
+    }
+    if (totals.absmax_bits >= GC_INF_BITS)
+        return 0;
+    uint32_t counts[2] = {run.numel - totals.ones, totals.ones};
+    uint8_t *scales = job->payload + segment->scales + 8 * (size_t)run.group;
+    for (int bit = 0; bit < 2; bit++) {
+        view.means[bit] = totals.any_gradient && counts[bit] ? (float)(totals.sums[bit] / counts[bit]) : 0;
+        gc_store_u32(scales + 4 * bit, gc_bits_of(view.means[bit]));
+    }
+    if (job->residual_out && run.numel <= CHUNK_NUMEL)
+        tier->leave_staged(stage, &view, run.numel, job->residual_out + residual,
+                           job->residual_out != job->residual_in && segment->numel >= STREAM_NUMEL);
+    else if (job->residual_out)
+        tier->leave_again(&view, run.numel, job->residual_out + residual);
+    return 1;
+}
+
+void gc_encode_onebit_groups(gc_encode_job *job, const gc_segment *segment, const gc_onebit_tier *tier)
+{
+    gc_onebit_stage stage;
+    for (uint32_t i = 0; i < segment->numel;) {
+        gc_run run = gc_run_at(segment, i, segment->numel);
+        if (!encode_group(job, segment, run, &stage, tier))
+            gc_onebit_group(job, segment, run);
+        i += run.numel;
+    }
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
