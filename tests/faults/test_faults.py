@@ -1,11 +1,13 @@
 """Promise 4: a rank that dies or freezes in the middle of a step is PeerLost on the others within timeout_s + 5 s."""
 
+import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import _restart
 import pytest
 from _ranks import mpi_environment, mpirun
 
@@ -83,3 +85,23 @@ def test_a_worker_or_server_that_dies_or_freezes_in_a_round(tmp_path, who, fault
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def test_workers_that_torchrun_starts_again_end_as_if_nothing_had_been(tmp_path, gloo):
+    """The settings of docs/howto/restarts.md; without the variable, restarted workers dial dead ones."""
+    for name in ("plain", "restarted"):
+        (tmp_path / name).mkdir()
+    expected = gloo(2, _restart.train, str(tmp_path / "plain"), None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*command, str(Path(_restart.__file__)), str(tmp_path / "restarted")],
+        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "LookupError: once" in done.stderr
+    found = [(tmp_path / "restarted" / f"end.{rank}").read_text().split() for rank in range(2)]
+    assert found == [["1", digest] for digest in expected] and len(set(expected)) == 1
