@@ -16,7 +16,7 @@ TORCH_TESTS := allreduce amp averager codecs ddp double_buffer exchange fused hi
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo test quick test-torch test-long lint native-test native-test-aarch64 build mpi clean distclean
+.PHONY: help demo test quick test-torch promises test-long lint native-test native-test-aarch64 build mpi clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,7 +24,8 @@ help:
 	@echo 'make test         build, ruff, mypy, pytest                        (PYTEST_ARGS="-k ddp")'
 	@echo 'make quick        what starts no processes, for the inner loop: under a minute'
 	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
-	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, promises broken on purpose'
+	@echo 'make promises     break each promise on purpose and see that a test notices'
+	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
 	@echo 'make native-test  the C tests under the address and undefined-behaviour sanitizers'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
 	@echo 'make build        only .venv and the extension                     (PYTHON=python3.12, VENV=elsewhere)'
@@ -45,6 +46,8 @@ quick: build
 test-long: build mpi
 	$(BIN)/python -m pytest -rs -m long --timeout 1800 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+promises: build
 	$(BIN)/python tests/promises/break.py
 
 # An environment of its own with that torch, on top of what .venv holds beside torch.

@@ -257,7 +257,7 @@ def test_every_tier_has_its_features_named():
 
 
 def test_every_promise_can_still_be_broken():
-    """`make test-long` breaks promises on purpose; a change that no longer applies would go unnoticed until then."""
+    """`make promises` breaks promises on purpose; a change that no longer applies would go unnoticed until then."""
     spec = importlib.util.spec_from_file_location("promises_break", ROOT / "tests/promises/break.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,21 +1,28 @@
 """Break each promise of the design on purpose, in a copy of the package, and see that its test fails.
 
-A test that passes on broken code proves nothing. `python tests/promises/break.py` copies gradcomp and tests to a temporary
-folder, makes sure the chosen test passes there, applies one change, and expects the same test to fail. Exit status 1 when
-a broken promise goes unnoticed or a change no longer applies. `make test-long` runs it.
+A test that passes on broken code proves nothing. `python tests/promises/break.py` copies gradcomp and tests to temporary
+folders, makes sure the chosen tests pass there, applies one change a folder, and expects that one's test to fail. Exit status
+1 when a broken promise goes unnoticed or a change no longer applies. `make promises` and CI run it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+import torch  # noqa: F401 - loaded once, for every fork
+
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120.0  # for one test
+WORKERS = 2
 
 
 class Break(NamedTuple):
@@ -191,46 +198,86 @@ BREAKS = [
 ]
 
 
-def passes(folder: Path, test: str) -> bool:
-    """Run one test against the package in `folder`."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "not mpich and not openmpi",
-        test,
-    ]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False).returncode == 0
+class Outcomes:
+    """A pytest plugin that keeps the names of tests that did not pass, as they were asked for."""
+
+    def __init__(self) -> None:
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        if report.failed or report.skipped:  # type: ignore[attr-defined]
+            self.failed.add(report.nodeid)  # type: ignore[attr-defined]
+
+
+def copy_to(folder: Path) -> Path:
+    """Copy what the tests of a promise need to a folder; return it."""
+    for part in ("gradcomp", "tests", "native", "docs", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(ROOT / part, folder / part)
+    return folder
+
+
+def start(folder: Path, tests: list[str]) -> int:
+    """Run tests against the package in `folder`, in a fork of this process, which has loaded torch; return its id.
+
+    What did not pass stands in `folder`/failed, one a line.
+    """
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()
+    os.chdir(folder)
+    os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path.insert(0, str(folder))
+    with open(folder / "output", "w", buffering=1) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        outcomes = Outcomes()
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--every-row", "-k", "not mpich and not openmpi"]
+        status = pytest.main([*options, *tests], plugins=[outcomes])
+        (folder / "failed").write_text("\n".join(sorted(outcomes.failed)) if status in (0, 1) else "\n".join(tests))
+    os._exit(0)
+
+
+def finish(child: int, folder: Path) -> list[str]:
+    """Wait for a fork, for so long and no longer; return what did not pass, everything if it hung or died."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            break
+        time.sleep(0.05)
+    path = folder / "failed"
+    return path.read_text().splitlines() if path.exists() else ["it hung, or died"]
+
+
+def verdict(item: Break, folder: Path) -> str:
+    """Break one promise in a copy of its own; return what is wrong with its test, "" where that fails as it should."""
+    path = copy_to(folder) / item.file
+    whole = path.read_text()
+    if item.old not in whole:
+        return "the change no longer applies"
+    path.write_text(whole.replace(item.old, item.new, 1))
+    return "" if finish(start(folder, [item.test]), folder) else "BROKEN AND UNNOTICED"
 
 
 def main() -> int:
-    unnoticed = 0
-    with tempfile.TemporaryDirectory(prefix="gradcomp-promises-") as name:
-        folder = Path(name)
-        for part in ("gradcomp", "tests", "native", "pyproject.toml"):
-            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-            copy(ROOT / part, folder / part)
-        sound = {test: passes(folder, test) for test in dict.fromkeys(b.test for b in BREAKS)}
-        for item in BREAKS:
-            path = folder / item.file
-            whole = path.read_text()
-            if not sound[item.test]:
-                verdict = "its test fails even unbroken"
-            elif item.old not in whole:
-                verdict = "the change no longer applies"
-            else:
-                path.write_text(whole.replace(item.old, item.new, 1))
-                verdict = "" if not passes(folder, item.test) else "BROKEN AND UNNOTICED"
-                path.write_text(whole)
-            unnoticed += bool(verdict)
-            print(f"{'noticed' if not verdict else verdict:<30} {item.promise}", flush=True)
-    return 1 if unnoticed else 0
+    with tempfile.TemporaryDirectory(prefix="gradcomp-promises-") as name, ThreadPoolExecutor(WORKERS) as workers:
+        folders = [Path(name, str(number)) for number in range(len(BREAKS) + 1)]
+        for folder in folders:
+            folder.mkdir()
+        tests = list(dict.fromkeys(item.test for item in BREAKS))
+        sound = workers.submit(lambda: finish(start(copy_to(folders[-1]), tests), folders[-1]))
+        verdicts = list(workers.map(verdict, BREAKS, folders))
+        unsound = sound.result()
+        if unsound:
+            print((folders[-1] / "output").read_text()[-4000:])
+    for item, wrong in zip(BREAKS, verdicts, strict=True):
+        if any(test.startswith(item.test) or not test.startswith("tests/") for test in unsound):
+            wrong = "its test fails even unbroken"
+        print(f"{wrong or 'noticed':<30} {item.promise}", flush=True)
+    return 1 if unsound or any(verdicts) else 0
 
 
 if __name__ == "__main__":
