@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
-from gradcomp.codecs.base import check_tensor
+from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.agree import agree
-from gradcomp.exchange.bucket import Exchange, run_stages
+from gradcomp.exchange.interface import Exchange, run_stages
 from gradcomp.exchange.routes import Route, make_route
 from gradcomp.exchange.sizing import EXCHANGES, Strategy, choose
 from gradcomp.exchange.stats import Stats
@@ -108,7 +108,8 @@ def _make_exchange(route: Route, tensor: Tensor, codec: Codec, key: int, feedbac
     offset = feedback.offset(key) if feedback is not None else 0
     slot = Slot(key, tensor.numel(), codec.group_numel(storage_shape(tensor)), True, 0, offset)
     plan = route.plan([slot], codec, {key: owner.offset(key)} if owner is not None else None)
-    return route.exchange(plan, tensor.dtype, Stats(), feedback=feedback, owner_feedback=owner, seed=codec.seed)
+    options = {"feedback": feedback, "owner_feedback": owner, "seed": codec.seed, "device": tensor.device}
+    return route.exchange(plan, tensor.dtype, Stats(), **options)
 
 
 def _agree(

@@ -9,7 +9,8 @@ from _expected import average
 
 import gradcomp
 from gradcomp import Feedback, Identity, OneBit, PeerLost, PeerMismatch, Ternary
-from gradcomp.exchange.bucket import BucketExchange, run_stages
+from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.sizing import BucketPlan, choose, predict_bytes
 from gradcomp.exchange.stats import Stats
 from gradcomp.payload.layout import PayloadLayout
@@ -303,6 +304,24 @@ def test_ownership_covers_every_element_once():
     assert ByElements(4).pieces([Slot(0, 5, 5, True, 0)], 0) == []
 
 
+def memory_of(exchange):
+    """Bytes by address of every tensor's memory that an exchange and its parts hold."""
+    found, seen, todo = {}, set(), list(vars(exchange).values())
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, Feedback):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            memory = value.untyped_storage()
+            found[memory.data_ptr()] = memory.nbytes()
+        elif isinstance(value, (list, tuple)):
+            todo += value
+        elif type(value).__module__.startswith(("gradcomp.exchange", "gradcomp.kernels")):
+            todo += getattr(value, "__dict__", {}).values()
+    return found
+
+
 def test_steady_state_allocates_no_tensor():
     """Buffers are made once: a thousand steps later the exchange holds the same memory."""
     from _ranks import run_local
@@ -314,10 +333,10 @@ def test_steady_state_allocates_no_tensor():
         exchange = BucketExchange(plan, comm, torch.float32, Stats(), feedback=feedback, owner_feedback=owner)
         tensor = torch.randn(1 << 16)
         run_stages(exchange, tensor, 0)
-        held = {k: v.data_ptr() for k, v in vars(exchange).items() if isinstance(v, torch.Tensor)}
+        held = memory_of(exchange)
         for step in range(1, 20):
             run_stages(exchange, tensor, step)
-        return held == {k: v.data_ptr() for k, v in vars(exchange).items() if isinstance(v, torch.Tensor)}
+        return held == memory_of(exchange)
 
     assert all(run_local(2, work))
 
@@ -333,13 +352,7 @@ def test_memory_is_the_payloads_and_one_shard(world, name, exchange):
     slots = [Slot(0, numel, codec.group_numel((1024, 1024)), True, 0)]
     plan = BucketPlan(codec, slots, choose(codec, world, exchange), world, 0, {0: 0})
     made = BucketExchange(plan, LocalCommunicator.group(world)[0], torch.float32, Stats())
-    held, memory = 0, set()
-    for value in vars(made).values():
-        if isinstance(value, torch.Tensor):
-            held += value.numel() * value.element_size()
-            memory.add(value.data_ptr())
-        elif isinstance(value, np.ndarray) and value.base is None:
-            held += value.nbytes
+    held = sum(memory_of(made).values())
     payloads = plan.local.nbytes + world * (plan.messages[0] if plan.scatters else plan.local).nbytes
     if plan.scatters:
         payloads += sum(plan.send_nbytes) + (world + 1) * plan.second_nbytes

@@ -148,6 +148,12 @@ def test_torch_distributed_and_mpi_stay_in_their_rooms():
             assert name == "comm/mpi.py" or name.startswith("bench/"), name
 
 
+def test_addresses_are_taken_by_kernels_alone():
+    """Everything above hands tensors over; `tracking` compares where weights stand, `bench codec` times a memcpy."""
+    takers = {p.relative_to(ROOT / "gradcomp").as_posix() for p in files() if "data_ptr()" in p.read_text()}
+    assert takers == {"kernels/native/addresses.py", "optim/tracking.py", "bench/codec.py"}
+
+
 def test_python_files_fit_one_sitting():
     long = {p.name: n for p in (ROOT / "gradcomp").rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
     assert not long

@@ -6,7 +6,8 @@ import torch
 from _ranks import run_local
 
 from gradcomp import CorruptPayload, Identity, OneBit, PeerLost, Ternary
-from gradcomp.exchange.bucket import BucketExchange, run_stages
+from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.payload.pieces import Slot
@@ -83,8 +84,8 @@ def unflagged(comm, codec, value, strategy, keeps_packed, hides):
     if comm.rank == 1:
         encode = codec.encode_body
 
-        def encode_and_hide(src, dtype, layout, payload, key, old=0, new=0):
-            encode(src, dtype, layout, payload, key, old, new)
+        def encode_and_hide(*arguments):
+            encode(*arguments)
             return False
 
         codec.encode_body = encode_and_hide

@@ -11,7 +11,7 @@ import torch
 from _tables import GUARD, TIERS, guarded, same_bytes, tier, values
 
 from gradcomp import NativeError
-from gradcomp.kernels import native
+from gradcomp.kernels import Payloads, native
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.kernels.tables import SEGMENT, Table
 from gradcomp.payload.layout import PayloadLayout
@@ -283,20 +283,20 @@ def test_no_number_depends_on_threads(kind):
 
 
 def payload_cases():
-    """(name, codec, payloads, Payloads options) of packed gradients of one parameter."""
+    """(name, codec, payloads) of packed gradients of one parameter."""
     from gradcomp.codecs import Identity, OneBit, Ternary
 
-    yield "ternary own", Ternary(scale="own", group="tensor"), 3, {"source": "ternary"}
-    yield "ternary row", Ternary(scale="own", group="row"), 2, {"source": "ternary"}
-    yield "onebit", OneBit(group="row"), 4, {"source": "onebit"}
-    yield "values", Identity(), 2, {"source": "values"}
+    yield "ternary own", Ternary(scale="own", group="tensor"), 3
+    yield "ternary row", Ternary(scale="own", group="row"), 2
+    yield "onebit", OneBit(group="row"), 4
+    yield "values", Identity(), 2
 
 
 @pytest.mark.parametrize("number", TIERS)
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("case", list(payload_cases()), ids=lambda c: c[0])
 def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
-    _, codec, count, options = case
+    _, codec, count = case
     for shape in [(1,), (5, 3), (40, 129), (3, 7000)]:
         n = int(np.prod(shape))
         generator = torch.Generator().manual_seed(n)
@@ -308,12 +308,12 @@ def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
             row = adam_rule(kind, optim.TRUNCATE, 1, BETAS, 0.1, step_size=-LR, momentum=0.9 * (kind == Kind.SGD))
             with tier(number):
                 decoded = torch.empty(n, dtype=torch.float32 if dtype == ref.F32 else torch.bfloat16)
-                codec.decode_body([p.data_ptr() for p in payloads], layout, decoded.data_ptr(), dtype)
+                codec.decode_body(native, payloads, layout, decoded)
                 g = decoded.view(torch.uint16 if dtype else torch.float32).numpy()
                 unfused, fused = Weights(w, optim.TRUNCATE, 0), Weights(w, optim.TRUNCATE, 0)
                 step(unfused, g, row, segments(n))
                 targets = np.concatenate([np.zeros(1, TARGET), fused.target(None)])
-                source = native.Payloads([p.data_ptr() for p in payloads], dtype=dtype, **options)
+                source = codec.payloads(payloads, decoded.dtype)
                 bad = native.update(layout.packed, targets, row, source)
             assert not bad
             same_bytes(fused.read(n), unfused.read(n), number)
@@ -328,8 +328,8 @@ def test_averages_that_are_not_finite_are_told():
     layout = PayloadLayout(Identity().form, whole_pieces([Slot(0, 10, 10, True, 0)]), segmented=False)
     payload = Identity().encode(x)
     weights = Weights(np.zeros(10, "f"), optim.TRUNCATE, 0)
-    for dtype, bad in ((ref.F32, False), (ref.BF16, True)):  # rounds to Inf as bf16
-        source = native.Payloads([payload.data_ptr()], "values", dtype)
+    for dtype, bad in ((torch.float32, False), (torch.bfloat16, True)):  # rounds to Inf as bf16
+        source = Payloads([payload], "values", dtype, value_dtype=torch.float32)
         assert native.update(layout.packed, weights.target(None), rule(Kind.SGD, "", step_size=0.0), source) is bad
 
 
@@ -383,7 +383,7 @@ def test_bad_arguments_change_nothing(change):
 
 
 def test_sums_from_payloads_are_refused():
-    source = native.Payloads([1], "values", 0)
+    source = Payloads([torch.zeros(100, dtype=torch.uint8)], "values", torch.float32, value_dtype=torch.float32)
     weights = Weights(np.ones(20, "f"), "fp32", 0)
     refused(lambda: native.update(segments(20), weights.target(None), rule(Kind.SQUARES, ""), source, np.zeros(2)))
 
@@ -408,8 +408,8 @@ def round_trip(bits, rounding):
     n = len(bits)
     top, trail, back = np.empty(n, np.uint16), np.empty(n, np.uint16), np.empty(n, np.uint32)
     nearest = rounding == optim.NEAREST
-    native.split(bits.ctypes.data, n, nearest, top.ctypes.data, trail.ctypes.data)
-    native.join(top.ctypes.data, trail.ctypes.data, n, nearest, back.ctypes.data)
+    native.split(*map(torch.from_numpy, (bits, top, trail)), nearest=nearest)
+    native.join(*map(torch.from_numpy, (top, trail, back)), nearest=nearest)
     return top, trail, back
 
 

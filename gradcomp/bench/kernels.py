@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gradcomp import OneBit, RngKey, Ternary
 from gradcomp.codecs import Codec, Identity
-from gradcomp.kernels import native
+from gradcomp.kernels import HOST, Payloads, native
+from gradcomp.kernels.tables import BLOCK
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -51,16 +52,16 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
         if layout.form.code == Ternary.form.code:
             for number, payload in enumerate(made):
                 one = torch.tensor([float(scale)])
-                codec.place_scales(layout, one.data_ptr(), payload.data_ptr())
+                codec.place_scales(HOST, layout, one, payload)
                 key = RngKey(seed=1, rank=number, step=5)
-                codec.encode_body(x.data_ptr(), code, layout, payload.data_ptr(), key)
+                codec.encode_body(HOST, x, layout, payload, key)
         return layout, made
 
     ternary = Ternary(clip_sigma=None)
     layout, sent = payloads(ternary, 4)
     target, fp32 = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty(numel, dtype=dtype)
     target[: 32 + 4] = sent[0][: 32 + 4]
-    scales, blocks, clipping = torch.empty(1), ternary.scratch(layout), Ternary()
+    scales, blocks, clipping = torch.empty(1), ternary.scratch(HOST, layout), Ternary()
     key = RngKey(seed=1, rank=0, step=5)
 
     def codes(rank: int) -> NDArray[np.uint8]:
@@ -75,58 +76,55 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
 
     add(
         "ternary encode",
-        lambda: ternary.encode_body(x.data_ptr(), code, layout, target.data_ptr(), key),
+        lambda: ternary.encode_body(HOST, x, layout, target, key),
         lambda: target.numpy()[36 : 36 + n // 4],
         lambda: codes(0)[: n // 4],
     )
     add(
         "absmax + moments",
-        lambda: clipping.measure(x.data_ptr(), code, layout, blocks, scales.data_ptr()),
-        lambda: blocks[: n // 512],
+        lambda: clipping.measure(HOST, x, layout, blocks, scales),
+        lambda: blocks.numpy().view(BLOCK)[: n // 512],
         lambda: ref.block_sums(plain, ref.Piece(n, numel))[: n // 512],
     )
     for count, shared in ((1, True), (4, True), (4, False)):
+        source = Payloads(sent[:count], "ternary", dtype, shared=shared)
         add(
             f"ternary decode {count}" + (" shared" if shared else " own") * (count > 1),
-            lambda c=count, s=shared: native.sum_decode(  # type: ignore[misc]
-                native.Payloads(addresses(sent[:c]), "ternary", code, shared=s), layout.packed, fp32.data_ptr()
-            ),
+            lambda p=source: HOST.sum_decode(p, layout.packed, fp32),  # type: ignore[misc]
             head,
             lambda c=count, s=shared: decoded(s, c),  # type: ignore[misc]
         )
     lanes = PayloadLayout(lanes_form(4), layout.pieces)
     summed = torch.zeros(lanes.nbytes, dtype=torch.uint8)
     summed[32:36] = sent[0][32:36]
-    bits = lanes.form.bits
+    bits, together = lanes.form.bits, ternary.payloads(sent, dtype)
+    sums = Payloads([summed], "lanes", dtype, world_size=4, lane_bits=bits)
     add(
         "ternary sum to lanes 4",
-        lambda: native.ternary_sum_lanes(addresses(sent), layout.packed, lanes.packed, bits, summed.data_ptr()),
+        lambda: HOST.sum_lanes(together, layout.packed, lanes.packed, bits, summed),
         lambda: summed.numpy()[36 : 36 + n * bits // 8],
         lambda: ref.sum_lanes([codes(r) for r in range(4)], n)[: n * bits // 8],
     )
     add(
         "lanes decode",
-        lambda: native.sum_decode(
-            native.Payloads([summed.data_ptr()], "lanes", code, world_size=4, lane_bits=bits),
-            lanes.packed,
-            fp32.data_ptr(),
-        ),
+        lambda: HOST.sum_decode(sums, lanes.packed, fp32),
         head,
         lambda: decoded(True, 4),
     )
     onebit = OneBit(group=GROUP)
     one, old, new = _layout(onebit, numel), torch.randn(numel, generator=generator), torch.zeros(numel)
     bit = torch.zeros(one.nbytes, dtype=torch.uint8)
+    bits_of_one = onebit.payloads([bit], dtype)
     encoded = ref.onebit_encode(plain, ref.Piece(n, GROUP), old[:n].numpy())
     add(
         "onebit encode",
-        lambda: onebit.encode_body(x.data_ptr(), code, one, bit.data_ptr(), KEY, old.data_ptr(), new.data_ptr()),
+        lambda: onebit.encode_body(HOST, x, one, bit, KEY, (old, new)),
         lambda: new[: n // GROUP * GROUP].numpy(),
         lambda: encoded[2][: n // GROUP * GROUP],
     )
     add(
         "onebit decode 1",
-        lambda: native.sum_decode(onebit.payloads([bit.data_ptr()], code), one.packed, fp32.data_ptr()),
+        lambda: HOST.sum_decode(bits_of_one, one.packed, fp32),
         lambda: head()[: n // GROUP * GROUP],
         lambda: ref.from_float32(ref.onebit_decode(encoded[1], encoded[0], ref.Piece(n, GROUP)), code)[
             : n // GROUP * GROUP
@@ -136,7 +134,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     values = torch.zeros(same.nbytes, dtype=torch.uint8)
     add(
         "values encode",
-        lambda: identity.encode_body(x.data_ptr(), code, same, values.data_ptr(), KEY),
+        lambda: identity.encode_body(HOST, x, same, values, KEY),
         lambda: values.numpy()[32 : 32 + 4 * n],
         lambda: ref.to_float32(plain),
     )
@@ -148,11 +146,6 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     short = np.frombuffer(b"123456789", np.uint8)
     out.append(Case("crc32c of a payload", checksum, lambda: native.crc32c(short) == 0xE3069283))
     return out
-
-
-def addresses(payloads: list[Tensor]) -> list[int]:
-    """Return where payloads stand in memory; whoever holds the list of tensors keeps them there."""
-    return [payload.data_ptr() for payload in payloads]
 
 
 def _layout(codec: Codec, numel: int) -> PayloadLayout:

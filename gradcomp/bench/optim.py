@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gradcomp.bench.codec import Memcpy, seconds, threads
 from gradcomp.codecs import Ternary
-from gradcomp.kernels import native
+from gradcomp.kernels import HOST
 from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, join, split, split_parameters
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
@@ -127,7 +127,7 @@ def from_payloads(numel: int) -> list[Contender]:
     codec, slot = Ternary(scale="own"), Slot(0, numel, numel, True, 0)
     layout = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False)
     payloads = [codec.encode(torch.randn(numel)) for _ in range(2)]
-    addresses = [p.data_ptr() for p in payloads]
+    source = codec.payloads(payloads, torch.bfloat16)
     out = []
     for straight in (False, True):
         holder = nn.ParameterList([torch.randn(numel)])
@@ -143,11 +143,11 @@ def from_payloads(numel: int) -> list[Contender]:
             def check(self, parameter: Tensor) -> None: ...
 
             def update(self, targets: Any, rules: Any) -> None:
-                native.update(layout.packed, targets, rules, codec.payloads(addresses, 1))
+                HOST.update(layout.packed, targets, rules, source)
 
         def step(optimizer: Any = optimizer, gradient: Tensor = gradient, straight: bool = straight) -> None:
             if not straight:
-                native.sum_decode(codec.payloads(addresses, 1), layout.packed, gradient.data_ptr())
+                HOST.sum_decode(source, layout.packed, gradient)
             optimizer.step()
 
         if straight:

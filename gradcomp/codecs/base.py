@@ -8,24 +8,50 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from gradcomp.codecs.checks import check_memory, check_tensor
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
-from gradcomp.kernels import native
+from gradcomp.kernels import HOST, NO_RESIDUALS, Kernels, Payloads, Residuals, native, of
 from gradcomp.kernels.tables import MAX_NUMEL
 from gradcomp.payload import wire
-from gradcomp.payload.form import HEADER_NBYTES, Form, form_name
+from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form, form_name
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.rng import RngKey
 
-SECOND_PHASES = ("exact", "requantize", "bf16", "fp32")
+
+class SumForm(ABC):
+    """How integer sums of a codec's codes are written, where its ranks share a scale: what an exact second phase sends.
+
+    Attributes:
+        form: how they stand in a payload.
+    """
+
+    form: Form
+
+    @abstractmethod
+    def add(self, kernels: Kernels, payloads: Payloads, source: PayloadLayout, layout: PayloadLayout, out: Tensor) -> None:
+        """Write scales and sums of the compressed pieces of all payloads to `out`, a payload of `layout`.
+
+        Args:
+            kernels: of the bucket's device.
+            payloads: of all ranks, with the same pieces (`source`).
+            source, layout: where the pieces stand in the payloads and in `out`.
+            out: ``(layout.nbytes,)`` uint8.
+        """
+
+    @abstractmethod
+    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
+        """Return how averages are made of one payload of sums."""
+
+    @abstractmethod
+    def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
+        """Raise CorruptPayload for scales and sums that `add` does not write."""
 
 
 class Codec(ABC):
@@ -38,12 +64,16 @@ class Codec(ABC):
         error_feedback: encoding takes and returns residuals.
         seed: of the random numbers, for codecs that draw some.
         whole_groups: a scale group must be encoded in one go.
+        measures: scales are measured before codes are written.
+        second_phase: of a reduce_scatter; None: exact where there is a `sum_form`, else requantize.
         can_share_scale: there is a form of this codec with `shares_scale`.
     """
 
     form: ClassVar[Form]
     name: ClassVar[str]
     can_share_scale: ClassVar[bool] = False
+    measures: ClassVar[bool] = False
+    second_phase: str | None = None
     shares_scale: bool = False
     error_feedback: bool = False
     seed: int = 0
@@ -99,23 +129,23 @@ class Codec(ABC):
         slot = Slot(key.parameter, x.numel(), group_numel, True, 0)
         layout = PayloadLayout(self.form, whole_pieces([slot]), segmented=False, whole_groups=self.whole_groups)
         payload = torch.empty(layout.nbytes, dtype=torch.uint8)
-        body, dtype = payload.data_ptr(), native.DTYPES[x.dtype]
-        nonfinite = False
+        kernels, nonfinite = of(x.device), False
         if scale is not None:
             given = self.check_scale(scale, layout.group_count)
-            self.place_scales(layout, given.data_ptr(), body)
-        elif layout.group_count:
+            self.place_scales(kernels, layout, given, payload)
+        elif self.measures and layout.group_count:
             scales = torch.empty(layout.group_count)
-            nonfinite = self.measure(x.data_ptr(), dtype, layout, self.scratch(layout), scales.data_ptr())
-            self.place_scales(layout, scales.data_ptr(), body)
-        old, new = 0, torch.empty(0)
+            nonfinite = self.measure(kernels, x, layout, self.scratch(kernels, layout), scales)
+            self.place_scales(kernels, layout, scales, payload)
+        residuals = NO_RESIDUALS
         if residual is not None:
             self._check_residual(residual, x.numel())
-            old, new = residual.data_ptr(), torch.empty(x.numel())
-        nonfinite |= self.encode_body(x.data_ptr(), dtype, layout, body, key, old, new.data_ptr() if old else 0)
-        if residual is not None and not nonfinite:
-            residual.view(-1).copy_(new)
-        wire.seal(payload.numpy(), self.header(layout, dtype, nonfinite, key.step, key.stream))
+            residuals = residual, torch.empty(x.numel())
+        nonfinite |= self.encode_body(kernels, x, layout, payload, key, residuals)
+        if residual is not None and residuals[1] is not None and not nonfinite:
+            residual.view(-1).copy_(residuals[1])
+        header = self.header(layout, native.DTYPES[x.dtype], nonfinite, key.step, key.stream)
+        wire.seal(payload.numpy(), header)
         return payload
 
     def decode(self, payload: Tensor, *, out: Tensor | None = None, layout: PayloadLayout | None = None) -> Tensor:
@@ -156,9 +186,9 @@ class Codec(ABC):
                 raise ValueError(f"out holds {out.numel()} elements, the payload {size}")
         if header.nonfinite:
             return out.fill_(float("nan"))
-        self.validate_body(payload.data_ptr(), layout)
-        if self.decode_body([payload.data_ptr()], layout, out.data_ptr(), 0):
-            refuse_unflagged([payload.data_ptr()], [layout])
+        self.validate_packed(payload, layout)
+        if self.decode_body(of(out.device), [payload], layout, out):
+            refuse_unflagged([payload], [layout])
         return out
 
     def payload_nbytes(self, numel: int, groups: int = 1) -> int:
@@ -178,28 +208,35 @@ class Codec(ABC):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         """Return the elements of one scale group of a parameter of that shape, at least 1."""
 
+    def sum_form(self, world_size: int) -> SumForm | None:
+        """Return how integer sums of `world_size` ranks' codes are written; None where codes have none."""
+        return None
+
     def resolved_second_phase(self, *, transformed: bool = False) -> str:
         """Return the second phase that a reduce_scatter of this codec uses; `transformed`: of means that are no sums."""
-        return "fp32"
+        return self.second_phase or ("requantize" if transformed or self.sum_form(1) is None else "exact")
 
     def requantizer(self) -> Codec:
         """Return the codec that writes the owner's means in a "requantize" second phase."""
         return self
 
-    def scratch(self, layout: PayloadLayout, room: Tensor | None = None) -> NDArray[Any] | None:
+    def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor | None = None) -> Tensor | None:
         """Return the memory that `measure` needs, to be kept and passed at every step.
 
         Args:
+            kernels: of the values' device.
             layout: of the payload whose scales are measured.
             room: uint8 memory that is free while `measure` runs and used if it is large enough.
         """
         return None
 
-    def measure(self, src: int, dtype: int, layout: PayloadLayout, scratch: NDArray[Any] | None, scales: int) -> bool:
-        """Write one float32 scale a group to address `scales`; return True when a value is not finite."""
+    def measure(
+        self, kernels: Kernels, values: Tensor, layout: PayloadLayout, scratch: Tensor | None, scales: Tensor
+    ) -> bool:
+        """Write one float32 scale a group to `scales`; return True when a value is not finite."""
         return False
 
-    def place_scales(self, layout: PayloadLayout, scales: int, payload: int) -> None:
+    def place_scales(self, kernels: Kernels, layout: PayloadLayout, scales: Tensor, payload: Tensor) -> None:
         """Copy measured or agreed scales to where they stand in a payload."""
 
     def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
@@ -208,33 +245,51 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_packed(
-        self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
+        self,
+        kernels: Kernels,
+        values: Tensor,
+        layout: PayloadLayout,
+        payload: Tensor,
+        key: RngKey,
+        residuals: Residuals,
     ) -> bool:
-        """Write the codes of the compressed pieces (`old`, `new`: addresses of residual planes or 0)."""
+        """Write the codes of the compressed pieces of `values` into a payload; True: a value is not finite.
 
-    @abstractmethod
-    def payloads(self, addresses: Sequence[int], dtype: int) -> native.Payloads:
+        Args:
+            kernels: of the values' device.
+            values: float32, bfloat16 or float16, flat, as `layout` describes it.
+            layout: where everything stands.
+            payload: ``(layout.nbytes,)`` uint8; measured scales stand in it.
+            key: which random numbers to draw.
+            residuals: planes to read and to write, `NO_RESIDUALS` for none.
+        """
+
+    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
         """Return how the compressed pieces of payloads are averaged, rounded to `dtype`."""
+        return Payloads(tensors, self.form.kernel, dtype)
 
-    @abstractmethod
-    def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
+    def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Raise CorruptPayload for scales and codes that an encoder does not write."""
+        HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=not self.form.signed_scales)
+        HOST.validate(payload, self.form.kernel, layout.packed)
 
     def encode_body(
-        self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int = 0, new: int = 0
+        self,
+        kernels: Kernels,
+        values: Tensor,
+        layout: PayloadLayout,
+        payload: Tensor,
+        key: RngKey,
+        residuals: Residuals = NO_RESIDUALS,
     ) -> bool:
-        """Write the codes of all pieces; scales must stand in the payload. True: a value is not finite."""
-        packed = self.encode_packed(src, dtype, layout, payload, key, old, new)
-        return native.values_encode(src, dtype, layout.plain, 0, payload) or packed
+        """Write the codes of all pieces, as `encode_packed` those of the compressed ones."""
+        packed = self.encode_packed(kernels, values, layout, payload, key, residuals)
+        return encode_plain(kernels, values, layout, payload) or packed
 
-    def decode_body(self, payloads: Sequence[int], layout: PayloadLayout, out: int, dtype: int) -> bool:
-        """Write the average over payloads of all pieces to address `out`. True: a value written is not finite."""
-        packed = native.sum_decode(self.payloads(payloads, dtype), layout.packed, out)
-        return native.sum_decode(native.Payloads(payloads, "values", dtype), layout.plain, out) or packed
-
-    def validate_body(self, payload: int, layout: PayloadLayout) -> None:
-        """Raise CorruptPayload unless scales and codes are such as an encoder writes."""
-        self.validate_packed(payload, layout)
+    def decode_body(self, kernels: Kernels, tensors: Sequence[Tensor], layout: PayloadLayout, out: Tensor) -> bool:
+        """Write the average over payloads of all pieces to `out`. True: a value written is not finite."""
+        packed = kernels.sum_decode(self.payloads(tensors, out.dtype), layout.packed, out)
+        return kernels.sum_decode(plain_payloads(tensors, out.dtype), layout.plain, out) or packed
 
     def header(self, layout: PayloadLayout, dtype: int, nonfinite: bool, step: int, stream: int) -> wire.Header:
         """Return the header of a payload of `layout`."""
@@ -288,42 +343,11 @@ class Codec(ABC):
             raise ValueError(f"residual holds {residual.numel()} elements, the tensor {numel}")
 
 
-def check_memory(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
-    """Raise UnsupportedTensor unless `tensor` is dense, on the CPU and, where asked for, contiguous."""
-    if tensor.layout != torch.strided:
-        raise UnsupportedTensor(f"{name} is {tensor.layout}; gradcomp takes dense tensors")
-    if tensor.device.type != "cpu":
-        raise UnsupportedTensor(f"{name} is on {tensor.device}: not supported yet, gradcomp takes CPU tensors")
-    if contiguous and not tensor.is_contiguous():
-        raise UnsupportedTensor(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first")
+def encode_plain(kernels: Kernels, values: Tensor, layout: PayloadLayout, payload: Tensor) -> bool:
+    """Write the fp32 pieces of `values` into a payload; True: one is not finite."""
+    return kernels.encode(PLAIN.kernel, values, layout.plain, payload, value_dtype=torch.float32)
 
 
-def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
-    """Raise UnsupportedTensor unless `tensor` is something a codec can encode, or could after a copy through its strides."""
-    check_memory(tensor, name, contiguous=contiguous)
-    if tensor.dtype not in native.DTYPES:
-        raise UnsupportedTensor(f"{name} is {tensor.dtype}; gradcomp takes float32, bfloat16 and float16")
-    if tensor.numel() > MAX_NUMEL:
-        raise UnsupportedTensor(f"{name} has {tensor.numel()} elements; a payload holds at most {MAX_NUMEL}")
-
-
-def check_group(group: object, names: tuple[str, ...]) -> None:
-    """Raise ValueError unless `group` is one of `names` or a block size."""
-    if isinstance(group, bool) or not (group in names or (isinstance(group, int) and 1 <= group < 2**32)):
-        raise ValueError(f"group must be one of {names} or a block of 1 to 2**32 - 1 elements, got {group!r}")
-
-
-def resolve_group(group: str | int, shape: tuple[int, ...]) -> int:
-    """Return the elements of one scale group: of "tensor", of "row" (all but the first dimension) or of a block."""
-    if isinstance(group, int):
-        return group
-    numel = int(np.prod(shape, dtype=np.int64)) if shape else 1
-    if group == "row" and len(shape) > 1 and shape[0]:
-        return max(1, numel // shape[0])
-    return max(1, numel)
-
-
-def check_second_phase(second_phase: object) -> None:
-    """Raise ValueError unless `second_phase` is None or a known name."""
-    if second_phase is not None and second_phase not in SECOND_PHASES:
-        raise ValueError(f"second_phase must be None or one of {SECOND_PHASES}, got {second_phase!r}")
+def plain_payloads(tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
+    """Return how the fp32 pieces of payloads are averaged, rounded to `dtype`."""
+    return Payloads(tensors, PLAIN.kernel, dtype, value_dtype=torch.float32)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
 
 from gradcomp.codecs.base import Codec
-from gradcomp.kernels import native
+from gradcomp.kernels import Kernels, Payloads, Residuals
 from gradcomp.payload.form import BFLOAT16, PLAIN
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey
@@ -18,7 +22,8 @@ class Identity(Codec):
     """
 
     form = PLAIN
-    _value_dtype = 0
+    second_phase = "fp32"
+    _value_dtype: ClassVar[torch.dtype] = torch.float32
 
     def options(self) -> dict[str, object]:
         return {}
@@ -30,14 +35,20 @@ class Identity(Codec):
         return max(1, numel)
 
     def encode_packed(
-        self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
+        self,
+        kernels: Kernels,
+        values: Tensor,
+        layout: PayloadLayout,
+        payload: Tensor,
+        key: RngKey,
+        residuals: Residuals,
     ) -> bool:
-        return native.values_encode(src, dtype, layout.packed, self._value_dtype, payload)
+        return kernels.encode(self.form.kernel, values, layout.packed, payload, value_dtype=self._value_dtype)
 
-    def payloads(self, addresses: Sequence[int], dtype: int) -> native.Payloads:
-        return native.Payloads(addresses, "values", dtype, value_dtype=self._value_dtype)
+    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
+        return Payloads(tensors, self.form.kernel, dtype, value_dtype=self._value_dtype)
 
-    def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
+    def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Accept any value: NaN and Inf are what they are."""
 
 
@@ -45,4 +56,4 @@ class Bfloat16Values(Identity):
     """Values rounded to bfloat16 (nearest even): the "bf16" second phase."""
 
     form = BFLOAT16
-    _value_dtype = 1
+    _value_dtype = torch.bfloat16

@@ -7,21 +7,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gradcomp.errors import CorruptPayload
-from gradcomp.kernels import native
 from gradcomp.payload.layout import PayloadLayout
 
 
-def magnitude(address: int, layout: PayloadLayout) -> float:
+def magnitude(payload: Tensor, layout: PayloadLayout) -> float:
     """Return the largest magnitude of a payload's scales and plain values, which no decoded value exceeds; NaN if one is.
 
     Args:
-        address: of a payload whose header and scales have been checked.
+        payload: ``(layout.nbytes,)`` uint8, whose header and scales have been checked.
         layout: of the payload.
     """
     largest = 0.0
-    for values in _numbers(native.bytes_at(address, layout.nbytes), layout):
+    for values in _numbers(payload.numpy(), layout):
         found = float(np.abs(values).max(initial=0.0))
         if math.isnan(found):
             return found
@@ -42,17 +42,17 @@ def _numbers(data: NDArray[np.uint8], layout: PayloadLayout) -> Iterator[NDArray
             yield (halves << 16).view(np.float32)
 
 
-def refuse_unflagged(addresses: Sequence[int], layouts: Sequence[PayloadLayout], where: str = "") -> None:
+def refuse_unflagged(payloads: Sequence[Tensor], layouts: Sequence[PayloadLayout], where: str = "") -> None:
     """Raise CorruptPayload if a payload holds a value that is not finite: its sender would have set the non-finite flag.
 
     A decoder finds such a value in what it writes, so this looks at every byte only where that has happened already.
 
     Args:
-        addresses: of payloads without the flag, one a rank.
+        payloads: without the flag, one a rank.
         layouts: theirs.
         where: appended to the rank in the message.
     """
-    for rank, (address, layout) in enumerate(zip(addresses, layouts, strict=True)):
-        if not math.isfinite(magnitude(address, layout)):
+    for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
+        if not math.isfinite(magnitude(payload, layout)):
             sender = f" (from rank {rank}{where})" if where else ""
             raise CorruptPayload("value", f"NaN or Inf in a payload without the non-finite flag{sender}")

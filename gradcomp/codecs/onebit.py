@@ -8,11 +8,12 @@ zero and keeps its residual.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from torch import Tensor
 
-from gradcomp.codecs.base import Codec, check_group, check_second_phase, resolve_group
-from gradcomp.kernels import native
-from gradcomp.payload.form import HEADER_NBYTES, ONEBIT
+from gradcomp.codecs.base import Codec
+from gradcomp.codecs.checks import check_group, check_second_phase, resolve_group
+from gradcomp.kernels import Kernels, Residuals
+from gradcomp.payload.form import ONEBIT
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey
 
@@ -58,17 +59,13 @@ class OneBit(Codec):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return resolve_group(self.group, shape)
 
-    def resolved_second_phase(self, *, transformed: bool = False) -> str:
-        return self.second_phase or "requantize"
-
     def encode_packed(
-        self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
+        self,
+        kernels: Kernels,
+        values: Tensor,
+        layout: PayloadLayout,
+        payload: Tensor,
+        key: RngKey,
+        residuals: Residuals,
     ) -> bool:
-        return native.onebit_encode(src, dtype, layout.packed, old, new, payload)
-
-    def payloads(self, addresses: Sequence[int], dtype: int) -> native.Payloads:
-        return native.Payloads(addresses, "onebit", dtype)
-
-    def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
-        native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=False)
-        native.onebit_validate(payload, layout.packed)
+        return kernels.encode(self.form.kernel, values, layout.packed, payload, residuals=residuals)

@@ -13,17 +13,16 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp.codecs.base import Codec, check_group, check_second_phase, resolve_group
-from gradcomp.kernels import native
-from gradcomp.kernels.tables import BLOCK
-from gradcomp.payload.form import HEADER_NBYTES, TERNARY
+from gradcomp.codecs.base import Codec, SumForm
+from gradcomp.codecs.checks import check_group, check_second_phase, resolve_group
+from gradcomp.codecs.lanes import Lanes
+from gradcomp.codecs.scaled import ScaledCodec
+from gradcomp.kernels import Kernels, Payloads, Residuals
+from gradcomp.payload.form import TERNARY
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey, check_uint32
 
@@ -35,7 +34,7 @@ SAME_DRAWS = (
 _encodings_without_key = itertools.count()  # one draws numbers of its own, the second the same again
 
 
-class Ternary(Codec):
+class Ternary(ScaledCodec):
     """TernGrad: 2 bits a value, unbiased, no residual.
 
     Args:
@@ -100,8 +99,8 @@ class Ternary(Codec):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return resolve_group(self.group, shape)
 
-    def resolved_second_phase(self, *, transformed: bool = False) -> str:
-        return self.second_phase or ("exact" if self.shares_scale and not transformed else "requantize")
+    def sum_form(self, world_size: int) -> SumForm | None:
+        return Lanes(world_size) if self.shares_scale else None
 
     def requantizer(self) -> Codec:
         return type(self)(clip_sigma=None, scale="own", group=self.group, seed=self.seed)
@@ -125,37 +124,17 @@ class Ternary(Codec):
                 warnings.warn(SAME_DRAWS, stacklevel=2)
         return super().encode(x, scale=scale, key=key)
 
-    def scratch(self, layout: PayloadLayout, room: Tensor | None = None) -> NDArray[Any]:
-        count = int(layout.group_blocks[-1])
-        if room is not None and room.numel() >= count * BLOCK.itemsize:
-            return room.numpy()[: count * BLOCK.itemsize].view(BLOCK)
-        return np.empty(count, BLOCK)
-
-    def measure(self, src: int, dtype: int, layout: PayloadLayout, scratch: NDArray[Any] | None, scales: int) -> bool:
-        blocks = scratch if scratch is not None else self.scratch(layout)
-        blocks_of, sizes = layout.group_blocks, layout.group_numels
-        return native.ternary_scales(src, dtype, layout.packed, blocks_of, sizes, blocks, self.clip_sigma, scales)
-
-    def place_scales(self, layout: PayloadLayout, scales: int, payload: int) -> None:
-        native.copy_bytes(payload + HEADER_NBYTES, scales, 4 * layout.scale_count)
-
-    def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
-        given = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
-        given = given.expand(group_count) if given.numel() == 1 else given
-        if given.numel() != group_count:
-            raise ValueError(f"scale has {given.numel()} values for {group_count} groups")
-        if not bool((torch.isfinite(given) & (given >= 0)).all()):
-            raise ValueError(f"scale must be finite and not negative, got {scale!r}")
-        return (given + 0.0).contiguous()  # -0.0 becomes 0.0
-
     def encode_packed(
-        self, src: int, dtype: int, layout: PayloadLayout, payload: int, key: RngKey, old: int, new: int
+        self,
+        kernels: Kernels,
+        values: Tensor,
+        layout: PayloadLayout,
+        payload: Tensor,
+        key: RngKey,
+        residuals: Residuals,
     ) -> bool:
-        return native.ternary_encode(src, dtype, layout.packed, payload, (key.seed, key.rank, key.step, key.stream))
+        draws = (key.seed, key.rank, key.step, key.stream)
+        return kernels.encode(self.form.kernel, values, layout.packed, payload, key=draws)
 
-    def payloads(self, addresses: Sequence[int], dtype: int) -> native.Payloads:
-        return native.Payloads(addresses, "ternary", dtype, shared=self.shares_scale)
-
-    def validate_packed(self, payload: int, layout: PayloadLayout) -> None:
-        native.scales_validate(payload + HEADER_NBYTES, layout.scale_count, non_negative=True)
-        native.ternary_validate(payload, layout.packed)
+    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
+        return Payloads(tensors, self.form.kernel, dtype, shared=self.shares_scale)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.codecs.base import check_tensor
+from gradcomp.codecs.checks import check_tensor
 from gradcomp.errors import UnsupportedTensor
 from gradcomp.payload.order import storage_view
 from gradcomp.payload.parameters import assign_buckets

@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 
 from gradcomp.codecs import Codec, Identity, resolve
-from gradcomp.codecs.base import check_tensor
+from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine import replicas
 from gradcomp.engine.agree import agree, gather
 from gradcomp.engine.options import Options
 from gradcomp.errors import GradcompError
-from gradcomp.exchange.bucket import Exchange
+from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.pipeline import Pipeline, Task
 from gradcomp.exchange.routes import make_route
 from gradcomp.exchange.stats import Stats
@@ -362,6 +362,7 @@ class Engine:
             seed=codec.seed,
             timeout_s=self.timeout_s,
             keeps_packed=self.keeps_packed,
+            device=buffer.device,
         )
         return self._exchanges[place], self._fingerprint(slots, buffer)
 

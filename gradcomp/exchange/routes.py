@@ -15,7 +15,8 @@ from torch import Tensor
 from gradcomp.codecs import Codec, Identity
 from gradcomp.comm.base import Communicator
 from gradcomp.exchange.averages import Averages
-from gradcomp.exchange.bucket import BucketExchange, Exchange
+from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.nodes import Nodes, find_nodes, join_nodes
 from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
 from gradcomp.exchange.stats import Stats
@@ -232,7 +233,8 @@ class NodeRoute:
         return NodePlan(first, BucketPlan(codec, shards, strategy, across.world_size, across.rank, own))
 
     def exchange(self, plan: NodePlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
-        last = {"timeout_s": options.get("timeout_s", 300.0), "keeps_packed": options.pop("keeps_packed", False)}
+        last = {"keeps_packed": options.pop("keeps_packed", False)}
+        last |= {name: options[name] for name in ("timeout_s", "device") if name in options}
         inside = BucketExchange(plan.inside, self._nodes.inside, dtype, stats.inside_nodes, **last)
         options["draw_rank"] = self._comm.rank
         return NodeExchange(inside, BucketExchange(plan.across, self._nodes.across, torch.float32, stats, **options))

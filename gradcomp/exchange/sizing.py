@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from gradcomp.codecs import Codec
-from gradcomp.codecs.identity import Bfloat16Values, Identity
 from gradcomp.comm.rounds import ring_bytes
-from gradcomp.payload.form import lanes_form
+from gradcomp.exchange.second import second_phase
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.ownership import ByElements, Ownership
 from gradcomp.payload.parameters import assign_buckets, describe_parameters
-from gradcomp.payload.pieces import Slot, shard_pieces, whole_pieces
+from gradcomp.payload.pieces import Slot, whole_pieces
 
 DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)  # DDP's default caps: a small first bucket starts the first exchange early
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
@@ -62,7 +61,7 @@ def choose(codec: Codec, world_size: int, exchange: str = "auto", *, owner_trans
         raise ValueError("an owner transform needs exchange='auto' or 'reduce_scatter', got 'all_gather'")
     if owner_transform and second == "exact":
         raise ValueError(f"second_phase='exact' sends integer sums, which an owner transform does not make: {codec!r}")
-    bits = {"exact": lanes_form(world_size).bits, "requantize": codec.form.bits, "bf16": 16, "fp32": 32}[second]
+    bits = second_phase(second, codec, world_size).form.bits
     gather = (world_size - 1) * codec.form.bits
     scatter = (world_size - 1) * (codec.form.bits + bits) / world_size
     if exchange == "all_gather" or (exchange == "auto" and gather <= scatter and not owner_transform):
@@ -84,6 +83,7 @@ class BucketPlan:
         local: layout of the whole bucket as this rank encodes it.
         messages: (reduce_scatter) layout of the message to each rank.
         second: (reduce_scatter) layout of each owner's second payload, in bucket coordinates.
+        second_phase: (reduce_scatter) what owners send.
         sent_nbytes, received_nbytes: bytes to and from other ranks in one step.
     """
 
@@ -113,22 +113,15 @@ class BucketPlan:
         owned = [ownership.pieces(self.slots, k) for k in range(world_size)]
         self.messages = [PayloadLayout(codec.form, pieces) for pieces in owned]
         self.send_nbytes = [m.nbytes for m in self.messages]
-        self.exact = strategy.second_phase == "exact"
-        self.second_codec: Codec = {
-            "exact": codec,
-            "requantize": codec.requantizer(),
-            "bf16": Bfloat16Values(),
-            "fp32": Identity(),
-        }[strategy.second_phase]
-        form = lanes_form(world_size) if self.exact else self.second_codec.form
+        self.second_phase = second_phase(strategy.second_phase, codec, world_size)
+        form = self.second_phase.form
         self.second = [PayloadLayout(form, pieces) for pieces in owned]
         self.second_nbytes = max(s.nbytes for s in self.second)
         residuals = [(owner_residuals or {}).get(p.slot.index, 0) for p in owned[rank]]
-        shard = shard_pieces(owned[rank], residuals, plain_only=self.exact)
-        self.own_first = PayloadLayout(codec.form, shard)
-        self.own_second = PayloadLayout(form, shard, whole_groups=self.second_codec.whole_groups)
-        kept = [p for p in shard if not (self.exact and p.slot.compressed)]
-        self.shard_numel = max((p.data + p.numel for p in kept), default=0)
+        shard = self.second_phase.shard(owned[rank], residuals)
+        self.own_first = PayloadLayout(codec.form, shard.pieces)
+        self.own_second = PayloadLayout(form, shard.pieces, whole_groups=self.second_phase.whole_groups)
+        self.shard_numel = shard.numel
         self.sent_nbytes += sum(self.send_nbytes) - self.send_nbytes[rank] + others * self.second_nbytes
         self.received_nbytes += others * (self.messages[rank].nbytes + self.second_nbytes)
 

@@ -1,1 +1,25 @@
-"""The only door to compiled code: tables that kernels walk, and the kernel sets."""
+"""The only door to compiled code: tables that kernels walk, and a kernel set for each kind of device."""
+
+from __future__ import annotations
+
+import torch
+
+from gradcomp.errors import UnsupportedTensor
+from gradcomp.kernels import native
+from gradcomp.kernels.interface import NO_RESIDUALS, Kernels, Payloads, Residuals
+
+HOST: Kernels = native  # payloads are host bytes, whatever device their values are on
+CPU = torch.device("cpu")
+
+__all__ = ["CPU", "HOST", "NO_RESIDUALS", "Kernels", "Payloads", "Residuals", "of"]
+
+
+def of(device: torch.device) -> Kernels:
+    """Return the kernel set of a device.
+
+    Raises:
+        UnsupportedTensor: a kind of device that has none.
+    """
+    if device.type != "cpu":
+        raise UnsupportedTensor(f"there are no kernels for {device}: not supported yet, gradcomp takes CPU tensors")
+    return native

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 BLOCK_NUMEL = 512  # elements in one float64 partial sum (GC_BLOCK_NUMEL)
 MAX_NUMEL = 2**32 - 4096  # elements of a segment, and so of a parameter, at most (GC_MAX_NUMEL)
@@ -35,7 +37,7 @@ COPY_RANGE = np.dtype([("dst", "<u8"), ("src", "<u8"), ("nbytes", "<u8")])
 class Table:
     """Segments for one C call: rows of `SEGMENT`, and how to share them out over threads."""
 
-    def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, rows: Sequence[tuple[int, ...]] | NDArray[Any]) -> None:
         self.rows = np.array(rows, dtype=SEGMENT)
         self.address = self.rows.ctypes.data
         self.numel = int(self.rows["numel"].sum(dtype=np.uint64))
@@ -54,6 +56,18 @@ class Table:
             cuts = [min(c, len(self.rows)) for c in cuts]
             self._ranges[parts] = [(a, b - a) for a, b in itertools.pairwise(cuts) if b > a]
         return self._ranges[parts]
+
+
+class Groups(NamedTuple):
+    """The scale groups of a payload.
+
+    Attributes:
+        blocks: ``(groups + 1,)``, first entry of every group in the table of block sums, and their number at the end.
+        numels: ``(groups,)``, elements of every group.
+    """
+
+    blocks: NDArray[np.uint64]
+    numels: NDArray[np.uint32]
 
 
 class CopyTable:

@@ -51,12 +51,12 @@ class Planes:
         """Return where a parameter's values begin in a plane (elements)."""
         return self._places[index].offset
 
-    def addresses(self, indices: Iterable[int]) -> tuple[int, int]:
-        """Return the addresses of the plane to read and of the plane to write for these parameters."""
+    def tensors(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Return the plane to read and the plane to write for these parameters."""
         planes = self._allocate()
         wanted = list(indices)
         if not wanted:
-            return planes[0].data_ptr(), planes[1].data_ptr()
+            return planes
         side = self._current[wanted[0]]
         for index in wanted:  # after a bucket rebuild, tensors of one bucket may stand on different planes
             if self._current[index] != side:
@@ -64,7 +64,7 @@ class Planes:
                 self._current[index] = side
                 if index in self._committed:
                     self._committed.remove(index)
-        return planes[side].data_ptr(), planes[1 - side].data_ptr()
+        return planes[side], planes[1 - side]
 
     def pair(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a parameter's values to read and to write, ``(numel,)`` float32 each."""

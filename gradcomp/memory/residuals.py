@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from gradcomp import kernels
 from gradcomp.memory.planes import Planes
 
 
@@ -45,7 +46,7 @@ class Feedback(Planes):
     def rescale(self, factor: float) -> None:
         """Multiply every residual by `factor`: the loss scale changed."""
         for plane in self._planes or ():
-            plane.mul_(factor)
+            kernels.of(plane.device).rescale(plane, factor)
         if self._owned is not None:
             self._owned.rescale(factor)
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradcomp.kernels import native
+from gradcomp import kernels
 from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Kind
 from gradcomp.kernels.tables import CHUNK_NUMEL, Table
 from gradcomp.optim.split import ROUNDINGS
@@ -32,7 +32,7 @@ class PackedGradients(Protocol):
         """Raise GradcompError if a placeholder was written to."""
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
-        """Run `native.update` on every payload, targets by position."""
+        """Run `Kernels.update` on every payload, targets by position."""
 
 
 class Entry:
@@ -115,26 +115,20 @@ def run_rules(
     Returns:
         ``(len(entries), 2)``: the norms that rules which add up found, an entry's rows added in order; else zeros.
     """
-    targets = np.zeros(len(entries), TARGET)
-    for name, values in (
-        ("weight", [e.parameter.data_ptr() for e in entries]),
-        ("trail", [e.state["trail"].data_ptr() if "trail" in e.state else 0 for e in entries]),
-        ("gradient", [e.gradient.data_ptr() if e.gradient is not None else 0 for e in entries]),
-        ("gradient_dtype", [GRADIENT_DTYPES[e.gradient.dtype] if e.gradient is not None else 0 for e in entries]),
-        *(
-            (f"state{k}", [e.state[m].data_ptr() if m in e.state else 0 for e in entries])
-            for k, m in enumerate(moments)
-        ),
-    ):
-        targets[name] = values
-    targets["rule"] = np.arange(len(entries))
+    kernel_set = kernels.of(entries[0].parameter.device)
+    targets = kernel_set.targets(
+        weight=[e.parameter for e in entries],
+        trail=[e.state.get("trail") for e in entries],
+        gradient=[e.gradient for e in entries],
+        **{f"state{k}": [e.state.get(m) for e in entries] for k, m in enumerate(moments)},
+    )
     direct = targets.copy()
     if gradients:
         direct["rule"][[k for k, e in enumerate(entries) if e.packed is not None]] = NO_RULE
     table = whole_rows(tuple(e.parameter.numel() for e in entries))
     norms = np.zeros(2 * len(table))
     if not gradients or any(e.packed is None for e in entries):
-        native.update(table, direct, rules, norms=norms)
+        kernel_set.update(table, direct, rules, norms=norms)
     for packed in {id(e.packed): e.packed for e in entries if gradients and e.packed is not None}.values():
         mine = [k for k, e in enumerate(entries) if e.packed is packed]
         by_position = np.zeros(packed.parameter_count, TARGET)

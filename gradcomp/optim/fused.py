@@ -133,7 +133,7 @@ class FusedGradients:
             if not waiting:
                 continue
             flat = torch.empty(sum(p.numel() for p, _ in named), dtype=self._placeholders[waiting[0][0]][0].dtype)
-            averages.decode(flat.data_ptr())
+            averages.decode(flat)
             for p, offset in waiting:
                 p.grad = storage_view(flat[offset : offset + p.numel()], p)
                 del self._placeholders[p]

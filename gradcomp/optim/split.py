@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradcomp import kernels
 from gradcomp.errors import UnsupportedTensor
-from gradcomp.kernels import native
+from gradcomp.kernels import HOST
 
 ROUNDINGS = ("truncate", "nearest")
-STREAM_NBYTES, PAGE_NBYTES = 832, 4096  # see `new_state`: 13 cache lines
+SHIFT_NBYTES, PAGE_NBYTES = 832, 4096  # see `new_state`: 13 cache lines
 
 
 def check_rounding(rounding: object) -> None:
@@ -40,13 +41,13 @@ def check_dense(tensor: Tensor, name: str) -> None:
         )
 
 
-def new_state(like: Tensor, dtype: torch.dtype, stream: int, value: float = 0.0) -> Tensor:
+def new_state(like: Tensor, dtype: torch.dtype, number: int, value: float = 0.0) -> Tensor:
     """Return a tensor of one value, with the shape and strides of `like`, that an update reads beside it.
 
-    It begins `stream` times some hundred bytes into its memory: large tensors all begin at the same place of a 4 KB page,
-    and streams that stay a multiple of 4 KB apart get in each other's way in the first-level cache.
+    It begins `number` times some hundred bytes into its memory: large tensors all begin at the same place of a 4 KB page,
+    and tensors that stay a multiple of 4 KB apart get in each other's way in the first-level cache.
     """
-    offset = (stream * STREAM_NBYTES % PAGE_NBYTES) // dtype.itemsize
+    offset = (number * SHIFT_NBYTES % PAGE_NBYTES) // dtype.itemsize
     memory = torch.full((offset + like.numel(),), value, dtype=dtype)
     return memory.as_strided(like.shape, like.stride(), offset)
 
@@ -81,8 +82,7 @@ def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor
 
 
 def _split(weight: Tensor, rounding: str, top: Tensor, trail: Tensor) -> None:
-    nearest = rounding == "nearest"
-    native.split(weight.data_ptr(), weight.numel(), nearest, top.data_ptr(), trail.data_ptr())
+    kernels.of(weight.device).split(weight, top, trail, nearest=rounding == "nearest")
 
 
 def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
@@ -106,14 +106,14 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
     if trail.stride() != top.stride():
         trail = torch.empty_like(top, dtype=torch.int16).copy_(trail)
     weight = torch.empty_like(top, dtype=torch.float32)
-    native.join(top.data_ptr(), trail.data_ptr(), top.numel(), rounding == "nearest", weight.data_ptr())
+    kernels.of(top.device).join(top, trail, weight, nearest=rounding == "nearest")
     return weight
 
 
 def checksum(top: Tensor) -> int:
     """Return a CRC-32C of a top's bytes in memory order: what a trail is checked against when it comes from elsewhere."""
     flat = top.detach().as_strided((top.numel(),), (1,))
-    return native.crc32c(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    return HOST.crc32c(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 
 class SplitParameters:

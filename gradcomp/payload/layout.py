@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL, CopyTable, Table
+from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL, CopyTable, Groups, Table
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form
 from gradcomp.payload.pieces import Piece, Slot
 
@@ -85,6 +85,10 @@ class PayloadLayout:
         blocks = -(-self.group_numels.astype(np.int64) // BLOCK_NUMEL)
         return np.concatenate(([0], np.cumsum(blocks))).astype(np.uint64)
 
+    @cached_property
+    def groups(self) -> Groups:
+        return Groups(self.group_blocks, self.group_numels)
+
     def _table(self, *, compressed: bool) -> Table:
         rows: list[tuple[int, ...]] = []
         first_group = 0
@@ -135,6 +139,21 @@ def _cuts(piece: Piece, whole_groups: bool) -> list[int]:
     unit = size if size % 8 == 0 else 8 * size
     unit *= max(1, CHUNK_NUMEL // unit)
     return [start, *range(start // unit * unit + unit, end, unit), end]
+
+
+def joined_tables(layouts: Sequence[PayloadLayout], stride: int) -> tuple[Table, Table]:
+    """Return the segment tables (compressed, fp32) of payloads that begin every `stride` bytes, as if they were one."""
+
+    def join(tables: Sequence[Table]) -> Table:
+        rows = []
+        for number, table in enumerate(tables):
+            moved = table.rows.copy()
+            moved["codes"] += number * stride
+            moved["scales"] += number * stride
+            rows.append(moved)
+        return Table(np.concatenate(rows))
+
+    return join([one.packed for one in layouts]), join([one.plain for one in layouts])
 
 
 def message_copies(source: PayloadLayout, messages: Sequence[PayloadLayout], offsets: Sequence[int]) -> CopyTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +52,26 @@ def whole_pieces(slots: Iterable[Slot]) -> list[Piece]:
     return [Piece(s, s.start, s.numel, s.offset, s.residual) for s in slots]
 
 
-def shard_pieces(
-    pieces: Sequence[Piece], residuals: Sequence[int] | None = None, *, plain_only: bool = False
-) -> list[Piece]:
-    """Return the same pieces laid side by side in a shard buffer, each at a multiple of 16 elements.
+class Shard(NamedTuple):
+    """Pieces side by side in a flat tensor of `numel` elements."""
+
+    pieces: list[Piece]
+    numel: int
+
+
+def shard_pieces(pieces: Sequence[Piece], residuals: Sequence[int], *, plain_only: bool = False) -> Shard:
+    """Return pieces laid side by side, each at a multiple of 16 elements.
 
     With `plain_only` the compressed pieces take no room there (their averages never stand in fp32).
     """
-    out, data = [], 0
-    for number, piece in enumerate(pieces):
-        residual = residuals[number] if residuals is not None else 0
+    out, data, numel = [], 0, 0
+    for piece, residual in zip(pieces, residuals, strict=True):
         kept = not (plain_only and piece.slot.compressed)
         out.append(Piece(piece.slot, piece.start, piece.numel, data if kept else 0, residual))
-        data += round_up(piece.numel, 16) if kept else 0
-    return out
+        if kept:
+            numel = data + piece.numel
+            data += round_up(piece.numel, 16)
+    return Shard(out, numel)
 
 
 def round_up(value: int, multiple: int) -> int:

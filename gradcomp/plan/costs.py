@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradcomp.codecs import Codec, OneBit, Ternary
-from gradcomp.codecs.identity import Bfloat16Values, Identity
+from gradcomp.codecs.identity import Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
+from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES
-from gradcomp.payload.form import Form, lanes_form
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
 from gradcomp.payload.sizes import owned_nbytes, owner_starts
@@ -154,7 +154,7 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int)
         )
     ownership = ByElements(n)
     first = owned_nbytes(parameters, method.codec.form, ownership)
-    second = owned_nbytes(parameters, second_form(method, n), ownership)
+    second = owned_nbytes(parameters, second_phase(method.second_phase, method.codec, n).form, ownership)
     owned = sum(int(b[rank + 1] - b[rank]) for b in (owner_starts(p.numel, ownership) for p in parameters))
     return Bucket(
         indices,
@@ -166,11 +166,3 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int)
             Collective("all_gather", (n - 1) * int(second.max()), all_gather_rounds(n)),
         ),
     )
-
-
-def second_form(method: Method, world_size: int) -> Form:
-    """Return the form of a reduce_scatter's second payload."""
-    codec = method.codec or Identity()
-    if method.second_phase == "exact":
-        return lanes_form(world_size)
-    return {"requantize": codec, "bf16": Bfloat16Values(), "fp32": Identity()}[method.second_phase].form

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.codecs.base import check_memory
+from gradcomp.codecs.checks import check_memory
 from gradcomp.server.messages import MAX_KEY_NBYTES
 from gradcomp.server.spec import DTYPES, MAX_NBYTES, Spec
 

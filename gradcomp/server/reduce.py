@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.errors import CorruptPayload
+from gradcomp.kernels import HOST
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, form_name
 from gradcomp.payload.layout import PayloadLayout
@@ -61,7 +62,7 @@ class PackedReducer:
         layout = codec._layout_of(header, view.size)
         codec.check_header(header, layout, view.size)
         if not header.nonfinite:
-            codec.validate_body(payload.data_ptr(), layout)
+            codec.validate_packed(payload, layout)
         return header
 
     def average(self, payloads: Sequence[Tensor]) -> Tensor:
@@ -78,7 +79,7 @@ class PackedReducer:
             return out.fill_(float("nan"))
         if codec.can_share_scale and self.shares_scale(payloads):
             codec = codec_of(self._spec, headers[0], shares_scale=True)
-        codec.decode_body([payload.data_ptr() for payload in payloads], layout, out.data_ptr(), 0)
+        codec.decode_body(HOST, payloads, layout, out)
         return out
 
     def shares_scale(self, payloads: Sequence[Tensor]) -> bool:

@@ -51,15 +51,15 @@ BREAKS = [
     Break(
         "2 one function: the owner draws from the first phase's stream",
         "gradcomp/exchange/bucket.py",
-        "out, self._key(STREAM_SECOND), old, new)",
-        "out, self._key(STREAM_FIRST), old, new)",
+        "self._owned, self._key(STREAM_SECOND), residuals)",
+        "self._owned, self._key(STREAM_FIRST), residuals)",
         "tests/test_exchange.py::test_requantized_mean_is_unbiased",
     ),
     Break(
         "3 no drift: odd ranks add the payloads in another order",
         "gradcomp/exchange/bucket.py",
-        "averages = Averages(plan, self._payloads, self._dtype)",
-        "averages = Averages(plan, self._payloads[:: -1 if plan.rank % 2 else 1], self._dtype)",
+        "            second.tensors,\n",
+        "            second.tensors[:: -1 if plan.rank % 2 else 1],\n",
         "tests/test_ddp.py::test_bucket_layout_changes_no_bit[gloo-own-all_gather]",
     ),
     Break(
@@ -107,8 +107,12 @@ BREAKS = [
     Break(
         "2 one function: the owner's transform comes after the second encoding",
         "gradcomp/exchange/bucket.py",
-        "                    bad |= self._transform_average()\n                    bad |= self._encode_average()\n",
-        "                    bad |= self._encode_average()\n                    bad |= self._transform_average()\n",
+        "                if self._owner_transform is not None:\n"
+        "                    bad |= self._owner_transform.run(self.shard, self._owned_spans)\n"
+        "                bad |= self._encode_owned()\n",
+        "                bad |= self._encode_owned()\n"
+        "                if self._owner_transform is not None:\n"
+        "                    bad |= self._owner_transform.run(self.shard, self._owned_spans)\n",
         "tests/test_transform.py::test_the_aggregate_is_transformed_before_it_is_encoded_again",
     ),
     Break(
@@ -120,8 +124,8 @@ BREAKS = [
     ),
     Break(
         "6 one verdict: a peer's flag is not taken over",
-        "gradcomp/exchange/bucket.py",
-        "            self._nonfinite |= header.nonfinite\n",
+        "gradcomp/exchange/receive.py",
+        "            nonfinite |= header.nonfinite\n",
         "",
         "tests/test_exchange.py::test_one_bad_rank_is_everyones_verdict",
     ),
@@ -134,7 +138,7 @@ BREAKS = [
     ),
     Break(
         "6 one verdict: a flagged bucket commits its residual",
-        "gradcomp/exchange/bucket.py",
+        "gradcomp/exchange/interface.py",
         "    if not exchange.flagged:\n        exchange.commit()",
         "    exchange.commit()",
         "tests/test_exchange.py::test_one_bad_rank_is_everyones_verdict",
@@ -190,9 +194,9 @@ BREAKS = [
     ),
     Break(
         "split weights: averages applied without rounding to the bucket's dtype",
-        "gradcomp/codecs/onebit.py",
-        'return native.Payloads(addresses, "onebit", dtype)',
-        'return native.Payloads(addresses, "onebit", 0)',
+        "gradcomp/codecs/base.py",
+        "return Payloads(tensors, self.form.kernel, dtype)",
+        "return Payloads(tensors, self.form.kernel, torch.float32)",
         "tests/test_fused.py::test_every_codec_and_exchange[3-onebit gather]",
     ),
 ]

@@ -1,88 +1,136 @@
-"""The kernels of codecs and exchanges. Pointers are plain integers; the caller keeps the memory alive."""
+"""The kernels of codecs and exchanges, for tensors on the CPU (`gradcomp.kernels.interface.Kernels`).
+
+C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype,] [residuals,] payload, [key,] flag)``,
+``gc_NAME_sum_decode(payloads, payload_count, [option,] rows, count, out, dtype, flags, flag)`` and
+``gc_NAME_validate(payload, [limits,] rows, count)``. So a new form needs no code here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from gradcomp.kernels.native.library import check, ffi, lib
+from gradcomp.kernels.interface import Payloads, Residuals
+from gradcomp.kernels.native.addresses import bytes_of, floats_of, payload_pointers, values_of
+from gradcomp.kernels.native.library import DTYPES, check, ffi, lib
 from gradcomp.kernels.native.threads import run
-from gradcomp.kernels.tables import CopyTable, Table
+from gradcomp.kernels.tables import BLOCK, CopyTable, Groups, Table
 
-STREAM_NBYTES = 32 << 20  # outputs above this do not stay in a last-level cache anyway
-
-# ---- kernels -------------------------------------------------------------------------------------------------------
+CACHE_NBYTES = 32 << 20  # outputs above this do not stay in a last-level cache: their stores bypass it
 
 
-def _bytes(address: int) -> Any:
-    return ffi.cast("uint8_t *", address)
+# ---- statistics ------------------------------------------------------------------------------------------------------
 
 
-def payload_pointers(addresses: Sequence[int]) -> Any:
-    return ffi.new("const uint8_t *[]", [ffi.cast("const uint8_t *", a) for a in addresses])
+def scratch(groups: Groups, room: Tensor | None = None) -> Tensor:
+    """See `Kernels.scratch`."""
+    nbytes = int(groups.blocks[-1]) * BLOCK.itemsize
+    return room[:nbytes] if room is not None and room.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
 
 
-def _stream(layout_numel: int, dtype: int) -> int:
-    return int(lib.GC_STREAM) if layout_numel * (4 if dtype == 0 else 2) > STREAM_NBYTES else 0
-
-
-def ternary_scales(
-    src: int,
-    dtype: int,
-    table: Table,
-    group_blocks: NDArray[np.uint64],
-    group_numels: NDArray[np.uint32],
-    blocks: NDArray[Any],
-    clip_sigma: float | None,
-    scales: int,
+def scales(
+    values: Tensor, table: Table, groups: Groups, clip_sigma: float | None, scratch: Tensor, out: Tensor
 ) -> bool:
-    """Compute every group's scale; return True when a value is not finite.
-
-    Args:
-        src: address of a tensor of `dtype` whose groups `table` describes.
-        group_blocks: ``(groups + 1,)``, first entry of every group in `blocks`, and their number at the end.
-        group_numels: ``(groups,)``, elements of every group.
-        blocks: scratch, ``(group_blocks[-1],)`` of `tables.BLOCK`.
-        scales: address of ``(groups,)`` float32.
-    """
+    """See `Kernels.scales`."""
     flag = ffi.new("uint32_t *")
-    block = ffi.from_buffer("gc_block[]", blocks)
-    source = ffi.cast("const void *", src)
-    run(
-        "gc_block_sums",
-        table,
-        lambda rows, count, _: lib.gc_block_sums(source, dtype, rows, count, block, flag),
-    )
+    blocks = ffi.cast("gc_block *", bytes_of(scratch))
+    source, dtype = values_of(values), DTYPES[values.dtype]
+    run("gc_block_sums", table, lambda rows, count, _: lib.gc_block_sums(source, dtype, rows, count, blocks, flag))
     status = lib.gc_ternary_scales(
-        block,
-        ffi.from_buffer("uint64_t[]", group_blocks),
-        ffi.from_buffer("uint32_t[]", group_numels),
-        len(group_numels),
+        blocks,
+        ffi.from_buffer("uint64_t[]", groups.blocks),
+        ffi.from_buffer("uint32_t[]", groups.numels),
+        len(groups.numels),
         -1.0 if clip_sigma is None else clip_sigma,
-        ffi.cast("float *", scales),
+        floats_of(out),
     )
     check(status, "gc_ternary_scales")
     return bool(flag[0])
 
 
-def ternary_encode(src: int, dtype: int, table: Table, payload: int, key: tuple[int, int, int, int]) -> bool:
-    """Encode with the scales that stand in the payload; `key` is (seed, rank, step, stream). True: not finite."""
-    flag = ffi.new("uint32_t *")
-    source, out, rng = ffi.cast("const void *", src), _bytes(payload), ffi.new("gc_rng_key *", key)[0]
-    run(
-        "gc_ternary_encode",
-        table,
-        lambda rows, count, _: lib.gc_ternary_encode(source, dtype, rows, count, out, rng, flag),
-    )
+# ---- encoding --------------------------------------------------------------------------------------------------------
+
+
+def encode(
+    kernel: str,
+    values: Tensor,
+    table: Table,
+    payload: Tensor,
+    *,
+    key: tuple[int, int, int, int] | None = None,
+    residuals: Residuals | None = None,
+    value_dtype: torch.dtype | None = None,
+) -> bool:
+    """See `Kernels.encode`."""
+    if not len(table):
+        return False
+    flag, source, dtype = ffi.new("uint32_t *"), values_of(values), DTYPES[values.dtype]
+    tail: tuple[Any, ...] = (bytes_of(payload), flag)
+    if key is not None:
+        tail = (tail[0], ffi.new("gc_rng_key *", key)[0], flag)
+    if residuals is not None:
+        tail = (floats_of(residuals[0]), floats_of(residuals[1]), *tail)
+    if value_dtype is not None:
+        tail = (DTYPES[value_dtype], *tail)
+    name = f"gc_{kernel}_encode"
+    function = getattr(lib, name)
+    run(name, table, lambda rows, count, _: function(source, dtype, rows, count, *tail))
     return bool(flag[0])
 
 
-def ternary_sum_lanes(payloads: Sequence[int], source: Table, target: Table, lane_bits: int, out: int) -> None:
-    """Write the integer sums of ternary payloads as lanes; `source` and `target` are parallel tables."""
-    pointers, number, bytes_out = payload_pointers(payloads), len(payloads), _bytes(out)
+# ---- averages --------------------------------------------------------------------------------------------------------
+
+
+class _Prepared(NamedTuple):
+    """Payloads as C takes them: the decoder with its first arguments, and the source of an update."""
+
+    name: str
+    decode: Any
+    head: tuple[Any, ...]
+    dtype: int
+    gradients: Any
+    pointers: Any  # keeps what `head` and `gradients` point to
+
+
+def prepare(payloads: Payloads) -> _Prepared:
+    """Return payloads as C takes them, made at the first call."""
+    made: _Prepared | None = payloads.prepared
+    if made is not None:
+        return made
+    pointers, count = payload_pointers(payloads.tensors), len(payloads.tensors)
+    value_dtype = None if payloads.value_dtype is None else DTYPES[payloads.value_dtype]
+    source = ffi.new("gc_gradients *")
+    source.payloads, source.payload_count = pointers, count
+    setattr(source, "from", getattr(lib, f"GC_FROM_{payloads.kernel.upper()}"))
+    source.dtype, source.shared, source.value_dtype = DTYPES[payloads.dtype], payloads.shared or 0, value_dtype or 0
+    head: tuple[Any, ...] = (pointers, count)
+    name = f"gc_{payloads.kernel}_sum_decode"
+    if payloads.lane_bits is not None:
+        source.world_size, source.lane_bits = payloads.world_size, payloads.lane_bits
+        name, head = "gc_lanes_decode", (pointers[0], payloads.world_size, payloads.lane_bits)
+    head += tuple(option for option in (payloads.shared, value_dtype) if option is not None)
+    payloads.prepared = made = _Prepared(name, getattr(lib, name), head, source.dtype, source, pointers)
+    return made
+
+
+def sum_decode(payloads: Payloads, table: Table, out: Tensor) -> bool:
+    """See `Kernels.sum_decode`."""
+    if not len(table):
+        return False
+    name, decode, head, dtype, *_ = prepare(payloads)
+    flag, target = ffi.new("uint32_t *"), values_of(out)
+    flags = lib.GC_STREAM if table.numel * out.element_size() > CACHE_NBYTES else 0
+    run(name, table, lambda rows, count, _: decode(*head, rows, count, target, dtype, flags, flag))
+    return bool(flag[0])
+
+
+def sum_lanes(payloads: Payloads, source: Table, target: Table, lane_bits: int, out: Tensor) -> None:
+    """See `Kernels.sum_lanes`."""
+    pointers, number, bytes_out = prepare(payloads).pointers, len(payloads.tensors), bytes_of(out)
     rows_out = ffi.cast("const gc_segment *", target.address)
     run(
         "gc_ternary_sum_lanes",
@@ -93,123 +141,46 @@ def ternary_sum_lanes(payloads: Sequence[int], source: Table, target: Table, lan
     )
 
 
-def onebit_encode(src: int, dtype: int, table: Table, residual_in: int, residual_out: int, payload: int) -> bool:
-    """Encode with error feedback (address 0: none); True when a value is not finite."""
-    flag, source, out = ffi.new("uint32_t *"), ffi.cast("const void *", src), _bytes(payload)
-    old, new = ffi.cast("const float *", residual_in), ffi.cast("float *", residual_out)
-    run(
-        "gc_onebit_encode",
-        table,
-        lambda rows, count, _: lib.gc_onebit_encode(source, dtype, rows, count, old, new, out, flag),
-    )
-    return bool(flag[0])
+# ---- checks of payloads ----------------------------------------------------------------------------------------------
 
 
-def values_encode(src: int, dtype: int, table: Table, value_dtype: int, payload: int) -> bool:
-    """Copy values into a payload as float32 (0) or bfloat16 (1); True when one is not finite."""
-    if not len(table):
-        return False
-    flag, source, out = ffi.new("uint32_t *"), ffi.cast("const void *", src), _bytes(payload)
-    run(
-        "gc_values_encode",
-        table,
-        lambda rows, count, _: lib.gc_values_encode(source, dtype, rows, count, value_dtype, out, flag),
-    )
-    return bool(flag[0])
+def validate(payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
+    """See `Kernels.validate`."""
+    if len(table):
+        source, name = bytes_of(payload), f"gc_{kernel}_validate"
+        function = getattr(lib, name)
+        run(name, table, lambda rows, count, _: function(source, *limits, rows, count))
 
 
-class Payloads(NamedTuple):
-    """Where averages come from: payloads of one form.
-
-    Attributes:
-        addresses: of the payloads.
-        source: "ternary", "onebit", "values" or "lanes" (sums in one payload).
-        dtype: that averages are rounded to: float32 (0), bfloat16 (1) or float16 (2).
-        shared: (ternary) whether all payloads have the scales of the first.
-        value_dtype: (values) float32 (0) or bfloat16 (1).
-        world_size, lane_bits: (lanes) ranks in a sum, bits of one.
-    """
-
-    addresses: Sequence[int]
-    source: str
-    dtype: int
-    shared: bool = False
-    value_dtype: int = 0
-    world_size: int = 1
-    lane_bits: int = 2
+def validate_scales(payload: Tensor, first: int, count: int, *, non_negative: bool) -> None:
+    """See `Kernels.validate_scales`."""
+    check(lib.gc_scales_validate(bytes_of(payload) + first, count, non_negative), "gc_scales_validate")
 
 
-def sum_decode(payloads: Payloads, table: Table, out: int) -> bool:
-    """Write the averages, in payload order, to a tensor of their dtype; True when a value written is not finite."""
-    if not len(table):
-        return False
-    flag, pointers, target = ffi.new("uint32_t *"), payload_pointers(payloads.addresses), ffi.cast("void *", out)
-    number, dtype, stream = len(payloads.addresses), payloads.dtype, _stream(table.numel, payloads.dtype)
-    head: tuple[Any, ...]
-    if payloads.source == "ternary":
-        function, head = "gc_ternary_sum_decode", (pointers, number, payloads.shared)
-    elif payloads.source == "onebit":
-        function, head = "gc_onebit_sum_decode", (pointers, number)
-    elif payloads.source == "lanes":
-        function, head = "gc_lanes_decode", (pointers[0], payloads.world_size, payloads.lane_bits)
-    else:
-        function, head = "gc_values_sum_decode", (pointers, number, payloads.value_dtype)
-    decode = getattr(lib, function)
-    run(function, table, lambda rows, count, _: decode(*head, rows, count, target, dtype, stream, flag))
-    return bool(flag[0])
+def are_finite(values: Tensor) -> bool:
+    """See `Kernels.are_finite`."""
+    return bool(lib.gc_scales_validate(bytes_of(values), values.numel(), False) == lib.GC_OK)
 
 
-# ---- checks, copies ------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def ternary_validate(payload: int, table: Table) -> None:
-    """Raise CorruptPayload for a code 11 or wrong padding."""
-    source = _bytes(payload)
-    run("gc_ternary_validate", table, lambda rows, count, _: lib.gc_ternary_validate(source, rows, count))
+def rescale(plane: Tensor, factor: float) -> None:
+    """See `Kernels.rescale`."""
+    plane.mul_(factor)
 
 
-def onebit_validate(payload: int, table: Table) -> None:
-    """Raise CorruptPayload for padding other than 0."""
-    source = _bytes(payload)
-    run("gc_onebit_validate", table, lambda rows, count, _: lib.gc_onebit_validate(source, rows, count))
+def copy(dst: Tensor, src: Tensor, table: CopyTable) -> None:
+    """See `Kernels.copy`."""
+    rows = ffi.cast("const gc_copy_range *", table.address)
+    check(lib.gc_copy(bytes_of(dst), bytes_of(src), rows, len(table.rows)), "gc_copy")
 
 
-def lanes_validate(payload: int, world_size: int, lane_bits: int, table: Table) -> None:
-    """Raise CorruptPayload for a lane above 2 * world_size or padding other than 0."""
-    source = _bytes(payload)
-    run(
-        "gc_lanes_validate",
-        table,
-        lambda rows, count, _: lib.gc_lanes_validate(source, world_size, lane_bits, rows, count),
-    )
-
-
-def scales_are_finite(scales: int, scale_count: int) -> bool:
-    """Return whether all float32 at an address are finite."""
-    return bool(lib.gc_scales_validate(_bytes(scales), scale_count, False) == lib.GC_OK)
-
-
-def scales_validate(scales: int, scale_count: int, *, non_negative: bool) -> None:
-    """Raise CorruptPayload unless every scale is finite and, if asked for, not negative."""
-    check(lib.gc_scales_validate(_bytes(scales), scale_count, non_negative), "gc_scales_validate")
+def copy_bytes(dst: Tensor, first: int, src: Tensor, nbytes: int, src_first: int = 0) -> None:
+    """See `Kernels.copy_bytes`."""
+    ffi.memmove(bytes_of(dst) + first, bytes_of(src) + src_first, nbytes)
 
 
 def crc32c(data: NDArray[np.uint8], crc: int = 0) -> int:
-    """Return the CRC-32C of contiguous bytes, continuing `crc`."""
+    """See `Kernels.crc32c`."""
     return int(lib.gc_crc32c(crc, ffi.from_buffer("uint8_t[]", data), data.size))
-
-
-def copy(dst: int, src: int, table: CopyTable) -> None:
-    """Copy every byte range of a table."""
-    rows = ffi.cast("const gc_copy_range *", table.address)
-    check(lib.gc_copy(_bytes(dst), _bytes(src), rows, len(table.rows)), "gc_copy")
-
-
-def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """Return the bytes at an address as an array that shares them."""
-    return np.frombuffer(ffi.buffer(ffi.cast("char *", address), nbytes), np.uint8)
-
-
-def copy_bytes(dst: int, src: int, nbytes: int) -> None:
-    """Copy `nbytes` bytes between two addresses that do not overlap."""
-    ffi.memmove(_bytes(dst), _bytes(src), nbytes)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from gradcomp.kernels.native.kernels import Payloads, payload_pointers
-from gradcomp.kernels.native.library import check, ffi, lib
+from gradcomp.kernels.interface import Payloads
+from gradcomp.kernels.native.addresses import numbers_of, words_of
+from gradcomp.kernels.native.kernels import prepare
+from gradcomp.kernels.native.library import DTYPES, check, ffi, lib
 from gradcomp.kernels.native.threads import run
+from gradcomp.kernels.rules import TARGET
 from gradcomp.kernels.tables import Table
 
-_SOURCES = {name: number for number, name in enumerate(("tensors", "ternary", "onebit", "values", "lanes"))}
+_TENSORS = ffi.new("gc_gradients *", {"from": lib.GC_FROM_TENSORS})
 
 
 def update(
@@ -22,22 +27,8 @@ def update(
     payloads: Payloads | None = None,
     norms: NDArray[np.float64] | None = None,
 ) -> bool:
-    """Update weights in place, from gradient tensors or straight from payloads; True: an average is not finite.
-
-    Args:
-        table: which elements of which parameters.
-        targets: `rules.TARGET`, by the parameter numbers of the table.
-        rules: `rules.RULE`, by the rule numbers of the targets.
-        norms: ``(2 * len(table),)``, what rules that add up write, two a row.
-    """
-    flag, gradients = ffi.new("uint32_t *"), ffi.new("gc_gradients *")
-    if payloads is not None:
-        pointers = payload_pointers(payloads.addresses)
-        gradients.payloads, gradients.payload_count = pointers, len(payloads.addresses)
-        setattr(gradients, "from", _SOURCES[payloads.source])
-        gradients.dtype, gradients.shared = payloads.dtype, payloads.shared
-        gradients.value_dtype, gradients.world_size = payloads.value_dtype, payloads.world_size
-        gradients.lane_bits = payloads.lane_bits
+    """See `Kernels.update`."""
+    flag, gradients = ffi.new("uint32_t *"), _TENSORS if payloads is None else prepare(payloads).gradients
     target, rule = ffi.cast("const gc_target *", targets.ctypes.data), ffi.cast("const gc_rule *", rules.ctypes.data)
     sums = ffi.cast("double *", norms.ctypes.data) if norms is not None else ffi.NULL
     run(
@@ -58,13 +49,23 @@ def update(
     return bool(flag[0])
 
 
-def split(weights: int, numel: int, nearest: bool, top: int, trail: int) -> None:
-    """Split fp32 numbers into bf16 tops and 16-bit trails."""
-    bits, high, low = ffi.cast("uint32_t *", weights), ffi.cast("uint16_t *", top), ffi.cast("uint16_t *", trail)
-    check(lib.gc_split(bits, numel, nearest, high, low), "gc_split")
+def targets(**tensors: Sequence[Tensor | None]) -> NDArray[Any]:
+    """See `Kernels.targets`."""
+    out = np.zeros(max(map(len, tensors.values())), TARGET)
+    for name, values in tensors.items():
+        out[name] = numbers_of(values)
+    out["gradient_dtype"] = [0 if g is None else DTYPES[g.dtype] for g in tensors.get("gradient", [None] * len(out))]
+    out["rule"] = np.arange(len(out))
+    return out
 
 
-def join(top: int, trail: int, numel: int, nearest: bool, weights: int) -> None:
-    """Join bf16 tops and 16-bit trails to the fp32 numbers they were split from."""
-    bits, high, low = ffi.cast("uint32_t *", weights), ffi.cast("uint16_t *", top), ffi.cast("uint16_t *", trail)
-    check(lib.gc_join(high, low, numel, nearest, bits), "gc_join")
+def split(weights: Tensor, top: Tensor, trail: Tensor, *, nearest: bool) -> None:
+    """See `Kernels.split`."""
+    bits, high, low = words_of(weights, "uint32_t"), words_of(top, "uint16_t"), words_of(trail, "uint16_t")
+    check(lib.gc_split(bits, weights.numel(), nearest, high, low), "gc_split")
+
+
+def join(top: Tensor, trail: Tensor, weights: Tensor, *, nearest: bool) -> None:
+    """See `Kernels.join`."""
+    bits, high, low = words_of(weights, "uint32_t"), words_of(top, "uint16_t"), words_of(trail, "uint16_t")
+    check(lib.gc_join(high, low, top.numel(), nearest, bits), "gc_join")

@@ -1,0 +1,54 @@
+"""What codecs accept: tensors, scale groups, second phases."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp.errors import UnsupportedTensor
+from gradcomp.kernels import native
+from gradcomp.kernels.tables import MAX_NUMEL
+
+SECOND_PHASES = ("exact", "requantize", "bf16", "fp32")
+
+
+def check_memory(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
+    """Raise UnsupportedTensor unless `tensor` is dense, on the CPU and, where asked for, contiguous."""
+    if tensor.layout != torch.strided:
+        raise UnsupportedTensor(f"{name} is {tensor.layout}; gradcomp takes dense tensors")
+    if tensor.device.type != "cpu":
+        raise UnsupportedTensor(f"{name} is on {tensor.device}: not supported yet, gradcomp takes CPU tensors")
+    if contiguous and not tensor.is_contiguous():
+        raise UnsupportedTensor(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first")
+
+
+def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
+    """Raise UnsupportedTensor unless `tensor` is something a codec can encode, or could after a copy through its strides."""
+    check_memory(tensor, name, contiguous=contiguous)
+    if tensor.dtype not in native.DTYPES:
+        raise UnsupportedTensor(f"{name} is {tensor.dtype}; gradcomp takes float32, bfloat16 and float16")
+    if tensor.numel() > MAX_NUMEL:
+        raise UnsupportedTensor(f"{name} has {tensor.numel()} elements; a payload holds at most {MAX_NUMEL}")
+
+
+def check_group(group: object, names: tuple[str, ...]) -> None:
+    """Raise ValueError unless `group` is one of `names` or a block size."""
+    if isinstance(group, bool) or not (group in names or (isinstance(group, int) and 1 <= group < 2**32)):
+        raise ValueError(f"group must be one of {names} or a block of 1 to 2**32 - 1 elements, got {group!r}")
+
+
+def resolve_group(group: str | int, shape: tuple[int, ...]) -> int:
+    """Return the elements of one scale group: of "tensor", of "row" (all but the first dimension) or of a block."""
+    if isinstance(group, int):
+        return group
+    numel = int(np.prod(shape, dtype=np.int64)) if shape else 1
+    if group == "row" and len(shape) > 1 and shape[0]:
+        return max(1, numel // shape[0])
+    return max(1, numel)
+
+
+def check_second_phase(second_phase: object) -> None:
+    """Raise ValueError unless `second_phase` is None or a known name."""
+    if second_phase is not None and second_phase not in SECOND_PHASES:
+        raise ValueError(f"second_phase must be None or one of {SECOND_PHASES}, got {second_phase!r}")

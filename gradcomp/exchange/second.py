@@ -1,0 +1,155 @@
+"""Second phases of a reduce_scatter: what owners make of the pieces they own, and how it is written, checked and read.
+
+"exact" sends integer sums of codes; the others send means, encoded by a codec. A phase knows its form, so it is also what
+the strategy ("auto") and the planner count bits by.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradcomp.codecs import Codec
+from gradcomp.codecs.base import SumForm, encode_plain
+from gradcomp.codecs.identity import Bfloat16Values, Identity
+from gradcomp.kernels import Kernels, Payloads, Residuals
+from gradcomp.payload.form import Form
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Piece, Shard, shard_pieces
+from gradcomp.payload.rng import RngKey
+
+
+@dataclass(eq=False)
+class Owned:
+    """What a rank owns in a second phase, and the memory that it makes it in.
+
+    Attributes:
+        first, second: where the owned pieces stand in the messages that arrive and in the second payload; both in
+            coordinates of `shard`.
+        packed, plain: the messages of all ranks.
+        shard: ``(n,)`` float32: means.
+        payload: ``(nbytes,)`` uint8: the second payload, header included.
+        scales, scratch: for the statistics of codecs that measure.
+    """
+
+    first: PayloadLayout
+    second: PayloadLayout
+    packed: Payloads
+    plain: Payloads
+    shard: Tensor
+    payload: Tensor
+    scales: Tensor
+    scratch: Tensor | None
+
+
+class SecondPhase(ABC):
+    """One way to send what owners have averaged.
+
+    Attributes:
+        form: of the compressed pieces in the second payload.
+        whole_groups: a scale group must be encoded in one go.
+    """
+
+    form: Form
+    whole_groups = False
+
+    def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:
+        """Return the owned pieces as they lie in the shard, with their places in the owner's residual planes."""
+        return shard_pieces(pieces, residuals)
+
+    def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor) -> Tensor | None:
+        """Return the memory that the statistics of `layout` need, in `room` if it is large enough."""
+        return None
+
+    @abstractmethod
+    def average(self, kernels: Kernels, owned: Owned) -> bool:
+        """Average what this rank owns, in its shard or payload; True: an average is not finite."""
+
+    @abstractmethod
+    def encode(self, kernels: Kernels, owned: Owned, key: RngKey, residuals: Residuals) -> bool:
+        """Write the second payload's body; True: a value is not finite."""
+
+    @abstractmethod
+    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
+        """Return how the compressed pieces of second payloads are decoded, rounded to `dtype`."""
+
+    @abstractmethod
+    def validate(self, payload: Tensor, layout: PayloadLayout) -> None:
+        """Raise CorruptPayload for what `encode` does not write."""
+
+
+class Exact(SecondPhase):
+    """Integer sums of codes that share a scale: nothing is lost, and compressed means never stand in the shard."""
+
+    def __init__(self, sums: SumForm) -> None:
+        self._sums, self.form = sums, sums.form
+
+    def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:
+        return shard_pieces(pieces, residuals, plain_only=True)
+
+    def average(self, kernels: Kernels, owned: Owned) -> bool:
+        self._sums.add(kernels, owned.packed, owned.first, owned.second, owned.payload)
+        return kernels.sum_decode(owned.plain, owned.first.plain, owned.shard)
+
+    def encode(self, kernels: Kernels, owned: Owned, key: RngKey, residuals: Residuals) -> bool:
+        return encode_plain(kernels, owned.shard, owned.second, owned.payload)
+
+    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
+        return self._sums.payloads(tensors, dtype)
+
+    def validate(self, payload: Tensor, layout: PayloadLayout) -> None:
+        self._sums.validate_packed(payload, layout)
+
+
+class Encoded(SecondPhase):
+    """Means, encoded by a codec."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self.form, self.whole_groups = codec, codec.form, codec.whole_groups
+
+    def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor) -> Tensor | None:
+        return self._codec.scratch(kernels, layout, room)
+
+    def average(self, kernels: Kernels, owned: Owned) -> bool:
+        bad = kernels.sum_decode(owned.packed, owned.first.packed, owned.shard)
+        return kernels.sum_decode(owned.plain, owned.first.plain, owned.shard) or bad
+
+    def encode(self, kernels: Kernels, owned: Owned, key: RngKey, residuals: Residuals) -> bool:
+        codec, layout = self._codec, owned.second
+        if codec.measures and layout.scale_count:
+            codec.measure(kernels, owned.shard, layout, owned.scratch, owned.scales)
+            codec.place_scales(kernels, layout, owned.scales, owned.payload)
+        return codec.encode_body(kernels, owned.shard, layout, owned.payload, key, residuals)
+
+    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
+        return self._codec.payloads(tensors, dtype)
+
+    def validate(self, payload: Tensor, layout: PayloadLayout) -> None:
+        self._codec.validate_packed(payload, layout)
+
+
+_CODECS: dict[str, Callable[[Codec], Codec]] = {
+    "requantize": lambda codec: codec.requantizer(),
+    "bf16": lambda _: Bfloat16Values(),
+    "fp32": lambda _: Identity(),
+}
+
+
+def second_phase(name: str, codec: Codec, world_size: int) -> SecondPhase:
+    """Return the second phase of that name for a codec's first one.
+
+    Raises:
+        ValueError: "exact" for a codec whose codes have no integer sums; an unknown name.
+    """
+    if name in _CODECS:
+        return Encoded(_CODECS[name](codec))
+    if name != "exact":
+        raise ValueError(f"second_phase must be one of {('exact', *_CODECS)}, got {name!r}")
+    sums = codec.sum_form(world_size)
+    if sums is None:
+        raise ValueError(f'second_phase="exact" needs codes with integer sums, {codec!r} has none')
+    return Exact(sums)

@@ -1,0 +1,153 @@
+"""What a kernel set offers: the one protocol between everything above and compiled code.
+
+A kernel set works on the values of one kind of device (buckets, shards, residual planes, weights). Payloads and tables are
+host memory whatever the device. Every set gives the same bits. Tensors are dense; a set takes their addresses, its callers
+take none. `gradcomp.kernels.of` returns the set of a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradcomp.kernels.tables import CopyTable, Groups, Table
+
+Residuals = tuple[Tensor | None, Tensor | None]  # planes to read and to write
+NO_RESIDUALS: Residuals = (None, None)
+
+
+@dataclass(eq=False)
+class Payloads:
+    """Payloads of one form, in the order in which they are added, and how their average is made.
+
+    Attributes:
+        tensors: ``(nbytes,)`` uint8 each, host memory; kept as long as this object.
+        kernel: of their form (`gradcomp.payload.form.Form.kernel`).
+        dtype: that averages are rounded to.
+        shared: (ternary) whether all payloads have the scales of the first.
+        value_dtype: (values) float32 or bfloat16.
+        world_size, lane_bits: (lanes: sums in one payload) ranks in a sum, bits of one.
+        prepared: what a kernel set makes of them at the first call, to be used again.
+    """
+
+    tensors: Sequence[Tensor]
+    kernel: str
+    dtype: torch.dtype
+    shared: bool | None = None
+    value_dtype: torch.dtype | None = None
+    world_size: int | None = None
+    lane_bits: int | None = None
+    prepared: Any = field(default=None, init=False, repr=False)
+
+
+class Kernels(Protocol):
+    """The kernels of one kind of device."""
+
+    # ---- statistics --------------------------------------------------------------------------------------------------
+
+    def scratch(self, groups: Groups, room: Tensor | None = None) -> Tensor:
+        """Return memory for `scales`, uint8; in `room`, uint8 memory that is free meanwhile, if it is large enough."""
+
+    def scales(
+        self, values: Tensor, table: Table, groups: Groups, clip_sigma: float | None, scratch: Tensor, out: Tensor
+    ) -> bool:
+        """Measure min(absolute maximum, clip_sigma * standard deviation) of every group; True: a value is not finite.
+
+        Args:
+            values: float32, bfloat16 or float16, whose groups `table` and `groups` describe.
+            clip_sigma: None: the absolute maximum.
+            scratch: from `scratch`.
+            out: ``(groups,)`` float32, written.
+        """
+
+    # ---- encoding ----------------------------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        kernel: str,
+        values: Tensor,
+        table: Table,
+        payload: Tensor,
+        *,
+        key: tuple[int, int, int, int] | None = None,
+        residuals: Residuals | None = None,
+        value_dtype: torch.dtype | None = None,
+    ) -> bool:
+        """Write the codes of `values` where `table` says; True: a value is not finite.
+
+        Args:
+            kernel: of the form.
+            values: float32, bfloat16 or float16.
+            payload: uint8; measured scales stand in it, and kernels that measure themselves write theirs.
+            key: (seed, rank, step, stream) for kernels that draw random numbers.
+            residuals: float32 planes for kernels with error feedback, `NO_RESIDUALS` for none.
+            value_dtype: float32 or bfloat16 for plain values.
+        """
+
+    # ---- averages ----------------------------------------------------------------------------------------------------
+
+    def sum_decode(self, payloads: Payloads, table: Table, out: Tensor) -> bool:
+        """Write averages to `out`, of the payloads' dtype; True: one that was written is not finite."""
+
+    def sum_lanes(self, payloads: Payloads, source: Table, target: Table, lane_bits: int, out: Tensor) -> None:
+        """Write the integer sums of ternary payloads as lanes into a payload; the tables are parallel."""
+
+    def update(
+        self,
+        table: Table,
+        targets: NDArray[Any],
+        rules: NDArray[Any],
+        payloads: Payloads | None = None,
+        norms: NDArray[Any] | None = None,
+    ) -> bool:
+        """Update weights in place, from gradient tensors or straight from payloads; True: an average is not finite.
+
+        Args:
+            table: which elements of which parameters.
+            targets: from `targets`, by the parameter numbers of the table.
+            rules: `rules.RULE`, by the rule numbers of the targets.
+            norms: ``(2 * len(table),)`` float64, what rules that add up write, two a row.
+        """
+
+    def targets(self, **tensors: Sequence[Tensor | None]) -> NDArray[Any]:
+        """Return `rules.TARGET` of parameters, rule k for the k-th; whoever keeps it keeps the tensors.
+
+        Args:
+            tensors: lists by field (weight, trail, gradient, state0, state1), None where a parameter has none.
+        """
+
+    # ---- checks of payloads ------------------------------------------------------------------------------------------
+
+    def validate(self, payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
+        """Raise CorruptPayload for codes and padding that an encoder does not write (`limits`: of lanes, ranks and bits)."""
+
+    def validate_scales(self, payload: Tensor, first: int, count: int, *, non_negative: bool) -> None:
+        """Raise CorruptPayload unless `count` scales from byte `first` are finite and, if asked for, not negative."""
+
+    def are_finite(self, values: Tensor) -> bool:
+        """Return whether all float32 values are finite."""
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def rescale(self, plane: Tensor, factor: float) -> None:
+        """Multiply a residual plane by `factor`, in place."""
+
+    def copy(self, dst: Tensor, src: Tensor, table: CopyTable) -> None:
+        """Copy every byte range of a table."""
+
+    def copy_bytes(self, dst: Tensor, first: int, src: Tensor, nbytes: int, src_first: int = 0) -> None:
+        """Copy `nbytes` bytes of `src` to byte `first` of `dst`; they do not overlap."""
+
+    def crc32c(self, data: NDArray[Any], crc: int = 0) -> int:
+        """Return the CRC-32C of contiguous uint8, continuing `crc`."""
+
+    def split(self, weights: Tensor, top: Tensor, trail: Tensor, *, nearest: bool) -> None:
+        """Split float32 numbers into bfloat16 tops and 16-bit trails."""
+
+    def join(self, top: Tensor, trail: Tensor, weights: Tensor, *, nearest: bool) -> None:
+        """Join bfloat16 tops and 16-bit trails to the float32 numbers they were split from."""

@@ -1,0 +1,86 @@
+"""Second phases as objects: their forms and bits, what they refuse; kernel sets by device."""
+
+import numpy as np
+import pytest
+import torch
+
+from gradcomp import CorruptPayload, Identity, OneBit, Ternary, UnsupportedTensor, kernels
+from gradcomp.codecs.checks import SECOND_PHASES
+from gradcomp.exchange.second import second_phase
+from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
+from gradcomp.kernels import native
+from gradcomp.kernels.interface import Kernels
+from gradcomp.payload.form import BFLOAT16, ONEBIT, PLAIN, TERNARY, lanes_form
+from gradcomp.payload.layout import joined_tables
+from gradcomp.payload.pieces import Slot
+
+FORMS = {
+    ("exact", Ternary()): lanes_form(5),
+    ("requantize", Ternary(scale="own")): TERNARY,
+    ("requantize", OneBit()): ONEBIT,
+    ("bf16", OneBit()): BFLOAT16,
+    ("fp32", Identity()): PLAIN,
+}
+
+
+@pytest.mark.parametrize(("name", "codec"), FORMS, ids=str)
+def test_a_second_phase_knows_its_form(name, codec):
+    assert second_phase(name, codec, 5).form == FORMS[name, codec]
+
+
+def test_there_is_a_phase_for_every_name_that_options_take():
+    assert [second_phase(name, Ternary(), 3).form.bits for name in SECOND_PHASES] == [3, 2, 16, 32]
+    with pytest.raises(ValueError, match="fp64"):
+        second_phase("fp64", Ternary(), 3)
+
+
+@pytest.mark.parametrize("codec", [OneBit(), Ternary(scale="own"), Identity()], ids=lambda c: c.name)
+def test_codes_without_integer_sums_have_no_exact_phase(codec):
+    assert codec.sum_form(3) is None
+    with pytest.raises(ValueError, match="integer sums"):
+        second_phase("exact", codec, 3)
+
+
+def test_auto_counts_the_bits_of_the_phase():
+    """The most ranks at which all_gather sends fewer bits than a reduce_scatter with each second phase."""
+    for name, most in (("exact", 2), ("requantize", 2), ("bf16", 9), ("fp32", 17)):
+        codec = Ternary(second_phase=name)
+        assert max(n for n in range(2, 40) if choose(codec, n).exchange == "all_gather") == most
+
+
+@pytest.mark.parametrize(("second", "plain_only"), [("exact", True), ("requantize", False)])
+def test_exact_sums_take_no_room_in_the_shard(second, plain_only):
+    slots = [Slot(0, 1000, 1000, True, 0), Slot(1, 100, 100, False, 1000)]
+    plan = BucketPlan(Ternary(), slots, Strategy("reduce_scatter", second), 2, 0)
+    assert plan.shard_numel == (48 if plain_only else 496 + 48)
+
+
+def test_joined_tables_are_every_owners_pieces():
+    """One call of a kernel over all owners' payloads covers every element once, in the place of each payload."""
+    slots = [Slot(0, 1000, 10, True, 0), Slot(1, 100, 100, False, 1000)]
+    plan = BucketPlan(Ternary(), slots, Strategy("reduce_scatter", "exact"), 3, 0)
+    seen = np.zeros(1100, int)
+    for kind, table in zip(("packed", "plain"), joined_tables(plan.second, plan.second_nbytes), strict=True):
+        for row in table.rows:
+            seen[row["data"] : row["data"] + row["numel"]] += 1
+        per_owner = [row["codes"] for one in plan.second for row in getattr(one, kind).rows]
+        owners = [k for k, one in enumerate(plan.second) for _ in getattr(one, kind).rows]
+        assert table.rows["codes"].tolist() == [c + k * plan.second_nbytes for c, k in zip(per_owner, owners, strict=True)]
+    assert (seen == 1).all()
+
+
+def test_lanes_above_their_sum_are_refused():
+    plan = BucketPlan(Ternary(), [Slot(0, 64, 64, True, 0)], Strategy("reduce_scatter", "exact"), 3, 0)
+    payload = torch.zeros(plan.second[0].nbytes, dtype=torch.uint8)
+    plan.second_phase.validate(payload, plan.second[0])
+    payload[-1] = 0xFF  # lanes of 7 where three ranks reach 6
+    with pytest.raises(CorruptPayload, match="lane"):
+        plan.second_phase.validate(payload, plan.second[0])
+
+
+def test_the_cpu_has_kernels_and_other_devices_say_so():
+    assert kernels.of(torch.device("cpu")) is native
+    with pytest.raises(UnsupportedTensor, match="cuda:1"):
+        kernels.of(torch.device("cuda", 1))
+    offered = [name for name in vars(Kernels) if not name.startswith("_")]
+    assert len(offered) > 15 and all(callable(getattr(native, name)) for name in offered)
