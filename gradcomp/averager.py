@@ -9,11 +9,11 @@ from torch import nn
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.buckets import check_gradient, fuse, local_part, shard_place
+from gradcomp.engine.buckets import Gradient, check_gradient, fuse
 from gradcomp.engine.controls import Controls
-from gradcomp.engine.engine import Engine
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.rotation import Rotation
+from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError
 
 if TYPE_CHECKING:
@@ -58,20 +58,19 @@ class GradientAverager(Controls):
     ) -> None:
         if not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
-        self._named = named = list(named_parameters)
+        self._named = list(named_parameters)
+        self._sources = [Gradient(name, p) for name, p in self._named]
         options = Options.of(options, **changes)
         self._scaled = options.grad_scaler is not None
         own_comm = comm if comm is not None else torch_communicator(options.timeout_s)
         try:
-            self._engine = Engine([(n, local_part(p)) for n, p in named], codec, own_comm, options)
+            self._engine = Engine(self._sources, codec, own_comm, options)
         except BaseException:
             if comm is None:
                 own_comm.close()
             raise
-        self._engine.shards = {i: shard_place(p) for i, (_, p) in enumerate(named)}
-        self._trained = [(i, p) for i, (_, p) in enumerate(named) if p.requires_grad]
         self._bucket_cap_mb = bucket_cap_mb
-        self._buckets = fuse(self._trained, bucket_cap_mb)
+        self._buckets = fuse(self._sources, bucket_cap_mb)
         self._rotation: Rotation | None = None
 
     def average(self) -> None:
@@ -112,7 +111,7 @@ class GradientAverager(Controls):
             raise GradcompError("rotate() hands back gradients of an earlier loss scale: make the averager without one")
         self._check_gradients()
         if self._rotation is None:
-            self._rotation = Rotation(self._engine, self._buckets, fuse(self._trained, self._bucket_cap_mb))
+            self._rotation = Rotation(self._engine, self._buckets, fuse(self._sources, self._bucket_cap_mb))
         return self._rotation.rotate()
 
     def flush(self) -> bool:
@@ -141,11 +140,6 @@ class GradientAverager(Controls):
         if self._rotation is not None:
             self._rotation.drop()
         super().load_state_dict(state)
-
-    def check_replicas(self) -> None:
-        """As `Controls.check_replicas`; of sharded parameters the shards, over the ranks that hold the same."""
-        self._engine.named = [(name, local_part(p)) for name, p in self._named]
-        super().check_replicas()
 
     def discard_step(self) -> None:
         """As `Controls.discard_step`; GradcompError while an exchange that `rotate` began is under way."""

@@ -15,9 +15,11 @@ from torch.autograd import Variable
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.engine.buckets import Gradient
 from gradcomp.engine.controls import Controls
-from gradcomp.engine.engine import Engine, Members
+from gradcomp.engine.layouts import Members
 from gradcomp.engine.options import Changes, Options, spell_out
+from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.fused import FusedGradients, replicated, state_digest, why_not_fused
@@ -66,7 +68,7 @@ class CompressionState(Controls):
         timeout_s = options.timeout_s or Communicator.timeout_s
         own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=timeout_s)
         try:
-            self._engine = Engine(named, codec, own_comm, options)
+            self._engine = Engine([Gradient(name, p) for name, p in named], codec, own_comm, options)
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:
             if comm is None:
@@ -81,11 +83,11 @@ class CompressionState(Controls):
         """Have a split optimizer take its gradients from payloads, where it can; its state must be alike on all ranks."""
         engine = self._engine
         self._not_fused = "" if optimizer is None else why_not_fused(optimizer, engine, has_scaler=has_scaler)
-        engine.keeps_packed = optimizer is not None and not self._not_fused
+        engine.layouts.keeps_packed = optimizer is not None and not self._not_fused
         if isinstance(optimizer, SplitOptimizer):
             engine.replicated = lambda: replicated(optimizer, engine)
             engine.agree_on(optimizer=(type(optimizer).__name__, self._not_fused, state_digest(optimizer, engine)))
-        return FusedGradients(engine, optimizer) if engine.keeps_packed else None
+        return FusedGradients(engine, optimizer) if engine.layouts.keeps_packed else None
 
     def describe(self) -> str:
         """Return one line: what is compressed, what is not, the exchange, the expected ratio, what updates are fused."""
@@ -179,12 +181,12 @@ class CompressionState(Controls):
             position, numel, stride = known
             if parameter.stride() != stride and storage_order(
                 parameter.shape, parameter.stride()
-            ) != self._engine.orders.get(position, ()):
+            ) != self._engine.layouts.orders.get(position, ()):
                 raise self._converted(position, "gradcomp was registered")
             entries.append((position, offset))
             offset += numel
         members = tuple(entries)
-        if self._engine.orders and members not in self._places:
+        if self._engine.layouts.orders and members not in self._places:
             self._check_orders(bucket.buffer(), members)
             self._places.add(members)
         return members
@@ -197,7 +199,7 @@ class CompressionState(Controls):
         for position, offset in members:
             parameter = self._engine.named[position][1]
             grad = parameter.grad
-            if position not in self._engine.orders or grad is None or grad.layout != torch.strided:
+            if position not in self._engine.layouts.orders or grad is None or grad.layout != torch.strided:
                 continue
             view = storage_view(buffer[offset : offset + parameter.numel()], parameter)
             if not torch.allclose(view, grad, rtol=0.0, atol=0.0, equal_nan=True):

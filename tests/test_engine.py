@@ -1,14 +1,21 @@
-"""One model's compression: options."""
+"""One model's compression: options, what a step commits, errors, schedules."""
 
+import contextlib
+import gc
 import inspect
+import random
+import threading
+import time
+import weakref
 from typing import get_type_hints
 
 import pytest
 import torch
+from _ranks import run_local
 from torch import nn
 
 import gradcomp.ddp
-from gradcomp import GradientAverager, Options
+from gradcomp import GradcompError, GradientAverager, Options, PeerLost, PeerMismatch
 from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.options import Changes
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
@@ -91,3 +98,231 @@ def test_ranks_compare_every_option_that_could_make_them_differ():
     assert set(Options().compared()) == set(inspect.signature(Options).parameters) - own
     assert set(Options().compared()) <= set(fingerprint.FIELDS)
     assert Options(grad_scaler=torch.amp.GradScaler("cpu")).compared() == Options(transactional=True).compared()
+
+
+# ---- what a step commits ---------------------------------------------------------------------------------------------
+
+
+def averager_of(comm, sizes=(600, 700), codec="onebit", **options):
+    """Return parameters, an averager with a bucket for each of them, and a function that fills their gradients."""
+    params = [nn.Parameter(torch.zeros(n)) for n in sizes]
+    named = [(f"p{n}", p) for n, p in enumerate(params)]
+    given = {"timeout_s": 20, "min_numel": 0, "bucket_cap_mb": 1e-6} | options
+    averager = GradientAverager(named, codec, comm, **given)
+
+    def fill(step):
+        draw = torch.Generator().manual_seed(100 * step + comm.rank)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draw)
+
+    return params, averager, fill
+
+
+def fails_in_its_last_stage(averager, bucket, error, after=lambda: None):
+    """Let one bucket's last stage raise in every later step."""
+    exchange, _ = averager._engine.submitted[bucket]
+    finish = exchange.finish
+
+    def stage():
+        finish()
+        after()
+        raise error
+
+    exchange.finish = stage
+
+
+def fail_in_step_one(comm, culprits, ended=None, **options):
+    """Run a good step and one in which `culprits` fail at their last bucket; return what is remembered after both."""
+    _, averager, fill = averager_of(comm, **options)
+    fill(0)
+    averager.average()
+    before = averager.state_dict()
+    if comm.rank in culprits:
+        wait = (lambda: None) if ended is None else (lambda: ended.wait(0.3))
+        fails_in_its_last_stage(averager, 1, KeyError("mine"), wait)
+    fill(1)
+    with contextlib.suppress(KeyError, PeerLost):
+        averager.average()
+        ended and ended.set()
+    return before, averager.state_dict()
+
+
+def same(one, other):
+    return one["step"] == other["step"] and all(
+        torch.equal(values, other[part][name])
+        for part in ("residual", "owner_residual")
+        for name, values in one[part].items()
+    )
+
+
+def test_a_bucket_that_failed_keeps_the_others_of_its_step_from_committing():
+    for before, after in run_local(2, fail_in_step_one, (0, 1)):
+        assert same(before, after), "the first bucket had ended well"
+
+
+def test_a_step_counts_on_all_ranks_or_on_none():
+    """Rank 0 fails in its last bucket when its peer has all it needs; alone a whole step keeps the peer from going ahead."""
+    ahead = threading.Event()
+    (first, second), (before, after) = run_local(2, fail_in_step_one, (0,), ahead)
+    assert ahead.is_set() and same(first, second) and after["step"] == before["step"] + 1
+    for before, after in run_local(2, lambda comm: fail_in_step_one(comm, (0,), transactional=True)):
+        assert same(before, after) and after["step"] == 1
+
+
+def test_steps_that_rotate_count_on_all_ranks_or_on_none():
+    def run(comm):
+        _, averager, fill = averager_of(comm, transactional=True)
+        fill(0)
+        averager.rotate()
+        averager.flush()
+        before = averager.state_dict()
+        if comm.rank == 0:
+            fails_in_its_last_stage(averager, 1, KeyError("mine"))
+        fill(1)
+        averager.rotate()
+        with pytest.raises((KeyError, PeerLost)):
+            averager.flush()
+        return same(before, averager.state_dict())
+
+    assert run_local(2, run) == [True, True]
+
+
+class Scale:
+    """A loss scaler: whatever it is told."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def get_scale(self):
+        return self.value
+
+
+def test_ranks_with_other_loss_scales_commit_nothing():
+    """torch's GradScaler decides on each rank alone: residuals in other units would never be noticed."""
+
+    def run(comm):
+        scaler = Scale(4.0)
+        _, averager, fill = averager_of(comm, grad_scaler=scaler)
+        fill(0)
+        averager.average()
+        residual = averager.state_dict()["residual"]["p0"].clone()
+        scaler.value = 2.0 if comm.rank else 4.0
+        fill(1)
+        with pytest.raises(PeerMismatch, match="loss_scale") as found:
+            averager.average()
+        kept = averager.state_dict()
+        assert torch.equal(residual / 4.0 * kept["loss_scale"], kept["residual"]["p0"])
+        return found.value.rank, found.value.expected, found.value.got, kept["step"]
+
+    assert run_local(2, run) == [(1, 4.0, 2.0, 1)] * 2
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf"), float("nan"), -1.0])
+def test_a_loss_scale_that_carries_nothing_is_an_error_with_its_value(scale):
+    def run(comm):
+        scaler = Scale(4.0)
+        _, averager, fill = averager_of(comm, grad_scaler=scaler)
+        fill(0)
+        averager.average()
+        scaler.value = scale
+        with pytest.raises(GradcompError, match=f"scale is {scale}"):
+            averager.average()
+        return bool(torch.isfinite(averager.state_dict()["residual"]["p0"]).all())
+
+    assert all(run_local(2, run))
+
+
+def test_steps_are_counted_below_two_to_the_32():
+    def run(comm):
+        _, averager, fill = averager_of(comm)
+        state = averager.state_dict()
+        for step in (2**32, 2**64, -1):
+            with pytest.raises(ValueError, match=f"step {step}, an integer"):
+                averager.load_state_dict({**state, "step": step})
+        averager.load_state_dict({**state, "step": 2**32 - 1})
+        fill(0)
+        averager.average()
+        with pytest.raises(GradcompError, match="step 4294967296"):
+            averager.average()
+
+    run_local(2, run)
+
+
+def test_an_abandoned_step_is_waited_for_and_commits_nothing():
+    """An exception of the user's in the middle of a backward: its buckets must not run on into the next step."""
+
+    def run(comm):
+        _, averager, fill = averager_of(comm)
+        engine, bucket, ended = averager._engine, averager._buckets[0], []
+        fill(0)
+        bucket.load()
+        engine.begin_step()
+        if comm.rank == 1:
+            time.sleep(0.2)
+        engine.submit(bucket.flat, bucket.members, lambda: ended.append(True))
+        engine.begin_step()
+        assert ended == [True], "the bucket of the abandoned step was still under way"
+        for bucket in averager._buckets:
+            bucket.load()
+            engine.submit(bucket.flat, bucket.members, lambda: None)
+        engine.finish_step()
+        return averager.state_dict()
+
+    def plain(comm):
+        _, averager, fill = averager_of(comm)
+        fill(0)
+        averager.average()
+        return averager.state_dict()
+
+    for found, wanted in zip(run_local(2, run), run_local(2, plain), strict=True):
+        assert same(found, wanted)
+
+
+def test_buffers_of_layouts_that_are_used_no_more_are_freed():
+    """DDP rebuilds its buckets after the first backward: the exchanges of the first ones hold as much as the gradients."""
+
+    def run(comm):
+        _, averager, fill = averager_of(comm)
+        fill(0)
+        averager.average()
+        old = [weakref.ref(exchange) for exchange, _ in averager._engine.submitted]
+        averager._buckets = gradcomp.engine.buckets.fuse(averager._sources, 25.0)
+        fill(1)
+        averager.average()
+        gc.collect()
+        return [ref() for ref in old], len(averager._engine.layouts._exchanges)
+
+    assert run_local(2, run) == [([None, None], 1)] * 2
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"exchange": "all_gather"}, {"exchange": "reduce_scatter", "transactional": True}])
+@pytest.mark.parametrize("seed", range(3))
+def test_delays_anywhere_change_no_bit(seed, options):
+    """Every stage of every bucket on every rank takes its time, in another order each run."""
+
+    def run(comm, delays):
+        params, averager, fill = averager_of(comm, sizes=(64, 200, 333, 1024, 5), codec="onebit", **options)
+        draw = random.Random(1000 * seed + comm.rank)
+        work = averager._engine.pipeline._work
+
+        def delayed(number, task):
+            time.sleep(draw.choice((0, 0, 0.0005, 0.004)))
+            work(number, task)
+
+        if delays:
+            averager._engine.pipeline._work = delayed
+        found = []
+        for step in range(4):
+            fill(step)
+            if delays:
+                time.sleep(draw.choice((0, 0.003)))
+            averager.average() if step % 2 else (averager.rotate(), averager.flush())
+            found += [p.grad.clone() for p in params]
+        return [*found, *averager.state_dict()["residual"].values()]
+
+    plain, delayed = run_local(3, run, False), run_local(3, run, True)
+    for wanted, found in zip(plain, delayed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))

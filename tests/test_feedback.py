@@ -54,6 +54,33 @@ def test_discard_undoes_the_step_and_nothing_before_it():
     assert feedback.residual(3).tolist() == [1.0] * 4
 
 
+def test_discard_does_not_bring_back_what_has_moved_to_another_plane():
+    """After a rebuild a tensor may be moved, with its committed value; what is written next does not count until then."""
+    feedback = Feedback({3: 10, 8: 20})
+    write(feedback, [3, 8], 5.0)
+    feedback.commit([3, 8])
+    feedback.begin_step()
+    write(feedback, [8], 7.0)
+    feedback.commit([8])
+    write(feedback, [3, 8], 9.0)
+    feedback.discard()
+    assert feedback.residual(8).tolist() == [7.0] * 20
+    assert feedback.residual(3).tolist() == [5.0] * 10
+
+
+def test_the_owner_s_residuals_are_discarded_with_the_others():
+    feedback = Feedback({3: 10})
+    owner = feedback.owned(lambda numel: numel // 2)
+    for value in (1.0, 2.0):
+        feedback.begin_step()
+        for part in (feedback, owner):
+            write(part, [3], value)
+            part.commit([3])
+    feedback.discard()
+    assert owner.residual(3).tolist() == [1.0] * 5
+    assert feedback.residual(3).tolist() == [1.0] * 10
+
+
 def test_rescale_and_state():
     feedback = Feedback({3: 4, 8: 2})
     assert feedback.state(NAMES) == {}

@@ -1,4 +1,4 @@
-"""Gradients of a model without DDP, fused into flat tensors.
+"""Named tensors that are averaged, fused into flat ones: gradients of a model without DDP, or whatever has a source.
 
 A parameter that tensor parallelism has sharded (a DTensor) takes part with its local shard: ranks that are averaged hold the
 same shard of it.
@@ -7,7 +7,7 @@ same shard of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -50,59 +50,108 @@ def check_gradient(name: str, parameter: Tensor) -> None:
         raise UnsupportedTensor(f"gradient is {grad.dtype}, its parameter {parameter.dtype}")
 
 
+class Source(Protocol):
+    """A named tensor that is averaged: where a rank's values come from, and where the average goes.
+
+    Attributes:
+        name: the same on every rank.
+        trained: whether it is averaged at all.
+        place: which shard of a sharded tensor this rank holds; the same on all ranks that are averaged.
+    """
+
+    name: str
+    trained: bool
+    place: object
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its shape, dtype and strides, whose bits every rank holds alike (`Engine.check_replicas`)."""
+
+    def load(self, view: Tensor) -> None:
+        """Copy this rank's values to `view`, a tensor like `like` inside a bucket."""
+
+    def store(self, view: Tensor) -> None:
+        """Take the average that stands in `view`."""
+
+    def clear(self) -> None:
+        """Have no values: there is no average yet."""
+
+
+class Gradient:
+    """The gradient of a parameter, as a `Source`; a missing one counts as zero."""
+
+    def __init__(self, name: str, parameter: Tensor) -> None:
+        self.name, self._parameter = name, parameter
+        self.trained, self.place = parameter.requires_grad, shard_place(parameter)
+
+    @property
+    def like(self) -> Tensor:
+        return local_part(self._parameter)
+
+    def load(self, view: Tensor) -> None:
+        grad = self._parameter.grad
+        if grad is None or not self._parameter.requires_grad:
+            view.zero_()
+        else:
+            view.copy_(local_part(grad))
+
+    def store(self, view: Tensor) -> None:
+        if not self._parameter.requires_grad:
+            return
+        if self._parameter.grad is None:
+            self._parameter.grad = _like(self._parameter, view.clone())
+        else:
+            local_part(self._parameter.grad).copy_(view)
+
+    def clear(self) -> None:
+        if self._parameter.requires_grad:
+            self._parameter.grad = None
+
+
 class Bucket:
-    """Parameters that travel together, and the flat tensor that holds their gradients.
+    """Tensors that travel together, and the flat one that holds their values.
 
     Args:
-        parameters: (position, parameter) pairs of one dtype.
+        sources: (position, source) pairs of one dtype.
 
     Attributes:
         flat: ``(numel,)``, what is averaged in place.
         members: (position, first element in `flat`) pairs.
     """
 
-    def __init__(self, parameters: Sequence[tuple[int, Tensor]]) -> None:
-        self._parameters = [p for _, p in parameters]
-        parts = [local_part(p) for p in self._parameters]
-        numels = [p.numel() for p in parts]
-        self.flat = torch.zeros(sum(numels), dtype=self._parameters[0].dtype)
-        self._views = [storage_view(v, p) for v, p in zip(torch.split(self.flat, numels), parts, strict=True)]
+    def __init__(self, sources: Sequence[tuple[int, Source]]) -> None:
+        likes = [source.like for _, source in sources]
+        numels = [like.numel() for like in likes]
+        self.flat = torch.zeros(sum(numels), dtype=likes[0].dtype)
+        views = [storage_view(v, like) for v, like in zip(torch.split(self.flat, numels), likes, strict=True)]
+        self._parts = [(source, view) for (_, source), view in zip(sources, views, strict=True)]
         offsets = [sum(numels[:i]) for i in range(len(numels))]
-        self.members = tuple((index, offset) for (index, _), offset in zip(parameters, offsets, strict=True))
+        self.members = tuple((index, offset) for (index, _), offset in zip(sources, offsets, strict=True))
 
     @torch.no_grad()
     def load(self) -> None:
-        """Copy ``p.grad`` of its parameters to `flat`, zero where there is none."""
-        for view, parameter in zip(self._views, self._parameters, strict=True):
-            if parameter.grad is None or not parameter.requires_grad:
-                view.zero_()
-            else:
-                view.copy_(local_part(parameter.grad))
+        """Copy the values of its tensors to `flat`."""
+        for source, view in self._parts:
+            source.load(view)
 
     @torch.no_grad()
     def store(self) -> None:
-        """Copy `flat` to ``p.grad`` of its parameters."""
-        for view, parameter in zip(self._views, self._parameters, strict=True):
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = _like(parameter, view.clone())
-            else:
-                local_part(parameter.grad).copy_(view)
+        """Hand `flat` to its tensors."""
+        for source, view in self._parts:
+            source.store(view)
 
     def clear(self) -> None:
-        """Set ``p.grad`` of its parameters to None."""
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                parameter.grad = None
+        """Leave its tensors without values."""
+        for source, _ in self._parts:
+            source.clear()
 
 
-def fuse(parameters: Sequence[tuple[int, Tensor]], bucket_cap_mb: float) -> list[Bucket]:
-    """Share parameters out over buckets of one dtype each, last parameters first, as backward makes them."""
-    buckets = []
-    for dtype in dict.fromkeys(p.dtype for _, p in parameters):
-        alike = [(i, p) for i, p in parameters if p.dtype == dtype]
-        sizes = [local_part(p).numel() * p.element_size() for _, p in alike]
+def fuse(sources: Sequence[Source], bucket_cap_mb: float) -> list[Bucket]:
+    """Share trained tensors out over buckets of one dtype each, last ones first, as backward makes gradients."""
+    buckets, trained = [], [(i, source, source.like) for i, source in enumerate(sources) if source.trained]
+    for dtype in dict.fromkeys(like.dtype for _, _, like in trained):
+        alike = [(i, source) for i, source, like in trained if like.dtype == dtype]
+        sizes = [like.numel() * like.element_size() for _, _, like in trained if like.dtype == dtype]
         for members in assign_buckets(sizes, int(bucket_cap_mb * 2**20)):
             buckets.append(Bucket([alike[m] for m in members]))
     return buckets

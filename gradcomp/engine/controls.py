@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gradcomp.engine.engine import Engine
+from gradcomp.engine.step import Engine
 from gradcomp.exchange.stats import Stats
 
 

@@ -49,7 +49,8 @@ class Options:
             One for owners of means forces exchange "reduce_scatter".
         grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a whole step at a time.
             A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
-        transactional: commit residuals only if no bucket of the step held NaN or Inf; on by default with `grad_scaler`.
+        transactional: commit residuals only if no bucket of the step held NaN or Inf and every rank has ended the step (a round
+            of 16 bytes); on by default with `grad_scaler`.
         timeout_s: seconds after which a silent peer is given up; by default the communicator's own.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradcomp.engine.buckets import Bucket
-from gradcomp.engine.engine import Engine
+from gradcomp.engine.step import Engine
 
 
 class Rotation:
@@ -76,6 +76,7 @@ class Rotation:
         self._pending = True
         for bucket in self._buckets:
             self._engine.submit(bucket.flat, bucket.members, self._note)
+        self._engine.seal_step()
         return handed
 
     def flush(self) -> bool:

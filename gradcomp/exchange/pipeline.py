@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger("gradcomp")
 
-QUIET_S = 1.5  # after a failure, longest wait for stages that are at work: an abort ends their collectives within a second
+QUIET_S = (
+    1.5  # after a failure, longest wait for stages that are at work: an abort ends their collectives within a second
+)
 LOOK_S = 0.25  # Python runs signal handlers between waits: a Ctrl-C that another thread received is seen this late
 
 
@@ -106,6 +108,11 @@ class Pipeline:
             if self.error is not None:
                 self._changed.wait_for(lambda: not self._pending and not self._busy, QUIET_S)
                 raise self.error
+
+    def rest(self) -> None:
+        """Block until no stage is at work, for QUIET_S at most: after a failure nothing is written any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy, QUIET_S)
 
     def fail(self, error: BaseException) -> None:
         """End every pending task with `error`, now and for good. The first error stays."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transforming
 
+STEPS = 2**32  # what random numbers and headers can count
 PARTS = ("residual", "owner_residual", "transform_state")
 
 
@@ -83,8 +84,8 @@ def read_numbers(state: Mapping[str, Any]) -> tuple[int, float]:
     if missing:
         raise ValueError(f"this state has no {min(missing)!r}: it is not from gradcomp's state_dict()")
     step, scale = state["step"], state["loss_scale"]
-    if type(step) is not int or step < 0:
-        raise ValueError(f"this state has step {step!r}, an integer of at least 0 expected")
+    if type(step) is not int or not 0 <= step < STEPS:
+        raise ValueError(f"this state has step {step!r}, an integer of at least 0 and below 2^32 expected")
     if type(scale) is not float or not 0 < scale < float("inf"):
         raise ValueError(f"this state has loss_scale {scale!r}, a positive number expected")
     return step, scale

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.engine import replicas
-from gradcomp.engine.engine import Engine, Members
+from gradcomp.engine.layouts import Members
+from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.averages import Averages
 from gradcomp.optim import SplitOptimizer
@@ -69,7 +70,7 @@ class FusedGradients:
     """The packed averages of the last backward, as `gradcomp.optim.PackedGradients`.
 
     Args:
-        engine: keeps averages packed (`Engine.keeps_packed`).
+        engine: keeps averages packed (`Layouts.keeps_packed`).
         optimizer: asks for them in its steps.
     """
 

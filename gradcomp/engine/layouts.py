@@ -1,0 +1,195 @@
+"""How one model's tensors travel: the exchange of every bucket layout, and what ranks agree on before its first byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradcomp.codecs import Codec, Identity
+from gradcomp.codecs.checks import check_tensor
+from gradcomp.comm.base import Communicator
+from gradcomp.comm.rounds import ring_bytes
+from gradcomp.engine.buckets import Source
+from gradcomp.engine.options import Options
+from gradcomp.errors import GradcompError
+from gradcomp.exchange.interface import Exchange
+from gradcomp.exchange.routes import Route, make_route
+from gradcomp.exchange.stats import Stats
+from gradcomp.memory.parts import Memory
+from gradcomp.memory.residuals import Feedback
+from gradcomp.memory.transform import keep_states
+from gradcomp.payload import fingerprint, wire
+from gradcomp.payload.layout import layout_digest
+from gradcomp.payload.order import storage_order, storage_shape
+from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
+from gradcomp.payload.pieces import Slot
+
+Members = tuple[tuple[int, int], ...]  # (position of a tensor, its first element in the bucket), in bucket order
+
+
+class Layouts:
+    """Tensors by position, and an exchange with buffers for every bucket layout of them that has been seen.
+
+    Args:
+        sources: the tensors, in the same order on every rank.
+        codec: what packs them.
+        comm: moves the bytes.
+        options: see `Options`.
+        timeout_s: longest wait for a peer, in seconds.
+        stats: counts bytes and seconds.
+
+    Attributes:
+        parameters: how each tensor travels.
+        trained: positions of the tensors that are averaged.
+        orders: `storage_order` of the tensors whose elements do not lie row-major, by position.
+        shards: which part of a sharded tensor this rank holds, by position.
+        route: over which communicators.
+        memory: residuals and states of transforms, by position.
+        keeps_packed: leave averages packed in the exchanges where that is safe. To be set before the first bucket.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        codec: Codec,
+        comm: Communicator,
+        options: Options,
+        timeout_s: float,
+        stats: Stats,
+    ) -> None:
+        self.codec, self.options, self._timeout_s, self._stats = codec, options, timeout_s, stats
+        likes = [source.like for source in sources]
+        self.trained = frozenset(i for i, source in enumerate(sources) if source.trained)
+        for index in sorted(self.trained):
+            check_tensor(likes[index].detach(), f"parameter {sources[index].name!r}", contiguous=False)
+        shapes = [(source.name, storage_shape(like)) for source, like in zip(sources, likes, strict=True)]
+        self.orders = {i: order for i, like in enumerate(likes) if (order := storage_order(like.shape, like.stride()))}
+        self.shards = {i: source.place for i, source in enumerate(sources)}
+        self.parameters = describe_parameters(shapes, codec.group_numel, options.min_numel, options.exclude)
+        warn_of_thin_groups(self.parameters, codec.form)
+        self._plain = Identity()
+        self.keeps_packed = False
+        self.take(comm)
+        transform, numels = options.transform, {p.index: p.numel for p in self.parameters if p.index in self.trained}
+        try:
+            states = keep_states(transform, numels, self.route.owner_numel)
+            self.memory = Memory(*self._make_feedback(), states)
+        except BaseException:
+            self.route.close()
+            raise
+
+    def take(self, comm: Communicator) -> None:
+        """Travel over `comm` from now on. Collective for a hierarchical exchange."""
+        options = self.options
+        self.route: Route = make_route(
+            self.codec, comm, options.exchange, options.nodes, self._timeout_s, options.transform
+        )
+        self.strategy = self.route.strategy
+        self.comm = comm
+        self._exchanges: dict[tuple[Any, ...], Exchange] = {}
+        self._changed = False
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of the tensors by position."""
+        return {p.index: p.name for p in self.parameters}
+
+    def exchange(self, buffer: Tensor, members: Members, step: int, bucket: int) -> tuple[Exchange, list[int] | None]:
+        """Return the exchange of a bucket, and the fingerprint to agree on if its layout is new.
+
+        Raises:
+            GradcompError: a tensor that was not trained when this was made.
+            ValueError: a bucket of another size than its tensors.
+        """
+        plain = step < self.options.start_step
+        place = (members, buffer.dtype, plain)
+        if place in self._exchanges:
+            return self._exchanges[place], None
+        slots = self._slots(members)
+        if sum(s.numel for s in slots) != buffer.numel():
+            raise ValueError(
+                f"the bucket holds {buffer.numel()} elements, its parameters {sum(s.numel for s in slots)}"
+            )
+        codec, memory = self._plain if plain else self.codec, self.memory
+        self._changed = True
+        self._exchanges[place] = self.route.exchange(
+            self._plan(slots, codec),
+            buffer.dtype,
+            self._stats,
+            feedback=None if plain else memory.feedback,
+            owner_feedback=None if plain else memory.owner_feedback,
+            transform=None if plain else memory.transform,
+            seed=codec.seed,
+            timeout_s=self._timeout_s,
+            keeps_packed=self.keeps_packed,
+            device=buffer.device,
+        )
+        return self._exchanges[place], self._fingerprint(slots, buffer, step, bucket)
+
+    def forget_all_but(self, used: Iterable[Exchange]) -> None:
+        """Free the buffers of layouts that a bucket rebuild has replaced, after a step that brought new ones."""
+        if self._changed:
+            kept = list(used)
+            self._exchanges = {k: e for k, e in self._exchanges.items() if any(e is one for one in kept)}
+            self._changed = False
+
+    def expected_ratio(self) -> float:
+        """Return baseline bytes / bytes sent, as the exchange's own sizing has it, all tensors in one bucket."""
+        members, offset = [], 0
+        for p in self.parameters:
+            if p.index in self.trained:
+                members.append((p.index, offset))
+                offset += p.numel
+        plan = self._plan(self._slots(tuple(members)), self.codec)
+        return ring_bytes(offset, self.comm.world_size) / plan.sent_nbytes if plan.sent_nbytes else 1.0
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
+        if not self.codec.error_feedback or self.comm.world_size == 1:
+            return None, None
+        share = self.route.residual_numel
+        numels = {p.index: share(p.numel) for p in self.parameters if p.compressed and p.index in self.trained}
+        feedback = Feedback(numels)
+        if self.strategy.second_phase != "requantize":
+            return feedback, None
+        return feedback, feedback.owned(self.route.owner_numel)
+
+    def _slots(self, members: Members) -> list[Slot]:
+        slots, feedback, transform = [], self.memory.feedback, self.memory.transform
+        for index, offset in members:
+            p = self.parameters[index]
+            new = feedback is not None and p.compressed and not feedback.knows(index)
+            if new or (transform is not None and not transform.planes.knows(index)):
+                raise GradcompError(
+                    f"parameter {p.name!r} was frozen when gradcomp was registered; register after unfreezing"
+                )
+            residual = feedback.offset(index) if feedback is not None and p.compressed else 0
+            slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
+        return slots
+
+    def _plan(self, slots: list[Slot], codec: Codec) -> Any:
+        own = self.memory.owner_feedback
+        offsets = {s.index: own.offset(s.index) for s in slots if s.compressed} if own else None
+        return self.route.plan(slots, codec, offsets)
+
+    def _fingerprint(self, slots: list[Slot], buffer: Tensor, step: int, bucket: int) -> list[int]:
+        shapes, orders = [self.parameters[s.index].shape for s in slots], [self.orders.get(s.index) for s in slots]
+        shards = list(zip(shapes, orders, (self.shards.get(s.index) for s in slots), strict=True))
+        return fingerprint.record(
+            wire_version=wire.VERSION,
+            codec=self.codec.name,
+            codec_options=self.codec.options(),
+            exchange=(self.strategy.exchange, self.strategy.node_size),
+            second_phase=self.strategy.second_phase,
+            dtype=buffer.dtype,
+            numel=buffer.numel(),
+            layout=layout_digest(slots, str(buffer.dtype), shards),
+            step=step,
+            world_size=self.comm.world_size,
+            parameter_count=len(self.parameters),
+            bucket=bucket,
+            **self.options.compared(),
+        )

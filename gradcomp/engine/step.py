@@ -1,0 +1,249 @@
+"""What a DDP hook and a GradientAverager share: buckets go through a pipeline, a step of them at a time.
+
+An engine opens a step, averages its buckets, and commits what they left in memory: in one place, on the thread that waits for
+the step, and only when every bucket of it ended well.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradcomp.codecs import Codec, resolve
+from gradcomp.codecs.checks import check_tensor
+from gradcomp.comm.base import Channel, Communicator
+from gradcomp.comm.rounds import ring_bytes
+from gradcomp.engine import replicas, state
+from gradcomp.engine.agree import agree, gather
+from gradcomp.engine.buckets import Source
+from gradcomp.engine.describe import describe
+from gradcomp.engine.layouts import Layouts, Members
+from gradcomp.engine.options import Options
+from gradcomp.engine.outcome import agree_on_step
+from gradcomp.errors import GradcompError
+from gradcomp.exchange.interface import Exchange
+from gradcomp.exchange.pipeline import Pipeline, Task
+from gradcomp.exchange.stats import Stats
+from gradcomp.memory.parts import STEPS, read_numbers
+from gradcomp.payload import fingerprint, wire
+
+
+class Engine:
+    """Averages one set of named tensors.
+
+    A step commits residuals and states of transforms when all its buckets ended without an error on this rank; what failed
+    leaves them as they were before the step. Without more, a rank may fail in the last bucket after its peers have ended
+    theirs: they are then a step ahead of it, which they hear at their next step, and states saved on both sides do not go
+    together (loading them says so). With `Options.whole_steps` a round after the last bucket (`agree_on_step`) makes a step
+    count on all ranks or on none; only a rank that is cut off within that round may differ from the others.
+
+    Args:
+        sources: the tensors, in the same order on every rank.
+        codec: codec or name.
+        comm: moves the bytes; closed with the engine.
+        options: see `Options`.
+
+    Attributes:
+        named: (name, tensor) of every source: what is the same on every rank.
+        timeout_s: longest wait for a peer, in seconds.
+        submitted: exchange and members of every bucket of the last step.
+        replicated: returns what else must be the same on every rank, (name, tensor) pairs for `check_replicas`.
+    """
+
+    def __init__(self, sources: Sequence[Source], codec: Codec | str, comm: Communicator, options: Options) -> None:
+        if not sources:
+            raise ValueError("there are no parameters to average")
+        comm.check_overlap()
+        self.sources, self.comm, self.options = list(sources), comm, options
+        self.named = [(source.name, source.like) for source in sources]
+        self.timeout_s = comm.timeout_s if options.timeout_s is None else options.timeout_s
+        self.stats = Stats()
+        self.layouts = Layouts(sources, resolve(codec), comm, options, self.timeout_s, self.stats)
+        self.codec, self.memory = self.layouts.codec, self.layouts.memory
+        self.step = self._step_numel = 0
+        self._scale = 1.0
+        self._open = self._sealed = False
+        self.submitted: list[tuple[Exchange, Members]] = []
+        self.replicated: Callable[[], list[tuple[str, Tensor]]] = list
+        self._first_submit = self._last_done = 0.0
+        route = self.layouts.route
+        self.pipeline = Pipeline(route.stage_count, on_failure=route.abort)
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Open a step: take over the loss scale, forget what `discard_step` could undo.
+
+        Raises:
+            GradcompError: of an earlier step; a loss scale that gradients cannot carry; too many steps.
+        """
+        if self.pipeline.error is not None:
+            raise self.pipeline.error
+        if self._open:  # the step before was abandoned by an exception of the user's
+            self.pipeline.wait()
+        if self.step >= STEPS:
+            raise GradcompError(f"step {self.step}: random numbers and headers count steps below 2^32")
+        self._open, self._sealed, self.submitted, self._step_numel = True, False, [], 0
+        self.memory.begin_step()
+        if self.options.loss_scale is not None:
+            scale = float(self.options.loss_scale())
+            if not 0 < scale < math.inf:
+                raise GradcompError(
+                    f"the grad_scaler's scale is {scale}: it has overflowed or decayed to nothing, so gradients carry "
+                    "nothing; look for NaN in the loss, or take a scaler with bounds (gradcomp.amp.DynamicLossScaler)"
+                )
+            if scale != self._scale:
+                self._rescale(scale)
+
+    def submit(self, buffer: Tensor, members: Members, done: Callable[[], None]) -> None:
+        """Average one bucket in place.
+
+        Args:
+            buffer: ``(numel,)`` float32, bfloat16 or float16, contiguous, CPU.
+            members: (position of the tensor, first element in the buffer) pairs in buffer order.
+            done: called when the average stands in the buffer, or NaN after a failure.
+        """
+        check_tensor(buffer, "the bucket")
+        number = len(self.submitted)
+        exchange, new = self.layouts.exchange(buffer, members, self.step, number)
+        self.submitted.append((exchange, members))
+        if number == 0:
+            self._first_submit = time.perf_counter()
+        exchange.begin(buffer, self.step, number)
+        stages = exchange.stages
+        self._step_numel += buffer.numel()
+
+        def first() -> None:
+            if new is not None and self.comm.world_size > 1:
+                self._agree(new, number, Channel.SCALE)
+            stages[0]()
+
+        def end(error: BaseException | None) -> None:
+            self._last_done = time.perf_counter()
+            if error is not None:
+                buffer.fill_(float("nan"))
+            done()
+
+        task = Task((first, *stages[1:]), end)
+        if self.comm.world_size > 1:
+            self.pipeline.submit(task)
+        else:
+            self.pipeline.run(task)
+
+    def seal_step(self) -> None:
+        """Take note that the step has all its buckets: where steps count as a whole, the round that says so may start."""
+        if self._sealed or not self.submitted or not self.options.whole_steps or self.comm.world_size == 1:
+            return
+        self._sealed = True
+        idle = [lambda: None] * (self.layouts.route.stage_count - 1)
+        self.pipeline.submit(Task((*idle, self._agree_on_step), lambda error: None))
+
+    def finish_step(self) -> None:
+        """Wait for every bucket of the step, commit what they left in memory, count the step.
+
+        Raises:
+            GradcompError: what went wrong in any bucket, on this call and on every later one.
+        """
+        begun = time.perf_counter()
+        self.seal_step()
+        self.pipeline.wait()
+        exchanges = [exchange for exchange, _ in self.submitted]
+        if exchanges:
+            self.stats.add_seconds("hidden", max(0.0, min(begun, self._last_done) - self._first_submit))
+            self.layouts.forget_all_but(exchanges)
+        if not self.options.whole_steps or not any(e.flagged for e in exchanges):
+            for exchange in exchanges:
+                if not exchange.flagged:
+                    exchange.commit()
+        self._open = False
+        self.stats.baseline_bytes += ring_bytes(self._step_numel, self.comm.world_size)
+        self.step += 1
+        self.stats.steps += 1
+
+    def discard_step(self) -> None:
+        """Give back what was remembered before the last step: for code that throws the step's gradients away."""
+        self.memory.discard()
+
+    def follows(self, scale: Callable[[], float]) -> bool:
+        """Whether residuals are kept in units of this scale."""
+        return self.options.loss_scale == scale
+
+    # ---- checkpoints, checks ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on bit for bit: tensors, numbers and strings only.
+
+        After a failure (a lost peer) it is the state before the step that failed.
+        """
+        if self.pipeline.error is None:
+            self.pipeline.wait()
+        else:
+            self.pipeline.rest()
+        return state.write(self.layouts, self.step, self._scale)
+
+    def load_state_dict(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on where `state_dict` of the same rank, world size, codec and transform was taken.
+
+        With the states of all ranks of a run, also of another world size: see `gradcomp.memory.reshard`.
+
+        Raises:
+            ValueError: a state of another version, rank, world size, codec or model; nothing is changed then.
+        """
+        given = self.accept(given)
+        self.pipeline.wait()
+        self.memory.load(given, self.layouts.names)
+        self.step, self._scale = read_numbers(given)
+        if self.memory.transform is not None:
+            self.memory.transform.scale = self._scale
+        if self.options.loss_scale is None and self._scale != 1.0:
+            self._rescale(1.0)  # saved under a loss scaler, resumed without one
+
+    def accept(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return this rank's own state out of what `load_state_dict` is given; ValueError unless it can be loaded."""
+        return state.accept(self.layouts, given)
+
+    def check_replicas(self) -> None:
+        """Compare a hash of all `named` tensors, and of `replicated`, over the ranks.
+
+        Raises:
+            PeerMismatch: field "parameter <name>" and the first rank whose bits differ from rank 0's.
+            PeerLost: a rank did not answer.
+        """
+        self.pipeline.wait()
+        named = [(f"parameter {source.name}", source.like) for source in self.sources] + self.replicated()
+        everyone = gather(self.comm, replicas.digests(t for _, t in named), "check_replicas", -1, self.timeout_s)
+        replicas.compare([name for name, _ in named], everyone)
+
+    def agree_on(self, **values: object) -> None:
+        """Raise PeerMismatch on every rank unless these fields of the fingerprint are the same on all. Collective."""
+        self._agree(fingerprint.record(wire_version=wire.VERSION, **values), -1, Channel.CONTROL)
+
+    def describe(self) -> str:
+        """Return one line that says what is on."""
+        return describe(self.layouts)
+
+    def close(self) -> None:
+        """Stop the threads and give the communicator back. Closing twice is harmless."""
+        if self.pipeline.error is not None or self._open:
+            self.layouts.route.abort()  # collectives may be under way that no peer will answer
+        self.pipeline.close()
+        self.layouts.route.close()
+        self.comm.close()
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _rescale(self, scale: float) -> None:
+        """Bring residuals to the units of gradients that carry `scale`."""
+        self.memory.rescale(self._scale, scale)
+        self._scale = scale
+
+    def _agree(self, mine: list[int], bucket: int, channel: Channel) -> None:
+        self.stats.setup_bytes += agree(self.comm, mine, bucket, self.timeout_s, channel)
+
+    def _agree_on_step(self) -> None:
+        nbytes = agree_on_step(self.comm, self.step, self._scale, self.timeout_s)
+        self.stats.add_bytes(nbytes, nbytes)
