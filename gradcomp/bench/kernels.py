@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp import OneBit, RngKey, Ternary
-from gradcomp.codecs import Codec, Identity
+from gradcomp.codecs import KINDS, Codec, Identity
 from gradcomp.kernels import HOST, Payloads, native
 from gradcomp.kernels.tables import BLOCK
 from gradcomp.payload.form import lanes_form
@@ -138,6 +138,9 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
         lambda: values.numpy()[32 : 32 + 4 * n],
         lambda: ref.to_float32(plain),
     )
+    for kind in KINDS:
+        if kind.name not in (ternary.name, onebit.name, identity.name):
+            out.extend(_cases_of(kind(), x))
     crc = np.zeros(4, np.uint8)
 
     def checksum() -> None:
@@ -146,6 +149,36 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     short = np.frombuffer(b"123456789", np.uint8)
     out.append(Case("crc32c of a payload", checksum, lambda: native.crc32c(short) == 0xE3069283))
     return out
+
+
+def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
+    """Return encode and decode of a codec; what the portable tier makes is the reference."""
+    layout, key = _layout(codec, x.numel()), KEY
+    payload, out = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.empty_like(x)
+    if codec.measures:
+        scales = torch.empty(layout.group_count)
+        codec.measure(HOST, x, layout, codec.scratch(HOST, layout), scales)
+        codec.place_scales(HOST, layout, scales, payload)
+    source = codec.payloads([payload], x.dtype)
+
+    def encode() -> bool:
+        return codec.encode_body(HOST, x, layout, payload, key)
+
+    def decode() -> bool:
+        return HOST.sum_decode(source, layout.packed, out)
+
+    def same(run: Callable[[], bool], result: Tensor) -> bool:
+        found, tier = result.clone(), native.tier()
+        native.select_tier(native.tiers()[0])
+        run()
+        native.select_tier(tier)
+        return torch.equal(found.view(torch.uint8), result.view(torch.uint8))
+
+    encode()
+    return [
+        Case(f"{codec.name} encode", encode, lambda: same(encode, payload)),
+        Case(f"{codec.name} decode 1", decode, lambda: same(decode, out)),
+    ]
 
 
 def _layout(codec: Codec, numel: int) -> PayloadLayout:

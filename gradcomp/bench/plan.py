@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--stragglers", metavar="SHARE:FACTOR", help="0.1:2: a tenth of the nodes takes twice as long")
     where.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
     how = parser.add_argument_group("how gradients are exchanged")
-    how.add_argument("--codec", metavar="A,B", help="of fp32, bf16, ternary, onebit (default: all)")
+    how.add_argument("--codec", metavar="A,B", help=f"of {', '.join(dict.fromkeys(m.name.split()[0] for m in METHODS))} (default: all)")
     how.add_argument("--exchange", metavar="A,B", help="of all_reduce, all_gather, reduce_scatter (default: all)")
     how.add_argument(
         "--double-buffering", action="store_true", help="exchange half a minibatch while computing the other"

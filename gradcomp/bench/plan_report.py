@@ -10,20 +10,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gradcomp.bench.palette import color_of
 from gradcomp.bench.plan_question import Question
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.links import format_rate, format_seconds
 from gradcomp.plan.predict import TIE, Prediction, Row
 
-COLORS = {
-    "fp32": "#444444",
-    "bf16": "#999999",
-    "ternary all_gather": "#56b4e9",
-    "ternary exact": "#009e73",
-    "ternary requantize": "#0072b2",
-    "onebit all_gather": "#e69f00",
-    "onebit reduce_scatter": "#d55e00",
-}
 FLOOR_S = 1e-6
 
 
@@ -125,7 +117,7 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
     for number, method in enumerate(dict.fromkeys(row.method.name for row in found.rows)):
         seconds = [rows[number].result.seconds for rows in rows_by_nodes.values()]
         chosen = method == found.method.name
-        axes.plot(counts, seconds, "-" if chosen else "--" if "all_gather" in method else "-", color=COLORS[method],
+        axes.plot(counts, seconds, "-" if chosen else "--" if "all_gather" in method else "-", color=color_of(method),
                   marker="o", markersize=4 if chosen else 3, linewidth=2.6 if chosen else 1.5, label=method,
                   zorder=3 if chosen else 2)  # fmt: skip
     computing = [rows[0].result.compute_seconds for rows in rows_by_nodes.values()]
@@ -145,7 +137,7 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
             xytext=(4, 0),
             textcoords="offset points",
             fontsize=8,
-            color=COLORS[crossing.after],
+            color=color_of(crossing.after),
             va="top",
             bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8},
         )

@@ -24,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 import gradcomp.ddp
 from gradcomp.bench.models import LeNet
+from gradcomp.bench.palette import color_of
 from gradcomp.bench.ranks import RANK_ERRORS, Emit, run_ranks
 from gradcomp.exchange.sizing import predict_bytes
+from gradcomp.plan.costs import METHODS
 from gradcomp.plan.models import MODELS, lenet, total_numel
 
 WORLD_SIZES = (2, 4, 8, 16, 64)
@@ -43,27 +45,35 @@ class Scheme:
         codec: with its options.
         exchange: as in `gradcomp.ddp.register`.
         floor: the ratio it must reach on ResNet-50 at N = 8, None if nothing is asked of it.
-        color: of its line in the plot.
     """
 
     name: str
     codec: gradcomp.Codec
     exchange: str
-    floor: float | None
-    color: str
+    floor: float | None = None
 
 
-SCHEMES = (
-    Scheme("fp32 (Identity)", gradcomp.Identity(), "auto", None, "#444444"),
-    Scheme("ternary all_gather", gradcomp.Ternary(), "all_gather", None, "#56b4e9"),
-    Scheme("ternary exact", gradcomp.Ternary(second_phase="exact"), "reduce_scatter", 8.0, "#009e73"),
-    Scheme("ternary requantize", gradcomp.Ternary(second_phase="requantize"), "reduce_scatter", 15.0, "#0072b2"),
-    Scheme(
-        "ternary own requantize", gradcomp.Ternary(scale="own", second_phase="requantize"), "reduce_scatter", 15.0, "#cc79a7"
-    ),
-    Scheme("onebit all_gather", gradcomp.OneBit(), "all_gather", None, "#e69f00"),
-    Scheme("onebit reduce_scatter", gradcomp.OneBit(), "reduce_scatter", 26.0, "#d55e00"),
-)
+FLOORS = {
+    "ternary exact": 8.0,
+    "ternary requantize": 15.0,
+    "ternary own requantize": 15.0,
+    "onebit reduce_scatter": 26.0,
+}
+OWN = gradcomp.Ternary(scale="own", second_phase="requantize")
+
+
+def _schemes() -> list[Scheme]:
+    """Return fp32 values, every way of `gradcomp.plan.METHODS` that compresses, and ternary with own scales."""
+    named: list[tuple[str, gradcomp.Codec, str]] = [("fp32 (Identity)", gradcomp.Identity(), "auto")]
+    for method in METHODS:
+        if method.codec is not None:
+            named.append((method.name, method.codec, method.exchange))
+        if method.name == "ternary requantize":
+            named.append(("ternary own requantize", OWN, method.exchange))
+    return [Scheme(name, codec, exchange, FLOORS.get(name)) for name, codec, exchange in named]
+
+
+SCHEMES = _schemes()
 
 
 @dataclass(frozen=True)
@@ -264,7 +274,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         for scheme in SCHEMES:
             mine = [r for r in rows if r.model == model and r.scheme == scheme.name]
             style = ":" if scheme.name.endswith("own requantize") else "-"  # its bytes are those of the shared scale
-            axes.plot([r.world_size for r in mine], [r.compression_ratio for r in mine], style, color=scheme.color,
+            axes.plot([r.world_size for r in mine], [r.compression_ratio for r in mine], style, color=color_of(scheme.name.split(" (")[0]),
                       marker="o", markersize=3.5, linewidth=1.8, label=scheme.name)  # fmt: skip
         axes.set(xscale="log", yscale="log", title=model, xlabel="ranks")
         axes.xaxis.set_major_locator(FixedLocator(WORLD_SIZES))

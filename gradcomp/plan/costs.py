@@ -7,14 +7,15 @@ which at thousands of ranks is gigabytes of Python; `gradcomp.payload.sizes` is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradcomp.codecs import Codec, OneBit, Ternary
+from gradcomp.codecs import KINDS, Codec
 from gradcomp.codecs.identity import Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES
+from gradcomp.payload.form import PLAIN
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
 from gradcomp.payload.sizes import owned_nbytes, owner_starts
@@ -46,14 +47,20 @@ class Method:
         return self.codec is not None and not isinstance(self.codec, Identity)
 
 
+def _ways(kind: Callable[..., Codec]) -> list[Method]:
+    """Return the ways of exchanging a codec with its default options: gathered, and scattered with each lossless or like phase."""
+    codec = kind()
+    phases = ("exact", "requantize") if codec.sum_form(1) is not None else ("requantize",)
+    gathered = Method(f"{codec.name} all_gather", codec, "all_gather")
+    if len(phases) == 1:
+        return [gathered, Method(f"{codec.name} reduce_scatter", codec, "reduce_scatter", *phases)]
+    return [gathered, *(Method(f"{codec.name} {p}", kind(second_phase=p), "reduce_scatter", p) for p in phases)]
+
+
 METHODS = (
     Method("fp32", None, "all_reduce"),
     Method("bf16", None, "all_reduce", value_nbytes=2),
-    Method("ternary all_gather", Ternary(), "all_gather"),
-    Method("ternary exact", Ternary(second_phase="exact"), "reduce_scatter", "exact"),
-    Method("ternary requantize", Ternary(second_phase="requantize"), "reduce_scatter", "requantize"),
-    Method("onebit all_gather", OneBit(), "all_gather"),
-    Method("onebit reduce_scatter", OneBit(), "reduce_scatter", "requantize"),
+    *(way for kind in KINDS if kind.form is not PLAIN for way in _ways(kind)),
 )
 IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")  # fp32 through the library, for validation
 
