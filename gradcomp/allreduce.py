@@ -24,7 +24,8 @@ from gradcomp.payload.rng import check_uint32
 class _Call:
     """What `all_reduce` keeps between calls for one (communicator, key): step counter and buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, comm: Communicator, key: int) -> None:
+        self.lease = comm.lease(f"all_reduce(key={key})")
         self.step = 0
         self.agreed: set[Any] = set()
         self.exchanges: dict[Any, Exchange] = {}
@@ -74,7 +75,7 @@ def all_reduce(
         from gradcomp.comm.torchdist import default_communicator
 
         comm = default_communicator()
-    call = comm.kept.setdefault(("all_reduce", key), _Call())
+    call = comm.kept.setdefault(("all_reduce", key), _Call(comm, key))
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise ValueError(f"step must be None or an integer of at least 0, got {step!r}")
     now = call.step if step is None else step
@@ -85,18 +86,19 @@ def all_reduce(
         choose(codec, 1, exchange)
         return tensor
     place = (tensor.shape, order, tensor.dtype, repr(codec), exchange, feedback)
-    found = call.exchanges.get(place)
-    if found is None:
-        route = make_route(codec, comm, exchange)
-        what = (*place[:-1], feedback is not None)
-        if what not in call.agreed:
-            _agree(comm, tensor, codec, route.strategy, key, now, feedback is not None, timeout_s)
-            call.agreed.add(what)
-        found = call.exchanges[place] = _make_exchange(route, tensor, codec, key, feedback)
-    found.timeout_s = timeout_s
-    if feedback is not None:
-        feedback.begin_step()
-    run_stages(found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now)
+    with call.lease:
+        found = call.exchanges.get(place)
+        if found is None:
+            route = make_route(codec, call.lease, exchange)
+            what = (*place[:-1], feedback is not None)
+            if what not in call.agreed:
+                _agree(call.lease, tensor, codec, route.strategy, key, now, feedback is not None, timeout_s)
+                call.agreed.add(what)
+            found = call.exchanges[place] = _make_exchange(route, tensor, codec, key, feedback)
+        found.timeout_s = timeout_s
+        if feedback is not None:
+            feedback.begin_step()
+        run_stages(found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now)
     return tensor
 
 

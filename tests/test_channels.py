@@ -1,14 +1,19 @@
 """Who may use which channel when; and whether the ranks of a communicator are those that were meant."""
 
+import gc
+import os
 import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from _ranks import run_local
 
-from gradcomp.comm import LocalCommunicator, TorchCommunicator
+import gradcomp
+from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator, TorchCommunicator
 from gradcomp.comm.meeting import Notes, meet, setup_timeout_s
+from gradcomp.comm.torch_private import group_timeout_s
 from gradcomp.comm.torchdist import same_ranks
 from gradcomp.errors import PeerLost
 
@@ -166,3 +171,276 @@ def control(comm):
 
 def test_control_has_a_channel_of_its_own(over):
     assert over(2, control) == [[b"0", b"1"]] * 2
+
+
+# ---- who holds the channels ------------------------------------------------------------------------------------------
+
+
+def layers(rank):
+    torch.manual_seed(rank)
+    found = [(f"layer{i}", torch.nn.Parameter(torch.zeros(40, 40))) for i in range(3)]
+    for _, p in found:
+        p.grad = torch.randn(40, 40)
+    return found
+
+
+def two_users(comm):
+    """Reproduction 2 of the findings: all_reduce while an exchange that rotate() began is under way."""
+    averager = gradcomp.GradientAverager(layers(comm.rank), "ternary", comm, bucket_cap_mb=0.01, min_numel=0)
+    averager.rotate()
+    x = torch.full((64,), float(comm.rank))
+    begun = time.monotonic()
+    with pytest.raises(gradcomp.GradcompError, match=r"all_reduce\(key=7\).*the averaging of 3.*duplicate\(\)"):
+        gradcomp.all_reduce(x, gradcomp.Identity(), comm, key=7, timeout_s=20)
+    with pytest.raises(gradcomp.GradcompError, match="a collective cannot start"):
+        comm.start_all_gather(torch.zeros(1, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8), Channel.FIRST)
+    at_once = time.monotonic() - begun
+    words = comm.all_gather_bytes(b"%d" % comm.rank, 20)  # control is free
+    other = comm.duplicate()
+    gradcomp.all_reduce(x, gradcomp.Identity(), other, key=7, timeout_s=20)
+    averager.flush()
+    y = gradcomp.all_reduce(torch.full((64,), float(comm.rank)), gradcomp.Identity(), comm, key=7, timeout_s=20)
+    averager.close()
+    other.close()
+    return at_once, words, x[0].item(), y[0].item()
+
+
+def test_a_second_user_of_a_communicator_is_refused_at_once(over):
+    for at_once, *rest in over(2, two_users):
+        assert rest == [[b"0", b"1"], 0.5, 0.5]
+        assert at_once < 5
+
+
+def test_a_lease_is_claimed_once_and_given_back():
+    comm = LocalCommunicator.group(1)[0]
+    first, second = comm.lease("the first"), comm.lease("the second")
+    for _ in range(2):
+        first.claim()
+    with pytest.raises(gradcomp.GradcompError, match="the second cannot start .* while the first has"):
+        second.claim()
+    second.release()
+    with pytest.raises(gradcomp.GradcompError), second:
+        pass
+    first.release()
+    with second:
+        with pytest.raises(gradcomp.GradcompError):
+            first.claim()
+        second.all_gather_bytes(b"x", 5, Channel.SCALE)
+    first.claim()
+    del first  # a user that is gone holds nothing
+    second.claim()
+
+
+def duplicates(comm):
+    """A duplicate has channels of its own: what is under way on one does not move the other."""
+    other = comm.duplicate(timeout_s=30)
+    sends = [torch.tensor([comm.rank + 10 * k], dtype=torch.uint8) for k in range(2)]
+    recvs = [torch.zeros(2, dtype=torch.uint8) for _ in range(2)]
+    order = [(comm, 0), (other, 1)] if comm.rank else [(other, 1), (comm, 0)]
+    works = [c.start_all_gather(sends[k], recvs[k], Channel.FIRST) for c, k in order]
+    for work in works:
+        work.wait(20)
+    comm.all_gather_bytes(b"x", 20)
+    other.close()
+    return other.timeout_s, [r.tolist() for r in recvs], comm.all_gather_bytes(b"%d" % comm.rank, 20, Channel.FIRST)
+
+
+def test_a_duplicate_has_channels_of_its_own(over):
+    assert over(2, duplicates)[0][1:] == ([[0, 1], [10, 11]], [b"0", b"1"])
+
+
+# ---- gloo groups -----------------------------------------------------------------------------------------------------
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def settled(count, wanted):
+    """Return count() once it is `wanted`, or after a while."""
+    deadline = time.monotonic() + 5
+    while count() > wanted and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    return count()
+
+
+def made_and_dropped(close):
+    """Return descriptors and gradcomp's threads before, with one communicator, and after four that came and went."""
+    before = descriptors(), threading.active_count()
+    for _ in range(4):
+        comm = TorchCommunicator(timeout_s=20)
+        with comm.lease("the test") as lease:
+            lease.all_gather_bytes(b"x", 20, Channel.FIRST)
+        data = descriptors()
+        comm.all_gather_bytes(b"x", 20)
+        control = descriptors()
+        comm.kept["itself"] = comm.lease("a cycle")
+        if close:
+            comm.close()
+        del comm, lease
+        gc.collect()
+    return before, data, control, (settled(descriptors, before[0]), threading.active_count())
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_communicator_gives_its_sockets_back_with_or_without_close(close, gloo):
+    for before, data, control, after in gloo(2, made_and_dropped, close):
+        assert before[0] < data < control  # control connects when it is first used
+        assert after == before
+
+
+def forgotten_close():
+    """Finding 8: a rank that has closed and one that forgot to make their next communicator together."""
+    first = TorchCommunicator(timeout_s=20)
+    first.all_gather_bytes(b"x", 20, Channel.FIRST)
+    if dist.get_rank() == 0:
+        first.close()
+    second = TorchCommunicator(timeout_s=20)
+    return second.all_gather_bytes(b"%d" % second.rank, 20, Channel.FIRST)
+
+
+def test_a_rank_that_forgets_to_close_holds_nobody_up(gloo):
+    assert gloo(2, forgotten_close) == [[b"0", b"1"]] * 2
+
+
+def other_timeouts():
+    try:
+        TorchCommunicator(timeout_s=20 + dist.get_rank())
+    except gradcomp.PeerMismatch as error:
+        return error.field, error.rank, error.expected, error.got
+
+
+def test_another_timeout_on_some_rank_is_a_mismatch_on_every_rank(gloo):
+    assert gloo(2, other_timeouts) == [("timeout_s", 1, 20.0, 21.0)] * 2
+
+
+def own_timeout():
+    return TorchCommunicator().timeout_s, group_timeout_s(dist.group.WORLD)
+
+
+def test_the_timeout_is_the_process_groups_own(gloo):
+    for ours, theirs in gloo(2, own_timeout):
+        assert ours == theirs == 1800
+
+
+def not_everyone():
+    if dist.get_rank() == 1:
+        time.sleep(0.4)
+    begun = time.monotonic()
+    try:
+        TorchCommunicator(timeout_s=0.2)
+    except PeerLost as error:
+        return str(error), time.monotonic() - begun
+
+
+def test_who_has_not_registered_is_named(gloo):
+    (first, _), (second, seconds) = gloo(2, not_everyone)
+    assert first.endswith("rank 1 has not called register, or made its communicator")
+    assert second.endswith("rank 0 gave up waiting before this rank came")
+    assert seconds < 0.15 + 5  # at once, on a busy machine too
+
+
+def waits(how):
+    """Rank 0 waits for rank 1, which fails by itself; or is aborted by another of its threads."""
+    comm = TorchCommunicator(timeout_s=40)
+    if comm.rank == 1:
+        if how == "tells":
+            comm.abort("UnsupportedTensor: the gradient of 'w' is sparse")
+        dist.barrier()
+        return None
+    recv = torch.zeros(2, dtype=torch.uint8)
+    works = [comm.start_all_gather(recv[:1], recv, c) for c in (Channel.FIRST, Channel.SECOND)]
+    begun, found = time.monotonic(), []
+    if how == "aborts":
+        threading.Timer(0.1, comm.abort, ["another stage failed"]).start()
+    for work in works:
+        with pytest.raises(ConnectionError) as error:
+            work.wait(30)
+        found.append((type(error.value).__name__, str(error.value)))
+    seconds = time.monotonic() - begun
+    with pytest.raises(ConnectionError, match="this rank has given up"):
+        comm.start_all_gather(recv[:1], recv, Channel.SCALE)
+    begun = time.monotonic()
+    comm.close()  # with collectives under way
+    closed_s = time.monotonic() - begun
+    dist.barrier()
+    return found, seconds, closed_s
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("tells", ("RankGone", "rank 1 is gone: UnsupportedTensor: the gradient of 'w' is sparse")),
+        ("aborts", ("ConnectionError", "this rank has given up: another stage failed")),
+    ],
+)
+def test_waits_end_soon_when_a_rank_gives_up(how, wanted, gloo):
+    """Here and on the peers, long before the timeout."""
+    found, seconds, closed_s = gloo(2, waits, how)[0]
+    assert found == [wanted] * 2
+    assert seconds < 5 and closed_s < 1
+
+
+def refuse(*_):
+    raise ValueError("a codec of the user's")
+
+
+def fails_alone():
+    """A bucket that one rank cannot take: its peer learns who and why."""
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.ones(64, 64)
+    averager = gradcomp.GradientAverager([("w", parameter)], "ternary", timeout_s=60, min_numel=0)
+    averager.average()
+    if dist.get_rank() == 1:
+        averager._engine.codec.encode_body = refuse
+    begun = time.monotonic()
+    try:
+        averager.average()
+    except (PeerLost, ValueError) as error:
+        found = type(error).__name__, str(error), time.monotonic() - begun
+    averager.close()
+    dist.barrier()
+    return found
+
+
+def test_a_rank_that_fails_alone_tells_its_peers_who_and_why(gloo):
+    (kind, text, seconds), own = gloo(2, fails_alone)
+    assert own[:2] == ("ValueError", "a codec of the user's")
+    assert kind == "PeerLost" and text.endswith("rank 1 is gone: ValueError: a codec of the user's")
+    assert seconds < 6
+
+
+def test_a_link_that_is_dropped_ends_its_threads():
+    before = threading.active_count()
+    link = LinkCommunicator(LocalCommunicator.group(1)[0], bits_per_s=1e9)
+    assert link.all_gather_bytes(b"x", 5) == [b"x"]
+    assert threading.active_count() == before + 1
+    del link
+    assert settled(threading.active_count, before) == before
+
+
+def slow_outside(comm):
+    """Two nodes of two ranks: what stays on a node takes no time, what crosses goes over the one link of the rank."""
+    link = LinkCommunicator(comm, bits_per_s=1e5)  # 1,000 bytes: 80 ms
+    home = comm.rank // 2
+    inside = link.node_subset([2 * home, 2 * home + 1], 20)
+    across = link.subset([comm.rank % 2, comm.rank % 2 + 2], 20)
+    seconds = []
+    for one, nbytes in ((inside, 10_000), (across, 1000)):
+        begun = time.monotonic()
+        one.all_gather_bytes(bytes(nbytes), 20)
+        seconds.append(time.monotonic() - begun)
+    send, recv = torch.zeros(1000, dtype=torch.uint8), torch.zeros(2000, dtype=torch.uint8)
+    begun = time.monotonic()
+    works = [c.start_all_gather(send, recv.clone(), Channel.FIRST) for c in (across, across.duplicate())]
+    for work in works:
+        work.wait(20)
+    return *seconds, time.monotonic() - begun
+
+
+def test_a_link_slows_what_leaves_the_node():
+    for inside, across, two in run_local(4, slow_outside):
+        assert inside < 0.6  # 0.8 s over the link
+        assert 0.08 <= across
+        assert 0.16 <= two

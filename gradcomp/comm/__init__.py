@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradcomp.comm.base import Channel, Communicator, RankGone, Work
+from gradcomp.comm.base import Channel, Communicator, Lease, RankGone, Work
 from gradcomp.comm.link import LinkCommunicator
 from gradcomp.comm.local import LocalCommunicator
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gradcomp.comm.mpi import MpiCommunicator
     from gradcomp.comm.torchdist import TorchCommunicator
 
-__all__ = ["Channel", "Communicator", "LinkCommunicator", "LocalCommunicator", "MpiCommunicator", "RankGone", "TorchCommunicator", "Work"]
+__all__ = ["Channel", "Communicator", "Lease", "LinkCommunicator", "LocalCommunicator", "MpiCommunicator", "RankGone", "TorchCommunicator", "Work"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,26 +1,43 @@
 """What an exchange needs of a transport: three collectives, started without waiting, on separate channels; for a
 parameter server also messages from one rank to another.
 
-A channel is an ordered lane of its own (a process group, a duplicated MPI communicator): collectives of one channel start
-in the same order on every rank, collectives of different channels may overtake each other. One pipeline stage uses one
-channel, which is why overlapped exchanges cannot deadlock (docs/explanation/overlap.md).
+A channel is an ordered sequence of its own (a gloo group, a duplicated MPI communicator): collectives of one channel start in the
+same order on every rank, collectives of different channels may overtake each other. One pipeline stage uses one channel,
+which is why overlapped exchanges cannot deadlock (docs/explanation/overlap.md).
+
+Who may call what while what is under way, for every communicator:
+
+- `Channel.CONTROL` (`all_gather_bytes`, whatever ranks agree on beside exchanges) belongs to the main thread, in the same
+  order on every rank, at any time.
+- The other channels belong to one user at a time, who claims them (`Lease`) for a step: an engine from the start of its
+  step to the end, `all_reduce` for its call. Another user gets a GradcompError at once, and wants `duplicate()`.
+- `start_send` and `receive` may be called at any time, each from one thread.
+- `abort` may be called from any thread; `subset`, `duplicate` and `close` from the main thread, when nothing is under way.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import secrets
+import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from gradcomp.errors import GradcompError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class Channel(IntEnum):
-    """One ordered lane for each collective of an exchange, and one for all that ranks agree on beside exchanges."""
+    """One for each collective of an exchange, and one for all that ranks agree on beside exchanges."""
 
     SCALE = 0
     FIRST = 1
@@ -77,6 +94,24 @@ class Work(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot tell")
 
 
+_leases = threading.Lock()
+_acting = threading.local()  # .lease: the one that starts a collective on this thread
+
+
+def _guarded(start: Callable[..., Work]) -> Callable[..., Work]:
+    """Return `start` as it is for who holds the channels of exchanges; anybody else gets a GradcompError meanwhile."""
+
+    @functools.wraps(start)
+    def check(self: Communicator, *args: Any, **named: Any) -> Work:
+        holder = self._holder()
+        channel = named["channel"] if "channel" in named else args[-1]
+        if holder is not None and holder is not getattr(_acting, "lease", None) and channel is not Channel.CONTROL:
+            raise holder.refuse("a collective")
+        return start(self, *args, **named)
+
+    return check
+
+
 class Communicator(ABC):
     """A fixed set of ranks that exchange bytes.
 
@@ -92,6 +127,20 @@ class Communicator(ABC):
     rank: int
     world_size: int
     timeout_s: float = 300.0
+    _held: weakref.ref[Lease] | None = None  # who has claimed the channels of exchanges
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in ("start_max", "start_all_to_all", "start_all_gather"):
+            if name in vars(cls):
+                setattr(cls, name, _guarded(vars(cls)[name]))
+
+    def lease(self, user: str) -> Lease:
+        """Return this communicator as `user` sees it, who claims the channels of exchanges (`Lease.claim`)."""
+        return Lease(self, user)
+
+    def _holder(self) -> Lease | None:
+        return self._held() if self._held is not None else None
 
     def check_overlap(self) -> None:
         """Raise RuntimeError where this rank cannot start collectives from several threads."""
@@ -124,6 +173,18 @@ class Communicator(ABC):
         """Return a communicator of `ranks`, this one among them, numbered in that order. Collective among them."""
         raise NotImplementedError(f"{type(self).__name__} makes no communicators of some of its ranks")
 
+    def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
+        """As `subset`, of ranks that share a host."""
+        return self.subset(ranks, timeout_s)
+
+    def duplicate(self, timeout_s: float | None = None) -> Communicator:
+        """Return another communicator of the same ranks, with channels of its own. Collective.
+
+        Args:
+            timeout_s: seconds that its users wait for a peer; None: those of this one.
+        """
+        return self.subset(range(self.world_size), self.timeout_s if timeout_s is None else timeout_s)
+
     def start_send(self, message: Tensor, to: int) -> Work:
         """Begin to send `message`, ``(n,)`` uint8, to rank `to`; messages of one pair of ranks arrive in order."""
         raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
@@ -138,8 +199,8 @@ class Communicator(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
 
-    def abort(self) -> None:
-        """Tell the peers, where the transport can, that this rank will not take part any more."""
+    def abort(self, reason: str = "") -> None:
+        """Tell the peers, where the transport can, that this rank will not take part any more, and why."""
 
     @abstractmethod
     def close(self) -> None:
@@ -163,3 +224,104 @@ class Communicator(ABC):
             drawn = self.all_gather_bytes(secrets.token_bytes(16), timeout_s)
             self.kept["identity"] = hashlib.blake2b(b"".join(drawn), digest_size=16).digest()
         return bytes(self.kept["identity"])
+
+
+class Lease(Communicator):
+    """A communicator in the hands of one user, who claims the channels of exchanges before a step and releases them after.
+
+    While they are claimed nobody else can claim them or start a collective on them, and everything the user starts goes
+    through the lease. It can be claimed again and again; ``with comm.lease("what for") as lease:`` does once. A lease that
+    is dropped holds nothing.
+
+    Args:
+        comm: the communicator; the lease closes and aborts it.
+        user: who this is, for the error that another one gets.
+    """
+
+    def __init__(self, comm: Communicator, user: str) -> None:
+        self._comm, self.user = comm, user
+        self.rank, self.world_size, self.timeout_s = comm.rank, comm.world_size, comm.timeout_s
+
+    def claim(self) -> None:
+        """Take the channels of exchanges; nothing happens where this lease has them.
+
+        Raises:
+            GradcompError: somebody else has.
+        """
+        comm = self._comm
+        with _leases:
+            holder = comm._holder()
+            if holder is None:
+                comm._held = weakref.ref(self)
+            elif holder is not self:
+                raise holder.refuse(self.user)
+
+    def release(self) -> None:
+        """Let others have the channels; nothing happens where this lease has not got them."""
+        with _leases:
+            if self._comm._holder() is self:
+                self._comm._held = None
+
+    def refuse(self, other: str) -> GradcompError:
+        """Return what another user gets who wants the channels."""
+        return GradcompError(
+            f"{other} cannot start on this communicator while {self.user} has an exchange under way on it: finish that "
+            "first (or close it), or give one of them a communicator of its own, comm.duplicate()"
+        )
+
+    def __enter__(self) -> Self:
+        self.claim()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        return self._comm.kept
+
+    def start_max(self, values: Tensor, channel: Channel) -> Work:
+        return self._start(self._comm.start_max, values, channel)
+
+    def start_all_to_all(
+        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+    ) -> Work:
+        return self._start(self._comm.start_all_to_all, send, send_nbytes, recv, recv_nbytes, channel)
+
+    def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
+        return self._start(self._comm.start_all_gather, send, recv, channel)
+
+    def _start(self, start: Callable[..., Work], *args: Any) -> Work:
+        before, _acting.lease = getattr(_acting, "lease", None), self
+        try:
+            return start(*args)
+        finally:
+            _acting.lease = before
+
+    def check_overlap(self) -> None:
+        self._comm.check_overlap()
+
+    def lease(self, user: str) -> Lease:
+        return self._comm.lease(user)
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
+        return self._comm.subset(ranks, timeout_s)
+
+    def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
+        return self._comm.node_subset(ranks, timeout_s)
+
+    def duplicate(self, timeout_s: float | None = None) -> Communicator:
+        return self._comm.duplicate(timeout_s)
+
+    def start_send(self, message: Tensor, to: int) -> Work:
+        return self._comm.start_send(message, to)
+
+    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
+        return self._comm.receive(timeout_s, source, max_nbytes=max_nbytes)
+
+    def abort(self, reason: str = "") -> None:
+        self._comm.abort(reason)
+
+    def close(self) -> None:
+        self.release()
+        self._comm.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -43,86 +44,124 @@ class LinkCommunicator(Communicator):
             raise ValueError(f"bits_per_s must be positive, got {bits_per_s!r}")
         if not 0 <= latency_s < float("inf"):
             raise ValueError(f"latency_s must be at least 0 and finite, got {latency_s!r}")
-        self._comm, self._bits_per_s, self._latency_s = comm, bits_per_s, latency_s
+        self._wire = _Wire(bits_per_s, latency_s)
+        self._over(comm)
+
+    def _over(self, comm: Communicator) -> None:
+        self._comm = comm
         self.rank, self.world_size = comm.rank, comm.world_size
         self.timeout_s = comm.timeout_s
-        self._free = 0.0  # when the link has sent all that was started
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._lanes: dict[object, SimpleQueue[_LinkWork | None]] = {}  # by channel, so that each keeps its order
+        self._queues: dict[object, SimpleQueue[_LinkWork | None]] = {}  # by channel, so that each keeps its order
+        weakref.finalize(self, _stop, self._lock, self._closed, self._queues).atexit = False
+
+    def _like(self, comm: Communicator) -> LinkCommunicator:
+        """Return `comm` over this rank's link, of which there is one."""
+        link = object.__new__(LinkCommunicator)
+        link._wire = self._wire
+        link._over(comm)
+        return link
 
     def check_overlap(self) -> None:
         self._comm.check_overlap()
 
     def start_max(self, values: Tensor, channel: Channel) -> Work:
-        nbytes, rounds = ring_bytes(values.numel(), self.world_size), max_rounds(self.world_size)
-        return self._send(channel, nbytes, rounds, lambda: self._comm.start_max(values, channel))
+        comm, nbytes = self._comm, ring_bytes(values.numel(), self.world_size)
+        return self._send(channel, nbytes, max_rounds(self.world_size), lambda: comm.start_max(values, channel))
 
     def start_all_to_all(
         self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
     ) -> Work:
-        nbytes, rounds = sum(send_nbytes) - send_nbytes[self.rank], all_to_all_rounds(self.world_size)
+        comm, nbytes, rounds = self._comm, sum(send_nbytes) - send_nbytes[self.rank], all_to_all_rounds(self.world_size)
         return self._send(
-            channel, nbytes, rounds, lambda: self._comm.start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel)
+            channel, nbytes, rounds, lambda: comm.start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel)
         )
 
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        nbytes, rounds = (self.world_size - 1) * send.numel(), all_gather_rounds(self.world_size)
-        return self._send(channel, nbytes, rounds, lambda: self._comm.start_all_gather(send, recv, channel))
+        comm, nbytes = self._comm, (self.world_size - 1) * send.numel()
+        rounds = all_gather_rounds(self.world_size)
+        return self._send(channel, nbytes, rounds, lambda: comm.start_all_gather(send, recv, channel))
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)
-        return self._send("messages", message.numel(), 1, lambda: self._comm.start_send(message, to))
+        comm = self._comm
+        return self._send("messages", message.numel(), 1, lambda: comm.start_send(message, to))
 
     def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
         return self._comm.receive(timeout_s, source, max_nbytes=max_nbytes)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        """As `Communicator.subset`; the new communicator has a link of its own."""
-        subset = self._comm.subset(ranks, timeout_s)
-        return LinkCommunicator(subset, bits_per_s=self._bits_per_s, latency_s=self._latency_s)
+        """As `Communicator.subset`; both send over this rank's link."""
+        return self._like(self._comm.subset(ranks, timeout_s))
 
-    def abort(self) -> None:
-        self._stop()
-        self._comm.abort()
+    def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
+        """As `Communicator.node_subset`: inside a node there is no link."""
+        return self._comm.node_subset(ranks, timeout_s)
+
+    def duplicate(self, timeout_s: float | None = None) -> Communicator:
+        """As `Communicator.duplicate`; both send over this rank's link."""
+        return self._like(self._comm.duplicate(timeout_s))
+
+    def abort(self, reason: str = "") -> None:
+        _stop(self._lock, self._closed, self._queues)
+        self._comm.abort(reason)
 
     def close(self) -> None:
         """As `Communicator.close`; what is still under way is lost, and whoever waits for it gets ConnectionError."""
-        self._stop()
+        _stop(self._lock, self._closed, self._queues)
         self._comm.close()
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._closed.set()
-            lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            lane.put(None)
 
     def _send(self, channel: object, nbytes: int, rounds: int, start: Callable[[], Work]) -> Work:
         """Have `start` called when `nbytes` have left the link and have been under way for `rounds` latencies."""
         with self._lock:
             if self._closed.is_set():
                 raise ConnectionError("the link is closed")
-            self._free = max(time.monotonic(), self._free) + 8 * nbytes / self._bits_per_s
-            work = _LinkWork(self._free + rounds * self._latency_s, start)
-            if channel not in self._lanes:
-                lane = self._lanes[channel] = SimpleQueue()
+            work = _LinkWork(self, self._wire.send(nbytes, rounds), start)
+            if channel not in self._queues:
+                waiting = self._queues[channel] = SimpleQueue()
                 name = f"gradcomp-link-{channel!s}"
-                threading.Thread(target=_serve, args=(lane, self._closed), name=name, daemon=True).start()
-            self._lanes[channel].put(work)
+                threading.Thread(target=_serve, args=(waiting, self._closed), name=name, daemon=True).start()
+            self._queues[channel].put(work)
         return work
 
 
-def _serve(lane: SimpleQueue[_LinkWork | None], closed: threading.Event) -> None:
+class _Wire:
+    """The one link of a rank, which all its communicators share."""
+
+    def __init__(self, bits_per_s: float, latency_s: float) -> None:
+        self._bits_per_s, self._latency_s = bits_per_s, latency_s
+        self._free = 0.0  # when all that was started has been sent
+        self._lock = threading.Lock()
+
+    def send(self, nbytes: int, rounds: int) -> float:
+        """Return when `nbytes` that are sent now arrive."""
+        with self._lock:
+            self._free = max(time.monotonic(), self._free) + 8 * nbytes / self._bits_per_s
+            return self._free + rounds * self._latency_s
+
+
+def _stop(lock: threading.Lock, closed: threading.Event, queues: dict[object, SimpleQueue[_LinkWork | None]]) -> None:
+    with lock:
+        closed.set()
+        waiting = list(queues.values())
+        queues.clear()
+    for one in waiting:
+        one.put(None)
+
+
+def _serve(waiting: SimpleQueue[_LinkWork | None], closed: threading.Event) -> None:
     """Start what was sent on one channel, in order, each when it arrives. A daemon: no process waits for a slow link."""
-    while (work := lane.get()) is not None:
+    while (work := waiting.get()) is not None:
         work.arrive(closed)
+        del work  # it knows the communicator, which is to go when nobody uses it
 
 
 class _LinkWork(Work):
     """What is under way until `due`, and then begins on the communicator beneath."""
 
-    def __init__(self, due: float, start: Callable[[], Work]) -> None:
+    def __init__(self, link: LinkCommunicator, due: float, start: Callable[[], Work]) -> None:
+        self._link: LinkCommunicator | None = link  # one that nobody else uses lives on until this has arrived
         self._due, self._start = due, start
         self._arrived = threading.Event()
         self._beneath: Work | None = None
@@ -137,6 +176,7 @@ class _LinkWork(Work):
             self._beneath = self._start()
         except BaseException as error:  # noqa: BLE001 - told to whoever waits
             self._error = error
+        self._link = None
         self._arrived.set()
 
     def wait(self, timeout_s: float) -> None:

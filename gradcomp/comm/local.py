@@ -34,7 +34,7 @@ class _Board:
         self.world_size = world_size
         self.changed = threading.Condition()
         self.slots: dict[tuple[Channel, int], _Slot] = {}
-        self.gone: set[int] = set()
+        self.gone: dict[int, str] = {}  # why a rank takes part no more
         self.subsets: dict[tuple[tuple[int, ...], int], _Board] = {}
         self.mail: dict[int, deque[tuple[int, Tensor]]] = {rank: deque() for rank in range(world_size)}
 
@@ -49,8 +49,9 @@ class _LocalWork(Work):
             slot = board.slots[self._place]
             while len(slot.given) < board.world_size:
                 missing = sorted(set(range(board.world_size)) - slot.given.keys())
-                if board.gone & set(missing):
-                    raise ConnectionError(f"ranks {sorted(board.gone & set(missing))} are gone")
+                lost = [rank for rank in missing if rank in board.gone]
+                if lost:
+                    raise RankGone(lost[0], board.gone[lost[0]])
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no word from ranks {missing}")
@@ -134,7 +135,7 @@ class LocalCommunicator(Communicator):
         self.check_peer(to)
         with self._board.changed:
             if to in self._board.gone:
-                raise RankGone(to)
+                raise RankGone(to, self._board.gone[to])
             self._board.mail[to].append((self.rank, message.clone()))
             self._board.changed.notify_all()
         return _Sent()
@@ -150,16 +151,16 @@ class LocalCommunicator(Communicator):
                         if message.numel() > max_nbytes:
                             raise too_long(sender, message.numel(), max_nbytes)
                         return sender, message
-                tell_gone(board.gone - {self.rank}, self._told, source)
+                tell_gone(board.gone.keys() - {self.rank}, self._told, source)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise no_message(source)
                 board.changed.wait(left)
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """Make every wait of the other ranks for this one end in ConnectionError."""
         with self._board.changed:
-            self._board.gone.add(self.rank)
+            self._board.gone.setdefault(self.rank, reason)
             self._board.changed.notify_all()
 
     def close(self) -> None:

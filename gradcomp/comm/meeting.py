@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from gradcomp.errors import PeerLost
@@ -17,6 +18,7 @@ from gradcomp.errors import PeerLost
 SETUP_VARIABLE = "GRADCOMP_SETUP_TIMEOUT_S"
 SETUP_S = 60.0  # longest wait for the other ranks to make their communicators, unless the variable says otherwise
 LONGEST_PAUSE_S = 0.05
+LOOK_EVERY_S = 1.0
 TELL_S = 2.0  # longest wait until a note stands in the store
 _LEFT = 1 << 32  # counted for a rank that has given up; arrivals are counted below it
 
@@ -37,18 +39,27 @@ def setup_timeout_s(timeout_s: float) -> float:
     return min(timeout_s, seconds)
 
 
-def meet(store: Any, rank: int, world_size: int, mine: bytes, timeout_s: float, what: str) -> list[bytes]:
+def meet(
+    store: Any,
+    rank: int,
+    world_size: int,
+    mine: bytes,
+    timeout_s: float,
+    what: str,
+    look: Callable[[], None] = lambda: None,
+) -> list[bytes]:
     """Return every rank's `mine`. Collective over the ranks of `store`, which serves one meeting.
 
     All ranks get the answer, or all get an error: who comes after somebody has given up fails at once.
 
     Args:
         what: what a rank that is missing has not done ("called register").
+        look: called every second while ranks are missing; what it raises ends the meeting for this rank.
 
     Raises:
         PeerLost: phase "setup"; a rank is missing, or the store does not answer.
     """
-    begun = time.monotonic()
+    begun = looked = time.monotonic()
     try:
         store.set(f"rank{rank}", mine)
         count = store.add("count", 1)
@@ -61,6 +72,9 @@ def meet(store: Any, rank: int, world_size: int, mine: bytes, timeout_s: float, 
                 if count % _LEFT < world_size:  # else the last one has just come, and says so
                     store.set("end", str(rank).encode())
                     break
+            if time.monotonic() - looked > LOOK_EVERY_S:
+                looked = time.monotonic()
+                look()
             time.sleep(pause)
             pause = min(1.5 * pause, LONGEST_PAUSE_S)
         end = bytes(store.get("end"))

@@ -212,7 +212,11 @@ class MpiCommunicator(Communicator):
                 raise no_message(source)
             pause()
 
-    def abort(self) -> None:
+    def duplicate(self, timeout_s: float | None = None) -> MpiCommunicator:
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        return MpiCommunicator(self._parent, timeout_s=seconds, abort=self._abort_job)
+
+    def abort(self, reason: str = "") -> None:
         """Tell every peer that this rank takes part no more; their waits for it end within a second."""
         channels = self._channels
         if channels is None or channels.broken:

@@ -19,8 +19,12 @@ LONGEST_TIMEOUT_S = 1e6  # eleven days; longer ones overflow gloo's clocks
 
 def store_at(place: str) -> Any:
     """Return the store over which the ranks of the default process group have met, with keys below `place` only."""
-    module = dist.distributed_c10d
-    return _named(module, "PrefixStore")(place, _named(module, "_get_default_store")())
+    return store_below(_named(dist.distributed_c10d, "_get_default_store")(), place)
+
+
+def store_below(store: Any, place: str) -> Any:
+    """Return a store with the keys of `store` below `place` only."""
+    return _named(dist.distributed_c10d, "PrefixStore")(place, store)
 
 
 def group_timeout_s(process_group: Any) -> float:
@@ -47,9 +51,23 @@ def make_gloo(store: Any, rank: int, world_size: int, connect_s: float, timeout_
     return group
 
 
+def start_max(group: Any, values: torch.Tensor) -> Any:
+    """Begin an all_reduce with MAX in place, on a group of `make_gloo`."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    return _named(group, "allreduce")([values], options)
+
+
 def start_all_gather(group: Any, recv: torch.Tensor, send: torch.Tensor) -> Any:
     """Begin to gather `send` of all ranks into `recv`, on a group of `make_gloo`."""
     return _named(group, "_allgather_base")(recv, send)
+
+
+def start_all_to_all(
+    group: Any, recv: torch.Tensor, send: torch.Tensor, recv_counts: list[int], send_counts: list[int]
+) -> Any:
+    """Begin an all_to_all of runs of the first dimension, on a group of `make_gloo`."""
+    return _named(group, "alltoall_base")(recv, send, recv_counts, send_counts)
 
 
 def _named(where: Any, name: str) -> Any:

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
 
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.errors import PeerLost
+from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.payload import fingerprint
+
+
+class HasPipeline(Protocol):
+    """What works through a pipeline."""
+
+    pipeline: Pipeline
+
+
+def tell_why(owner: HasPipeline, abort: Callable[[str], None]) -> Callable[[], None]:
+    """Return what calls `abort` with the error of the owner's pipeline, without keeping the owner alive."""
+    me = weakref.ref(owner)
+
+    def tell() -> None:
+        found = me()
+        error = found.pipeline.error if found is not None else None
+        abort(f"{type(error).__name__}: {error}" if error is not None else "")
+
+    return tell
 
 
 def gather(
@@ -15,8 +37,8 @@ def gather(
     """Return every rank's `data`, of the same length everywhere.
 
     Args:
-        channel: CONTROL for who calls from the main thread, in the same order on every rank; SCALE for the first stage
-            of a pipeline.
+        channel: CONTROL for who calls from the main thread, in the same order on every rank; SCALE for who has claimed
+            the channels of exchanges.
 
     Raises:
         PeerLost: `phase` and `bucket`; a rank did not answer within `timeout_s` seconds, or is gone.
@@ -28,14 +50,15 @@ def gather(
         raise PeerLost(phase, bucket, time.perf_counter() - begun, str(error)) from error
 
 
-def agree(
-    comm: Communicator, mine: list[int], bucket: int, timeout_s: float, channel: Channel = Channel.CONTROL
-) -> int:
-    """Compare a fingerprint over the ranks; return the bytes that this rank sent for it. `channel` as of `gather`.
+def agree(comm: Communicator, mine: list[int], bucket: int, timeout_s: float) -> int:
+    """Compare a fingerprint over the ranks; return the bytes that this rank sent for it.
+
+    All fingerprints go over one channel, that of the first stage, which the caller has claimed: so a rank that compares
+    something else meanwhile is a mismatch, and no silence.
 
     Raises:
         PeerMismatch: on every rank, naming the first field and rank that differ.
         PeerLost: as `gather`.
     """
-    fingerprint.compare(gather(comm, fingerprint.pack(mine), "fingerprint", bucket, timeout_s, channel))
+    fingerprint.compare(gather(comm, fingerprint.pack(mine), "fingerprint", bucket, timeout_s, Channel.SCALE))
     return (comm.world_size - 1) * fingerprint.NBYTES

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.checks import check_tensor
-from gradcomp.comm.base import Channel, Communicator
+from gradcomp.comm.base import Communicator
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine import replicas, state
-from gradcomp.engine.agree import agree, gather
+from gradcomp.engine.agree import agree, gather, tell_why
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.describe import describe
 from gradcomp.engine.layouts import Layouts, Members
@@ -58,11 +58,12 @@ class Engine:
         if not sources:
             raise ValueError("there are no parameters to average")
         comm.check_overlap()
-        self.sources, self.comm, self.options = list(sources), comm, options
+        self.sources, self.options = list(sources), options
+        self.comm = comm.lease(f"the averaging of {len(sources)} parameters ({sources[0].name!r} ...)")
         self.named = [(source.name, source.like) for source in sources]
         self.timeout_s = comm.timeout_s if options.timeout_s is None else options.timeout_s
         self.stats = Stats()
-        self.layouts = Layouts(sources, resolve(codec), comm, options, self.timeout_s, self.stats)
+        self.layouts = Layouts(sources, resolve(codec), self.comm, options, self.timeout_s, self.stats)
         self.codec, self.memory = self.layouts.codec, self.layouts.memory
         self.step = self._step_numel = 0
         self._scale = 1.0
@@ -71,7 +72,7 @@ class Engine:
         self.replicated: Callable[[], list[tuple[str, Tensor]]] = list
         self._first_submit = self._last_done = 0.0
         route = self.layouts.route
-        self.pipeline = Pipeline(route.stage_count, on_failure=route.abort)
+        self.pipeline = Pipeline(route.stage_count, on_failure=tell_why(self, route.abort))
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -87,6 +88,7 @@ class Engine:
             self.pipeline.wait()
         if self.step >= STEPS:
             raise GradcompError(f"step {self.step}: random numbers and headers count steps below 2^32")
+        self.comm.claim()
         self._open, self._sealed, self.submitted, self._step_numel = True, False, [], 0
         self.memory.begin_step()
         if self.options.loss_scale is not None:
@@ -119,7 +121,7 @@ class Engine:
 
         def first() -> None:
             if new is not None and self.comm.world_size > 1:
-                self._agree(new, number, Channel.SCALE)
+                self._agree(new, number)
             stages[0]()
 
         def end(error: BaseException | None) -> None:
@@ -160,6 +162,7 @@ class Engine:
                 if not exchange.flagged:
                     exchange.commit()
         self._open = False
+        self.comm.release()
         self.stats.baseline_bytes += ring_bytes(self._step_numel, self.comm.world_size)
         self.step += 1
         self.stats.steps += 1
@@ -220,7 +223,8 @@ class Engine:
 
     def agree_on(self, **values: object) -> None:
         """Raise PeerMismatch on every rank unless these fields of the fingerprint are the same on all. Collective."""
-        self._agree(fingerprint.record(wire_version=wire.VERSION, **values), -1, Channel.CONTROL)
+        with self.comm:
+            self._agree(fingerprint.record(wire_version=wire.VERSION, **values), -1)
 
     def describe(self) -> str:
         """Return one line that says what is on."""
@@ -241,8 +245,8 @@ class Engine:
         self.memory.rescale(self._scale, scale)
         self._scale = scale
 
-    def _agree(self, mine: list[int], bucket: int, channel: Channel) -> None:
-        self.stats.setup_bytes += agree(self.comm, mine, bucket, self.timeout_s, channel)
+    def _agree(self, mine: list[int], bucket: int) -> None:
+        self.stats.setup_bytes += agree(self.comm, mine, bucket, self.timeout_s)
 
     def _agree_on_step(self) -> None:
         nbytes = agree_on_step(self.comm, self.step, self._scale, self.timeout_s)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradcomp.comm.base import Communicator
+from gradcomp.comm.base import Channel, Communicator
 from gradcomp.errors import PeerLost, PeerMismatch
 from gradcomp.payload import fingerprint, wire
 
@@ -29,10 +29,10 @@ class Nodes:
     inside: Communicator
     across: Communicator
 
-    def abort(self) -> None:
-        """Tell the peers of both that this rank takes part no more."""
-        self.inside.abort()
-        self.across.abort()
+    def abort(self, reason: str = "") -> None:
+        """Tell the peers of both that this rank takes part no more, and why."""
+        self.inside.abort(reason)
+        self.across.abort(reason)
 
     def close(self) -> None:
         """Give both communicators back."""
@@ -65,7 +65,9 @@ def find_nodes(
     }
     begun = time.perf_counter()
     try:
-        everyone = comm.all_gather_bytes(fingerprint.pack(fingerprint.record(**settings, bucket=host)), timeout_s)
+        mine = fingerprint.pack(fingerprint.record(**settings, bucket=host))
+        with comm.lease("the search for nodes") as lease:  # on the channel of all fingerprints
+            everyone = lease.all_gather_bytes(mine, timeout_s, Channel.SCALE)
     except (TimeoutError, ConnectionError) as error:
         raise PeerLost("setup", -1, time.perf_counter() - begun, str(error)) from error
     try:
@@ -92,5 +94,5 @@ def join_nodes(comm: Communicator, found: tuple[tuple[int, ...], ...], timeout_s
     """Return the communicators of this rank inside and across `found`. Collective."""
     home = next(node for node in found if comm.rank in node)
     place = home.index(comm.rank)
-    inside = comm.subset(home, timeout_s)
+    inside = comm.node_subset(home, timeout_s)
     return Nodes(found, inside, comm.subset([node[place] for node in found], timeout_s))

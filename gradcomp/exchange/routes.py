@@ -45,8 +45,8 @@ class Route(Protocol):
     def exchange(self, plan: Any, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
         """Return the buffers that exchange buckets of a plan; `options` as of `BucketExchange`."""
 
-    def abort(self) -> None:
-        """Tell the peers that this rank takes part no more."""
+    def abort(self, reason: str = "") -> None:
+        """Tell the peers that this rank takes part no more, and why."""
 
     def close(self) -> None:
         """Close what the route has made."""
@@ -117,8 +117,8 @@ class FlatRoute:
             options |= {"feedback": None, "owner_feedback": None}
         return BucketExchange(plan, self._comm, dtype, stats, **options)
 
-    def abort(self) -> None:
-        self._comm.abort()
+    def abort(self, reason: str = "") -> None:
+        self._comm.abort(reason)
 
     def close(self) -> None:
         return
@@ -146,7 +146,7 @@ class LoneRoute:
     def exchange(self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
         return LoneExchange(plan.slots, stats, options.get("transform"))
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         return
 
     def close(self) -> None:
@@ -239,9 +239,9 @@ class NodeRoute:
         options["draw_rank"] = self._comm.rank
         return NodeExchange(inside, BucketExchange(plan.across, self._nodes.across, torch.float32, stats, **options))
 
-    def abort(self) -> None:
-        self._comm.abort()
-        self._nodes.abort()
+    def abort(self, reason: str = "") -> None:
+        self._comm.abort(reason)
+        self._nodes.abort(reason)
 
     def close(self) -> None:
         self._nodes.close()

@@ -1,0 +1,162 @@
+"""The gloo groups of one TorchCommunicator, the collectives under way on them, and what is kept when one never ends.
+
+The groups are gradcomp's own: torch.distributed does not know of them, so their names do not depend on how many groups a
+rank has made, and dropping one gives its sockets and threads back at once. One with a collective under way is kept instead,
+since dropping it would block until the collective's timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from gradcomp.comm.base import Channel, RankGone, Work
+from gradcomp.comm.meeting import Notes, meet
+from gradcomp.comm.torch_private import make_gloo, store_below
+from gradcomp.errors import PeerLost
+
+SLICE_S = 0.5  # longest wait that does not look whether this rank or a peer has given up
+LOOK_S = 0.2  # longest wait for the store to say so
+CONNECT_S = 60.0  # longest wait for ranks that are all there
+DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
+
+_stuck: list[tuple[list[Any], set[_GlooWork]]] = []  # groups with a collective that no peer has answered yet
+
+
+class Groups:
+    """One gloo group a channel, connected when a channel is first used: those of an exchange together.
+
+    Args:
+        store: in which these ranks, and no others, meet.
+        rank, world_size: as they say.
+        timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have not connected yet.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
+        self._made: dict[Channel, Any] = {}
+        self._lock = threading.Lock()
+        self.notes = Notes(store, rank)
+        self.pending: set[_GlooWork] = set()
+        self.broken = ""  # why nothing on these groups can be relied on
+        self.closed = False
+
+    def start(self, channel: Channel, begin: Callable[[Any], Any], *buffers: Tensor) -> Work:
+        """Begin a collective; the groups keep `buffers` until it is done.
+
+        Raises:
+            RuntimeError: the groups are closed.
+            ConnectionError: this rank has given up.
+            PeerLost: (first use of a channel) a rank does not connect.
+        """
+        if self.closed:
+            raise RuntimeError("this communicator is closed")
+        if self.broken:
+            raise ConnectionError(f"this rank has given up: {self.broken}")
+        group = self._made.get(channel) or self.connect(channel)
+        try:
+            return _GlooWork(begin(group), self, buffers)
+        except RuntimeError as error:
+            raise ConnectionError(_first_line(error)) from error
+
+    def give_up(self, reason: str) -> None:
+        """End every wait on these groups within a second, here and, by a note in the store, on the peers."""
+        if not self.closed:
+            self.broken = self.broken or reason
+            if self._world_size > 1:
+                self.notes.tell(reason)
+
+    def close(self) -> None:
+        """Give sockets and threads back. Closing twice is harmless."""
+        with self._lock:
+            self.closed, made = True, list(self._made.values())
+            self._made.clear()
+        pending = {work for work in list(self.pending) if not work.is_done()}
+        self.pending.clear()
+        _stuck[:] = [kept for kept in _stuck if not all(work.is_done() for work in kept[1])]
+        if pending:
+            _stuck.append((made, pending))
+
+    def connect(self, channel: Channel) -> Any:
+        """Return the group of a channel; the first call connects it, with all ranks of the communicator."""
+        found = self._made.get(channel)
+        if found is not None:
+            return found
+        with self._lock:
+            if channel not in self._made:
+                begun = time.monotonic()
+                try:
+                    self._connect(DATA if channel in DATA else (channel,))
+                except (RuntimeError, ConnectionError) as error:
+                    self.broken = self.broken or _first_line(error)
+                    raise PeerLost("setup", -1, time.monotonic() - begun, _first_line(error)) from error
+            return self._made[channel]
+
+    def _connect(self, channels: tuple[Channel, ...]) -> None:
+        if channels is not DATA:  # for data the ranks have just met
+            place, what = store_below(self._store, "meeting"), "begun to agree on anything"
+            meet(place, self._rank, self._world_size, b"", self._timeout_s, what, self._look_for_notes)
+        for channel in channels:
+            place = store_below(self._store, channel.name.lower())
+            self._made[channel] = make_gloo(place, self._rank, self._world_size, CONNECT_S, self._timeout_s)
+
+    def _look_for_notes(self) -> None:
+        gone = self.notes.look(0.0)
+        if gone is not None:
+            raise RankGone(*gone)
+
+
+class _GlooWork(Work):
+    def __init__(self, work: Any, groups: Groups, buffers: tuple[Tensor, ...]) -> None:
+        self._work, self._groups = work, groups
+        self._buffers = buffers  # the collective reads and writes them until it is done
+        groups.pending.add(self)
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._work.wait(timedelta(seconds=max(0.001, min(left, SLICE_S))))
+            except RuntimeError as error:
+                self._look(error, last=left <= SLICE_S)
+            else:
+                self._groups.pending.discard(self)
+                return
+
+    def _look(self, error: RuntimeError, *, last: bool) -> None:
+        """Return if it makes sense to wait on after `error`, raise what has happened otherwise."""
+        groups, text = self._groups, _first_line(error)
+        late = "imed out" in text or "imeout" in text
+        ended = not late or self._work.is_completed()
+        gone = groups.notes.look(LOOK_S)
+        if gone is not None:
+            groups.broken = groups.broken or f"rank {gone[0]} is gone: {gone[1]}"
+            raise RankGone(*gone) from error
+        if groups.broken and not ended:
+            raise ConnectionError(f"this rank has given up: {groups.broken}") from error
+        if ended or last:
+            groups.broken = groups.broken or text
+            raise (TimeoutError if late else ConnectionError)(text) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+@atexit.register
+def _keep_stuck() -> None:
+    """Let the process end without groups whose collective is still under way: their end would wait for its timeout."""
+    for made, pending in _stuck:
+        for kept in (*made, *(work._work for work in pending)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
