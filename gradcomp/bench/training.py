@@ -175,14 +175,15 @@ def _run(rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str
             sent = step * ring_nbytes if state is None else state.stats.bytes_sent
             curve.append((step, sent, _accuracy(rank, config.ranks, model.module, data, CURVE_TEST_IMAGES)))
     accuracy = _accuracy(rank, config.ranks, model.module, data, len(data.test_labels))
-    sent_by_rank: list[Any] = [None] * config.ranks
-    dist.all_gather_object(sent_by_rank, config.steps * ring_nbytes if state is None else state.stats.bytes_sent)
+    mine = torch.tensor([config.steps * ring_nbytes if state is None else state.stats.bytes_sent])
+    sent_by_rank = [torch.empty_like(mine) for _ in range(config.ranks)]
+    dist.all_gather(sent_by_rank, mine)
     phases = {} if state is None else dict(state.stats.seconds)
     if state is not None:
         state.check_replicas()
         state.close()
     seconds = statistics.median(step_seconds[min(WARM_UP_STEPS, config.steps - 1) :])
-    return RunResult(codec, seed, accuracy, sent_by_rank, config.steps * ring_nbytes, seconds, phases, curve)
+    return RunResult(codec, seed, accuracy, [int(n) for n in sent_by_rank], config.steps * ring_nbytes, seconds, phases, curve)
 
 
 def _register(model: DistributedDataParallel, codec: str, seed: int) -> gradcomp.ddp.CompressionState | None:
