@@ -15,7 +15,7 @@ from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
 from gradcomp.reference import payload as ref_payload
 from gradcomp.server import ParameterClient, loop, messages, replies, serve
-from gradcomp.server.client import _Key
+from gradcomp.server.keys import ClientKey
 from gradcomp.server.messages import Kind, Message
 from gradcomp.server.requests import Call
 from gradcomp.server.spec import make_spec, pack_spec, parse_spec
@@ -182,7 +182,7 @@ def lone_client(**options):
         ("a", (2,), "float32", 0.1),
     ):
         spec = make_spec(shape, dtype, None, rate is not None, rate)
-        client._keys[key] = _Key(spec, spec, shape if dtype == "float32" else None)
+        client._keys[key] = ClientKey(key, spec, spec, None, None, None, 1 << 20)
     return client
 
 
@@ -286,7 +286,7 @@ def test_a_closed_client_says_so(over):
 
 
 def ask_raw(client, kind, key="f", method=None, compressed=False, body=None):
-    request = client._one(kind, key, body, method, compressed, room_nbytes=64)
+    request = client._ask(kind, key, 0, body, method, compressed, room_nbytes=64)
     return Call(client._requests, [request], lambda replies: replies).wait()
 
 
@@ -368,14 +368,15 @@ def test_a_message_that_is_too_long_is_dropped(monkeypatch):
 
 HEADERS = st.tuples(
     st.sampled_from([messages.MAGIC, 0, 2**32 - 1]),
-    st.sampled_from([1, 0, 255]),
+    st.sampled_from([messages.VERSION, 1, 255]),
     st.integers(0, 9),
     st.integers(0, 255),
     st.integers(0, 255),
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
-    st.one_of(st.integers(0, 80), st.integers(0, 2**64 - 1)),
-).map(lambda fields: struct.pack("<IBBBBIIQ", *fields))
+    st.sampled_from([0, 0, 1, 2**32 - 1]),
+    st.one_of(st.integers(0, 80), st.integers(0, 2**32 - 1)),
+).map(lambda fields: struct.pack("<IBBBBIIII", *fields))
 
 
 @st.composite
@@ -383,11 +384,13 @@ def almost_messages(draw):
     """Bytes that look like messages, with true lengths more often than not."""
     kind, key = draw(st.sampled_from(list(Kind))), draw(st.sampled_from(["x", "u", "new", "y" * 9, ""]))
     spec = struct.pack(
-        "<BBBBIQd",
+        "<BBBBIIQdQQQ",
         *(draw(st.integers(0, n)) for n in (2, 9, 5, 8)),
         0,
+        draw(st.integers(0, 1)),
         0,
         draw(st.sampled_from([0.0, 0.5, float("nan"), 1e300])),
+        *(draw(st.sampled_from([0, 0, 4, 2**63])) for _ in range(3)),
     )
     dims = b"".join(
         struct.pack("<Q", draw(st.sampled_from([0, 1, 2, 2**20, 2**63]))) for _ in range(draw(st.integers(0, 9)))
@@ -405,6 +408,7 @@ def almost_messages(draw):
                 key,
                 method,
                 draw(st.booleans()),
+                draw(st.sampled_from([0, 0, 1, 7])),
                 data,
             )
         )
@@ -502,7 +506,7 @@ def test_replies_wait_for_earlier_ones_and_leave_in_order():
 @pytest.mark.parametrize("shape", [(2**63, 2**63), (2**32,), (2**31,)])
 def test_no_memory_is_taken_by_a_number_that_was_read(shape):
     body = pack_spec(make_spec((1,), "float32", None, False, None), None).numpy().tobytes()
-    body = body[:1] + bytes([len(shape)]) + body[2:24] + struct.pack(f"<{len(shape)}Q", *shape)
+    body = body[:1] + bytes([len(shape)]) + body[2:52] + struct.pack(f"<{len(shape)}Q", *shape)
     with pytest.raises(CorruptPayload):
         parse_spec(as_tensor(body))
 

@@ -126,7 +126,7 @@ class Codec(ABC):
         check_tensor(x, "x")
         key = key if key is not None else RngKey()
         group_numel = self.group_numel(tuple(x.shape)) if x.numel() else 1
-        slot = Slot(key.parameter, x.numel(), group_numel, True, 0)
+        slot = Slot(key.parameter, x.numel(), group_numel, True, 0, start=key.first)
         layout = PayloadLayout(self.form, whole_pieces([slot]), segmented=False, whole_groups=self.whole_groups)
         payload = torch.empty(layout.nbytes, dtype=torch.uint8)
         kernels, nonfinite = of(x.device), False

@@ -26,6 +26,8 @@ class RngKey:
         step: training step, uint32 (a step counter wraps modulo 2**32 before it gets here).
         parameter: position of the parameter in ``named_parameters()``, uint32.
         stream: 0 first phase, 1 second phase, 2 server, 3 inner; below 2**31.
+        first: element of the parameter with which the encoded tensor begins, where it is a shard of one: a multiple of 8
+            and of its scale group.
 
     Raises:
         ValueError: a number that is not an integer in its range.
@@ -36,12 +38,13 @@ class RngKey:
     step: int = 0
     parameter: int = 0
     stream: int = STREAM_FIRST
+    first: int = 0
 
     def __post_init__(self) -> None:
-        numbers = (self.seed, self.rank, self.step, self.parameter, self.stream)
+        numbers = (self.seed, self.rank, self.step, self.parameter, self.stream, self.first)
         if {*map(type, numbers)} == {int} and min(numbers) >= 0 and max(numbers) < 2**31:
             return
-        for name in ("seed", "rank", "step", "parameter"):
+        for name in ("seed", "rank", "step", "parameter", "first"):
             check_uint32(name, getattr(self, name))
         if check_uint32("stream", self.stream) >= 2**31:
             raise ValueError(f"stream must be below 2**31, got {self.stream}")

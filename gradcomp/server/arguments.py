@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradcomp.codecs.checks import check_memory
 from gradcomp.server.messages import MAX_KEY_NBYTES
-from gradcomp.server.spec import DTYPES, MAX_NBYTES, Spec
+from gradcomp.server.spec import DTYPES, Spec
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
@@ -39,8 +39,6 @@ def check_initial(spec: Spec, value: Tensor | None) -> None:
         raise ValueError(
             f"value must be float32 of the key's shape {spec.shape}, got {value.dtype} {tuple(value.shape)}"
         )
-    if 4 * value.numel() > MAX_NBYTES:
-        raise ValueError(f"value has {4 * value.numel()} bytes, more than {MAX_NBYTES}")
     if not bool(torch.isfinite(value).all()):
         raise ValueError("value holds NaN or Inf")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -16,34 +14,15 @@ from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import CorruptPayload
 from gradcomp.server.arguments import as_tensor, check_initial, check_key, dtype_name
+from gradcomp.server.keys import ClientKey
 from gradcomp.server.messages import METHODS, Kind, Message, home_of, server_ranks
 from gradcomp.server.raw import RawCodes
 from gradcomp.server.requests import Call, Pending, Request, Requests, T
-from gradcomp.server.spec import Spec, make_spec, pack_spec
+from gradcomp.server.shards import DEFAULT_SHARD_NBYTES, check_shard_nbytes
+from gradcomp.server.spec import Spec, make_spec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-@dataclass
-class _Key:
-    """What a client knows of one key.
-
-    Attributes:
-        given: its settings as the caller has them; shape and dtype are those of pushed values.
-        spec: its settings as the server has them.
-        shape: of an uncompressed pull; None: flat, as long as its payloads say.
-        raw: wraps raw codes.
-        pushes: of this client.
-        maximum: what the last pull with "max" has given.
-    """
-
-    given: Spec
-    spec: Spec
-    shape: tuple[int, ...] | None
-    raw: RawCodes | None = None
-    pushes: int = 0
-    maximum: Tensor | None = None
 
 
 class ParameterClient:
@@ -57,23 +36,33 @@ class ParameterClient:
         comm: its messages from rank to rank are the client's alone; collectives may go on beside. Not closed.
         servers: ranks of the servers, or how many: the last ranks then. The same on every rank.
         timeout_s: seconds after which a server, or the other workers, are given up.
+        shard_nbytes: keys of more float32 values than fill so many bytes are cut into shards of about that size, which live
+            on different servers; between 32 bytes and 1 GiB, the same on every worker.
 
     Attributes:
         bytes_sent, bytes_received: of messages, headers included.
         staleness: of the last push to an asynchronous key, see `push_parameter`.
 
     Raises:
-        ValueError: `servers` that do not exist or leave no worker, or are this rank; `timeout_s` out of its range.
+        ValueError: `servers` that do not exist or leave no worker, or are this rank; `timeout_s` or `shard_nbytes` out of range.
     """
 
-    def __init__(self, comm: Communicator, servers: int | Sequence[int], *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        servers: int | Sequence[int],
+        *,
+        timeout_s: float = 300.0,
+        shard_nbytes: int = DEFAULT_SHARD_NBYTES,
+    ) -> None:
         self._servers = server_ranks(servers, comm.world_size)
         if comm.rank in self._servers:
             raise ValueError(f"rank {comm.rank} is a server: servers={servers!r}")
         if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise ValueError(f"timeout_s must be a number of seconds, at most {MAX_TIMEOUT_S:g}, got {timeout_s!r}")
         self._requests = Requests(comm, self._servers, timeout_s)
-        self._keys: dict[str, _Key] = {}
+        self._shard_numel = check_shard_nbytes(shard_nbytes)
+        self._keys: dict[str, ClientKey] = {}
         self.staleness = 0
 
     @property
@@ -131,9 +120,10 @@ class ParameterClient:
         if raw is not None:
             spec = make_spec(raw.payload_shape, name, raw.codec, asynchronous, learning_rate)
         check_initial(spec, value)
-        Call(self._requests, [self._one(Kind.INIT, key, pack_spec(spec, value))], lambda replies: None).wait()
-        pulled = spec.shape if spec.dtype == "float32" else raw.shape if raw is not None else None
-        self._keys[key] = _Key(given, spec, pulled if value is None else tuple(value.shape), raw)
+        known = ClientKey(key, given, spec, raw, raw.codec if raw is not None else resolved, value, self._shard_numel)
+        requests = [self._ask(Kind.INIT, key, shard, body) for shard, body in known.settings(value)]
+        Call(self._requests, requests, lambda replies: None).wait()
+        self._keys[key] = known
 
     @overload
     def push_parameter(self, key: str, value: Any, *, wait: Literal[True] = True) -> int: ...
@@ -167,7 +157,17 @@ class ParameterClient:
         body = as_tensor(known.given, key, value)
         if known.raw is not None:
             body = known.raw.payload(body, self._scale(key, known.raw), known.pushes)
-        request = self._one(Kind.PUSH, key, body.reshape(-1).view(torch.uint8), room_nbytes=8)
+        made, parts = known.cut(body.reshape(-1).view(torch.uint8))
+        requests = [self._ask(Kind.INIT, key, shard, settings) for shard, settings in made]
+        if known.is_cut:  # so that this client hears if others use the key otherwise
+            requests += [self._ask(Kind.INIT, key, shard, settings) for shard, settings in known.settings(None)[:1]]
+        if known.is_cut and known.may_be_early:  # the first shard decides whether the push is taken
+            shard, part = parts.pop(0)
+            gate = self._ask(Kind.PUSH, key, shard, part, room_nbytes=8)
+            Call(self._requests, [*requests, gate], lambda replies: None).wait()
+            requests.clear()
+        before = len(requests)
+        requests += [self._ask(Kind.PUSH, key, shard, part, room_nbytes=8) for shard, part in parts]
         known.pushes += 1
 
         def failed(error: Exception) -> None:
@@ -175,12 +175,12 @@ class ParameterClient:
                 known.pushes -= 1  # the server has not counted it
 
         def finish(replies: list[Message]) -> int:
-            staleness = max(_staleness_in(reply) for reply in replies)
+            staleness = max((_staleness_in(reply) for reply in replies[before:]), default=0)
             if known.spec.asynchronous:
                 self.staleness = staleness
             return staleness
 
-        return self._started(Call(self._requests, [request], finish, failed), wait)
+        return self._started(Call(self._requests, requests, finish, failed), wait)
 
     @overload
     def pull_parameter(
@@ -221,23 +221,21 @@ class ParameterClient:
             raise ValueError(f"reduce_method must be one of {METHODS}, got {reduce_method!r}")
         if compressed is not True and compressed is not False:
             raise ValueError(f"compressed must be True or False, got {compressed!r}")
-        spec = known.spec
-        spec.check_method(key, reduce_method, compressed)
-        room = 32 * spec.nbytes if known.shape is None or compressed else 4 * math.prod(known.shape)
-        request = self._one(Kind.PULL, key, None, reduce_method, compressed, room_nbytes=room)
+        known.spec.check_method(key, reduce_method, compressed)
+        rooms, number = known.rooms(compressed), known.pushes
+        requests = [
+            self._ask(Kind.PULL, key, shard, None, reduce_method, compressed, room_nbytes=room)
+            for shard, room in zip(known.shards(), rooms, strict=True)
+        ]
 
         def finish(replies: list[Message]) -> Tensor:
-            values = replies[0].data()
-            if compressed:
-                return values.clone()
-            if values.numel() % 4 or (known.shape is not None and values.numel() != 4 * math.prod(known.shape)):
-                raise CorruptPayload("message", f"the reply to a pull of {key!r} has {values.numel()} bytes")
-            pulled = values.view(torch.float32).clone()
+            pulled = known.join(replies, compressed)
+            known.complete = max(known.complete, number)
             if reduce_method == "max":
                 known.maximum = pulled
-            return pulled if known.shape is None else pulled.view(known.shape)
+            return pulled
 
-        return self._started(Call(self._requests, [request], finish), wait)
+        return self._started(Call(self._requests, requests, finish), wait)
 
     def close(self) -> None:
         """Tell the servers that this worker has done; closing twice is harmless. The communicator stays open.
@@ -256,7 +254,7 @@ class ParameterClient:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _known(self, key: str, wait: bool = True) -> _Key:
+    def _known(self, key: str, wait: bool = True) -> ClientKey:
         """Return what is known of a key that a call uses."""
         if wait is not True and wait is not False:
             raise ValueError(f"wait must be True or False, got {wait!r}")
@@ -291,19 +289,20 @@ class ParameterClient:
             raise ValueError(f"key {raw.scale_key!r} scales {key!r} and must not be negative, it is {scale}")
         return scale
 
-    def _one(
+    def _ask(
         self,
         kind: Kind,
         key: str,
+        shard: int = 0,
         body: Tensor | None = None,
         method: str | None = None,
         compressed: bool = False,
         *,
         room_nbytes: int = 0,
     ) -> Request:
-        """Begin to ask the server of a key."""
-        message = Message(kind, key=key, method=method, compressed=compressed, body=body)
-        return self._requests.send(home_of(key, self._servers), message, room_nbytes)
+        """Begin to ask the server of a shard."""
+        message = Message(kind, key=key, method=method, compressed=compressed, shard=shard, body=body)
+        return self._requests.send(home_of(key, self._servers, shard), message, room_nbytes)
 
     def _started(self, pending: Pending[T], wait: bool) -> T | Pending[T]:
         """Return what a call has to return: its result, or the call itself while replies are received beside."""

@@ -25,10 +25,10 @@ from gradcomp.server.messages import (
     server_ranks,
     servers_digest,
 )
-from gradcomp.server.parameter import Parameter
+from gradcomp.server.parameter import Agreement, Parameter
 from gradcomp.server.replies import Replies, Untaken
 from gradcomp.server.rounds import SynchronousParameter
-from gradcomp.server.spec import parse_spec
+from gradcomp.server.spec import Spec, parse_spec
 
 SLICE_S = 0.2  # longest wait for a message in which nothing else is looked after
 BUSY_SLICE_S = 0.001  # the same while replies wait for earlier ones to leave
@@ -108,7 +108,7 @@ class _Server:
         self._open = set(self._workers)
         self._ended: dict[int, str] = {}
         self._digest = servers_digest(servers, comm.world_size)
-        self._parameters: dict[str, Parameter] = {}
+        self._parameters: dict[tuple[str, int], Parameter] = {}  # by key and shard
         self._replies = Replies(comm)
         self._last_failure: Exception | None = None
         self.stats = ServerStats()
@@ -176,20 +176,30 @@ class _Server:
         spec, value = parse_spec(message.data())
         if not message.key:
             raise ValueError("a key must not be empty")
-        if message.key in self._parameters:
-            self._parameters[message.key].join(rank, spec)
-        elif value is not None:
-            self._parameters[message.key] = AsynchronousParameter(message.key, spec, rank, self._workers, value)
+        if bool(message.shard) != bool(spec.part_nbytes):
+            raise CorruptPayload("message", f"shard {message.shard} of {spec.part_nbytes} bytes")
+        place = message.key, message.shard
+        if place in self._parameters:
+            self._parameters[place].join(rank, spec)
         else:
-            parameter = SynchronousParameter(message.key, spec, rank, self._workers)
-            for ended, why in self._ended.items():
-                parameter.lose(ended, why)
-            self._parameters[message.key] = parameter
+            self._parameters[place] = self._make(rank, message, spec, value)
         self._reply(rank, message.request, None)
+
+    def _make(self, rank: int, message: Message, spec: Spec, value: Tensor | None) -> Parameter:
+        """Return a new parameter."""
+        parameter: Parameter
+        if value is not None:
+            return AsynchronousParameter(message.key, spec, rank, self._workers, value)
+        if spec.agrees_only:
+            return Agreement(message.key, spec, rank, self._workers)
+        parameter = SynchronousParameter(message.key, spec, rank, self._workers)
+        for ended, why in self._ended.items():
+            parameter.lose(ended, why)
+        return parameter
 
     def _use(self, rank: int, message: Message) -> None:
         """Push to, pull from, or stop waiting for a key."""
-        parameter = self._parameters.get(message.key)
+        parameter = self._parameters.get((message.key, message.shard))
         if parameter is None:
             raise ValueError(f"unknown key {message.key!r}; call init_parameter first")
         parameter.check(rank)
@@ -199,7 +209,7 @@ class _Server:
             parameter.pull(rank, message)
         else:
             self._reply(rank, message.request, _bytes(parameter.cancel(rank).encode()))
-        self._settle(message.key)
+        self._settle(parameter)
 
     def _count_push(self, parameter: Parameter, staleness: int, rank: int, request: int) -> None:
         stats = self.stats
@@ -223,9 +233,9 @@ class _Server:
             parameter.lose(rank, why)
         self._settle()
 
-    def _settle(self, key: str | None = None) -> None:
+    def _settle(self, only: Parameter | None = None) -> None:
         """Answer every pull that can be answered now, of one key or of all."""
-        for parameter in self._parameters.values() if key is None else [self._parameters[key]]:
+        for parameter in list(self._parameters.values()) if only is None else [only]:
             for answer in parameter.settle():
                 if isinstance(answer.result, Exception):
                     self._note_failure(f"reduce key {parameter.key!r}", answer.result)

@@ -3,10 +3,10 @@ a number that was read.
 
 ::
 
-    byte 0       4        5     6           7       8        12       16           24        24 + key, padded to 8
-         +-------+--------+-----+-----------+-------+--------+--------+------------+---------+------------------+
-         | magic |version |kind | key_nbytes| method| request| servers| body_nbytes| key     | body             |
-         +-------+--------+-----+-----------+-------+--------+--------+------------+---------+------------------+
+    byte 0       4        5     6           7       8        12       16      20           24        24 + key, padded to 8
+         +-------+--------+-----+-----------+-------+--------+--------+-------+------------+---------+------------------+
+         | magic |version |kind | key_nbytes| method| request| servers| shard | body_nbytes| key     | body             |
+         +-------+--------+-----+-----------+-------+--------+--------+-------+------------+---------+------------------+
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost
 from gradcomp.payload.pieces import round_up
 
 MAGIC = 0x53504347  # "GCPS"
-VERSION = 1
+VERSION = 2
 METHODS = ("max", "sum", "mean", "decode_average")
 MAX_KEY_NBYTES = 255
 MAX_MESSAGE_NBYTES = 2**31 - 1  # what one MPI call can count
-_HEADER = struct.Struct("<IBBBBIIQ")
+_HEADER = struct.Struct("<IBBBBIIII")
 _ALIGNMENT = 8  # of the body, so that fp32 values can be viewed where they stand
 _COMPRESSED = 0x80  # bit of the method byte
 
@@ -59,6 +59,7 @@ class Message:
         key: of the parameter, at most 255 bytes of UTF-8; empty in CLOSE and in replies.
         method: reduce method of a PULL.
         compressed: a PULL asks for a payload.
+        shard: number of the key's shard, 0 for a key that is not cut, or for the agreement on one that is.
         body: ``(n,)`` uint8.
     """
 
@@ -68,6 +69,7 @@ class Message:
     key: str = ""
     method: str | None = None
     compressed: bool = False
+    shard: int = 0
     body: Tensor | None = None
 
     def data(self) -> Tensor:
@@ -89,6 +91,7 @@ def pack(message: Message) -> Tensor:
         method | (_COMPRESSED if message.compressed else 0),
         message.request,
         message.servers,
+        message.shard,
         body.numel(),
     )
     out.numpy()[: _HEADER.size + len(key)] = np.frombuffer(fields + key, np.uint8)
@@ -105,7 +108,7 @@ def parse(message: Tensor) -> Message:
     view: NDArray[np.uint8] = message.numpy()
     if view.size < _HEADER.size:
         raise _corrupt(f"{view.size} bytes, a header alone has {_HEADER.size}")
-    magic, version, kind, key_nbytes, method, request, servers, body_nbytes = _HEADER.unpack(
+    magic, version, kind, key_nbytes, method, request, servers, shard, body_nbytes = _HEADER.unpack(
         view[: _HEADER.size].tobytes()
     )
     if magic != MAGIC:
@@ -127,7 +130,7 @@ def parse(message: Tensor) -> Message:
     if number > len(METHODS):
         raise _corrupt(f"unknown reduce method {number}")
     name = METHODS[number - 1] if number else None
-    return Message(Kind(kind), request, servers, key, name, bool(method & _COMPRESSED), message[start:])
+    return Message(Kind(kind), request, servers, key, name, bool(method & _COMPRESSED), shard, message[start:])
 
 
 def request_number(message: Tensor) -> int:
@@ -231,7 +234,7 @@ def servers_digest(servers: Sequence[int], world_size: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
 
-def home_of(key: str, servers: Sequence[int]) -> int:
-    """Return the rank that serves a key: by a hash that is the same in every process."""
+def home_of(key: str, servers: Sequence[int], shard: int = 0) -> int:
+    """Return the rank that serves a key, by a hash that is the same in every process; shards go round from there."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return servers[int.from_bytes(digest, "little") % len(servers)]
+    return servers[(int.from_bytes(digest, "little") + max(0, shard - 1)) % len(servers)]

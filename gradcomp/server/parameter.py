@@ -97,3 +97,16 @@ class Parameter(ABC):
     def cancel(self, rank: int) -> str:
         """Forget that a worker waits; return what it waited for."""
         return ""
+
+
+class Agreement(Parameter):
+    """What the clients agree on about a key that is cut into shards; the shards are parameters of their own."""
+
+    def push(self, rank: int, value: Tensor) -> int:
+        raise ValueError(f"key {self.key!r} is cut into shards of {self.spec.shard_numel} elements")
+
+    def pull(self, rank: int, message: Message) -> None:
+        self.push(rank, message.data())
+
+    def settle(self) -> list[Answer]:
+        return []

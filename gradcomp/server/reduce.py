@@ -92,7 +92,7 @@ class PackedReducer:
     def encode(self, mean: Tensor, header: wire.Header) -> Tensor:
         """Encode an average as its payloads were; an error-feedback codec keeps what is left over for the next one."""
         codec = codec_of(self._spec, header)
-        key = RngKey(self._spec.seed, 0, header.step, self._parameter, STREAM_SERVER)
+        key = RngKey(self._spec.seed, 0, header.step, self._parameter, STREAM_SERVER, self._spec.first)
         if codec.error_feedback and self._residual is None:
             self._residual = torch.zeros(mean.numel())
         return codec.encode(mean, residual=self._residual if codec.error_feedback else None, key=key)

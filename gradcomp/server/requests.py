@@ -35,7 +35,7 @@ class Request:
     Attributes:
         number: repeated by the reply.
         server: rank that is asked.
-        kind, key: what, and of which key.
+        kind, key, shard: what, and of which shard of which key.
         room_nbytes: the most that the reply's values may take.
         begun: when it was sent, by the monotonic clock.
         sent: its way; None before it has begun.
@@ -46,6 +46,7 @@ class Request:
     server: int
     kind: Kind
     key: str
+    shard: int
     room_nbytes: int
     begun: float
     sent: Work | None = None
@@ -91,7 +92,8 @@ class Requests:
             raise RuntimeError("this client is closed")
         with self._changed:
             self._number = self._number % (2**32 - 1) + 1
-            request = Request(self._number, server, message.kind, message.key, room_nbytes, time.monotonic())
+            now = time.monotonic()
+            request = Request(self._number, server, message.kind, message.key, message.shard, room_nbytes, now)
             if server in self._gone:
                 raise PeerLost(request.phase, -1, 0.0, self._gone[server])
             self._open[request.number] = request
@@ -182,7 +184,7 @@ class Requests:
         detail, cancel = f"server rank {request.server} is silent", None
         if request.kind == Kind.PULL:
             with contextlib.suppress(PeerLost):
-                cancel = self.send(request.server, Message(Kind.CANCEL, key=request.key), 0)
+                cancel = self.send(request.server, Message(Kind.CANCEL, key=request.key, shard=request.shard), 0)
                 until = time.monotonic() + min(GRACE_S, self.timeout_s)
                 reply = self._reply_to([request, cancel], until)
                 if request.reply is not None or isinstance(reply, Exception):

@@ -40,7 +40,9 @@ class _Round:
 class SynchronousParameter(Parameter):
     """A key whose pulls wait for every worker's push.
 
-    At most two rounds are open, and the newest complete one is kept until the slowest worker has left it behind.
+    At most two rounds are open, and the newest complete one is kept until the slowest worker has left it behind. The first
+    shard of a key that is cut decides; a push that it has taken reaches the other shards, where the slowest worker's may
+    still be on its way, so they take one more.
     """
 
     def __init__(self, key: str, spec: Spec, first_rank: int, workers: Sequence[int]) -> None:
@@ -56,7 +58,7 @@ class SynchronousParameter(Parameter):
         lost = self._lost_in(number)
         if lost:
             raise lost
-        if number > slowest + OPEN_ROUNDS:
+        if number > slowest + OPEN_ROUNDS + (self.spec.shard_numel > 0 and self.spec.first > 0):
             late = [r for r, count in self._count.items() if count == slowest]
             raise ValueError(
                 f"push {number} of key {self.key!r} is beyond {OPEN_ROUNDS} open rounds: ranks {late} have pushed {slowest}"

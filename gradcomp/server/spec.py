@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 MAX_NDIM = 8
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MAX_NBYTES = MAX_MESSAGE_NBYTES - 4096  # of one value; the rest is room for header, key and settings
-_FIXED = struct.Struct("<BBBBIQd")
+_FIXED = struct.Struct("<BBBBIIQdQQQ")
 _SHARED, _FEEDBACK, _ASYNCHRONOUS = 1, 2, 4
 
 
@@ -38,6 +38,9 @@ class Spec:
         codec_options: 64-bit hash of all its options.
         asynchronous: pushes are applied at once.
         learning_rate: factor of an asynchronous push.
+        shard_numel: elements of a shard, where the key is cut into some; 0: it is whole.
+        value_crc: CRC-32 of the initial values of a key that is cut.
+        first, part_nbytes: a shard's first element, and the bytes that are pushed to it; 0 for the agreement on all shards.
     """
 
     dtype: str
@@ -49,6 +52,10 @@ class Spec:
     codec_options: int = 0
     asynchronous: bool = False
     learning_rate: float = 0.0
+    shard_numel: int = 0
+    value_crc: int = 0
+    first: int = 0
+    part_nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -56,7 +63,15 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of what is pushed to this key, or to this shard of it."""
+        if self.shard_numel:
+            return self.part_nbytes
         return self.numel * DTYPES[self.dtype].itemsize
+
+    @property
+    def agrees_only(self) -> bool:
+        """Whether this is not a shard of a key that is cut, but what the clients agree on about all of them."""
+        return bool(self.shard_numel) and not self.part_nbytes
 
     def settings(self) -> dict[str, object]:
         """Return what clients must agree on, in the order in which differences are reported."""
@@ -67,6 +82,9 @@ class Spec:
             "codec_options": self.codec_options,
             "asynchronous": self.asynchronous,
             "learning_rate": self.learning_rate,
+            "shard_numel": self.shard_numel,
+            "value": self.value_crc,
+            "shard": f"{self.part_nbytes} bytes from element {self.first}",
         }
 
     def difference(self, other: Spec) -> str | None:
@@ -103,8 +121,8 @@ def make_spec(
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
     if len(shape) > MAX_NDIM or any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in shape):
         raise ValueError(f"shape must have at most {MAX_NDIM} dimensions of at least 0, got {shape!r}")
-    if math.prod(shape) * DTYPES[dtype].itemsize > MAX_NBYTES:
-        raise ValueError(f"shape {shape!r} of {dtype} is more than {MAX_NBYTES} bytes, the most that one key can hold")
+    if any(d >= 2**63 for d in shape):
+        raise ValueError(f"shape {shape!r} has more elements than memory has bytes")
     if codec is not None and dtype != "uint8":
         raise ValueError(f'a codec needs dtype="uint8", got dtype={dtype!r} with {codec!r}')
     if asynchronous is not True and asynchronous is not False:
@@ -127,7 +145,8 @@ def pack_spec(spec: Spec, value: Tensor | None) -> Tensor:
     """Return the body of an INIT request: settings, dimensions, and the initial values of an asynchronous key."""
     flags = spec.shares_scale * _SHARED | spec.error_feedback * _FEEDBACK | spec.asynchronous * _ASYNCHRONOUS
     dtype, ndim = list(DTYPES).index(spec.dtype), len(spec.shape)
-    fixed = _FIXED.pack(dtype, ndim, spec.codec, flags, spec.seed, spec.codec_options, spec.learning_rate)
+    settings = (spec.seed, spec.value_crc, spec.codec_options, spec.learning_rate)
+    fixed = _FIXED.pack(dtype, ndim, spec.codec, flags, *settings, spec.shard_numel, spec.first, spec.part_nbytes)
     head = torch.frombuffer(bytearray(fixed + struct.pack(f"<{ndim}Q", *spec.shape)), dtype=torch.uint8)
     return head if value is None else torch.cat([head, value.reshape(-1).view(torch.uint8)])
 
@@ -141,7 +160,7 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     raw = body.numpy()
     if raw.size < _FIXED.size:
         raise CorruptPayload("message", f"settings of {raw.size} bytes")
-    dtype, ndim, codec, flags, seed, options, rate = _FIXED.unpack(raw[: _FIXED.size].tobytes())
+    dtype, ndim, codec, flags, seed, crc, options, rate, *shard = _FIXED.unpack(raw[: _FIXED.size].tobytes())
     start = _FIXED.size + 8 * ndim
     if ndim > MAX_NDIM or raw.size < start:
         raise CorruptPayload("message", f"settings of {raw.size} bytes with {ndim} dimensions")
@@ -151,8 +170,12 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     if not abs(rate) <= FLOAT32_MAX or (waits and rate) or (codec and name != "uint8"):
         raise CorruptPayload("message", f"settings with learning rate {rate}, codec {codec}, dtype {name}")
     shape = struct.unpack(f"<{ndim}Q", raw[_FIXED.size : start].tobytes())
-    spec = Spec(name, shape, codec, bool(flags & _SHARED), bool(flags & _FEEDBACK), seed, options, not waits, rate)
+    shares, feedback = bool(flags & _SHARED), bool(flags & _FEEDBACK)
+    spec = Spec(name, shape, codec, shares, feedback, seed, options, not waits, rate, shard[0], crc, *shard[1:])
+    if not spec.shard_numel and (crc or any(shard)):
+        raise CorruptPayload("message", f"settings of a shard {shard} of a key that is not cut")
     rest = body[start:]
+    waits |= spec.agrees_only
     fits = not rest.numel() if waits else not rest.numel() % 4 and (name == "uint8" or rest.numel() == spec.nbytes)
     if spec.nbytes > MAX_NBYTES or not fits:
         raise CorruptPayload("message", f"{rest.numel()} bytes of values for {name} of shape {shape}")
