@@ -111,6 +111,44 @@ def test_a_list_with_as_many_ranks_is_ones_own_state(states):
         assert torch.equal(mine["owner_residual"]["w"], found["owner_residual"]["w"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_single_rank_pays_what_the_others_owed(dtype):
+    """Promise 5: nothing is lost, whatever number of ranks goes on; NaN and a step thrown away leave the debt."""
+
+    def run(comm):
+        p = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
+        averager = GradientAverager([("w", p)], "onebit", comm, timeout_s=20)
+        p.grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(comm.rank)).to(dtype)
+        averager.average()
+        return averager.state_dict()
+
+    states = run_local(3, run)
+    owed = torch.stack([s["residual"]["w"].double() for s in states]).sum(0) / 3
+    owed += torch.cat([s["owner_residual"]["w"] for s in states])
+    assert owed.abs().max() > 0.1
+    p = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
+    averager = GradientAverager([("w", p)], "onebit", LocalCommunicator.group(1)[0])
+    averager.load_state_dict(states)
+    assert torch.allclose(averager.state_dict()["residual"]["w"].double(), owed, atol=1e-6)
+
+    def average(value):
+        p.grad = torch.full_like(p, value)
+        averager.average()
+        return p.grad.flatten().double()
+
+    assert average(float("nan")).isnan().all()
+    average(0.0)
+    averager.discard_step()
+    paid = average(0.0)
+    left = averager.state_dict()["residual"]["w"].double()
+    assert torch.allclose(paid + left, owed, atol=1e-6)
+    assert bool((left == 0).all()) is (dtype is torch.float32)
+    assert torch.equal(average(1.0), left.float().add(1.0).to(dtype).double()), "paid once"
+    if dtype is torch.float32:
+        average(1.0)
+        assert averager.state_dict()["residual"] == {}, "and its memory is given back"
+
+
 @pytest.mark.parametrize(("world", "nodes"), [(2, [[0, 1]]), (4, [[0, 1], [2, 3]])])
 def test_a_hierarchical_exchange_takes_no_list(states, world, nodes):
     def load(comm):

@@ -148,17 +148,18 @@ class Layouts:
     # ---- parts -------------------------------------------------------------------------------------------------------
 
     def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
-        if not self.codec.error_feedback or self.comm.world_size == 1:
+        if not self.codec.error_feedback:
             return None, None
         share = self.route.residual_numel
         numels = {p.index: share(p.numel) for p in self.parameters if p.compressed and p.index in self.trained}
         feedback = Feedback(numels)
-        if self.strategy.second_phase != "requantize":
+        if self.strategy.second_phase != "requantize" or self.comm.world_size == 1:
             return feedback, None
         return feedback, feedback.owned(self.route.owner_numel)
 
     def _slots(self, members: Members) -> list[Slot]:
-        slots, feedback, transform = [], self.memory.feedback, self.memory.transform
+        slots, transform = [], self.memory.transform
+        feedback = self.memory.feedback if self.comm.world_size > 1 else None  # a single rank only pays what it owes
         for index, offset in members:
             p = self.parameters[index]
             new = feedback is not None and p.compressed and not feedback.knows(index)

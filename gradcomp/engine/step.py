@@ -91,6 +91,8 @@ class Engine:
         self.comm.claim()
         self._open, self._sealed, self.submitted, self._step_numel = True, False, [], 0
         self.memory.begin_step()
+        if self.comm.world_size == 1:
+            self.memory.settle()
         if self.options.loss_scale is not None:
             scale = float(self.options.loss_scale())
             if not 0 < scale < math.inf:

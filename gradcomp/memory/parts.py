@@ -38,6 +38,11 @@ class Memory:
         if self.transform is not None:
             self.transform.planes.begin_step()
 
+    def settle(self) -> None:
+        """Give the memory of residuals back where none is left."""
+        if self.feedback is not None:
+            self.feedback.settle()
+
     def discard(self) -> None:
         """Undo every commit since `begin_step`."""
         if self.feedback is not None:

@@ -77,6 +77,16 @@ class Planes:
             self._current[index] ^= 1
             self._committed.append(index)
 
+    @property
+    def begun(self) -> bool:
+        """Whether any value has ever been other than the initial one."""
+        return self._planes is not None
+
+    def settle(self) -> None:
+        """Give the memory back if every value is the initial one again."""
+        if self._planes is not None and all(bool((self.pair(i)[0] == self._initial).all()) for i in self._places):
+            self._planes = None
+
     def begin_step(self) -> None:
         """Forget what `discard` could undo."""
         self._committed.clear()

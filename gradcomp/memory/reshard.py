@@ -20,7 +20,7 @@ def reshard(
     Where their number is the same it is the rank's own one. Otherwise, what the old ranks still owed the average, sum of
     residuals / their number, is what the new ones owe: each of them gets it whole. Owners' residuals, and states of an
     owner's transform, are joined and cut anew; where new ranks keep no owner's residuals theirs go to everyone. States of a
-    local transform become their mean. A single rank sends nothing and so has no residuals.
+    local transform become their mean. A single rank adds what it owes to its next gradients (`Feedback.pay`).
 
     Args:
         states: from `state_dict` of every rank of one run, at the same step, in any order.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from gradcomp import kernels
@@ -49,6 +50,17 @@ class Feedback(Planes):
             kernels.of(plane.device).rescale(plane, factor)
         if self._owned is not None:
             self._owned.rescale(factor)
+
+    def pay(self, index: int, values: Tensor) -> bool:
+        """Add a parameter's residual to its values in place, for who sends nothing; return True if one is not finite.
+
+        What is left out by rounding to the dtype of `values`, ``(numel,)``, is the residual after this step.
+        """
+        old, new = self.pair(index)
+        torch.add(values, old, out=new)
+        values.copy_(new)
+        new.sub_(values)
+        return not bool(torch.isfinite(values).all())
 
     def residual(self, index: int) -> Tensor:
         """Return a view of a parameter's current residual, ``(numel,)`` float32."""
