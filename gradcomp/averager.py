@@ -159,10 +159,6 @@ class GradientAverager(Controls):
             if parameter.grad is not None and parameter.requires_grad:
                 check_gradient(name, parameter)
 
-    def close(self) -> None:
-        """Stop the threads and close the communicator."""
-        self._engine.close()
-
 
 def torch_communicator(timeout_s: float | None) -> Communicator:
     """Return a communicator over torch.distributed's default group."""

@@ -326,3 +326,61 @@ def test_delays_anywhere_change_no_bit(seed, options):
     plain, delayed = run_local(3, run, False), run_local(3, run, True)
     for wanted, found in zip(plain, delayed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def stage_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("gradcomp-")}
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 1
+    while not condition() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_dropped_without_close_gives_everything_back(fails):
+    """Notebooks and sweeps make one after the other: threads and buffers went on living, each with a communicator."""
+    before = stage_threads()
+
+    def run(comm):
+        _, averager, fill = averager_of(comm, transactional=True)
+        fill(0)
+        averager.average()
+        averager.rotate()
+        averager.flush()
+        if fails:
+            fails_in_its_last_stage(averager, 1, KeyError("mine"))
+            with pytest.raises((KeyError, PeerLost)):
+                averager.average()
+        return weakref.ref(averager._engine), weakref.ref(comm)
+
+    alive = [ref for refs in run_local(2, run) for ref in refs]
+    assert wait_for(lambda: all(ref() is None for ref in alive)), "somebody holds an engine or a communicator"
+    assert wait_for(lambda: not stage_threads() - before)
+
+
+def test_with_closes_and_tells_the_peers():
+    def run(comm):
+        _, averager, fill = averager_of(comm)
+        fill(0)
+        with contextlib.suppress(ZeroDivisionError), averager as same:
+            assert same is averager
+            averager.average()
+            if comm.rank == 0:
+                raise ZeroDivisionError
+            begun = time.monotonic()
+            with pytest.raises(PeerLost):
+                averager.average()
+            assert time.monotonic() - begun < 5
+        with pytest.raises((RuntimeError, PeerLost)):
+            averager.average()
+
+    before = stage_threads()
+    run_local(2, run)
+    assert wait_for(lambda: not stage_threads() - before)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from gradcomp.engine.step import Engine
 from gradcomp.exchange.stats import Stats
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class Controls:
-    """Base of `gradcomp.ddp.CompressionState` and `gradcomp.GradientAverager`."""
+    """Base of `gradcomp.ddp.CompressionState` and `gradcomp.GradientAverager`; a context manager, which closes.
+
+    What is dropped without `close` gives its threads and buffers back, too.
+    """
 
     _engine: Engine
 
@@ -51,3 +58,16 @@ class Controls:
     def describe(self) -> str:
         """Return one line: what is compressed, what is not, the exchange, the expected ratio."""
         return self._engine.describe()
+
+    def close(self) -> None:
+        """Stop the threads and close the communicator; an exchange under way ends. Closing twice is harmless."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
