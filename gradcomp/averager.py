@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.buckets import Gradient, check_gradient, fuse
+from gradcomp.engine import replicas
+from gradcomp.engine.buckets import Gradient, check_gradient, fuse, poison
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.rotation import Rotation
@@ -33,8 +35,8 @@ class GradientAverager(Controls):
         optimizer.step()
 
     Args:
-        named_parameters: (name, parameter) pairs as ``model.named_parameters()`` gives them, the same on every rank. Of a
-            DTensor the local shard is averaged: `comm` then has the ranks that hold the same shards.
+        named_parameters: a model, or (name, parameter) pairs as its ``named_parameters()`` gives them, the same on every
+            rank; the first exchange compares the bits of those that are trained. Of a DTensor the local shard is averaged: `comm` then has the ranks that hold the same shards.
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         options: see `gradcomp.Options`.
@@ -48,7 +50,7 @@ class GradientAverager(Controls):
     @spell_out
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        named_parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
         codec: Codec | str,
         comm: Communicator | None = None,
         options: Options | None = None,
@@ -58,7 +60,7 @@ class GradientAverager(Controls):
     ) -> None:
         if not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
-        self._named = list(named_parameters)
+        self._named = _pairs(named_parameters)
         self._sources = [Gradient(name, p) for name, p in self._named]
         options = Options.of(options, **changes)
         self._scaled = options.grad_scaler is not None
@@ -72,6 +74,7 @@ class GradientAverager(Controls):
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
         self._rotation: Rotation | None = None
+        self._compared = self._engine.comm.world_size == 1  # the parameters, with those of the other ranks
 
     def average(self) -> None:
         """Replace every ``p.grad`` by its average over all ranks; a missing gradient counts as zero.
@@ -79,16 +82,19 @@ class GradientAverager(Controls):
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: on every rank, and again at every later call.
             UnsupportedTensor: a sparse gradient, or one of another dtype than its parameter's.
-            GradcompError: an exchange that `rotate` began is under way.
+            GradcompError: an exchange that `rotate` began is under way; nothing is changed then.
+            After any other error every ``p.grad`` is NaN.
         """
         self._refuse_pending("average()")
         engine = self._engine
-        self._check_gradients()
-        engine.begin_step()
-        for bucket in self._buckets:
-            bucket.load()
-            engine.submit(bucket.flat, bucket.members, lambda: None)
-        engine.finish_step()
+        with self._poisoned_on_failure():
+            self._check_gradients()
+            self._compare_parameters()
+            engine.begin_step()
+            for bucket in self._buckets:
+                bucket.load()
+                engine.submit(bucket.flat, bucket.members, lambda: None)
+            engine.finish_step()
         for bucket in self._buckets:
             bucket.store()
 
@@ -102,17 +108,20 @@ class GradientAverager(Controls):
             Whether ``p.grad`` holds averages now. If not, as in the first call and after `flush`, every ``p.grad`` is None.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: of this or an earlier exchange, and again at every later call; every
-                ``p.grad`` is NaN then.
-            UnsupportedTensor: as `average`; nothing is changed.
-            GradcompError: a `grad_scaler` was given: averages would come back under another loss scale than they left.
+            PeerMismatch, PeerLost, CorruptPayload: of this or an earlier exchange, and again at every later call.
+            UnsupportedTensor: as `average`.
+            GradcompError: a `grad_scaler` was given: averages would come back under another loss scale than they left;
+                nothing is changed then.
+            After any other error every ``p.grad`` is NaN.
         """
         if self._scaled:
             raise GradcompError("rotate() hands back gradients of an earlier loss scale: make the averager without one")
-        self._check_gradients()
-        if self._rotation is None:
-            self._rotation = Rotation(self._engine, self._buckets, fuse(self._sources, self._bucket_cap_mb))
-        return self._rotation.rotate()
+        with self._poisoned_on_failure():
+            self._check_gradients()
+            self._compare_parameters()
+            if self._rotation is None:
+                self._rotation = Rotation(self._engine, self._buckets, fuse(self._sources, self._bucket_cap_mb))
+            return self._rotation.rotate()
 
     def flush(self) -> bool:
         """Wait for what `rotate` has begun and put the averages into ``p.grad``; return whether there was any.
@@ -150,6 +159,34 @@ class GradientAverager(Controls):
         if self._rotation is not None and self._rotation.pending:
             raise GradcompError(f"{what} while an exchange that rotate() began is under way: call flush() first")
 
+    @contextlib.contextmanager
+    def _poisoned_on_failure(self) -> Iterator[None]:
+        """Leave no local gradient that a step could take for an average."""
+        try:
+            yield
+        except BaseException:
+            poison(p for _, p in self._named if p.requires_grad)
+            raise
+
+    def _compare_parameters(self) -> None:
+        """Compare the bits of trained parameters over the ranks, once: nobody has broadcast them."""
+        engine = self._engine
+        if self._compared or engine.pipeline.error is not None:
+            return
+        self._compared = True
+        sources = [source for source in self._sources if source.trained]
+        settings = {
+            "codec": engine.codec.name,
+            "codec_options": engine.codec.options(),
+            "exchange": engine.layouts.strategy.exchange,
+        }
+        try:
+            sent = replicas.compare_first(engine.comm, sources, settings, engine.timeout_s)
+        except GradcompError as error:
+            engine.pipeline.fail(error)
+            raise
+        engine.stats.setup_bytes += sent
+
     def _check_gradients(self) -> None:
         """Raise unless every gradient can be averaged."""
         bucketed = {index for bucket in self._buckets for index, _ in bucket.members}
@@ -165,3 +202,21 @@ def torch_communicator(timeout_s: float | None) -> Communicator:
     from gradcomp.comm.torchdist import TorchCommunicator
 
     return TorchCommunicator(timeout_s=timeout_s or TorchCommunicator.timeout_s)
+
+
+def _pairs(named_parameters: Any) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) pairs of a model, or as they are given.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(named_parameters, nn.parallel.DistributedDataParallel):
+        raise TypeError("DistributedDataParallel averages gradients already: give it to gradcomp.ddp.register")
+    pairs = list(named_parameters.named_parameters() if isinstance(named_parameters, nn.Module) else named_parameters)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(
+                f"GradientAverager takes a model, or the pairs of model.named_parameters(), got {type(pair).__name__}: "
+                "residuals and checkpoints go by names"
+            )
+    return pairs

@@ -4,23 +4,24 @@ Annotations here are real classes, since DDP inspects those of a hook: no postpo
 """
 
 import logging
+import sys
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from gradcomp.codecs import Codec
+from gradcomp.comm import torch_private
 from gradcomp.comm.base import Communicator
-from gradcomp.comm.torchdist import TorchCommunicator
-from gradcomp.engine.buckets import Gradient
+from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
+from gradcomp.engine.buckets import Gradient, poison
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.step import Engine
-from gradcomp.errors import GradcompError, UnsupportedTensor
+from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.fused import FusedGradients, replicated, state_digest, why_not_fused
 from gradcomp.payload.order import storage_order, storage_view
@@ -29,6 +30,28 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("gradcomp")
+# what gloo and the store say of a peer that is gone or silent
+LOST_SIGNS = (
+    "onnection closed",
+    "onnection reset",
+    "roken pipe",
+    "imed out waiting",
+    "imeout waiting",
+    "ait timeout",
+    "imed out after",
+)
+
+
+class _Detached:
+    """What a state of a copied model has in place of its engine: every use says what it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise GradcompError(
+            "this is the state of a copy of a model (deepcopy, pickle, torch.save): it compresses nothing and has no "
+            f"{name}; ask the state of the model that trains, or register the copy itself"
+        )
 
 
 class CompressionState(Controls):
@@ -59,6 +82,9 @@ class CompressionState(Controls):
                 "for a model without DDP use gradcomp.GradientAverager"
             )
         _check_dtypes(model)
+        taken = torch_private.taken_hook(model)
+        if taken:
+            raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
         options = Options.of(options, **changes)
         named = list(model.module.named_parameters())
         self._known = {id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)}
@@ -68,6 +94,7 @@ class CompressionState(Controls):
         timeout_s = options.timeout_s or Communicator.timeout_s
         own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=timeout_s)
         try:
+            same_ranks(own_comm, model.process_group, timeout_s=timeout_s)
             self._engine = Engine([Gradient(name, p) for name, p in named], codec, own_comm, options)
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:
@@ -75,7 +102,12 @@ class CompressionState(Controls):
                 own_comm.close()
             raise
         self._finds_unused = bool(model.find_unused_parameters)
-        self._pre_hook = model.register_forward_pre_hook(self._raise_if_failed)
+        self._ranks = tuple(dist.get_process_group_ranks(model.process_group))
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
         if own_comm.rank == 0:
             logger.info(self.describe())
 
@@ -105,9 +137,17 @@ class CompressionState(Controls):
         if self._fused is not None:
             self._fused.materialize()
 
+    def check_replicas(self) -> tuple[int, ...]:
+        """As `Controls.check_replicas`; return the ranks that were asked, as the default process group numbers them."""
+        super().check_replicas()
+        return self._ranks
+
     def close(self) -> None:
         """Stop the threads and give the process groups back; the model cannot train on after it."""
-        self._pre_hook.remove()
+        if self._detached:
+            return
+        for hook in self._hooks:
+            hook.remove()
         if self._fused is not None:
             self._fused.close()
         self._engine.close()
@@ -125,9 +165,7 @@ class CompressionState(Controls):
         if isinstance(bucket, tuple):
             raise UnsupportedTensor("compiled autograd's python reducer passes (grad, param) pairs: not supported yet")
         buffer = bucket.buffer()
-        if self._detached:
-            raise GradcompError("this is a copy of a model with gradcomp: it does not train; register the copy itself")
-        engine, task = self._engine, torch._C._current_graph_task_id()
+        engine, task = self._engine, torch_private.graph_task()
         in_backward = task != -1
         # in the first backward of a static graph every bucket has index 0 and none is the last
         is_more = in_backward and bucket.index() == 0 and task == self._task
@@ -145,17 +183,18 @@ class CompressionState(Controls):
             if not future.done():
                 future.set_result(buffer)
         if (bucket.is_last() or is_second) and in_backward:
-            Variable._execution_engine.queue_callback(self._finish)
+            torch_private.after_backward(self._finish)
         elif bucket.is_last():  # join(): this rank has run out of data and plays along
             engine.finish_step()
             self._unpack()
-        return future
+        return torch_private.record_until("gradcomp::bucket", future) if torch_private.is_profiling() else future
 
     def _finish(self) -> None:
         self._task = -1
         try:
             self._engine.finish_step()
-        except BaseException:
+        except BaseException:  # before DDP has copied its buckets to gradients, which are this rank's own still
+            poison(p for _, p in self._engine.named)
             if self._fused is not None:
                 self._fused.fail()
             raise
@@ -164,7 +203,7 @@ class CompressionState(Controls):
         if self._fused.must_unpack(finds_unused=self._finds_unused):
             self._unpack()
         else:  # after DDP's own callback, which copies buckets to gradients
-            Variable._execution_engine.queue_callback(self._fused.place)
+            torch_private.after_backward(self._fused.place)
 
     def _unpack(self) -> None:
         """Write the averages of the last step into DDP's buckets after all."""
@@ -211,19 +250,49 @@ class CompressionState(Controls):
             "model, for example .to(memory_format=torch.channels_last), before wrapping and registering it"
         )
 
-    def _raise_if_failed(self, module: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._detached:
             return
         if self._engine.pipeline.error is not None:
             raise self._engine.pipeline.error
-        if self._fused is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        if self._engine.comm.world_size > 1 and torch_private.joins_by_active_ranks(module):
+            raise GradcompError(
+                "Join(divide_by_initial_world_size=False) cannot be honoured: gradcomp divides by the initial number of "
+                "ranks; leave the argument out"
+            )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise GradcompError(
+                    f"parameter {name!r} was frozen when the model was wrapped or registered: no bucket holds its gradient, "
+                    "and every rank would train it apart; unfreeze first, then wrap in DistributedDataParallel and register"
+                )
+        if self._fused is not None:
             self._fused.before_forward()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressionState":
-        """Return a state that does nothing: copies of a model (weight averaging) are evaluated, not trained."""
-        copy = object.__new__(type(self))
-        copy._detached = True
-        return copy
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Take note where torch's own collectives (buffers, bucket rebuilds) have lost a peer: the state is lost, too."""
+        error = sys.exc_info()[1]
+        if self._detached or not isinstance(error, RuntimeError) or self._engine.pipeline.error is not None:
+            return
+        text = str(error)
+        if any(sign in text for sign in LOST_SIGNS):
+            lost = PeerLost("torch's own collectives", -1, 0.0, text.splitlines()[0])
+            lost.__cause__ = error
+            self._engine.pipeline.fail(lost)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a model (weight averaging, ``torch.save``) get a state that does nothing."""
+        return _detached, ()
+
+
+def _detached() -> CompressionState:
+    """Return a state that compresses nothing, for a copy of a model."""
+    state = object.__new__(CompressionState)
+    state._detached = True
+    state._engine = state._fused = _Detached()  # type: ignore[assignment]
+    return state
 
 
 def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -270,20 +339,24 @@ def register(
     try:
         model.register_comm_hook(state, compression_hook)
     except BaseException:
-        state._pre_hook.remove()
+        for hook in state._hooks:
+            hook.remove()
+        if state._fused is not None:
+            state._fused.close()
         if comm is None:
             state.close()
         raise
+    torch_private.name_hook(model, f"gradcomp.ddp.compression_hook: {state._engine.codec!r}")
     return state
 
 
 def _check_dtypes(model: nn.parallel.DistributedDataParallel) -> None:
     """Raise ValueError if parameters changed their dtype after DDP was made: it would not see their gradients."""
     names = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
-    seen = str(model._get_ddp_logging_data().get("dtypes", "")).split(", ")  # type: ignore[no-untyped-call]
+    seen = torch_private.bucket_dtypes(model)
     for name, parameter in model.module.named_parameters():
         wanted = names.get(parameter.dtype)
-        if parameter.requires_grad and wanted is not None and wanted not in seen:
+        if parameter.requires_grad and wanted is not None and seen is not None and wanted not in seen:
             raise ValueError(
                 f"parameter {name!r} has become {parameter.dtype} after DistributedDataParallel was made, which then does "
                 "not see its gradients: convert the model (split_parameters, .to()) before wrapping it"

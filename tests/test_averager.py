@@ -139,8 +139,11 @@ def test_a_missing_gradient_counts_as_zero():
         assert grads == [[2.0], [2.0], [4.0], [4.0], [4.0], [4.0]]
 
 
+MIX = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32).bfloat16(), nn.Linear(32, 32).half()])
+
+
 def half_precision_mix(comm):
-    net = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32).bfloat16(), nn.Linear(32, 32).half()])
+    net = copy.deepcopy(MIX)
     averager = GradientAverager(net.named_parameters(), "ternary", comm, min_numel=0)
     for p in net.parameters():
         p.grad = torch.full_like(p, float(comm.rank))

@@ -847,7 +847,7 @@ def test_sparse_gradients_are_refused_by_name(ranks):
 
 
 def users_exception():
-    """An exception of the user's in the middle of backward: it comes out as itself, and the next backward works."""
+    """An exception of the user's in the middle of backward: it comes out as itself, and nothing hangs."""
     model = DDP(small_model(), bucket_cap_mb=0.01)
     state = gradcomp.ddp.register(model, "ternary", min_numel=0, timeout_s=20)
     x, y = batch(0, dist.get_rank())

@@ -6,7 +6,7 @@ same shard of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +48,18 @@ def check_gradient(name: str, parameter: Tensor) -> None:
     check_tensor(local, "gradient", contiguous=False)
     if grad.dtype != parameter.dtype:
         raise UnsupportedTensor(f"gradient is {grad.dtype}, its parameter {parameter.dtype}")
+
+
+@torch.no_grad()
+def poison(parameters: Iterable[Tensor]) -> None:
+    """Make every gradient NaN: after a failed step no local one may be taken for an average."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.layout == torch.strided:
+            parameter.grad.fill_(float("nan"))
+        else:
+            parameter.grad = torch.full((), float("nan"), dtype=parameter.grad.dtype).expand(parameter.shape)
 
 
 class Source(Protocol):

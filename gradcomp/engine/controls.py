@@ -51,9 +51,14 @@ class Controls:
         """Roll residuals back to before the last step: call it when you throw its gradients away."""
         self._engine.discard_step()
 
-    def check_replicas(self) -> None:
-        """Compare the parameters' bits over all ranks; PeerMismatch names the first tensor and rank that differ."""
+    def check_replicas(self) -> tuple[int, ...]:
+        """Compare the parameters' bits over all ranks; PeerMismatch names the first tensor and rank that differ.
+
+        Returns:
+            the ranks that were asked, this one among them.
+        """
         self._engine.check_replicas()
+        return tuple(range(self._engine.comm.world_size))
 
     def describe(self) -> str:
         """Return one line: what is compressed, what is not, the exchange, the expected ratio."""

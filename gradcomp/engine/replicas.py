@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from gradcomp.comm.base import Communicator
+from gradcomp.engine.agree import gather
+from gradcomp.engine.buckets import Source
 from gradcomp.errors import PeerMismatch
+from gradcomp.payload import fingerprint, wire
 
 DIGEST_NBYTES = 16
 
@@ -20,6 +24,39 @@ def digests(tensors: Iterable[Tensor]) -> bytes:
         raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         out += hashlib.blake2b(raw.data, digest_size=DIGEST_NBYTES).digest()
     return out
+
+
+def compare_first(comm: Communicator, sources: Sequence[Source], settings: Mapping[str, object], timeout_s: float) -> int:
+    """Compare what every rank must hold alike before anything is averaged. Collective, on the control channel.
+
+    Ranks whose tensors are not even of the same names, shapes and places are left to the first bucket's fingerprint, which
+    knows more words for that.
+
+    Args:
+        settings: fields of the fingerprint that must not differ either.
+
+    Returns:
+        the bytes that this rank sent.
+
+    Raises:
+        PeerMismatch: "parameter NAME", and the first rank whose bits differ from rank 0's; a field of `settings`.
+        PeerLost: a rank did not answer.
+    """
+    likes = [source.like for source in sources]
+    mine = digests(likes)
+    places = [(s.name, tuple(t.shape), str(t.dtype), s.place) for s, t in zip(sources, likes, strict=True)]
+    words = fingerprint.record(
+        wire_version=wire.VERSION, numel="parameters", layout=places, bucket=(mine,), world_size=comm.world_size, **settings
+    )
+    try:
+        fingerprint.compare(gather(comm, fingerprint.pack(words), "fingerprint", -1, timeout_s))
+    except PeerMismatch as found:
+        if found.field == "bucket":  # the last field, so everything else is alike
+            names = [f"parameter {source.name}" for source in sources]
+            compare(names, gather(comm, mine, "fingerprint", -1, timeout_s))
+        if found.field != "layout":
+            raise
+    return (comm.world_size - 1) * fingerprint.NBYTES
 
 
 def compare(names: Sequence[str], everyone: Sequence[bytes]) -> None:

@@ -6,23 +6,28 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from gradcomp.comm.torch_private import stage_range
+
 WORK_PHASES = ("statistics", "encode", "owner", "decode")
 PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode")
 
 
 class Stopwatch:
-    """Counts the seconds of a ``with`` block as those of one phase."""
+    """Counts the seconds of a ``with`` block as those of one phase, and shows it in a profile of its thread."""
 
-    __slots__ = ("_begun", "_phase", "_stats")
+    __slots__ = ("_begun", "_phase", "_range", "_stats")
 
     def __init__(self, stats: Stats, phase: str) -> None:
         self._stats, self._phase = stats, phase
+        self._range = stage_range(f"gradcomp::{phase}")
 
     def __enter__(self) -> None:
+        self._range.__enter__()
         self._begun = time.perf_counter()
 
     def __exit__(self, *exception: object) -> None:
         self._stats.add_seconds(self._phase, time.perf_counter() - self._begun)
+        self._range.__exit__(*exception)
 
 
 @dataclass

@@ -1,0 +1,343 @@
+"""What the doors refuse, survive and leave behind: failed steps, foreign communicators, copies, Join, frozen layers."""
+
+import contextlib
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import run_local
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.profiler import profile
+
+import gradcomp
+import gradcomp.ddp
+from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerLost, PeerMismatch, UnsupportedTensor
+from gradcomp.comm import LocalCommunicator
+from gradcomp.optim import SplitSGD, split_parameters
+
+
+def small_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 4))
+
+
+MODEL, OTHER = small_model(), small_model(1)  # threads share torch's global generator
+
+
+def backward(model, step=0):
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    x = torch.randn(8, 32, generator=generator).to(next(model.parameters()).dtype)
+    model(x).square().mean().backward()
+
+
+def all_nan(model):
+    return all(bool(p.grad.isnan().all()) for p in model.parameters() if p.grad is not None)
+
+
+# ---- a failed step leaves NaN ------------------------------------------------------------------------------------------
+
+
+def fails_under_ddp(fused, view):
+    """Rank 1 is a step ahead, so the second backward fails everywhere."""
+    model = copy.deepcopy(MODEL)
+    optimizer = SplitSGD(split_parameters(model), lr=0.1) if fused else None
+    model = DDP(model, gradient_as_bucket_view=view, bucket_cap_mb=0.005)
+    state = gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=20, optimizer=optimizer)
+    backward(model)
+    finite = fused or not all_nan(model)
+    state._engine.step += dist.get_rank()
+    with pytest.raises(PeerMismatch, match="step"):
+        backward(model)
+    poisoned = all_nan(model) and all(p.grad is not None for p in model.parameters())
+    with pytest.raises(PeerMismatch, match="step"):  # and the next forward says it again
+        backward(model)
+    state.close()
+    return finite, poisoned, all_nan(model)
+
+
+@pytest.mark.parametrize(("fused", "view"), [(False, False), (False, True), (True, False)])
+def test_a_failed_backward_leaves_no_local_gradient(gloo, fused, view):
+    assert gloo(2, fails_under_ddp, fused, view) == [(True, True, True)] * 2
+
+
+def fails_in_averager(comm, way):
+    model = copy.deepcopy(MODEL)
+    averager = GradientAverager(model, "onebit", comm, min_numel=0, timeout_s=20, bucket_cap_mb=0.005)
+    with contextlib.closing(averager):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        getattr(averager, way)()
+        averager.flush()
+        averager._engine.step += comm.rank
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with pytest.raises(GradcompError):
+            getattr(averager, way)()
+            averager.flush()
+        return all_nan(model)
+
+
+@pytest.mark.parametrize("way", ["average", "rotate"])
+def test_a_failed_average_leaves_no_local_gradient(way):
+    assert run_local(2, fails_in_averager, way) == [True, True]
+
+
+@pytest.mark.parametrize("way", ["average", "rotate"])
+def test_a_refused_gradient_leaves_no_local_gradient(way):
+    """All ranks refuse alike before anything is sent: a step that is taken nevertheless must not be one of each rank's own."""
+    layers = nn.ModuleList([nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)])
+    averager = GradientAverager(layers, Identity(), LocalCommunicator.group(2)[0], min_numel=0)
+    (layers[1](torch.tensor([1])) @ layers[0].weight).sum().backward()
+    with pytest.raises(UnsupportedTensor, match="sparse"):
+        getattr(averager, way)()
+    assert all_nan(layers) and layers[0].weight.grad is not None and layers[1].weight.grad is not None
+
+
+def interrupted_average(comm):
+    model = copy.deepcopy(MODEL)
+    averager = GradientAverager(model, Identity(), comm, min_numel=0, bucket_cap_mb=0.005)
+    with contextlib.closing(averager):
+        second, found = averager._buckets[1], []
+        for fails in (True, False):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 1.0 + comm.rank)
+            if fails:
+                second.load = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    averager.average()
+                found.append(all_nan(model))
+                del second.load
+            else:
+                averager.average()
+        return [*found, all(bool((p.grad == 1.5).all()) for p in model.parameters()), averager.step]
+
+
+def test_an_interrupted_average_can_be_tried_again():
+    """A step that was left open is waited for before the next one begins."""
+    assert run_local(2, interrupted_average) == [[True, True, 1]] * 2
+
+
+def goes_on_after_an_exception():
+    """The user's exception on every rank, in the middle of backward: DDP is made anew, the state goes on."""
+    module = copy.deepcopy(MODEL)
+    model = DDP(module, bucket_cap_mb=0.005)
+    state = gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=20, transactional=True)
+    backward(model)
+    before = state.state_dict()
+    handle = module[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):  # DDP's, with any hook or none
+        backward(model)
+    state.discard_step()
+    saved = state.state_dict()
+    same = saved["step"] == before["step"] and all(
+        torch.equal(t, before["residual"][n]) for n, t in saved["residual"].items()
+    )
+    state.close()
+    del model
+    model = DDP(module, bucket_cap_mb=0.005)
+    state = gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=20, transactional=True)
+    state.load_state_dict(saved)
+    model.zero_grad()
+    backward(model, 1)
+    asked = state.check_replicas()
+    state.close()
+    return same, not all_nan(model), asked
+
+
+def test_what_to_do_after_an_exception_of_ones_own(gloo):
+    assert gloo(2, goes_on_after_an_exception) == [(True, True, (0, 1))] * 2
+
+
+# ---- the ranks that were meant -----------------------------------------------------------------------------------------
+
+
+def foreign_communicator(kind):
+    model = DDP(copy.deepcopy(MODEL))
+    rank = dist.get_rank()
+    comm = LocalCommunicator.group(1)[0] if kind == "alone" else LocalCommunicator.group(2)[1 - rank]
+    with pytest.raises(ValueError, match="other ranks than the process group") as caught:
+        gradcomp.ddp.register(model, "ternary", comm=comm)
+    backward(model)  # no hook was left behind
+    return "LocalCommunicator" in str(caught.value), len(model._forward_pre_hooks)
+
+
+@pytest.mark.parametrize("kind", ["alone", "reversed"])
+def test_a_communicator_of_other_ranks_is_refused(gloo, kind):
+    assert gloo(2, foreign_communicator, kind) == [(True, 0)] * 2
+
+
+def unequal(comm, way):
+    model = copy.deepcopy(OTHER if comm.rank == 2 else MODEL)
+    averager = GradientAverager(model, "ternary", comm, min_numel=0, timeout_s=20)
+    with contextlib.closing(averager):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        for _ in range(2):
+            with pytest.raises(PeerMismatch) as caught:
+                getattr(averager, way)()
+        return caught.value.field, caught.value.rank, all_nan(model)
+
+
+@pytest.mark.parametrize("way", ["average", "rotate"])
+def test_unequal_initial_parameters_are_named(way):
+    assert run_local(3, unequal, way) == [("parameter 0.weight", 2, True)] * 3
+
+
+def test_an_averager_takes_a_model():
+    named = [n for n, _ in MODEL.named_parameters()]
+    comm = LocalCommunicator.group(1)[0]
+    assert [p.name for p in GradientAverager(MODEL, "onebit", comm)._engine.parameters] == named
+    for wrong, said in ((MODEL.parameters(), "Parameter"), ([1], "int"), ([("a",)], "tuple")):
+        with pytest.raises(TypeError, match=f"named_parameters.*{said}"):
+            GradientAverager(wrong, "onebit", comm)
+
+
+# ---- copies, pickles ---------------------------------------------------------------------------------------------------
+
+
+def saved():
+    model = DDP(copy.deepcopy(MODEL))
+    state = gradcomp.ddp.register(model, "onebit", min_numel=0)
+    backward(model)
+    memory = io.BytesIO()
+    torch.save(model, memory)
+    memory.seek(0)
+    twin = torch.load(memory, weights_only=False)
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
+    twin(torch.ones(1, 32))  # runs
+    again = gradcomp.ddp.register(twin, Identity(), min_numel=0)  # and trains, once it is registered
+    backward(twin)
+    steps = again.step
+    again.close()
+    state.close()
+    return same, steps
+
+
+def test_a_registered_model_can_be_pickled(gloo):
+    assert gloo(2, saved) == [(True, 1)] * 2
+
+
+def detached():
+    state = gradcomp.ddp.register(DDP(copy.deepcopy(MODEL)), "onebit")
+    silent = []
+    for twin in (copy.deepcopy(state), copy.copy(state), pickle.loads(pickle.dumps(state))):
+        for name in ("state_dict", "discard_step", "check_replicas", "materialize_gradients", "describe"):
+            with pytest.raises(GradcompError, match="copy of a model"):
+                getattr(twin, name)()
+        for name in ("stats", "step"):
+            with pytest.raises(GradcompError, match="copy of a model"):
+                getattr(twin, name)
+        with pytest.raises(GradcompError, match="copy of a model"):
+            twin.load_state_dict({})
+        twin.close()
+        silent.append(repr(twin))
+    state.close()
+    return silent
+
+
+def test_the_state_of_a_copy_says_what_it_is(gloo):
+    assert gloo(1, detached) == [["<CompressionState of a copy: off>"] * 3]
+
+
+# ---- what DDP is told to do beside -------------------------------------------------------------------------------------
+
+
+def hook_is_taken():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    mixed = DDP(copy.deepcopy(MODEL), mixed_precision=_MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16))
+    with pytest.raises(ValueError, match="mixed_precision"):
+        gradcomp.ddp.register(mixed, "ternary")
+    module = copy.deepcopy(MODEL)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    with pytest.raises(ValueError, match="optimizers in backward"):
+        gradcomp.ddp.register(DDP(module), "ternary")
+
+
+def test_who_has_taken_the_hook_is_named(gloo):
+    gloo(1, hook_is_taken)
+
+
+def joins():
+    model = DDP(copy.deepcopy(MODEL))
+    state = gradcomp.ddp.register(model, "ternary", timeout_s=20)
+    with pytest.raises(GradcompError, match="divide_by_"), Join([model], divide_by_initial_world_size=False):
+        backward(model)
+    state.close()
+
+
+def test_join_over_the_ranks_that_are_left_is_refused(gloo):
+    gloo(2, joins)
+
+
+def unfrozen():
+    module = copy.deepcopy(MODEL)
+    module[2].requires_grad_(False)
+    model = DDP(module)
+    state = gradcomp.ddp.register(model, "ternary")
+    backward(model)
+    module[2].requires_grad_(True)
+    with torch.no_grad():
+        model(torch.ones(1, 32))  # not trained
+    with pytest.raises(GradcompError, match=r"'2\.weight' was frozen"):
+        backward(model)
+    state.close()
+
+
+def test_a_layer_unfrozen_after_wrapping_is_named(gloo):
+    gloo(2, unfrozen)
+
+
+def profiled():
+    model = DDP(copy.deepcopy(MODEL), bucket_cap_mb=0.005)
+    state = gradcomp.ddp.register(model, OneBit(), min_numel=0)
+    backward(model)
+    with profile() as prof:
+        backward(model)
+    shown = {e.key: e.count for e in prof.key_averages() if e.key.startswith("gradcomp::")}
+    everywhere = {}
+    with contextlib.suppress(ImportError, TypeError):
+        from torch._C._profiler import _ExperimentalConfig
+
+        with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as prof:
+            backward(model)
+        everywhere = {e.key for e in prof.key_averages() if e.key.startswith("gradcomp::")}
+    name, buckets = model._get_ddp_logging_data()["comm_hook"], len(state._engine.submitted)
+    state.close()
+    return shown["gradcomp::bucket"] == buckets, {"gradcomp::encode", "gradcomp::decode"} <= everywhere, name
+
+
+def test_profiles_and_logs_name_gradcomp(gloo):
+    for counted, stages, name in gloo(2, profiled):
+        assert counted and stages and name.startswith("gradcomp.ddp.compression_hook: OneBit(")
+
+
+def torch_loses_a_peer():
+    module = nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8))
+    model = DDP(module)
+    state = gradcomp.ddp.register(model, "ternary", min_numel=0, timeout_s=20)
+    backward(model)
+
+    def broken(*_, **__):
+        raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+
+    model._sync_buffers = broken
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        backward(model)
+    with pytest.raises(PeerLost, match="torch's own collectives") as caught:
+        backward(model)
+    state.close()
+    return type(caught.value.__cause__).__name__
+
+
+def test_a_peer_that_torch_has_lost_is_lost(gloo):
+    assert gloo(1, torch_loses_a_peer) == ["RuntimeError"]
