@@ -72,8 +72,8 @@ BREAKS = [
     Break(
         "4 no quiet hang: errors do not come out of backward",
         "gradcomp/ddp.py",
-        "queue_callback(self._finish)",
-        "queue_callback(lambda: None)",
+        "after_backward(self._finish)",
+        "after_backward(lambda: None)",
         "tests/test_ddp.py::test_ranks_with_other_settings_get_peer_mismatch",
     ),
     Break(
