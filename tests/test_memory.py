@@ -1,5 +1,7 @@
 """Checkpoints of all ranks of a run, loaded by another number of ranks, and lists that are no such thing."""
 
+import copy
+
 import pytest
 import torch
 from _ranks import run_local
@@ -79,9 +81,10 @@ def test_lists_that_are_not_all_states_of_one_run_change_nothing(states, name):
 
 def test_ranks_that_own_nothing_have_states_too():
     """Four ranks share six values: only one of them owns any."""
+    layer = nn.Linear(2, 2)
 
     def run(comm):
-        m = nn.Linear(2, 2)
+        m = copy.deepcopy(layer)
         averager = GradientAverager(m.named_parameters(), "onebit", comm, transform=AggregateAdagrad(), timeout_s=20)
         for p in m.parameters():
             p.grad = torch.ones_like(p)
@@ -89,7 +92,7 @@ def test_ranks_that_own_nothing_have_states_too():
         return averager.state_dict()
 
     def load(comm, states):
-        m = nn.Linear(2, 2)
+        m = copy.deepcopy(layer)
         averager = GradientAverager(m.named_parameters(), "onebit", comm, transform=AggregateAdagrad(), timeout_s=20)
         averager.load_state_dict(states)
         return averager.state_dict()["transform_state"]
