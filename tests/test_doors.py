@@ -194,7 +194,7 @@ def test_unequal_initial_parameters_are_named(way):
 def test_an_averager_takes_a_model():
     named = [n for n, _ in MODEL.named_parameters()]
     comm = LocalCommunicator.group(1)[0]
-    assert [p.name for p in GradientAverager(MODEL, "onebit", comm)._engine.parameters] == named
+    assert [name for name, _ in GradientAverager(MODEL, "onebit", comm)._engine.named] == named
     for wrong, said in ((MODEL.parameters(), "Parameter"), ([1], "int"), ([("a",)], "tuple")):
         with pytest.raises(TypeError, match=f"named_parameters.*{said}"):
             GradientAverager(wrong, "onebit", comm)
