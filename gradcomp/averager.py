@@ -181,7 +181,8 @@ class GradientAverager(Controls):
             "exchange": engine.layouts.strategy.exchange,
         }
         try:
-            sent = replicas.compare_first(engine.comm, sources, settings, engine.timeout_s)
+            with engine.comm:
+                sent = replicas.compare_first(engine.comm, sources, settings, engine.timeout_s)
         except GradcompError as error:
             engine.pipeline.fail(error)
             raise

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import Communicator
+from gradcomp.comm.base import Channel, Communicator
 from gradcomp.engine.agree import gather
 from gradcomp.engine.buckets import Source
 from gradcomp.errors import PeerMismatch
@@ -27,7 +27,7 @@ def digests(tensors: Iterable[Tensor]) -> bytes:
 
 
 def compare_first(comm: Communicator, sources: Sequence[Source], settings: Mapping[str, object], timeout_s: float) -> int:
-    """Compare what every rank must hold alike before anything is averaged. Collective, on the control channel.
+    """Compare what every rank must hold alike before anything is averaged. Collective; the caller has claimed the channels.
 
     Ranks whose tensors are not even of the same names, shapes and places are left to the first bucket's fingerprint, which
     knows more words for that.
@@ -49,11 +49,11 @@ def compare_first(comm: Communicator, sources: Sequence[Source], settings: Mappi
         wire_version=wire.VERSION, numel="parameters", layout=places, bucket=(mine,), world_size=comm.world_size, **settings
     )
     try:
-        fingerprint.compare(gather(comm, fingerprint.pack(words), "fingerprint", -1, timeout_s))
+        fingerprint.compare(gather(comm, fingerprint.pack(words), "fingerprint", -1, timeout_s, Channel.SCALE))
     except PeerMismatch as found:
         if found.field == "bucket":  # the last field, so everything else is alike
             names = [f"parameter {source.name}" for source in sources]
-            compare(names, gather(comm, mine, "fingerprint", -1, timeout_s))
+            compare(names, gather(comm, mine, "fingerprint", -1, timeout_s, Channel.SCALE))
         if found.field != "layout":
             raise
     return (comm.world_size - 1) * fingerprint.NBYTES
