@@ -138,6 +138,7 @@ def run(program: list[str], recorder: Recorder) -> None:
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         recorder.write("ended", status=status, signal=0, traceback="".join(traceback.format_exception(error)))
         sys.excepthook(type(error), error, error.__traceback__)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # as Python does
         raise SystemExit(status) from None  # python -m mpi4py turns a status into MPI_Abort
 
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from .segments import Segments
+
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
 REAP_S = 5.0
@@ -25,27 +27,34 @@ def supervise(
     """Run `command` to its end; once a rank has failed or a signal has come, that end is near.
 
     A first SIGINT, SIGTERM or SIGHUP goes to the command's process group, a second kills at once. After `has_failed`
-    the command has `grace_s` to end by itself and as long again after SIGTERM. Whatever is left then is killed.
+    the command has `grace_s` to end by itself and as long again after SIGTERM. Whatever is left then is killed, and its
+    shared memory is removed.
 
     Returns:
         The command's status (128 + n after signal n), and the first signal this process was sent, or 0.
     """
     _become_subreaper()
     with _collected_signals() as signals:
+        segments = Segments(lambda: descendants(os.getpid()))
         process = subprocess.Popen(command, env=environ, start_new_session=True, stdin=_stdin())
         try:
-            _wait(process, signals, grace_s, has_failed)
+            _wait(process, signals, grace_s, has_failed, segments.look)
         finally:
             if process.poll() != 0 or signals or has_failed():
                 _kill_descendants(process)
+                segments.remove()
         status = process.wait()
         return (status if status >= 0 else 128 - status), (signals[0] if signals else 0)
 
 
 def _wait(
-    process: subprocess.Popen[bytes], signals: list[int], grace_s: float, has_failed: Callable[[], bool]
+    process: subprocess.Popen[bytes],
+    signals: list[int],
+    grace_s: float,
+    has_failed: Callable[[], bool],
+    look: Callable[[], None],
 ) -> None:
-    """Return when the process has ended or its time is over."""
+    """Return when the process has ended or its time is over; `look` at every turn."""
     deadline, told, failed = float("inf"), False, False
     while process.poll() is None and len(signals) < 2:
         now = time.monotonic()
@@ -59,6 +68,7 @@ def _wait(
                 return
             _signal_group(process, signal.SIGTERM)
             deadline, told = now + grace_s, True
+        look()
         time.sleep(POLL_S)
 
 

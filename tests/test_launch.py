@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from gradcomp.launch import cli, environment, export_environment, mpirun, records, supervise
+from gradcomp.launch import cli, environment, export_environment, mpirun, records, segments, supervise
 from gradcomp.launch.variables import NAMES, first_node
 
 pytestmark = pytest.mark.slow
@@ -33,6 +33,8 @@ if "nompi" not in sys.argv:
     comm.Barrier()
 else:
     time.sleep(0.5)
+segments = {f"segment {line.split()[-1]}\\n" for line in open("/proc/self/maps") if "/dev/shm/" in line}
+os.write(1, "".join(segments).encode())
 os.write(1, b"ready\\n")  # one piece: print's newline may be parted from its text
 def fail():
     if how == "raise":
@@ -189,6 +191,8 @@ def test_the_first_failing_rank_decides(python, folder, how):
     assert lines[-1].endswith(last), lines
     summary = next(line for line in reversed(lines) if "failed first" in line)
     assert "rank 1 " in summary
+    segments = {line.split()[1] for line in lines if line.startswith("segment ")}
+    assert segments and not [path for path in segments if Path(path).exists()]
     if how == "raise":
         assert "runpy" not in "\n".join(lines) and "bootstrap.py" not in "\n".join(lines[-6:])
 
@@ -239,6 +243,16 @@ def test_a_rank_killed_while_the_mpi_cleans_up_is_still_on_record(tmp_path):
     assert records.first_failure(folder).status == 137
 
 
+@pytest.mark.parametrize(("ends", "died"), [("raise LookupError", True), ("raise SystemExit(3)", False), ("", False)])
+def test_what_runs_at_exit_sees_whether_the_program_died(tmp_path, ends, died):
+    """MpiCommunicator ends the job at once after an exception, and waits for other ranks after any other end."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import atexit, sys\natexit.register(lambda: print(hasattr(sys, 'last_value')))\n{ends}\n")
+    command = [sys.executable, str(cli.BOOTSTRAP), cli.NO_FOLDER, str(script)]
+    done = subprocess.run(command, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [str(died)], done
+
+
 def test_records_tell_the_first_failure(tmp_path):
     for rank, when, status in ((0, 30, 1), (1, 20, 137), (2, 10, 0)):
         text = f'{{"rank": {rank}, "host": "h", "pid": 5, "time_ns": {when}, "status": {status}, "signal": 0}}'
@@ -271,6 +285,27 @@ def test_a_folder_that_others_can_write_gets_no_record(tmp_path):
         environ = {"PATH": os.environ["PATH"]}
         subprocess.run([sys.executable, str(cli.BOOTSTRAP), str(folder), str(script)], check=True, env=environ)
         assert sorted(p.name for p in folder.iterdir()) == expected
+
+
+def test_only_shared_memory_of_the_job_itself_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "FOLDER", tmp_path)
+    files = {name: tmp_path / f"mpich_shm_{name}_0" for name in ("before", "own", "other", "again")}
+    files["foreign"] = tmp_path / "their_data"
+
+    def appear(*names):
+        for name in names:
+            files[name].write_bytes(bytes(4096))
+
+    appear("before")
+    job = segments.Segments(lambda: [1])
+    appear("own", "other", "again", "foreign")
+    monkeypatch.setattr(segments, "_mapped", lambda pid: {str(files[n]) for n in ("before", "own", "again", "foreign")})
+    job.look()
+    files["again"].unlink()
+    (tmp_path / "in between").touch()  # so that its inode is not given out again
+    appear("again")  # another job's, under the same name
+    job.remove()
+    assert {n for n, path in files.items() if path.exists()} == {"before", "other", "again", "foreign"}
 
 
 def test_descendants_finds_grandchildren():
