@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,15 @@ def strike(fault):
     os.kill(os.getpid(), signal.SIGKILL if fault == "die" else signal.SIGSTOP)
 
 
-def work(comm, who, fault, timeout_s):
+def strike_at(signal_file, fault):
+    """Strike when worker 0 has begun its second push, and is waiting."""
+    while not Path(signal_file).exists():
+        time.sleep(0.02)
+    time.sleep(0.3)
+    strike(fault)
+
+
+def work(comm, who, fault, timeout_s, signal_file):
     client = ParameterClient(comm, [SERVER], timeout_s=timeout_s)
     for key in ("x", "other"):
         client.init_parameter(key, (4,), "float32")
@@ -32,8 +41,9 @@ def work(comm, who, fault, timeout_s):
     if comm.rank == 1:
         if who == "worker":
             strike(fault)
-        time.sleep(4 * timeout_s)
+        time.sleep(60)  # silent, until the test ends it
         return
+    Path(signal_file).touch()
     begun = time.monotonic()
     try:
         client.push_parameter("x", torch.ones(4))
@@ -46,14 +56,15 @@ def work(comm, who, fault, timeout_s):
 
 def main(store, rank, who, fault, timeout_s):
     torch.set_num_threads(1)
+    signal_file = f"{store}.second"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     comm = gradcomp.comm.TorchCommunicator(timeout_s=20)
     if rank == SERVER:
         if who == "server":
-            threading.Timer(6.0, strike, [fault]).start()
+            threading.Thread(target=strike_at, args=(signal_file, fault), daemon=True).start()
         serve(comm, [SERVER])
     else:
-        work(comm, who, fault, timeout_s)
+        work(comm, who, fault, timeout_s, signal_file)
 
 
 if __name__ == "__main__":

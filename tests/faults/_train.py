@@ -39,6 +39,7 @@ def main(store, rank, world, fault, timeout_s):
         try:
             model(torch.randn(4, 64)).sum().backward()
         except gradcomp.PeerLost as error:
+            print(f"time={time.time():.1f}", flush=True)
             print(f"PeerLost step={step} phase={error.phase} seconds={time.monotonic() - begun:.1f}", flush=True)
             try:
                 model(torch.randn(4, 64))

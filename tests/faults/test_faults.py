@@ -9,11 +9,11 @@ from pathlib import Path
 
 import _restart
 import pytest
-from _ranks import mpi_environment, mpirun
+from _ranks import mpi_environment, mpi_python
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 3.0
 
 
 @pytest.mark.parametrize("fault", ["die", "freeze"])
@@ -49,15 +49,18 @@ def test_a_rank_that_dies_or_freezes(tmp_path, fault):
 
 @pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
 def test_a_rank_that_freezes_over_mpi(tmp_path, flavour):
-    command = [*mpirun(flavour, 3), str(Path(__file__).with_name("_train.py")), str(tmp_path / "store"), "mpi", "3", "freeze"]
-    begun = time.monotonic()
+    """Under the launcher: a survivor that dies of it takes the job along, long before the launcher's grace is over."""
+    grace_s = 20.0
+    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "3", "--grace", str(grace_s)]
+    program = [str(Path(__file__).with_name("_train.py")), str(tmp_path / "store"), "mpi", "3", "freeze", str(TIMEOUT_S)]
     done = subprocess.run(
-        [*command, str(TIMEOUT_S)], env=mpi_environment(), capture_output=True, text=True, timeout=90, check=False
+        [*command, *program], env=mpi_environment(), capture_output=True, text=True, timeout=90, check=False
     )
+    ended = time.time()
     found = re.findall(r"PeerLost step=(\d+) phase=\w+ seconds=([\d.]+)", done.stdout)
     assert found and all(step == "3" and float(seconds) < TIMEOUT_S + 5 for step, seconds in found), done
     assert "again" in done.stdout and "saved 3" in done.stdout and "PeerLost" in done.stderr
-    assert done.returncode != 0 and time.monotonic() - begun < 45
+    assert done.returncode == 1 and ended - float(re.findall(r"time=([\d.]+)", done.stdout)[0]) < grace_s, done
 
 
 @pytest.mark.parametrize("fault", ["die", "freeze"])
@@ -66,7 +69,7 @@ def test_a_worker_or_server_that_dies_or_freezes_in_a_round(tmp_path, who, fault
     script = Path(__file__).with_name("_serve.py")
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, tmp_path / "store", str(rank), who, fault, "8"],
+            [sys.executable, script, tmp_path / "store", str(rank), who, fault, str(TIMEOUT_S)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -77,7 +80,7 @@ def test_a_worker_or_server_that_dies_or_freezes_in_a_round(tmp_path, who, fault
         out, errors = ranks[0].communicate(timeout=60)
         found = re.search(r"PeerLost seconds=([\d.]+) (.*)", out)
         assert found, out + errors
-        assert float(found[1]) < 8 + 6
+        assert float(found[1]) < TIMEOUT_S + 5
         if who == "worker":
             assert "rank 1" in found[2] or "[1]" in found[2], found[2]
             assert "still [3.0, 3.0, 3.0, 3.0]" in out
