@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import os
 import shlex
@@ -142,6 +143,11 @@ def _environment(
         "MASTER_ADDR": kept.get("MASTER_ADDR") or (hosts[0].name if hosts else "127.0.0.1"),
         "MASTER_PORT": kept.get("MASTER_PORT") or str(_free_port()),
     }
+    if kept.get("MASTER_PORT") and _is_taken(added["MASTER_ADDR"], added["MASTER_PORT"]):
+        raise LaunchError(
+            f"MASTER_PORT={added['MASTER_PORT']} is in use on {added['MASTER_ADDR']}, perhaps by another job: set another, "
+            "or unset it and a free one is taken"
+        )
     if not hosts and "OMP_NUM_THREADS" not in kept and ranks > _cores():
         added["OMP_NUM_THREADS"] = "1"
         _say(f"OMP_NUM_THREADS=1, for {ranks} ranks on {_cores()} cores; set it to have it otherwise")
@@ -157,6 +163,18 @@ def _free_port() -> int:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _is_taken(address: str, port: str) -> bool:
+    """Whether somebody on this host listens there; False where that cannot be known from here."""
+    try:
+        (family, kind, protocol, _, place), *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an ended job leaves is no obstacle
+            probe.bind(place)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def _command(options: argparse.Namespace, environ: Mapping[str, str], added: Mapping[str, str]) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -371,6 +372,22 @@ def test_wrong_command_line_as_a_process(folder):
 def test_no_mpi_found_says_how_to_get_one(folder):
     status, lines = launch(sys.executable, "-n", 2, "show.py", cwd=folder, PATH=str(folder))
     assert status == 2 and len(lines) == 1 and "pip install 'gradcomp[mpi]'" in lines[0]
+
+
+def test_a_port_of_another_job_is_told_and_a_free_one_is_not(fake, monkeypatch, capsys):
+    fake("HYDRA build details:\n    Version:  4.2.0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        monkeypatch.setenv("MASTER_PORT", port)
+        assert cli.main(["-n", "1", "--dry-run", __file__]) == 2
+        assert f"MASTER_PORT={port} is in use on 127.0.0.1" in capsys.readouterr().err
+        monkeypatch.setenv("MASTER_ADDR", "203.0.113.7")  # another host's port
+        assert cli.main(["-n", "1", "--dry-run", __file__]) == 0
+        monkeypatch.delenv("MASTER_ADDR")
+    assert cli.main(["-n", "1", "--dry-run", __file__]) == 0
+    monkeypatch.setenv("MASTER_PORT", "no port")  # for the ranks to say
+    assert cli.main(["-n", "1", "--dry-run", __file__]) == 0
 
 
 def test_mpi4py_missing_says_how_to_get_it(fake, monkeypatch, capsys):
