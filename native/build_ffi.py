@@ -7,6 +7,7 @@ enabled by function attributes and never by flags.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from cffi import FFI
@@ -23,8 +24,14 @@ def _below_root(pattern: str) -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in NATIVE.glob(pattern))
 
 
+def declarations(header: str) -> str:
+    """Return a header without comments and preprocessor lines: what cffi reads."""
+    text = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    return "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("#"))
+
+
 ffibuilder = FFI()
-ffibuilder.cdef((NATIVE / "gradcomp.cdef.txt").read_text(encoding="utf-8"))
+ffibuilder.cdef(declarations((NATIVE / "include/gradcomp.h").read_text(encoding="utf-8")))
 ffibuilder.set_source(
     "gradcomp._gc",
     '#include "gradcomp.h"\n',

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from gradcomp.codecs.base import plain_payloads
 from gradcomp.codecs.magnitude import magnitude, refuse_unflagged
+from gradcomp.exchange.receive import Inbox
+from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.kernels import Kernels, Payloads
-from gradcomp.kernels.tables import Table
-from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.layout import joined_tables
 
 # A sum below this cannot overflow: rounding at each of up to 32767 additions makes it larger by less than 1.002, and both
 # float32 and bfloat16 reach almost 2**128.
@@ -25,30 +26,22 @@ class Averages:
 
     Args:
         kernels: of the bucket's device.
-        tensors: the payloads: every rank's of the whole bucket, which are added up, or every owner's of its pieces.
-        layouts: theirs.
-        added: whether payloads are added up; they have one layout then.
-        tables: where the compressed and the fp32 pieces stand: in each payload, or, where they are not added up, in `whole`.
-        whole: the memory that all owners' payloads stand in.
-        payloads: returns how compressed pieces are averaged (`Codec.payloads`, `SecondPhase.payloads`).
+        plan: of the exchange.
+        inbox: every rank's payload of the whole bucket, which are added up, or every owner's of its pieces, which are decoded
+            in one go. Whoever keeps the object must keep their memory as it is.
         dtype: of the bucket.
     """
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        tensors: Sequence[Tensor],
-        layouts: Sequence[PayloadLayout],
-        *,
-        added: bool,
-        tables: tuple[Table, Table],
-        whole: Tensor,
-        payloads: Callable[[Sequence[Tensor], torch.dtype], Payloads],
-        dtype: torch.dtype,
-    ) -> None:
-        self._kernels, self._tensors, self._layouts = kernels, tensors, layouts
-        self._added, self._dtype = added, dtype
-        sources = tensors if added else [whole]
+    def __init__(self, kernels: Kernels, plan: BucketPlan, inbox: Inbox, dtype: torch.dtype) -> None:
+        self._kernels, self._inbox = kernels, inbox
+        self._added, self._dtype = not plan.scatters, dtype
+        payloads: Callable[[Sequence[Tensor], torch.dtype], Payloads]
+        if self._added:
+            sources, tables = inbox.tensors, (plan.local.packed, plan.local.plain)
+            payloads = plan.codec.payloads
+        else:
+            sources, tables = [inbox.memory], joined_tables(plan.second, plan.second_nbytes)
+            payloads = plan.second_phase.payloads
         self._parts = ((payloads(sources, dtype), tables[0]), (plain_payloads(sources, dtype), tables[1]))
 
     def decode(self, out: Tensor) -> bool:
@@ -60,7 +53,7 @@ class Averages:
 
     def refuse_unflagged(self, where: str) -> None:
         """Raise CorruptPayload if averages are not finite because a payload is not, though its flag says it is."""
-        refuse_unflagged(self._tensors, self._layouts, where)
+        refuse_unflagged(self._inbox.tensors, self._inbox.layouts, where)
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
         """Apply the averages, rounded to the bucket's dtype, to weights: `Kernels.update` with targets by parameter."""
@@ -71,5 +64,5 @@ class Averages:
         """Tell, from scales and plain values alone, that averages are finite and their sums cannot overflow the bucket's dtype."""
         if self._dtype == torch.float16:
             return False
-        found = [magnitude(tensor, layout) for tensor, layout in zip(self._tensors, self._layouts, strict=True)]
+        found = [magnitude(tensor, layout) for tensor, layout in zip(self._inbox.tensors, self._inbox.layouts, strict=True)]
         return sum(found) < SAFE_SUM if self._added else all(one < SAFE_SUM for one in found)

@@ -21,13 +21,14 @@ from gradcomp.errors import PeerLost
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.receive import Inbox
 from gradcomp.exchange.second import Owned
+from gradcomp.exchange.send import Outbox
 from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import CPU, NO_RESIDUALS, native
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transforming
 from gradcomp.payload import wire
-from gradcomp.payload.layout import PayloadLayout, joined_tables, message_copies
+from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import STREAM_FIRST, STREAM_SECOND, RngKey
 
 
@@ -80,32 +81,12 @@ class BucketExchange:
         self._make_first()
         if plan.scatters:
             self._make_second()
-            second, tables = self._second, joined_tables(plan.second, plan.second_nbytes)
-            memory, how = self._second_recv, plan.second_phase.payloads
-        else:
-            second, tables, memory, how = self._first, (plan.local.packed, plan.local.plain), self._recv, plan.codec.payloads
-        self._received = Averages(
-            self._kernels,
-            second.tensors,
-            second.layouts,
-            added=not plan.scatters,
-            tables=tables,
-            whole=memory,
-            payloads=how,
-            dtype=dtype,
-        )
+        self._received = Averages(self._kernels, plan, self._second if plan.scatters else self._first, dtype)
 
     def _make_first(self) -> None:
-        """Make the memory of the first phase: the bucket encoded, the messages cut from it, what arrives."""
+        """Make the memory of the first phase: what is sent, what arrives."""
         plan, n = self.plan, self.plan.world_size
-        self._local = torch.empty(plan.local.nbytes, dtype=torch.uint8)
-        self._send, self._sealed = self._local, [(self._local.numpy(), plan.local)]
-        if plan.scatters:
-            offsets = [sum(plan.send_nbytes[:k]) for k in range(n)]
-            self._send = torch.empty(sum(plan.send_nbytes), dtype=torch.uint8)
-            whole = self._send.numpy()
-            self._sealed = [(whole[o : o + m.nbytes], m) for o, m in zip(offsets, plan.messages, strict=True)]
-            self._copies = message_copies(plan.local, plan.messages, offsets)
+        self._outbox = Outbox(plan)
         arriving = plan.messages[plan.rank] if plan.scatters else plan.local
         self._recv = torch.empty(n * arriving.nbytes, dtype=torch.uint8)
         self._first = Inbox(self._recv, arriving.nbytes, [arriving] * n, plan.rank, plan.codec.validate_packed)
@@ -173,7 +154,7 @@ class BucketExchange:
 
     def encode(self) -> None:
         """Wait for the scales, encode the bucket, start the first phase."""
-        plan = self.plan
+        plan, local = self.plan, self._outbox.local
         if plan.shares_scale:
             self._wait("scale_round")
             self._nonfinite |= not self._kernels.are_finite(self._scales)  # some rank's values were not
@@ -181,19 +162,16 @@ class BucketExchange:
             self._measure()
         with self.stats.timed("encode"):
             residuals = self.feedback.tensors(self._compressed) if self.feedback else NO_RESIDUALS
-            plan.codec.place_scales(self._kernels, plan.local, self._scales, self._local)
+            plan.codec.place_scales(self._kernels, plan.local, self._scales, local)
             self._nonfinite |= plan.codec.encode_body(
-                self._kernels, self._buffer, plan.local, self._local, self._key(STREAM_FIRST), residuals
+                self._kernels, self._buffer, plan.local, local, self._key(STREAM_FIRST), residuals
             )
-            if plan.scatters:
-                self._kernels.copy(self._send, self._local, self._copies)
-            for message, layout in self._sealed:
-                wire.seal(message, self._first_header(layout))
+            self._outbox.seal(self._kernels, self._first_header)
         if plan.scatters:
             mine = [plan.send_nbytes[plan.rank]] * plan.world_size
-            self._work = self.comm.start_all_to_all(self._send, plan.send_nbytes, self._recv, mine, Channel.FIRST)
+            self._work = self.comm.start_all_to_all(self._outbox.send, plan.send_nbytes, self._recv, mine, Channel.FIRST)
         else:
-            self._work = self.comm.start_all_gather(self._local, self._recv, Channel.FIRST)
+            self._work = self.comm.start_all_gather(local, self._recv, Channel.FIRST)
 
     def own(self) -> None:
         """Wait for the first phase; as owner, average and encode again, start the second phase."""

@@ -17,7 +17,7 @@ from gradcomp.payload.pieces import round_up
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Span:
     offset: int
     numel: int
 
@@ -32,24 +32,24 @@ class Planes:
     """
 
     def __init__(self, numels: Mapping[int, int], what: str = "residual", initial: float = 0.0) -> None:
-        self._places: dict[int, _Place] = {}
+        self._spans: dict[int, _Span] = {}
         total = 0
         for index, numel in numels.items():
-            self._places[index] = _Place(total, numel)
+            self._spans[index] = _Span(total, numel)
             total += round_up(numel, 16)
         self._what, self._initial = what, initial
         self._planes: tuple[Tensor, Tensor] | None = None
         self._total = total
-        self._current = dict.fromkeys(self._places, 0)
+        self._current = dict.fromkeys(self._spans, 0)
         self._committed: list[int] = []  # what discard would flip back
 
     def knows(self, index: int) -> bool:
         """Whether there are values for a parameter."""
-        return index in self._places
+        return index in self._spans
 
     def offset(self, index: int) -> int:
         """Return where a parameter's values begin in a plane (elements)."""
-        return self._places[index].offset
+        return self._spans[index].offset
 
     def tensors(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Return the plane to read and the plane to write for these parameters."""
@@ -84,7 +84,7 @@ class Planes:
 
     def settle(self) -> None:
         """Give the memory back if every value is the initial one again."""
-        if self._planes is not None and all(bool((self.pair(i)[0] == self._initial).all()) for i in self._places):
+        if self._planes is not None and all(bool((self.pair(i)[0] == self._initial).all()) for i in self._spans):
             self._planes = None
 
     def begin_step(self) -> None:
@@ -101,18 +101,18 @@ class Planes:
         """Return copies of all current values by parameter name; empty before the first step."""
         if self._planes is None and self._total:
             return {}
-        return {names[index]: self.pair(index)[0].clone() for index in self._places}
+        return {names[index]: self.pair(index)[0].clone() for index in self._spans}
 
     def check(self, state: object, names: Mapping[int, str]) -> None:
         """Raise ValueError for a state with a missing, unknown or differently sized entry, or with NaN or Inf."""
         if not isinstance(state, Mapping):
             raise ValueError(f"{self._what}s are a dictionary by parameter name, got {type(state).__name__}")  # noqa: TRY004
-        wanted = {names[index]: index for index in self._places}
+        wanted = {names[index]: index for index in self._spans}
         if state and state.keys() != wanted.keys():
             odd = min(state.keys() ^ wanted.keys(), key=str)
             raise ValueError(f"{self._what}s do not fit this model: {odd!r} is on one side only")
         for name, tensor in state.items():
-            numel = self._places[wanted[name]].numel
+            numel = self._spans[wanted[name]].numel
             if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.numel() != numel:
                 got = f"{tensor.numel()} x {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise ValueError(f"{self._what} of {name!r} is {got}, {numel} x torch.float32 expected")
@@ -122,7 +122,7 @@ class Planes:
     def load(self, state: Mapping[str, Tensor], names: Mapping[int, str]) -> None:
         """Take values from a checkpoint that `check` accepts; an empty state is the initial value everywhere."""
         self.check(state, names)
-        wanted = {names[index]: index for index in self._places}
+        wanted = {names[index]: index for index in self._spans}
         if not state and self._planes is None:
             return
         for plane in self._allocate():
@@ -137,5 +137,5 @@ class Planes:
         return self._planes
 
     def _view(self, side: int, index: int) -> Tensor:
-        place = self._places[index]
-        return self._allocate()[side][place.offset : place.offset + place.numel]
+        span = self._spans[index]
+        return self._allocate()[side][span.offset : span.offset + span.numel]

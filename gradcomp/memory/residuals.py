@@ -31,7 +31,7 @@ class Feedback(Planes):
             share: elements that this rank owns of a tensor of so many.
         """
         if self._owned is None:
-            self._owned = Feedback({index: share(place.numel) for index, place in self._places.items()})
+            self._owned = Feedback({index: share(span.numel) for index, span in self._spans.items()})
         return self._owned
 
     def begin_step(self) -> None:
