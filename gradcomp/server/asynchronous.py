@@ -15,6 +15,7 @@ from gradcomp.server.messages import Message
 from gradcomp.server.parameter import Answer, Parameter
 from gradcomp.server.reduce import PackedReducer
 from gradcomp.server.spec import Spec
+from gradcomp.server.state import State
 
 
 class AsynchronousParameter(Parameter):
@@ -60,6 +61,9 @@ class AsynchronousParameter(Parameter):
         answers = [Answer(rank, request, self._value.view(torch.uint8)) for rank, request in self._waiting.items()]
         self._waiting.clear()
         return answers
+
+    def state(self) -> State:
+        return State(self.steps + self._applied, self.spec, self._value)
 
     def _others(self, rank: int) -> int:
         """Return how many pushes of other workers have been applied."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -15,11 +17,12 @@ from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import CorruptPayload
 from gradcomp.server.arguments import as_tensor, check_initial, check_key, dtype_name
 from gradcomp.server.keys import ClientKey
-from gradcomp.server.messages import METHODS, Kind, Message, home_of, server_ranks
+from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS, Kind, Message, home_of, server_ranks
 from gradcomp.server.raw import RawCodes
 from gradcomp.server.requests import Call, Pending, Request, Requests, T
 from gradcomp.server.shards import DEFAULT_SHARD_NBYTES, check_shard_nbytes
 from gradcomp.server.spec import Spec, make_spec
+from gradcomp.server.state import StateFile, steps_of, with_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,7 +125,7 @@ class ParameterClient:
         check_initial(spec, value)
         known = ClientKey(key, given, spec, raw, raw.codec if raw is not None else resolved, value, self._shard_numel)
         requests = [self._ask(Kind.INIT, key, shard, body) for shard, body in known.settings(value)]
-        Call(self._requests, requests, lambda replies: None).wait()
+        known.steps = Call(self._requests, requests, lambda replies: _number_in(replies[0])).wait()
         self._keys[key] = known
 
     @overload
@@ -156,7 +159,7 @@ class ParameterClient:
         known = self._known(key, wait)
         body = as_tensor(known.given, key, value)
         if known.raw is not None:
-            body = known.raw.payload(body, self._scale(key, known.raw), known.pushes)
+            body = known.raw.payload(body, self._scale(key, known.raw), known.steps + known.pushes)
         made, parts = known.cut(body.reshape(-1).view(torch.uint8))
         requests = [self._ask(Kind.INIT, key, shard, settings) for shard, settings in made]
         if known.is_cut:  # so that this client hears if others use the key otherwise
@@ -175,7 +178,7 @@ class ParameterClient:
                 known.pushes -= 1  # the server has not counted it
 
         def finish(replies: list[Message]) -> int:
-            staleness = max((_staleness_in(reply) for reply in replies[before:]), default=0)
+            staleness = max((_number_in(reply) for reply in replies[before:]), default=0)
             if known.spec.asynchronous:
                 self.staleness = staleness
             return staleness
@@ -236,6 +239,34 @@ class ParameterClient:
             return pulled
 
         return self._started(Call(self._requests, requests, finish), wait)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what the servers remember into a file, from which `serve` can go on: all keys and settings, values of
+        asynchronous keys, what averages that are pulled compressed have left over, numbers of rounds.
+
+        One worker calls this while the others push nothing: before all push to a float32 key to meet, say. Values are
+        gathered key by key and pass through this worker; the file appears when it is complete, in the place of an older one.
+
+        Args:
+            path: of the file; its folder exists.
+
+        Raises:
+            ValueError: a round is under way whose residual would be lost.
+            OSError: the file cannot be written.
+            PeerMismatch: a key is broken.
+            PeerLost: a server is gone or silent.
+        """
+        held = [self._held_by(server) for server in self._servers]
+        names = sorted({name for names in held for name in names}, key=lambda name: (name[0], -name[1]))
+        steps: dict[str, int] = {}
+        with StateFile(path, len(names)) as file:
+            for key, shard in names:
+                request = self._ask(Kind.STATE, key, shard, room_nbytes=MAX_MESSAGE_NBYTES)
+                record = Call(self._requests, [request], lambda replies: replies[0].data()).wait()
+                steps[key] = max(steps_of(record), steps.get(key, 0))
+                if steps[key] > steps_of(record):  # of what is agreed on about shards, which have counted
+                    record = with_steps(record, steps[key])
+                file.add(key, shard, record)
 
     def close(self) -> None:
         """Tell the servers that this worker has done; closing twice is harmless. The communicator stays open.
@@ -304,6 +335,15 @@ class ParameterClient:
         message = Message(kind, key=key, method=method, compressed=compressed, shard=shard, body=body)
         return self._requests.send(home_of(key, self._servers, shard), message, room_nbytes)
 
+    def _held_by(self, server: int) -> list[tuple[str, int]]:
+        """Return the keys and shards that a server has."""
+        request = self._requests.send(server, Message(Kind.STATE), MAX_MESSAGE_NBYTES)
+        reply = Call(self._requests, [request], lambda replies: replies[0].data()).wait()
+        try:
+            return [(str(key), int(shard)) for key, shard in json.loads(reply.numpy().tobytes().decode())]
+        except (ValueError, TypeError) as error:
+            raise CorruptPayload("message", f"server rank {server} names no keys: {error}") from None
+
     def _started(self, pending: Pending[T], wait: bool) -> T | Pending[T]:
         """Return what a call has to return: its result, or the call itself while replies are received beside."""
         if wait:
@@ -312,10 +352,10 @@ class ParameterClient:
         return pending
 
 
-def _staleness_in(reply: Message) -> int:
+def _number_in(reply: Message) -> int:
     body = reply.data()
     if body.numel() != 8:
-        raise CorruptPayload("message", f"the reply to a push has {body.numel()} bytes, 8 expected")
+        raise CorruptPayload("message", f"a reply has {body.numel()} bytes, 8 expected")
     return int.from_bytes(body.numpy().tobytes(), "little")
 
 

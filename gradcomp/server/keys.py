@@ -37,6 +37,7 @@ class ClientKey:
         shape: of an uncompressed pull; None: flat, as long as its payloads say.
         spec: with `shard_numel`, where the key is cut.
         pushes: of this client.
+        steps: rounds before this server began, by its checkpoint.
         complete: rounds that are known to be.
         maximum: what the last pull with "max" has given.
 
@@ -55,7 +56,7 @@ class ClientKey:
         shard_numel: int,
     ) -> None:
         self.key, self.given, self.raw = key, given, raw
-        self.pushes = self.complete = 0
+        self.pushes = self.complete = self.steps = 0
         self.maximum: Tensor | None = None
         self.shape = spec.shape if spec.dtype == "float32" else raw.shape if raw is not None else None
         if value is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from gradcomp.server.messages import (
     MAX_MESSAGE_NBYTES,
     Kind,
     Message,
+    home_of,
     is_foreseen,
     pack,
     pack_error,
@@ -29,6 +32,7 @@ from gradcomp.server.parameter import Agreement, Parameter
 from gradcomp.server.replies import Replies, Untaken
 from gradcomp.server.rounds import SynchronousParameter
 from gradcomp.server.spec import Spec, parse_spec
+from gradcomp.server.state import pack_state, read_states
 
 SLICE_S = 0.2  # longest wait for a message in which nothing else is looked after
 BUSY_SLICE_S = 0.001  # the same while replies wait for earlier ones to leave
@@ -70,7 +74,13 @@ class ServerStats:
         return self.staleness_sum / self.asynchronous_pushes if self.asynchronous_pushes else 0.0
 
 
-def serve(comm: Communicator, servers: int | Sequence[int], *, timeout_s: float | None = 3600.0) -> ServerStats:
+def serve(
+    comm: Communicator,
+    servers: int | Sequence[int],
+    *,
+    timeout_s: float | None = 3600.0,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> ServerStats:
     """Serve parameters on this rank until every client has closed or is gone.
 
     Called on every server rank; all other ranks of `comm` are workers, each with one `ParameterClient`.
@@ -79,12 +89,16 @@ def serve(comm: Communicator, servers: int | Sequence[int], *, timeout_s: float 
         comm: its messages from rank to rank are the server's alone while it runs.
         servers: ranks of the servers, or how many: the last ranks then. The same on every rank.
         timeout_s: seconds without any message after which the clients are given up; None: wait for ever.
+        checkpoint: a file of `ParameterClient.save` to go on from; the same on every server, of which there may be another
+            number than when it was written. Its values count, not the initial ones that clients give.
 
     Returns:
         Counters of what was done.
 
     Raises:
-        ValueError: `servers` that do not exist, leave no worker, or are not this rank; `timeout_s` out of its range.
+        ValueError: `servers` that do not exist, leave no worker, or are not this rank; `timeout_s` out of its range; a file that
+            is no checkpoint, or not all of one.
+        OSError: `checkpoint` cannot be read.
         PeerLost: no message from any client for `timeout_s`; names the ranks that have not closed.
     """
     ranks = server_ranks(servers, comm.world_size)
@@ -92,7 +106,10 @@ def serve(comm: Communicator, servers: int | Sequence[int], *, timeout_s: float 
         raise ValueError(f"rank {comm.rank} is no server: servers={servers!r} of {comm.world_size} ranks")
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive or None, got {timeout_s!r}")
-    return _Server(comm, ranks).run(timeout_s)
+    server = _Server(comm, ranks)
+    if checkpoint is not None:
+        server.restore(checkpoint)
+    return server.run(timeout_s)
 
 
 class _Server:
@@ -103,7 +120,7 @@ class _Server:
     """
 
     def __init__(self, comm: Communicator, servers: Sequence[int]) -> None:
-        self._comm = comm
+        self._comm, self._servers = comm, tuple(servers)
         self._workers = [rank for rank in range(comm.world_size) if rank not in servers]
         self._open = set(self._workers)
         self._ended: dict[int, str] = {}
@@ -157,6 +174,8 @@ class _Server:
                 self._end(rank, "has closed its client")
             elif message.kind == Kind.INIT:
                 self._init(rank, message)
+            elif message.kind == Kind.STATE:
+                self._state(rank, message)
             else:
                 self._use(rank, message)
         except Exception as error:  # noqa: BLE001 - one request fails, whatever it is
@@ -182,26 +201,46 @@ class _Server:
         if place in self._parameters:
             self._parameters[place].join(rank, spec)
         else:
-            self._parameters[place] = self._make(rank, message, spec, value)
-        self._reply(rank, message.request, None)
+            self._parameters[place] = self._make(rank, message.key, spec, value)
+        self._reply(rank, message.request, _number(self._parameters[place].steps))
 
-    def _make(self, rank: int, message: Message, spec: Spec, value: Tensor | None) -> Parameter:
+    def _make(self, rank: int, key: str, spec: Spec, value: Tensor | None) -> Parameter:
         """Return a new parameter."""
         parameter: Parameter
         if value is not None:
-            return AsynchronousParameter(message.key, spec, rank, self._workers, value)
+            return AsynchronousParameter(key, spec, rank, self._workers, value)
         if spec.agrees_only:
-            return Agreement(message.key, spec, rank, self._workers)
-        parameter = SynchronousParameter(message.key, spec, rank, self._workers)
+            return Agreement(key, spec, rank, self._workers)
+        parameter = SynchronousParameter(key, spec, rank, self._workers)
         for ended, why in self._ended.items():
             parameter.lose(ended, why)
         return parameter
 
-    def _use(self, rank: int, message: Message) -> None:
-        """Push to, pull from, or stop waiting for a key."""
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Make the parameters of a checkpoint that live on this server."""
+        for key, shard, state in read_states(path, lambda k, s: home_of(k, self._servers, s) == self._comm.rank):
+            parameter = self._make(self._comm.rank, key, state.spec, state.value)
+            parameter.restore(state)
+            self._parameters[key, shard] = parameter
+
+    def _state(self, rank: int, message: Message) -> None:
+        """Tell a client what there is to save, or the state of one key or shard."""
+        if not message.key:
+            names = json.dumps(list(self._parameters))
+            return self._reply(rank, message.request, _bytes(names.encode()))
+        parameter = self._parameter(message)
+        parameter.check(rank)
+        return self._reply(rank, message.request, pack_state(parameter.state()))
+
+    def _parameter(self, message: Message) -> Parameter:
         parameter = self._parameters.get((message.key, message.shard))
         if parameter is None:
             raise ValueError(f"unknown key {message.key!r}; call init_parameter first")
+        return parameter
+
+    def _use(self, rank: int, message: Message) -> None:
+        """Push to, pull from, or stop waiting for a key."""
+        parameter = self._parameter(message)
         parameter.check(rank)
         if message.kind == Kind.PUSH:
             self._count_push(parameter, parameter.push(rank, message.data()), rank, message.request)
@@ -218,7 +257,7 @@ class _Server:
             stats.asynchronous_pushes += 1
             stats.staleness_sum += staleness
             stats.staleness_max = max(stats.staleness_max, staleness)
-        self._reply(rank, request, _bytes(staleness.to_bytes(8, "little")))
+        self._reply(rank, request, _number(staleness))
 
     def _end(self, rank: int, why: str) -> None:
         """Note that a worker asks no more; those who wait for its pushes are told."""
@@ -285,3 +324,7 @@ class _Server:
 
 def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _number(value: int) -> Tensor:
+    return _bytes(value.to_bytes(8, "little"))

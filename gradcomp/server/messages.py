@@ -37,7 +37,7 @@ _COMPRESSED = 0x80  # bit of the method byte
 
 
 class Kind(IntEnum):
-    """What a message is: five requests, two replies."""
+    """What a message is: six requests, two replies."""
 
     INIT = 1
     PUSH = 2
@@ -46,6 +46,7 @@ class Kind(IntEnum):
     CLOSE = 5
     OK = 6
     ERROR = 7
+    STATE = 8
 
 
 @dataclass(frozen=True)

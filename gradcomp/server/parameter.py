@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from gradcomp.errors import PeerMismatch
 from gradcomp.server.messages import Message
 from gradcomp.server.spec import Spec
+from gradcomp.server.state import State
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,17 @@ class Parameter(ABC):
         spec: as its first client has it.
         first_rank: that client.
         workers: every rank that is no server.
+
+    Attributes:
+        steps: rounds, or pushes to an asynchronous key, before this server began: of the checkpoint that it read.
     """
 
     def __init__(self, key: str, spec: Spec, first_rank: int, workers: Sequence[int]) -> None:
         self.key, self.spec, self.workers = key, spec, tuple(workers)
         self._first_rank = first_rank
         self._broken: Mismatch | None = None
+        self._restored = False
+        self.steps = 0
 
     def join(self, rank: int, spec: Spec) -> None:
         """Take a further client that wants the key to be like `spec`.
@@ -62,6 +68,9 @@ class Parameter(ABC):
         Raises:
             PeerMismatch: it is otherwise.
         """
+        if self._restored:  # initial values count no more, so any will do; but the same at all clients
+            self._restored = False
+            self.spec = replace(self.spec, value_crc=spec.value_crc)
         field = self.spec.difference(spec)
         if field is not None and self._broken is None:
             mine, theirs = self.spec.settings()[field], spec.settings()[field]
@@ -78,6 +87,19 @@ class Parameter(ABC):
         if value.numel() != self.spec.nbytes:
             shape, nbytes = self.spec.shape, self.spec.nbytes
             raise ValueError(f"key {self.key!r} takes {nbytes} bytes (shape {shape}), got {value.numel()}")
+
+    def state(self) -> State:
+        """Return what a checkpoint has to hold.
+
+        Raises:
+            ValueError: a round is under way that would be lost.
+        """
+        return State(self.steps, self.spec)
+
+    def restore(self, state: State) -> None:
+        """Take over what a checkpoint holds; nobody has used this parameter yet."""
+        self.steps = state.steps
+        self._restored = True
 
     @abstractmethod
     def push(self, rank: int, value: Tensor) -> int:

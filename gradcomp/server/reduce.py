@@ -37,13 +37,16 @@ class PackedReducer:
     Args:
         spec: of the key.
         key: its name; it takes the place of the parameter's position in random numbers.
+
+    Attributes:
+        residual: what averages that were encoded again have left over; None: nothing yet.
     """
 
     def __init__(self, spec: Spec, key: str) -> None:
         self._spec = spec
         self._parameter = zlib.crc32(key.encode())
         self._layout: PayloadLayout | None = None
-        self._residual: Tensor | None = None
+        self.residual: Tensor | None = None
 
     def admit(self, payload: Tensor) -> wire.Header:
         """Check a payload whole and return its header.
@@ -93,9 +96,9 @@ class PackedReducer:
         """Encode an average as its payloads were; an error-feedback codec keeps what is left over for the next one."""
         codec = codec_of(self._spec, header)
         key = RngKey(self._spec.seed, 0, header.step, self._parameter, STREAM_SERVER, self._spec.first)
-        if codec.error_feedback and self._residual is None:
-            self._residual = torch.zeros(mean.numel())
-        return codec.encode(mean, residual=self._residual if codec.error_feedback else None, key=key)
+        if codec.error_feedback and self.residual is None:
+            self.residual = torch.zeros(mean.numel())
+        return codec.encode(mean, residual=self.residual if codec.error_feedback else None, key=key)
 
 
 def scale_bytes(payload: Tensor) -> bytes:

@@ -14,6 +14,7 @@ from gradcomp.server.messages import Message
 from gradcomp.server.parameter import Answer, Mismatch, Parameter
 from gradcomp.server.reduce import SETTINGS, PackedReducer, reduce_values, scale_bytes
 from gradcomp.server.spec import Spec
+from gradcomp.server.state import State
 
 OPEN_ROUNDS = 2  # that not every worker has pushed
 
@@ -117,6 +118,24 @@ class SynchronousParameter(Parameter):
             self._rounds[number].waiting.pop(rank, None)
         missing = [r for r, count in self._count.items() if count < number]
         return f"no push from ranks {missing} in round {number} of key {self.key!r}"
+
+    def state(self) -> State:
+        residual = self._packed.residual if self._packed is not None else None
+        if residual is not None:
+            slowest = min(self._count.values())
+            missing = [rank for rank, count in self._count.items() if count == slowest]
+            last = self._rounds.get(max(self._count.values()))
+            if len(missing) < len(self._count) or (last is not None and last.result is None and last.error is None):
+                raise ValueError(
+                    f"key {self.key!r} has a round under way ({slowest} pushes of ranks {missing}): save when every worker "
+                    "has pulled its last round"
+                )
+        return State(self.steps + min(self._count.values()), self.spec, None, residual)
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        if self._packed is not None:
+            self._packed.residual = state.residual
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 

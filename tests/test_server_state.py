@@ -1,0 +1,211 @@
+"""Checkpoints of the parameter server: bit for bit continuation with any number of servers, and files that are refused."""
+
+import struct
+import zlib
+
+import pytest
+import torch
+from _ranks import run_local
+from _serving import caught, meet, noise, same_bits
+
+from gradcomp import OneBit, RngKey, Ternary
+from gradcomp.comm import LocalCommunicator
+from gradcomp.errors import CorruptPayload, PeerMismatch
+from gradcomp.server import ParameterClient, serve
+from gradcomp.server.spec import make_spec
+from gradcomp.server.state import State, StateFile, pack_state, parse_state, read_states, steps_of, with_steps
+
+WORKERS, NUMEL = 2, 300
+ONEBIT = OneBit(group=20)
+
+
+def cluster(comm, servers, checkpoint, shard_nbytes, body, *args):
+    if comm.rank >= WORKERS:
+        return serve(comm, servers, timeout_s=20, checkpoint=checkpoint)
+    with ParameterClient(comm, servers, timeout_s=10, shard_nbytes=shard_nbytes) as client:
+        return body(client, comm.rank, *args)
+
+
+def run(body, *args, servers=1, checkpoint=None, shard_nbytes=1 << 20, over=run_local):
+    return over(WORKERS + servers, cluster, servers, checkpoint, shard_nbytes, body, *args)[:WORKERS]
+
+
+def train(client, index, first, last, path):
+    """Return what every pull gives from step `first` to `last`; worker 0 saves at the end."""
+    size = ONEBIT.payload_nbytes(NUMEL, NUMEL // 20)
+    client.init_parameter("packed", [size], "uint8", codec=ONEBIT)
+    client.init_parameter("raw", [5, 15], "uint8")
+    start = noise(NUMEL, "start") * (first + 1)  # which does not count when a checkpoint is there
+    client.init_parameter("weight", [NUMEL], asynchronous=True, learning_rate=-0.1, value=start)
+    out = []
+    for step in range(first, last):
+        residual = noise(NUMEL, "residual", step, index)  # a worker's own, which its own checkpoint would hold
+        client.push_parameter(
+            "packed", ONEBIT.encode(noise(NUMEL, step, index), residual=residual, key=RngKey(step=step))
+        )
+        out.append(client.pull_parameter("packed", "decode_average", compressed=True))
+        client.push_parameter("raw", (noise(75, step, index).abs() * 100).to(torch.uint8).view(5, 15) & 0x55)
+        out.append(client.pull_parameter("raw", "decode_average", compressed=True))
+        if index == 0:
+            client.push_parameter("weight", noise(NUMEL, "step", step))
+        meet(client)
+        out.append(client.pull_parameter("weight"))
+        meet(client)
+    if path is not None and index == 0:
+        client.save(path)
+    meet(client)
+    return out
+
+
+@pytest.mark.parametrize("shard_nbytes", [1 << 20, 256])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_restored_server_goes_on_bit_for_bit(tmp_path, servers, shard_nbytes):
+    """Values, 1-bit residuals and the draws of raw codes, under another number of servers, whole keys and cut ones."""
+    whole = run(train, 0, 6, None, shard_nbytes=shard_nbytes)
+    path = tmp_path / "state"
+    before = run(train, 0, 3, path, servers=2, shard_nbytes=shard_nbytes)
+    after = run(train, 3, 6, None, servers=servers, checkpoint=path, shard_nbytes=shard_nbytes)
+    for uncut, first, second in zip(whole, before, after, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(uncut, [*first, *second], strict=True))
+    fresh = run(train, 3, 6, None, servers=servers, shard_nbytes=shard_nbytes)
+    differ = [not torch.equal(a, b) for a, b in zip(fresh[0], after[0], strict=True)]
+    assert differ[:3] == [True, True, True]  # each kind of state shows
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_checkpoint_over_every_transport(over, tmp_path):
+    path = str(tmp_path / "state")
+    before = run(train, 0, 2, path, over=over)
+    after = run(train, 2, 3, None, checkpoint=path, over=over)
+    whole = run(train, 0, 3, None)
+    assert all(same_bits(a, b) for a, b in zip(whole[0], before[0] + after[0], strict=True))
+
+
+def save_too_early(client, index, path):
+    client.init_parameter("p", [ONEBIT.payload_nbytes(NUMEL, NUMEL // 20)], "uint8", codec=ONEBIT)
+    payload = ONEBIT.encode(noise(NUMEL, index), residual=torch.zeros(NUMEL))
+    client.push_parameter("p", payload)
+    client.pull_parameter("p", "decode_average", compressed=True)
+    if index == 0:
+        client.push_parameter("p", payload)
+    meet(client)
+    error = caught(client.save, path) if index == 1 else None
+    meet(client)
+    if index == 1:
+        client.push_parameter("p", payload)
+    client.pull_parameter("p", "decode_average", compressed=True)
+    meet(client)
+    if index == 0:
+        client.save(path)
+    return error
+
+
+def test_a_round_under_way_is_not_lost_silently(tmp_path):
+    path = tmp_path / "state"
+    path.write_text("older")
+    error = run(save_too_early, path)[1]
+    assert type(error) is ValueError and "'p'" in str(error) and "[1]" in str(error)
+    assert [key for key, _, _ in read_states(path, lambda key, shard: True)] == ["meet", "p"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def init_otherwise(client, index):
+    error = caught(
+        client.init_parameter,
+        "weight",
+        [NUMEL + 1],
+        asynchronous=True,
+        learning_rate=-0.1,
+        value=torch.zeros(NUMEL + 1),
+    )
+    return error, caught(client.init_parameter, "packed", [80], "uint8", codec="ternary")
+
+
+def test_keys_must_be_as_they_were(tmp_path):
+    path = tmp_path / "state"
+    run(train, 0, 1, path)
+    for errors in zip(*run(init_otherwise, checkpoint=path), strict=True):
+        assert all(isinstance(error, PeerMismatch) for error in errors)
+        assert WORKERS in {error.rank for error in errors}  # the server's: the checkpoint came first
+
+
+def damaged(data):
+    """Yield (name, bytes) of files that are no checkpoint, or not all of one."""
+
+    def sealed(body):
+        return body + struct.pack("<I", zlib.crc32(body))
+
+    yield "empty", b""
+    yield "foreign", b"PK\x03\x04" + bytes(200)
+    yield "flipped", data[:100] + bytes([data[100] ^ 1]) + data[101:]
+    yield from ((f"cut at {at}", data[:at]) for at in (1, 16, 20, 60, len(data) // 2, len(data) - 1))
+    yield "longer", data + bytes(4)
+    yield "version", sealed(data[:8] + b"\x02" + data[9:-4])
+    yield "more records", sealed(data[:12] + struct.pack("<I", 99) + data[16:-4])
+    yield "fewer records", sealed(data[:12] + struct.pack("<I", 1) + data[16:-4])
+    yield "long key", sealed(data[:16] + b"\xff\xff" + data[18:-4])
+    yield "long record", sealed(data[:24] + b"\xff" * 8 + data[32:-4])
+    yield "key that is no text", sealed(data[:32] + b"\xff" + data[33:-4])
+    yield "shard of a whole key", sealed(data[:20] + b"\x01" + data[21:-4])
+    yield "settings", sealed(data[:36] + data[36:52] + b"\x09" + data[53:-4])
+
+
+def test_files_that_are_none_are_refused_whole(tmp_path):
+    path = tmp_path / "state"
+    with StateFile(path, 2) as file:
+        spec = make_spec((2,), "float32", None, True, 0.5)
+        file.add("wort", 0, pack_state(State(3, spec, torch.ones(2))))
+        file.add("last", 0, pack_state(State(0, make_spec((8,), "uint8", None, False, None), None, torch.ones(2))))
+    whole = path.read_bytes()
+    assert len(read_states(path, lambda key, shard: True)) == 2
+    seen = 0
+    for name, data in damaged(whole):
+        path.write_bytes(data)
+        error = caught(read_states, path, lambda key, shard: True)
+        assert type(error) is ValueError and str(path) in str(error), (name, error)
+        seen += 1
+    assert seen > 15
+    error = caught(serve, LocalCommunicator.group(2)[1], 1, checkpoint=path, timeout_s=0.1)
+    assert type(error) is ValueError and "checkpoint" in str(error)
+    assert isinstance(caught(serve, LocalCommunicator.group(2)[1], 1, checkpoint=tmp_path / "none"), FileNotFoundError)
+
+
+def test_an_error_while_saving_leaves_the_older_file(tmp_path):
+    path = tmp_path / "state"
+    path.write_text("older")
+    with pytest.raises(KeyError), StateFile(path, 1):
+        raise KeyError
+    assert path.read_text() == "older" and list(tmp_path.iterdir()) == [path]
+
+
+def test_records_say_what_was_put_in():
+    spec = make_spec((2, 3), "float32", None, True, 0.25)
+    record = pack_state(State(7, spec, torch.arange(6.0)))
+    found = parse_state(with_steps(record, 9))
+    assert (found.steps, steps_of(record), found.spec, found.residual) == (9, 7, spec, None)
+    assert torch.equal(found.value, torch.arange(6.0))
+    for bad in (record[:15], record[:20], record[:-1]):
+        assert isinstance(caught(parse_state, bad), (ValueError, CorruptPayload))
+
+
+def read_only(client, index, path):
+    client.init_parameter("w", [2], asynchronous=True, learning_rate=1.0, value=torch.ones(2))
+    meet(client)
+    return caught(client.save, path) if index == 0 else None
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    assert isinstance(run(read_only, tmp_path / "missing" / "state")[0], FileNotFoundError)
+
+
+def use_ternary(client, index):
+    codec = Ternary(clip_sigma=None)
+    client.init_parameter("t", [codec.payload_nbytes(8)], "uint8", codec=codec)
+    client.push_parameter("t", codec.encode(torch.ones(8), scale=1.0, key=RngKey(rank=index)))
+    return client.pull_parameter("t", "decode_average").tolist()
+
+
+def test_new_keys_may_join_restored_ones(tmp_path):
+    path = tmp_path / "state"
+    run(train, 0, 1, path)
+    assert run(use_ternary, checkpoint=path) == [[1.0] * 8] * 2
