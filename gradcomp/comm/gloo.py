@@ -7,7 +7,6 @@ since dropping it would block until the collective's timeout.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import threading
 import time
@@ -80,9 +79,9 @@ class Groups:
             self._made.clear()
         pending = {work for work in list(self.pending) if not work.is_done()}
         self.pending.clear()
-        _stuck[:] = [kept for kept in _stuck if not all(work.is_done() for work in kept[1])]
+        _sweep()
         if pending:
-            _stuck.append((made, pending))
+            _keep(made, pending)
 
     def connect(self, channel: Channel) -> Any:
         """Return the group of a channel; the first call connects it, with all ranks of the communicator."""
@@ -154,9 +153,17 @@ def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-@atexit.register
-def _keep_stuck() -> None:
-    """Let the process end without groups whose collective is still under way: their end would wait for its timeout."""
-    for made, pending in _stuck:
-        for kept in (*made, *(work._work for work in pending)):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+def _keep(made: list[Any], pending: set[_GlooWork]) -> None:
+    """Keep groups whose collective is under way, and past the end of the interpreter: dropping one waits for its timeout."""
+    for group in made:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _stuck.append((made, pending))
+
+
+def _sweep() -> None:
+    """Drop groups that were kept, once their collectives have ended."""
+    ended = [kept for kept in _stuck if all(work.is_done() for work in kept[1])]
+    _stuck[:] = [kept for kept in _stuck if kept not in ended]
+    for made, _ in ended:
+        for group in made:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
