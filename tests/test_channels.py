@@ -47,6 +47,31 @@ def test_a_meeting_gives_everyone_the_records_in_rank_order():
     assert found == [[b"0", b"1", b"2"]] * 3
 
 
+def test_a_meeting_leaves_nothing_behind():
+    """So the ranks of a process group that is made again over the same store do not find answers of before."""
+    store = dist.HashStore()
+    for word in (b"first", b"second"):
+        assert (
+            at_once(*(lambda r=r, word=word: meet(store, r, 2, word, 20, "come") for r in range(2))) == [[word] * 2] * 2
+        )
+    assert store.num_keys() == 0
+
+
+def only_rank_0():
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerLost):
+            TorchCommunicator(timeout_s=0.1)
+
+
+def everyone():
+    return TorchCommunicator(timeout_s=20).world_size
+
+
+def test_a_rank_that_made_fewer_communicators_is_met_in_the_next_process_group(gloo):
+    gloo(2, only_rank_0)
+    assert gloo(2, everyone) == [2, 2]
+
+
 def test_a_meeting_names_who_is_missing_and_who_comes_later_fails_at_once():
     store = dist.HashStore()
     waiting = at_once(*(lambda r=r: meet(store, r, 4, b"", 0.2, "called register") for r in (0, 2)))

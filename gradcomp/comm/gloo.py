@@ -100,11 +100,15 @@ class Groups:
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         if channels is not DATA:  # for data the ranks have just met
-            place, what = store_below(self._store, "meeting"), "begun to agree on anything"
-            meet(place, self._rank, self._world_size, b"", self._timeout_s, what, self._look_for_notes)
+            self._meet("meeting", self._timeout_s, "begun to agree on anything")
         for channel in channels:
             place = store_below(self._store, channel.name.lower())
             self._made[channel] = make_gloo(place, self._rank, self._world_size, CONNECT_S, self._timeout_s)
+        # a rank that leaves before the others are connected would look like a failure to them
+        self._meet(f"connected {channels[0]:d}", CONNECT_S, "connected")
+
+    def _meet(self, place: str, timeout_s: float, what: str) -> None:
+        meet(store_below(self._store, place), self._rank, self._world_size, b"", timeout_s, what, self._look_for_notes)
 
     def _look_for_notes(self) -> None:
         gone = self.notes.look(0.0)

@@ -79,7 +79,11 @@ def meet(
             pause = min(1.5 * pause, LONGEST_PAUSE_S)
         end = bytes(store.get("end"))
         if end == b"all":
-            return [bytes(store.get(f"rank{r}")) for r in range(world_size)]
+            found = [bytes(store.get(f"rank{r}")) for r in range(world_size)]
+            if store.add("read", 1) == world_size:
+                for key in ("count", "end", "read", *(f"rank{r}" for r in range(world_size))):
+                    store.delete_key(key)
+            return found
         missing = [r for r in range(world_size) if not store.check([f"rank{r}"])]
     except RuntimeError as error:
         text = (str(error) or type(error).__name__).splitlines()[0]

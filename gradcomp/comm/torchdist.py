@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import logging
+import secrets
 import struct
 import time
 import weakref
@@ -30,19 +30,18 @@ from gradcomp.errors import PeerLost, PeerMismatch
 logger = logging.getLogger("gradcomp")
 
 PATIENCE = 2.0  # a process group that waits so many times longer than gradcomp is worth a warning
-_TIMEOUT = struct.Struct("<d")
+_CARD = struct.Struct("<d8s")  # timeout_s, and what makes the keys of this communicator its own: stores outlive groups
 _RANK = struct.Struct("<IIB")  # rank, world size, whether the communicator is made of the process group
 
-_lives = itertools.count()
-_places: weakref.WeakKeyDictionary[Any, tuple[int, Counter[Any]]] = weakref.WeakKeyDictionary()  # by default group
+_meetings: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()  # how many, by default group
 
 
 def _store(members: tuple[int, ...], what: str) -> Any:
     """Return where the ranks `members` of the default group meet: each rank's k-th time for these members and purpose."""
-    life, places = _places.setdefault(dist.group.WORLD, (next(_lives), Counter()))  # stores may outlive their groups
-    places[members, what] += 1
+    meetings = _meetings.setdefault(dist.group.WORLD, Counter())
+    meetings[members, what] += 1
     digest = hashlib.blake2b(f"{'_'.join(map(str, members))}/{what}".encode(), digest_size=16).hexdigest()
-    return private.store_at(f"gradcomp/{life}/{digest}/{places[members, what]}")
+    return private.store_at(f"gradcomp/{digest}/{meetings[members, what]}")
 
 
 @functools.cache  # once
@@ -98,12 +97,14 @@ class TorchCommunicator(Communicator):
         self._mailbox: Mailbox | None = None
         store = _store(members, "communicator")
         what, seconds = "called register, or made its communicator", setup_timeout_s(timeout_s)
-        mine = _TIMEOUT.pack(timeout_s)
+        mine = _CARD.pack(timeout_s, secrets.token_bytes(8))
         everyone = meet(store, self.rank, self.world_size, mine, seconds, what)
         for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                raise PeerMismatch("timeout_s", rank, *_TIMEOUT.unpack(everyone[0]), *_TIMEOUT.unpack(theirs))
-        self._groups = Groups(store, self.rank, self.world_size, timeout_s)
+            first_s, theirs_s = _CARD.unpack(everyone[0])[0], _CARD.unpack(theirs)[0]
+            if theirs_s != first_s:
+                raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
+        place = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
+        self._groups = Groups(private.store_below(store, place), self.rank, self.world_size, timeout_s)
         self._end = weakref.finalize(self, self._groups.close)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)
