@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradcomp import codecs, comm
-from gradcomp.allreduce import all_reduce
+from gradcomp.allreduce import all_reduce, forget_buffers
 from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec, Identity, OneBit, Ternary
 from gradcomp.engine.options import Options
@@ -47,6 +47,7 @@ __all__ = [
     "codecs",
     "comm",
     "ddp",
+    "forget_buffers",
     "onebit_sgd",
     "optim",
     "plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor
@@ -10,25 +11,34 @@ from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.agree import agree
-from gradcomp.exchange.interface import Exchange, run_stages
+from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.routes import Route, make_route
 from gradcomp.exchange.sizing import EXCHANGES, Strategy, choose
 from gradcomp.exchange.stats import Stats
+from gradcomp.memory.parts import STEPS
 from gradcomp.memory.residuals import Feedback
 from gradcomp.payload import fingerprint, wire
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.pieces import Slot
 from gradcomp.payload.rng import check_uint32
 
+MOST_EXCHANGES = 16  # kept with their buffers for each (communicator, key)
+MOST_AGREED = 1024  # kinds of tensor of a (communicator, key) that ranks need not compare again
+
 
 class _Call:
-    """What `all_reduce` keeps between calls for one (communicator, key): step counter and buffers."""
+    """What `all_reduce` keeps between calls for one (communicator, key): step counter and buffers.
+
+    What was agreed on is forgotten in the order in which it came, which is the same on every rank; buffers are each rank's own
+    affair, and those that were used longest ago go first.
+    """
 
     def __init__(self, comm: Communicator, key: int) -> None:
         self.lease = comm.lease(f"all_reduce(key={key})")
         self.step = 0
-        self.agreed: set[Any] = set()
-        self.exchanges: dict[Any, Exchange] = {}
+        self.agreed: OrderedDict[Any, Route] = OrderedDict()
+        self.exchanges: OrderedDict[Any, BucketExchange] = OrderedDict()
 
 
 def all_reduce(
@@ -47,7 +57,8 @@ def all_reduce(
     Collective: every rank calls it with a tensor of the same shape and dtype and the same other arguments.
 
     Args:
-        tensor: any shape, float32, bfloat16 or float16, CPU, filling its memory in any order of dimensions; overwritten by the average.
+        tensor: any shape, float32, bfloat16 or float16, CPU, filling its memory in any order of dimensions; overwritten by
+            the average.
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None.
         key: tells tensors apart: it takes the place of the parameter's position in random numbers and feedback.
@@ -63,6 +74,7 @@ def all_reduce(
     Raises:
         UnsupportedTensor: dtype, device or layout.
         ValueError: an argument out of its range.
+        GradcompError: the communicator is in use, say by an exchange that `GradientAverager.rotate` began.
         PeerMismatch, PeerLost, CorruptPayload: as they say.
     """
     order = storage_order(tensor.shape, tensor.stride())
@@ -75,43 +87,86 @@ def all_reduce(
         from gradcomp.comm.torchdist import default_communicator
 
         comm = default_communicator()
-    call = comm.kept.setdefault(("all_reduce", key), _Call(comm, key))
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise ValueError(f"step must be None or an integer of at least 0, got {step!r}")
-    now = call.step if step is None else step
-    call.step += step is None
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+    call = comm.kept.get(("all_reduce", key)) or comm.kept.setdefault(("all_reduce", key), _Call(comm, key))
+    now = call.step if step is None else step
+    if isinstance(now, bool) or not isinstance(now, int) or not 0 <= now < STEPS:
+        raise ValueError(
+            f"step must be None or an integer from 0 to 2^32 - 1, which the draws repeat after, got {now!r}"
+        )
+    call.step += step is None
     if comm.world_size == 1:
         choose(codec, 1, exchange)
         return tensor
-    place = (tensor.shape, order, tensor.dtype, repr(codec), exchange, feedback)
+    what = (tensor.shape, order, tensor.dtype, repr(codec), exchange, feedback is not None)
     with call.lease:
-        found = call.exchanges.get(place)
-        if found is None:
+        route = call.agreed.get(what)
+        if route is None:
             route = make_route(codec, call.lease, exchange)
-            what = (*place[:-1], feedback is not None)
-            if what not in call.agreed:
-                _agree(call.lease, tensor, codec, route.strategy, key, now, feedback is not None, timeout_s)
-                call.agreed.add(what)
-            found = call.exchanges[place] = _make_exchange(route, tensor, codec, key, feedback)
-        found.timeout_s = timeout_s
+            _agree(call.lease, tensor, codec, route.strategy, key, now, feedback is not None, timeout_s)
+            call.agreed[what] = route
+            _shorten(call.agreed, MOST_AGREED)
+        owner = None
         if feedback is not None:
+            if route.strategy.second_phase == "requantize":
+                owner = feedback.owned(route.owner_numel)
             feedback.begin_step()
-        run_stages(found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now)
+        found = _exchange(call, what, route, tensor, codec, key, feedback, owner)
+        found.timeout_s, found.feedback, found.owner_feedback = timeout_s, feedback, owner
+        try:
+            run_stages(found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now)
+        finally:
+            found.feedback = found.owner_feedback = None  # residuals are the caller's, buffers stay
     return tensor
 
 
-def _make_exchange(route: Route, tensor: Tensor, codec: Codec, key: int, feedback: Feedback | None) -> Exchange:
-    """Return the buffers that average tensors like this one."""
-    owner = None
-    if feedback is not None and route.strategy.second_phase == "requantize":
-        owner = feedback.owned(route.owner_numel)
+def forget_buffers(comm: Communicator | None = None) -> None:
+    """Free the buffers that `all_reduce` keeps with a communicator for tensors like those it has seen; steps go on counting.
+
+    No collective. They are kept for the last 16 kinds of tensor (shape, dtype, codec) of each key, and made again as needed.
+
+    Args:
+        comm: torch.distributed's default group when None.
+    """
+    if comm is None:
+        from gradcomp.comm.torchdist import default_communicator
+
+        comm = default_communicator()
+    for place, call in comm.kept.items():
+        if isinstance(place, tuple) and place[0] == "all_reduce":
+            call.exchanges.clear()
+
+
+def _shorten(entries: OrderedDict[Any, Any], most: int) -> None:
+    while len(entries) > most:
+        entries.popitem(last=False)
+
+
+def _exchange(
+    call: _Call,
+    what: tuple[Any, ...],
+    route: Route,
+    tensor: Tensor,
+    codec: Codec,
+    key: int,
+    feedback: Feedback | None,
+    owner: Feedback | None,
+) -> BucketExchange:
+    """Return the buffers that average tensors like this one, made or kept; residuals are lent to them for a call."""
     offset = feedback.offset(key) if feedback is not None else 0
-    slot = Slot(key, tensor.numel(), codec.group_numel(storage_shape(tensor)), True, 0, offset)
-    plan = route.plan([slot], codec, {key: owner.offset(key)} if owner is not None else None)
-    options = {"feedback": feedback, "owner_feedback": owner, "seed": codec.seed, "device": tensor.device}
-    return route.exchange(plan, tensor.dtype, Stats(), **options)
+    owned = {key: owner.offset(key)} if owner is not None else None
+    place = (*what, offset, None if owned is None else owned[key])
+    found = call.exchanges.get(place)
+    if found is None:
+        slot = Slot(key, tensor.numel(), codec.group_numel(storage_shape(tensor)), True, 0, offset)
+        plan = route.plan([slot], codec, owned)
+        made = route.exchange(plan, tensor.dtype, Stats(), seed=codec.seed, device=tensor.device)
+        assert isinstance(made, BucketExchange)  # the only kind of flat routes of several ranks
+        found = call.exchanges[place] = made
+        _shorten(call.exchanges, MOST_EXCHANGES)
+    call.exchanges.move_to_end(place)
+    return found
 
 
 def _agree(

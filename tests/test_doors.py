@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -16,7 +17,16 @@ from torch.profiler import profile
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerLost, PeerMismatch, UnsupportedTensor
+from gradcomp import (
+    Feedback,
+    GradcompError,
+    GradientAverager,
+    Identity,
+    OneBit,
+    PeerLost,
+    PeerMismatch,
+    UnsupportedTensor,
+)
 from gradcomp.comm import LocalCommunicator
 from gradcomp.optim import SplitSGD, split_parameters
 
@@ -198,6 +208,61 @@ def test_an_averager_takes_a_model():
     for wrong, said in ((MODEL.parameters(), "Parameter"), ([1], "int"), ([("a",)], "tuple")):
         with pytest.raises(TypeError, match=f"named_parameters.*{said}"):
             GradientAverager(wrong, "onebit", comm)
+
+
+# ---- what all_reduce keeps ---------------------------------------------------------------------------------------------
+
+
+def keys_differ(comm):
+    gradcomp.all_reduce(torch.ones(64), Identity(), comm, key=comm.rank, timeout_s=20)
+
+
+def test_ranks_with_other_keys_are_told():
+    """Other keys draw other random numbers."""
+    with pytest.raises(PeerMismatch, match="layout"):
+        run_local(2, keys_differ)
+
+
+def test_steps_that_would_repeat_draws_are_refused():
+    comm = LocalCommunicator.group(1)[0]
+    gradcomp.all_reduce(torch.ones(4), "ternary", comm, step=2**32 - 1)
+    for step in (2**32, -1, True, 1.0):
+        with pytest.raises(ValueError, match="step must be"):
+            gradcomp.all_reduce(torch.ones(4), "ternary", comm, step=step)
+
+
+def many_shapes(comm):
+    """Residuals of a tensor that comes back after its buffers were dropped go on where they stood."""
+    feedback, kept = Feedback({0: 64}), []
+    ours = torch.linspace(-1 + comm.rank, 1, 64)
+    out = [gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback)]
+    for numel in range(1, 40):
+        gradcomp.all_reduce(torch.full((numel,), 1.0), Identity(), comm)
+        if comm.rank:  # one rank's residuals come and go: buffers are its own affair
+            gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=Feedback({0: 64}))
+        else:
+            gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=(spare := Feedback({0: 64})))
+            kept.append(weakref.ref(spare))
+    spare = None
+    out.append(gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback))
+    call = comm.kept["all_reduce", 0]
+    sizes = len(call.exchanges), [alive for alive in kept if alive() is not None]
+    gradcomp.forget_buffers(comm)
+    freed, step = len(call.exchanges), call.step
+    out.append(gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback))
+    return sizes, freed, step, torch.stack(out)
+
+
+def three_times(comm):
+    feedback, ours = Feedback({0: 64}), torch.linspace(-1 + comm.rank, 1, 64)
+    return torch.stack([gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback) for _ in range(3)])
+
+
+def test_all_reduce_keeps_a_bounded_number_of_buffers_and_no_residuals():
+    wanted = run_local(2, three_times)
+    for rank, (sizes, freed, step, out) in enumerate(run_local(2, many_shapes)):
+        assert sizes == (16, []) and freed == 0 and step == 2 + 2 * 39
+        assert torch.equal(out, wanted[rank])
 
 
 # ---- copies, pickles ---------------------------------------------------------------------------------------------------
