@@ -45,7 +45,7 @@ def average(
         new = None
     else:
         old = residuals or [None] * world
-        encoded = [ref.onebit_encode(g, whole, r) for g, r in zip(grads, old)]
+        encoded = [ref.onebit_encode(g, whole, r, signs(codec)) for g, r in zip(grads, old)]
         mean = ref.float_average([ref.onebit_decode(bits, s, whole) for s, bits, _ in encoded])
         new = [r for _, _, r in encoded]
     mean = transform(mean)
@@ -65,10 +65,15 @@ def average(
             out[first:last] = ref.ternary_sum_decode([codes], [s], piece, False)
         else:
             old = owner_residuals[k] if owner_residuals else None
-            s, bits, left = ref.onebit_encode(part, piece, old)
+            s, bits, left = ref.onebit_encode(part, piece, old, signs(codec))
             out[first:last] = ref.onebit_decode(bits, s, piece)
             owners.append(left)
     return out, new, owners or None
+
+
+def signs(codec):
+    """Return what 1-bit codes stand for where that is not the means of their classes."""
+    return (-1.0, 1.0) if codec.options().get("values") == "sign" else None
 
 
 def hierarchical(grads, codec, nodes, *, step=0, parameter=0, shape=None, state=None):

@@ -102,7 +102,11 @@ def test_groups_without_deviation_are_kept(tier, dtype, scale):
     thin = torch.randn(4096, 1, generator=torch.Generator().manual_seed(1)).to(dtype)
     codec = Ternary(group="row", scale=scale)
     assert torch.equal(codec.decode(codec.encode(thin)), thin.flatten().float())
-    for group, x in ((64, torch.full((640,), -0.1)), ("tensor", torch.full((70_000,), 5.81)), ("tensor", torch.ones(1))):
+    for group, x in (
+        (64, torch.full((640,), -0.1)),
+        ("tensor", torch.full((70_000,), 5.81)),
+        ("tensor", torch.ones(1)),
+    ):
         codec, x = Ternary(group=group, scale=scale), x.to(dtype)
         assert torch.equal(codec.decode(codec.encode(x)), x.float())
 
@@ -135,6 +139,62 @@ def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
     decoded = codec.decode(codec.encode(x, residual=residual))
     assert torch.isnan(decoded).all()
     assert residual is None or torch.equal(residual, old)
+
+
+@pytest.mark.parametrize("value", [3.3e38, float("nan"), float("inf")])
+def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, value):
+    """`x` is finite, its sum with the residual is not: the payload is flagged, and no group loses what it did not send."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(3000, generator=generator), torch.randn(3000, generator=generator)
+    x[2500] = 3.3e38
+    residual[2500] = value
+    before, codec = residual.clone(), OneBit(group=100)
+    assert torch.isnan(codec.decode(codec.encode(x, residual=residual))).all()
+    assert residual.numpy().tobytes() == before.numpy().tobytes()
+    residual[2500] = 0.0
+    assert not torch.isnan(codec.decode(codec.encode(torch.ones(3000), residual=residual))).any()
+
+
+@pytest.mark.parametrize("codec", [Ternary(group=64), OneBit(group=64), Identity()], ids=lambda c: c.name)
+def test_encode_into_memory_of_the_callers(codec):
+    x, key = torch.randn(1000), RngKey(step=3)
+    groups = 16 if codec.name != "identity" else 1
+    out = torch.full((codec.payload_nbytes(1000, groups) + 16,), 0xA5, dtype=torch.uint8)
+    room = out[8:-8]
+    got = codec.encode(x, key=key, out=room)
+    assert got.data_ptr() == room.data_ptr()
+    assert torch.equal(room, codec.encode(x, key=key))
+    assert (out[:8] == 0xA5).all() and (out[-8:] == 0xA5).all()
+    with pytest.raises(ValueError, match=str(room.numel() + 1)):
+        codec.encode(x, key=key, out=out[: room.numel() + 1])
+    for bad in (torch.zeros(room.numel()), room.view(1, -1), out[::2]):
+        with pytest.raises(UnsupportedTensor, match="out"):
+            codec.encode(x, key=key, out=bad)
+
+
+def test_encoding_with_a_residual_allocates_no_plane():
+    """A fresh plane and its page faults made one encoding as dear as eight memcpys."""
+    x, residual, codec = torch.randn(1 << 20), torch.zeros(1 << 20), OneBit(group=512)
+    out = codec.encode(x, residual=residual)
+    with torch.profiler.profile(profile_memory=True) as seen:
+        codec.encode(x, residual=residual, out=out)
+    assert sum(max(0, e.cpu_memory_usage) for e in seen.events()) < 4096
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_signs_decode_to_one_and_lose_nothing(tier, dtype):
+    codec, generator = OneBit(values="sign", group=64), torch.Generator().manual_seed(0)
+    residual, sent, given = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
+    for _ in range(400):
+        x = (torch.randn(1000, generator=generator) * 0.3 + 0.1).to(dtype)
+        x[64:128] = 0  # a group without gradient says nothing and moves nothing
+        before = residual.clone()
+        q = codec.decode(codec.encode(x, residual=residual))
+        assert torch.equal(residual, (x.float() + before) - q)
+        assert set(q.tolist()) == {-1.0, 0.0, 1.0} and (q[64:128] == 0).all() and q.count_nonzero() == 936
+        sent, given = sent + q, given + x.float()
+    assert residual.abs().max() < 3
+    assert (sent - given).abs().max() < 3  # of a sum of about 40: what was not sent yet
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -188,6 +248,7 @@ def test_given_scale():
     [
         (lambda: Ternary(clip_sigma=0), "0"),
         (lambda: Ternary(clip_sigma=-1.0), "-1.0"),
+        (lambda: OneBit(values="signs"), "signs"),
         (lambda: Ternary(clip_sigma=float("nan")), "nan"),
         (lambda: Ternary(scale="global"), "global"),
         (lambda: Ternary(group="column"), "column"),

@@ -28,6 +28,7 @@ CODECS = {
     "ternary-fp32": Ternary(second_phase="fp32"),
     "onebit": OneBit(),
     "onebit-tensor": OneBit(group="tensor"),
+    "onebit-sign": OneBit(values="sign"),
     "onebit-block": OneBit(group=512, second_phase="bf16"),
 }
 

@@ -409,10 +409,19 @@ def test_lanes_decode(parts: list[Piece], world: int, dtype: int, stream: bool, 
     kind=st.sampled_from(KINDS),
     residuals=st.sampled_from(["none", "in", "out", "both", "same", "same"]),
     residual_kind=st.sampled_from(["normal", "normal", "zeros", "huge", "special", "nonfinite"]),
+    means=st.sampled_from([None, None, (-1.0, 1.0), (-0.0, 3e38)]),
+    keeps=st.booleans(),
     seed=SEEDS,
 )
 def test_onebit_encode(
-    parts: list[Piece], dtype: int, kind: str, residuals: str, residual_kind: str, seed: int
+    parts: list[Piece],
+    dtype: int,
+    kind: str,
+    residuals: str,
+    residual_kind: str,
+    means: tuple[float, float] | None,
+    keeps: bool,
+    seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     table = Table(parts, 1, 2, rng)
@@ -429,15 +438,19 @@ def test_onebit_encode(
     has_in, bad = residuals in ("in", "both", "same"), False
     for i, piece in enumerate(parts):
         x, before = tensor[table.data(i)], old[table.plane(i)] if has_in else None
-        scales, codes, left = ref.onebit_encode(x, piece.ref, before)
+        scales, codes, left = ref.onebit_encode(x, piece.ref, before, means)
         want[table.codes(i)] = codes
         table.put_scales(want, i, canonical(scales).ravel())
         want_left[table.plane(i)] = canonical(left)
-        bad |= not np.isfinite(left).all()
+        seen_by_encoder = ref.to_float32(x) if before is None else ref.to_float32(x) + before
+        bad |= not np.isfinite(seen_by_encoder).all()
     for number in TIERS:
         payload, seen = guarded(table.payload_nbytes), flag()
         plane_in = old.copy()
         plane_out = plane_in if residuals == "same" else guarded(table.plane_numel, np.float32)
+        kept, want_kept = guarded(table.plane_numel, np.float32, seed % 4), guarded(table.plane_numel, np.float32, seed % 4)
+        for i in range(len(parts) * (keeps and has_in)):
+            want_kept[table.plane(i)] = old[table.plane(i)]
         with tier(number):
             check(
                 lib.gc_onebit_encode(
@@ -447,11 +460,14 @@ def test_onebit_encode(
                     len(parts),
                     pointer(plane_in, "float *") if has_in else ffi.NULL,
                     pointer(plane_out, "float *") if residuals in ("out", "both", "same") else ffi.NULL,
+                    pointer(kept, "float *") if keeps else ffi.NULL,
+                    ffi.NULL if means is None else ffi.new("float[2]", means),
                     pointer(payload, "uint8_t *"),
                     seen,
                 )
             )
         same_bytes(payload, want, number)
+        same_bytes(kept, want_kept, number)
         if residuals in ("out", "both", "same"):
             same_bytes(plane_out, want_left, number)
         else:
@@ -750,7 +766,7 @@ def all_kernels(table: Table, memory: dict[str, Any]) -> dict[str, int]:
         "gc_ternary_sum_decode": lib.gc_ternary_sum_decode(one, 1, 1, rows, n, out, 0, 0, seen),
         "gc_ternary_sum_lanes": lib.gc_ternary_sum_lanes(one, 1, rows, rows, n, 2, bytes_out),
         "gc_lanes_decode": lib.gc_lanes_decode(one[0], 1, 2, rows, n, out, 0, 0, seen),
-        "gc_onebit_encode": lib.gc_onebit_encode(src, 0, rows, n, plane, plane, bytes_out, seen),
+        "gc_onebit_encode": lib.gc_onebit_encode(src, 0, rows, n, plane, plane, ffi.NULL, ffi.NULL, bytes_out, seen),
         "gc_onebit_sum_decode": lib.gc_onebit_sum_decode(one, 1, rows, n, out, 0, 0, seen),
         "gc_values_encode": lib.gc_values_encode(src, 0, rows, n, 0, bytes_out, seen),
         "gc_values_sum_decode": lib.gc_values_sum_decode(one, 1, 0, rows, n, out, 0, 0, seen),
@@ -811,7 +827,7 @@ def test_bad_arguments_are_refused(number: int) -> None:
             "null payload": lib.gc_ternary_encode(src, 0, rows, 1, null, key, seen),
             "null flag": lib.gc_ternary_encode(src, 0, rows, 1, payload, key, null),
             "null rows": lib.gc_ternary_encode(src, 0, null, 1, payload, key, seen),
-            "onebit dtype": lib.gc_onebit_encode(src, 9, rows, 1, null, null, payload, seen),
+            "onebit dtype": lib.gc_onebit_encode(src, 9, rows, 1, null, null, null, null, payload, seen),
             "value dtype": lib.gc_values_encode(src, 0, rows, 1, 2, payload, seen),
             "value dtype decoded": lib.gc_values_sum_decode(one, 1, 2, rows, 1, out, 0, 0, seen),
             "no payload": lib.gc_ternary_sum_decode(one, 0, 1, rows, 1, out, 0, 0, seen),
@@ -839,7 +855,7 @@ def test_nothing_to_do_needs_no_memory(number: int) -> None:
         for rows, count in ((table.pointer, 1), (null, 0)):
             check(lib.gc_block_sums(null, 0, rows, count, null, seen))
             check(lib.gc_ternary_encode(null, 0, rows, count, null, key, seen))
-            check(lib.gc_onebit_encode(null, 0, rows, count, null, null, null, seen))
+            check(lib.gc_onebit_encode(null, 0, rows, count, null, null, null, null, null, seen))
             check(lib.gc_ternary_validate(null, rows, count))
         check(lib.gc_scales_validate(null, 0, 1))
         check(lib.gc_copy(null, null, null, 0))
@@ -900,7 +916,7 @@ def test_results_do_not_depend_on_the_floating_point_environment(number: int) ->
             statuses = [
                 lib.gc_ternary_encode(p_src, 0, rows2, 1, b2, c_key, seen),
                 lib.gc_ternary_sum_decode(three, 3, 0, rows2, 1, p_out, 0, 0, seen),
-                lib.gc_onebit_encode(p_bits, 0, rows1, 1, p_plane, p_left, b1, seen),
+                lib.gc_onebit_encode(p_bits, 0, rows1, 1, p_plane, p_left, ffi.NULL, ffi.NULL, b1, seen),
             ]
             after = libm.fegetround()
             libm.fesetround(before)
@@ -1040,7 +1056,8 @@ def test_frozen_onebit(number: int) -> None:
         source = pointer(old, "float *") if old is not None else ffi.NULL
         target, bytes_out = pointer(left, "float *"), pointer(payload, "uint8_t *")
         with tier(number):
-            check(lib.gc_onebit_encode(pointer(x), dtype, rows, 1, source, target, bytes_out, seen))
+            means = ffi.new("float[2]", case["means"]) if "means" in case else ffi.NULL
+            check(lib.gc_onebit_encode(pointer(x), dtype, rows, 1, source, target, ffi.NULL, means, bytes_out, seen))
             same_bytes(payload, want, number)
             check_checksum(payload)
             assert seen[0] == want[7]

@@ -36,6 +36,7 @@ LIMITS = {
     "ternary decode 4 shared": 1.9,
     "ternary decode 4 own": 1.9,
     "onebit encode": 2.3,
+    "onebit encode, one tensor": 2.6,
     "onebit decode 1": 1.2,
 }
 AIMS = {
@@ -45,6 +46,7 @@ AIMS = {
     "ternary decode 4 shared": 1.3,
     "ternary decode 4 own": 1.3,
     "onebit encode": 1.6,
+    "onebit encode, one tensor": 2.2,
     "onebit decode 1": 0.7,
 }
 THREAD_GAIN = {"ternary encode": 1.7, "onebit encode": 1.7}  # of two threads over one; 1.25 for the rest
@@ -56,6 +58,7 @@ TRAFFIC = {
     "ternary decode 4 shared": 5.0,
     "ternary decode 4 own": 5.0,
     "onebit encode": 12.125,
+    "onebit encode, one tensor": 16.125,
     "onebit decode 1": 4.125,
 }
 WRITERS = ("ternary decode 1", "ternary decode 4 shared", "onebit decode 1")

@@ -6,14 +6,16 @@ ranks sent; each works on a whole payload of many pieces, by the tables of a `Pa
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradcomp.codecs.checks import check_memory, check_tensor
+from gradcomp.codecs.checks import check_memory, check_payload_room, check_tensor
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
 from gradcomp.kernels import HOST, NO_RESIDUALS, Kernels, Payloads, Residuals, native, of
@@ -106,29 +108,34 @@ class Codec(ABC):
         residual: Tensor | None = None,
         scale: float | Tensor | None = None,
         key: RngKey | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Encode one tensor into a whole payload.
 
         Args:
             x: any shape, float32, bfloat16 or float16, contiguous, CPU.
             residual: ``(x.numel(),)`` or `x`'s shape, float32, contiguous; what earlier encodings left over. Replaced in
-                place by what this one leaves over, or left alone if `x` holds NaN or Inf. Error-feedback codecs only.
+                place by what this one leaves over, or left as it was if its sum with `x` is not finite. Error-feedback
+                codecs only.
             scale: the scale to use instead of measuring one: a number, or ``(groups,)`` float32. Ternary only.
             key: which random numbers to draw; all zeros by default.
+            out: ``(payload_nbytes,)`` uint8, contiguous, CPU, written in place; allocated when None.
 
         Returns:
             ``(payload_nbytes,)`` uint8: header, scales, codes (docs/reference/wire-format.md).
 
         Raises:
-            UnsupportedTensor: dtype, device or layout of `x` or `residual`.
-            ValueError: a residual or scale that this codec does not take, or of the wrong size or value.
+            UnsupportedTensor: dtype, device or layout of `x`, `residual` or `out`.
+            ValueError: a residual or scale that this codec does not take, or of the wrong size or value; `out` of another
+                size.
         """
         check_tensor(x, "x")
         key = key if key is not None else RngKey()
         group_numel = self.group_numel(tuple(x.shape)) if x.numel() else 1
         slot = Slot(key.parameter, x.numel(), group_numel, True, 0, start=key.first)
-        layout = PayloadLayout(self.form, whole_pieces([slot]), segmented=False, whole_groups=self.whole_groups)
-        payload = torch.empty(layout.nbytes, dtype=torch.uint8)
+        layout = _layout_of_one(self.form, slot, self.whole_groups)
+        payload = torch.empty(layout.nbytes, dtype=torch.uint8) if out is None else out
+        check_payload_room(payload, layout.nbytes)
         kernels, nonfinite = of(x.device), False
         if scale is not None:
             given = self.check_scale(scale, layout.group_count)
@@ -137,13 +144,13 @@ class Codec(ABC):
             scales = torch.empty(layout.group_count)
             nonfinite = self.measure(kernels, x, layout, self.scratch(kernels, layout), scales)
             self.place_scales(kernels, layout, scales, payload)
-        residuals = NO_RESIDUALS
+        residuals, kept = NO_RESIDUALS, None
         if residual is not None:
             self._check_residual(residual, x.numel())
-            residuals = residual, torch.empty(x.numel())
-        nonfinite |= self.encode_body(kernels, x, layout, payload, key, residuals)
-        if residual is not None and residuals[1] is not None and not nonfinite:
-            residual.view(-1).copy_(residuals[1])
+            residuals, kept = (residual, residual), _spare_plane(x.numel())
+        nonfinite |= self.encode_body(kernels, x, layout, payload, key, residuals, kept)
+        if residual is not None and kept is not None and nonfinite:
+            residual.view(-1).copy_(kept)
         header = self.header(layout, native.DTYPES[x.dtype], nonfinite, key.step, key.stream)
         wire.seal(payload.numpy(), header)
         return payload
@@ -252,6 +259,7 @@ class Codec(ABC):
         payload: Tensor,
         key: RngKey,
         residuals: Residuals,
+        kept: Tensor | None = None,
     ) -> bool:
         """Write the codes of the compressed pieces of `values` into a payload; True: a value is not finite.
 
@@ -261,7 +269,8 @@ class Codec(ABC):
             layout: where everything stands.
             payload: ``(layout.nbytes,)`` uint8; measured scales stand in it.
             key: which random numbers to draw.
-            residuals: planes to read and to write, `NO_RESIDUALS` for none.
+            residuals: planes to read and to write, `NO_RESIDUALS` for none; both may be one plane.
+            kept: a plane like the first, which receives what that held.
         """
 
     def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
@@ -281,9 +290,10 @@ class Codec(ABC):
         payload: Tensor,
         key: RngKey,
         residuals: Residuals = NO_RESIDUALS,
+        kept: Tensor | None = None,
     ) -> bool:
         """Write the codes of all pieces, as `encode_packed` those of the compressed ones."""
-        packed = self.encode_packed(kernels, values, layout, payload, key, residuals)
+        packed = self.encode_packed(kernels, values, layout, payload, key, residuals, kept)
         return encode_plain(kernels, values, layout, payload) or packed
 
     def decode_body(self, kernels: Kernels, tensors: Sequence[Tensor], layout: PayloadLayout, out: Tensor) -> bool:
@@ -351,3 +361,20 @@ def encode_plain(kernels: Kernels, values: Tensor, layout: PayloadLayout, payloa
 def plain_payloads(tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
     """Return how the fp32 pieces of payloads are averaged, rounded to `dtype`."""
     return Payloads(tensors, PLAIN.kernel, dtype, value_dtype=torch.float32)
+
+
+@lru_cache(maxsize=32)
+def _layout_of_one(form: Form, slot: Slot, whole_groups: bool) -> PayloadLayout:
+    """Return the layout of an unsegmented payload; making the tables of a large one costs what encoding a small one does."""
+    return PayloadLayout(form, whole_pieces([slot]), segmented=False, whole_groups=whole_groups)
+
+
+_spare = threading.local()
+
+
+def _spare_plane(numel: int) -> Tensor:
+    """Return float32 memory of this thread's, used again and grown: pages of a fresh plane cost more than encoding into it."""
+    plane: Tensor | None = getattr(_spare, "plane", None)
+    if plane is None or plane.numel() < numel:
+        plane = _spare.plane = torch.empty(numel)
+    return plane[:numel]

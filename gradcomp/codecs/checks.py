@@ -32,6 +32,15 @@ def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
         raise UnsupportedTensor(f"{name} has {tensor.numel()} elements; a payload holds at most {MAX_NUMEL}")
 
 
+def check_payload_room(out: Tensor, nbytes: int) -> None:
+    """Raise UnsupportedTensor or ValueError unless `out` is memory for a payload of `nbytes`."""
+    check_memory(out, "out")
+    if out.dtype != torch.uint8 or out.dim() != 1:
+        raise UnsupportedTensor(f"out must be 1-D uint8, got {out.dim()}-D {out.dtype}")
+    if out.numel() != nbytes:
+        raise ValueError(f"out holds {out.numel()} bytes, the payload {nbytes}")
+
+
 def check_group(group: object, names: tuple[str, ...]) -> None:
     """Raise ValueError unless `group` is one of `names` or a block size."""
     if isinstance(group, bool) or not (group in names or (isinstance(group, int) and 1 <= group < 2**32)):

@@ -42,6 +42,7 @@ class Identity(Codec):
         payload: Tensor,
         key: RngKey,
         residuals: Residuals,
+        kept: Tensor | None = None,
     ) -> bool:
         return kernels.encode(self.form.kernel, values, layout.packed, payload, value_dtype=self._value_dtype)
 

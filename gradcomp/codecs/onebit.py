@@ -4,6 +4,7 @@ Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", 
 a weight matrix (the paper's columns: the weights of one output unit), or tensors or blocks; the residual includes the old
 residual (as CNTK's code does; the printed formula omits it); a group whose local gradient is exactly zero decodes to
 zero and keeps its residual.
+`values="sign"` reconstructs -1 and +1, the paper's first example of a quantizer, instead of class means.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ class OneBit(Codec):
         error_feedback: carry what a step's codes leave out into the next step. Without it training diverges; False is
             for experiments.
         second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "bf16", "fp32".
+        values: what a bit decodes to. "means": the mean of its class in the group, which leaves the smallest residual.
+            "sign": -1 or +1, in units of the gradient as it is encoded (loss scale included), for updates that do not look
+            at magnitudes, such as AdaGrad on the average. Residuals are then about as large as 1, whatever the gradient is.
 
     Raises:
         ValueError: an option out of its range; "exact", which needs integer codes.
@@ -35,7 +39,12 @@ class OneBit(Codec):
     whole_groups = True
 
     def __init__(
-        self, *, group: str | int = "row", error_feedback: bool = True, second_phase: str | None = None
+        self,
+        *,
+        group: str | int = "row",
+        error_feedback: bool = True,
+        second_phase: str | None = None,
+        values: str = "means",
     ) -> None:
         check_group(group, ("row", "tensor"))
         check_second_phase(second_phase)
@@ -43,6 +52,10 @@ class OneBit(Codec):
             raise ValueError('second_phase="exact" needs integer sums; 1-bit codes have two means a rank and group')
         if error_feedback not in (True, False):
             raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
+        if values not in ("means", "sign"):
+            raise ValueError(f'values must be "means" or "sign", got {values!r}')
+        self.values = values
+        self._means = (-1.0, 1.0) if values == "sign" else None
         self.group = group
         self.error_feedback = bool(error_feedback)
         self.second_phase = second_phase
@@ -54,7 +67,12 @@ class OneBit(Codec):
         return cls(group=group_numel, error_feedback=error_feedback)
 
     def options(self) -> dict[str, object]:
-        return {"group": self.group, "error_feedback": self.error_feedback, "second_phase": self.second_phase}
+        options: dict[str, object] = {
+            "group": self.group,
+            "error_feedback": self.error_feedback,
+            "second_phase": self.second_phase,
+        }
+        return options if self.values == "means" else {**options, "values": self.values}
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return resolve_group(self.group, shape)
@@ -67,5 +85,6 @@ class OneBit(Codec):
         payload: Tensor,
         key: RngKey,
         residuals: Residuals,
+        kept: Tensor | None = None,
     ) -> bool:
-        return kernels.encode(self.form.kernel, values, layout.packed, payload, residuals=residuals)
+        return kernels.encode(self.form.kernel, values, layout.packed, payload, residuals=residuals, kept=kept, means=self._means)

@@ -112,6 +112,7 @@ class Ternary(ScaledCodec):
         residual: Tensor | None = None,
         scale: float | Tensor | None = None,
         key: RngKey | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         if residual is not None:
             raise ValueError(
@@ -122,7 +123,7 @@ class Ternary(ScaledCodec):
             key = RngKey(seed=self.seed)
             if next(_encodings_without_key) == 1:
                 warnings.warn(SAME_DRAWS, stacklevel=2)
-        return super().encode(x, scale=scale, key=key)
+        return super().encode(x, scale=scale, key=key, out=out)
 
     def encode_packed(
         self,
@@ -132,6 +133,7 @@ class Ternary(ScaledCodec):
         payload: Tensor,
         key: RngKey,
         residuals: Residuals,
+        kept: Tensor | None = None,
     ) -> bool:
         draws = (key.seed, key.rank, key.step, key.stream)
         return kernels.encode(self.form.kernel, values, layout.packed, payload, key=draws)

@@ -76,6 +76,8 @@ class Kernels(Protocol):
         *,
         key: tuple[int, int, int, int] | None = None,
         residuals: Residuals | None = None,
+        kept: Tensor | None = None,
+        means: tuple[float, float] | None = None,
         value_dtype: torch.dtype | None = None,
     ) -> bool:
         """Write the codes of `values` where `table` says; True: a value is not finite.
@@ -85,7 +87,9 @@ class Kernels(Protocol):
             values: float32, bfloat16 or float16.
             payload: uint8; measured scales stand in it, and kernels that measure themselves write theirs.
             key: (seed, rank, step, stream) for kernels that draw random numbers.
-            residuals: float32 planes for kernels with error feedback, `NO_RESIDUALS` for none.
+            residuals: float32 planes for kernels with error feedback, `NO_RESIDUALS` for none; both may be one plane.
+            kept: a plane like the first, which receives what that held.
+            means: what the two codes of kernels with class means stand for, instead of those.
             value_dtype: float32 or bfloat16 for plain values.
         """
 

@@ -246,13 +246,16 @@ def lanes_decode(lanes: Bytes, scales: Floats, piece: Piece, world_size: int) ->
 
 # ---- 1 bit with error feedback ---------------------------------------------------------------------------------------
 @np.errstate(all="ignore")
-def onebit_encode(x: Array, piece: Piece, residual: Floats | None = None) -> tuple[Floats, Bytes, Floats]:
+def onebit_encode(
+    x: Array, piece: Piece, residual: Floats | None = None, means: tuple[float, float] | None = None
+) -> tuple[Floats, Bytes, Floats]:
     """Encode gradient + residual with two class means a group (Seide et al. 2014, section 2).
 
     Args:
         x: source array, `(numel,)`.
         piece: what `x` is of its parameter; holds every group whole.
         residual: what earlier steps left, `(numel,)` float32; None is no residual.
+        means: what bit 0 and bit 1 stand for in every group instead of the means of their classes: (-1, 1) for signs.
 
     Returns:
         The means of bit 0 and of bit 1, `(groups, 2)` float32; the packed bits, padding 0; the new residual
@@ -262,11 +265,15 @@ def onebit_encode(x: Array, piece: Piece, residual: Floats | None = None) -> tup
     v = g if residual is None else g + residual
     bit = v > 0
     scales = np.zeros((len(piece.groups()), 2), np.float32)
-    for means, group in zip(scales, piece.groups(), strict=True):
+    for scale, group in zip(scales, piece.groups(), strict=True):
         for b in (0, 1):
             member = bit[group] == b
-            if member.any() and (g[group] != 0).any():  # a group without gradient decodes to 0 and keeps its residual
-                means[b] = _ordered_sum(_lane_sums(np.where(member, v[group], 0).astype(np.float64))) / member.sum()
+            if not (g[group] != 0).any():
+                continue  # a group without gradient decodes to 0 and keeps its residual
+            if means is not None:
+                scale[b] = means[b]
+            elif member.any():
+                scale[b] = _ordered_sum(_lane_sums(np.where(member, v[group], 0).astype(np.float64))) / member.sum()
     return scales, pack_bits(bit, 1), v - scales[piece.group_of, bit.astype(np.int64)]
 
 

@@ -138,9 +138,11 @@ def encode_ternary(x: Array, scales: Floats, group_numel: int, key: Key) -> byte
     return _payload(TERNARY, x, to_float32(x), group_numel, scales, codes, key)
 
 
-def encode_onebit(x: Array, residual: Floats | None, group_numel: int, key: Key) -> tuple[bytes, Floats]:
+def encode_onebit(
+    x: Array, residual: Floats | None, group_numel: int, key: Key, means: tuple[float, float] | None = None
+) -> tuple[bytes, Floats]:
     """Return a 1-bit payload and the new residual; it is flagged when gradient + residual is not finite."""
-    scales, bits, left = onebit_encode(x, Piece(len(x), group_numel), residual)  # left is finite exactly when they are
+    scales, bits, left = onebit_encode(x, Piece(len(x), group_numel), residual, means)  # left is finite exactly when they are
     return _payload(ONEBIT, x, left, group_numel, scales, bits, key), left
 
 

@@ -149,9 +149,14 @@ gc_status gc_lanes_decode(const uint8_t *payload, size_t world_size, unsigned la
  * sums as gc_block_sums does (blocks from the group's cut start, elements of the other class count as +0.0; blocks added
  * in order from 0.0), 0 for an empty class. A group whose g is +-0 throughout gets both means 0 (bits stay x > 0), so
  * its residual stays. residual_out = fl(x - q), q the mean of the element's bit; not written when NULL.
- * Every group must lie whole in one segment. residual_in, residual_out: planes of fp32, optional, may be the same. */
+ * Every group must lie whole in one segment. residual_in, residual_out: planes of fp32, optional, may be the same:
+ * a residual is read for the last time before it is written. kept: a plane of its own, optional: receives residual_in, so
+ * that who encodes in place can put it back.
+ * means: optional; two finite numbers, bit 0's and bit 1's, that stand for the class means of every group (a group without
+ * gradient has 0 and 0 all the same). With -1 and 1 the codes are signs, as in the paper's example. */
 gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                           const float *residual_in, float *residual_out, uint8_t *payload, uint32_t *nonfinite);
+                           const float *residual_in, float *residual_out, float *kept, const float *means,
+                           uint8_t *payload, uint32_t *nonfinite);
 
 /* Decoded values (bit ? scale[1] : scale[0]) added in fp32 in payload order, times fl(1 / payload_count); see
  * gc_ternary_sum_decode for the rest. */

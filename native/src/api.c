@@ -75,10 +75,13 @@ gc_status gc_ternary_encode(const void *src, int dtype, const gc_segment *segmen
 }
 
 gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                           const float *residual_in, float *residual_out, uint8_t *payload, uint32_t *nonfinite)
+                           const float *residual_in, float *residual_out, float *kept, const float *means,
+                           uint8_t *payload, uint32_t *nonfinite)
 {
     gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .residual_in = residual_in,
-                         .residual_out = residual_out};
+                         .residual_out = residual_out, .kept = residual_in ? kept : NULL, .means = means};
+    if (means && !(gc_is_finite(means[0]) && gc_is_finite(means[1])))
+        return GC_INVALID_ARGUMENT;
     return run_encode(gc_current_kernels()->onebit_encode, &job, segments, segment_count, payload, nonfinite);
 }
 

@@ -34,6 +34,8 @@ typedef struct {
     gc_block *blocks;          /* block sums alone */
     const float *residual_in;  /* 1 bit alone, may be NULL */
     float *residual_out;       /* 1 bit alone, may be NULL */
+    float *kept;               /* 1 bit alone, NULL where residual_in is: receives it */
+    const float *means;        /* 1 bit alone, NULL: those of the classes */
     gc_rng_key key;            /* ternary alone */
     uint32_t nonfinite;        /* set by the kernels */
 } gc_encode_job;
@@ -120,6 +122,8 @@ typedef void gc_encode_span(gc_encode_job *job, const gc_segment *segment, uint3
 gc_encode_span gc_ternary_encode_span, gc_values_encode_span;
 /* Ternary code of element `element` of a parameter, drawing its random numbers. */
 unsigned gc_ternary_code(float x, float scale, uint32_t element, uint32_t parameter, const gc_rng_key *key);
+/* Copy the residuals of elements [first, first + numel) of a segment to job->kept, if there is one. */
+void gc_keep_residuals(const gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
 /* One whole group. */
 void gc_onebit_group(gc_encode_job *job, const gc_segment *segment, gc_run run);
 /* Elements [first, first + numel) of a segment, over any groups. */

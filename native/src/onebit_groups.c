@@ -37,6 +37,7 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
     for (uint32_t chunk = 0; chunk < run.numel; chunk += CHUNK_NUMEL) {
         uint32_t numel = run.numel - chunk < CHUNK_NUMEL ? run.numel - chunk : CHUNK_NUMEL;
         tier->take(&totals, stage, &view, chunk, numel);
+        gc_keep_residuals(job, segment, run.first + chunk, numel);
         put_bits(job->payload + segment->codes, run.first + chunk, stage, numel);
     }
     if (totals.absmax_bits >= GC_INF_BITS)
@@ -44,7 +45,9 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
     uint32_t counts[2] = {run.numel - totals.ones, totals.ones};
     uint8_t *scales = job->payload + segment->scales + 8 * (size_t)run.group;
     for (int bit = 0; bit < 2; bit++) {
-        view.means[bit] = totals.any_gradient && counts[bit] ? (float)(totals.sums[bit] / counts[bit]) : 0;
+        view.means[bit] = 0;
+        if (totals.any_gradient && (job->means || counts[bit]))
+            view.means[bit] = job->means ? job->means[bit] : (float)(totals.sums[bit] / counts[bit]);
         gc_store_u32(scales + 4 * bit, gc_bits_of(view.means[bit]));
     }
     if (job->residual_out && run.numel <= CHUNK_NUMEL)

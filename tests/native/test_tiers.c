@@ -160,11 +160,11 @@ static void test_onebit_encode(test_case c)
     const float *in = mode == 0 ? NULL : mode == 2 ? residual : before;
     float *out = mode == 3 ? NULL : residual;
     /* Both outputs are compared: the payload here, the residual in the second run. */
-    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, payload, &flag), PAYLOAD, payload, nbytes,
+    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, NULL, payload, &flag), PAYLOAD, payload, nbytes,
                   c.where, (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
     check_untouched(payload, nbytes, &c.segment, 8 * (size_t)group_count(&c.segment), (c.segment.numel + 7) / 8);
     CHECK(gc_onebit_validate(payload, &c.segment, 1) == GC_OK);
-    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, payload, &flag), OUTPUT, residual,
+    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, NULL, payload, &flag), OUTPUT, residual,
                   residual_nbytes, c.where, memcpy(residual, before, residual_nbytes));
     for (size_t i = 0; i < c.residual_numel; i++)
         if (mode == 3 || i < c.segment.residual || i >= c.segment.residual + c.segment.numel)
@@ -362,10 +362,10 @@ static void test_tables(void)
             continue;
         memset(out, 0, 4 * data);
         memset(alone, 0, 4 * data);
-        CHECK(gc_onebit_encode(src, GC_F32, rows, ROWS, NULL, NULL, whole, &flag) == GC_OK);
+        CHECK(gc_onebit_encode(src, GC_F32, rows, ROWS, NULL, NULL, NULL, NULL, whole, &flag) == GC_OK);
         CHECK(gc_onebit_sum_decode((const uint8_t *const[]){whole}, 1, rows, ROWS, out, GC_F32, 0, &flag) == GC_OK);
         for (int s = ROWS - 1; s >= 0; s--) {
-            CHECK(gc_onebit_encode(src, GC_F32, &rows[s], 1, NULL, NULL, parts, &flag) == GC_OK);
+            CHECK(gc_onebit_encode(src, GC_F32, &rows[s], 1, NULL, NULL, NULL, NULL, parts, &flag) == GC_OK);
             CHECK(gc_onebit_sum_decode((const uint8_t *const[]){parts}, 1, &rows[s], 1, alone, GC_F32, GC_STREAM,
                                        &flag) == GC_OK);
         }

@@ -156,9 +156,12 @@ def build_onebit() -> Case:
     for name in ("special_f32", "zero_f32", "blocks_f32"):
         for group, residual in itertools.product((1, 5, 25), (None, "residual_f32")):
             cases.append(cut(name, group_numel=group, residual=residual, key=KEY))
+    signs = [("normal_f32", 65, 8), ("normal_bf16", 513, 512), ("normal_f16", 97, 25), ("zero_f32", 25, 5)]
+    cases += [cut(n, 0, k, group_numel=g, residual="residual_f32", key=KEY, means=[-1, 1]) for n, k, g in signs]
     for case in cases:
         residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
-        payload, left = ref_payload.encode_onebit(take(case), residual, case["group_numel"], key_of(case))
+        means = tuple(case.get("means") or ()) or None
+        payload, left = ref_payload.encode_onebit(take(case), residual, case["group_numel"], key_of(case), means)
         case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
     return {"payloads": cases}
 

@@ -1,6 +1,6 @@
 """The kernels of codecs and exchanges, for tensors on the CPU (`gradcomp.kernels.interface.Kernels`).
 
-C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype,] [residuals,] payload, [key,] flag)``,
+C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype,] [residuals, kept, means,] payload, [key,] flag)``,
 ``gc_NAME_sum_decode(payloads, payload_count, [option,] rows, count, out, dtype, flags, flag)`` and
 ``gc_NAME_validate(payload, [limits,] rows, count)``. So a new form needs no code here.
 """
@@ -63,6 +63,8 @@ def encode(
     *,
     key: tuple[int, int, int, int] | None = None,
     residuals: Residuals | None = None,
+    kept: Tensor | None = None,
+    means: tuple[float, float] | None = None,
     value_dtype: torch.dtype | None = None,
 ) -> bool:
     """See `Kernels.encode`."""
@@ -73,7 +75,8 @@ def encode(
     if key is not None:
         tail = (tail[0], ffi.new("gc_rng_key *", key)[0], flag)
     if residuals is not None:
-        tail = (floats_of(residuals[0]), floats_of(residuals[1]), *tail)
+        fixed = ffi.NULL if means is None else ffi.new("float[2]", means)
+        tail = (floats_of(residuals[0]), floats_of(residuals[1]), floats_of(kept), fixed, *tail)
     if value_dtype is not None:
         tail = (DTYPES[value_dtype], *tail)
     name = f"gc_{kernel}_encode"

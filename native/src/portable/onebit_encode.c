@@ -6,6 +6,10 @@
  */
 #include "numeric.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 typedef struct {
     double sums[2];
     uint32_t counts[2];
@@ -39,21 +43,44 @@ GC_INLINE void block_bits(gc_encode_job *job, int dtype, const gc_segment *segme
     totals->sums[1] += gc_lanes_total(lanes[1]);
 }
 
-static float class_mean(const class_totals *totals, int bit)
+static float class_mean(const gc_encode_job *job, const class_totals *totals, int bit)
 {
-    if (totals->gradient_zero || totals->counts[bit] == 0)
+    if (totals->gradient_zero)
+        return 0;
+    if (job->means)
+        return job->means[bit];
+    if (totals->counts[bit] == 0)
         return 0;
     float mean = (float)(totals->sums[bit] / totals->counts[bit]);
     return gc_is_nan(mean) ? gc_float_of(GC_NAN_BITS) : mean;
 }
 
+/* Nobody reads the copy soon: stores past the caches save reading its lines first. The
+ * caller fences. */
+void gc_keep_residuals(const gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel)
+{
+    if (!job->kept)
+        return;
+    const float *src = job->residual_in + segment->residual + first;
+    float *dst = job->kept + segment->residual + first;
+    uint32_t i = 0;
+#if defined(__x86_64__)
+    if ((uintptr_t)dst % 16 == 0)
+        for (; i + 4 <= numel; i += 4)
+            _mm_stream_ps(dst + i, _mm_loadu_ps(src + i));
+#endif
+    if (i < numel)
+        memcpy(dst + i, src + i, 4 * (size_t)(numel - i));
+}
+
 GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segment, gc_run run)
 {
+    gc_keep_residuals(job, segment, run.first, run.numel);
     class_totals totals = {{0, 0}, {0, 0}, 1};
     for (uint32_t i = 0; i < run.numel; i += GC_BLOCK_NUMEL)
         block_bits(job, dtype, segment, run.first + i,
                    run.numel - i < GC_BLOCK_NUMEL ? run.numel - i : GC_BLOCK_NUMEL, &totals);
-    float means[2] = {class_mean(&totals, 0), class_mean(&totals, 1)};
+    float means[2] = {class_mean(job, &totals, 0), class_mean(job, &totals, 1)};
     uint8_t *scales = job->payload + segment->scales + 8 * (size_t)run.group;
     gc_store_u32(scales, gc_bits_of(means[0]));
     gc_store_u32(scales + 4, gc_bits_of(means[1]));
@@ -78,4 +105,7 @@ void gc_onebit_encode_portable(gc_encode_job *job, const gc_segment *segment)
         gc_onebit_group(job, segment, run);
         i += run.numel;
     }
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
 }
