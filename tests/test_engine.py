@@ -17,7 +17,9 @@ from torch import nn
 import gradcomp.ddp
 from gradcomp import GradcompError, GradientAverager, Options, PeerLost, PeerMismatch
 from gradcomp.comm import LocalCommunicator
+from gradcomp.engine.buckets import fuse
 from gradcomp.engine.options import Changes
+from gradcomp.engine.step import Engine
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
 from gradcomp.payload import fingerprint
 
@@ -286,13 +288,55 @@ def test_buffers_of_layouts_that_are_used_no_more_are_freed():
         fill(0)
         averager.average()
         old = [weakref.ref(exchange) for exchange, _ in averager._engine.submitted]
-        averager._buckets = gradcomp.engine.buckets.fuse(averager._sources, 25.0)
+        averager._buckets = fuse(averager._sources, 25.0)
         fill(1)
         averager.average()
         gc.collect()
         return [ref() for ref in old], len(averager._engine.layouts._exchanges)
 
     assert run_local(2, run) == [([None, None], 1)] * 2
+
+
+class Drift:
+    """How far a tensor has come from an anchor that every rank holds alike: what local steps average."""
+
+    trained, place = True, None
+
+    def __init__(self, name, anchor, local):
+        self.name, self.like, self.local = name, anchor, local
+
+    def load(self, view):
+        view.copy_(self.like - self.local)
+
+    def store(self, view):
+        self.like.sub_(view)
+        self.local.copy_(self.like)
+
+    def clear(self):
+        self.local.copy_(self.like)
+
+
+def test_anything_with_a_name_can_be_averaged():
+    """Buckets and engines know no gradients: pseudo-gradients of local steps are a source like any other."""
+
+    def run(comm):
+        anchors = [torch.ones(64, 3), torch.ones(100), torch.full((7,), 5.0, dtype=torch.bfloat16)]
+        sources = [Drift(f"t{n}", a, a - (comm.rank + 1) * (n + 1)) for n, a in enumerate(anchors)]
+        engine, buckets = Engine(sources, "identity", comm, Options(timeout_s=20)), fuse(sources, 25.0)
+        assert [len(bucket.members) for bucket in buckets] == [2, 1], "one bucket a dtype"
+        engine.begin_step()
+        for bucket in buckets:
+            bucket.load()
+            engine.submit(bucket.flat, bucket.members, lambda: None)
+        engine.finish_step()
+        for bucket in buckets:
+            bucket.store()
+        engine.check_replicas()
+        engine.close()
+        assert all(torch.equal(source.local, source.like) for source in sources)
+        return [anchor.flatten()[0].item() for anchor in anchors]
+
+    assert run_local(2, run) == [[1 - 1.5, 1 - 3.0, 5 - 4.5]] * 2
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
