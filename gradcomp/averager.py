@@ -150,6 +150,11 @@ class GradientAverager(Controls):
             self._rotation.drop()
         super().load_state_dict(state)
 
+    def reset(self) -> None:
+        """As `Controls.reset`."""
+        self._rotation = None
+        super().reset()
+
     def discard_step(self) -> None:
         """As `Controls.discard_step`; GradcompError while an exchange that `rotate` began is under way."""
         self._refuse_pending("discard_step()")

@@ -3,10 +3,11 @@
 Annotations here are real classes, since DDP inspects those of a hook: no postponed evaluation in this file.
 """
 
+import functools
 import logging
 import sys
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -193,10 +194,11 @@ class CompressionState(Controls):
         self._task = -1
         try:
             self._engine.finish_step()
-        except BaseException:  # before DDP has copied its buckets to gradients, which are this rank's own still
-            poison(p for _, p in self._engine.named)
-            if self._fused is not None:
-                self._fused.fail()
+        except Exception as error:  # noqa: BLE001 - raised after DDP's own callback: its reducer must come to its end
+            torch_private.after_backward(functools.partial(self._fail, error))
+            return
+        except BaseException:
+            self._leave_no_gradients()
             raise
         if self._fused is None:
             return
@@ -204,6 +206,16 @@ class CompressionState(Controls):
             self._unpack()
         else:  # after DDP's own callback, which copies buckets to gradients
             torch_private.after_backward(self._fused.place)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._leave_no_gradients()
+        raise error
+
+    def _leave_no_gradients(self) -> None:
+        """Leave none that a step could take for an average."""
+        poison(p for _, p in self._engine.named)
+        if self._fused is not None:
+            self._fused.fail()
 
     def _unpack(self) -> None:
         """Write the averages of the last step into DDP's buckets after all."""

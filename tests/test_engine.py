@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import inspect
+import math
 import random
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from _ranks import run_local
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
 from gradcomp import GradcompError, GradientAverager, Options, PeerLost, PeerMismatch
@@ -337,6 +339,85 @@ def test_anything_with_a_name_can_be_averaged():
         return [anchor.flatten()[0].item() for anchor in anchors]
 
     assert run_local(2, run) == [[1 - 1.5, 1 - 3.0, 5 - 4.5]] * 2
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+def test_reset_goes_on_from_before_the_step_that_failed(transactional):
+    def run(comm, fails):
+        params, averager, fill = averager_of(comm, transactional=transactional)
+        fill(0)
+        averager.average()
+        if fails:
+            fails_in_its_last_stage(averager, 1, KeyError("mine"))
+            fill(7)
+            with pytest.raises(KeyError):
+                averager.average()
+            assert all(p.grad.isnan().all() for p in params)
+            averager.reset()
+        fill(1)
+        averager.rotate()
+        averager.flush()
+        state = averager.state_dict()
+        return [p.grad.clone() for p in params], state["step"], state["residual"]
+
+    for wanted, found in zip(run_local(2, run, False), run_local(2, run, True), strict=True):
+        assert wanted[1] == found[1] == 2
+        assert all(torch.equal(a, b) for a, b in zip(wanted[0], found[0], strict=True))
+        assert all(torch.equal(values, found[2][name]) for name, values in wanted[2].items())
+
+
+def ddp_fails_and_goes_on():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3)))
+    rank = torch.distributed.get_rank()
+    with gradcomp.ddp.register(model, "onebit", min_numel=0, transactional=True, timeout_s=20) as state:
+
+        def backward():
+            model.zero_grad()
+            model(torch.full((2, 40), 1.0 + rank)).square().sum().backward()
+
+        for _ in range(3):
+            backward()
+        if rank == 0:
+            state._engine.submitted[0][0].own = lambda: 1 / 0
+        with pytest.raises(PeerLost if rank else ZeroDivisionError):
+            backward()
+        left = [bool(p.grad.isnan().all()) for p in model.parameters()]
+        with pytest.raises(PeerLost if rank else ZeroDivisionError):
+            backward()
+        state.reset()
+        for _ in range(2):
+            backward()
+        state.check_replicas()
+        return state.step, left, [p.grad.sum().item() for p in model.parameters()]
+
+
+def test_a_model_in_ddp_goes_on_after_a_reset(gloo):
+    """DDP's reducer comes to its end before the error leaves backward: the next forward finds it ready."""
+    (step, left, sums), other = gloo(2, ddp_fails_and_goes_on)
+    assert step == 5 and all(left)
+    assert sums == other[2] and all(map(math.isfinite, sums))
+
+
+def test_reset_says_so_where_the_failure_left_ranks_at_different_steps():
+    ahead = threading.Event()
+
+    def run(comm):
+        _, averager, fill = averager_of(comm)
+        fill(0)
+        averager.average()
+        if comm.rank == 0:
+            fails_in_its_last_stage(averager, 1, KeyError("mine"), lambda: ahead.wait(5))
+        with contextlib.suppress(KeyError):
+            averager.average()
+            ahead.set()
+        for _ in range(2):
+            with pytest.raises(PeerMismatch, match="step"):
+                averager.reset()
+            with pytest.raises(PeerMismatch, match="step"):
+                averager.average()
+
+    run_local(2, run)
 
 
 # ---- schedules -------------------------------------------------------------------------------------------------------

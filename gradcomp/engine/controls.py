@@ -51,6 +51,18 @@ class Controls:
         """Roll residuals back to before the last step: call it when you throw its gradients away."""
         self._engine.discard_step()
 
+    def reset(self) -> None:
+        """Go on after a failure, from before the step that failed. Collective: every rank calls it.
+
+        What caused the failure must be over. Gradients are NaN then, and averages that waited to be handed back are gone: the
+        loop goes on with the next batch. Bytes move over a duplicate of the communicator, the one before is closed.
+
+        Raises:
+            PeerLost: a rank did not call this.
+            PeerMismatch: "step"; the failure has left ranks at different steps: load a checkpoint on all of them.
+        """
+        self._engine.reset()
+
     def check_replicas(self) -> tuple[int, ...]:
         """Compare the parameters' bits over all ranks; PeerMismatch names the first tensor and rank that differ.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.checks import check_tensor
-from gradcomp.comm.base import Communicator
+from gradcomp.comm.base import Communicator, Lease
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine import replicas, state
 from gradcomp.engine.agree import agree, gather, tell_why
@@ -54,12 +54,17 @@ class Engine:
         replicated: returns what else must be the same on every rank, (name, tensor) pairs for `check_replicas`.
     """
 
+    pipeline: Pipeline
+    submitted: list[tuple[Exchange, Members]]
+    _open: bool
+    _sealed: bool  # the step has all its buckets
+
     def __init__(self, sources: Sequence[Source], codec: Codec | str, comm: Communicator, options: Options) -> None:
         if not sources:
             raise ValueError("there are no parameters to average")
         comm.check_overlap()
         self.sources, self.options = list(sources), options
-        self.comm = comm.lease(f"the averaging of {len(sources)} parameters ({sources[0].name!r} ...)")
+        self.comm = self._lease(comm)
         self.named = [(source.name, source.like) for source in sources]
         self.timeout_s = comm.timeout_s if options.timeout_s is None else options.timeout_s
         self.stats = Stats()
@@ -67,12 +72,9 @@ class Engine:
         self.codec, self.memory = self.layouts.codec, self.layouts.memory
         self.step = self._step_numel = 0
         self._scale = 1.0
-        self._open = self._sealed = False
-        self.submitted: list[tuple[Exchange, Members]] = []
         self.replicated: Callable[[], list[tuple[str, Tensor]]] = list
         self._first_submit = self._last_done = 0.0
-        route = self.layouts.route
-        self.pipeline = Pipeline(route.stage_count, on_failure=tell_why(self, route.abort))
+        self._start()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -173,6 +175,28 @@ class Engine:
         """Give back what was remembered before the last step: for code that throws the step's gradients away."""
         self.memory.discard()
 
+    def reset(self) -> None:
+        """Go on after a failure, from before the step that failed. Collective: every rank calls it, whatever it has seen.
+
+        Bytes move over a duplicate of the communicator from now on; the one before is closed.
+
+        Raises:
+            PeerLost: a rank did not call this.
+            PeerMismatch: "step"; the failure has left ranks at different steps (see above): all load a checkpoint.
+        """
+        self.pipeline.close()
+        self.layouts.route.close()
+        before, self.comm = self.comm, self._lease(self.comm.duplicate(self.timeout_s))
+        before.close()
+        self.layouts.take(self.comm)
+        self.memory.begin_step()
+        self._start()
+        try:
+            self.agree_on(step=self.step)
+        except BaseException as error:
+            self.pipeline.fail(error)
+            raise
+
     def follows(self, scale: Callable[[], float]) -> bool:
         """Whether residuals are kept in units of this scale."""
         return self.options.loss_scale == scale
@@ -241,6 +265,16 @@ class Engine:
         self.comm.close()
 
     # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _lease(self, comm: Communicator) -> Lease:
+        return comm.lease(f"the averaging of {len(self.sources)} parameters ({self.sources[0].name!r} ...)")
+
+    def _start(self) -> None:
+        """Make a pipeline for the route as it is; no step is open."""
+        route = self.layouts.route
+        self._open = self._sealed = False
+        self.submitted = []
+        self.pipeline = Pipeline(route.stage_count, on_failure=tell_why(self, route.abort))
 
     def _rescale(self, scale: float) -> None:
         """Bring residuals to the units of gradients that carry `scale`."""
