@@ -14,6 +14,7 @@ import pytest
 from gradcomp import __main__ as main
 from gradcomp import _gc
 from gradcomp.kernels import native
+from gradcomp.kernels.native import library
 from gradcomp.kernels.native.library import TIER_FEATURES
 
 ROOT = Path(__file__).parents[1]
@@ -218,11 +219,21 @@ def test_structs_have_the_size_that_numpy_thinks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("value", "tier"), [("", None), ("avx2", "portable"), ("fma,sse4.2", "portable")])
+@pytest.mark.parametrize(("value", "tier"), [("", None), ("avx2,neon", "portable"), ("fma,sse4.2,neon", "portable")])
 def test_disabling_cpu_features(value, tier):
     out = run_tier(value)
     assert out.returncode == 0, out.stderr
     assert tier is None or out.stdout.strip() == tier
+
+
+@pytest.mark.parametrize("feature", sorted(TIER_FEATURES["avx512"] - TIER_FEATURES["avx2"]))
+def test_each_feature_of_avx512_can_be_switched_off(feature, monkeypatch):
+    monkeypatch.setattr(library, "select_tier", lambda name: chosen.append(name))
+    monkeypatch.setattr(library, "tiers", lambda: ["portable", "avx2", "avx512"])
+    chosen = []
+    for value in ("", feature.upper(), f"{feature},fma"):
+        library._select_from_environment(value)
+    assert chosen == ["avx512", "avx2", "portable"]
 
 
 def test_an_unknown_cpu_feature_is_an_error():

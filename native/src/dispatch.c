@@ -3,7 +3,7 @@
 
 #include "internal.h"
 
-enum { TIER_PORTABLE, TIER_AVX2, TIER_NEON, TIER_COUNT };
+enum { TIER_PORTABLE, TIER_AVX2, TIER_AVX512, TIER_NEON, TIER_COUNT };
 
 static const gc_kernels tier_kernels[] = {
     [TIER_PORTABLE] = {
@@ -27,6 +27,22 @@ static const gc_kernels tier_kernels[] = {
         .block_sums = gc_block_sums_avx2,
         .ternary_encode = gc_ternary_encode_avx2,
         .onebit_encode = gc_onebit_encode_avx2,
+        .values_encode = gc_values_encode_avx2,
+        .ternary_decode = gc_ternary_decode_avx2,
+        .lanes_decode = gc_lanes_decode_avx2,
+        .onebit_decode = gc_onebit_decode_avx2,
+        .values_decode = gc_values_decode_avx2,
+        .sum_lanes = gc_sum_lanes_avx2,
+        .ternary_validate = gc_ternary_validate_avx2,
+        .onebit_validate = gc_onebit_validate_portable,
+        .lanes_validate = gc_lanes_validate_avx2,
+        .crc32c = gc_crc32c_avx2,
+        .update = gc_update_avx2,
+    },
+    [TIER_AVX512] = {
+        .block_sums = gc_block_sums_avx2,
+        .ternary_encode = gc_ternary_encode_avx512,
+        .onebit_encode = gc_onebit_encode_avx512,
         .values_encode = gc_values_encode_avx2,
         .ternary_decode = gc_ternary_decode_avx2,
         .lanes_decode = gc_lanes_decode_avx2,
@@ -68,7 +84,7 @@ int gc_tier_count(void) { return TIER_COUNT; }
 
 const char *gc_tier_name(int tier)
 {
-    static const char *const names[TIER_COUNT] = {"portable", "avx2", "neon"}; /* also of tiers that this build lacks */
+    static const char *const names[TIER_COUNT] = {"portable", "avx2", "avx512", "neon"}; /* also of tiers that this build lacks */
     return tier >= 0 && tier < TIER_COUNT ? names[tier] : NULL;
 }
 
@@ -78,7 +94,8 @@ int gc_tier_supported(int tier)
     if (tier == TIER_NEON)
         return 1;
 #endif
-    return tier == TIER_PORTABLE || (tier == TIER_AVX2 && gc_cpu_has_avx2());
+    return tier == TIER_PORTABLE || (tier == TIER_AVX2 && gc_cpu_has_avx2()) ||
+           (tier == TIER_AVX512 && gc_cpu_has_avx512());
 }
 
 int gc_tier_current(void)

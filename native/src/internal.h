@@ -137,10 +137,12 @@ const gc_kernels *gc_current_kernels(void);
 
 /* ---- the processor ----------------------------------------------------------------------------------------------- */
 int gc_cpu_has_avx2(void); /* avx2, fma, f16c and sse4.2, and the operating system saves the registers */
+int gc_cpu_has_avx512(void); /* avx2 and what avx512.h names */
 int gc_cpu_has_arm_crc32(void);
 
 #if defined(__x86_64__)
 #include "x86/avx2.h"
+#include "x86/avx512.h"
 #endif
 
 #if defined(__aarch64__) && defined(__ARM_NEON) && !defined(__AARCH64EB__)

@@ -50,7 +50,7 @@ static void test_names(void)
     CHECK(strcmp(gc_status_name(GC_INVALID_ARGUMENT), "GC_INVALID_ARGUMENT") == 0);
     CHECK(strcmp(gc_status_name(GC_BAD_SCALE), "GC_BAD_SCALE") == 0);
     CHECK(strcmp(gc_status_name(7), "GC_UNKNOWN_STATUS") == 0 && strcmp(gc_status_name(-1), "GC_UNKNOWN_STATUS") == 0);
-    static const char *const tiers[] = {"portable", "avx2", "neon"};
+    static const char *const tiers[] = {"portable", "avx2", "avx512", "neon"};
     enum { TIERS = sizeof tiers / sizeof tiers[0] };
     CHECK(gc_tier_count() == TIERS && gc_tier_supported(0));
     for (int tier = 0; tier < TIERS; tier++) {

@@ -15,9 +15,11 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 DISABLE_VARIABLE = "GRADCOMP_DISABLE_CPU_FEATURES"
 # What each tier of dispatch.c asks of the CPU.
+_AVX2 = frozenset({"avx2", "fma", "f16c", "sse4.2"})
 TIER_FEATURES: dict[str, frozenset[str]] = {
     "portable": frozenset(),
-    "avx2": frozenset({"avx2", "fma", "f16c", "sse4.2"}),
+    "avx2": _AVX2,
+    "avx512": _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "bmi2"},
     "neon": frozenset({"neon"}),
 }
 

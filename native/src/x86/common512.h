@@ -1,0 +1,26 @@
+/* common512.h - what the avx512 kernels share. */
+#ifndef GC_X86_COMMON512_H
+#define GC_X86_COMMON512_H
+
+#include "common.h"
+
+#define GC_AVX512                                                                                                      \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,bmi2,avx2,fma,f16c,sse4.2,popcnt")))
+#define GC_AVX512_INLINE static inline __attribute__((always_inline)) GC_AVX512
+
+GC_AVX512_INLINE __m512 gc_load16(const void *src, int dtype, uint64_t i)
+{
+    if (dtype == GC_F32)
+        return _mm512_loadu_ps((const float *)src + i);
+    __m256i h = _mm256_loadu_si256((const __m256i *)((const uint16_t *)src + i));
+    if (dtype == GC_BF16)
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+    return _mm512_cvtph_ps(h);
+}
+
+GC_AVX512_INLINE __m512i gc_abs16(__m512 x)
+{
+    return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(GC_ABS_MASK));
+}
+
+#endif

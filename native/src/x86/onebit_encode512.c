@@ -1,0 +1,151 @@
+/* onebit_encode512.c - 1-bit codes, class means and the new residual, sixteen elements at a time; a mask is their bits and
+ * picks the sums that they enter. */
+#include "internal.h"
+
+#if defined(__x86_64__)
+#include "common512.h"
+#include "onebit_groups.h"
+
+enum { PREFETCH_NUMEL = 1024 };
+
+/* Bits of |g| seen and the largest |x|. */
+typedef struct {
+    __m512i any_gradient, absmax;
+} watch;
+
+/* Sixteen lanes of a block's two class sums. */
+typedef struct {
+    __m512d zeros[2], ones[2];
+} class_lanes;
+
+GC_AVX512_INLINE void add8(class_lanes *lanes, int j, __m256 x, __mmask8 is_one)
+{
+    __m512d d = _mm512_cvtps_pd(x); /* leaving out the +0.0 of the other class changes no lane: none is ever -0.0 */
+    lanes->ones[j] = _mm512_mask_add_pd(lanes->ones[j], is_one, lanes->ones[j], d);
+    lanes->zeros[j] = _mm512_mask_add_pd(lanes->zeros[j], (__mmask8)~is_one, lanes->zeros[j], d);
+}
+
+/* Take in sixteen elements: stage x and its bits, add x to the sums. */
+GC_AVX512_INLINE void take16(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, uint32_t i, __m512 g, __m512 x)
+{
+    __mmask16 is_one = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
+    uint16_t bits = (uint16_t)is_one;
+    _mm512_storeu_ps(stage->x + i, x);
+    memcpy(stage->bits + i / 8, &bits, 2);
+    seen->any_gradient = _mm512_or_si512(seen->any_gradient, gc_abs16(g));
+    seen->absmax = _mm512_max_epu32(seen->absmax, gc_abs16(x));
+    add8(lanes, 0, _mm512_castps512_ps256(x), (__mmask8)is_one);
+    add8(lanes, 1, _mm512_extractf32x8_ps(x, 1), (__mmask8)(is_one >> 8));
+}
+
+/* Sum of sixteen lanes by the tree that gc_lanes_total pins. */
+GC_AVX512_INLINE double total16(const __m512d lanes[2])
+{
+    __m512d eight = _mm512_add_pd(lanes[0], lanes[1]);
+    __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
+    __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
+/* Elements of the group from `at` on; those past `numel` are 0. */
+GC_AVX512_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, const gc_onebit_view *view,
+                                uint32_t at, uint32_t i, uint32_t numel, int dtype)
+{
+    float g[16] = {0}, r[16] = {0};
+    for (uint32_t j = 0; j < numel; j++) {
+        g[j] = gc_load(view->src, dtype, view->data + at + j);
+        r[j] = view->residual ? view->residual[at + j] : 0;
+    }
+    __m512 x = _mm512_loadu_ps(g);
+    take16(seen, lanes, stage, i, x, view->residual ? _mm512_add_ps(x, _mm512_loadu_ps(r)) : x);
+}
+
+GC_AVX512_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view,
+                                uint32_t chunk, uint32_t numel, int dtype)
+{
+    watch seen = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
+        uint32_t end = numel - block < GC_BLOCK_NUMEL ? numel : block + GC_BLOCK_NUMEL, i = block;
+        class_lanes lanes;
+        for (int j = 0; j < 2; j++)
+            lanes.zeros[j] = lanes.ones[j] = _mm512_setzero_pd();
+        for (; i + 16 <= end; i += 16) {
+            uint64_t at = view->data + chunk + i;
+            __m512 g = gc_load16(view->src, dtype, at), x = g;
+            gc_prefetch(view->src, dtype, at + PREFETCH_NUMEL);
+            if (view->residual) {
+                gc_prefetch(view->residual, GC_F32, chunk + i + PREFETCH_NUMEL);
+                x = _mm512_add_ps(g, _mm512_loadu_ps(view->residual + chunk + i));
+            }
+            take16(&seen, &lanes, stage, i, g, x);
+        }
+        if (i < end)
+            take_rest(&seen, &lanes, stage, view, chunk + i, i, end - i, dtype);
+        totals->sums[0] += total16(lanes.zeros);
+        totals->sums[1] += total16(lanes.ones);
+    }
+    uint32_t absmax = _mm512_reduce_max_epu32(seen.absmax);
+    totals->absmax_bits = absmax > totals->absmax_bits ? absmax : totals->absmax_bits;
+    totals->any_gradient |= _mm512_test_epi32_mask(seen.any_gradient, seen.any_gradient);
+    totals->ones += gc_finish_bits(stage, numel);
+}
+
+GC_AVX512 static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t chunk,
+                           uint32_t numel)
+{
+    GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32),
+                take_body(totals, stage, view, chunk, numel, GC_BF16),
+                take_body(totals, stage, view, chunk, numel, GC_F16));
+}
+
+/* r' = x - q for sixteen elements. */
+GC_AVX512_INLINE __m512 left16(__m512 x, __m512 mean0, __m512 mean1)
+{
+    __mmask16 is_one = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
+    return _mm512_sub_ps(x, _mm512_mask_blend_ps(is_one, mean0, mean1));
+}
+
+GC_AVX512_INLINE __mmask16 first_lanes(uint32_t count) { return (__mmask16)((1u << count) - 1); }
+
+GC_AVX512 static void leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
+                                   int streams)
+{
+    __m512 m0 = _mm512_set1_ps(view->means[0]), m1 = _mm512_set1_ps(view->means[1]);
+    uint32_t i = 0;
+    if (streams && (uintptr_t)out % 64 == 0)
+        for (; i + 16 <= numel; i += 16)
+            _mm512_stream_ps(out + i, left16(_mm512_loadu_ps(stage->x + i), m0, m1));
+    for (; i + 16 <= numel; i += 16)
+        _mm512_storeu_ps(out + i, left16(_mm512_loadu_ps(stage->x + i), m0, m1));
+    if (i < numel)
+        _mm512_mask_storeu_ps(out + i, first_lanes(numel - i), left16(_mm512_loadu_ps(stage->x + i), m0, m1));
+}
+
+GC_AVX512_INLINE void leave_body(const gc_onebit_view *view, uint32_t numel, float *out, int dtype)
+{
+    __m512 m0 = _mm512_set1_ps(view->means[0]), m1 = _mm512_set1_ps(view->means[1]);
+    uint32_t i = 0;
+    for (; i + 16 <= numel; i += 16) {
+        __m512 x = gc_load16(view->src, dtype, view->data + i);
+        if (view->residual)
+            x = _mm512_add_ps(x, _mm512_loadu_ps(view->residual + i));
+        _mm512_storeu_ps(out + i, left16(x, m0, m1));
+    }
+    for (; i < numel; i++) {
+        float g = gc_load(view->src, dtype, view->data + i), x = view->residual ? g + view->residual[i] : g;
+        out[i] = x - view->means[x > 0];
+    }
+}
+
+GC_AVX512 static void leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
+{
+    GC_BY_DTYPE(view->dtype, leave_body(view, numel, out, GC_F32), leave_body(view, numel, out, GC_BF16),
+                leave_body(view, numel, out, GC_F16));
+}
+
+void gc_onebit_encode_avx512(gc_encode_job *job, const gc_segment *segment)
+{
+    static const gc_onebit_tier tier = {take, leave_staged, leave_again};
+    gc_encode_onebit_groups(job, segment, &tier);
+}
+#endif
