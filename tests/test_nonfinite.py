@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 from _ranks import run_local
+from torch import nn
 
-from gradcomp import CorruptPayload, Identity, OneBit, PeerLost, Ternary
+from gradcomp import CorruptPayload, GradientAverager, Identity, OneBit, PeerLost, Ternary
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
+from gradcomp.kernels import native
 from gradcomp.payload.pieces import Slot
 
 SCATTER = {"identity": "fp32", "onebit": "requantize", "bf16": "bf16", "ternary": "exact"}
@@ -137,3 +139,51 @@ def test_decode_refuses_a_value_that_no_flag_announces(value):
     with pytest.raises(CorruptPayload, match="non-finite flag") as error:
         codec.decode(payload)
     assert error.value.check == "value"
+
+
+# ---- threads that flush denormals to zero ------------------------------------------------------------------------------------
+
+
+def denormal_averages(comm, codec, exchange, dtype, flushes):
+    """Average denormal gradients over three steps; return the bits of averages and residuals."""
+    named = [("w", nn.Parameter(torch.zeros(40, 30, dtype=dtype))), ("b", nn.Parameter(torch.zeros(10, dtype=dtype)))]
+    found = []
+    integers = torch.int32 if dtype == torch.float32 else torch.int16
+    averager = GradientAverager(named, codec, comm, min_numel=100, exchange=exchange)
+    try:
+        assert torch.set_flush_denormal(flushes)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(2 * step + comm.rank)
+            for _, p in named:
+                bits = torch.randint(1, 100, p.shape, generator=generator, dtype=integers)
+                p.grad = bits.view(dtype)
+            averager.average()
+            found += [p.grad.view(integers).numpy().tobytes() for _, p in named]
+    finally:
+        torch.set_flush_denormal(False)
+    found += [r.view(torch.int32).numpy().tobytes() for r in averager.state_dict()["residual"].values()]
+    averager.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("codec", [Identity(), Ternary(), OneBit()], ids=lambda c: c.name)
+def test_averages_do_not_depend_on_flushing_denormals(codec, exchange, dtype):
+    """Kernels keep denormals whatever the caller's thread has set."""
+    kept, flushed = (run_local(2, denormal_averages, codec, exchange, dtype, flushes) for flushes in (False, True))
+    assert kept == flushed
+    assert any(set(average) != {0} for average in kept[0])
+
+
+def test_rescaling_and_given_scales_keep_denormals():
+    """Both were torch operations, which flush where the thread does: residuals and a scale became 0."""
+    plane, scale = torch.full((100,), 2.0**-130), torch.full((1,), 2.0**-130)
+    assert torch.set_flush_denormal(True)
+    try:
+        native.rescale(plane, 0.25)
+        payload = Ternary().encode(torch.ones(8), scale=scale)
+    finally:
+        torch.set_flush_denormal(False)
+    assert plane.eq(2.0**-132).all()
+    assert Ternary().decode(payload).eq(2.0**-130).all()

@@ -159,6 +159,9 @@ gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segment
                            const float *residual_in, float *residual_out, float *kept, const float *means,
                            uint8_t *payload, uint32_t *nonfinite);
 
+/* Multiply a residual plane by factor, in place: the loss scale changed. */
+gc_status gc_rescale(float *plane, uint64_t numel, float factor);
+
 /* Decoded values (bit ? scale[1] : scale[0]) added in fp32 in payload order, times fl(1 / payload_count); see
  * gc_ternary_sum_decode for the rest. */
 gc_status gc_onebit_sum_decode(const uint8_t *const *payloads, size_t payload_count, const gc_segment *segments,

@@ -85,6 +85,17 @@ gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segment
     return run_encode(gc_current_kernels()->onebit_encode, &job, segments, segment_count, payload, nonfinite);
 }
 
+gc_status gc_rescale(float *plane, uint64_t numel, float factor)
+{
+    if (numel && !plane)
+        return GC_INVALID_ARGUMENT;
+    unsigned saved = gc_enter_float_environment();
+    for (uint64_t i = 0; i < numel; i++)
+        plane[i] *= factor;
+    gc_leave_float_environment(saved);
+    return GC_OK;
+}
+
 gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
                            int value_dtype, uint8_t *payload, uint32_t *nonfinite)
 {

@@ -170,7 +170,7 @@ def are_finite(values: Tensor) -> bool:
 
 def rescale(plane: Tensor, factor: float) -> None:
     """See `Kernels.rescale`."""
-    plane.mul_(factor)
+    check(lib.gc_rescale(floats_of(plane), plane.numel(), factor), "gc_rescale")
 
 
 def copy(dst: Tensor, src: Tensor, table: CopyTable) -> None:
