@@ -207,7 +207,7 @@ def torch_communicator(timeout_s: float | None) -> Communicator:
     """Return a communicator over torch.distributed's default group."""
     from gradcomp.comm.torchdist import TorchCommunicator
 
-    return TorchCommunicator(timeout_s=timeout_s or TorchCommunicator.timeout_s)
+    return TorchCommunicator(timeout_s=timeout_s)
 
 
 def _pairs(named_parameters: Any) -> list[tuple[str, nn.Parameter]]:

@@ -92,10 +92,9 @@ class CompressionState(Controls):
         self._places: set[Members] = set()  # bucket layouts that have been looked at
         if optimizer is not None:
             _check_optimizer(optimizer, self._known)
-        timeout_s = options.timeout_s or Communicator.timeout_s
-        own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=timeout_s)
+        own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=options.timeout_s)
         try:
-            same_ranks(own_comm, model.process_group, timeout_s=timeout_s)
+            same_ranks(own_comm, model.process_group, timeout_s=options.timeout_s or own_comm.timeout_s)
             self._engine = Engine([Gradient(name, p) for name, p in named], codec, own_comm, options)
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:

@@ -5,9 +5,13 @@ import gc
 import inspect
 import math
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -509,3 +513,26 @@ def test_with_closes_and_tells_the_peers():
     before = stage_threads()
     run_local(2, run)
     assert wait_for(lambda: not stage_threads() - before)
+
+
+@pytest.mark.parametrize(("how", "status"), [("interrupt", {130, -signal.SIGINT}), ("rotate", {3})])
+def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, status, tmp_path):
+    """Ctrl-C in backward, or an exit after `rotate`: it took 15 s, a core dump and the exit status."""
+    script = Path(__file__).with_name("_interrupted.py")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(rank), tmp_path / "store", how], **pipes) for rank in range(2)
+    ]
+    try:
+        out, errors = ranks[0].communicate(timeout=120)
+        took = [time.time() - float(out.split()[0])]
+        assert ranks[0].returncode in status, errors
+        assert "terminate called" not in errors
+        assert "KeyboardInterrupt" in errors or how == "rotate"
+        out, errors = ranks[1].communicate("go\n", timeout=60)
+        took.append(time.time() - float(out.split()[0]))
+        assert ranks[1].returncode == 4, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert max(took) < 8, took  # about 1.3 s where nobody else computes; the timeout is 60 s

@@ -51,7 +51,8 @@ class Options:
             A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
         transactional: commit residuals only if no bucket of the step held NaN or Inf and every rank has ended the step (a round
             of 16 bytes); on by default with `grad_scaler`.
-        timeout_s: seconds after which a silent peer is given up; by default the communicator's own.
+        timeout_s: seconds after which a silent peer is given up; by default the communicator's own, which is that of its process
+            group over torch.distributed and 300 otherwise.
 
     Raises:
         TypeError: `transform` is none.

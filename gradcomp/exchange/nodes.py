@@ -95,4 +95,8 @@ def join_nodes(comm: Communicator, found: tuple[tuple[int, ...], ...], timeout_s
     home = next(node for node in found if comm.rank in node)
     place = home.index(comm.rank)
     inside = comm.node_subset(home, timeout_s)
-    return Nodes(found, inside, comm.subset([node[place] for node in found], timeout_s))
+    try:
+        return Nodes(found, inside, comm.subset([node[place] for node in found], timeout_s))
+    except BaseException:
+        inside.close()
+        raise
