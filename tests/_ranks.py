@@ -205,7 +205,7 @@ def with_mpi_beneath(function, *args):
 _subsets = {}
 
 
-def mpi_like(process_group=None, *, timeout_s=300.0):
+def mpi_like(process_group=None, *, timeout_s=None):
     """Return an MpiCommunicator of the ranks of a process group."""
     import torch.distributed as dist
     from mpi4py import MPI
@@ -216,4 +216,4 @@ def mpi_like(process_group=None, *, timeout_s=300.0):
     if members not in _subsets:
         group = MPI.COMM_WORLD.Get_group().Incl(members)
         _subsets[members] = MPI.COMM_WORLD.Create_group(group)
-    return MpiCommunicator(_subsets[members], timeout_s=timeout_s)
+    return MpiCommunicator(_subsets[members], timeout_s=timeout_s or 300.0)
