@@ -95,7 +95,7 @@ class DynamicLossScaler:
         self._min, self._max, self._scale, self._counter = low, high, now, 0
         self._comm, self._timeout_s = comm, timeout_s
         self._skipped = False
-        self._forget_step()
+        self.forget_step()
 
     def __repr__(self) -> str:
         return f"<DynamicLossScaler scale={self._scale:g}, {self._rule}, {self._counter} counted of {self._interval}>"
@@ -163,7 +163,23 @@ class DynamicLossScaler:
         if not self._overflowed:
             raise RuntimeError("update() without unscale_() or step() before it: there is no verdict to go by")
         self._adapt(any(self._overflowed.values()))
-        self._forget_step()
+        self.forget_step()
+
+    def overflowed(self, optimizer: Optimizer) -> bool:
+        """Return whether the gradients that `unscale_` checked for this optimizer held NaN or Inf on any rank.
+
+        Raises:
+            RuntimeError: they have not been checked in this step.
+        """
+        if optimizer not in self._overflowed:
+            raise RuntimeError("overflowed() before unscale_(): there is no verdict for this optimizer in this step")
+        return self._overflowed[optimizer]
+
+    def forget_step(self) -> None:
+        """Begin the step anew: what was scaled and checked since the last `update` counts no more."""
+        self._scaled = False
+        self._overflowed: dict[Optimizer, bool] = {}  # those unscaled in this step
+        self._stepped: set[Optimizer] = set()
 
     def get_scale(self) -> float:
         """Return the scale that the next loss is multiplied by."""
@@ -211,14 +227,9 @@ class DynamicLossScaler:
         for name in ("_rule", "_factor", "_interval", "_min", "_max", "_scale"):
             setattr(self, name, getattr(other, name))
         self._counter, self._skipped = counter, False
-        self._forget_step()
+        self.forget_step()
 
     # ---- parts -------------------------------------------------------------------------------------------------------
-
-    def _forget_step(self) -> None:
-        self._scaled = False
-        self._overflowed: dict[Optimizer, bool] = {}  # those unscaled in this step
-        self._stepped: set[Optimizer] = set()
 
     def _check_open(self, optimizer: Optimizer) -> None:
         if not self._scaled:

@@ -79,7 +79,7 @@ class DynamicLossScalingUpdater:
                     "compression must be what gradcomp.ddp.register returned, or a GradientAverager, "
                     f"got {type(compression).__name__}"
                 )
-            if not compression._engine.follows(self.scaler.get_scale):
+            if not compression.follows(self.scaler.get_scale):
                 raise ValueError("compression must be made with grad_scaler=scaler, the scaler that is passed here")
         self._average: Callable[[], None] | None = getattr(compression, "average", None)
         if compression is not None and self._average is None and model is None and accumulate > 1:
@@ -117,7 +117,7 @@ class DynamicLossScalingUpdater:
     def _attempt(self) -> float:
         """Run forward, backward, exchange, check and, unless it overflowed, the optimizer; return the mean loss."""
         scaler, optimizer = self.scaler, self.optimizer
-        scaler._forget_step()  # of an attempt that ended in an exception
+        scaler.forget_step()  # of an attempt that ended in an exception
         optimizer.zero_grad()
         total = 0.0
         for left in reversed(range(self._accumulate)):
@@ -131,7 +131,7 @@ class DynamicLossScalingUpdater:
         if self._average is not None:
             self._average()
         scaler.unscale_(optimizer)
-        if not scaler._overflowed[optimizer]:
+        if not scaler.overflowed(optimizer):
             if self._clip is not None:
                 self._clip()
             if self._weight_decay:

@@ -171,6 +171,11 @@ class TorchCommunicator(Communicator):
 _default: tuple[Any, TorchCommunicator] | None = None
 
 
+def is_initialized() -> bool:
+    """Whether torch.distributed has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def default_communicator() -> TorchCommunicator:
     """Return the communicator over the default process group, made at the first call (a collective one) and kept.
 

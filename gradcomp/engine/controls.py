@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,10 @@ class Controls:
         """
         self._engine.check_replicas()
         return tuple(range(self._engine.comm.world_size))
+
+    def follows(self, scale: Callable[[], float]) -> bool:
+        """Whether residuals are kept in units of this loss scale, say ``scaler.get_scale``."""
+        return self._engine.follows(scale)
 
     def describe(self) -> str:
         """Return one line: what is compressed, what is not, the exchange, the expected ratio."""

@@ -145,6 +145,15 @@ class MomentumAdagrad(torch.optim.Optimizer):
                     self._update(p, group)
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would bring sums to the parameters' dtype: they stay float32."""
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, p in zip(indices, (p for group in self.param_groups for p in group["params"]), strict=True):
+            for name, value in saved.get(index, {}).items():
+                self.state[p][name] = value.to(torch.float32, copy=True)
+
     def _update(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
         if p.grad.is_sparse:
@@ -152,8 +161,8 @@ class MomentumAdagrad(torch.optim.Optimizer):
         grad = p.grad.add(p, alpha=group["weight_decay"]) if group["weight_decay"] else p.grad
         state = self.state[p]
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-            state["sum"] = torch.full_like(p, group["initial_accumulator_value"])
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32)
+            state["sum"] = torch.full_like(p, group["initial_accumulator_value"], dtype=torch.float32)
         smoothed = state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
         root = state["sum"].addcmul_(smoothed, smoothed).sqrt().add_(group["eps"])
         p.addcdiv_(smoothed, root, value=-group["lr"])

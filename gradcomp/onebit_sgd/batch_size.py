@@ -182,9 +182,9 @@ def _check(
 
 def _default() -> Communicator:
     """Return the default group's communicator, or a rank of its own."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        from gradcomp.comm.torchdist import default_communicator
+    from gradcomp.comm.torchdist import default_communicator, is_initialized
 
+    if is_initialized():
         return default_communicator()
     from gradcomp.comm.local import LocalCommunicator
 

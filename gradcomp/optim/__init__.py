@@ -7,6 +7,7 @@ from gradcomp.optim.adagrad import SplitAdagrad
 from gradcomp.optim.adamw import SplitAdamW
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.optim.lamb import SplitLAMB
+from gradcomp.optim.packed import packed_add
 from gradcomp.optim.sgd import SplitSGD
 from gradcomp.optim.split import (
     SplitParameters,
@@ -27,6 +28,7 @@ __all__ = [
     "fp32_state_dict",
     "join",
     "load_fp32_state_dict",
+    "packed_add",
     "split",
     "split_parameters",
 ]

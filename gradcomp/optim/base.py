@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -37,6 +38,15 @@ from gradcomp.optim.tracking import Tracking
 LOADED = "it was not loaded from the checkpoint that the optimizer was loaded from"
 
 
+_steps: list[Callable[[Any, Any], Any]] = []  # `SplitOptimizer._take_step`, kept from Dynamo
+
+
+def _prepare_steps() -> None:
+    """Keep steps from Dynamo, which cannot trace a C kernel; not at import, since it takes a second to import Dynamo."""
+    if not _steps:
+        _steps.append(torch.compiler.disable(SplitOptimizer._take_step))  # type: ignore[no-untyped-call]
+
+
 class SplitOptimizer(torch.optim.Optimizer):
     """Base of the split optimizers; not to be used itself.
 
@@ -55,6 +65,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         self._adopting: list[nn.Parameter] | None = []
         self.check_options(defaults)
         super().__init__(params, defaults)
+        _prepare_steps()
         adopted, self._adopting = self._adopting, None
         adopt(self, adopted)
 
@@ -81,6 +92,7 @@ class SplitOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what pickling, copying and loading keep; the rest is found again as it is needed."""
         super().__setstate__(state)
+        _prepare_steps()
         for name, empty in (("_families", []), ("_tracking", Tracking()), ("_packed", []), ("_adopting", None)):
             if name not in self.__dict__:
                 setattr(self, name, empty)
@@ -153,9 +165,8 @@ class SplitOptimizer(torch.optim.Optimizer):
                 p.grad = None
         super().zero_grad(set_to_none)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step for every parameter that has a gradient.
+        """Take one step for every parameter that has a gradient; `torch.compile` runs it as it is.
 
         Args:
             closure: computes the loss and gradients again, and returns the loss.
@@ -170,6 +181,10 @@ class SplitOptimizer(torch.optim.Optimizer):
             GradcompError: placeholders whose packed gradients are gone.
             In all of these nothing has been changed.
         """
+        return _steps[0](self, closure)
+
+    @torch.no_grad()
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -287,9 +302,9 @@ class SplitOptimizer(torch.optim.Optimizer):
 
         For parameters that were changed by other means than this optimizer (loaded, replaced, averaged).
         """
-        for p, state in self.state.items():
-            if "trail" in state:
-                state["trail"].zero_()
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+            if "trail" in self.state[p]:
+                self.state[p]["trail"].zero_()
             self._tracking.trust(p)
 
     def keep_trails(self) -> None:
@@ -297,7 +312,7 @@ class SplitOptimizer(torch.optim.Optimizer):
 
         For code that exchanges weights in place and puts the old ones back (weight averages, pruning trials).
         """
-        for p in self.state:
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
             self._tracking.trust(p)
 
     def release(self) -> None:
@@ -334,7 +349,7 @@ class SplitOptimizer(torch.optim.Optimizer):
         saved = super().state_dict()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
         for index, state in saved["state"].items():
-            if "trail" in state:
+            if isinstance(state, dict) and "trail" in state:  # hooks may add what they like
                 saved["state"][index] = state | {CHECKSUM: torch.tensor(self._tracking.checksum(params[index]))}
         return saved
 
@@ -358,6 +373,8 @@ class SplitOptimizer(torch.optim.Optimizer):
             kept = {k: group[k] for k in ("params", "rounding", "param_names") if k in group}
             group.clear()
             group.update(kept | saved)
+        indices = {index for group in state_dict["param_groups"] for index in group["params"]}
+        self.state.update({k: deepcopy(v) for k, v in state_dict["state"].items() if k not in indices})
         with torch.no_grad():
             for p, tensors, wanted in loads:
                 state = self.state[p]

@@ -37,7 +37,8 @@ def check_dense(tensor: Tensor, name: str) -> None:
         )
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         raise UnsupportedTensor(
-            f"{name} does not fill its memory (strides {tensor.stride()}); call .contiguous() first"
+            f"{name} does not fill its memory (strides {tensor.stride()}): it is a slice or a view of something larger; "
+            "call .contiguous() first, of a parameter p.data = p.data.contiguous()"
         )
 
 

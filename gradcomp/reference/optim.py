@@ -57,6 +57,11 @@ def quiet(x: Floats) -> Floats:
     return np.where(np.isnan(x), np.uint32(0x7FC00000).view(np.float32), x).astype(np.float32)
 
 
+def packed_add(top: Array, trail: Array, delta: Floats, alpha: float, rounding: str = TRUNCATE) -> tuple[Array, Array]:
+    """Return (top, trail) of the weight plus ``alpha * delta``: one rounding."""
+    return split(quiet(fma(np.float32(alpha), delta, join(top, trail, rounding))), rounding)
+
+
 def sgd(
     w: Floats,
     g: Floats,
