@@ -35,16 +35,25 @@ COPY_RANGE = np.dtype([("dst", "<u8"), ("src", "<u8"), ("nbytes", "<u8")])
 
 
 class Table:
-    """Segments for one C call: rows of `SEGMENT`, and how to share them out over threads."""
+    """Segments for one C call: rows of `SEGMENT`, and how to share them out over threads.
+
+    Attributes:
+        rows, count: the rows and their number.
+        address: of the first row.
+        numel: elements in all rows.
+        prepared: what a kernel set makes of the rows at the first call, to be used again.
+    """
 
     def __init__(self, rows: Sequence[tuple[int, ...]] | NDArray[Any]) -> None:
         self.rows = np.array(rows, dtype=SEGMENT)
+        self.count = len(self.rows)
         self.address = self.rows.ctypes.data
+        self.prepared: Any = None
         self.numel = int(self.rows["numel"].sum(dtype=np.uint64))
         self._ranges: dict[int, list[tuple[int, int]]] = {}
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self.count
 
     def ranges(self, parts: int) -> list[tuple[int, int]]:
         """Return at most `parts` runs of rows (first, count) with about the same number of elements each."""

@@ -36,6 +36,8 @@ def scales(
     values: Tensor, table: Table, groups: Groups, clip_sigma: float | None, scratch: Tensor, out: Tensor
 ) -> bool:
     """See `Kernels.scales`."""
+    if not table.count:
+        return False
     flag = ffi.new("uint32_t *")
     blocks = ffi.cast("gc_block *", bytes_of(scratch))
     source, dtype = values_of(values), DTYPES[values.dtype]
@@ -68,7 +70,7 @@ def encode(
     value_dtype: torch.dtype | None = None,
 ) -> bool:
     """See `Kernels.encode`."""
-    if not len(table):
+    if not table.count:
         return False
     flag, source, dtype = ffi.new("uint32_t *"), values_of(values), DTYPES[values.dtype]
     tail: tuple[Any, ...] = (bytes_of(payload), flag)
@@ -122,7 +124,7 @@ def prepare(payloads: Payloads) -> _Prepared:
 
 def sum_decode(payloads: Payloads, table: Table, out: Tensor) -> bool:
     """See `Kernels.sum_decode`."""
-    if not len(table):
+    if not table.count:
         return False
     name, decode, head, dtype, *_ = prepare(payloads)
     flag, target = ffi.new("uint32_t *"), values_of(out)
@@ -149,7 +151,7 @@ def sum_lanes(payloads: Payloads, source: Table, target: Table, lane_bits: int, 
 
 def validate(payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
     """See `Kernels.validate`."""
-    if len(table):
+    if table.count:
         source, name = bytes_of(payload), f"gc_{kernel}_validate"
         function = getattr(lib, name)
         run(name, table, lambda rows, count, _: function(source, *limits, rows, count))

@@ -41,13 +41,16 @@ def run(function: str, table: Table, call: Callable[[Any, int, int], int], secon
 
     Every part runs to its end before the first error is raised, so that no thread touches memory afterwards.
     """
-    if not len(table):
-        return
-    base = ffi.cast("const gc_segment *", table.address)
-    wanted = 1 if table.numel < 2 * THREAD_NUMEL else min(thread_count(), table.numel // THREAD_NUMEL)
-    parts = table.ranges(wanted) if wanted > 1 else []
+    if not table.count:
+        return None
+    base = table.prepared
+    if base is None:
+        base = table.prepared = ffi.cast("const gc_segment *", table.address)
+    if table.numel < 2 * THREAD_NUMEL:
+        return check(call(base, table.count, 0), function)
+    parts = table.ranges(min(thread_count(), table.numel // THREAD_NUMEL))
     if len(parts) <= 1:
-        return check(call(base, len(table), 0), function)
+        return check(call(base, table.count, 0), function)
     pool = _workers(len(parts) - 1)
     futures = [pool.submit(call, base + first, count, first) for first, count in parts[1:]]
     try:
