@@ -230,6 +230,7 @@ comm = MpiCommunicator(timeout_s=20)
 tensor = torch.full((5000,), 1.0 + rank)
 gradcomp.all_reduce(tensor, gradcomp.Identity(), comm)
 assert tensor.eq(1.5).all()
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40))
 try:
     averager = gradcomp.GradientAverager(model.named_parameters(), gradcomp.Identity(), comm, bucket_cap_mb=0.001)
