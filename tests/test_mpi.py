@@ -1,6 +1,7 @@
 """What is MPI's own: ranks alone and four of them, the bytes on the wire, thread levels, and peers that are lost."""
 
 import hashlib
+import re
 import subprocess
 import sys
 import time
@@ -31,11 +32,11 @@ def mpi(flavour, pools):
     return lambda world, function, *args: pools(flavour, world, with_communicator, flavour, function, *args)
 
 
-def script(tmp_path, flavour, world, text, timeout_s=60):
-    """Run a program on `world` ranks; return its result and the seconds it took."""
+def script(tmp_path, flavour, world, text, timeout_s=90):
+    """Run a program on `world` ranks; return its result and its seconds since a rank first printed "at TIME"."""
     path = tmp_path / "program.py"
     path.write_text(text)
-    begun = time.monotonic()
+    begun = time.time()
     done = subprocess.run(
         [*mpirun(flavour, world), str(path)],
         env=mpi_environment(),
@@ -44,7 +45,7 @@ def script(tmp_path, flavour, world, text, timeout_s=60):
         timeout=timeout_s,
         check=False,
     )
-    return done, time.monotonic() - begun
+    return done, time.time() - min(map(float, re.findall(r" at ([\d.]+)", done.stdout)), default=begun)
 
 
 # ---- the same as elsewhere -----------------------------------------------------------------------------------------
@@ -328,6 +329,7 @@ def test_buffers_of_a_failed_step_stay_until_mpi_is_done(tmp_path, flavour):
 
 
 CAUGHT = """
+import time
 import torch
 import gradcomp
 from gradcomp.comm import MpiCommunicator
@@ -344,14 +346,14 @@ try:
     finally:
         averager.close()
 except gradcomp.PeerMismatch as error:
-    print("caught", error.field, flush=True)
+    print(f"caught {error.field} at {time.time()}", flush=True)
 """
 
 
 def test_a_mismatch_that_all_ranks_catch_ends_the_job_well_and_soon(tmp_path, flavour):
     done, took = script(tmp_path, flavour, 3, CAUGHT)
     assert done.stdout.count("caught") == done.stdout.count("exchange") == 3, done
-    assert done.returncode == 0 and took < 25, (done, took)
+    assert done.returncode == 0 and took < 15, (done, took)
 
 
 def mismatched(comm):
@@ -383,7 +385,7 @@ begun = time.monotonic()
 try:
     gradcomp.all_reduce(torch.ones(1000), "ternary", comm, timeout_s=0.5)
 except gradcomp.PeerLost as error:
-    print("lost", error.phase, time.monotonic() - begun < 3, flush=True)
+    print("lost", error.phase, time.monotonic() - begun < 3, "at", time.time(), flush=True)
     {after}
 print("the other rank ends", flush=True)
 """
@@ -392,19 +394,19 @@ print("the other rank ends", flush=True)
 @pytest.mark.parametrize("after", ["pass", "raise", "sys.exit(3)"])
 def test_after_a_lost_peer_nobody_waits_in_finalize(tmp_path, flavour, after):
     done, took = script(tmp_path, flavour, 2, SILENT.format(abort=False, sleep=1.5, after=after))
-    assert "lost scale_round True" in done.stdout and took < 30, (done, took)
+    assert "lost scale_round True" in done.stdout and took < 15, (done, took)
     assert done.returncode != 0
 
 
 def test_a_peer_that_sleeps_for_ever_does_not_keep_the_job(tmp_path, flavour):
     done, took = script(tmp_path, flavour, 2, SILENT.format(abort=False, sleep=50, after="pass"))
-    assert "the other rank ends" in done.stdout and "the silent rank ends" not in done.stdout and took < 30
+    assert "the other rank ends" in done.stdout and "the silent rank ends" not in done.stdout and took < 15
     assert done.returncode != 0
 
 
 def test_abort_ends_the_job_at_once_and_says_why(tmp_path, flavour):
     done, took = script(tmp_path, flavour, 2, SILENT.format(abort=True, sleep=50, after="pass"))
-    assert done.returncode != 0 and took < 25, took
+    assert done.returncode != 0 and took < 30, took
     assert "the other rank ends" not in done.stdout
     assert "rank 0 ends the MPI job" in done.stderr and "for 0.5 s" in done.stderr
 
