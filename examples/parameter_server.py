@@ -119,11 +119,17 @@ class TernGradStep:
         client, grads = self.client, [p.grad for p in self.parameters]
         client.push_parameter("max_abs_grad", torch.stack([g.abs().max() for g in grads]))
         scales = client.pull_parameter("max_abs_grad", reduce_method="max")
+        calls = []
         for index, (grad, scale) in enumerate(zip(grads, scales, strict=True)):
-            key = gradcomp.RngKey(CODEC.seed, self.rank, step, index)
-            client.push_parameter(f"grad {index}", CODEC.encode(grad, scale=scale, key=key))
-        names = [f"grad {index}" for index in range(len(grads))]
-        pulled = [client.pull_parameter(name, "decode_average", compressed=compressed) for name in names]
+            key = gradcomp.RngKey(CODEC.seed, self.rank, step, index)  # each worker its own rank: its own draws
+            payload = CODEC.encode(grad, scale=scale, key=key)
+            push = client.push_parameter(f"grad {index}", payload, wait=False)  # travels while the next one is encoded
+            pull = client.pull_parameter(f"grad {index}", "decode_average", compressed=compressed, wait=False)
+            calls.append((push, pull))
+        pulled = []
+        for push, pull in calls:
+            push.wait()
+            pulled.append(pull.wait())
         return [CODEC.decode(average) for average in pulled] if compressed else pulled
 
     def average(self, step: int) -> None:

@@ -1,6 +1,7 @@
 """Large keys are cut into shards over several servers: the same bits as whole keys, and as careful."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from gradcomp.payload import wire
 from gradcomp.payload.form import FORMS, PLAIN, TERNARY
 from gradcomp.server import ParameterClient, messages, serve
 from gradcomp.server.keys import ClientKey
+from gradcomp.server.rounds import SynchronousParameter
 from gradcomp.server.shards import DEFAULT_SHARD_NBYTES, MAX_SHARDS, Shards, check_shard_nbytes
 from gradcomp.server.spec import make_spec
 
@@ -305,6 +307,17 @@ def test_a_worker_too_far_ahead_is_refused_by_all_shards_or_none():
     assert type(error) is ValueError and "push 3" in str(error)
     assert [float(p[0]) for p in behind] == [3.0, 30.0, 3000.0] and all(bool((p == p[0]).all()) for p in behind)
     assert same_bits(ahead, behind[-1])
+
+
+def test_later_shards_take_a_push_that_the_first_has_taken():
+    """Where the slowest worker's push has reached the first shard, and not yet the others."""
+    spec = replace(make_spec((NUMEL,), "float32", None, False, None), shard_numel=64, part_nbytes=256)
+    for first, taken in ((0, 2), (64, 3)):
+        shard = SynchronousParameter("x", replace(spec, first=first), 0, [0, 1])
+        for _ in range(taken):
+            assert shard.push(0, torch.zeros(256, dtype=torch.uint8)) == 0
+        error = caught(shard.push, 0, torch.zeros(256, dtype=torch.uint8))
+        assert type(error) is ValueError and f"push {taken + 1}" in str(error)
 
 
 def damage(client, index, damaged):

@@ -156,8 +156,9 @@ class _Server:
                 heard = time.monotonic()
                 self.stats.bytes_received += message.numel()
                 self._handle(rank, message)
-            for rank in list(self._open):
-                self._send(rank)
+            if self._replies.any_waits():
+                for rank in list(self._open):
+                    self._send(rank)
         self._comm.kept["server replies"] = self._replies.started  # that nobody waits for any more
         self.stats.bytes_sent = self._replies.nbytes
         return self.stats
