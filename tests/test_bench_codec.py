@@ -1,8 +1,10 @@
 """`bench codec --check`: verdicts, and the roof that memory sets to the gain of a second thread."""
 
 import pytest
+import torch
 
 from gradcomp.bench import codec
+from gradcomp.bench.kernels import cases
 from gradcomp.kernels import native
 
 
@@ -41,3 +43,10 @@ def test_the_gain_of_a_second_thread(kernel, gain, memcpy, memset, outcome):
 def test_memory_rates_are_measured():
     memory = codec.memory_rates(1 << 20, 2)
     assert all(rate > 0 for rate in (*memory.memcpy, *memory.memset))
+
+
+def test_every_kernel_is_right_when_those_before_it_have_run_several_times():
+    """One case wrote into the payload that the next one decodes: the benchmark stopped at a difference that was its own."""
+    for case in cases(4096, torch.float32):
+        case.run(), case.run()
+        assert case.check(), case.name

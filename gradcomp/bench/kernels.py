@@ -122,11 +122,11 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
         lambda: new[: n // GROUP * GROUP].numpy(),
         lambda: encoded[2][: n // GROUP * GROUP],
     )
-    kept = old.clone()
+    kept, sealed = old.clone(), torch.zeros(one.nbytes, dtype=torch.uint8)
     add(  # all that a step of one tensor costs: the residual in place, a header, a checksum
         "onebit encode, one tensor",
-        lambda: onebit.encode(x, residual=kept, key=KEY, out=bit),
-        lambda: _encoded_again(onebit, x, old, kept, bit),
+        lambda: onebit.encode(x, residual=kept, key=KEY, out=sealed),
+        lambda: _encoded_again(onebit, x, old, kept, sealed),
         lambda: encoded[2][: n // GROUP * GROUP],
     )
     add(
