@@ -760,6 +760,7 @@ def test_ranks_with_other_settings_get_peer_mismatch(ranks, field):
 def other_model(what):
     """Different models or buckets, without DDP's own checks: the averager must say so on every rank."""
     size = 64 + dist.get_rank() * (what == "model")
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(size, 64), nn.Linear(64, 64))
     cap = 0.01 if what == "buckets" and dist.get_rank() == 1 else 25
     averager = gradcomp.GradientAverager(model.named_parameters(), "ternary", bucket_cap_mb=cap, timeout_s=20)
