@@ -26,7 +26,7 @@ help:
 	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
 	@echo 'make promises     break each promise on purpose and see that a test notices'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
-	@echo 'make native-test  the C tests under the address and undefined-behaviour sanitizers'
+	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13")'
 	@echo 'make build        only .venv and the extension                     (PYTHON=python3.12, VENV=elsewhere)'
@@ -67,6 +67,7 @@ lint: build
 
 native-test:
 	bash tests/native/run.sh
+	bash tests/native/run.sh threads
 
 native-test-aarch64:
 	bash tests/native/run.sh aarch64

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Build and run the native tests.
 #   tests/native/run.sh [sanitize] [rounds] [seed]   under the address and undefined-behaviour sanitizers; CC chooses the compiler
+#   tests/native/run.sh threads                      kernels of several threads at once under the thread sanitizer
 #   tests/native/run.sh aarch64 [rounds] [seed]      for aarch64 under qemu; undefined behaviour traps. CC_AARCH64 chooses the
 #                                                    compiler: "python3 -m ziglang cc -target aarch64-linux-musl" does, too
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 leg=sanitize
-case ${1:-} in sanitize | aarch64) leg=$1 && shift ;; esac
+case ${1:-} in sanitize | threads | aarch64) leg=$1 && shift ;; esac
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 flags=(-std=c11 -ffp-contract=off -Wall -Wextra -Werror -Inative/include -Inative/src)
@@ -15,6 +16,10 @@ runner=()
 if [ "$leg" = sanitize ]; then
     compiler=${CC:-gcc}
     flags+=(-g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all)
+elif [ "$leg" = threads ]; then
+    compiler=${CC:-gcc}
+    flags+=(-g -O1 -D_POSIX_C_SOURCE=200809L -fsanitize=thread -pthread)
+    tests=(test_threads)
 else
     compiler=${CC_AARCH64:-aarch64-linux-gnu-gcc}
     flags+=(-O2 -static -fsanitize=undefined -fsanitize-undefined-trap-on-error)
@@ -30,6 +35,10 @@ while [ -n "$(jobs -rp)" ]; do wait -n; done
 for name in "${tests[@]}"; do
     $compiler "${flags[@]}" "tests/native/$name.c" "$out"/*.o -lm -o "$out/$name"
 done
+if [ "$leg" = threads ]; then
+    "$out/test_threads"
+    exit
+fi
 "${runner[@]}" "$out/test_known"
 "${runner[@]}" "$out/test_tiers" "$@"
 [ "$leg" = sanitize ] || (($#)) || set -- 1 # its long tensors take a minute under qemu
