@@ -4,6 +4,7 @@ import contextlib
 import gc
 import inspect
 import math
+import os
 import random
 import signal
 import subprocess
@@ -119,7 +120,7 @@ def averager_of(comm, sizes=(600, 700), codec="onebit", **options):
     averager = GradientAverager(named, codec, comm, **given)
 
     def fill(step):
-        draw = torch.Generator().manual_seed(100 * step + comm.rank)
+        draw = torch.Generator().manual_seed(100 * step + averager._engine.comm.rank)
         for p in params:
             p.grad = torch.randn(p.shape, generator=draw)
 
@@ -492,6 +493,29 @@ def test_what_is_dropped_without_close_gives_everything_back(fails):
     alive = [ref for refs in run_local(2, run) for ref in refs]
     assert wait_for(lambda: all(ref() is None for ref in alive)), "somebody holds an engine or a communicator"
     assert wait_for(lambda: not stage_threads() - before)
+
+
+def dropped_over_gloo():
+    def held():
+        return len(stage_threads()), len(os.listdir("/proc/self/fd"))
+
+    def one():
+        _, averager, fill = averager_of(None)
+        fill(0)
+        averager.average()
+
+    one()
+    wait_for(lambda: not stage_threads())
+    before = held()
+    for _ in range(3):
+        one()
+    wait_for(lambda: held() <= before)
+    return before, held()
+
+
+def test_what_is_dropped_gives_its_sockets_back_over_gloo(gloo):
+    for (threads, files), after in gloo(2, dropped_over_gloo):
+        assert after[0] == threads == 0 and after[1] <= files
 
 
 def test_with_closes_and_tells_the_peers():
