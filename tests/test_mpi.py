@@ -277,12 +277,12 @@ def gives_up(comm):
     """Rank 1 gives up; the others learn of it long before their timeout."""
     gradcomp.all_reduce(torch.ones(100), "ternary", comm)
     if comm.rank == 1:
-        comm.abort()
+        comm.abort("no memory left")
         return None
     begun = time.monotonic()
     with pytest.raises(PeerLost) as error:
         gradcomp.all_reduce(torch.ones(100), "ternary", comm, timeout_s=50)
-    return time.monotonic() - begun < 5, error.value.phase, "rank 1 is gone" in str(error.value)
+    return time.monotonic() - begun < 5, error.value.phase, "rank 1 is gone: no memory left" in str(error.value)
 
 
 def test_a_rank_that_gives_up_tells_the_others(mpi):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import struct
 import sys
 import threading
 import time
@@ -34,6 +35,8 @@ MAIN_THREAD_ONLY = (
 )
 OFFERS = 16  # free channels that a rank tells the others of: ranks may have freed different ones
 LEAVING = -1
+REASON_NBYTES = 300
+_WORD = struct.Struct("<i")
 LEAVE_S = 30.0  # at the end of a program that lost a peer, longest wait for the others to end as well
 
 
@@ -98,7 +101,7 @@ class Channels:
     point: Any  # messages from rank to rank
     news: Any  # "I give up"
     serial: int  # number of its making, the same on every rank
-    gone: dict[int, int] = field(default_factory=dict)  # peers that have given up, and for whose sake
+    gone: dict[int, tuple[int, str]] = field(default_factory=dict)  # peers that have given up: for whose sake, and why
     left: set[int] = field(default_factory=set)  # peers that have come to their end
     broken: bool = False
     uses: int = 0  # how many MpiCommunicators have had these channels; tells their messages apart
@@ -262,7 +265,7 @@ def _leave() -> None:
         read_news(mpi, channels, _call_directly)
     trouble = [channels for channels in _made if channels.broken or channels.gone]
     for channels in trouble:
-        tell(channels, LEAVING)
+        tell(mpi, channels, LEAVING)
         unanswered.extend(kept for kept in channels.pending.values() if not kept[0].Test())
     if not unanswered:
         return
@@ -290,18 +293,17 @@ def read_news(mpi: Any, channels: Channels, call: Callable[[Callable[[], Any]], 
     """Take note of the peers that have given up."""
     status = mpi.Status()
     while (found := call(lambda: channels.news.Improbe(status=status))) is not None:
-        culprit = np.zeros(1, np.int32)
-        call(lambda found=found, culprit=culprit: found.Recv(culprit))  # type: ignore[misc]
-        if culprit[0] == LEAVING:
+        note = np.zeros(status.Get_count(mpi.BYTE), np.uint8)
+        call(lambda found=found, note=note: found.Recv([note, mpi.BYTE]))  # type: ignore[misc]
+        (word,) = _WORD.unpack_from(note.data)
+        if word == LEAVING:
             channels.left.add(status.Get_source())
         else:
-            channels.gone[status.Get_source()] = int(culprit[0])
+            channels.gone[status.Get_source()] = word, note[_WORD.size :].tobytes().decode(errors="replace")
 
 
-def tell(channels: Channels, word: int) -> None:
-    """Send every peer the rank for whose sake this one gives up, or LEAVING."""
-    note, me = np.array([word], np.int32), channels.news.Get_rank()
-    channels.said += [
-        note,
-        *(channels.news.Isend(note, rank) for rank in range(channels.news.Get_size()) if rank != me),
-    ]
+def tell(mpi: Any, channels: Channels, word: int, reason: str = "") -> None:
+    """Send every peer the rank for whose sake this one gives up, and why, or LEAVING."""
+    note = np.frombuffer(_WORD.pack(word) + reason.encode()[:REASON_NBYTES], np.uint8)
+    others = [rank for rank in range(channels.news.Get_size()) if rank != channels.news.Get_rank()]
+    channels.said += [note, *(channels.news.Isend([note, mpi.BYTE], rank) for rank in others)]

@@ -217,14 +217,15 @@ class MpiCommunicator(Communicator):
         return MpiCommunicator(self._parent, timeout_s=seconds, abort=self._abort_job)
 
     def abort(self, reason: str = "") -> None:
-        """Tell every peer that this rank takes part no more; their waits for it end within a second."""
+        """Tell every peer that this rank takes part no more, and why; their waits for it end within a second."""
         channels = self._channels
         if channels is None or channels.broken:
             return
         channels.broken = True
         if self._mpi.Is_finalized():
             return
-        self._call(lambda: tell(channels, next(iter(channels.gone.values()), self.rank)))
+        culprit, why = next(iter(channels.gone.values()), (self.rank, reason))
+        self._call(lambda: tell(self._mpi, channels, culprit, why))
 
     def close(self) -> None:
         """Give the channels back for the next communicator on the same MPI communicator."""
@@ -261,11 +262,11 @@ class MpiCommunicator(Communicator):
                 if now >= news_at:
                     news_at = now + NEWS_EVERY_S
                     read_news(self._mpi, channels, self._call)
-                    gone = [culprit for rank, culprit in channels.gone.items() if rank in peers]
+                    gone = [news for rank, news in channels.gone.items() if rank in peers]
                     if gone or channels.broken:
                         grace_until = grace_until or now + GRACE_S
                         if now >= grace_until:
-                            raise RankGone(gone[0]) if gone else ConnectionError("this rank has given up")
+                            raise RankGone(*gone[0]) if gone else ConnectionError("this rank has given up")
                 pause()
         except self._mpi.Exception as error:
             raise ConnectionError(str(error)) from error
@@ -296,7 +297,7 @@ class MpiCommunicator(Communicator):
             for rank in missing:
                 self._call(waiting[rank].Cancel)
                 self._call(waiting[rank].Wait)
-            self.abort()
+            self.abort(str(error))
             told = f"ranks {missing} of {list(members)} did not make their communicator ({error})"
             raise PeerLost("setup", -1, time.monotonic() - begun, told) from error
         for rank, word in zip(others, theirs, strict=True):
@@ -330,4 +331,4 @@ class MpiCommunicator(Communicator):
         if self._abort_job:
             logger.critical("gradcomp: rank %d ends the MPI job: %s", self.rank, error)
             end_job(self._mpi)
-        self.abort()
+        self.abort(str(error))
