@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,14 @@ class GradientAverager(Controls):
         options = Options.of(options, **changes)
         self._scaled = options.grad_scaler is not None
         own_comm = comm if comm is not None else torch_communicator(options.timeout_s)
+        self._given = own_comm
         try:
             self._engine = Engine(self._sources, codec, own_comm, options)
         except BaseException:
             if comm is None:
                 own_comm.close()
             raise
+        self._warn_if_alone()
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
         self._rotation: Rotation | None = None
@@ -163,6 +166,19 @@ class GradientAverager(Controls):
     def _refuse_pending(self, what: str) -> None:
         if self._rotation is not None and self._rotation.pending:
             raise GradcompError(f"{what} while an exchange that rotate() began is under way: call flush() first")
+
+    def _warn_if_alone(self) -> None:
+        """Warn of one rank that averages with nobody, though torch.distributed has several: usually the wrong communicator."""
+        if self._engine.comm.world_size > 1:
+            return
+        from gradcomp.comm.torchdist import TorchCommunicator, group_size
+
+        if group_size() > 1 and not isinstance(self._given, TorchCommunicator):
+            warnings.warn(
+                f"this GradientAverager averages over 1 rank, {type(self._given).__name__} says, where torch.distributed has "
+                f"{group_size()}: every rank trains apart unless that is meant",
+                stacklevel=3,
+            )
 
     @contextlib.contextmanager
     def _poisoned_on_failure(self) -> Iterator[None]:

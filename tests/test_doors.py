@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -184,6 +185,18 @@ def test_a_communicator_of_other_ranks_is_refused(gloo, kind):
     assert gloo(2, foreign_communicator, kind) == [(True, 0)] * 2
 
 
+def averages_alone():
+    with pytest.warns(UserWarning, match="averages over 1 rank, LocalCommunicator says, where torch.distributed has 2"):
+        GradientAverager(copy.deepcopy(MODEL), "ternary", LocalCommunicator.group(1)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GradientAverager(copy.deepcopy(MODEL), "ternary", LocalCommunicator.group(2)[0]).close()
+
+
+def test_an_averager_that_is_alone_says_so(gloo):
+    gloo(2, averages_alone)
+
+
 def unequal(comm, way):
     model = copy.deepcopy(OTHER if comm.rank == 2 else MODEL)
     averager = GradientAverager(model, "ternary", comm, min_numel=0, timeout_s=20)
@@ -319,7 +332,12 @@ def hook_is_taken():
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torch.nn.parallel.distributed import _MixedPrecision
 
-    mixed = DDP(copy.deepcopy(MODEL), mixed_precision=_MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16))
+    precision = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    try:
+        mixed = DDP(copy.deepcopy(MODEL), mixed_precision=precision)
+    except RuntimeError:  # a CUDA build of torch on a machine without a driver
+        mixed = DDP(copy.deepcopy(MODEL))
+        mixed.mixed_precision = precision
     with pytest.raises(ValueError, match="mixed_precision"):
         gradcomp.ddp.register(mixed, "ternary")
     module = copy.deepcopy(MODEL)

@@ -176,6 +176,11 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def group_size() -> int:
+    """Return the number of ranks of torch.distributed's default process group, 1 without one."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
 def default_communicator() -> TorchCommunicator:
     """Return the communicator over the default process group, made at the first call (a collective one) and kept.
 
