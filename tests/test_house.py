@@ -209,6 +209,15 @@ def test_the_module_has_every_function_of_the_header():
     assert len(functions) > 25 and set(functions) <= set(dir(lib))
 
 
+def test_every_tier_names_every_kernel():
+    """A field that a tier's table leaves out is NULL, and the first call there ends the process."""
+    text = (ROOT / "native/src/dispatch.c").read_text()
+    tables = re.findall(r"\n    \[TIER_\w+\] = \{(.*?)\n    \}", text, re.DOTALL)
+    fields = [sorted(re.findall(r"\.(\w+) =", table)) for table in tables]
+    assert len(fields) > 2 and len(fields[0]) > 10
+    assert all(names == fields[0] for names in fields)
+
+
 def test_structs_have_the_size_that_numpy_thinks():
     from gradcomp._gc import ffi
     from gradcomp.kernels.tables import BLOCK, COPY_RANGE, SEGMENT
