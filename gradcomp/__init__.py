@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gradcomp import codecs, comm
 from gradcomp.allreduce import all_reduce, forget_buffers
 from gradcomp.averager import GradientAverager
@@ -20,7 +22,7 @@ from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transform
 from gradcomp.payload.rng import RngKey
-from gradcomp.version import __version__
+from gradcomp.version import __version__, warn_about_torch
 
 if TYPE_CHECKING:
     from gradcomp import amp, ddp, onebit_sgd, optim, plan, server
@@ -53,6 +55,8 @@ __all__ = [
     "plan",
     "server",
 ]
+
+warn_about_torch(torch.__version__)
 
 
 def __getattr__(name: str) -> Any:

@@ -77,7 +77,7 @@ def all_reduce(
         GradcompError: the communicator is in use, say by an exchange that `GradientAverager.rotate` began.
         PeerMismatch, PeerLost, CorruptPayload: as they say.
     """
-    order = storage_order(tensor.shape, tensor.stride())
+    order = () if tensor.is_contiguous() else storage_order(tensor.shape, tensor.stride())
     check_tensor(tensor, "tensor", contiguous=not order)
     codec = resolve(codec)
     check_uint32("key", key)

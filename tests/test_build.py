@@ -4,10 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+
+import pytest
 
 import gradcomp
 import gradcomp._gc
+from gradcomp.version import TRIED_TORCH, warn_about_torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,3 +34,27 @@ def test_one_version_everywhere():
     assert gradcomp.__version__ == declared
     newest = re.search(r"^## (?:Unreleased: )?(\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert newest and newest[1] == declared
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.7.1", "2.16.0", "3.0.0a0+git1234", "unknown"])
+def test_a_torch_that_was_not_tried_is_named(version):
+    with pytest.warns(UserWarning, match=re.escape(version)) as caught:
+        warn_about_torch(version)
+    assert "2.8 to 2.15" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.15.1"])
+def test_a_torch_that_was_tried_is_not(version):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_about_torch(version)
+
+
+def test_what_the_package_asks_for_is_what_was_tried():
+    """pyproject.toml, the warning and the page with the results name the same versions of torch."""
+    (oldest, newest), next_minor = TRIED_TORCH, TRIED_TORCH[1][1] + 1
+    wanted = f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{next_minor}"
+    assert f'"{wanted}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/torch-versions.md").read_text(encoding="utf-8")
+    tried = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", page, re.MULTILINE)
+    assert sorted(tried, key=lambda v: int(v.split(".")[1])) == [f"2.{m}" for m in range(oldest[1], next_minor)]

@@ -474,7 +474,8 @@ FAULTS: list[tuple[str, str, int, bytes]] = [  # check, payload, offset, bytes p
     ("scale_count", "identity", 16, struct.pack(U32, 1)),
     ("scale_count", "ternary", 12, struct.pack(U32, 2)),  # five groups, two scales
     ("truncated", "ternary", 8, struct.pack("<III", 17, 10, 2)),
-    ("truncated", "identity", 8, struct.pack("<II", 0xFFFFFFFF, 0xFFFFFFFF)),
+    ("truncated", "identity", 8, struct.pack("<II", 0xFFFFF000, 0xFFFFF000)),
+    ("numel", "identity", 8, struct.pack("<II", 0xFFFFF001, 0xFFFFF001)),
     ("trailing", "ternary", 8, struct.pack("<III", 8, 5, 2)),
     ("stream", "ternary", 24, struct.pack(U32, 0x80000000)),
     ("scale", "ternary", 32, struct.pack("<f", -1.0)),
