@@ -73,7 +73,7 @@ def over(request):
 
 
 TRANSPORT_FIXTURES = {"over": "local", "ranks": "gloo"}  # and the transport that has the whole table
-ROWS = 2  # of a table, on every other transport
+ROWS = 1  # of a table, on every other transport
 
 
 def pytest_addoption(parser):

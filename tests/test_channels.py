@@ -421,7 +421,7 @@ def fails_alone():
     """A bucket that one rank cannot take: its peer learns who and why."""
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.ones(64, 64)
-    averager = gradcomp.GradientAverager([("w", parameter)], "ternary", timeout_s=60, min_numel=0)
+    averager = gradcomp.GradientAverager([("w", parameter)], gradcomp.Ternary(), timeout_s=60, min_numel=0)
     averager.average()
     if dist.get_rank() == 1:
         averager._engine.codec.encode_body = refuse

@@ -506,7 +506,7 @@ def dropped_over_gloo():
 
     one()
     wait_for(lambda: not stage_threads())
-    before = held()
+    before = held()  # a warm process may hold threads of tests before this one
     for _ in range(3):
         one()
     wait_for(lambda: held() <= before)
@@ -515,7 +515,7 @@ def dropped_over_gloo():
 
 def test_what_is_dropped_gives_its_sockets_back_over_gloo(gloo):
     for (threads, files), after in gloo(2, dropped_over_gloo):
-        assert after[0] == threads == 0 and after[1] <= files
+        assert after[0] <= threads and after[1] <= files
 
 
 def test_with_closes_and_tells_the_peers():

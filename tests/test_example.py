@@ -42,8 +42,17 @@ def accuracies(text):
     return [float(a) for a in re.findall(r"test accuracy ([\d.]+) %", text)]
 
 
-@pytest.mark.parametrize("codec", ["ternary", "onebit", "fp32"])
-@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
+@pytest.mark.parametrize(
+    ("flavour", "codec"),
+    [
+        ("mpich", "onebit"),
+        ("openmpi", "ternary"),
+        *(
+            pytest.param(flavour, codec, marks=pytest.mark.long)
+            for flavour, codec in [("mpich", "ternary"), ("mpich", "fp32"), ("openmpi", "onebit"), ("openmpi", "fp32")]
+        ),
+    ],
+)
 def test_mpi_example_trains_on_four_ranks(flavour, codec):
     command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "4", str(EXAMPLE.with_name("mpi_train.py"))]
     command += ["--codec", codec, "--epochs", "3"]

@@ -119,22 +119,22 @@ def measure_quickly(rank, emit):
     comm = cluster.TorchCommunicator(timeout_s=60)
     methods = [cluster.strategy_method("ternary", Ternary(), 2)]
     found = cluster.measure(comm, methods)
-    everyone = cluster.gather(comm, found)
+    everyone = cluster.gather(comm, repr(found))
     seconds, parts = cluster_validate.train(comm, OneBit(), Link(1e9, 1e-3), 2)
     comm.close()
     if rank == 0:
-        emit((everyone, seconds, parts))
+        emit((everyone, found, seconds, parts))
 
 
 def test_all_ranks_measure_the_same():
     results = []
     cluster.run_ranks(2, measure_quickly, on_message=results.append)
-    ((everyone, seconds, parts),) = results
+    ((everyone, found, seconds, parts),) = results
     assert len(parts) == 2 and all(len(p) == 5 and min(p) > 0 for p in parts)
-    assert everyone[0] == everyone[1] and everyone[0].ranks == 2
-    assert set(everyone[0].transport.alpha_s) == set(cluster.KINDS)
-    assert everyone[0].t_frame > 0 and 0 < everyone[0].forward_share < 1
-    assert everyone[0].rates.stages["ternary"]["encode"].per_value_s > 0
+    assert everyone[0] == everyone[1] and found.ranks == 2
+    assert set(found.transport.alpha_s) == set(cluster.KINDS)
+    assert found.t_frame > 0 and 0 < found.forward_share < 1
+    assert found.rates.stages["ternary"]["encode"].per_value_s > 0
     assert 2e-3 < seconds < 5  # one latency at least for gathering, and a step
 
 
