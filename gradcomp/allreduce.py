@@ -192,4 +192,4 @@ def _agree(
         step=step,
         world_size=comm.world_size,
     )
-    agree(comm, mine, 0, timeout_s)
+    agree(comm, mine, 0, timeout_s, called=f"all_reduce(key={key})")

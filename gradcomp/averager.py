@@ -14,6 +14,7 @@ from gradcomp.comm.base import Communicator
 from gradcomp.engine import replicas
 from gradcomp.engine.buckets import Gradient, check_gradient, fuse, poison
 from gradcomp.engine.controls import Controls
+from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
@@ -62,6 +63,7 @@ class GradientAverager(Controls):
         if not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
         self._named = _pairs(named_parameters)
+        self._newcomers = Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
         self._sources = [Gradient(name, p) for name, p in self._named]
         options = Options.of(options, **changes)
         self._scaled = options.grad_scaler is not None
@@ -211,6 +213,8 @@ class GradientAverager(Controls):
 
     def _check_gradients(self) -> None:
         """Raise unless every gradient can be averaged."""
+        if self._newcomers is not None:
+            self._newcomers.refuse()
         bucketed = {index for bucket in self._buckets for index, _ in bucket.members}
         for index, (name, parameter) in enumerate(self._named):
             if parameter.requires_grad and index not in bucketed:

@@ -20,6 +20,7 @@ from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
 from gradcomp.engine.buckets import Gradient, poison
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
+from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
@@ -98,12 +99,15 @@ class CompressionState(Controls):
             self._engine = Engine([Gradient(name, p) for name, p in named], codec, own_comm, options)
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:
+            if "_engine" in vars(self):
+                self._engine.close(keep_comm=True)
             if comm is None:
                 own_comm.close()
             raise
         self._finds_unused = bool(model.find_unused_parameters)
         self._ranks = tuple(dist.get_process_group_ranks(model.process_group))
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self._newcomers = Newcomers(model.module)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward, always_call=True),
@@ -144,13 +148,15 @@ class CompressionState(Controls):
 
     def close(self) -> None:
         """Stop the threads and give the process groups back; the model cannot train on after it."""
-        if self._detached:
-            return
+        if not self._detached:
+            self._give_back(keep_comm=False)
+
+    def _give_back(self, *, keep_comm: bool) -> None:
         for hook in self._hooks:
             hook.remove()
         if self._fused is not None:
             self._fused.close()
-        self._engine.close()
+        self._engine.close(keep_comm=keep_comm)
 
     def __repr__(self) -> str:
         if self._detached:
@@ -273,6 +279,7 @@ class CompressionState(Controls):
                 "Join(divide_by_initial_world_size=False) cannot be honoured: gradcomp divides by the initial number of "
                 "ranks; leave the argument out"
             )
+        self._newcomers.refuse()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise GradcompError(
@@ -350,12 +357,7 @@ def register(
     try:
         model.register_comm_hook(state, compression_hook)
     except BaseException:
-        for hook in state._hooks:
-            hook.remove()
-        if state._fused is not None:
-            state._fused.close()
-        if comm is None:
-            state.close()
+        state._give_back(keep_comm=comm is not None)
         raise
     torch_private.name_hook(model, f"gradcomp.ddp.compression_hook: {state._engine.codec!r}")
     return state

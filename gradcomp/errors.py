@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
+
 
 class GradcompError(Exception):
     """Base of every error that gradcomp raises by name."""
@@ -66,6 +70,23 @@ class PeerLost(GradcompError):
 
     def __reduce__(self) -> tuple[type[PeerLost], tuple[str, int, float, str]]:
         return type(self), (self.phase, self.bucket, self.waited_s, self.detail)
+
+
+@contextlib.contextmanager
+def peers_answer(phase: str, bucket: int = -1, *, called: str = "") -> Iterator[None]:
+    """Within it, silence and a lost connection become PeerLost of this phase and bucket.
+
+    Args:
+        called: what every rank has to call, for the message: a silent peer is often one that does something else.
+    """
+    begun = time.perf_counter()
+    try:
+        yield
+    except (TimeoutError, ConnectionError) as error:
+        detail = str(error)
+        if called and isinstance(error, TimeoutError):
+            detail += f" (a rank is stuck, or does something else: every rank has to call {called})"
+        raise PeerLost(phase, bucket, time.perf_counter() - begun, detail) from error
 
 
 class UnsupportedTensor(GradcompError, TypeError):

@@ -168,7 +168,8 @@ def serve(pipe, rank, world_size, directory):
             try:
                 result = function(*args)
             finally:
-                dist.destroy_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
         except BaseException:
             result = Failure(f"rank {rank}:\n{traceback.format_exc()}")
         mpi = sys.modules.get("gradcomp.comm.channels")

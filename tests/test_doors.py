@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import os
 import pickle
 import warnings
 import weakref
@@ -28,7 +29,7 @@ from gradcomp import (
     PeerMismatch,
     UnsupportedTensor,
 )
-from gradcomp.comm import LocalCommunicator
+from gradcomp.comm import LocalCommunicator, TorchCommunicator
 from gradcomp.optim import SplitSGD, split_parameters
 
 
@@ -376,6 +377,36 @@ def unfrozen():
     state.close()
 
 
+def grown():
+    model = DDP(copy.deepcopy(MODEL))
+    state = gradcomp.ddp.register(model, "ternary")
+    backward(model)
+    model.module.append(nn.Identity())
+    backward(model)
+    model.module.append(nn.Linear(4, 4))
+    with torch.no_grad():
+        model(torch.ones(1, 32))  # not trained
+    for _ in range(2):
+        with pytest.raises(GradcompError, match=r"'5\.weight' has come"):
+            backward(model)
+    model.module[5].requires_grad_(False)
+    backward(model)
+    state.close()
+
+
+def test_a_layer_that_comes_after_wrapping_is_named(gloo):
+    gloo(2, grown)
+
+
+def test_a_layer_that_comes_after_its_averager_is_named():
+    net = copy.deepcopy(MODEL)
+    averager = GradientAverager(net, "ternary", LocalCommunicator.group(1)[0])
+    averager.average()
+    net[0].extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(GradcompError, match=r"'0\.extra' has come"):
+        averager.average()
+
+
 def test_a_layer_unfrozen_after_wrapping_is_named(gloo):
     gloo(2, unfrozen)
 
@@ -404,23 +435,79 @@ def test_profiles_and_logs_name_gradcomp(gloo):
         assert counted and stages and name.startswith("gradcomp.ddp.compression_hook: OneBit(")
 
 
-def torch_loses_a_peer():
-    module = nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8))
-    model = DDP(module)
+def torch_loses_a_peer(steps):
+    """Rank 0 leaves: rank 1 waits for it in torch's own broadcasts, of rebuilt buckets or of buffers."""
+    model = DDP(nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8)))
     state = gradcomp.ddp.register(model, "ternary", min_numel=0, timeout_s=20)
-    backward(model)
-
-    def broken(*_, **__):
-        raise RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
-
-    model._sync_buffers = broken
-    with pytest.raises(RuntimeError, match="Connection closed"):
+    for _ in range(steps):
+        backward(model)
+    if dist.get_rank() == 0:
+        state.close()
+        del model, state
+        dist.destroy_process_group()
+        return None
+    with pytest.raises(RuntimeError) as first:
         backward(model)
     with pytest.raises(PeerLost, match="torch's own collectives") as caught:
         backward(model)
     state.close()
-    return type(caught.value.__cause__).__name__
+    return caught.value.__cause__ is first.value
 
 
-def test_a_peer_that_torch_has_lost_is_lost(gloo):
-    assert gloo(1, torch_loses_a_peer) == ["RuntimeError"]
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_peer_that_torch_has_lost_is_lost(gloo, steps):
+    assert gloo(2, torch_loses_a_peer, steps) == [None, True]
+
+
+# ---- what has not come to be leaves nothing behind ---------------------------------------------------------------------
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def refused_registration(given):
+    """torch refuses the hook when everything else has been made: nodes have communicators of their own by then."""
+    model = DDP(copy.deepcopy(MODEL))
+    comm = TorchCommunicator() if given else None
+    before = descriptors()
+
+    def refuse(*_):
+        raise RuntimeError("no hook")
+
+    model.register_comm_hook = refuse
+    options = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]], "timeout_s": 20}
+    with pytest.raises(RuntimeError, match="no hook") as caught:  # its traceback keeps alive what was made
+        gradcomp.ddp.register(model, "ternary", comm=comm, **options)
+    left = descriptors() - before, len(model._forward_pre_hooks), len(model._forward_hooks)
+    del model.register_comm_hook
+    state = gradcomp.ddp.register(model, "ternary", comm=comm, **options)  # a communicator that was given works on
+    backward(model)
+    state.close()
+    return left, str(caught.value)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_registration_that_torch_refuses_leaves_nothing_behind(gloo, given):
+    assert gloo(4, refused_registration, given) == [((0, 0, 0), "no hook")] * 4
+
+
+# ---- ranks that do different things ------------------------------------------------------------------------------------
+
+
+def does_something_else(comm, what):
+    if comm.rank == 1:
+        return None
+    if what == "all_reduce":
+        gradcomp.all_reduce(torch.ones(8), "ternary", comm, timeout_s=0.2)
+    averager = GradientAverager(copy.deepcopy(MODEL), "ternary", comm, timeout_s=0.2)
+    getattr(averager, what)()
+
+
+@pytest.mark.parametrize(
+    ("what", "called"),
+    [("all_reduce", r"all_reduce\(key=0\)"), ("check_replicas", r"check_replicas\(\)"), ("average", r"average\(\)")],
+)
+def test_a_call_that_the_other_ranks_do_not_make_is_named(what, called):
+    with pytest.raises(PeerLost, match=f"every rank has to call {called}"):
+        run_local(2, does_something_else, what)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from gradcomp.amp.arguments import check_count, is_number
 from gradcomp.amp.gradients import gradients, unscale
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
-from gradcomp.errors import PeerLost, PeerMismatch
+from gradcomp.errors import PeerMismatch, peers_answer
 
 STATE_VERSION = 1
 RULES = ("nnabla", "torch")
@@ -243,11 +242,8 @@ class DynamicLossScaler:
         if comm is None or comm.world_size == 1:
             return overflowed
         mine = _RECORD.pack(_MAGIC, overflowed, self._counter, self._scale)
-        begun = time.perf_counter()
-        try:
+        with peers_answer("verdict", called="scaler.step()"):
             everyone = [_RECORD.unpack(r) for r in comm.all_gather_bytes(mine, self._timeout_s)]
-        except (TimeoutError, ConnectionError) as error:
-            raise PeerLost("verdict", -1, time.perf_counter() - begun, str(error)) from error
         for rank, (magic, *_) in enumerate(everyone):
             if magic != _MAGIC:
                 raise PeerMismatch("call", rank, "the verdict of a loss scaler", "another call")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 from gradcomp.comm.base import Channel, Communicator
-from gradcomp.errors import PeerLost
+from gradcomp.errors import peers_answer
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.payload import fingerprint
 
@@ -32,25 +31,30 @@ def tell_why(owner: HasPipeline, abort: Callable[[str], None]) -> Callable[[], N
 
 
 def gather(
-    comm: Communicator, data: bytes, phase: str, bucket: int, timeout_s: float, channel: Channel = Channel.CONTROL
+    comm: Communicator,
+    data: bytes,
+    phase: str,
+    bucket: int,
+    timeout_s: float,
+    channel: Channel = Channel.CONTROL,
+    *,
+    called: str = "",
 ) -> list[bytes]:
     """Return every rank's `data`, of the same length everywhere.
 
     Args:
         channel: CONTROL for who calls from the main thread, in the same order on every rank; SCALE for who has claimed
             the channels of exchanges.
+        called: what every rank has to call, for the message.
 
     Raises:
         PeerLost: `phase` and `bucket`; a rank did not answer within `timeout_s` seconds, or is gone.
     """
-    begun = time.perf_counter()
-    try:
+    with peers_answer(phase, bucket, called=called):
         return comm.all_gather_bytes(data, timeout_s, channel)
-    except (TimeoutError, ConnectionError) as error:
-        raise PeerLost(phase, bucket, time.perf_counter() - begun, str(error)) from error
 
 
-def agree(comm: Communicator, mine: list[int], bucket: int, timeout_s: float) -> int:
+def agree(comm: Communicator, mine: list[int], bucket: int, timeout_s: float, *, called: str = "") -> int:
     """Compare a fingerprint over the ranks; return the bytes that this rank sent for it.
 
     All fingerprints go over one channel, that of the first stage, which the caller has claimed: so a rank that compares
@@ -60,5 +64,6 @@ def agree(comm: Communicator, mine: list[int], bucket: int, timeout_s: float) ->
         PeerMismatch: on every rank, naming the first field and rank that differ.
         PeerLost: as `gather`.
     """
-    fingerprint.compare(gather(comm, fingerprint.pack(mine), "fingerprint", bucket, timeout_s, Channel.SCALE))
+    everyone = gather(comm, fingerprint.pack(mine), "fingerprint", bucket, timeout_s, Channel.SCALE, called=called)
+    fingerprint.compare(everyone)
     return (comm.world_size - 1) * fingerprint.NBYTES

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.comm.base import Channel, Communicator
-from gradcomp.engine.agree import gather
+from gradcomp.engine.agree import agree, gather
 from gradcomp.engine.buckets import Source
 from gradcomp.errors import PeerMismatch
 from gradcomp.payload import fingerprint, wire
@@ -49,7 +49,7 @@ def compare_first(comm: Communicator, sources: Sequence[Source], settings: Mappi
         wire_version=wire.VERSION, numel="parameters", layout=places, bucket=(mine,), world_size=comm.world_size, **settings
     )
     try:
-        fingerprint.compare(gather(comm, fingerprint.pack(words), "fingerprint", -1, timeout_s, Channel.SCALE))
+        agree(comm, words, -1, timeout_s, called="average()")
     except PeerMismatch as found:
         if found.field == "bucket":  # the last field, so everything else is alike
             names = [f"parameter {source.name}" for source in sources]

@@ -244,7 +244,8 @@ class Engine:
         """
         self.pipeline.wait()
         named = [(f"parameter {source.name}", source.like) for source in self.sources] + self.replicated()
-        everyone = gather(self.comm, replicas.digests(t for _, t in named), "check_replicas", -1, self.timeout_s)
+        mine, what = replicas.digests(t for _, t in named), "check_replicas"
+        everyone = gather(self.comm, mine, what, -1, self.timeout_s, called=f"{what}()")
         replicas.compare([name for name, _ in named], everyone)
 
     def agree_on(self, **values: object) -> None:
@@ -256,13 +257,16 @@ class Engine:
         """Return one line that says what is on."""
         return describe(self.layouts)
 
-    def close(self) -> None:
-        """Stop the threads and give the communicator back. Closing twice is harmless."""
+    def close(self, *, keep_comm: bool = False) -> None:
+        """Stop the threads and give the communicator back, unless it is kept. Closing twice is harmless."""
         if self.pipeline.error is not None or self._open:
             self.layouts.route.abort()  # collectives may be under way that no peer will answer
         self.pipeline.close()
         self.layouts.route.close()
-        self.comm.close()
+        if keep_comm:
+            self.comm.release()
+        else:
+            self.comm.close()
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from gradcomp import kernels
 from gradcomp.codecs.base import plain_payloads
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.comm.base import Channel, Communicator, Work
-from gradcomp.errors import PeerLost
+from gradcomp.errors import peers_answer
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.receive import Inbox
 from gradcomp.exchange.second import Owned
@@ -289,9 +289,7 @@ class BucketExchange:
     def _wait(self, phase: str) -> None:
         work, self._work = self._work, None
         begun = time.perf_counter()
-        try:
-            if work is not None:
+        if work is not None:
+            with peers_answer(phase, self._bucket):
                 work.wait(self.timeout_s)
-        except (TimeoutError, ConnectionError) as error:
-            raise PeerLost(phase, self._bucket, time.perf_counter() - begun, str(error)) from error
         self.stats.add_seconds(phase, time.perf_counter() - begun)

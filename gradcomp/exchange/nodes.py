@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradcomp.comm.base import Channel, Communicator
-from gradcomp.errors import PeerLost, PeerMismatch
+from gradcomp.errors import PeerMismatch, peers_answer
 from gradcomp.payload import fingerprint, wire
 
 HOST_VARIABLE = "GRADCOMP_HOST_ID"
@@ -63,13 +62,10 @@ def find_nodes(
         "layout": given,
         "world_size": comm.world_size,
     }
-    begun = time.perf_counter()
-    try:
-        mine = fingerprint.pack(fingerprint.record(**settings, bucket=host))
-        with comm.lease("the search for nodes") as lease:  # on the channel of all fingerprints
-            everyone = lease.all_gather_bytes(mine, timeout_s, Channel.SCALE)
-    except (TimeoutError, ConnectionError) as error:
-        raise PeerLost("setup", -1, time.perf_counter() - begun, str(error)) from error
+    mine = fingerprint.pack(fingerprint.record(**settings, bucket=host))
+    lease = comm.lease("the search for nodes")  # on the channel of all fingerprints
+    with peers_answer("setup", called="register, or make its averager"), lease:
+        everyone = lease.all_gather_bytes(mine, timeout_s, Channel.SCALE)
     try:
         fingerprint.compare(everyone, but="bucket")
     except PeerMismatch as error:

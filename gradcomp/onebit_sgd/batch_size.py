@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcomp.comm.base import Communicator
-from gradcomp.errors import GradcompError, PeerLost, PeerMismatch
+from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
 from gradcomp.onebit_sgd.choice import BatchSizeChoice, BatchSizeTrial
 from gradcomp.onebit_sgd.progress import Progress
 from gradcomp.onebit_sgd.rollback import Checkpoint
@@ -192,11 +192,8 @@ def _default() -> Communicator:
 
 
 def _gather(comm: Communicator, data: bytes, timeout_s: float) -> list[bytes]:
-    begun = time.perf_counter()
-    try:
+    with peers_answer("batch_size", called="find_batch_size"):
         return comm.all_gather_bytes(data, timeout_s)
-    except (TimeoutError, ConnectionError) as error:
-        raise PeerLost("batch_size", -1, time.perf_counter() - begun, str(error)) from error
 
 
 def _agree(comm: Communicator, values: dict[str, object], timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gradcomp.comm.base import Communicator
-from gradcomp.errors import GradcompError, PeerLost
+from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.onebit_sgd.rollback import Checkpoint
 
 ROUNDS = 2  # of each way, in turns: the faster one counts, since other programs only ever slow one down
@@ -71,9 +71,6 @@ def time_both(
             checkpoint.restore()
         raise
     checkpoint.restore()
-    begun = time.perf_counter()
-    try:
+    with peers_answer("compare", called="compare()"):
         everyone = [_PAIR.unpack(data) for data in comm.all_gather_bytes(_PAIR.pack(*best), timeout_s)]
-    except (TimeoutError, ConnectionError) as error:
-        raise PeerLost("compare", -1, time.perf_counter() - begun, str(error)) from error
     return OverlapComparison(max(p for p, _ in everyone), max(o for _, o in everyone))

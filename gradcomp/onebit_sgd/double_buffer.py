@@ -23,7 +23,7 @@ from gradcomp.averager import GradientAverager, torch_communicator
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import Changes, Options, spell_out
-from gradcomp.errors import GradcompError, PeerLost
+from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.exchange.stats import Stats
 from gradcomp.onebit_sgd.comparison import OverlapComparison, time_both
 from gradcomp.onebit_sgd.groups import apply_options, read_options
@@ -182,11 +182,8 @@ class DoubleBuffer:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
             raise ValueError(f"count must be an integer of at least 0, got {count!r}")
         self.drain()
-        begun = time.perf_counter()
-        try:
+        with peers_answer("most", called="most()"):
             everyone = self._comm.all_gather_bytes(struct.pack("<q", count), self._timeout_s)
-        except (TimeoutError, ConnectionError) as error:
-            raise PeerLost("most", -1, time.perf_counter() - begun, str(error)) from error
         return int(max(struct.unpack("<q", data)[0] for data in everyone))
 
     def drain(self) -> bool:
