@@ -76,6 +76,11 @@ class Pool:
             raise RankFailed("\n".join(f.text for f in failed))
         return results
 
+    def release(self):
+        """Let the processes end by themselves; `close` waits for that."""
+        for pipe in self.pipes:
+            pipe.close()
+
     def close(self):
         for process in self.processes:
             process.kill()
@@ -117,8 +122,7 @@ class MpiPool(Pool):
 
     def close(self):
         """Let the ranks finish, so that MPI removes its shared memory; ranks that cannot are killed."""
-        for pipe in self.pipes:
-            pipe.close()
+        self.release()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[0].wait(0 if self.spoiled else 10)
         super().close()
@@ -157,6 +161,7 @@ def serve(pipe, rank, world_size, directory):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that is done at once would leave while others still connect
     while True:
         try:
             call, function, args = pipe.recv()

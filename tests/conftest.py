@@ -39,6 +39,8 @@ def pools():
 
     yield run
     for pool in kept.values():
+        pool.release()
+    for pool in kept.values():
         pool.close()
 
 
