@@ -244,8 +244,8 @@ class Engine:
         """
         self.pipeline.wait()
         named = [(f"parameter {source.name}", source.like) for source in self.sources] + self.replicated()
-        mine, what = replicas.digests(t for _, t in named), "check_replicas"
-        everyone = gather(self.comm, mine, what, -1, self.timeout_s, called=f"{what}()")
+        mine = replicas.digests(t for _, t in named)
+        everyone = gather(self.comm, mine, "check_replicas", -1, self.timeout_s, called="check_replicas()")
         replicas.compare([name for name, _ in named], everyone)
 
     def agree_on(self, **values: object) -> None:
