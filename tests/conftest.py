@@ -74,7 +74,8 @@ def over(request):
     return run
 
 
-TRANSPORT_FIXTURES = {"over": "local", "ranks": "gloo"}  # and the transport that has the whole table
+# and the transport that has the whole table; the last two are of programs that are started under both MPIs
+TRANSPORT_FIXTURES = {"over": "local", "ranks": "gloo", "flavour": "mpich", "python": "mpich"}
 ROWS = 1  # of a table, on every other transport
 
 
@@ -82,19 +83,31 @@ def pytest_addoption(parser):
     parser.addoption("--every-row", action="store_true", help="whole tables on every transport, not on the first alone")
 
 
+def params(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
 def transport(item):
     """Return (fixture, transport) of a test that runs over several transports, else None."""
-    params = getattr(item, "callspec", None) and item.callspec.params
-    return next(((f, params[f]) for f in TRANSPORT_FIXTURES if params and f in params), None)
+    return next(((f, params(item)[f]) for f in TRANSPORT_FIXTURES if f in params(item)), None)
 
 
+def kind_of_ranks(item):
+    """Return "gloo" or "mpi" of a test that needs warm processes, else None."""
+    given = params(item)
+    where = given.get("over") or given.get("ranks") or ("pools" in item.fixturenames and given.get("flavour", "gloo"))
+    return {False: None, "local": None, "gloo": "gloo"}.get(where, "mpi")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
     """Mark what starts processes, and leave out rows of tables on transports that do not have the whole one."""
     for item in items:
-        where = transport(item)[1] if transport(item) else "gloo" if "gloo" in item.fixturenames else None
-        if where not in (None, "local"):
+        kind = kind_of_ranks(item)
+        if kind is not None:
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.xdist_group(where))  # one set of warm processes for all workers
+            if not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(kind))  # one set of warm processes for all workers
     if config.getoption("--every-row"):
         return
     tables = {}
@@ -109,6 +122,12 @@ def pytest_collection_modifyitems(config, items):
             left_out |= {id(row) for k, row in enumerate(rows) if k not in kept}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_collection_finish(session):
+    if getattr(session.config.option, "loadgroup", False):
+        apart = [i.nodeid for i in session.items if i.get_closest_marker("xdist_group") and "@" not in i.nodeid]
+        assert not apart, "pytest-xdist does not see groups: install what constraints.txt says"
 
 
 @pytest.hookimpl(hookwrapper=True)

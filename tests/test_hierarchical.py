@@ -128,6 +128,7 @@ def by_host(comm, hosts):
         del os.environ["GRADCOMP_HOST_ID"]
 
 
+@pytest.mark.xdist_group("mpi")
 def test_nodes_are_found_by_host_identity(gloo, pools):
     from _ranks import with_communicator
 

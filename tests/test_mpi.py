@@ -78,6 +78,7 @@ def sent_bytes(comm, codec, exchange):
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.xdist_group("mpi")
 def test_the_same_bytes_go_out_over_gloo_and_both_mpis(pools, world, name, exchange):
     seen = [
         pools(kind, world, with_communicator, kind, sent_bytes, CODECS[name], exchange) for kind in ("gloo", *FLAVOURS)
