@@ -126,6 +126,9 @@ class MpiPool(Pool):
         self.release()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[0].wait(0 if self.spoiled else 10)
+        self.processes[0].terminate()  # mpirun ends its ranks, which a killed one would leave behind
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.processes[0].wait(5)
         super().close()
 
 
