@@ -22,7 +22,7 @@ EXTENSION := gradcomp/_gc.abi3.so
 help:
 	@echo 'make demo         train LeNet in fp32, 2 bits and 1 bit, and compare (DEMO_ARGS="--short", "--data DIR", "--help")'
 	@echo 'make test         build, ruff, mypy, pytest                        (PYTEST_ARGS="-k ddp")'
-	@echo 'make quick        what starts no processes, for the inner loop: a minute and a half'
+	@echo 'make quick        what starts no processes, for the inner loop: a minute'
 	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
 	@echo 'make promises     break each promise on purpose and see that a test notices'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'

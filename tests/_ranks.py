@@ -1,6 +1,7 @@
 """Run one function on several ranks: threads over LocalCommunicator, or warm processes over gloo or MPI."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -165,6 +166,7 @@ def serve(pipe, rank, world_size, directory):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what torch has imported need not be looked through by every gc.collect()
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that is done at once would leave while others still connect
     while True:
         try:

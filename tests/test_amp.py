@@ -976,6 +976,7 @@ def test_scales_that_differ_over_gloo(gloo):
     assert gloo(2, verdicts_over_gloo) == [("loss_scale", 1, True)] * 2
 
 
+@pytest.mark.slow
 def test_amp_is_loaded_when_it_is_first_used():
     script = "import sys, gradcomp; print('gradcomp.amp' in sys.modules, gradcomp.amp.DynamicLossScaler().get_scale())"
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -540,6 +540,7 @@ def test_with_closes_and_tells_the_peers():
 
 
 @pytest.mark.parametrize(("how", "status"), [("interrupt", {130, -signal.SIGINT}), ("rotate", {3})])
+@pytest.mark.slow
 def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, status, tmp_path):
     """Ctrl-C in backward, or an exit after `rotate`: it took 15 s, a core dump and the exit status."""
     script = Path(__file__).with_name("_interrupted.py")

@@ -231,6 +231,7 @@ def one_dies(comm, nodes):
     return None
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_lost_to_every_node():
     assert run_local(4, one_dies, [[0, 1], [2, 3]]) == [True, True, True, None]
 

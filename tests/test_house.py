@@ -245,6 +245,7 @@ def test_each_feature_of_avx512_can_be_switched_off(feature, monkeypatch):
     assert chosen == ["avx512", "avx2", "portable"]
 
 
+@pytest.mark.slow
 def test_an_unknown_cpu_feature_is_an_error():
     out = run_tier("avx3")
     assert out.returncode != 0
@@ -266,6 +267,7 @@ def test_the_report_runs():
     assert "gloo" in table and "MPI" in table and f"{found['tier']} tier" in table
 
 
+@pytest.mark.slow
 def test_the_report_says_what_the_tier_is():
     names = native.tiers()
     environment = {**os.environ, "GRADCOMP_DISABLE_CPU_FEATURES": ",".join(set().union(*TIER_FEATURES.values()))}

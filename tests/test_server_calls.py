@@ -210,6 +210,7 @@ def step_over_a_slow_link(comm, overlapped):
         link.close()
 
 
+@pytest.mark.slow
 def test_a_worker_computes_while_its_calls_are_under_way():
     """A step of 2 latencies of compute and 4 of messages takes 2 where they overlap, else 6."""
     together, pulled = run_local(2, step_over_a_slow_link, True)[0]

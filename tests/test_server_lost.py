@@ -78,6 +78,7 @@ def server_dies(comm, how):
 
 
 @pytest.mark.parametrize("how", ["dies", "falls silent"])
+@pytest.mark.slow
 def test_a_server_that_is_lost_is_told_in_bounded_time(how):
     for waited, error, again in run_local(3, server_dies, how, timeout_s=40)[:2]:
         assert waited < 4
