@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 TORCH ?=
 
 BIN := $(VENV)/bin

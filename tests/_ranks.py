@@ -2,9 +2,12 @@
 
 import contextlib
 import gc
+import io
 import multiprocessing
 import os
 import pickle
+import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,7 +56,9 @@ class Pool:
 
     def alive(self):
         """Return whether the processes can run another function."""
-        return not self.spoiled and all(p.poll() is None if hasattr(p, "poll") else p.is_alive() for p in self.processes)
+        return not self.spoiled and all(
+            p.poll() is None if hasattr(p, "poll") else p.is_alive() for p in self.processes
+        )
 
     def run(self, function, *args, timeout_s=120):
         """Return function(*args) of every rank; raise RankFailed with the tracebacks of those that raised."""
@@ -95,7 +100,9 @@ class RankPool(Pool):
 
     def __init__(self, world_size):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "gradcomp.ddp", "gradcomp.onebit_sgd", "_ranks", "pytest"])
+        context.set_forkserver_preload(
+            ["torch._dynamo", "sklearn.datasets", "gradcomp.ddp", "gradcomp.onebit_sgd", "_ranks"]
+        )
         self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
         self.pipes, self.processes, self.calls = [], [], 0
         for rank in range(world_size):
@@ -152,7 +159,13 @@ _sessions = tempfile.TemporaryDirectory(prefix="gradcomp-test-")  # where Open M
 
 
 def mpi_environment():
-    return {**os.environ, "PRTE_MCA_prte_local_tmpdir_base": _sessions.name, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PRTE_MCA_prte_local_tmpdir_base": _sessions.name,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 class Failure:
@@ -185,6 +198,29 @@ def serve(pipe, rank, world_size, directory):
             result = Failure(f"rank {rank}:\n{traceback.format_exc()}")
         mpi = sys.modules.get("gradcomp.comm.channels")
         pipe.send((result, bool(mpi and mpi.unanswered)))
+
+
+def program(path, *arguments):
+    """Run a script in this warm rank as torchrun or mpirun would start it; return what it printed."""
+    import torch.distributed as dist
+
+    rank, world, port = dist.get_rank(), dist.get_world_size(), [None]
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = [server.getsockname()[1]]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port[0]}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    before, sys.argv, printed = sys.argv, [path, *map(str, arguments)], io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = before
+        for name in (*place, "MASTER_ADDR"):
+            del os.environ[name]
+    return printed.getvalue()
 
 
 def with_communicator(kind, function, *args):

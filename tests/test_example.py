@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from _ranks import mpi_environment, mpi_python
+from _ranks import mpi_environment, mpi_python, program
 
 from gradcomp.bench.models import LeNet
 
@@ -31,40 +31,53 @@ def test_gradcomp_is_one_added_line():
     assert sum("gradcomp.ddp.register(" in line for line in lines) == 1
 
 
+def under_torchrun(script, ranks, *options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(EXAMPLE.with_name(script)), *map(str, options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize(("codec", "least_ratio"), EXAMPLE_ROWS)
 def test_example_trains_under_torchrun(codec, least_ratio):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLE), "--codec", codec, "--epochs", "3"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    accuracies = [float(a) for a in re.findall(r"epoch \d: test accuracy ([\d.]+) %", done.stdout)]
-    assert len(accuracies) == 3 and accuracies[-1] > 80.0, done.stdout
-    ratios = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes", done.stdout)]
-    assert (ratios == []) if least_ratio is None else (len(ratios) == 1 and ratios[0] > least_ratio), done.stdout
+    out = under_torchrun(EXAMPLE.name, 2, "--codec", codec, "--epochs", "3")
+    assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 80.0, out
+    ratios = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes", out)]
+    assert (ratios == []) if least_ratio is None else (len(ratios) == 1 and ratios[0] > least_ratio), out
 
 
 def accuracies(text):
     return [float(a) for a in re.findall(r"test accuracy ([\d.]+) %", text)]
 
 
-@pytest.mark.parametrize(
-    ("flavour", "codec"),
-    [
-        pytest.param(flavour, codec, marks=[pytest.mark.long] * ((flavour, codec) != ("mpich", "onebit")))
-        for flavour in ("mpich", "openmpi")
-        for codec in ("onebit", "ternary", "fp32")
-    ],
-)
-def test_mpi_example_trains_on_four_ranks(flavour, codec):
-    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "4", str(EXAMPLE.with_name("mpi_train.py"))]
-    command += ["--codec", codec, "--epochs", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=mpi_environment(), check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert len(accuracies(done.stdout)) == 3 and accuracies(done.stdout)[-1] > 70.0, done.stdout  # 10 is chance
-    (ratio,) = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes than fp32; replicas are equal", done.stdout)]
+@pytest.fixture(params=["warm", pytest.param("launched", marks=pytest.mark.long)])
+def torchrun(request, gloo):
+    """Return run(script, ranks, *options): what an example prints, in warm ranks or under torchrun."""
+
+    def warm(script, ranks, *options):
+        return "".join(gloo(ranks, program, str(EXAMPLE.with_name(script)), *options))
+
+    return warm if request.param == "warm" else under_torchrun
+
+
+@pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("codec", ["ternary", *(pytest.param(c, marks=pytest.mark.long) for c in ("onebit", "fp32"))])
+def test_mpi_example_trains_on_four_ranks(pools, flavour, codec, launched):
+    script, options = EXAMPLE.with_name("mpi_train.py"), ["--codec", codec, "--epochs", "3"]
+    if launched:
+        command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "4", str(script), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=mpi_environment(), check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        out = done.stdout
+    else:
+        out = "".join(pools(flavour, 4, program, str(script), *options))
+    assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 70.0, out  # 10 is chance
+    (ratio,) = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes than fp32; replicas are equal", out)]
     least, most = {"ternary": (10, 11), "onebit": (29, 31), "fp32": (0.99, 1.01)}[codec]
-    assert least < ratio < most, done.stdout
+    assert least < ratio < most, out
 
 
 def test_the_mpi_example_does_not_use_torch_distributed():
@@ -83,40 +96,27 @@ def test_the_parameter_server_example_trains_over_mpi(flavour):
 
 
 @pytest.mark.parametrize("weights", ["split", pytest.param("bf16", marks=pytest.mark.long)])
-def test_the_split_sgd_example_trains_and_saves_fp32(weights, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLE.with_name("split_sgd_ddp.py")), "--epochs", "3", "--weights", weights]
-    command += ["--save", str(tmp_path / "weights.pt")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert len(accuracies(done.stdout)) == 3 and accuracies(done.stdout)[-1] > 80.0, done.stdout
-    assert ("updates go straight from payloads to weights" in done.stdout) == (weights == "split"), done.stdout
+def test_the_split_sgd_example_trains_and_saves_fp32(torchrun, weights, tmp_path):
+    options = ["--epochs", "3", "--weights", weights, "--save", tmp_path / "weights.pt"]
+    out = torchrun("split_sgd_ddp.py", 2, *options)
+    assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 80.0, out
+    assert ("updates go straight from payloads to weights" in out) == (weights == "split"), out
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert {v.dtype for v in state.values()} == {torch.float32 if weights == "split" else torch.bfloat16}
     LeNet().load_state_dict(state)
 
 
-def under_torchrun(script, ranks, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(EXAMPLE.with_name(script)), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
-def test_the_mesh_example_trains_on_two_by_two_ranks():
-    out = under_torchrun("onebit_2d.py", 4, "--epochs", "2")
+def test_the_mesh_example_trains_on_two_by_two_ranks(torchrun):
+    out = torchrun("onebit_2d.py", 4, "--epochs", "2")
     assert accuracies(out)[-1] > 60.0 and "over 2 ranks" in out, out  # 10 is chance
     (ratio,) = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes than fp32", out)]
     assert 29 < ratio < 31, out
 
 
-def test_the_1bit_sgd_example_prints_its_table(tmp_path):
+def test_the_1bit_sgd_example_prints_its_table(torchrun, tmp_path):
     file = tmp_path / "table.json"
     options = ["--epochs", "2", "--seeds", "1", "--rows", "2", "6", "--search-samples", "256"]
-    out = under_torchrun("onebit_sgd.py", 2, *options, "--json", str(file))
+    out = torchrun("onebit_sgd.py", 2, *options, "--json", str(file))
     assert "minibatch search" in out
     halves, searched = (runs[0] for runs in json.loads(file.read_text()).values())
     assert all(r["accuracy"] > 40.0 for r in (halves, searched)), out
@@ -125,13 +125,8 @@ def test_the_1bit_sgd_example_prints_its_table(tmp_path):
 
 
 def accuracy_of(weights, seed, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLE.with_name("split_sgd_ddp.py")), "--weights", weights, "--seed", str(seed), *options]
-    command += ["--codec", "none"] if weights == "fp32" else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return accuracies(done.stdout)[-1]
+    codec = ["--codec", "none"] if weights == "fp32" else []
+    return accuracies(under_torchrun("split_sgd_ddp.py", 2, "--weights", weights, "--seed", seed, *options, *codec))[-1]
 
 
 def mean_accuracies(*options):
