@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import resource
 import threading
 import time
 
@@ -324,6 +325,25 @@ def test_a_communicator_gives_its_sockets_back_with_or_without_close(close, gloo
     for before, data, control, after in gloo(2, made_and_dropped, close):
         assert before[0] < data < control  # control connects when it is first used
         assert after[0] <= before[0] and after[1] <= before[1]
+
+
+def few_descriptors():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before, needed = descriptors(), 3 * (1 + 4)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + needed - 1, hard))
+    try:
+        with pytest.raises(gradcomp.GradcompError, match=rf"3 gloo groups of 2 ranks need {needed} .*ulimit -n 65536"):
+            TorchCommunicator(timeout_s=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    comm = TorchCommunicator(timeout_s=20)
+    opened = descriptors() - before
+    comm.close()
+    return opened == needed
+
+
+def test_too_few_descriptors_are_said_before_anything_is_opened(gloo):
+    assert gloo(2, few_descriptors) == [True, True]
 
 
 def forgotten_close():

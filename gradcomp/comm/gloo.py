@@ -8,6 +8,8 @@ since dropping it would block until the collective's timeout.
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +21,12 @@ from torch import Tensor
 from gradcomp.comm.base import Channel, RankGone, Work
 from gradcomp.comm.meeting import Notes, meet
 from gradcomp.comm.torch_private import make_gloo, store_below
-from gradcomp.errors import PeerLost
+from gradcomp.errors import GradcompError, PeerLost
 
 SLICE_S = 0.5  # longest wait that does not look whether this rank or a peer has given up
 LOOK_S = 0.2  # longest wait for the store to say so
 CONNECT_S = 60.0  # longest wait for ranks that are all there
+OWN_DESCRIPTORS = 4  # of a gloo group, beside a socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
 _stuck: list[tuple[list[Any], set[_GlooWork]]] = []  # groups with a collective that no peer has answered yet
@@ -99,6 +102,7 @@ class Groups:
             return self._made[channel]
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
+        _check_descriptors(len(channels), self._world_size)
         if channels is not DATA:  # for data the ranks have just met
             self._meet("meeting", self._timeout_s, "begun to agree on anything")
         for channel in channels:
@@ -151,6 +155,20 @@ class _GlooWork(Work):
         if ended or last:
             groups.broken = groups.broken or text
             raise (TimeoutError if late else ConnectionError)(text) from error
+
+
+def _check_descriptors(groups: int, world_size: int) -> None:
+    """Raise GradcompError where this process may not open as many files as the sockets of these groups are."""
+    needed, limit = groups * (world_size - 1 + OWN_DESCRIPTORS), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        opened = len(os.listdir("/proc/self/fd"))
+    except OSError:  # no Linux
+        return
+    if limit != resource.RLIM_INFINITY and needed > limit - opened:
+        raise GradcompError(
+            f"{groups} gloo groups of {world_size} ranks need {needed} file descriptors; this process has {opened} open and "
+            f"may have {limit}: raise the limit on every rank, for instance ulimit -n {max(65536, 2 * (opened + needed))}"
+        )
 
 
 def _first_line(error: BaseException) -> str:
