@@ -1,6 +1,8 @@
-"""The model that the benchmarks train. The parameter lists of published ones are in `gradcomp.plan.models`."""
+"""The models that the benchmarks train. The parameter lists of published ones are in `gradcomp.plan.models`."""
 
 from __future__ import annotations
+
+import itertools
 
 from torch import Tensor, nn
 
@@ -34,3 +36,121 @@ class LeNet(nn.Module):
         x = nn.functional.max_pool2d(self.conv2(x).relu(), 2)
         scores: Tensor = self.fc2(self.fc1(x.flatten(1)).relu())
         return scores
+
+
+class ByteGPT(nn.Module):
+    """A decoder-only transformer over bytes: learned positions, pre-norm blocks, GELU, a head of its own.
+
+    With the defaults 875,264 parameters; with ``width=256, layers=8, heads=8`` 6,482,432.
+
+    Args:
+        width: of the residual stream.
+        layers: blocks of attention and a perceptron of four widths.
+        heads: of the attention, each ``width // heads`` wide.
+        context: longest sequence, in bytes.
+
+    References:
+        Radford et al. 2019, Language Models are Unsupervised Multitask Learners, section 2.3 (the block).
+    """
+
+    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:  # as GPT-2; what writes to the residual stream starts smaller
+                deep = name.endswith(("attend.out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Return scores of the next byte.
+
+        Args:
+            text: `(batch, length)` int64 in 0..255, `length` at most the context.
+
+        Returns:
+            `(batch, length, 256)` float32, not normalised.
+        """
+        x = self.embedding(text) + self.position.weight[: text.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        scores: Tensor = self.head(self.norm(x))
+        return scores
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attend = nn.LayerNorm(width), _Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
+        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return out
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class SmallResNet(nn.Module):
+    """ResNet-18's shape for 32x32 images: four stages of two basic blocks, batch normalisation.
+
+    With the default width 701,466 parameters; ``width=64`` is ResNet-18 with a 3x3 stem, 11.2 M.
+
+    References:
+        He et al. 2016, Deep Residual Learning, section 4.2.
+    """
+
+    def __init__(self, width: int = 16, classes: int = 10) -> None:
+        super().__init__()
+        widths = [width * 2**stage for stage in range(4)]
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        pairs = [(width, width), (width, width)]
+        for narrow, wide in itertools.pairwise(widths):
+            pairs += [(narrow, wide), (wide, wide)]
+        self.blocks = nn.Sequential(*(_Residual(i, o) for i, o in pairs))
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return class scores.
+
+        Args:
+            images: `(batch, 3, 32, 32)` float32.
+
+        Returns:
+            `(batch, classes)` float32, not normalised.
+        """
+        scores: Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
+        return scores
+
+
+class _Residual(nn.Module):
+    def __init__(self, narrow: int, wide: int) -> None:
+        super().__init__()
+        stride = 1 if narrow == wide else 2
+        self.conv1, self.norm1 = nn.Conv2d(narrow, wide, 3, stride, 1, bias=False), nn.BatchNorm2d(wide)
+        self.conv2, self.norm2 = nn.Conv2d(wide, wide, 3, 1, 1, bias=False), nn.BatchNorm2d(wide)
+        self.past: nn.Module = nn.Identity()
+        if stride == 2:
+            self.past = nn.Sequential(nn.Conv2d(narrow, wide, 1, 2, bias=False), nn.BatchNorm2d(wide))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))
+        out: Tensor = (y + self.past(x)).relu()
+        return out

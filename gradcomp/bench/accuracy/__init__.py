@@ -1,0 +1,112 @@
+"""What compression costs in accuracy: methods x optimizers x workloads, against fp32 and bf16, with several seeds.
+
+N workers are simulated exactly in one process: each has minibatches, gradients and residuals of its own, and averages go
+through the library's exchange, so nothing but the time differs from a cluster. Every finished run is a line of a file, and a
+program that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gradcomp.bench.accuracy.methods import METHODS, PRESETS, parse
+from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
+from gradcomp.bench.accuracy.report import plot, summarize, tables
+from gradcomp.bench.accuracy.run import Job, run_all
+from gradcomp.bench.accuracy.workloads import WORKLOADS
+
+EPILOG = f"""
+methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,start_step=100
+  exempt={"|".join(PRESETS)}   tensors that travel in fp32 (ends: vectors, embeddings, head)
+  start_step=N                 fp32 before that step
+  exchange=all_gather|reduce_scatter
+
+examples:
+  python -m gradcomp.bench accuracy --data ../shared/data --workloads gpt-1m --optimizers adamw --seeds 3
+  python -m gradcomp.bench accuracy --data DIR --methods fp32 ternary onebit --factors 0.5 1 2
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    out = argparse.ArgumentParser(
+        prog="python -m gradcomp.bench accuracy",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    out.add_argument(
+        "--data", type=Path, required=True, help="folder with prose.txt.gz, fashion-mnist/, cifar10_jpeg.npz"
+    )
+    out.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["gpt-1m"], help="what to train (gpt-1m)")
+    out.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adamw"], help="(adamw)")
+    out.add_argument(
+        "--methods", nargs="+", default=list(METHODS), metavar="METHOD", help="see below (all, without options)"
+    )
+    out.add_argument("--workers", nargs="+", type=int, default=[4], metavar="N", help="workers that average (4)")
+    out.add_argument("--steps", type=int, metavar="N", help="of a run (the workload's own)")
+    out.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each kind (3)")
+    out.add_argument(
+        "--factors", nargs="+", type=float, default=[1.0], metavar="X", help="of the rate tuned for fp32 (1)"
+    )
+    out.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time, a core each (all)"
+    )
+    out.add_argument(
+        "--out", type=Path, default=Path("accuracy"), metavar="DIR", help="runs.jsonl, accuracy.json and .png"
+    )
+    return out
+
+
+def main(argv: list[str]) -> int:
+    """Run `python -m gradcomp.bench accuracy` with these words; return the exit status."""
+    arguments = parser()
+    args = arguments.parse_args(argv)
+    try:
+        for method in args.methods:
+            parse(method)
+        names = list(dict.fromkeys(args.workloads))
+        workloads = {name: WORKLOADS[name](args.data) for name in names}
+    except (ValueError, FileNotFoundError) as error:
+        print(f"gradcomp.bench accuracy: {error}", file=sys.stderr)
+        return 2
+    grid = itertools.product(range(args.seeds), names, args.optimizers, args.workers, args.methods, args.factors)
+    jobs = [
+        Job(name, optimizer, method, workers, args.steps or workloads[name].settings.steps, factor, seed)
+        for seed, name, optimizer, workers, method, factor in grid
+    ]
+    args.out.mkdir(parents=True, exist_ok=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        steps = dict.fromkeys(jobs, 0)
+        bar = progress.add_task("steps of all runs", total=sum(job.steps for job in jobs))
+
+        def on_step(job: Job, step: int) -> None:
+            progress.advance(bar, step - steps[job])
+            steps[job] = step
+            last = f"{job.method} {job.workload} {job.optimizer}, seed {job.seed}"
+            progress.update(bar, description=f"{sum(s == j.steps for j, s in steps.items())}/{len(jobs)} runs; {last}")
+
+        results = run_all(jobs, args.data, args.out / "runs.jsonl", args.jobs, on_step)
+    rows = summarize(results)
+    (args.out / "accuracy.json").write_text(json.dumps({"rows": rows}, indent=1), encoding="utf-8")
+    plot(rows, workloads, args.out / "accuracy.png")
+    console = Console()
+    for table in tables(rows, workloads):
+        console.print(table)
+    console.print(f"wrote {args.out / 'accuracy.json'}, {args.out / 'accuracy.png'}")
+    return 0

@@ -1,0 +1,77 @@
+"""How gradients are averaged: the rows of the table, and how the command line says them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradcomp.codecs import Codec, Identity, OneBit, Ternary
+
+PRESETS: dict[str, Callable[[str, nn.Parameter], bool]] = {  # what travels in fp32, as patterns of names and of shapes
+    "none": lambda name, parameter: False,
+    "vectors": lambda name, parameter: parameter.ndim < 2,
+    "ends": lambda name, parameter: parameter.ndim < 2 or name.startswith(("embedding", "position", "head", "stem")),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to average.
+
+    Attributes:
+        name: for tables.
+        codec: what packs gradients; None for a plain all_reduce in `dtype`.
+        dtype: of a plain all_reduce.
+        exempt: which tensors travel in fp32: a key of `PRESETS`.
+        options: of `gradcomp.GradientAverager`.
+    """
+
+    name: str
+    codec: Codec | None = None
+    dtype: torch.dtype = torch.float32
+    exempt: str = "none"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def options_for(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Any]:
+        """Return the options for these parameters; without an exemption every tensor is compressed, however small."""
+        exempt = PRESETS[self.exempt]
+        return {"min_numel": 0, "exclude": [n for n, p in named if exempt(n, p)], "timeout_s": 600.0} | self.options
+
+
+METHODS: dict[str, Callable[[], Method]] = {
+    "fp32": lambda: Method("fp32", Identity()),
+    "bf16": lambda: Method("bf16", None, torch.bfloat16),
+    "ternary": lambda: Method("ternary", Ternary()),
+    "ternary-requantize": lambda: Method("ternary-requantize", Ternary(scale="own", second_phase="requantize")),
+    "onebit": lambda: Method("onebit", OneBit()),
+}
+
+
+def parse(text: str) -> Method:
+    """Return the method that the command line names: ``onebit``, ``onebit:exempt=ends``, ``onebit:start_step=100``.
+
+    Raises:
+        ValueError: no such method, preset or option.
+    """
+    name, _, rest = text.partition(":")
+    if name not in METHODS:
+        raise ValueError(f"no method named {name!r}; there are {', '.join(METHODS)}")
+    method = METHODS[name]()
+    options, exempt = dict(method.options), method.exempt
+    for word in filter(None, rest.split(",")):
+        key, _, value = word.partition("=")
+        if key == "exempt":
+            if value not in PRESETS:
+                raise ValueError(f"exempt must be one of {', '.join(PRESETS)}, got {value!r}")
+            exempt = value
+        elif key in ("start_step", "min_numel"):
+            options[key] = int(value)
+        elif key == "exchange":
+            options[key] = value
+        else:
+            raise ValueError(f"unknown option {key!r} of {name}: exempt, start_step, min_numel, exchange")
+    return Method(text, method.codec, method.dtype, exempt, options)

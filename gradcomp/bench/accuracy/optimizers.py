@@ -1,0 +1,55 @@
+"""The optimizers of the table, each with the settings that people use and the rate that fp32 was tuned to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+Factory = Callable[[nn.Module, float], list[torch.optim.Optimizer]]
+
+
+def _decayed(model: nn.Module, decay: float) -> list[dict[str, object]]:
+    """Return groups in which norms and biases are not decayed."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def sgd(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Momentum 0.9, weight decay 5e-4."""
+    return [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)]
+
+
+def adamw(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Betas 0.9 and 0.95, weight decay 0.1."""
+    return [torch.optim.AdamW(_decayed(model, 0.1), lr=lr, betas=(0.9, 0.95))]
+
+
+def adagrad(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """torch's own."""
+    return [torch.optim.Adagrad(model.parameters(), lr=lr)]
+
+
+def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for hidden matrices at `lr`, AdamW for the rest at a tenth of it.
+
+    Raises:
+        ValueError: this torch has no Muon.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"torch {torch.__version__} has no Muon: 2.9 or newer does")
+    ends = ("embedding", "position", "head", "stem")
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith(ends)]
+    chosen = {id(p) for p in hidden}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(hidden, lr=lr, weight_decay=0.1),
+        torch.optim.AdamW(rest, lr=lr / 10, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+OPTIMIZERS: dict[str, Factory] = {"sgd": sgd, "adamw": adamw, "adagrad": adagrad, "muon": muon}

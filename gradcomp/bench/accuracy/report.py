@@ -1,0 +1,112 @@
+"""The table, the JSON and the curves of `bench accuracy`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from gradcomp.bench.accuracy.run import Job
+from gradcomp.bench.accuracy.workloads import Workload
+
+Results = Mapping[Job, Mapping[str, Any]]
+
+
+def summarize(results: Results) -> list[dict[str, Any]]:
+    """Return a row for every combination but the seed: mean and deviation of the measure, bits, differences.
+
+    The differences are of means, to fp32 and to bf16 with the same workload, optimizer, number of workers and steps; each
+    at its factor of 1, which is what fp32 was tuned to.
+    """
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for job, result in results.items():
+        groups.setdefault((job.workload, job.optimizer, job.workers, job.steps, job.method, job.factor), []).append(
+            result
+        )
+    rows = []
+    for (workload, optimizer, workers, steps, method, factor), runs in groups.items():
+        ended = [float(r["measure"]) for r in runs if r["measure"] is not None]
+        rows.append(
+            {
+                "workload": workload,
+                "optimizer": optimizer,
+                "workers": workers,
+                "steps": steps,
+                "method": method,
+                "factor": factor,
+                "bits": runs[0]["bits"],
+                "seeds": len(runs),
+                "diverged": len(runs) - len(ended),
+                "mean": statistics.fmean(ended) if ended else None,
+                "deviation": statistics.stdev(ended) if len(ended) > 1 else None,
+                "curve": _mean_curve(runs),
+            }
+        )
+    places = {(*_place(row), row["method"]): row["mean"] for row in rows if row["factor"] == 1.0}
+    for row in rows:
+        for base in ("fp32", "bf16"):
+            other = places.get((*_place(row), base))
+            row[f"to_{base}"] = None if other is None or row["mean"] is None else row["mean"] - other
+    return rows
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["workload"], row["optimizer"], row["workers"], row["steps"]
+
+
+def _mean_curve(runs: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    curves = [run["curve"] for run in runs]
+    length = min(map(len, curves))
+    return [(curves[0][i][0], statistics.fmean(c[i][2] for c in curves)) for i in range(length)]
+
+
+def tables(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload]) -> list[Table]:
+    """Return a table for every workload, optimizer, number of workers and of steps."""
+    out: dict[tuple[Any, ...], Table] = {}
+    for row in rows:
+        workload, optimizer, workers, steps = place = _place(row)
+        if place not in out:
+            title = f"{workload} under {optimizer}, {workers} workers, {steps} steps: {workloads[workload].measure}"
+            out[place] = Table(title=title, box=box.SIMPLE, title_justify="left")
+            for column in ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds"):
+                out[place].add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+        places = 3 if workloads[workload].lower_is_better else 2
+        cells = [_cell(row[key], places) for key in ("mean", "deviation")]
+        signed = [_cell(row[key], places, sign="+") for key in ("to_fp32", "to_bf16")]
+        seeds = str(row["seeds"]) + (f", {row['diverged']} diverged" if row["diverged"] else "")
+        out[place].add_row(row["method"], f"x {row['factor']:g}", f"{row['bits']:.2f}", *cells, *signed, seeds)
+    return list(out.values())
+
+
+def _cell(value: float | None, places: int, sign: str = "") -> str:
+    return "-" if value is None else f"{value:{sign}.{places}f}"
+
+
+def plot(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload], file: Path) -> None:
+    """Draw the mean curves, one panel for every table."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    places = list(dict.fromkeys(_place(row) for row in rows))
+    figure, axes = pyplot.subplots(len(places), 1, figsize=(9, 4.5 * len(places)), squeeze=False, layout="constrained")
+    for axis, place in zip(axes[:, 0], places, strict=True):
+        shown = [row for row in rows if _place(row) == place and row["curve"]]
+        for row in shown:
+            label = row["method"] + ("" if row["factor"] == 1.0 else f", rate x {row['factor']:g}")
+            axis.plot(*zip(*row["curve"]), label=f"{label} ({row['bits']:.1f} bits)")
+        axis.set_title(f"{place[0]} under {place[1]}, {place[2]} workers")
+        axis.set_xlabel("step")
+        axis.set_ylabel(workloads[place[0]].measure)
+        ends = [row["curve"][-1][1] for row in shown]
+        if ends and workloads[place[0]].lower_is_better:
+            axis.set_ylim(min(ends) - 0.05, max(ends) + 0.6)
+        axis.legend(fontsize="small")
+        axis.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

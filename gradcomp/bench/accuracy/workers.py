@@ -1,0 +1,97 @@
+"""N workers of data-parallel training in one process, exact to the bit of their averages.
+
+The workers share one model, since replicas are equal; each has a minibatch, gradients and residuals of its own. Gradients are
+averaged by the library's own exchange over threads (`LocalCommunicator`): codec, both phases, residuals and random draws are
+those of N machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcomp.averager import GradientAverager
+from gradcomp.bench.accuracy.methods import Method
+from gradcomp.comm.local import LocalCommunicator
+
+
+class Workers:
+    """Averages the gradients of `count` workers that train `model`.
+
+    Args:
+        model: fp32, on the CPU. After `backward` its gradients are the averages.
+        method: how gradients are averaged.
+        count: number of workers.
+
+    Attributes:
+        sent_nbytes: bytes that one worker has sent, in both phases.
+    """
+
+    def __init__(self, model: nn.Module, method: Method, count: int) -> None:
+        self._model, self._method, self._count = model, method, count
+        self.sent_nbytes = 0
+        self._threads = ThreadPoolExecutor(count)
+        self._named = list(model.named_parameters())
+        self._own = [[nn.Parameter(p.detach()) for _, p in self._named] for _ in range(count)]
+        self._averagers: list[GradientAverager] = []
+        if method.codec is not None:
+            for comm, own in zip(LocalCommunicator.group(count), self._own, strict=True):
+                pairs = [(name, p) for (name, _), p in zip(self._named, own, strict=True)]
+                self._averagers.append(GradientAverager(pairs, method.codec, comm, **method.options_for(self._named)))
+
+    def backward(self, loss: Callable[[nn.Module, Any], Tensor], minibatches: Sequence[Any]) -> float:
+        """Replace the gradients of the model by their averages over all workers.
+
+        Args:
+            loss: of the model on one minibatch.
+            minibatches: one for each worker.
+
+        Returns:
+            The mean loss.
+        """
+        total, buffers = 0.0, []
+        for worker, minibatch in enumerate(minibatches):
+            self._model.zero_grad()
+            value = loss(self._model, minibatch)
+            value.backward()  # type: ignore[no-untyped-call]
+            total += value.item()
+            for (_, shared), own in zip(self._named, self._own[worker], strict=True):
+                own.grad = shared.grad
+            if worker == 0:  # DDP broadcasts those of rank 0
+                buffers = [b.clone() for b in self._model.buffers()]
+        for buffer, first in zip(self._model.buffers(), buffers, strict=True):
+            buffer.copy_(first)
+        self._average()
+        return total / self._count
+
+    def close(self) -> None:
+        """Stop the threads."""
+        for averager in self._averagers:
+            averager.close()
+        self._threads.shutdown()
+
+    def _average(self) -> None:
+        if self._averagers:
+            list(self._threads.map(GradientAverager.average, self._averagers))
+            self.sent_nbytes = self._averagers[0].stats.bytes_sent
+            first = self._own[0]
+        else:
+            first = self._average_plainly()
+        for (_, shared), own in zip(self._named, first, strict=True):
+            shared.grad = own.grad
+
+    def _average_plainly(self) -> list[nn.Parameter]:
+        """Average as an all_reduce of gradients cast to `Method.dtype` does: rounded before it, and after the sum."""
+        first = self._own[0]
+        for position, parameter in enumerate(first):
+            if parameter.grad is not None:
+                grads = [own[position].grad.to(self._method.dtype).float() for own in self._own]  # type: ignore[union-attr]
+                parameter.grad = torch.stack(grads).mean(0).to(self._method.dtype).float()
+                self.sent_nbytes += (
+                    2 * (self._count - 1) * parameter.numel() * self._method.dtype.itemsize // self._count
+                )
+        return first

@@ -1,0 +1,212 @@
+"""What is trained: data, model, loss of a minibatch, held-out measure, and the rates that fp32 was tuned to."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gradcomp.bench import data as images
+from gradcomp.bench.models import ByteGPT, LeNet, SmallResNet
+
+HELD_OUT_SHARE = 20  # of a text, one part in so many is kept for the test, in blocks spread over it
+BLOCK = 1 << 15
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a workload is trained.
+
+    Attributes:
+        steps: of a whole run.
+        batch: samples of one worker's minibatch.
+        clip: largest global norm of the averaged gradient; None does not clip.
+        warm_up: share of the steps in which the rate rises from zero; it then falls as a cosine to a tenth.
+        rates: of each optimizer, tuned for fp32.
+    """
+
+    steps: int
+    batch: int
+    clip: float | None
+    warm_up: float
+    rates: dict[str, float]
+
+
+class Workload(ABC):
+    """One thing to train.
+
+    Attributes:
+        name: for tables.
+        measure: what `test` returns, with its unit.
+        lower_is_better: whether a smaller measure is the better one.
+        settings: see `Settings`.
+    """
+
+    name: str
+    measure: str
+    lower_is_better: bool
+    settings: Settings
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Return a new model; its weights come from torch's generator."""
+
+    @abstractmethod
+    def minibatch(self, generator: torch.Generator, count: int) -> Any:
+        """Return `count` samples drawn by `generator`."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, minibatch: Any) -> Tensor:
+        """Return the mean loss of a minibatch."""
+
+    @abstractmethod
+    def test(self, model: nn.Module, *, quick: bool = False) -> float:
+        """Return the measure on data that training does not see; `quick` looks at a part of it."""
+
+
+class Text(Workload):
+    """A byte GPT on a text.
+
+    Args:
+        file: plain or .gz.
+        width, layers, heads: of the model.
+        name, settings: as `Workload`.
+    """
+
+    measure, lower_is_better = "held-out loss, nats a byte", True
+
+    def __init__(self, name: str, file: Path, settings: Settings, *, width: int, layers: int, heads: int) -> None:
+        self.name, self.settings = name, settings
+        self._shape = {"width": width, "layers": layers, "heads": heads, "context": 128}
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        blocks = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: len(raw) // BLOCK * BLOCK].view(-1, BLOCK)
+        held = torch.arange(len(blocks)) % HELD_OUT_SHARE == HELD_OUT_SHARE - 1
+        if not held.any():
+            raise ValueError(f"{file}: {len(raw)} bytes are too few: at least {HELD_OUT_SHARE * BLOCK} are needed")
+        self._train, self._held = blocks[~held], blocks[held]
+
+    def model(self) -> nn.Module:
+        return ByteGPT(**self._shape)
+
+    def minibatch(self, generator: torch.Generator, count: int) -> Tensor:
+        length = self._shape["context"] + 1
+        rows = torch.randint(len(self._train), (count,), generator=generator)
+        starts = torch.randint(BLOCK - length + 1, (count, 1), generator=generator)
+        return self._train[rows[:, None], starts + torch.arange(length)].long()
+
+    def loss(self, model: nn.Module, minibatch: Tensor) -> Tensor:
+        return cross_entropy(model(minibatch[:, :-1]).flatten(0, 1), minibatch[:, 1:].flatten())
+
+    def test(self, model: nn.Module, *, quick: bool = False) -> float:
+        length = self._shape["context"] + 1
+        windows = self._held[:, : BLOCK // length * length].reshape(-1, length)
+        windows = windows[:: 32 if quick else 4]
+        losses = [float(self.loss(model, part.long())) * len(part) for part in torch.split(windows, 64)]
+        return sum(losses) / len(windows)
+
+
+class Images(Workload):
+    """A network that names images.
+
+    Args:
+        name, settings: as `Workload`.
+        make: returns a new model.
+        train, test: pairs of `(n, channels, height, width)` float32 and `(n,)` int64.
+        flips: mirror training images, and shift them by up to 4 pixels.
+    """
+
+    measure, lower_is_better = "test accuracy, %", False
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        make: Callable[[], nn.Module],
+        train: tuple[Tensor, Tensor],
+        test: tuple[Tensor, Tensor],
+        *,
+        flips: bool,
+    ) -> None:
+        self.name, self.settings = name, settings
+        self._make, self._train, self._test, self._flips = make, train, test, flips
+
+    def model(self) -> nn.Module:
+        return self._make()
+
+    def minibatch(self, generator: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.randint(len(self._train[1]), (count,), generator=generator)
+        x, y = self._train[0][chosen], self._train[1][chosen]
+        if self._flips:
+            mirrored = torch.rand(count, generator=generator) < 0.5
+            x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
+            across, down = torch.randint(-4, 5, (2,), generator=generator).tolist()
+            x = torch.roll(x, (across, down), (2, 3))
+        return x, y
+
+    def loss(self, model: nn.Module, minibatch: tuple[Tensor, Tensor]) -> Tensor:
+        return cross_entropy(model(minibatch[0]), minibatch[1])
+
+    def test(self, model: nn.Module, *, quick: bool = False) -> float:
+        x, y = (part[:: 10 if quick else 1] for part in self._test)
+        pairs = zip(torch.split(x, 500), torch.split(y, 500), strict=True)
+        return 100.0 * sum(float((model(a).argmax(1) == b).sum()) for a, b in pairs) / len(y)
+
+
+def _gpt(folder: Path, small: bool) -> Workload:
+    file = next((p for p in (folder / "prose.txt.gz", folder / "prose.txt") if p.exists()), None)
+    if file is None:
+        raise FileNotFoundError(
+            f"--data {folder}: no prose.txt or prose.txt.gz there: any English text of 5 MB or more"
+        )
+    rates = {"adamw": 2e-3, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
+    if small:
+        return Text("gpt-1m", file, Settings(2000, 4, 1.0, 0.05, rates), width=128, layers=4, heads=4)
+    rates |= {"adamw": 1e-3}
+    return Text("gpt-6m", file, Settings(1000, 4, 1.0, 0.05, rates), width=256, layers=8, heads=8)
+
+
+def _lenet(folder: Path) -> Workload:
+    found = images.load(folder / "fashion-mnist")
+    settings = Settings(1000, 32, None, 0.0, {"sgd": 0.02, "adamw": 1e-3, "adagrad": 1e-2, "muon": 1e-2})
+    train, test = (found.train_images, found.train_labels), (found.test_images, found.test_labels)
+    return Images("lenet", settings, LeNet, train, test, flips=False)
+
+
+def _resnet(folder: Path) -> Workload:
+    file = folder / "cifar10_jpeg.npz"
+    if not file.exists():
+        raise FileNotFoundError(f"--data {folder}: no cifar10_jpeg.npz there")
+    settings = Settings(2000, 32, None, 0.05, {"sgd": 0.1, "adamw": 2e-3, "adagrad": 1e-2, "muon": 2e-2})
+    with np.load(file) as stored:
+        train, test = (_jpegs(stored, part) for part in ("train", "test"))
+    mean, deviation = train[0].mean((0, 2, 3), keepdim=True), train[0].std((0, 2, 3), keepdim=True)
+    whitened = [((x - mean) / deviation, y) for x, y in (train, test)]
+    return Images("resnet", settings, SmallResNet, whitened[0], whitened[1], flips=True)
+
+
+def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
+    """Return `(n, 3, 32, 32)` in 0..1 and labels."""
+    from PIL import Image
+
+    raw, offsets = stored[f"{part}_jpeg"].tobytes(), stored[f"{part}_offset"]
+    pictures = [np.asarray(Image.open(io.BytesIO(raw[a:b]))) for a, b in itertools.pairwise(offsets)]
+    x = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+    return x, torch.from_numpy(stored[f"{part}_label"].astype(np.int64))
+
+
+WORKLOADS: dict[str, Callable[[Path], Workload]] = {
+    "lenet": _lenet,
+    "resnet": _resnet,
+    "gpt-1m": lambda folder: _gpt(folder, small=True),
+    "gpt-6m": lambda folder: _gpt(folder, small=False),
+}

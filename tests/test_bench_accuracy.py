@@ -1,0 +1,165 @@
+"""bench accuracy: simulated workers are real ones to the bit, finished runs are kept, the table says what was measured."""
+
+import copy
+import json
+
+import pytest
+import torch
+from _ranks import run_local
+from torch import nn
+
+from gradcomp import GradientAverager, OneBit
+from gradcomp.bench import accuracy
+from gradcomp.bench.accuracy.methods import parse
+from gradcomp.bench.accuracy.report import summarize
+from gradcomp.bench.accuracy.run import Job, finished, rate_at, run_all
+from gradcomp.bench.accuracy.workers import Workers
+from gradcomp.bench.accuracy.workloads import BLOCK, HELD_OUT_SHARE
+from gradcomp.bench.models import ByteGPT, SmallResNet
+
+MINIBATCHES = torch.randn(3, 2, 8, 24, generator=torch.Generator().manual_seed(3))
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 8))
+
+
+MODEL = small()  # threads share torch's global generator
+
+
+def loss(model, minibatch):
+    return model(minibatch).square().mean()
+
+
+def steps_of(model, backward):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for minibatches in MINIBATCHES:
+        model.zero_grad()
+        backward(minibatches)
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def one_rank(comm):
+    model = copy.deepcopy(MODEL)
+    averager = GradientAverager(model, OneBit(), comm, min_numel=0)
+
+    def backward(minibatches):
+        loss(model, minibatches[comm.rank]).backward()
+        averager.average()
+
+    return steps_of(model, backward)
+
+
+def test_simulated_workers_are_real_ones():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = copy.deepcopy(MODEL)
+    workers = Workers(model, parse("onebit"), 2)
+    simulated = steps_of(model, lambda minibatches: workers.backward(loss, list(minibatches)))
+    workers.close()
+    for real in run_local(2, one_rank):
+        assert all(torch.equal(a, b) for a, b in zip(simulated, real, strict=True))
+    torch.set_num_threads(threads)
+    assert workers.sent_nbytes > 0
+
+
+def test_buffers_are_those_of_the_first_worker():
+    model = copy.deepcopy(MODEL)
+    Workers(model, parse("fp32"), 2).backward(loss, list(MINIBATCHES[0]))
+    alone = copy.deepcopy(MODEL)
+    loss(alone, MINIBATCHES[0][0])
+    assert torch.equal(model[1].running_mean, alone[1].running_mean)
+
+
+def test_bf16_rounds_before_and_after_the_sum():
+    model = nn.Linear(1, 1, bias=False)
+    values = [torch.tensor([[1.0 + 2**-9]]), torch.tensor([[3.0]])]
+    workers = Workers(model, parse("bf16"), 2)
+    workers.backward(lambda m, x: (m.weight * x).sum(), values)
+    assert model.weight.grad.item() == 2.0 and workers.sent_nbytes == 2
+    workers.close()
+
+
+def test_exemptions_and_wrong_methods():
+    named = list(ByteGPT(8, 1, 1, 4).named_parameters())
+    assert parse("onebit").options_for(named)["exclude"] == []
+    ends = parse("onebit:exempt=ends,start_step=3").options_for(named)
+    assert {"head.weight", "embedding.weight", "norm.bias"} <= set(ends["exclude"]) and ends["start_step"] == 3
+    assert "blocks.0.up.weight" not in ends["exclude"]
+    for text, said in (("twobit", "no method named"), ("onebit:exempt=all", "one of none"), ("onebit:x=1", "unknown")):
+        with pytest.raises(ValueError, match=said):
+            parse(text)
+
+
+def test_the_rate_rises_and_falls():
+    rates = [rate_at(step, 100, 0.1) for step in range(100)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[99] == pytest.approx(0.1, abs=1e-3)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_models_have_the_size_that_they_say():
+    assert sum(p.numel() for p in ByteGPT().parameters()) == 875_264
+    assert sum(p.numel() for p in ByteGPT(256, 8, 8).parameters()) == 6_482_432
+    assert sum(p.numel() for p in SmallResNet().parameters()) == 701_466
+    assert SmallResNet(8)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    text = torch.randint(256, (2, 16))
+    model = ByteGPT(16, 2, 2, 16)
+    changed = text.clone()
+    changed[:, 9] += 1
+    assert torch.equal(model(text)[:, :9], model(changed % 256)[:, :9])  # nobody sees what is to come
+
+
+@pytest.fixture
+def data(tmp_path):
+    words = b"the quick brown fox jumps over the lazy dog. " * (HELD_OUT_SHARE * BLOCK // 45 + 1)
+    (tmp_path / "prose.txt").write_bytes(words)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_table_of_small_runs_goes_on_where_it_was(data, capsys):
+    out = data / "out"
+    words = ["--data", str(data), "--out", str(out), "--steps", "6", "--seeds", "2", "--workers", "2", "--jobs", "2"]
+    assert accuracy.main([*words, "--methods", "fp32", "bf16"]) == 0
+    first = (out / "runs.jsonl").read_text()
+    assert len(first.splitlines()) == 4
+    (out / "runs.jsonl").write_text(first + first.splitlines()[0][:50])  # killed while it wrote a line
+    assert accuracy.main([*words, "--methods", "fp32", "bf16", "onebit"]) == 0
+    assert (out / "runs.jsonl").read_text().startswith(first)
+    printed = capsys.readouterr().out
+    assert "held-out loss, nats a byte" in printed and "to bf16" in printed
+    rows = {row["method"]: row for row in json.loads((out / "accuracy.json").read_text())["rows"]}
+    assert rows["fp32"]["to_fp32"] == 0 and rows["onebit"]["to_fp32"] != 0 and rows["onebit"]["seeds"] == 2
+    assert rows["fp32"]["bits"] == pytest.approx(32, rel=0.01) and rows["bf16"]["bits"] == pytest.approx(16, rel=0.01)
+    assert 1 < rows["onebit"]["bits"] < 4
+    assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def finished_of(folder, text):
+    (folder / "broken.jsonl").write_text(text)
+    return finished(folder / "broken.jsonl")
+
+
+def test_a_line_that_was_cut_off_is_run_again_and_an_odd_one_refused(tmp_path):
+    job = Job("gpt-1m", "adamw", "fp32", 2, 6, 1.0, 0)
+    line = json.dumps({**job.__dict__, "measure": 1.0, "curve": [], "bits": 32.0})
+    assert list(finished_of(tmp_path, f"{line}\n{line[:40]}")) == [job]
+    assert run_all([job], tmp_path, tmp_path / "broken.jsonl", 1, lambda job, step: None)[job]["measure"] == 1.0
+    with pytest.raises(ValueError, match="line 1"):
+        finished_of(tmp_path, f"{{}}\n{line}\n")
+
+
+def test_a_run_that_diverged_is_counted_and_not_averaged():
+    kinds = [(0, 2.0), (1, None), (2, 4.0)]
+    results = {Job("w", "o", "m", 4, 10, 1.0, s): {"measure": m, "curve": [], "bits": 1.0} for s, m in kinds}
+    (row,) = summarize(results)
+    assert (row["mean"], row["diverged"], row["seeds"], row["to_fp32"]) == (3.0, 1, 3, None)
+
+
+def test_wrong_usage(tmp_path, capsys):
+    assert accuracy.main(["--data", str(tmp_path)]) == 2
+    assert "prose.txt" in capsys.readouterr().err
+    assert accuracy.main(["--data", str(tmp_path), "--methods", "nonsense"]) == 2
+    assert "no method named 'nonsense'" in capsys.readouterr().err
