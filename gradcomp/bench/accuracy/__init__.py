@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
     (args.out / "accuracy.json").write_text(json.dumps({"rows": rows}, indent=1), encoding="utf-8")
     plot(rows, workloads, args.out / "accuracy.png")
     console = Console()
-    for table in tables(rows, workloads):
-        console.print(table)
+    for title, table in tables(rows, workloads):
+        console.print(title, table, sep="\n", highlight=False)
     console.print(f"wrote {args.out / 'accuracy.json'}, {args.out / 'accuracy.png'}")
     return 0

@@ -64,14 +64,14 @@ def _mean_curve(runs: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     return [(curves[0][i][0], statistics.fmean(c[i][2] for c in curves)) for i in range(length)]
 
 
-def tables(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload]) -> list[Table]:
-    """Return a table for every workload, optimizer, number of workers and of steps."""
+def tables(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload]) -> list[tuple[str, Table]]:
+    """Return a title and a table for every workload, optimizer, number of workers and of steps."""
     out: dict[tuple[Any, ...], Table] = {}
     for row in rows:
-        workload, optimizer, workers, steps = place = _place(row)
+        place = _place(row)
+        workload = place[0]
         if place not in out:
-            title = f"{workload} under {optimizer}, {workers} workers, {steps} steps: {workloads[workload].measure}"
-            out[place] = Table(title=title, box=box.SIMPLE, title_justify="left")
+            out[place] = Table(box=box.SIMPLE)
             for column in ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds"):
                 out[place].add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
         places = 3 if workloads[workload].lower_is_better else 2
@@ -79,7 +79,8 @@ def tables(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload])
         signed = [_cell(row[key], places, sign="+") for key in ("to_fp32", "to_bf16")]
         seeds = str(row["seeds"]) + (f", {row['diverged']} diverged" if row["diverged"] else "")
         out[place].add_row(row["method"], f"x {row['factor']:g}", f"{row['bits']:.2f}", *cells, *signed, seeds)
-    return list(out.values())
+    titles = [f"{place[0]} under {place[1]}, {place[2]} workers, {place[3]} steps: " for place in out]
+    return [(t + workloads[place[0]].measure, table) for t, (place, table) in zip(titles, out.items(), strict=True)]
 
 
 def _cell(value: float | None, places: int, sign: str = "") -> str:
