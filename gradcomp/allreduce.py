@@ -133,8 +133,8 @@ def forget_buffers(comm: Communicator | None = None) -> None:
         from gradcomp.comm.torchdist import default_communicator
 
         comm = default_communicator()
-    for place, call in comm.kept.items():
-        if isinstance(place, tuple) and place[0] == "all_reduce":
+    for kind, call in comm.kept.items():
+        if isinstance(kind, tuple) and kind[0] == "all_reduce":
             call.exchanges.clear()
 
 
@@ -156,16 +156,16 @@ def _exchange(
     """Return the buffers that average tensors like this one, made or kept; residuals are lent to them for a call."""
     offset = feedback.offset(key) if feedback is not None else 0
     owned = {key: owner.offset(key)} if owner is not None else None
-    place = (*what, offset, None if owned is None else owned[key])
-    found = call.exchanges.get(place)
+    kind = (*what, offset, None if owned is None else owned[key])
+    found = call.exchanges.get(kind)
     if found is None:
         slot = Slot(key, tensor.numel(), codec.group_numel(storage_shape(tensor)), True, 0, offset)
         plan = route.plan([slot], codec, owned)
         made = route.exchange(plan, tensor.dtype, Stats(), seed=codec.seed, device=tensor.device)
         assert isinstance(made, BucketExchange)  # the only kind of flat routes of several ranks
-        found = call.exchanges[place] = made
+        found = call.exchanges[kind] = made
         _shorten(call.exchanges, MOST_EXCHANGES)
-    call.exchanges.move_to_end(place)
+    call.exchanges.move_to_end(kind)
     return found
 
 

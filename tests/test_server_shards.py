@@ -372,8 +372,8 @@ def unlike_shard_nbytes(comm):
 
 
 def test_another_shard_nbytes_is_a_mismatch():
-    errors = run_local(3, unlike_shard_nbytes)[:2]
-    assert [e.field for e in errors if e is not None] == ["shard_numel"]
+    errors = run_local(3, unlike_shard_nbytes)[:2]  # of one client or, where the first shards come in turns, of both
+    assert {e.field for e in errors if e is not None} == {"shard_numel"}
 
 
 def test_a_payload_key_too_large_to_be_whole_needs_its_codec():

@@ -106,13 +106,13 @@ class Groups:
         if channels is not DATA:  # for data the ranks have just met
             self._meet("meeting", self._timeout_s, "begun to agree on anything")
         for channel in channels:
-            place = store_below(self._store, channel.name.lower())
-            self._made[channel] = make_gloo(place, self._rank, self._world_size, CONNECT_S, self._timeout_s)
+            prefix = store_below(self._store, channel.name.lower())
+            self._made[channel] = make_gloo(prefix, self._rank, self._world_size, CONNECT_S, self._timeout_s)
         # a rank that leaves before the others are connected would look like a failure to them
         self._meet(f"connected {channels[0]:d}", CONNECT_S, "connected")
 
-    def _meet(self, place: str, timeout_s: float, what: str) -> None:
-        meet(store_below(self._store, place), self._rank, self._world_size, b"", timeout_s, what, self._look_for_notes)
+    def _meet(self, prefix: str, timeout_s: float, what: str) -> None:
+        meet(store_below(self._store, prefix), self._rank, self._world_size, b"", timeout_s, what, self._look_for_notes)
 
     def _look_for_notes(self) -> None:
         gone = self.notes.look(0.0)

@@ -40,13 +40,13 @@ class _Board:
 
 
 class _LocalWork(Work):
-    def __init__(self, board: _Board, place: tuple[Channel, int], fetch: Callable[[_Slot], None]) -> None:
-        self._board, self._place, self._fetch = board, place, fetch
+    def __init__(self, board: _Board, slot_key: tuple[Channel, int], fetch: Callable[[_Slot], None]) -> None:
+        self._board, self._slot_key, self._fetch = board, slot_key, fetch
 
     def wait(self, timeout_s: float) -> None:
         board, deadline = self._board, time.monotonic() + timeout_s
         with board.changed:
-            slot = board.slots[self._place]
+            slot = board.slots[self._slot_key]
             while len(slot.given) < board.world_size:
                 missing = sorted(set(range(board.world_size)) - slot.given.keys())
                 lost = [rank for rank in missing if rank in board.gone]
@@ -61,7 +61,7 @@ class _LocalWork(Work):
             self._fetch(slot)
             slot.fetched += 1
             if slot.fetched == board.world_size:
-                del board.slots[self._place]
+                del board.slots[self._slot_key]
 
 
 class _Sent(Work):
@@ -128,8 +128,8 @@ class LocalCommunicator(Communicator):
         members, board = tuple(ranks), self._board
         with board.changed:
             self._subsets[members] += 1  # a rank's k-th of these meets the others' k-th
-            place = members, self._subsets[members]
-            return LocalCommunicator(board.subsets.setdefault(place, _Board(len(members))), members.index(self.rank))
+            slot_key = members, self._subsets[members]
+            return LocalCommunicator(board.subsets.setdefault(slot_key, _Board(len(members))), members.index(self.rank))
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)
@@ -169,10 +169,10 @@ class LocalCommunicator(Communicator):
 
     def _start(self, kind: str, data: list[Tensor], channel: Channel, fetch: Callable[[_Slot], None]) -> Work:
         with self._board.changed:
-            place = (channel, self._started[channel])
+            slot_key = (channel, self._started[channel])
             self._started[channel] += 1
-            slot = self._board.slots.setdefault(place, _Slot())
+            slot = self._board.slots.setdefault(slot_key, _Slot())
             slot.given[self.rank] = data
             slot.kinds.add(kind)
             self._board.changed.notify_all()
-        return _LocalWork(self._board, place, fetch)
+        return _LocalWork(self._board, slot_key, fetch)

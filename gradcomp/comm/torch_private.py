@@ -19,14 +19,14 @@ FALLBACK_TIMEOUT_S = 300.0  # where a process group does not tell its own
 LONGEST_TIMEOUT_S = 1e6  # eleven days; longer ones overflow gloo's clocks
 
 
-def store_at(place: str) -> Any:
-    """Return the store over which the ranks of the default process group have met, with keys below `place` only."""
-    return store_below(_named(dist.distributed_c10d, "_get_default_store")(), place)
+def store_at(prefix: str) -> Any:
+    """Return the store over which the ranks of the default process group have met, with keys below `prefix` only."""
+    return store_below(_named(dist.distributed_c10d, "_get_default_store")(), prefix)
 
 
-def store_below(store: Any, place: str) -> Any:
-    """Return a store with the keys of `store` below `place` only."""
-    return _named(dist.distributed_c10d, "PrefixStore")(place, store)
+def store_below(store: Any, prefix: str) -> Any:
+    """Return a store with the keys of `store` below `prefix` only."""
+    return _named(dist.distributed_c10d, "PrefixStore")(prefix, store)
 
 
 def group_timeout_s(process_group: Any) -> float:

@@ -103,8 +103,8 @@ class TorchCommunicator(Communicator):
             first_s, theirs_s = _CARD.unpack(everyone[0])[0], _CARD.unpack(theirs)[0]
             if theirs_s != first_s:
                 raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
-        place = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
-        self._groups = Groups(private.store_below(store, place), self.rank, self.world_size, timeout_s)
+        prefix = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
+        self._groups = Groups(private.store_below(store, prefix), self.rank, self.world_size, timeout_s)
         self._end = weakref.finalize(self, self._groups.close)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)

@@ -27,14 +27,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return local.requires_grad_(tensor.requires_grad)
 
 
-def shard_place(tensor: Any) -> object:
+def shard_of(tensor: Any) -> object:
     """Return which shard of a DTensor this rank holds, for comparison over ranks; None for a whole tensor."""
     if not hasattr(tensor, "to_local"):
         return None
-    place = tensor.device_mesh.get_coordinate()
+    here = tensor.device_mesh.get_coordinate()
     sizes = tuple(tensor.device_mesh.mesh.shape)
     cut = [axis for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
-    return tuple((axis, sizes[axis], place[axis], repr(tensor.placements[axis])) for axis in cut) or None
+    return tuple((axis, sizes[axis], here[axis], repr(tensor.placements[axis])) for axis in cut) or None
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
@@ -68,12 +68,12 @@ class Source(Protocol):
     Attributes:
         name: the same on every rank.
         trained: whether it is averaged at all.
-        place: which shard of a sharded tensor this rank holds; the same on all ranks that are averaged.
+        shard: which shard of a sharded tensor this rank holds; the same on all ranks that are averaged.
     """
 
     name: str
     trained: bool
-    place: object
+    shard: object
 
     @property
     def like(self) -> Tensor:
@@ -94,7 +94,7 @@ class Gradient:
 
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.name, self._parameter = name, parameter
-        self.trained, self.place = parameter.requires_grad, shard_place(parameter)
+        self.trained, self.shard = parameter.requires_grad, shard_of(parameter)
 
     @property
     def like(self) -> Tensor:

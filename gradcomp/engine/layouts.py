@@ -66,7 +66,7 @@ class Layouts:
             check_tensor(likes[index].detach(), f"parameter {sources[index].name!r}", contiguous=False)
         shapes = [(source.name, storage_shape(like)) for source, like in zip(sources, likes, strict=True)]
         self.orders = {i: order for i, like in enumerate(likes) if (order := storage_order(like.shape, like.stride()))}
-        self.shards = {i: source.place for i, source in enumerate(sources)}
+        self.shards = {i: source.shard for i, source in enumerate(sources)}
         self.parameters = describe_parameters(shapes, codec.group_numel, options.min_numel, options.exclude)
         warn_of_thin_groups(self.parameters, codec.form)
         self._plain = Identity()
@@ -104,9 +104,9 @@ class Layouts:
             ValueError: a bucket of another size than its tensors.
         """
         plain = step < self.options.start_step
-        place = (members, buffer.dtype, plain)
-        if place in self._exchanges:
-            return self._exchanges[place], None
+        kind = (members, buffer.dtype, plain)
+        if kind in self._exchanges:
+            return self._exchanges[kind], None
         slots = self._slots(members)
         if sum(s.numel for s in slots) != buffer.numel():
             raise ValueError(
@@ -114,7 +114,7 @@ class Layouts:
             )
         codec, memory = self._plain if plain else self.codec, self.memory
         self._changed = True
-        self._exchanges[place] = self.route.exchange(
+        self._exchanges[kind] = self.route.exchange(
             self._plan(slots, codec),
             buffer.dtype,
             self._stats,
@@ -126,7 +126,7 @@ class Layouts:
             keeps_packed=self.keeps_packed,
             device=buffer.device,
         )
-        return self._exchanges[place], self._fingerprint(slots, buffer, step, bucket)
+        return self._exchanges[kind], self._fingerprint(slots, buffer, step, bucket)
 
     def forget_all_but(self, used: Iterable[Exchange]) -> None:
         """Free the buffers of layouts that a bucket rebuild has replaced, after a step that brought new ones."""

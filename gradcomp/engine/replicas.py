@@ -29,7 +29,7 @@ def digests(tensors: Iterable[Tensor]) -> bytes:
 def compare_first(comm: Communicator, sources: Sequence[Source], settings: Mapping[str, object], timeout_s: float) -> int:
     """Compare what every rank must hold alike before anything is averaged. Collective; the caller has claimed the channels.
 
-    Ranks whose tensors are not even of the same names, shapes and places are left to the first bucket's fingerprint, which
+    Ranks whose tensors are not even of the same names, shapes and shards are left to the first bucket's fingerprint, which
     knows more words for that.
 
     Args:
@@ -44,9 +44,9 @@ def compare_first(comm: Communicator, sources: Sequence[Source], settings: Mappi
     """
     likes = [source.like for source in sources]
     mine = digests(likes)
-    places = [(s.name, tuple(t.shape), str(t.dtype), s.place) for s, t in zip(sources, likes, strict=True)]
+    layout = [(s.name, tuple(t.shape), str(t.dtype), s.shard) for s, t in zip(sources, likes, strict=True)]
     words = fingerprint.record(
-        wire_version=wire.VERSION, numel="parameters", layout=places, bucket=(mine,), world_size=comm.world_size, **settings
+        wire_version=wire.VERSION, numel="parameters", layout=layout, bucket=(mine,), world_size=comm.world_size, **settings
     )
     try:
         agree(comm, words, -1, timeout_s, called="average()")

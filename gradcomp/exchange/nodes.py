@@ -21,7 +21,7 @@ class Nodes:
     Attributes:
         ranks: of every node, ascending; nodes in the order of their first ranks.
         inside: the ranks of this node.
-        across: the ranks that have this rank's place on their nodes.
+        across: the ranks that have this rank's position on their nodes.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -89,10 +89,10 @@ def find_nodes(
 def join_nodes(comm: Communicator, found: tuple[tuple[int, ...], ...], timeout_s: float) -> Nodes:
     """Return the communicators of this rank inside and across `found`. Collective."""
     home = next(node for node in found if comm.rank in node)
-    place = home.index(comm.rank)
+    position = home.index(comm.rank)
     inside = comm.node_subset(home, timeout_s)
     try:
-        return Nodes(found, inside, comm.subset([node[place] for node in found], timeout_s))
+        return Nodes(found, inside, comm.subset([node[position] for node in found], timeout_s))
     except BaseException:
         inside.close()
         raise

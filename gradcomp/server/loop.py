@@ -198,12 +198,12 @@ class _Server:
             raise ValueError("a key must not be empty")
         if bool(message.shard) != bool(spec.part_nbytes):
             raise CorruptPayload("message", f"shard {message.shard} of {spec.part_nbytes} bytes")
-        place = message.key, message.shard
-        if place in self._parameters:
-            self._parameters[place].join(rank, spec)
+        shard = message.key, message.shard
+        if shard in self._parameters:
+            self._parameters[shard].join(rank, spec)
         else:
-            self._parameters[place] = self._make(rank, message.key, spec, value)
-        self._reply(rank, message.request, _number(self._parameters[place].steps))
+            self._parameters[shard] = self._make(rank, message.key, spec, value)
+        self._reply(rank, message.request, _number(self._parameters[shard].steps))
 
     def _make(self, rank: int, key: str, spec: Spec, value: Tensor | None) -> Parameter:
         """Return a new parameter."""

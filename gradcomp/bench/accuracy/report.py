@@ -46,15 +46,15 @@ def summarize(results: Results) -> list[dict[str, Any]]:
                 "curve": _mean_curve(runs),
             }
         )
-    places = {(*_place(row), row["method"]): row["mean"] for row in rows if row["factor"] == 1.0}
+    by_case = {(*_case(row), row["method"]): row["mean"] for row in rows if row["factor"] == 1.0}
     for row in rows:
         for base in ("fp32", "bf16"):
-            other = places.get((*_place(row), base))
+            other = by_case.get((*_case(row), base))
             row[f"to_{base}"] = None if other is None or row["mean"] is None else row["mean"] - other
     return rows
 
 
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def _case(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["workload"], row["optimizer"], row["workers"], row["steps"]
 
 
@@ -68,19 +68,19 @@ def tables(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload])
     """Return a title and a table for every workload, optimizer, number of workers and of steps."""
     out: dict[tuple[Any, ...], Table] = {}
     for row in rows:
-        place = _place(row)
-        workload = place[0]
-        if place not in out:
-            out[place] = Table(box=box.SIMPLE)
+        case = _case(row)
+        workload = case[0]
+        if case not in out:
+            out[case] = Table(box=box.SIMPLE)
             for column in ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds"):
-                out[place].add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+                out[case].add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
         places = 3 if workloads[workload].lower_is_better else 2
         cells = [_cell(row[key], places) for key in ("mean", "deviation")]
         signed = [_cell(row[key], places, sign="+") for key in ("to_fp32", "to_bf16")]
         seeds = str(row["seeds"]) + (f", {row['diverged']} diverged" if row["diverged"] else "")
-        out[place].add_row(row["method"], f"x {row['factor']:g}", f"{row['bits']:.2f}", *cells, *signed, seeds)
-    titles = [f"{place[0]} under {place[1]}, {place[2]} workers, {place[3]} steps: " for place in out]
-    return [(t + workloads[place[0]].measure, table) for t, (place, table) in zip(titles, out.items(), strict=True)]
+        out[case].add_row(row["method"], f"x {row['factor']:g}", f"{row['bits']:.2f}", *cells, *signed, seeds)
+    titles = [f"{case[0]} under {case[1]}, {case[2]} workers, {case[3]} steps: " for case in out]
+    return [(t + workloads[case[0]].measure, table) for t, (case, table) in zip(titles, out.items(), strict=True)]
 
 
 def _cell(value: float | None, places: int, sign: str = "") -> str:
@@ -94,18 +94,18 @@ def plot(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload], f
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    places = list(dict.fromkeys(_place(row) for row in rows))
-    figure, axes = pyplot.subplots(len(places), 1, figsize=(9, 4.5 * len(places)), squeeze=False, layout="constrained")
-    for axis, place in zip(axes[:, 0], places, strict=True):
-        shown = [row for row in rows if _place(row) == place and row["curve"]]
+    cases = list(dict.fromkeys(_case(row) for row in rows))
+    figure, axes = pyplot.subplots(len(cases), 1, figsize=(9, 4.5 * len(cases)), squeeze=False, layout="constrained")
+    for axis, case in zip(axes[:, 0], cases, strict=True):
+        shown = [row for row in rows if _case(row) == case and row["curve"]]
         for row in shown:
             label = row["method"] + ("" if row["factor"] == 1.0 else f", rate x {row['factor']:g}")
             axis.plot(*zip(*row["curve"]), label=f"{label} ({row['bits']:.1f} bits)")
-        axis.set_title(f"{place[0]} under {place[1]}, {place[2]} workers")
+        axis.set_title(f"{case[0]} under {case[1]}, {case[2]} workers")
         axis.set_xlabel("step")
-        axis.set_ylabel(workloads[place[0]].measure)
+        axis.set_ylabel(workloads[case[0]].measure)
         ends = [row["curve"][-1][1] for row in shown]
-        if ends and workloads[place[0]].lower_is_better:
+        if ends and workloads[case[0]].lower_is_better:
             axis.set_ylim(min(ends) - 0.05, max(ends) + 0.6)
         axis.legend(fontsize="small")
         axis.grid(alpha=0.3)
