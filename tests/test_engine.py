@@ -307,7 +307,7 @@ def test_buffers_of_layouts_that_are_used_no_more_are_freed():
 class Drift:
     """How far a tensor has come from an anchor that every rank holds alike: what local steps average."""
 
-    trained, place = True, None
+    trained, shard = True, None
 
     def __init__(self, name, anchor, local):
         self.name, self.like, self.local = name, anchor, local
