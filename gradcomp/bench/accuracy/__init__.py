@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--steps", type=int, metavar="N", help="of a run (the workload's own)")
     out.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each kind (3)")
     out.add_argument(
-        "--factors", nargs="+", type=float, default=[1.0], metavar="X", help="of the rate tuned for fp32 (1)"
+        "--factors", nargs="+", type=float, default=[1.0], metavar="X", help="of the workload's rate for fp32 (1)"
     )
     out.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time, a core each (all)"

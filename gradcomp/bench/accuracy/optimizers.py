@@ -1,4 +1,4 @@
-"""The optimizers of the table, each with the settings that people use and the rate that fp32 was tuned to."""
+"""The optimizers of the table, each with the settings that people use and a usual rate for fp32."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def summarize(results: Results) -> list[dict[str, Any]]:
     """Return a row for every combination but the seed: mean and deviation of the measure, bits, differences.
 
     The differences are of means, to fp32 and to bf16 with the same workload, optimizer, number of workers and steps; each
-    at its factor of 1, which is what fp32 was tuned to.
+    at its factor of 1, the rate of fp32.
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for job, result in results.items():

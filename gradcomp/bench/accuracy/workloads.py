@@ -1,4 +1,4 @@
-"""What is trained: data, model, loss of a minibatch, held-out measure, and the rates that fp32 was tuned to."""
+"""What is trained: data, model, loss of a minibatch, held-out measure, and usual rates for fp32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Settings:
         batch: samples of one worker's minibatch.
         clip: largest global norm of the averaged gradient; None does not clip.
         warm_up: share of the steps in which the rate rises from zero; it then falls as a cosine to a tenth.
-        rates: of each optimizer, tuned for fp32.
+        rates: of each optimizer, usual ones for fp32 that have not been tuned yet.
     """
 
     steps: int
