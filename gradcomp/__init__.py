@@ -16,7 +16,7 @@ import torch
 from gradcomp import codecs, comm
 from gradcomp.allreduce import all_reduce, forget_buffers
 from gradcomp.averager import GradientAverager
-from gradcomp.codecs import Codec, Identity, OneBit, Ternary
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary
 from gradcomp.engine.options import Options
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
 from gradcomp.memory.residuals import Feedback
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradcomp import amp, ddp, onebit_sgd, optim, plan, server
 
 __all__ = [
+    "Block",
     "Codec",
     "CorruptPayload",
     "Feedback",

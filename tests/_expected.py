@@ -32,6 +32,12 @@ def average(
     whole = ref.Piece(n, group, start)
     if codec.name == "identity":
         return transform(ref.float_average(grads)), None, None
+    if codec.name == "bfloat16":
+        rounded = [ref.to_float32(ref.from_float32(g, ref.BF16)) for g in grads]
+        mean = transform(ref.float_average(rounded))
+        if strategy.exchange == "reduce_scatter":
+            mean = ref.to_float32(ref.from_float32(mean, ref.BF16))
+        return mean, None, None
     if codec.name == "ternary":
         clip = codec.clip_sigma or 0.0
         scales = [ref.ternary_scales(g, whole, clip) for g in grads]
@@ -45,9 +51,9 @@ def average(
         new = None
     else:
         old = residuals or [None] * world
-        encoded = [ref.onebit_encode(g, whole, r, signs(codec)) for g, r in zip(grads, old)]
-        mean = ref.float_average([ref.onebit_decode(bits, s, whole) for s, bits, _ in encoded])
-        new = [r for _, _, r in encoded]
+        encoded = [feed_back(codec, g, whole, r) for g, r in zip(grads, old)]
+        mean = ref.float_average([decoded for decoded, _ in encoded])
+        new = [left for _, left in encoded] if codec.error_feedback else None
     mean = transform(mean)
     if strategy.exchange == "all_gather" or strategy.second_phase in ("exact", "fp32"):
         return mean, new, None
@@ -65,10 +71,18 @@ def average(
             out[first:last] = ref.ternary_sum_decode([codes], [s], piece, False)
         else:
             old = owner_residuals[k] if owner_residuals else None
-            s, bits, left = ref.onebit_encode(part, piece, old, signs(codec))
-            out[first:last] = ref.onebit_decode(bits, s, piece)
+            out[first:last], left = feed_back(codec, part, piece, old)
             owners.append(left)
-    return out, new, owners or None
+    return out, new, (owners or None) if codec.error_feedback else None
+
+
+def feed_back(codec, values, piece, residual):
+    """Return (decoded, new residual) of a codec with error feedback."""
+    if codec.name == "onebit":
+        scales, bits, left = ref.onebit_encode(values, piece, residual, signs(codec))
+        return ref.onebit_decode(bits, scales, piece), left
+    scales, codes, left = ref.block_encode(values, piece, codec.bits, residual)
+    return ref.block_decode(codes, scales, piece, codec.bits), left
 
 
 def signs(codec):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import Identity, OneBit, RngKey, Ternary, UnsupportedTensor
+from gradcomp import Block, Identity, OneBit, RngKey, Ternary, UnsupportedTensor
 from gradcomp.reference import codec as ref
 from gradcomp.reference import payload as ref_payload
 
@@ -86,10 +86,46 @@ def test_onebit_means_of_a_known_vector():
     assert codec.decode(codec.encode(torch.tensor([-1.0, -3.0, 2.0, 4.0]))).tolist() == [-2, -2, 3, 3]
 
 
-def test_untouched_rows_stay_exact():
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.sampled_from([2, 4, 8]),
+    numel=st.integers(0, 3000),
+    group=st.one_of(st.just("tensor"), st.integers(1, 700)),
+    seed=st.integers(0, 1000),
+)
+def test_block_conserves_exactly(bits, numel, group, seed):
+    """Promise 5 again; and what is left is at most half a step, but for 2 bits' outermost codes."""
+    rng = np.random.default_rng(seed)
+    gradient = torch.from_numpy(rng.standard_normal(numel).astype(np.float32))
+    residual = torch.from_numpy(rng.standard_normal(numel).astype(np.float32))
+    old, codec = residual.clone(), Block(bits, group=group)
+    payload = codec.encode(gradient, residual=residual)
+    decoded = codec.decode(payload)
+    assert torch.equal(residual, (gradient + old) - decoded)
+    assert payload.numel() == codec.payload_nbytes(numel, math.ceil(numel / codec.group_numel((numel,))))
+    size = codec.group_numel((numel,))
+    for first in range(0, numel, size):
+        x, left = (gradient + old)[first : first + size], residual[first : first + size]
+        if bits == 2:
+            step = 0.9957 * x.double().square().mean().sqrt()
+            assert (left.abs()[x.abs() < 2 * step] <= 0.5001 * step).all()
+        else:
+            assert left.abs().max() <= 0.5001 * x.abs().max() / (7 if bits == 4 else 127)
+
+
+def test_block_of_a_known_vector():
+    """Root mean square 2: with 2 bits the step is 1.9914; with 4 bits it is a seventh of the largest."""
+    x = torch.tensor([-2.0, 2.0, -2.0, 2.0])
+    assert Block(2).decode(Block(2).encode(x)).tolist() == pytest.approx([-2.9871, 2.9871, -2.9871, 2.9871], rel=1e-6)
+    x = torch.tensor([-14.0, 0.0, 2.9, 7.1, -0.9])
+    assert Block(4).decode(Block(4).encode(x)).tolist() == [-14, 0, 2, 8, 0]
+
+
+@pytest.mark.parametrize("codec", [OneBit(), Block(2), Block(4), Block(8)], ids=lambda c: c.name)
+def test_untouched_rows_stay_exact(codec):
     gradient, residual = torch.randn(4, 32), torch.randn(4, 32)
     gradient[2] = 0
-    old, codec = residual.clone(), OneBit()
+    old = residual.clone()
     decoded = codec.decode(codec.encode(gradient, residual=residual.view(-1))).view(4, 32)
     assert torch.equal(decoded[2], torch.zeros(32)) and torch.equal(residual[2], old[2])
     assert not torch.equal(residual[1], old[1])
@@ -130,7 +166,7 @@ def test_encoding_again_without_a_key_warns_once(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("codec", [Ternary(), OneBit(), OneBit(group="tensor")])
+@pytest.mark.parametrize("codec", [Ternary(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor")])
 def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
     x = torch.randn(5000)
     x[4999] = bad
@@ -142,20 +178,23 @@ def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
 
 
 @pytest.mark.parametrize("value", [3.3e38, float("nan"), float("inf")])
-def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, value):
+@pytest.mark.parametrize("codec", [OneBit(group=100), Block(2, group=100), Block(8, group=100)], ids=lambda c: c.name)
+def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, codec, value):
     """`x` is finite, its sum with the residual is not: the payload is flagged, and no group loses what it did not send."""
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(3000, generator=generator), torch.randn(3000, generator=generator)
     x[2500] = 3.3e38
     residual[2500] = value
-    before, codec = residual.clone(), OneBit(group=100)
+    before = residual.clone()
     assert torch.isnan(codec.decode(codec.encode(x, residual=residual))).all()
     assert residual.numpy().tobytes() == before.numpy().tobytes()
     residual[2500] = 0.0
     assert not torch.isnan(codec.decode(codec.encode(torch.ones(3000), residual=residual))).any()
 
 
-@pytest.mark.parametrize("codec", [Ternary(group=64), OneBit(group=64), Identity()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec", [Ternary(group=64), OneBit(group=64), Block(4, group=64), Identity()], ids=lambda c: c.name
+)
 def test_encode_into_memory_of_the_callers(codec):
     x, key = torch.randn(1000), RngKey(step=3)
     groups = 16 if codec.name != "identity" else 1
@@ -260,6 +299,13 @@ def test_given_scale():
         (lambda: Ternary(seed=2**32), str(2**32)),
         (lambda: OneBit(second_phase="exact"), "exact"),
         (lambda: OneBit(group=-4), "-4"),
+        (lambda: Block(3), "3"),
+        (lambda: Block(True), "True"),
+        (lambda: Block(2, second_phase="exact"), "exact"),
+        (lambda: Block(4, group="channel"), "channel"),
+        (lambda: Block(4, error_feedback=1.5), "1.5"),
+        (lambda: Block(8, error_feedback=False).encode(torch.ones(3), residual=torch.ones(3)), "residual"),
+        (lambda: Identity("fp8"), "fp8"),
         (lambda: OneBit(error_feedback="yes"), "yes"),
         (lambda: RngKey(rank=-1), "-1"),
         (lambda: RngKey(stream=2**31), str(2**31)),

@@ -8,7 +8,7 @@ import torch
 from _expected import average
 
 import gradcomp
-from gradcomp import Feedback, Identity, OneBit, PeerLost, PeerMismatch, Ternary
+from gradcomp import Block, Feedback, Identity, OneBit, PeerLost, PeerMismatch, Ternary
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.sizing import BucketPlan, choose, predict_bytes
@@ -30,6 +30,10 @@ CODECS = {
     "onebit-tensor": OneBit(group="tensor"),
     "onebit-sign": OneBit(values="sign"),
     "onebit-block": OneBit(group=512, second_phase="bf16"),
+    "block2": Block(2),
+    "block4": Block(4, group=24),
+    "block8": Block(8, error_feedback=False),
+    "bf16": Identity("bf16"),
 }
 
 

@@ -500,6 +500,98 @@ def test_onebit_sum_decode(parts: list[Piece], count: int, dtype: int, stream: b
         assert seen[0] == bad
 
 
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+BITS = st.sampled_from([2, 4, 8])
+
+
+@kernel_settings
+@given(
+    parts=pieces(),
+    bits=BITS,
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(KINDS),
+    residuals=st.sampled_from(["none", "in", "out", "both", "same", "same"]),
+    residual_kind=st.sampled_from(["normal", "normal", "zeros", "huge", "special", "nonfinite"]),
+    keeps=st.booleans(),
+    seed=SEEDS,
+)
+def test_block_encode(
+    parts: list[Piece], bits: int, dtype: int, kind: str, residuals: str, residual_kind: str, keeps: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    table = Table(parts, bits, 1, rng)
+    tensor = tensor_of(table, kind, dtype, rng)
+    old = guarded(table.plane_numel, np.float32)
+    for i, piece in enumerate(parts):
+        old[table.plane(i)] = values(residual_kind, piece.numel, ref.F32, rng)
+        if rng.random() < 0.5 and piece.numel:  # a group without gradient beside others
+            tensor[table.data(i)][: min(piece.numel, piece.group_numel)] = 0
+    want, want_left = guarded(table.payload_nbytes), guarded(table.plane_numel, np.float32)
+    if residuals == "same":
+        want_left = old.copy()
+    has_in, has_out, bad = residuals in ("in", "both", "same"), residuals in ("out", "both", "same"), False
+    for i, piece in enumerate(parts):
+        x, before = tensor[table.data(i)], old[table.plane(i)] if has_in else None
+        scales, codes, left = ref.block_encode(x, piece.ref, bits, before)
+        want[table.codes(i)] = codes
+        table.put_scales(want, i, canonical(scales))
+        want_left[table.plane(i)] = canonical(left)
+        bad |= not np.isfinite(ref.to_float32(x) if before is None else ref.to_float32(x) + before).all()
+    for number in TIERS:
+        payload, seen, plane_in = guarded(table.payload_nbytes), flag(), old.copy()
+        plane_out = plane_in if residuals == "same" else guarded(table.plane_numel, np.float32)
+        kept, want_kept = (guarded(table.plane_numel, np.float32, seed % 4) for _ in range(2))
+        for i in range(len(parts) * (keeps and has_in)):
+            want_kept[table.plane(i)] = old[table.plane(i)]
+        with tier(number):
+            check(
+                lib.gc_block_encode(
+                    pointer(tensor),
+                    dtype,
+                    table.pointer,
+                    len(parts),
+                    bits,
+                    pointer(plane_in, "float *") if has_in else ffi.NULL,
+                    pointer(plane_out, "float *") if has_out else ffi.NULL,
+                    pointer(kept, "float *") if keeps else ffi.NULL,
+                    pointer(payload, "uint8_t *"),
+                    seen,
+                )
+            )
+        same_bytes(payload, want, number)
+        same_bytes(kept, want_kept, number)
+        if has_out:
+            same_bytes(plane_out, want_left, number)
+        else:
+            assert (plane_out.view(np.uint8) == GUARD).all()
+        assert seen[0] == bad
+
+
+@kernel_settings
+@given(parts=pieces(), bits=BITS, count=COUNTS, dtype=st.sampled_from(DTYPES), stream=st.booleans(), seed=SEEDS)
+def test_block_sum_decode(parts: list[Piece], bits: int, count: int, dtype: int, stream: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table = Table(parts, bits, 1, rng)
+    payloads = [random_payload(table, 2**bits - 1, rng, signed=True) for _ in range(count)]
+    offset = int(rng.integers(0, 16))
+    want = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], offset)
+    decoded = []
+    for i, piece in enumerate(parts):
+        of_one = [ref.block_decode(p[table.codes(i)], table.get_scales(p, i), piece.ref, bits) for p in payloads]
+        decoded.append(ref.float_average(of_one))
+    bad = expect_decoded(table, decoded, want, dtype)
+    for number in TIERS:
+        out, seen = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], offset), flag()
+        with tier(number):
+            check(
+                lib.gc_block_sum_decode(
+                    pointers(payloads), count, bits, table.pointer, len(parts), pointer(out), dtype, stream, seen
+                )
+            )
+        same_bytes(out, want, number)
+        assert seen[0] == bad
+
+
 # ---- values ----------------------------------------------------------------------------------------------------------
 @kernel_settings
 @given(
@@ -655,6 +747,7 @@ def test_validators_find_a_single_bad_bit(numel: int, start: int, seed: int) -> 
     cases.append(("ternary", 2, 2, 3))
     cases.append(("lanes", bits, 2 * world, 2 * world + 1 if 2 * world + 1 < 1 << bits else -1))
     cases.append(("onebit", 1, 1, -1))
+    cases += [("block", 2, 3, -1), ("block", 4, 14, 15), ("block", 8, 254, 255)]
     for name, width, top, forbidden in cases:
         table = Table(parts, width, 1, rng)
         payload = guarded(table.payload_nbytes, misalign=int(rng.integers(0, 8)))
@@ -668,6 +761,8 @@ def test_validators_find_a_single_bad_bit(numel: int, start: int, seed: int) -> 
                 with tier(number):
                     if name == "lanes":
                         found.add(lib.gc_lanes_validate(source, world, width, table.pointer, 2))
+                    elif name == "block":
+                        found.add(lib.gc_block_validate(source, width, table.pointer, 2))
                     else:
                         found.add(getattr(lib, f"gc_{name}_validate")(source, table.pointer, 2))
             return found
@@ -682,7 +777,7 @@ def test_validators_find_a_single_bad_bit(numel: int, start: int, seed: int) -> 
         if forbidden >= 0:
             codes[at] = forbidden
             payload[table.codes(1)] = ref.pack_bits(codes, width, int(name == "ternary"))
-            assert status() == {lib.GC_FORBIDDEN_CODE if name == "ternary" else lib.GC_LANE_RANGE}
+            assert status() == {lib.GC_LANE_RANGE if name == "lanes" else lib.GC_FORBIDDEN_CODE}
 
 
 @pytest.mark.parametrize("number", TIERS)
@@ -768,6 +863,9 @@ def all_kernels(table: Table, memory: dict[str, Any]) -> dict[str, int]:
         "gc_lanes_decode": lib.gc_lanes_decode(one[0], 1, 2, rows, n, out, 0, 0, seen),
         "gc_onebit_encode": lib.gc_onebit_encode(src, 0, rows, n, plane, plane, ffi.NULL, ffi.NULL, bytes_out, seen),
         "gc_onebit_sum_decode": lib.gc_onebit_sum_decode(one, 1, rows, n, out, 0, 0, seen),
+        "gc_block_encode": lib.gc_block_encode(src, 0, rows, n, 4, plane, plane, ffi.NULL, bytes_out, seen),
+        "gc_block_sum_decode": lib.gc_block_sum_decode(one, 1, 4, rows, n, out, 0, 0, seen),
+        "gc_block_validate": lib.gc_block_validate(one[0], 4, rows, n),
         "gc_values_encode": lib.gc_values_encode(src, 0, rows, n, 0, bytes_out, seen),
         "gc_values_sum_decode": lib.gc_values_sum_decode(one, 1, 0, rows, n, out, 0, 0, seen),
         "gc_ternary_validate": lib.gc_ternary_validate(one[0], rows, n),
@@ -828,6 +926,8 @@ def test_bad_arguments_are_refused(number: int) -> None:
             "null flag": lib.gc_ternary_encode(src, 0, rows, 1, payload, key, null),
             "null rows": lib.gc_ternary_encode(src, 0, null, 1, payload, key, seen),
             "onebit dtype": lib.gc_onebit_encode(src, 9, rows, 1, null, null, null, null, payload, seen),
+            "bits of a block": lib.gc_block_encode(src, 0, rows, 1, 3, null, null, null, payload, seen),
+            "bits of a decoded block": lib.gc_block_sum_decode(one, 1, 16, rows, 1, out, 0, 0, seen),
             "value dtype": lib.gc_values_encode(src, 0, rows, 1, 2, payload, seen),
             "value dtype decoded": lib.gc_values_sum_decode(one, 1, 2, rows, 1, out, 0, 0, seen),
             "no payload": lib.gc_ternary_sum_decode(one, 0, 1, rows, 1, out, 0, 0, seen),
@@ -1064,6 +1164,31 @@ def test_frozen_onebit(number: int) -> None:
             assert crc_of(left) == case["residual_crc"]
             if not seen[0]:
                 check(lib.gc_onebit_sum_decode(pointers([payload]), 1, rows, 1, pointer(out), 0, 0, flag()))
+                assert crc_of(out) == case["decoded_crc"]
+
+
+@pytest.mark.parametrize("number", TIERS)
+def test_frozen_block(number: int) -> None:
+    content, inputs = frozen("block")
+    for case in content["payloads"]:
+        x, dtype = frozen_source(case, inputs)
+        bits = ref_payload.BLOCKS[case["codec"]]
+        row, _ = layout_of(case, bits, 1)
+        rows, seen, n = pointer(row, "gc_segment *"), flag(), case["numel"]
+        want = np.frombuffer(bytes.fromhex(case["payload"]), np.uint8).copy()
+        payload, left, out = np.zeros(len(want), np.uint8), np.zeros(n, np.float32), np.zeros(n, np.float32)
+        payload[:32] = want[:32]
+        old = inputs[case["residual"]][:n].copy() if case["residual"] else None
+        source = pointer(old, "float *") if old is not None else ffi.NULL
+        target, bytes_out = pointer(left, "float *"), pointer(payload, "uint8_t *")
+        with tier(number):
+            check(lib.gc_block_encode(pointer(x), dtype, rows, 1, bits, source, target, ffi.NULL, bytes_out, seen))
+            same_bytes(payload, want, number)
+            check_checksum(payload)
+            assert seen[0] == want[7]
+            assert crc_of(left) == case["residual_crc"]
+            if not seen[0]:
+                check(lib.gc_block_sum_decode(pointers([payload]), 1, bits, rows, 1, pointer(out), 0, 0, flag()))
                 assert crc_of(out) == case["decoded_crc"]
 
 

@@ -56,6 +56,8 @@ def test_ratios_are_near_the_bits_of_the_design(rows):
         "ternary own requantize": 7 / 8 * (2 + 2),
         "onebit all_gather": 7,
         "onebit reduce_scatter": 7 / 8 * 2,
+        **{f"block{bits} all_gather": 7 * bits for bits in (2, 4, 8)},
+        **{f"block{bits} reduce_scatter": 7 / 8 * 2 * bits for bits in (2, 4, 8)},
     }
     for row in rows:
         if row.world_size == 8:

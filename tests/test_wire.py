@@ -9,14 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcomp import CorruptPayload, Identity, OneBit, RngKey, Ternary, UnsupportedTensor
+from gradcomp import Block, CorruptPayload, Identity, OneBit, RngKey, Ternary, UnsupportedTensor
 from gradcomp.kernels import HOST
 from gradcomp.payload import wire
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.reference import payload as ref_payload
 
-CODECS = {"ternary": Ternary(group=10), "onebit": OneBit(group=10), "identity": Identity()}
+CODECS = {
+    "ternary": Ternary(group=10),
+    "onebit": OneBit(group=10),
+    "block2": Block(2, group=10),
+    "block4": Block(4, group=10),
+    "block8": Block(8),
+    "identity": Identity(),
+    "bf16": Identity("bf16"),
+}
 
 
 def payload(name, numel=37):
@@ -133,6 +141,11 @@ def set_scale(value):
         ("ternary", set_last(0b01010111), "code"),  # element 36 is 11
         ("ternary", set_last(0b01010000), "padding"),  # -1, then 00 as padding
         ("onebit", set_last(0b11100000), "padding"),  # 37 elements leave 3 bits
+        ("block2", set_last(0b11000000), "padding"),
+        ("block4", set_last(0b00001111), "code"),  # element 36 is 15
+        ("block4", set_last(0b00010111), "padding"),
+        ("block8", set_last(0xFF), "code"),
+        ("block8", set_scale(-1.0), "scale"),
         ("ternary", set_scale(float("nan")), "scale"),
         ("ternary", set_scale(float("inf")), "scale"),
         ("ternary", set_scale(-1.0), "scale"),

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from gradcomp.codecs.base import Codec
+from gradcomp.codecs.block import Block
 from gradcomp.codecs.identity import Identity
 from gradcomp.codecs.onebit import OneBit
 from gradcomp.codecs.ternary import Ternary
 
-KINDS: tuple[type[Codec], ...] = (Ternary, OneBit, Identity)  # what `Codec.encode` writes; the first ones compress
+# One codec for every form that `Codec.encode` writes, with default options.
+KINDS: tuple[Codec, ...] = (Ternary(), OneBit(), Block(2), Block(4), Block(8), Identity(), Identity("bf16"))
 _BY_NAME = {kind.name: kind for kind in KINDS}
-
-
-@cache
-def _default(name: str) -> Codec:
-    return _BY_NAME[name]()
 
 
 def resolve(codec: Codec | str) -> Codec:
@@ -30,8 +25,8 @@ def resolve(codec: Codec | str) -> Codec:
     if isinstance(codec, str):
         if codec not in _BY_NAME:
             raise ValueError(f"unknown codec {codec!r}; known names are {sorted(_BY_NAME)}")
-        return _default(codec)
+        return _BY_NAME[codec]
     raise TypeError(f"codec must be a gradcomp codec or a name, got {type(codec).__name__}")
 
 
-__all__ = ["KINDS", "Codec", "Identity", "OneBit", "Ternary", "resolve"]
+__all__ = ["KINDS", "Block", "Codec", "Identity", "OneBit", "Ternary", "resolve"]

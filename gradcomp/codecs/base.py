@@ -37,7 +37,9 @@ class SumForm(ABC):
     form: Form
 
     @abstractmethod
-    def add(self, kernels: Kernels, payloads: Payloads, source: PayloadLayout, layout: PayloadLayout, out: Tensor) -> None:
+    def add(
+        self, kernels: Kernels, payloads: Payloads, source: PayloadLayout, layout: PayloadLayout, out: Tensor
+    ) -> None:
         """Write scales and sums of the compressed pieces of all payloads to `out`, a payload of `layout`.
 
         Args:
@@ -71,8 +73,7 @@ class Codec(ABC):
         can_share_scale: there is a form of this codec with `shares_scale`.
     """
 
-    form: ClassVar[Form]
-    name: ClassVar[str]
+    form: Form
     can_share_scale: ClassVar[bool] = False
     measures: ClassVar[bool] = False
     second_phase: str | None = None
@@ -81,23 +82,21 @@ class Codec(ABC):
     seed: int = 0
     whole_groups: ClassVar[bool] = False
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "form" in vars(cls):
-            cls.name = cls.form.name
+    @property
+    def name(self) -> str:
+        return self.form.name
 
-    @classmethod
     def of_groups(
-        cls, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+        self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
     ) -> Codec:
-        """Return the codec that decodes payloads of such scale groups and encodes their averages again, never clipping.
+        """Return the codec of this form that decodes payloads of such groups and encodes their averages again, never clipping.
 
         Args:
             group_numel: elements of a scale group.
             shares_scale: whether all payloads have one scale a group.
             error_feedback, seed: as of the codec, where it has them.
         """
-        return cls()
+        return self
 
     # ---- for one tensor ------------------------------------------------------------------------------------------
 

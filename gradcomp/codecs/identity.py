@@ -1,9 +1,8 @@
-"""Plain values as a codec: fp32 for tests and debugging, bf16 for the second phase of an exchange."""
+"""Plain values as a codec: fp32, for tests and debugging, or bf16, half the bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,19 +13,31 @@ from gradcomp.payload.form import BFLOAT16, PLAIN
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey
 
+_DTYPES = {"fp32": (PLAIN, torch.float32), "bf16": (BFLOAT16, torch.bfloat16)}
+
 
 class Identity(Codec):
-    """The values themselves as fp32: averaging over it equals plain averaging in rank order, bit for bit.
+    """The values themselves, as fp32 or as bf16.
 
-    It runs the whole machinery (layouts, messages, both phases) without loss, for tests and debugging.
+    With fp32, averaging equals plain averaging in rank order, bit for bit: the whole machinery (layouts, messages, both
+    phases) without loss, for tests and debugging. With bf16 values are rounded to nearest even before they are sent and
+    once more where they were averaged (in fp32): half the bytes, over transports whose own all_reduce has no bf16, too.
+
+    Args:
+        dtype: "fp32" or "bf16".
+
+    Raises:
+        ValueError: another dtype.
     """
 
-    form = PLAIN
-    second_phase = "fp32"
-    _value_dtype: ClassVar[torch.dtype] = torch.float32
+    def __init__(self, dtype: str = "fp32") -> None:
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {tuple(_DTYPES)}, got {dtype!r}")
+        self.dtype = self.second_phase = dtype
+        self.form, self._value_dtype = _DTYPES[dtype]
 
     def options(self) -> dict[str, object]:
-        return {}
+        return {} if self.dtype == "fp32" else {"dtype": self.dtype}
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
         numel = 1
@@ -51,10 +62,3 @@ class Identity(Codec):
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Accept any value: NaN and Inf are what they are."""
-
-
-class Bfloat16Values(Identity):
-    """Values rounded to bfloat16 (nearest even): the "bf16" second phase."""
-
-    form = BFLOAT16
-    _value_dtype = torch.bfloat16

@@ -60,11 +60,10 @@ class OneBit(Codec):
         self.error_feedback = bool(error_feedback)
         self.second_phase = second_phase
 
-    @classmethod
     def of_groups(
-        cls, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+        self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
     ) -> Codec:
-        return cls(group=group_numel, error_feedback=error_feedback)
+        return type(self)(group=group_numel, error_feedback=error_feedback)
 
     def options(self) -> dict[str, object]:
         options: dict[str, object] = {
@@ -87,4 +86,6 @@ class OneBit(Codec):
         residuals: Residuals,
         kept: Tensor | None = None,
     ) -> bool:
-        return kernels.encode(self.form.kernel, values, layout.packed, payload, residuals=residuals, kept=kept, means=self._means)
+        return kernels.encode(
+            self.form.kernel, values, layout.packed, payload, residuals=residuals, kept=kept, means=self._means
+        )

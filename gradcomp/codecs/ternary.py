@@ -81,11 +81,10 @@ class Ternary(ScaledCodec):
         self.seed = check_uint32("seed", seed)
         self.shares_scale = scale == "shared"
 
-    @classmethod
     def of_groups(
-        cls, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+        self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
     ) -> Codec:
-        return cls(clip_sigma=None, scale="shared" if shares_scale else "own", group=group_numel, seed=seed)
+        return type(self)(clip_sigma=None, scale="shared" if shares_scale else "own", group=group_numel, seed=seed)
 
     def options(self) -> dict[str, object]:
         return {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec
 from gradcomp.codecs.base import SumForm, encode_plain
-from gradcomp.codecs.identity import Bfloat16Values, Identity
+from gradcomp.codecs.identity import Identity
 from gradcomp.kernels import Kernels, Payloads, Residuals
 from gradcomp.payload.form import Form
 from gradcomp.payload.layout import PayloadLayout
@@ -134,7 +134,7 @@ class Encoded(SecondPhase):
 
 _CODECS: dict[str, Callable[[Codec], Codec]] = {
     "requantize": lambda codec: codec.requantizer(),
-    "bf16": lambda _: Bfloat16Values(),
+    "bf16": lambda _: Identity("bf16"),
     "fp32": lambda _: Identity(),
 }
 

@@ -32,6 +32,7 @@ class Payloads:
         shared: (ternary) whether all payloads have the scales of the first.
         value_dtype: (values) float32 or bfloat16.
         world_size, lane_bits: (lanes: sums in one payload) ranks in a sum, bits of one.
+        code_bits: (block) bits of a code.
         prepared: what a kernel set makes of them at the first call, to be used again.
     """
 
@@ -42,6 +43,7 @@ class Payloads:
     value_dtype: torch.dtype | None = None
     world_size: int | None = None
     lane_bits: int | None = None
+    code_bits: int | None = None
     prepared: Any = field(default=None, init=False, repr=False)
 
 
@@ -77,8 +79,9 @@ class Kernels(Protocol):
         key: tuple[int, int, int, int] | None = None,
         residuals: Residuals | None = None,
         kept: Tensor | None = None,
-        means: tuple[float, float] | None = None,
+        means: tuple[float, ...] | None = (),
         value_dtype: torch.dtype | None = None,
+        code_bits: int | None = None,
     ) -> bool:
         """Write the codes of `values` where `table` says; True: a value is not finite.
 
@@ -89,8 +92,9 @@ class Kernels(Protocol):
             key: (seed, rank, step, stream) for kernels that draw random numbers.
             residuals: float32 planes for kernels with error feedback, `NO_RESIDUALS` for none; both may be one plane.
             kept: a plane like the first, which receives what that held.
-            means: what the two codes of kernels with class means stand for, instead of those.
+            means: for kernels with class means, what the two codes stand for instead, None for the means; () for others.
             value_dtype: float32 or bfloat16 for plain values.
+            code_bits: of kernels that write codes of several sizes.
         """
 
     # ---- averages ----------------------------------------------------------------------------------------------------
@@ -128,7 +132,8 @@ class Kernels(Protocol):
     # ---- checks of payloads ------------------------------------------------------------------------------------------
 
     def validate(self, payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
-        """Raise CorruptPayload for codes and padding that an encoder does not write (`limits`: of lanes, ranks and bits)."""
+        """Raise CorruptPayload for codes and padding that an encoder does not write (`limits`: of lanes, ranks
+        and bits; of blocks, bits)."""
 
     def validate_scales(self, payload: Tensor, first: int, count: int, *, non_negative: bool) -> None:
         """Raise CorruptPayload unless `count` scales from byte `first` are finite and, if asked for, not negative."""

@@ -51,8 +51,13 @@ TERNARY = Form(2, "ternary", bits=2, scales_per_group=1, kernel="ternary")
 ONEBIT = Form(3, "onebit", bits=1, scales_per_group=2, signed_scales=True, kernel="onebit")
 LANES = Form(4, "lanes", bits=0, scales_per_group=1, kernel="lanes")  # integer sums; their bits depend on the ranks
 BFLOAT16 = Form(5, "bfloat16", bits=16, scales_per_group=0, kernel="values")
+BLOCKS = {  # by their bits
+    2: Form(6, "block2", bits=2, scales_per_group=1, kernel="block"),
+    4: Form(7, "block4", bits=4, scales_per_group=1, kernel="block"),
+    8: Form(8, "block8", bits=8, scales_per_group=1, kernel="block"),
+}
 
-FORMS = {form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16)}
+FORMS = {form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16, *BLOCKS.values())}
 
 
 def lanes_form(world_size: int) -> Form:

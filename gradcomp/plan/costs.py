@@ -6,8 +6,9 @@ which at thousands of ranks is gigabytes of Python; `gradcomp.payload.sizes` is 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradcomp.codecs import KINDS, Codec
@@ -15,7 +16,6 @@ from gradcomp.codecs.identity import Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES
-from gradcomp.payload.form import PLAIN
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
 from gradcomp.payload.sizes import owned_nbytes, owner_starts
@@ -47,20 +47,25 @@ class Method:
         return self.codec is not None and not isinstance(self.codec, Identity)
 
 
-def _ways(kind: Callable[..., Codec]) -> list[Method]:
+def _ways(codec: Codec) -> list[Method]:
     """Return the ways of exchanging a codec with its default options: gathered, and scattered with each lossless or like phase."""
-    codec = kind()
     phases = ("exact", "requantize") if codec.sum_form(1) is not None else ("requantize",)
     gathered = Method(f"{codec.name} all_gather", codec, "all_gather")
     if len(phases) == 1:
         return [gathered, Method(f"{codec.name} reduce_scatter", codec, "reduce_scatter", *phases)]
-    return [gathered, *(Method(f"{codec.name} {p}", kind(second_phase=p), "reduce_scatter", p) for p in phases)]
+    return [gathered, *(Method(f"{codec.name} {p}", _with_phase(codec, p), "reduce_scatter", p) for p in phases)]
+
+
+def _with_phase(codec: Codec, second_phase: str) -> Codec:
+    out = copy.copy(codec)
+    out.second_phase = second_phase
+    return out
 
 
 METHODS = (
     Method("fp32", None, "all_reduce"),
     Method("bf16", None, "all_reduce", value_nbytes=2),
-    *(way for kind in KINDS if kind.form is not PLAIN for way in _ways(kind)),
+    *(way for kind in KINDS if not isinstance(kind, Identity) for way in _ways(kind)),
 )
 IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")  # fp32 through the library, for validation
 

@@ -21,6 +21,8 @@ from gradcomp.reference.codec import (
     Floats,
     Key,
     Piece,
+    block_decode,
+    block_encode,
     from_float32,
     lane_bits,
     lanes_decode,
@@ -35,8 +37,9 @@ from gradcomp.reference.codec import (
 )
 
 IDENTITY, TERNARY, ONEBIT, LANES, BF16_VALUES = 1, 2, 3, 4, 5  # codecs, as in the header
-SCALES_PER_GROUP = {IDENTITY: 0, TERNARY: 1, ONEBIT: 2, LANES: 1, BF16_VALUES: 0}
-CODE_BITS = {IDENTITY: 32, TERNARY: 2, ONEBIT: 1, BF16_VALUES: 16}  # those of LANES depend on the world size
+BLOCKS = {6: 2, 7: 4, 8: 8}  # those of evenly spaced levels, with their bits
+SCALES_PER_GROUP = {IDENTITY: 0, TERNARY: 1, ONEBIT: 2, LANES: 1, BF16_VALUES: 0, **dict.fromkeys(BLOCKS, 1)}
+CODE_BITS = {IDENTITY: 32, TERNARY: 2, ONEBIT: 1, BF16_VALUES: 16, **BLOCKS}  # those of LANES depend on the world size
 NONFINITE, SEGMENTED = 1, 2  # header flags
 MAGIC, VERSION = 0x504D4347, 1  # the bytes "GCMP"
 HEADER = struct.Struct("<IBBBBIIIIII")  # 32 bytes; the last field is the checksum
@@ -115,6 +118,9 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
         require("scale", np.isfinite(scales).all() and (codec == ONEBIT or not np.signbit(scales).any()), scales)
         values = unpack_bits(codes, numel, bits)
         require("code", codec != TERNARY or (values < 3).all(), "11")
+        require(
+            "code", bits == 2 or codec not in BLOCKS or (values < 2**bits - 1).all(), "a code above the outermost level"
+        )
         require("lane", codec != LANES or (values <= 2 * world_size).all(), values)
         require("padding", pack_bits(values, bits, int(codec == TERNARY)).tobytes() == codes.tobytes(), codes[-1:])
     return header, scales, codes
@@ -142,8 +148,16 @@ def encode_onebit(
     x: Array, residual: Floats | None, group_numel: int, key: Key, means: tuple[float, float] | None = None
 ) -> tuple[bytes, Floats]:
     """Return a 1-bit payload and the new residual; it is flagged when gradient + residual is not finite."""
-    scales, bits, left = onebit_encode(x, Piece(len(x), group_numel), residual, means)  # left is finite exactly when they are
+    scales, bits, left = onebit_encode(
+        x, Piece(len(x), group_numel), residual, means
+    )  # left is finite exactly when they are
     return _payload(ONEBIT, x, left, group_numel, scales, bits, key), left
+
+
+def encode_block(x: Array, residual: Floats | None, group_numel: int, key: Key, codec: int) -> tuple[bytes, Floats]:
+    """Return a payload of evenly spaced levels and the new residual; it is flagged when gradient + residual is not finite."""
+    scales, codes, left = block_encode(x, Piece(len(x), group_numel), BLOCKS[codec], residual)
+    return _payload(codec, x, left, group_numel, scales, codes, key), left
 
 
 def encode_lanes(payloads: Sequence[bytes], key: Key) -> bytes:
@@ -163,6 +177,8 @@ def decode(payload: bytes, world_size: int = 1) -> Floats:
         return ternary_sum_decode([codes], [scales], piece, shared=False)
     if header.codec == ONEBIT:
         return onebit_decode(codes, scales, piece)
+    if header.codec in BLOCKS:
+        return block_decode(codes, scales, piece, BLOCKS[header.codec])
     if header.codec == LANES:
         return lanes_decode(codes, scales, piece, world_size)
     return to_float32(codes.view("<f4" if header.codec == IDENTITY else "<u2"))

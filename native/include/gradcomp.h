@@ -28,7 +28,7 @@ typedef enum {
     GC_OK = 0,
     GC_INVALID_ARGUMENT = 1,  /* a NULL pointer, unknown dtype, start not a multiple of 8, group_numel 0, ... */
     GC_UNSUPPORTED_TIER = 2,  /* this CPU or this build has no such tier */
-    GC_FORBIDDEN_CODE = 3,    /* a ternary code `11` */
+    GC_FORBIDDEN_CODE = 3,    /* a ternary code `11`, a block's 15 (4 bits) or 255 (8 bits) */
     GC_BAD_PADDING = 4,       /* padding bits of the last byte are not what the format pins */
     GC_LANE_RANGE = 5,        /* an integer lane above 2 * world_size */
     GC_BAD_SCALE = 6          /* a scale that is not finite, or negative where it must not be */
@@ -57,7 +57,7 @@ enum {
     GC_BLOCK_NUMEL = 512,      /* sums are float64 over blocks of this many elements, counted from the group's start */
     GC_SUM_LANES = 16,         /* inside a block element i is added to lane i % 16 in order of i; then, for k = 8, 4, 2,
                                   1 in turn, lane[j] += lane[j + k] for j < k. The block's sum is lane 0. */
-    GC_ONEBIT_STAGE_NUMEL = 4096, /* 1-bit groups up to this size are encoded in one pass over memory */
+    GC_ONEBIT_STAGE_NUMEL = 4096, /* groups with error feedback up to this size are encoded in one pass over memory */
     GC_STREAM = 1              /* flag: outputs are larger than the last-level cache, use streaming stores */
 };
 
@@ -167,6 +167,26 @@ gc_status gc_rescale(float *plane, uint64_t numel, float factor);
 gc_status gc_onebit_sum_decode(const uint8_t *const *payloads, size_t payload_count, const gc_segment *segments,
                                size_t segment_count, void *out, int out_dtype, unsigned flags, uint32_t *nonfinite);
 
+/* ---- blocks: 2, 4 or 8 bits with error feedback, evenly spaced levels ------------------------------------------------- */
+/* x = fl(g + r) (x = g when residual_in is NULL). One fp32 scale S a group at the segment's `scales`, the distance of two
+ * levels: 2 bits: (float)(GC_BLOCK2_STEP * sqrt(sumsq / n)), sumsq that of x as in gc_block_sums, blocks from the group's cut
+ * start added in order from 0.0; 4 bits: fl(max|x| / 7); 8 bits: fl(max|x| / 127). S is 0 for a group whose g is +-0 throughout
+ * (its residual stays), and where it would be below 2^-126. With i = fl(1 / S), 0 for S = 0, and Z = 1.5, 7 or 127:
+ *   t = fl(fl(x * i) + Z), below 0 or NaN 0, above 3, 14 or 254 that; code = t rounded to nearest even; q = fl((code - Z) * S).
+ * Element i of the segment in code_bits bits from bit i * code_bits of a little-endian bit stream, padding 0; of 4 bits code
+ * 15 and of 8 bits code 255 are not written. residual_out = fl(x - q); not written when NULL. Every group must lie whole in
+ * one segment. residual_in, residual_out, kept: as gc_onebit_encode. */
+#define GC_BLOCK2_STEP 0.9957 /* Max 1960, table II: the best of four evenly spaced levels for a normal distribution */
+gc_status gc_block_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
+                          unsigned code_bits, const float *residual_in, float *residual_out, float *kept,
+                          uint8_t *payload, uint32_t *nonfinite);
+
+/* Decoded values fl((code - Z) * S) added in fp32 in payload order, times fl(1 / payload_count); see
+ * gc_ternary_sum_decode for the rest. */
+gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_count, unsigned code_bits,
+                              const gc_segment *segments, size_t segment_count, void *out, int out_dtype,
+                              unsigned flags, uint32_t *nonfinite);
+
 /* ---- plain values: Identity, small and excluded tensors, bf16 second phase ------------------------------------------ */
 /* Copy values into the payload as value_dtype (GC_F32 or GC_BF16, little-endian, nearest even). */
 gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
@@ -182,6 +202,8 @@ gc_status gc_values_sum_decode(const uint8_t *const *payloads, size_t payload_co
 gc_status gc_ternary_validate(const uint8_t *payload, const gc_segment *segments, size_t segment_count);
 /* GC_BAD_PADDING for padding bits other than 0. */
 gc_status gc_onebit_validate(const uint8_t *payload, const gc_segment *segments, size_t segment_count);
+/* GC_FORBIDDEN_CODE for a code that is not written, GC_BAD_PADDING for padding bits other than 0. */
+gc_status gc_block_validate(const uint8_t *payload, unsigned code_bits, const gc_segment *segments, size_t segment_count);
 /* GC_LANE_RANGE for a lane above 2 * world_size, GC_BAD_PADDING for padding bits other than 0. */
 gc_status gc_lanes_validate(const uint8_t *payload, size_t world_size, unsigned lane_bits, const gc_segment *segments,
                             size_t segment_count);
@@ -249,7 +271,7 @@ typedef struct {
 
 /* Where gradients come from: tensors, or payloads that are decoded and averaged as gc_*_decode would, rounded to `dtype`,
  * a few thousand elements at a time. */
-enum { GC_FROM_TENSORS = 0, GC_FROM_TERNARY = 1, GC_FROM_ONEBIT = 2, GC_FROM_VALUES = 3, GC_FROM_LANES = 4 };
+enum { GC_FROM_TENSORS = 0, GC_FROM_TERNARY = 1, GC_FROM_ONEBIT = 2, GC_FROM_VALUES = 3, GC_FROM_LANES = 4, GC_FROM_BLOCK = 5 };
 typedef struct {
     const uint8_t *const *payloads;
     size_t payload_count;
@@ -257,6 +279,7 @@ typedef struct {
     int from, dtype;         /* dtype: GC_F32 or GC_BF16; payloads alone */
     int shared, value_dtype; /* as gc_ternary_sum_decode, gc_values_sum_decode */
     unsigned lane_bits;      /* lanes alone */
+    unsigned code_bits;      /* blocks alone */
 } gc_gradients;
 
 /* Update the elements [start, start + numel) of parameter `parameter`, for every segment: targets[parameter] has its

@@ -9,6 +9,8 @@ enum { GC_MAX_PAYLOADS = 32767 };
 GC_INLINE int gc_is_source_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16 || dtype == GC_F16; }
 GC_INLINE int gc_is_value_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16; }
 
+GC_INLINE int gc_is_block_bits(unsigned bits) { return bits == 2 || bits == 4 || bits == 8; }
+
 /* Set the caller's flag, which the threads that share out one tensor share too. */
 GC_INLINE void gc_report(uint32_t *nonfinite, uint32_t found)
 {

@@ -32,10 +32,11 @@ typedef struct {
     int value_dtype;           /* values alone */
     uint8_t *payload;
     gc_block *blocks;          /* block sums alone */
-    const float *residual_in;  /* 1 bit alone, may be NULL */
-    float *residual_out;       /* 1 bit alone, may be NULL */
-    float *kept;               /* 1 bit alone, NULL where residual_in is: receives it */
+    const float *residual_in;  /* 1 bit and blocks alone, may be NULL */
+    float *residual_out;       /* 1 bit and blocks alone, may be NULL */
+    float *kept;               /* 1 bit and blocks alone, NULL where residual_in is: receives it */
     const float *means;        /* 1 bit alone, NULL: those of the classes */
+    unsigned code_bits;        /* blocks alone */
     gc_rng_key key;            /* ternary alone */
     uint32_t nonfinite;        /* set by the kernels */
 } gc_encode_job;
@@ -47,6 +48,7 @@ typedef struct {
     int out_dtype;
     int shared;                /* ternary alone */
     int value_dtype;           /* values alone */
+    unsigned code_bits;        /* blocks alone */
     unsigned lane_bits;        /* lanes alone, with world_size */
     uint32_t world_size;
     unsigned flags;
@@ -91,23 +93,25 @@ typedef void gc_decode_kernel(gc_decode_job *job, const gc_segment *segment);
 typedef void gc_update_kernel(const gc_update_span *span);
 
 typedef struct {
-    gc_encode_kernel *block_sums, *ternary_encode, *onebit_encode, *values_encode;
-    gc_decode_kernel *ternary_decode, *lanes_decode, *onebit_decode, *values_decode;
+    gc_encode_kernel *block_sums, *ternary_encode, *onebit_encode, *block_encode, *values_encode;
+    gc_decode_kernel *ternary_decode, *lanes_decode, *onebit_decode, *block_decode, *values_decode;
     void (*sum_lanes)(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes);
     gc_status (*ternary_validate)(const uint8_t *codes, uint32_t numel);
     gc_status (*onebit_validate)(const uint8_t *codes, uint32_t numel);
+    gc_status (*block_validate)(const uint8_t *codes, uint32_t numel, unsigned code_bits);
     gc_status (*lanes_validate)(const uint8_t *lanes, uint32_t numel, uint32_t world_size, unsigned lane_bits);
     uint32_t (*crc32c)(uint32_t crc, const uint8_t *data, size_t data_nbytes);
     gc_update_kernel *update;
 } gc_kernels;
 
 gc_encode_kernel gc_block_sums_portable, gc_ternary_encode_portable, gc_onebit_encode_portable,
-    gc_values_encode_portable;
+    gc_block_encode_portable, gc_values_encode_portable;
 gc_decode_kernel gc_ternary_decode_portable, gc_lanes_decode_portable, gc_onebit_decode_portable,
-    gc_values_decode_portable;
+    gc_block_decode_portable, gc_values_decode_portable;
 void gc_sum_lanes_portable(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes);
 gc_status gc_ternary_validate_portable(const uint8_t *codes, uint32_t numel);
 gc_status gc_onebit_validate_portable(const uint8_t *codes, uint32_t numel);
+gc_status gc_block_validate_portable(const uint8_t *codes, uint32_t numel, unsigned code_bits);
 gc_status gc_lanes_validate_portable(const uint8_t *lanes, uint32_t numel, uint32_t world_size, unsigned lane_bits);
 uint32_t gc_crc32c_portable(uint32_t crc, const uint8_t *data, size_t data_nbytes);
 gc_update_kernel gc_update_portable;
@@ -125,10 +129,11 @@ unsigned gc_ternary_code(float x, float scale, uint32_t element, uint32_t parame
 /* Copy the residuals of elements [first, first + numel) of a segment to job->kept, if there is one. */
 void gc_keep_residuals(const gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
 /* One whole group. */
-void gc_onebit_group(gc_encode_job *job, const gc_segment *segment, gc_run run);
+typedef void gc_encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run);
+gc_encode_group gc_onebit_group, gc_block_group;
 /* Elements [first, first + numel) of a segment, over any groups. */
 typedef void gc_decode_span(gc_decode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
-gc_decode_span gc_ternary_decode_span, gc_lanes_decode_span, gc_onebit_decode_span, gc_values_decode_span;
+gc_decode_span gc_ternary_decode_span, gc_lanes_decode_span, gc_onebit_decode_span, gc_block_decode_span, gc_values_decode_span;
 void gc_sum_lanes_span(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes,
                        uint32_t first, uint32_t numel);
 

@@ -1,30 +1,13 @@
 /* onebit_groups.c - see onebit_groups.h. */
 #include "onebit_groups.h"
 
+#include "bits.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 enum { CHUNK_NUMEL = GC_ONEBIT_STAGE_NUMEL, STREAM_NUMEL = 1 << 15 };
-
-/* Append the staged bits at bit `position` of the segment's codes; what is above them in the last byte becomes 0. Bits
- * of earlier groups in the first byte stay. */
-static void put_bits(uint8_t *codes, uint32_t position, const gc_onebit_stage *stage, uint32_t numel)
-{
-    uint8_t shifted[CHUNK_NUMEL / 8 + 8];
-    uint32_t words = (numel + 63) / 64, offset = position % 8;
-    size_t nbytes = gc_code_nbytes(offset + numel, 1);
-    uint64_t carry = offset ? codes[position / 8] & ((1u << offset) - 1) : 0;
-    for (uint32_t w = 0; w < words; w++) {
-        uint64_t bits, out;
-        memcpy(&bits, stage->bits + 8 * w, 8);
-        out = bits << offset | carry;
-        carry = offset ? bits >> (64 - offset) : 0;
-        memcpy(shifted + 8 * w, &out, 8);
-    }
-    memcpy(shifted + 8 * words, &carry, 8);
-    memcpy(codes + position / 8, shifted, nbytes);
-}
 
 /* Encode one group; 0 when it holds a value that is not finite (then no residual was written). */
 static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run, gc_onebit_stage *stage,
@@ -38,7 +21,7 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
         uint32_t numel = run.numel - chunk < CHUNK_NUMEL ? run.numel - chunk : CHUNK_NUMEL;
         tier->take(&totals, stage, &view, chunk, numel);
         gc_keep_residuals(job, segment, run.first + chunk, numel);
-        put_bits(job->payload + segment->codes, run.first + chunk, stage, numel);
+        gc_put_bits(job->payload + segment->codes, run.first + chunk, stage->bits, numel);
     }
     if (totals.absmax_bits >= GC_INF_BITS)
         return 0;

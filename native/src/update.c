@@ -13,13 +13,15 @@ enum { STAGE_NUMEL = 2048 };
 /* ---- checks ------------------------------------------------------------------------------------------------------ */
 static int gradients_ok(const gc_gradients *gradients, int has_elements)
 {
-    if (!gradients || gradients->from < GC_FROM_TENSORS || gradients->from > GC_FROM_LANES)
+    if (!gradients || gradients->from < GC_FROM_TENSORS || gradients->from > GC_FROM_BLOCK)
         return 0;
     if (gradients->from == GC_FROM_TENSORS)
         return 1;
     if (!gc_is_value_dtype(gradients->dtype) || !gc_is_value_dtype(gradients->value_dtype) ||
         !gc_payloads_ok(gradients->payloads, gradients->payload_count, has_elements))
         return 0;
+    if (gradients->from == GC_FROM_BLOCK)
+        return gc_is_block_bits(gradients->code_bits);
     return gradients->from != GC_FROM_LANES ||
            (gradients->payload_count == 1 && gc_world_ok(gradients->world_size, gradients->lane_bits));
 }
@@ -73,6 +75,7 @@ static form form_of(const gc_gradients *gradients)
     switch (gradients->from) {
     case GC_FROM_TERNARY: return (form){kernels->ternary_decode, 2, 1};
     case GC_FROM_ONEBIT: return (form){kernels->onebit_decode, 1, 2};
+    case GC_FROM_BLOCK: return (form){kernels->block_decode, gradients->code_bits, 1};
     case GC_FROM_LANES: return (form){kernels->lanes_decode, gradients->lane_bits, 1};
     default: return (form){kernels->values_decode, gradients->value_dtype == GC_F32 ? 32 : 16, 0};
     }
@@ -149,7 +152,8 @@ gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, s
     float stage[STAGE_NUMEL];
     gc_decode_job job = {.payloads = gradients->payloads, .payload_count = gradients->payload_count, .out = stage,
                          .out_dtype = gradients->dtype, .shared = gradients->shared,
-                         .value_dtype = gradients->value_dtype, .lane_bits = gradients->lane_bits,
+                         .value_dtype = gradients->value_dtype, .code_bits = gradients->code_bits,
+                         .lane_bits = gradients->lane_bits,
                          .world_size = (uint32_t)gradients->world_size};
     form form = form_of(gradients);
     unsigned saved = gc_enter_float_environment();

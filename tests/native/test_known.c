@@ -85,15 +85,18 @@ static void test_arguments(void)
         REFUSED(gc_block_sums(src, GC_F32, wrong[i], 1, blocks, &flag));
         REFUSED(gc_ternary_encode(src, GC_F32, wrong[i], 1, payload, key, &flag));
         REFUSED(gc_onebit_encode(src, GC_F32, wrong[i], 1, residual, residual, NULL, NULL, payload, &flag));
+        REFUSED(gc_block_encode(src, GC_F32, wrong[i], 1, 4, residual, residual, NULL, payload, &flag));
         REFUSED(gc_values_encode(src, GC_F32, wrong[i], 1, GC_F32, payload, &flag));
         REFUSED(gc_ternary_sum_decode(payloads, 2, 1, wrong[i], 1, out, GC_F32, 0, &flag));
         REFUSED(gc_onebit_sum_decode(payloads, 2, wrong[i], 1, out, GC_F32, 0, &flag));
+        REFUSED(gc_block_sum_decode(payloads, 2, 4, wrong[i], 1, out, GC_F32, 0, &flag));
         REFUSED(gc_values_sum_decode(payloads, 2, GC_F32, wrong[i], 1, out, GC_F32, 0, &flag));
         REFUSED(gc_lanes_decode(payload, 2, 3, wrong[i], 1, out, GC_F32, 0, &flag));
         REFUSED(gc_ternary_sum_lanes(payloads, 2, wrong[i], &good, 1, 3, payload));
         REFUSED(gc_ternary_sum_lanes(payloads, 2, &good, wrong[i], 1, 3, payload));
         REFUSED(gc_ternary_validate(payload, wrong[i], 1));
         REFUSED(gc_onebit_validate(payload, wrong[i], 1));
+        REFUSED(gc_block_validate(payload, 4, wrong[i], 1));
         REFUSED(gc_lanes_validate(payload, 2, 3, wrong[i], 1));
     }
     REFUSED(gc_block_sums(NULL, GC_F32, &good, 1, blocks, &flag));
@@ -103,6 +106,12 @@ static void test_arguments(void)
     REFUSED(gc_block_sums(src, GC_F32, &good, 1, blocks, NULL));
     REFUSED(gc_ternary_encode(src, GC_F32, &good, 1, NULL, key, &flag));
     REFUSED(gc_ternary_encode(src, GC_F32, &good, 1, payload, deep, &flag));
+    for (unsigned bits = 0; bits < 40; bits++) /* 2, 4 and 8 there are */
+        if (bits != 2 && bits != 4 && bits != 8) {
+            REFUSED(gc_block_encode(src, GC_F32, &good, 1, bits, NULL, NULL, NULL, payload, &flag));
+            REFUSED(gc_block_sum_decode(payloads, 2, bits, &good, 1, out, GC_F32, 0, &flag));
+            REFUSED(gc_block_validate(payload, bits, &good, 1));
+        }
     REFUSED(gc_values_encode(src, GC_F32, &good, 1, GC_F16, payload, &flag));
     REFUSED(gc_ternary_sum_decode(payloads, 0, 1, &good, 1, out, GC_F32, 0, &flag));
     REFUSED(gc_ternary_sum_decode(payloads, 32768, 1, &good, 1, out, GC_F32, 0, &flag));

@@ -171,6 +171,33 @@ static void test_onebit_encode(test_case c)
             CHECK(memcmp(&residual[i], &before[i], 4) == 0);
 }
 
+static void test_block_encode(test_case c)
+{
+    const void *src = make_source(&c, TENSOR);
+    unsigned bits = 2u << random_below(3);
+    size_t nbytes = place(&c, 1, bits), residual_nbytes = 4 * c.residual_numel;
+    if (random_below(4) == 0) /* groups whose gradient is zero, with a residual */
+        memset((uint8_t *)src + c.segment.data * size_of(c.dtype), 0, c.segment.numel / 2 * size_of(c.dtype));
+    uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY);
+    float *before = guarded(RESIDUAL, residual_nbytes, c.where, 0);
+    float *residual = guarded(OUTPUT, residual_nbytes, c.where, 0);
+    fill_tensor(before, GC_F32, c.residual_numel, random_below(4) ? NORMAL : c.kind);
+    int mode = (int)random_below(4); /* no residual, separate planes, in place, none kept */
+    const float *in = mode == 0 ? NULL : mode == 2 ? residual : before;
+    float *out = mode == 3 ? NULL : residual;
+    /* Both outputs are compared: the payload here, the residual in the second run. */
+    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, payload, &flag), PAYLOAD, payload,
+                  nbytes, c.where, (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
+    check_untouched(payload, nbytes, &c.segment, 4 * (size_t)group_count(&c.segment),
+                    ((size_t)c.segment.numel * bits + 7) / 8);
+    CHECK(gc_block_validate(payload, bits, &c.segment, 1) == GC_OK);
+    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, payload, &flag), OUTPUT, residual,
+                  residual_nbytes, c.where, memcpy(residual, before, residual_nbytes));
+    for (size_t i = 0; i < c.residual_numel; i++)
+        if (mode == 3 || i < c.segment.residual || i >= c.segment.residual + c.segment.numel)
+            CHECK(memcmp(&residual[i], &before[i], 4) == 0);
+}
+
 static void test_values(test_case c)
 {
     const void *src = make_source(&c, TENSOR);
@@ -215,11 +242,11 @@ static void check_outside(const test_case *c, const uint8_t *out)
             CHECK(out[i] == CANARY);
 }
 
-typedef enum { TERNARY_OWN, TERNARY_SHARED, ONEBIT, VALUES_F32, VALUES_BF16, DECODER_COUNT } decoder;
+typedef enum { TERNARY_OWN, TERNARY_SHARED, ONEBIT, BLOCK2, BLOCK4, BLOCK8, VALUES_F32, VALUES_BF16, DECODER_COUNT } decoder;
 
 static void test_sum_decode(test_case c, decoder which, int hostile)
 {
-    static const uint32_t bits[] = {2, 2, 1, 32, 16}, scales[] = {1, 1, 2, 0, 0};
+    static const uint32_t bits[] = {2, 2, 1, 2, 4, 8, 32, 16}, scales[] = {1, 1, 2, 1, 1, 1, 0, 0};
     const uint8_t *payloads[MAX_PAYLOADS_HERE];
     size_t count = random_payload_count(c.segment.numel), nbytes = place(&c, scales[which], bits[which]);
     if (c.kind == F16_EDGE || c.kind == BF16_EDGE)
@@ -234,6 +261,8 @@ static void test_sum_decode(test_case c, decoder which, int hostile)
     (which <= TERNARY_SHARED ? gc_ternary_sum_decode(payloads, count, which == TERNARY_SHARED, &c.segment, 1, out,    \
                                                      c.out_dtype, c.flags, &flag)                                     \
      : which == ONEBIT ? gc_onebit_sum_decode(payloads, count, &c.segment, 1, out, c.out_dtype, c.flags, &flag)       \
+     : which <= BLOCK8 ? gc_block_sum_decode(payloads, count, bits[which], &c.segment, 1, out, c.out_dtype, c.flags,  \
+                                             &flag)                                                                   \
                        : gc_values_sum_decode(payloads, count, which == VALUES_F32 ? GC_F32 : GC_BF16, &c.segment, 1, \
                                               out, c.out_dtype, c.flags, &flag))
     if (!hostile) {
@@ -313,9 +342,9 @@ static gc_status slow_check(const uint8_t *codes, uint32_t numel, unsigned bits,
 static void test_validate(test_case c)
 {
     size_t count = 1 + random_below(random_below(2) ? 8 : 32767);
-    unsigned lane_bits = bits_of_lanes(count), bits[] = {2, 1, lane_bits};
-    uint32_t largest[] = {2, 1, (uint32_t)(2 * count)};
-    for (int which = 0; which < 3; which++) {
+    unsigned lane_bits = bits_of_lanes(count), bits[] = {2, 1, lane_bits, 2, 4, 8};
+    uint32_t largest[] = {2, 1, (uint32_t)(2 * count), 3, 14, 254};
+    for (int which = 0; which < 6; which++) {
         size_t nbytes = place(&c, 0, bits[which]), code_nbytes = ((size_t)c.segment.numel * bits[which] + 7) / 8;
         uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY), *codes = payload + c.segment.codes;
         memset(codes, which == 0 ? 0x55 : 0, code_nbytes);
@@ -327,7 +356,9 @@ static void test_validate(test_case c)
                     continue;
                 CHECK((which == 0   ? gc_ternary_validate(payload, &c.segment, 1)
                        : which == 1 ? gc_onebit_validate(payload, &c.segment, 1)
-                                    : gc_lanes_validate(payload, count, lane_bits, &c.segment, 1)) == expected);
+                       : which == 2 ? gc_lanes_validate(payload, count, lane_bits, &c.segment, 1)
+                                    : gc_block_validate(payload, bits[which], &c.segment, 1)) ==
+                      (which > 2 && expected == GC_LANE_RANGE ? GC_FORBIDDEN_CODE : expected));
             }
             if (round == 0 && used) /* padding */
                 codes[code_nbytes - 1] ^= (uint8_t)(1u << (used + random_below(8 - used)));
@@ -378,6 +409,7 @@ static void run_case(uint32_t numel)
     test_block_sums(make_case(numel));
     test_ternary_encode(make_case(numel));
     test_onebit_encode(make_case(numel));
+    test_block_encode(make_case(numel));
     test_values(make_case(numel));
     test_sum_decode(make_case(numel), (decoder)random_below(DECODER_COUNT), 0);
     test_sum_decode(make_case(numel), TERNARY_OWN, 0);

@@ -237,7 +237,7 @@ static void test_tiers(uint32_t kind, int storage, int dtype, uint32_t start, ui
 }
 
 /* ---- gradients from payloads ------------------------------------------------------------------------------------- */
-typedef enum { TERNARY_OWN, TERNARY_SHARED, ONEBIT, VALUES_F32, VALUES_BF16, LANES, FORM_COUNT } form_name;
+typedef enum { TERNARY_OWN, TERNARY_SHARED, ONEBIT, VALUES_F32, VALUES_BF16, LANES, BLOCK2, BLOCK8, FORM_COUNT } form_name;
 
 static uint32_t group_count(const gc_segment *s)
 {
@@ -292,6 +292,8 @@ static gc_status decode(const gc_gradients *g, const gc_segment *segments, size_
         return gc_ternary_sum_decode(g->payloads, g->payload_count, g->shared, segments, count, out, g->dtype, 0, flag);
     case GC_FROM_ONEBIT:
         return gc_onebit_sum_decode(g->payloads, g->payload_count, segments, count, out, g->dtype, 0, flag);
+    case GC_FROM_BLOCK:
+        return gc_block_sum_decode(g->payloads, g->payload_count, g->code_bits, segments, count, out, g->dtype, 0, flag);
     case GC_FROM_LANES:
         return gc_lanes_decode(g->payloads[0], g->world_size, g->lane_bits, segments, count, out, g->dtype, 0, flag);
     default:
@@ -303,14 +305,15 @@ static gc_status decode(const gc_gradients *g, const gc_segment *segments, size_
 /* Straight from payloads is decoded into the gradient's tensor and then updated from it, flag included. */
 static void test_payloads(uint32_t kind, int storage, int dtype, uint32_t start, uint32_t numel, form_name form)
 {
-    static const uint32_t scales[] = {1, 1, 2, 0, 0, 1};
+    static const uint32_t scales[] = {1, 1, 2, 0, 0, 1, 1, 1};
     static const int from[] = {GC_FROM_TERNARY, GC_FROM_TERNARY, GC_FROM_ONEBIT,
-                               GC_FROM_VALUES,  GC_FROM_VALUES,  GC_FROM_LANES};
+                               GC_FROM_VALUES,  GC_FROM_VALUES,  GC_FROM_LANES,
+                               GC_FROM_BLOCK,   GC_FROM_BLOCK};
     parameter p = make_parameter(start, numel, storage, dtype);
     gc_rule rule = make_rule(kind, storage, random_below(VARIANTS));
     gc_segment segments[MAX_SEGMENTS];
     size_t count = cut(&p, segments, MAX_SEGMENTS), world = 1 + random_below(random_below(2) ? 8 : 32767);
-    unsigned lane_bits = bits_of_lanes(world), bits[] = {2, 2, 1, 32, 16, lane_bits};
+    unsigned lane_bits = bits_of_lanes(world), bits[] = {2, 2, 1, 32, 16, lane_bits, 2, 8};
     size_t nbytes = place(segments, count, scales[form], bits[form]);
     size_t payload_count = form == LANES ? 1 : 1 + random_below(MAX_PAYLOADS_HERE);
     const uint8_t *payloads[MAX_PAYLOADS_HERE];
@@ -318,7 +321,8 @@ static void test_payloads(uint32_t kind, int storage, int dtype, uint32_t start,
         payloads[k] = make_payload(PAYLOAD + (int)k, nbytes, form, segments, count, scales[form], p.where);
     gc_gradients packed = {.payloads = payloads, .payload_count = payload_count, .world_size = world,
                            .from = from[form], .dtype = dtype, .shared = form == TERNARY_SHARED,
-                           .value_dtype = form == VALUES_BF16 ? GC_BF16 : GC_F32, .lane_bits = lane_bits};
+                           .value_dtype = form == VALUES_BF16 ? GC_BF16 : GC_F32, .lane_bits = lane_bits,
+                           .code_bits = form == BLOCK2 ? 2 : 8};
     size_t used = strlen(case_name);
     snprintf(case_name + used, sizeof case_name - used, " form %d payloads %zu segments %zu", form, payload_count,
              count);

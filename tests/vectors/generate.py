@@ -23,7 +23,7 @@ from gradcomp.reference import codec as ref
 from gradcomp.reference import payload as ref_payload
 
 HERE = Path(__file__).parent
-NAMES = ("rng", "crc32c", "ternary", "onebit", "identity", "lanes")
+NAMES = ("rng", "crc32c", "ternary", "onebit", "block", "identity", "lanes")
 LENGTHS = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 1025)
 KEY = {"seed": 1, "rank": 2, "step": 3, "parameter": 4, "stream": 0}
 KEYS = (
@@ -162,6 +162,22 @@ def build_onebit() -> Case:
         residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
         means = tuple(case.get("means") or ()) or None
         payload, left = ref_payload.encode_onebit(take(case), residual, case["group_numel"], key_of(case), means)
+        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
+    return {"payloads": cases}
+
+
+def build_block() -> Case:
+    cases: list[Case] = []
+    for codec, n in itertools.product(ref_payload.BLOCKS, LENGTHS[:19]):
+        cases.append(cut("normal_f32", 0, n, codec=codec, group_numel=max(n, 1), residual="residual_f32", key=KEY))
+    for codec, group in itertools.product(ref_payload.BLOCKS, (7, 25, 512)):
+        for name, n in (("normal_f32", 1030), ("normal_bf16", 65), ("normal_f16", 200)):
+            cases.append(cut(name, 0, n, codec=codec, group_numel=group, residual="residual_f32", key=KEY))
+        for name, residual in itertools.product(("special_f32", "zero_f32", "blocks_f32"), (None, "residual_f32")):
+            cases.append(cut(name, codec=codec, group_numel=group, residual=residual, key=KEY))
+    for case in cases:
+        residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
+        payload, left = ref_payload.encode_block(take(case), residual, case["group_numel"], key_of(case), case["codec"])
         case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
     return {"payloads": cases}
 

@@ -1,6 +1,7 @@
 """The kernels of codecs and exchanges, for tensors on the CPU (`gradcomp.kernels.interface.Kernels`).
 
-C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype,] [residuals, kept, means,] payload, [key,] flag)``,
+C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype or code_bits,] [residuals, kept, [means,]]
+payload, [key,] flag)``,
 ``gc_NAME_sum_decode(payloads, payload_count, [option,] rows, count, out, dtype, flags, flag)`` and
 ``gc_NAME_validate(payload, [limits,] rows, count)``. So a new form needs no code here.
 """
@@ -66,8 +67,9 @@ def encode(
     key: tuple[int, int, int, int] | None = None,
     residuals: Residuals | None = None,
     kept: Tensor | None = None,
-    means: tuple[float, float] | None = None,
+    means: tuple[float, ...] | None = (),
     value_dtype: torch.dtype | None = None,
+    code_bits: int | None = None,
 ) -> bool:
     """See `Kernels.encode`."""
     if not table.count:
@@ -77,10 +79,13 @@ def encode(
     if key is not None:
         tail = (tail[0], ffi.new("gc_rng_key *", key)[0], flag)
     if residuals is not None:
-        fixed = ffi.NULL if means is None else ffi.new("float[2]", means)
-        tail = (floats_of(residuals[0]), floats_of(residuals[1]), floats_of(kept), fixed, *tail)
+        if means != ():
+            tail = (ffi.NULL if means is None else ffi.new("float[2]", means), *tail)
+        tail = (floats_of(residuals[0]), floats_of(residuals[1]), floats_of(kept), *tail)
     if value_dtype is not None:
         tail = (DTYPES[value_dtype], *tail)
+    if code_bits is not None:
+        tail = (code_bits, *tail)
     name = f"gc_{kernel}_encode"
     function = getattr(lib, name)
     run(name, table, lambda rows, count, _: function(source, dtype, rows, count, *tail))
@@ -117,7 +122,8 @@ def prepare(payloads: Payloads) -> _Prepared:
     if payloads.lane_bits is not None:
         source.world_size, source.lane_bits = payloads.world_size, payloads.lane_bits
         name, head = "gc_lanes_decode", (pointers[0], payloads.world_size, payloads.lane_bits)
-    head += tuple(option for option in (payloads.shared, value_dtype) if option is not None)
+    source.code_bits = payloads.code_bits or 0
+    head += tuple(option for option in (payloads.shared, value_dtype, payloads.code_bits) if option is not None)
     payloads.prepared = made = _Prepared(name, getattr(lib, name), head, source.dtype, source, pointers)
     return made
 

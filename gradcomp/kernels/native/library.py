@@ -9,7 +9,18 @@ import torch
 from gradcomp._gc import ffi, lib
 from gradcomp.errors import CorruptPayload, NativeError
 
-__all__ = ["DISABLE_VARIABLE", "DTYPES", "TIER_FEATURES", "TORCH_DTYPES", "check", "ffi", "lib", "select_tier", "tier", "tiers"]
+__all__ = [
+    "DISABLE_VARIABLE",
+    "DTYPES",
+    "TIER_FEATURES",
+    "TORCH_DTYPES",
+    "check",
+    "ffi",
+    "lib",
+    "select_tier",
+    "tier",
+    "tiers",
+]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
@@ -24,7 +35,7 @@ TIER_FEATURES: dict[str, frozenset[str]] = {
 }
 
 _CHECKS = {
-    "GC_FORBIDDEN_CODE": ("code", "a code that no encoder writes (of ternary: 11)"),
+    "GC_FORBIDDEN_CODE": ("code", "a code that no encoder writes (of ternary: 11; of blocks: 15 of 4 bits, 255 of 8)"),
     "GC_BAD_PADDING": ("padding", "padding bits are not what the format pins"),
     "GC_LANE_RANGE": ("lane", "an integer lane above 2 * world_size"),
     "GC_BAD_SCALE": ("scale", "a scale that is not finite, or negative"),

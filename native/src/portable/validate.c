@@ -25,6 +25,21 @@ gc_status gc_onebit_validate_portable(const uint8_t *codes, uint32_t numel)
     return numel % 8 && codes[numel / 8] >> numel % 8 ? GC_BAD_PADDING : GC_OK;
 }
 
+gc_status gc_block_validate_portable(const uint8_t *codes, uint32_t numel, unsigned code_bits)
+{
+    size_t whole = (size_t)numel * code_bits / 8;
+    unsigned used = (unsigned)((uint64_t)numel * code_bits % 8), forbidden = 0;
+    if (code_bits == 8)
+        for (size_t i = 0; i < whole; i++)
+            forbidden |= codes[i] == 0xFF;
+    else if (code_bits == 4)
+        for (size_t i = 0; i < whole; i++)
+            forbidden |= (codes[i] & 0x0F) == 0x0F || codes[i] >= 0xF0;
+    if (forbidden || (used && code_bits == 4 && (codes[whole] & 0x0F) == 0x0F))
+        return GC_FORBIDDEN_CODE;
+    return used && codes[whole] >> used ? GC_BAD_PADDING : GC_OK;
+}
+
 gc_status gc_scales_validate(const uint8_t *scales, size_t scale_count, int non_negative)
 {
     if (scale_count && !scales)

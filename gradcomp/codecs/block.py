@@ -1,0 +1,98 @@
+"""2, 4 or 8 bits a value: evenly spaced levels around 0, one scale a group, error feedback.
+
+With 2 bits all four codes are used: -1.5, -0.5, 0.5 and 1.5 steps, the step 0.9957 of the root of the group's mean square,
+which is best for a normal distribution (Max 1960, "Quantizing for minimum distortion", table II). With 4 and 8 bits there
+are 15 and 255 levels, 0 among them, and the largest |x| of the group is the outermost. Rounding is to nearest; what it
+leaves is carried into the next step (Seide et al. 2014, section 2). A group whose local gradient is exactly zero decodes
+to zero and keeps its residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradcomp.codecs.base import Codec
+from gradcomp.codecs.checks import check_group, check_second_phase, resolve_group
+from gradcomp.kernels import HOST, Kernels, Payloads, Residuals
+from gradcomp.payload.form import BLOCKS, HEADER_NBYTES
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.rng import RngKey
+
+
+class Block(Codec):
+    """Evenly spaced levels with error feedback: 2, 4 or 8 bits a value plus one fp32 scale a group.
+
+    Args:
+        bits: 2, 4 or 8.
+        group: what shares a scale: "row" (one output unit), "tensor", or a block of n elements.
+        error_feedback: carry what a step's codes leave out into the next step. False saves a fp32 plane of residuals, and
+            rounding is then a bias.
+        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "bf16", "fp32".
+
+    Raises:
+        ValueError: an option out of its range; "exact", which needs a shared scale.
+    """
+
+    whole_groups = True
+
+    def __init__(
+        self,
+        bits: int = 4,
+        *,
+        group: str | int = "row",
+        error_feedback: bool = True,
+        second_phase: str | None = None,
+    ) -> None:
+        if isinstance(bits, bool) or bits not in BLOCKS:
+            raise ValueError(f"bits must be one of {sorted(BLOCKS)}, got {bits!r}")
+        check_group(group, ("row", "tensor"))
+        check_second_phase(second_phase)
+        if second_phase == "exact":
+            raise ValueError('second_phase="exact" needs integer sums; blocks have a scale a rank and group')
+        if error_feedback not in (True, False):
+            raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
+        self.bits = bits
+        self.form = BLOCKS[bits]
+        self.group = group
+        self.error_feedback = bool(error_feedback)
+        self.second_phase = second_phase
+
+    def of_groups(
+        self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+    ) -> Codec:
+        return type(self)(self.bits, group=group_numel, error_feedback=error_feedback)
+
+    def options(self) -> dict[str, object]:
+        return {
+            "bits": self.bits,
+            "group": self.group,
+            "error_feedback": self.error_feedback,
+            "second_phase": self.second_phase,
+        }
+
+    def group_numel(self, shape: tuple[int, ...]) -> int:
+        return resolve_group(self.group, shape)
+
+    def encode_packed(
+        self,
+        kernels: Kernels,
+        values: Tensor,
+        layout: PayloadLayout,
+        payload: Tensor,
+        key: RngKey,
+        residuals: Residuals,
+        kept: Tensor | None = None,
+    ) -> bool:
+        return kernels.encode(
+            self.form.kernel, values, layout.packed, payload, residuals=residuals, kept=kept, code_bits=self.bits
+        )
+
+    def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
+        return Payloads(tensors, self.form.kernel, dtype, code_bits=self.bits)
+
+    def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
+        HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True)
+        HOST.validate(payload, self.form.kernel, layout.packed, self.bits)

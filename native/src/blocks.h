@@ -1,0 +1,93 @@
+/* blocks.h - the levels of a block codec (gc_block_encode), and what the vector tiers' encoders share: the walk over groups.
+ *
+ * A group of at most GC_ONEBIT_STAGE_NUMEL elements is read from memory once: x = g + r is staged in the first-level
+ * cache for the second pass. Larger groups are staged chunk by chunk and read twice. A group with values that are not
+ * finite is left to the portable encoder before its residual is touched.
+ */
+#ifndef GC_BLOCKS_H
+#define GC_BLOCKS_H
+
+#include <float.h>
+#include <math.h>
+
+#include "numeric.h"
+
+/* Adding it to 0 <= t < 2^22 leaves t, rounded to nearest even, in the low bits. */
+#define GC_ROUNDING_MAGIC 0x1.8p23f
+
+/* How a group of codes stands for values: fl((code - zero) * scale), code 0 .. top. */
+typedef struct {
+    float scale, inverse; /* S and fl(1 / S), both 0 where S is */
+    float zero, top;
+} gc_block_levels;
+
+GC_INLINE float gc_block_zero(unsigned bits) { return bits == 2 ? 1.5f : bits == 4 ? 7.0f : 127.0f; }
+
+/* What the first pass over a group finds. */
+typedef struct {
+    double sum_squares;    /* of x, for 2 bits alone */
+    uint32_t absmax_bits;  /* of x */
+    uint32_t any_gradient; /* 0 when every |g| is 0 */
+} gc_block_totals;
+
+GC_INLINE gc_block_levels gc_levels_of(const gc_block_totals *totals, uint32_t numel, unsigned bits)
+{
+    gc_block_levels levels = {0, 0, gc_block_zero(bits), 2 * gc_block_zero(bits)};
+    float most = FLT_MAX / levels.top;
+    if (totals->absmax_bits >= GC_INF_BITS) {
+        levels.scale = gc_float_of(GC_NAN_BITS);
+        return levels;
+    }
+    float scale = bits == 2 ? (float)(GC_BLOCK2_STEP * sqrt(totals->sum_squares / numel))
+                            : gc_float_of(totals->absmax_bits) / levels.zero;
+    if (!totals->any_gradient || scale < FLT_MIN)
+        return levels;
+    levels.scale = scale < most ? scale : most;
+    levels.inverse = 1.0f / levels.scale;
+    return levels;
+}
+
+/* Code of x. A comparison with NaN is false. */
+GC_INLINE uint32_t gc_block_code(float x, const gc_block_levels *levels)
+{
+    float t = x * levels->inverse + levels->zero;
+    t = t > 0 ? t : 0;
+    t = t < levels->top ? t : levels->top;
+    return gc_bits_of(t + GC_ROUNDING_MAGIC) & 0xFF;
+}
+
+GC_INLINE float gc_block_value(uint32_t code, const gc_block_levels *levels)
+{
+    return ((float)code - levels->zero) * levels->scale;
+}
+
+/* ---- the walk of the vector tiers -------------------------------------------------------------------------------- */
+/* One chunk of x and its codes; vectors may write 64 elements beyond its end within the arrays. */
+typedef struct {
+    float x[GC_ONEBIT_STAGE_NUMEL + 64];
+    uint8_t codes[GC_ONEBIT_STAGE_NUMEL + 64];
+} gc_block_stage;
+
+/* The part of the tensors that a group lies in. */
+typedef struct {
+    const void *src;
+    int dtype;
+    uint64_t data;
+    const float *residual; /* NULL: none */
+    unsigned bits;
+} gc_block_view;
+
+typedef struct {
+    /* Stage `numel` elements from element `chunk` of the group on, with zeros up to a multiple of 64, and add them to the
+     * totals, block by block. */
+    void (*take)(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view, uint32_t chunk,
+                 uint32_t numel);
+    /* Write the codes of the staged elements to stage->codes; with `out`, what they leave of x to it. `streams` writes past
+     * the caches, for a plane that is not read before the next step, which saves reading each line first. */
+    void (*emit)(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels, uint32_t numel,
+                 float *out, int streams);
+} gc_block_tier;
+
+void gc_encode_blocks(gc_encode_job *job, const gc_segment *segment, const gc_block_tier *tier);
+
+#endif
