@@ -38,6 +38,8 @@ LIMITS = {
     "onebit encode": 2.3,
     "onebit encode, one tensor": 2.6,
     "onebit decode 1": 1.2,
+    **{f"block{bits} encode": 3.0 for bits in (2, 4, 8)},
+    **{f"block{bits} decode 1": 1.2 for bits in (2, 4, 8)},
 }
 AIMS = {
     "ternary encode": 2.0,
@@ -48,6 +50,8 @@ AIMS = {
     "onebit encode": 1.6,
     "onebit encode, one tensor": 2.2,
     "onebit decode 1": 0.7,
+    **{f"block{bits} encode": 2.0 for bits in (2, 4, 8)},
+    **{f"block{bits} decode 1": 0.8 for bits in (2, 4, 8)},
 }
 THREAD_GAIN = {"ternary encode": 1.7, "onebit encode": 1.7}  # of two threads over one; 1.25 for the rest
 # Bytes of memory an element. Next to all of a decoder's are stores: memset is its roof, memcpy that of all others.
@@ -60,8 +64,10 @@ TRAFFIC = {
     "onebit encode": 12.125,
     "onebit encode, one tensor": 16.125,
     "onebit decode 1": 4.125,
+    **{f"block{bits} encode": 12 + bits / 8 for bits in (2, 4, 8)},
+    **{f"block{bits} decode 1": 4 + bits / 8 for bits in (2, 4, 8)},
 }
-WRITERS = ("ternary decode 1", "ternary decode 4 shared", "onebit decode 1")
+WRITERS = ("ternary decode 1", "ternary decode 4 shared", "onebit decode 1", *(f"block{bits} decode 1" for bits in (2, 4, 8)))
 TORCH_GAIN = 30.0  # ternary encode over the same in torch operations
 
 

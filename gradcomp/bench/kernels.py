@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp import OneBit, RngKey, Ternary
+from gradcomp import Block, OneBit, RngKey, Ternary
 from gradcomp.codecs import KINDS, Codec, Identity
-from gradcomp.kernels import HOST, Payloads, native
+from gradcomp.kernels import HOST, NO_RESIDUALS, Payloads, Residuals, native
 from gradcomp.kernels.tables import BLOCK
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
@@ -21,7 +21,7 @@ from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.reference import codec as ref
 
 KEY = RngKey(seed=1, rank=1, step=5)
-GROUP = 512  # of 1-bit; ternary has one group, as its default is
+GROUP = 512  # of 1-bit and blocks; ternary has one group, as its default is
 CHECKED = 1 << 17  # elements of each result that are compared with the reference
 
 
@@ -147,7 +147,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     )
     for kind in KINDS:
         if kind.name not in (ternary.name, onebit.name, identity.name):
-            out.extend(_cases_of(kind, x))
+            out.extend(_cases_of(_grouped(kind), x))
     crc = np.zeros(4, np.uint8)
 
     def checksum() -> None:
@@ -162,6 +162,9 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
     """Return encode and decode of a codec; what the portable tier makes is the reference."""
     layout, key = _layout(codec, x.numel()), KEY
     payload, out = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.empty_like(x)
+    residuals: Residuals = NO_RESIDUALS
+    if codec.error_feedback:
+        residuals = (torch.randn(x.numel(), generator=torch.Generator().manual_seed(1)), torch.zeros(x.numel()))
     if codec.measures:
         scales = torch.empty(layout.group_count)
         codec.measure(HOST, x, layout, codec.scratch(HOST, layout), scales)
@@ -169,7 +172,7 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
     source = codec.payloads([payload], x.dtype)
 
     def encode() -> bool:
-        return codec.encode_body(HOST, x, layout, payload, key)
+        return codec.encode_body(HOST, x, layout, payload, key, residuals)
 
     def decode() -> bool:
         return HOST.sum_decode(source, layout.packed, out)
@@ -186,6 +189,11 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
         Case(f"{codec.name} encode", encode, lambda: same(encode, payload)),
         Case(f"{codec.name} decode 1", decode, lambda: same(decode, out)),
     ]
+
+
+def _grouped(codec: Codec) -> Codec:
+    """Return a codec whose groups are rows with groups as long as a usual row: one tensor has no rows."""
+    return Block(codec.bits, group=GROUP) if isinstance(codec, Block) else codec
 
 
 def _encoded_again(codec: Codec, x: Tensor, old: Tensor, residual: Tensor, payload: Tensor) -> Any:
