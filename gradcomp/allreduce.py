@@ -14,6 +14,7 @@ from gradcomp.engine.agree import agree
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.routes import Route, make_route
+from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import EXCHANGES, Strategy, choose
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.parts import STEPS
@@ -81,7 +82,7 @@ def all_reduce(
     check_tensor(tensor, "tensor", contiguous=not order)
     codec = resolve(codec)
     check_uint32("key", key)
-    if feedback is not None and not codec.error_feedback:
+    if feedback is not None and not (codec.error_feedback or owners_feed_back(codec.second_phase or "", codec)):
         raise ValueError(f"{codec!r} takes no feedback")
     if comm is None:
         from gradcomp.comm.torchdist import default_communicator
@@ -109,11 +110,12 @@ def all_reduce(
             _shorten(call.agreed, MOST_AGREED)
         owner = None
         if feedback is not None:
-            if route.strategy.second_phase == "requantize":
+            if owners_feed_back(route.strategy.second_phase, codec):
                 owner = feedback.owned(route.owner_numel)
             feedback.begin_step()
         found = _exchange(call, what, route, tensor, codec, key, feedback, owner)
-        found.timeout_s, found.feedback, found.owner_feedback = timeout_s, feedback, owner
+        found.timeout_s, found.owner_feedback = timeout_s, owner
+        found.feedback = feedback if codec.error_feedback else None
         try:
             run_stages(found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now)
         finally:

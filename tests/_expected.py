@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from gradcomp.codecs import Block
+from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import choose
 from gradcomp.payload.ownership import ByElements
 from gradcomp.reference import codec as ref
@@ -65,6 +67,10 @@ def average(
         piece, part = ref.Piece(last - first, group, start + first), mean[first:last]
         if last == first:
             owners.append(np.zeros(0, np.float32))
+        elif strategy.second_phase.startswith("block"):
+            old = owner_residuals[k] if owner_residuals else None
+            out[first:last], left = feed_back(Block(int(strategy.second_phase[5:])), part, piece, old)
+            owners.append(left)
         elif codec.name == "ternary":
             s = ref.ternary_scales(part, piece, 0.0)
             codes = ref.ternary_encode(part, s, piece, ref.Key(codec.seed, ranks[k], step, parameter, 1))
@@ -73,7 +79,7 @@ def average(
             old = owner_residuals[k] if owner_residuals else None
             out[first:last], left = feed_back(codec, part, piece, old)
             owners.append(left)
-    return out, new, (owners or None) if codec.error_feedback else None
+    return out, new, (owners or None) if owners_feed_back(strategy.second_phase, codec) else None
 
 
 def feed_back(codec, values, piece, residual):

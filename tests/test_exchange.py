@@ -11,6 +11,7 @@ import gradcomp
 from gradcomp import Block, Feedback, Identity, OneBit, PeerLost, PeerMismatch, Ternary
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
+from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, choose, predict_bytes
 from gradcomp.exchange.stats import Stats
 from gradcomp.payload.layout import PayloadLayout
@@ -26,7 +27,10 @@ CODECS = {
     "ternary-row": Ternary(group="row"),
     "ternary-block": Ternary(group=24, second_phase="requantize"),
     "ternary-fp32": Ternary(second_phase="fp32"),
+    "ternary-block4": Ternary(second_phase="block4"),
+    "ternary-row-block2": Ternary(scale="own", group="row", second_phase="block2"),
     "onebit": OneBit(),
+    "onebit-block8": OneBit(second_phase="block8"),
     "onebit-tensor": OneBit(group="tensor"),
     "onebit-sign": OneBit(values="sign"),
     "onebit-block": OneBit(group=512, second_phase="bf16"),
@@ -45,7 +49,8 @@ def gradient(rank, numel, step=0):
 def average_over(comm, codec, shape, exchange, steps):
     """Return this rank's average of each step, with error feedback where the codec has it."""
     numel = int(np.prod(shape))
-    feedback = Feedback({7: numel}) if codec.error_feedback else None
+    keeps = codec.error_feedback or owners_feed_back(codec.second_phase or "", codec)
+    feedback = Feedback({7: numel}) if keeps else None
     out = []
     for step in range(steps):
         tensor = torch.from_numpy(gradient(comm.rank, numel, step)).reshape(shape).clone()

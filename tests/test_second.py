@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from gradcomp import CorruptPayload, Identity, OneBit, Ternary, UnsupportedTensor, kernels
+from gradcomp import Block, CorruptPayload, Identity, OneBit, Ternary, UnsupportedTensor, kernels
 from gradcomp.codecs.checks import SECOND_PHASES
 from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.kernels import native
 from gradcomp.kernels.interface import Kernels
-from gradcomp.payload.form import BFLOAT16, ONEBIT, PLAIN, TERNARY, lanes_form
+from gradcomp.payload.form import BFLOAT16, BLOCKS, ONEBIT, PLAIN, TERNARY, lanes_form
 from gradcomp.payload.layout import joined_tables
 from gradcomp.payload.pieces import Slot
 
@@ -18,6 +18,9 @@ FORMS = {
     ("exact", Ternary()): lanes_form(5),
     ("requantize", Ternary(scale="own")): TERNARY,
     ("requantize", OneBit()): ONEBIT,
+    ("block2", Ternary()): BLOCKS[2],
+    ("block8", OneBit()): BLOCKS[8],
+    ("requantize", Block(4)): BLOCKS[4],
     ("bf16", OneBit()): BFLOAT16,
     ("fp32", Identity()): PLAIN,
 }
@@ -29,7 +32,7 @@ def test_a_second_phase_knows_its_form(name, codec):
 
 
 def test_there_is_a_phase_for_every_name_that_options_take():
-    assert [second_phase(name, Ternary(), 3).form.bits for name in SECOND_PHASES] == [3, 2, 16, 32]
+    assert [second_phase(name, Ternary(), 3).form.bits for name in SECOND_PHASES] == [3, 2, 2, 4, 8, 16, 32]
     with pytest.raises(ValueError, match="fp64"):
         second_phase("fp64", Ternary(), 3)
 
@@ -43,7 +46,7 @@ def test_codes_without_integer_sums_have_no_exact_phase(codec):
 
 def test_auto_counts_the_bits_of_the_phase():
     """The most ranks at which all_gather sends fewer bits than a reduce_scatter with each second phase."""
-    for name, most in (("exact", 2), ("requantize", 2), ("bf16", 9), ("fp32", 17)):
+    for name, most in (("exact", 2), ("requantize", 2), ("block4", 3), ("bf16", 9), ("fp32", 17)):
         codec = Ternary(second_phase=name)
         assert max(n for n in range(2, 40) if choose(codec, n).exchange == "all_gather") == most
 

@@ -30,7 +30,8 @@ class Block(Codec):
         group: what shares a scale: "row" (one output unit), "tensor", or a block of n elements.
         error_feedback: carry what a step's codes leave out into the next step. False saves a fp32 plane of residuals, and
             rounding is then a bias.
-        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "bf16", "fp32".
+        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "block2", "block4",
+            "block8" (means in evenly spaced levels, of which the owner keeps residuals), "bf16", "fp32".
 
     Raises:
         ValueError: an option out of its range; "exact", which needs a shared scale.

@@ -10,7 +10,7 @@ from gradcomp.errors import UnsupportedTensor
 from gradcomp.kernels import native
 from gradcomp.kernels.tables import MAX_NUMEL
 
-SECOND_PHASES = ("exact", "requantize", "bf16", "fp32")
+SECOND_PHASES = ("exact", "requantize", "block2", "block4", "block8", "bf16", "fp32")
 
 
 def check_memory(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:

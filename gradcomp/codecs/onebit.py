@@ -26,7 +26,8 @@ class OneBit(Codec):
         group: what shares the two means: "row" (one output unit), "tensor", or a block of n elements.
         error_feedback: carry what a step's codes leave out into the next step. Without it training diverges; False is
             for experiments.
-        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "bf16", "fp32".
+        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "block2", "block4",
+            "block8" (means in evenly spaced levels, of which the owner keeps residuals), "bf16", "fp32".
         values: what a bit decodes to. "means": the mean of its class in the group, which leaves the smallest residual.
             "sign": -1 or +1, in units of the gradient as it is encoded (loss scale included), for updates that do not look
             at magnitudes, such as AdaGrad on the average. Residuals are then about as large as 1, whatever the gradient is.

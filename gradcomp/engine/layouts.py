@@ -16,6 +16,7 @@ from gradcomp.engine.options import Options
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.routes import Route, make_route
+from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.parts import Memory
 from gradcomp.memory.residuals import Feedback
@@ -118,7 +119,7 @@ class Layouts:
             self._plan(slots, codec),
             buffer.dtype,
             self._stats,
-            feedback=None if plain else memory.feedback,
+            feedback=None if plain or not codec.error_feedback else memory.feedback,
             owner_feedback=None if plain else memory.owner_feedback,
             transform=None if plain else memory.transform,
             seed=codec.seed,
@@ -148,14 +149,13 @@ class Layouts:
     # ---- parts -------------------------------------------------------------------------------------------------------
 
     def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
-        if not self.codec.error_feedback:
+        owner = self.comm.world_size > 1 and owners_feed_back(self.strategy.second_phase, self.codec)
+        if not (self.codec.error_feedback or owner):
             return None, None
         share = self.route.residual_numel
         numels = {p.index: share(p.numel) for p in self.parameters if p.compressed and p.index in self.trained}
-        feedback = Feedback(numels)
-        if self.strategy.second_phase != "requantize" or self.comm.world_size == 1:
-            return feedback, None
-        return feedback, feedback.owned(self.route.owner_numel)
+        feedback = Feedback(numels)  # takes memory when it is written first, which a codec without residuals never does
+        return feedback, feedback.owned(self.route.owner_numel) if owner else None
 
     def _slots(self, members: Members) -> list[Slot]:
         slots, transform = [], self.memory.transform

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradcomp.codecs import Codec
+from gradcomp.codecs import Block, Codec
 from gradcomp.codecs.base import SumForm, encode_plain
 from gradcomp.codecs.identity import Identity
 from gradcomp.kernels import Kernels, Payloads, Residuals
@@ -52,10 +52,12 @@ class SecondPhase(ABC):
     Attributes:
         form: of the compressed pieces in the second payload.
         whole_groups: a scale group must be encoded in one go.
+        error_feedback: owners keep what their codes leave out of the means.
     """
 
     form: Form
     whole_groups = False
+    error_feedback = False
 
     def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:
         """Return the owned pieces as they lie in the shard, with their places in the owner's residual planes."""
@@ -110,6 +112,7 @@ class Encoded(SecondPhase):
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self.form, self.whole_groups = codec, codec.form, codec.whole_groups
+        self.error_feedback = codec.error_feedback
 
     def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor) -> Tensor | None:
         return self._codec.scratch(kernels, layout, room)
@@ -134,9 +137,17 @@ class Encoded(SecondPhase):
 
 _CODECS: dict[str, Callable[[Codec], Codec]] = {
     "requantize": lambda codec: codec.requantizer(),
+    "block2": lambda _: Block(2),  # its groups are the first phase's: layouts have them from the slots
+    "block4": lambda _: Block(4),
+    "block8": lambda _: Block(8),
     "bf16": lambda _: Identity("bf16"),
     "fp32": lambda _: Identity(),
 }
+
+
+def owners_feed_back(name: str, codec: Codec) -> bool:
+    """Whether owners keep residuals in the second phase of that name ("" for none)."""
+    return bool(name) and name != "exact" and Encoded(_CODECS[name](codec)).error_feedback
 
 
 def second_phase(name: str, codec: Codec, world_size: int) -> SecondPhase:
