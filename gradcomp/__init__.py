@@ -19,6 +19,7 @@ from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary
 from gradcomp.engine.options import Options
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
+from gradcomp.memory.moments import Precondition
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transform
 from gradcomp.payload.rng import RngKey
@@ -40,6 +41,7 @@ __all__ = [
     "Options",
     "PeerLost",
     "PeerMismatch",
+    "Precondition",
     "RngKey",
     "Ternary",
     "Transform",

@@ -12,6 +12,8 @@ def describe(layouts: Layouts) -> str:
     codec, world, chosen = layouts.codec, layouts.comm.world_size, layouts.options.transform
     where = "the aggregate" if chosen is not None and chosen.place == "owner" else "each rank's gradients"
     transform = f"; {chosen!r} on {where}" if chosen is not None else ""
+    if layouts.options.precondition is not None:
+        transform += f"; {layouts.options.precondition!r}"
     if world == 1:
         return f"gradcomp: {codec!r} is off: world size 1, gradients pass through{transform}"
     if not layouts.route.packs:

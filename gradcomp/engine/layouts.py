@@ -18,6 +18,7 @@ from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.routes import Route, make_route
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.stats import Stats
+from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.parts import Memory
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import keep_states
@@ -76,7 +77,7 @@ class Layouts:
         transform, numels = options.transform, {p.index: p.numel for p in self.parameters if p.index in self.trained}
         try:
             states = keep_states(transform, numels, self.route.owner_numel)
-            self.memory = Memory(*self._make_feedback(), states)
+            self.memory = Memory(*self._make_feedback(), states, self._make_moments())
         except BaseException:
             self.route.close()
             raise
@@ -122,6 +123,7 @@ class Layouts:
             feedback=None if plain or not codec.error_feedback else memory.feedback,
             owner_feedback=None if plain else memory.owner_feedback,
             transform=None if plain else memory.transform,
+            moments=memory.moments,
             seed=codec.seed,
             timeout_s=self._timeout_s,
             keeps_packed=self.keeps_packed,
@@ -156,6 +158,12 @@ class Layouts:
         numels = {p.index: share(p.numel) for p in self.parameters if p.compressed and p.index in self.trained}
         feedback = Feedback(numels)  # takes memory when it is written first, which a codec without residuals never does
         return feedback, feedback.owned(self.route.owner_numel) if owner else None
+
+    def _make_moments(self) -> SecondMoments | None:
+        options = self.options.precondition
+        if not isinstance(options, Precondition):
+            return None
+        return SecondMoments(options, {p.index: p.numel for p in self.parameters if p.compressed and p.index in self.trained})
 
     def _slots(self, members: Members) -> list[Slot]:
         slots, transform = [], self.memory.transform

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from gradcomp.exchange.sizing import EXCHANGES
+from gradcomp.memory.moments import Precondition, check_precondition
 from gradcomp.memory.transform import Transform, check_transform
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Changes(TypedDict, total=False):
     exchange: str
     nodes: Sequence[Sequence[int]] | None
     transform: Transform | None
+    precondition: Precondition | bool | None
     grad_scaler: Any
     transactional: bool | None
     timeout_s: float | None
@@ -47,6 +49,8 @@ class Options:
             else equal host name.
         transform: changes gradients on their way, such as `gradcomp.onebit_sgd.AggregateAdagrad`; not before `start_step`.
             One for owners of means forces exchange "reduce_scatter".
+        precondition: encode gradients in units of the root of their second moment, which all ranks know from the averages: for
+            Adam and its like with codecs of 1 and 2 bits. True, or `Precondition` for other settings than its defaults.
         grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a whole step at a time.
             A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
         transactional: commit residuals only if no bucket of the step held NaN or Inf and every rank has ended the step (a round
@@ -55,7 +59,7 @@ class Options:
             group over torch.distributed and 300 otherwise.
 
     Raises:
-        TypeError: `transform` is none.
+        TypeError: `transform` or `precondition` is none.
         ValueError: an option out of its range; the message has the value.
     """
 
@@ -65,6 +69,7 @@ class Options:
     exchange: str = "auto"
     nodes: Sequence[Sequence[int]] | None = None
     transform: Transform | None = None
+    precondition: Precondition | bool | None = None
     grad_scaler: Any = None
     transactional: bool | None = None
     timeout_s: float | None = None
@@ -81,6 +86,12 @@ class Options:
             raise ValueError(f"nodes= needs exchange='hierarchical', got exchange={self.exchange!r}")
         if check_transform(self.transform) is not None and self.exchange == HIERARCHICAL:
             raise ValueError("a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
+        object.__setattr__(self, "precondition", check_precondition(self.precondition))
+        if self.precondition is not None:
+            if self.exchange == HIERARCHICAL:
+                raise ValueError("precondition needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
+            if self.transform is not None and self.transform.place == "owner":
+                raise ValueError(f"precondition does not go with {self.transform!r}, which changes means where they are owned")
         self._check_scaler()
         seconds = self.timeout_s
         if seconds is not None and (not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_TIMEOUT_S):
@@ -126,6 +137,7 @@ class Options:
         """Return what ranks compare of it before they exchange anything, by field of the fingerprint."""
         return {
             "transform": repr(self.transform) if self.transform is not None else 0,
+            "precondition": repr(self.precondition) if self.precondition is not None else 0,
             "start_step": self.start_step,
             "min_numel": self.min_numel,
             "exclude": sorted(self.exclude),

@@ -19,6 +19,7 @@ def origin(layouts: Layouts) -> dict[str, Any]:
         "version": STATE_VERSION,
         "codec": repr(layouts.codec),
         "transform": repr(layouts.options.transform),
+        "precondition": repr(layouts.options.precondition),
         "strategy": str(layouts.strategy),
         "nodes": repr(layouts.route.nodes),
         "memory_order": repr({layouts.parameters[i].name: order for i, order in layouts.orders.items()} or None),

@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from gradcomp import kernels
+from gradcomp.codecs import Identity
 from gradcomp.codecs.base import plain_payloads
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.errors import peers_answer
 from gradcomp.exchange.averages import Averages
+from gradcomp.exchange.divided import Divided
 from gradcomp.exchange.receive import Inbox
 from gradcomp.exchange.second import Owned
 from gradcomp.exchange.send import Outbox
 from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.exchange.stats import Stats
-from gradcomp.kernels import CPU, NO_RESIDUALS, native
+from gradcomp.kernels import CPU, NO_RESIDUALS, Residuals, native
+from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transforming
 from gradcomp.payload import wire
@@ -46,6 +49,7 @@ class BucketExchange:
         timeout_s: longest wait for a peer.
         keeps_packed: leave averages packed where none can overflow.
         transform: changes this rank's gradients, or the means that it owns.
+        moments: by whose roots values are divided before they are encoded; those of fp32 values are only taken in.
         device: of the bucket.
     """
 
@@ -63,6 +67,7 @@ class BucketExchange:
         timeout_s: float = 300.0,
         keeps_packed: bool = False,
         transform: Transforming | None = None,
+        moments: SecondMoments | None = None,
         device: torch.device = CPU,
     ) -> None:
         place = transform.transform.place if transform is not None else ""
@@ -81,7 +86,11 @@ class BucketExchange:
         self._make_first()
         if plan.scatters:
             self._make_second()
-        self._received = Averages(self._kernels, plan, self._second if plan.scatters else self._first, dtype)
+        units = Divided(plan, moments, dtype) if moments is not None else None
+        self._observed = units  # what takes averages in
+        self._divided = None if isinstance(plan.codec, Identity) else units
+        decoded = torch.float32 if self._divided is not None else dtype
+        self._received = Averages(self._kernels, plan, self._second if plan.scatters else self._first, decoded)
 
     def _make_first(self) -> None:
         """Make the memory of the first phase: what is sent, what arrives."""
@@ -136,7 +145,8 @@ class BucketExchange:
 
         With `flagged` its values do not count, and every rank is to learn that.
         """
-        self._buffer, self._step, self._bucket = buffer, step % 2**32, bucket
+        self._buffer = self._values = buffer
+        self._step, self._bucket = step % 2**32, bucket
         self._nonfinite = flagged  # on any rank
         self._work: Work | None = None
         self._flagged = False
@@ -148,6 +158,10 @@ class BucketExchange:
         if self._local_transform is not None:
             with self.stats.timed("encode"):
                 self._nonfinite |= self._local_transform.run(self._buffer, self._spans)
+        if self._divided is not None:
+            with self.stats.timed("encode"):
+                residual = self.feedback.tensors(self._compressed)[0] if self.feedback else None
+                self._values = self._divided.divide(self._buffer, residual)
         if self.plan.shares_scale:
             self._measure()
             self._work = self.comm.start_max(self._scales.view(torch.int32), Channel.SCALE)
@@ -161,11 +175,13 @@ class BucketExchange:
         else:
             self._measure()
         with self.stats.timed("encode"):
-            residuals = self.feedback.tensors(self._compressed) if self.feedback else NO_RESIDUALS
+            residuals = self._residuals(self.feedback, self._compressed)
             plan.codec.place_scales(self._kernels, plan.local, self._scales, local)
             self._nonfinite |= plan.codec.encode_body(
-                self._kernels, self._buffer, plan.local, local, self._key(STREAM_FIRST), residuals
+                self._kernels, self._values, plan.local, local, self._key(STREAM_FIRST), residuals
             )
+            if self._divided is not None:
+                self._divided.leave(residuals[1])
             self._outbox.seal(self._kernels, self._first_header)
         if plan.scatters:
             mine = [plan.send_nbytes[plan.rank]] * plan.world_size
@@ -219,12 +235,10 @@ class BucketExchange:
                 self._nonfinite |= self._own_bad
             if self._nonfinite:
                 self._buffer.fill_(float("nan"))
-            elif self._keeps_packed and self._received.are_safe():
+            elif self._keeps_packed and self._observed is None and self._received.are_safe():
                 self.averages = self._received
             else:
-                overflow = self._received.decode(self._buffer)
-                if overflow:
-                    self._received.refuse_unflagged(f", bucket {self._bucket}")
+                overflow = self._decode()
         self._flagged = self._nonfinite or overflow
         if self._flagged:
             self.stats.nonfinite_buckets += 1
@@ -245,6 +259,8 @@ class BucketExchange:
             self._local_transform.planes.commit(s.index for s in self.plan.slots)
         if self._owner_transform is not None:
             self._owner_transform.planes.commit(index for index, _, _ in self._owned_spans)
+        if self._observed is not None:
+            self._observed.commit()
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +268,7 @@ class BucketExchange:
         if self._scratch is not None:
             with self.stats.timed("statistics"):
                 self._nonfinite |= self.plan.codec.measure(
-                    self._kernels, self._buffer, self.plan.local, self._scratch, self._scales
+                    self._kernels, self._values, self.plan.local, self._scratch, self._scales
                 )
 
     def _average(self) -> bool:
@@ -264,8 +280,33 @@ class BucketExchange:
 
     def _encode_owned(self) -> bool:
         """Write the body of the second payload; True: a value is not finite."""
-        residuals = self.owner_feedback.tensors(self._owned_packed) if self.owner_feedback else NO_RESIDUALS
-        return self.plan.second_phase.encode(self._kernels, self._owned, self._key(STREAM_SECOND), residuals)
+        residuals = self._residuals(self.owner_feedback, self._owned_packed)
+        if self._divided is not None and self.owner_feedback:
+            self._divided.divide_owned(self.shard, self.owner_feedback.tensors(self._owned_packed)[0])
+        bad = self.plan.second_phase.encode(self._kernels, self._owned, self._key(STREAM_SECOND), residuals)
+        if self._divided is not None:
+            self._divided.leave(residuals[1], owned=True)
+        return bad
+
+    def _residuals(self, feedback: Feedback | None, indices: list[int]) -> Residuals:
+        """Return the planes that a codec reads and writes; what is divided has its residuals in it already."""
+        if not feedback:
+            return NO_RESIDUALS
+        old, new = feedback.tensors(indices)
+        return (old, new) if self._divided is None else (None, new)
+
+    def _decode(self) -> bool:
+        """Write the average into the bucket; True: a value is not finite."""
+        out = self._buffer
+        if self._divided is not None and self._divided.averages is not None:
+            out = self._divided.averages
+        bad = self._received.decode(out)
+        if bad:
+            self._received.refuse_unflagged(f", bucket {self._bucket}")
+            return True
+        if self._divided is not None:
+            return self._divided.multiply(self._buffer)
+        return self._observed is not None and self._observed.observe(self._buffer)
 
     def _publish(self, bad: bool) -> None:
         """Seal the second payload and start the second phase; the verdict is taken from all owners' headers."""

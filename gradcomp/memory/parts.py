@@ -1,4 +1,4 @@
-"""What a rank remembers between steps, by parameter: residuals, the owner's residuals, states of a transform.
+"""What a rank remembers between steps, by parameter: residuals, the owner's residuals, states of a transform, second moments.
 
 All of it commits, rolls back and is checkpointed together (`gradcomp.memory.reshard`: for another number of ranks).
 """
@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transforming
 
 STEPS = 2**32  # what random numbers and headers can count
-PARTS = ("residual", "owner_residual", "transform_state")
+PARTS = ("residual", "owner_residual", "transform_state", "second_moment")
 
 
 class Memory:
@@ -24,12 +25,17 @@ class Memory:
         feedback: residuals of this rank's gradients.
         owner_feedback: residuals of the means that this rank owns; they follow `feedback`.
         transform: a transform and its states.
+        moments: second moments of the averages, which are the same on every rank.
     """
 
     def __init__(
-        self, feedback: Feedback | None, owner_feedback: Feedback | None, transform: Transforming | None
+        self,
+        feedback: Feedback | None,
+        owner_feedback: Feedback | None,
+        transform: Transforming | None,
+        moments: SecondMoments | None = None,
     ) -> None:
-        self.feedback, self.owner_feedback, self.transform = feedback, owner_feedback, transform
+        self.feedback, self.owner_feedback, self.transform, self.moments = feedback, owner_feedback, transform, moments
 
     def begin_step(self) -> None:
         """Forget what `discard` could undo."""
@@ -37,6 +43,8 @@ class Memory:
             self.feedback.begin_step()
         if self.transform is not None:
             self.transform.planes.begin_step()
+        if self.moments is not None:
+            self.moments.planes.begin_step()
 
     def settle(self) -> None:
         """Give the memory of residuals back where none is left."""
@@ -49,6 +57,8 @@ class Memory:
             self.feedback.discard()
         if self.transform is not None:
             self.transform.planes.discard()
+        if self.moments is not None:
+            self.moments.planes.discard()
 
     def rescale(self, old: float, new: float) -> None:
         """Gradients carry the loss scale `new` instead of `old`."""
@@ -56,6 +66,8 @@ class Memory:
             self.feedback.rescale(new / old)
         if self.transform is not None:
             self.transform.scale = new
+        if self.moments is not None:
+            self.moments.scale = new
 
     def state(self, names: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
         """Return copies of everything; empty parts before the first step."""
@@ -78,7 +90,7 @@ class Memory:
 
     def _planes(self) -> list[Any]:
         states = self.transform.planes if self.transform is not None else None
-        return [self.feedback, self.owner_feedback, states]
+        return [self.feedback, self.owner_feedback, states, self.moments.planes if self.moments is not None else None]
 
 
 def read_numbers(state: Mapping[str, Any]) -> tuple[int, float]:

@@ -20,7 +20,7 @@ def reshard(
     Where their number is the same it is the rank's own one. Otherwise, what the old ranks still owed the average, sum of
     residuals / their number, is what the new ones owe: each of them gets it whole. Owners' residuals, and states of an
     owner's transform, are joined and cut anew; where new ranks keep no owner's residuals theirs go to everyone. States of a
-    local transform become their mean. A single rank adds what it owes to its next gradients (`Feedback.pay`).
+    local transform become their mean, second moments are the same on all ranks. A single rank adds what it owes to its next gradients (`Feedback.pay`).
 
     Args:
         states: from `state_dict` of every rank of one run, at the same step, in any order.
@@ -64,7 +64,7 @@ def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
         raise ValueError(
             f"states of ranks {ranks}{of}; one of every rank of the old run is needed, and none of another run's files"
         )
-    for key in ("version", "codec", "strategy", "nodes", "world_size", "step", "loss_scale", "transform", "memory_order"):
+    for key in ("version", "codec", "strategy", "nodes", "world_size", "step", "loss_scale", "transform", "precondition", "memory_order"):
         found = {repr(state.get(key)) for state in old}
         if len(found) > 1:
             raise ValueError(f"these states are not of one run: {key} is {' and '.join(sorted(found))}")

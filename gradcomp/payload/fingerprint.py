@@ -1,6 +1,6 @@
 """The record by which ranks see, before the first byte of a bucket moves, that they all mean the same thing.
 
-Eighteen u64: numbers as they are, everything else as a 64-bit hash of its text. It is all-gathered for every new bucket
+Nineteen u64: numbers as they are, everything else as a 64-bit hash of its text. It is all-gathered for every new bucket
 layout; the first field that differs from rank 0's is named on every rank.
 """
 
@@ -18,6 +18,7 @@ FIELDS = (
     "codec",
     "codec_options",
     "transform",
+    "precondition",
     "exchange",
     "second_phase",
     "dtype",

@@ -335,3 +335,31 @@ def block_decode(codes: Bytes, scales: Floats, piece: Piece, bits: int) -> Float
     """Return the decoded values of one payload, `(numel,)` float32; average several with `float_average`."""
     steps = (unpack_bits(codes, piece.numel, bits) - BLOCK_ZEROS[bits]).astype(np.float32)
     return steps * scales[piece.group_of]
+
+
+# ---- units of second moments -----------------------------------------------------------------------------------------
+@np.errstate(all="ignore")
+def moment_units(moments: Floats, floor: float) -> Floats:
+    """Return the unit of every element of one tensor: the root of its second moment, with a floor.
+
+    sqrt(v) + floor * t, with t the larger of mean and standard deviation of sqrt(v) over the tensor; 1 throughout as long as
+    all v are 0.
+
+    Args:
+        moments: `(numel,)` float32, not negative.
+    """
+    roots = np.sqrt(moments)
+    t = typical(roots)
+    return roots + t * np.float32(floor) if t > 0 else np.ones_like(roots)
+
+
+def next_moments(moments: Floats, averages: Floats, beta: float) -> Floats:
+    """Return the second moments after averages: beta * v + (1 - beta) * g * g; as long as all v are 0, beta * v is t * t."""
+    before = moments * np.float32(beta) if moments.any() else typical(averages) ** 2
+    squares: Floats = averages * averages * np.float32(1.0 - beta) + before
+    return squares
+
+
+def typical(x: Floats) -> np.float32:
+    """Return min(max|x|, max(standard deviation, |mean|)) of one tensor."""
+    return group_scale(block_sums(x, Piece(len(x), max(1, len(x)))), len(x), 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcomp.codecs import Codec, Identity, OneBit, Ternary
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary
 
 PRESETS: dict[str, Callable[[str, nn.Parameter], bool]] = {  # what travels in fp32, as patterns of names and of shapes
     "none": lambda name, parameter: False,
@@ -48,11 +48,14 @@ METHODS: dict[str, Callable[[], Method]] = {
     "ternary": lambda: Method("ternary", Ternary()),
     "ternary-requantize": lambda: Method("ternary-requantize", Ternary(scale="own", second_phase="requantize")),
     "onebit": lambda: Method("onebit", OneBit()),
+    "block2": lambda: Method("block2", Block(2)),
+    "block4": lambda: Method("block4", Block(4)),
+    "block8": lambda: Method("block8", Block(8)),
 }
 
 
 def parse(text: str) -> Method:
-    """Return the method that the command line names: ``onebit``, ``onebit:exempt=ends``, ``onebit:start_step=100``.
+    """Return the method that the command line names: ``onebit``, ``onebit:exempt=ends,start_step=100``, ``block2:precondition``.
 
     Raises:
         ValueError: no such method, preset or option.
@@ -72,6 +75,8 @@ def parse(text: str) -> Method:
             options[key] = int(value)
         elif key == "exchange":
             options[key] = value
+        elif key == "precondition":
+            options[key] = True
         else:
-            raise ValueError(f"unknown option {key!r} of {name}: exempt, start_step, min_numel, exchange")
+            raise ValueError(f"unknown option {key!r} of {name}: exempt, start_step, min_numel, exchange, precondition")
     return Method(text, method.codec, method.dtype, exempt, options)

@@ -1,0 +1,80 @@
+"""A bucket in units of second moments (`gradcomp.memory.moments`): what is encoded instead of gradients, and the way back.
+
+Residuals stay in units of the gradient: (gradient + residual) / d is encoded, and what the codes leave out is multiplied by d.
+So residuals follow loss scales, checkpoints and other numbers of ranks as they always do, whatever becomes of d.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradcomp.exchange.sizing import BucketPlan
+from gradcomp.kernels import HOST
+from gradcomp.memory.moments import SecondMoments
+
+
+class Divided:
+    """One bucket layout's divisors and the memory for what is encoded.
+
+    Args:
+        plan: of the exchange.
+        moments: of the compressed tensors.
+        dtype: of the bucket.
+    """
+
+    def __init__(self, plan: BucketPlan, moments: SecondMoments, dtype: torch.dtype) -> None:
+        self._moments, self._slots = moments, plan.slots
+        self._d, self.values = torch.ones(plan.numel), torch.empty(plan.numel)
+        # where averages are decoded to, in units of moments: the bucket itself if it is fp32
+        self.averages = None if dtype == torch.float32 else torch.empty(plan.numel)
+        self._first = [(s.offset, s.residual, s.offset, s.numel) for s in plan.slots if s.compressed]
+        self._owned = []
+        if plan.scatters:
+            pieces = [p for p in plan.own_second.pieces if p.slot.compressed]
+            self._owned = [(p.data, p.residual, p.slot.offset + p.start - p.slot.start, p.numel) for p in pieces]
+
+    def divide(self, buffer: Tensor, residual: Tensor | None) -> Tensor:
+        """Return (buffer + residual) / d, ``(n,)`` float32; fp32 pieces are as they are."""
+        self._moments.divisors(self._slots, self._d)
+        self.values.copy_(buffer)
+        self._over(self.values, residual, self._first)
+        return self.values
+
+    def divide_owned(self, shard: Tensor, residual: Tensor | None) -> None:
+        """Turn the means that this rank owns, which are in units of moments, into mean + residual / d."""
+        if residual is None:
+            return
+        for at, kept, first, numel in self._owned:
+            shard[at : at + numel].add_(residual[kept : kept + numel] / self._d[first : first + numel])
+
+    def leave(self, residual: Tensor | None, *, owned: bool = False) -> None:
+        """Bring what the codes have left out, in `residual`, back to units of the gradient."""
+        if residual is None:
+            return
+        for _, kept, first, numel in self._owned if owned else self._first:
+            residual[kept : kept + numel].mul_(self._d[first : first + numel])
+
+    def multiply(self, buffer: Tensor) -> bool:
+        """Write averages in units of the gradient to the bucket and take them in; True: something is not finite."""
+        values = buffer if self.averages is None else self.averages
+        values.mul_(self._d)
+        if values is not buffer:
+            buffer.copy_(values)
+            values = buffer.float()
+        return not HOST.are_finite(values) or self.observe(values)
+
+    def observe(self, averages: Tensor) -> bool:
+        """Take in averages in units of the gradient; True: a moment is not finite."""
+        return self._moments.observe(self._slots, averages)
+
+    def commit(self) -> None:
+        """Make the moments that this step wrote current."""
+        self._moments.planes.commit(s.index for s in self._slots if s.compressed)
+
+    def _over(self, values: Tensor, residual: Tensor | None, spans: list[tuple[int, int, int, int]]) -> None:
+        for at, kept, first, numel in spans:
+            part = values[at : at + numel]
+            if residual is not None:
+                part.add_(residual[kept : kept + numel])
+            part.div_(self._d[first : first + numel])

@@ -1,0 +1,129 @@
+"""Preconditioning: gradients are encoded in units of the root of their second moment, which every rank knows.
+
+Codes of few bits have one scale for many elements, so an element whose gradients are small next to its group's gets noise as
+large as the group's. SGD averages that out; Adam divides by the root of the second moment and does not. What is encoded
+here is therefore g / d, with d the root of an exponential average of the squares of *decoded averages*: these are equal on
+every rank, so nothing has to be sent for it. Decoded averages are multiplied by d, so every optimizer sees gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp.kernels import HOST
+from gradcomp.memory.planes import Planes
+from gradcomp.payload.form import BLOCKS
+from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.pieces import Slot, whole_pieces
+
+
+@dataclass(frozen=True)
+class Precondition:
+    """How gradients are preconditioned; every rank needs the same.
+
+    Args:
+        beta: what a step keeps of the average of squares, as Adam's second beta.
+        floor: no element's unit is smaller than this part of its tensor's typical one: bounds how far gradients of elements
+            that rarely have one are magnified.
+
+    Raises:
+        ValueError: `beta` not in [0, 1), `floor` not in (0, 1].
+    """
+
+    beta: float = 0.95
+    floor: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("beta", -math.ulp(0.0), 1.0), ("floor", 0.0, 1.0 + 1e-9)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
+                bounds = "at least 0 and below 1" if name == "beta" else "above 0 and at most 1"
+                raise ValueError(f"{name} must be a number {bounds}, got {value!r}")
+
+
+def check_precondition(given: object) -> Precondition | None:
+    """Return what an option says: None for None and False, the defaults for True.
+
+    Raises:
+        TypeError: something else.
+    """
+    if given is None or given is False:
+        return None
+    if given is True:
+        return Precondition()
+    if not isinstance(given, Precondition):
+        raise TypeError(f"precondition must be True, False or a gradcomp.Precondition, got {type(given).__name__}")
+    return given
+
+
+class SecondMoments:
+    """Averages of squares of the decoded averages, the same on every rank.
+
+    Every operation is one correctly rounded operation an element, so that ranks on different processors agree bit for bit;
+    sums are those of the kernels, whose order is pinned.
+
+    Args:
+        options: see `Precondition`.
+        numels: elements of the compressed tensors, by position.
+
+    Attributes:
+        scale: loss scale of the values that `observe` is given.
+    """
+
+    def __init__(self, options: Precondition, numels: Mapping[int, int]) -> None:
+        self.options = options
+        self.planes = Planes(numels, "second moment")
+        self.scale = 1.0
+
+    def divisors(self, slots: Sequence[Slot], out: Tensor) -> None:
+        """Write the units of compressed tensors where they lie in a bucket: 1 before the first average is known.
+
+        The unit of an element with moment v is sqrt(v) + floor * t, with t the larger of the tensor's mean and standard deviation
+        of sqrt(v).
+
+        Args:
+            out: ``(n,)`` float32.
+        """
+        for slot in slots:
+            if slot.compressed and slot.numel:
+                d = out[slot.offset : slot.offset + slot.numel]
+                np.sqrt(self.planes.pair(slot.index)[0].numpy(), out=d.numpy())  # torch's is off by a bit on some machines
+                t = typical(d)
+                d.add_(t * np.float32(self.options.floor)) if t > 0 else d.fill_(1.0)
+
+    def observe(self, slots: Sequence[Slot], averages: Tensor) -> bool:
+        """Take in the averages of a bucket; to be committed. Returns True if a moment is not finite.
+
+        v becomes beta * v + (1 - beta) * g * g. A tensor's first moments are all t * t, with t the larger of mean and standard
+        deviation of its first averages that are not all 0: those of single elements are learnt from then on, since one decoded
+        average says little about the size of an element.
+
+        Args:
+            averages: ``(n,)`` of any floating dtype.
+        """
+        bad = False
+        for slot in slots:
+            if not (slot.compressed and slot.numel):
+                continue
+            old, new = self.planes.pair(slot.index)
+            g = averages[slot.offset : slot.offset + slot.numel].float()
+            g = g / self.scale if self.scale != 1.0 else g
+            torch.mul(g, g, out=new).mul_(1.0 - self.options.beta)
+            new.add_(old * self.options.beta if old.any() else typical(g) ** 2)
+            bad |= not HOST.are_finite(new)
+        return bad
+
+
+def typical(values: Tensor) -> Any:
+    """Return the larger of mean and standard deviation of ``(n,)`` float32, or the largest |value| if that is smaller."""
+    slot = Slot(0, values.numel(), values.numel(), True, 0)
+    layout, out = PayloadLayout(BLOCKS[8], whole_pieces([slot])), torch.empty(1)
+    HOST.scales(values, layout.packed, layout.groups, 1.0, HOST.scratch(layout.groups), out)
+    return np.float32(float(out[0]))

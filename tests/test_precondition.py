@@ -1,0 +1,311 @@
+"""Preconditioning: gradients encoded in units of their second moments; the formula, bad days, checkpoints, DDP."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from _expected import average
+from _ranks import run_local
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradcomp
+import gradcomp.ddp
+from gradcomp import Block, GradientAverager, Identity, OneBit, PeerMismatch, Precondition, Ternary
+from gradcomp.exchange.second import owners_feed_back
+from gradcomp.exchange.sizing import choose
+from gradcomp.onebit_sgd import AggregateAdagrad
+from gradcomp.optim import SplitAdamW
+from gradcomp.reference import codec as ref
+
+SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "rare": (30, 20)}
+MIN_NUMEL = 6
+CODECS = {
+    "block2": Block(2),
+    "block4": Block(4, group=100),
+    "onebit": OneBit(),
+    "ternary": Ternary(seed=3),
+    "ternary-own": Ternary(scale="own"),
+    "ternary-block4": Ternary(second_phase="block4"),
+    "identity": Identity(),
+}
+
+
+def parameters(dtype=torch.float32):
+    return {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
+
+
+def gradient(name, step, rank):
+    """Elements of a row differ by orders of magnitude, as Adam's do; most rows of "rare" have none."""
+    generator = torch.Generator().manual_seed(7919 * step + 31 * rank + len(name))
+    x = torch.randn(SHAPES[name], generator=generator)
+    x = x * 10.0 ** -(torch.arange(x.numel()) % 5).view_as(x)
+    return x * (torch.arange(30) % 7 == step % 7).float().unsqueeze(1) if name == "rare" else x
+
+
+def averages(comm, codec, steps, first=0, averager=None, scale=1.0, **options):
+    """Return what `average` has given for every step and parameter, and the averager."""
+    named = parameters()
+    options = {"precondition": True, "min_numel": MIN_NUMEL, **options}
+    if averager is None:
+        averager = GradientAverager(named.items(), codec, comm, **options)
+    named = {source.name: source.like for source in averager._engine.sources}
+    out = []
+    for step in range(first, first + steps):
+        for name, p in named.items():
+            p.grad = gradient(name, step, comm.rank) * scale
+        averager.average()
+        out.append({name: p.grad.clone() for name, p in named.items()})
+    return out, averager
+
+
+def expected(codec, world, steps, exchange="auto"):
+    """Return the same from the reference alone."""
+    strategy, options = choose(codec, world, exchange), Precondition()
+    out = [{} for _ in range(steps)]
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        n = int(np.prod(shape))
+        moments, owed, owners = np.zeros(n, np.float32), [np.zeros(n, np.float32)] * world, np.zeros(n, np.float32)
+        for step in range(steps):
+            grads = [gradient(name, step, k).numpy().ravel() for k in range(world)]
+            if n < MIN_NUMEL or codec.name == "identity":
+                out[step][name] = average(grads, Identity(), strategy)[0].reshape(shape)
+                continue
+            d = ref.moment_units(moments, options.floor)
+            mean, left, owner_left = average(
+                [(g + r) / d for g, r in zip(grads, owed)],
+                codec,
+                strategy,
+                step=step,
+                parameter=index,
+                shape=shape,
+                transform=(lambda m: m + owners / d) if owners_feed_back(strategy.second_phase, codec) else (lambda m: m),  # noqa: B023
+            )
+            if left is not None:
+                owed = [x * d for x in left]
+            if owner_left is not None:
+                owners = np.concatenate(owner_left) * d
+            mean = mean * d
+            moments = ref.next_moments(moments, mean, options.beta)
+            out[step][name] = mean.reshape(shape)
+    return out
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", CODECS)
+def test_averages_are_the_formulas(name, world, exchange):
+    codec = CODECS[name]
+    wanted = expected(codec, world, 5, exchange)
+    for got, _ in run_local(world, lambda comm: averages(comm, codec, 5, exchange=exchange)):
+        for step, averaged in enumerate(got):
+            for key, tensor in averaged.items():
+                assert tensor.numpy().tobytes() == wanted[step][key].tobytes(), (step, key)
+
+
+def test_small_elements_beside_large_ones_keep_their_direction():
+    """Every other element is a tenth of its neighbours: divided by the root of the second moment, as Adam does, these elements
+    are noise ten times over without units of their own."""
+    size = torch.where(torch.arange(500) % 2 == 0, 1.0, 0.1)
+
+    def cosine(comm, codec, precondition):
+        p = nn.Parameter(torch.zeros(20, 500))
+        averager = GradientAverager([("p", p)], codec, comm, precondition=precondition)
+        exact, sent = [], []
+        for step in range(150):
+            grads = [torch.randn(20, 500, generator=torch.Generator().manual_seed(2 * step + k)) * size for k in range(2)]
+            p.grad = grads[comm.rank].clone()
+            averager.average()
+            exact.append((grads[0] + grads[1]) / 2 / size)
+            sent.append(p.grad / size)
+        return float(torch.cosine_similarity(torch.stack(exact[100:]).flatten(), torch.stack(sent[100:]).flatten(), dim=0))
+
+    for codec, least, most in ((Block(2), 0.8, 0.4), (Ternary(scale="own", clip_sigma=None), 0.4, 0.3)):
+        plain, units = (run_local(2, lambda comm, c=codec, p=p: cosine(comm, c, p))[0] for p in (None, True))
+        assert units > least and plain < most, (codec, plain, units)
+
+
+@pytest.mark.parametrize("codec", [Block(2), OneBit()], ids=lambda c: c.name)
+def test_nothing_is_lost(codec):
+    """Averages so far and what is owed make up the exact averages so far, in units of gradients."""
+
+    def run(comm):
+        got, averager = averages(comm, codec, 30, exchange="reduce_scatter")
+        state = averager.state_dict()
+        return sum(g["v"].double() for g in got), state["residual"]["v"], state["owner_residual"]["v"]
+
+    ranks = run_local(2, run)
+    owed = sum(r[1].double() for r in ranks) / 2 + torch.cat([r[2] for r in ranks]).double()
+    exact = sum(gradient("v", step, k).double() for step in range(30) for k in range(2)) / 2
+    assert torch.allclose(ranks[0][0] + owed, exact, atol=1e-4)
+
+
+def test_a_bucket_with_nan_and_a_discarded_step_leave_no_trace():
+    def run(comm):
+        _, averager = averages(comm, Block(2), 3)
+        before = averager.state_dict()
+        for source in averager._engine.sources:
+            source.like.grad = torch.full(source.like.shape, float("nan") if comm.rank == 1 else 1.0)
+        averager.average()
+        after = averager.state_dict()
+        _, _ = averages(comm, Block(2), 1, first=4, averager=averager)
+        changed = averager.state_dict()
+        averager.discard_step()
+        return before, after, changed, averager.state_dict()
+
+    for before, after, changed, discarded in run_local(2, run):
+        for part in ("residual", "owner_residual", "second_moment"):
+            assert before[part].keys() == after[part].keys()
+            for name, tensor in before[part].items():
+                assert torch.equal(tensor, after[part][name]) and torch.equal(tensor, discarded[part][name])
+        assert not torch.equal(before["second_moment"]["w"], changed["second_moment"]["w"])
+
+
+def test_a_resumed_run_is_the_same_run():
+    def run(comm):
+        whole, _ = averages(comm, Block(2), 6)
+        _, averager = averages(comm, Block(2), 3)
+        state = averager.state_dict()
+        fresh = GradientAverager(parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL)
+        fresh.load_state_dict(state)
+        later, _ = averages(comm, Block(2), 3, first=3, averager=fresh)
+        return whole[3:], later
+
+    for whole, later in run_local(3, run):
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(whole, later, strict=True) for name in a)
+
+
+def test_moments_go_to_another_number_of_ranks():
+    states = run_local(4, lambda comm: averages(comm, Block(2), 3)[1].state_dict())
+
+    def run(comm):
+        fresh = GradientAverager(parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL)
+        fresh.load_state_dict(states)
+        return fresh.state_dict()["second_moment"]
+
+    for moments in run_local(2, run):
+        assert all(torch.equal(moments[name], tensor) for name, tensor in states[0]["second_moment"].items())
+
+
+def test_a_state_of_other_settings_is_refused():
+    def run(comm):
+        plain = averages(comm, Block(2), 2, precondition=None)[1].state_dict()
+        fresh = averages(comm, Block(2), 1)[1]
+        with pytest.raises(ValueError, match=r"precondition 'None', .*Precondition\(beta=0.95, floor=0.01\)"):
+            fresh.load_state_dict(plain)
+
+    run_local(2, run)
+
+
+def test_ranks_that_differ_are_told():
+    def run(comm):
+        with pytest.raises(PeerMismatch, match="precondition"):
+            averages(comm, Block(2), 1, precondition=comm.rank == 0)
+
+    run_local(2, run)
+
+
+class Scaler:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def get_scale(self):
+        return self.scale
+
+
+def test_moments_do_not_know_the_loss_scale():
+    def run(comm):
+        scaled, averager = averages(comm, Block(2), 4, scale=1024.0, grad_scaler=Scaler(1024.0))
+        plain, other = averages(comm, Block(2), 4)
+        return scaled, averager.state_dict(), plain, other.state_dict()
+
+    for scaled, state, plain, other in run_local(2, run):
+        assert all(torch.equal(a[name], 1024.0 * b[name]) for a, b in zip(scaled, plain, strict=True) for name in a)
+        assert all(torch.equal(t, state["second_moment"][name]) for name, t in other["second_moment"].items())
+
+
+def test_a_warm_start_takes_moments_in():
+    """Steps in fp32 are exact; the first packed one already has units."""
+
+    def run(comm):
+        got, averager = averages(comm, Block(2), 2, start_step=2)
+        return got, averager.state_dict()["second_moment"]["v"]
+
+    for got, moments in run_local(2, run):
+        wanted = np.zeros(1111, np.float32)
+        for step in range(2):
+            exact = ref.float_average([gradient("v", step, k).numpy() for k in range(2)])
+            assert got[step]["v"].numpy().tobytes() == exact.tobytes()
+            wanted = ref.next_moments(wanted, exact, 0.95)
+        assert moments.numpy().tobytes() == wanted.tobytes()
+
+
+def in_bfloat16(comm):
+    named = parameters(torch.bfloat16)
+    averager = GradientAverager(named.items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL)
+    out = []
+    for step in range(3):
+        for name, p in named.items():
+            p.grad = gradient(name, step, comm.rank).bfloat16()
+        averager.average()
+        out.append({name: p.grad.clone() for name, p in named.items()})
+    return out
+
+
+def test_gradients_of_bfloat16():
+    """Sums and units are fp32; the average is rounded once, at the end. So it differs from fp32 by inputs and that rounding."""
+    ranks = run_local(2, in_bfloat16)
+    exact = run_local(2, lambda comm: averages(comm, Block(2), 1)[0])[0]
+    for name in SHAPES:
+        assert torch.equal(ranks[0][2][name], ranks[1][2][name])
+        assert torch.allclose(ranks[0][0][name].float(), exact[0][name], rtol=0.02, atol=1e-3)
+
+
+def with_ddp(fused):
+    torch.manual_seed(0)
+    net = DDP(nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 10)).bfloat16())
+    optimizer = SplitAdamW(net.parameters(), lr=1e-3)
+    state = gradcomp.ddp.register(
+        net, Block(2), min_numel=100, precondition=True, optimizer=optimizer if fused else None
+    )
+    for step in range(4):
+        torch.manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        net(torch.randn(16, 40).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+    line = state.describe() if hasattr(state, "describe") else ""
+    state.check_replicas()
+    weights = b"".join(p.detach().view(torch.int16).numpy().tobytes() for p in net.parameters())
+    state.close()
+    return weights, line
+
+
+def test_ddp_with_and_without_an_optimizer_that_takes_packed_averages(gloo):
+    runs = {weights for fused in (True, False) for weights, _ in gloo(2, with_ddp, fused)}
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"precondition": "yes"}, TypeError, "precondition must be True, False or a gradcomp.Precondition, got str"),
+        ({"precondition": True, "exchange": "hierarchical"}, ValueError, "hierarchical"),
+        ({"precondition": True, "transform": AggregateAdagrad()}, ValueError, "AggregateAdagrad"),
+    ],
+)
+def test_options_that_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        gradcomp.Options(**options)
+
+
+@pytest.mark.parametrize("settings", [{"beta": 1.0}, {"beta": -0.1}, {"beta": "x"}, {"floor": 0.0}, {"floor": 1.5}])
+def test_settings_out_of_range(settings):
+    with pytest.raises(ValueError, match=str(next(iter(settings.values())))):
+        Precondition(**settings)
+
+
+def test_beta_may_be_zero_and_false_is_off():
+    assert Precondition(beta=0.0, floor=1.0) == copy.copy(Precondition(0, 1))
+    assert gradcomp.Options(precondition=False).precondition is None
