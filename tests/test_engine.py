@@ -60,7 +60,7 @@ def test_type_checkers_know_the_same_options():
 WRONG_OPTIONS = {
     "start_step": ({"start_step": -1}, ValueError, "start_step must be an integer of at least 0, got -1"),
     "min_numel": ({"min_numel": 2.5}, ValueError, "min_numel must be an integer of at least 0, got 2.5"),
-    "exclude": ({"exclude": 7}, ValueError, "exclude must be a sequence of names or patterns, got 7"),
+    "exclude": ({"exclude": 7}, ValueError, "exclude must be a sequence of names, patterns or functions, got 7"),
     "excluded": ({"exclude": ["a", 7]}, ValueError, r"exclude must be .*, got \['a', 7\]"),
     "exchange": ({"exchange": "ring"}, ValueError, "exchange must be one of .*'hierarchical'.*, got 'ring'"),
     "nodes": ({"nodes": [[0]]}, ValueError, "nodes= needs exchange='hierarchical', got exchange='auto'"),

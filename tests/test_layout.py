@@ -12,7 +12,7 @@ from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL
 from gradcomp.payload.form import FORMS, ONEBIT, PLAIN, TERNARY, lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.ownership import ByElements
-from gradcomp.payload.parameters import Parameter, assign_buckets
+from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.sizes import owned_nbytes
 
@@ -84,6 +84,42 @@ def test_sizes_over_ranks_are_those_of_layouts(form, world):
     slots = [Slot(p.index, p.numel, p.group_numel, p.compressed, 0) for p in parameters]
     layouts = [PayloadLayout(form, ByElements(world).pieces(slots, rank)) for rank in range(world)]
     assert owned_nbytes(parameters, form, ByElements(world)).tolist() == [layout.nbytes for layout in layouts]
+
+
+NAMES = {
+    "gpt2": ["wte.weight", "wpe.weight", "h.0.ln_1.weight", "h.0.attn.c_attn.weight", "h.0.mlp.c_fc.weight", "ln_f.bias", "lm_head.weight"],
+    "bert": ["embeddings.word_embeddings.weight", "encoder.layer.0.attention.output.LayerNorm.weight", "classifier.weight"],
+    "resnet": ["conv1.weight", "bn1.weight", "layer1.0.bn2.bias", "layer1.0.conv1.weight", "fc.weight"],
+    "llama": ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"],
+}  # fmt: skip
+KINDS_OF = {
+    "norm": {"h.0.ln_1.weight", "ln_f.bias", "encoder.layer.0.attention.output.LayerNorm.weight", "bn1.weight", "layer1.0.bn2.bias",
+             "model.layers.0.input_layernorm.weight", "model.norm.weight"},
+    "embedding": {"wte.weight", "wpe.weight", "embeddings.word_embeddings.weight", "model.embed_tokens.weight"},
+    "head": {"lm_head.weight", "classifier.weight", "fc.weight"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", KINDS_OF)
+def test_presets_know_what_libraries_call_their_layers(preset):
+    shapes = [(name, (64, 64)) for names in NAMES.values() for name in names]
+    found = describe_parameters(shapes, lambda shape: 64, None, (preset,))
+    assert {p.name for p in found if not p.compressed} == KINDS_OF[preset]
+
+
+def test_vectors_travel_as_fp32_unless_a_number_says_otherwise():
+    shapes = [("w", (64, 64)), ("small", (4, 4)), ("b", (5000,)), ("scalar", ())]
+    compressed = {n: [p.name for p in describe_parameters(shapes, lambda s: 64, n, ()) if p.compressed] for n in (None, 1000, 0)}
+    assert compressed == {None: ["w"], 1000: ["w", "b"], 0: ["w", "small", "b", "scalar"]}
+
+
+def test_functions_exempt_by_name_and_shape_and_entries_without_use_are_refused():
+    shapes = [("a.weight", (64, 64)), ("b.weight", (32, 64))]
+    found = describe_parameters(shapes, lambda s: 64, None, (lambda name, shape: shape[0] == 32,))
+    assert [p.compressed for p in found] == [True, False]
+    for entry in ("norm", "c.*", lambda name, shape: False):
+        with pytest.raises(ValueError, match="matches no parameter; names look like 'a.weight'"):
+            describe_parameters(shapes, lambda s: 64, None, (entry,))
 
 
 def test_every_form_has_a_number_and_a_name_of_its_own():

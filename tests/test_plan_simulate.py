@@ -13,8 +13,8 @@ from gradcomp.plan.links import format_seconds
 from gradcomp.plan.rates import STAGES, calibrate
 
 FAST = Link(math.inf)
-ONE = (("w", (1_000_000,)),)  # one bucket: 4 MB in fp32
-MANY = tuple((f"w{i}", (500_000,)) for i in range(12))
+ONE = (("w", (1000, 1000)),)  # one bucket: 4 MB in fp32
+MANY = tuple((f"w{i}", (500, 1000)) for i in range(12))
 RATES = Rates({
     m.name: {s: StageRate(1e-5, 1e-6, 1e-10, 1e-10) for s in ((*STAGES, "cast", "uncast"))} for m in METHODS
 })  # fmt: skip

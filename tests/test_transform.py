@@ -45,7 +45,7 @@ class Adagrad:
 def averages(comm, codec, steps, cap=25.0, transform=None, **options):
     """Return what `average` has given for every step and parameter, and the averager."""
     named = parameters()
-    averager = GradientAverager(named.items(), codec, comm, bucket_cap_mb=cap, transform=transform, **options)
+    averager = GradientAverager(named.items(), codec, comm, bucket_cap_mb=cap, transform=transform, **{"min_numel": 1024, **options})
     out = []
     for step in range(steps):
         for name, p in named.items():
@@ -97,7 +97,7 @@ def one_run(comm, codec):
     again, _ = averages(comm, codec, 3, cap=0.004, transform=AggregateAdagrad())
     assert all(torch.equal(a[n], b[n]) for a, b in zip(out, again, strict=True) for n in SHAPES), "buckets change bits"
     shapes = list(SHAPES.items())
-    sent = predict_bytes(codec, shapes, comm.world_size, rank=comm.rank, owner_transform=True).sent
+    sent = predict_bytes(codec, shapes, comm.world_size, rank=comm.rank, min_numel=1024, owner_transform=True).sent
     assert averager.stats.bytes_sent == 3 * sent
     return [{name: g.numpy() for name, g in step.items()} for step in out]
 
@@ -141,7 +141,7 @@ def test_local_adagrad_and_ternary_share_the_scale_of_what_is_encoded():
 
 def with_nan(comm, transform, codec, transactional):
     named = parameters()
-    averager = GradientAverager(named.items(), codec, comm, transform=transform, transactional=transactional)
+    averager = GradientAverager(named.items(), codec, comm, transform=transform, transactional=transactional, min_numel=1024)
     out = []
     for step in (0, -1, 1):
         for name, p in named.items():
@@ -265,7 +265,7 @@ def test_what_overflows_in_the_buckets_dtype_leaves_no_trace(world):
 
 def thrown_away(comm, transform):
     named = parameters()
-    averager = GradientAverager(named.items(), OneBit(), comm, transform=transform)
+    averager = GradientAverager(named.items(), OneBit(), comm, transform=transform, min_numel=1024)
     states = []
     for step in (0, 1, 1):
         for name, p in named.items():
@@ -296,7 +296,7 @@ def resumed(comm, codec, transform, tmp_path):
     torch.save(first.state_dict(), file)
     state = torch.load(file, weights_only=True)
     named = parameters()
-    second = GradientAverager(named.items(), codec, comm, transform=transform)
+    second = GradientAverager(named.items(), codec, comm, transform=transform, min_numel=1024)
     second.load_state_dict(state)
     for step in (2, 3):
         for name, p in named.items():
@@ -337,7 +337,7 @@ def test_states_that_do_not_fit_change_nothing():
 
 def same_on_every_rank(comm, states, steps, codec, transform):
     named = parameters()
-    averager = GradientAverager(named.items(), codec, comm, transform=transform)
+    averager = GradientAverager(named.items(), codec, comm, transform=transform, min_numel=1024)
     if states:
         averager.load_state_dict(states)
     out = []
@@ -371,7 +371,7 @@ def test_what_is_owed_is_owed_by_the_new_ranks(old, new):
         return averager.state_dict()
 
     def load(comm, states):
-        averager = GradientAverager(parameters().items(), OneBit(), comm)
+        averager = GradientAverager(parameters().items(), OneBit(), comm, min_numel=1024)
         averager.load_state_dict(states)
         return averager.state_dict()
 
@@ -407,7 +407,7 @@ def test_warm_start_leaves_everything_clean():
 
     def run(comm, start, steps):
         named = parameters()
-        averager = GradientAverager(named.items(), OneBit(), comm, transform=AggregateAdagrad(), start_step=start)
+        averager = GradientAverager(named.items(), OneBit(), comm, transform=AggregateAdagrad(), start_step=start, min_numel=1024)
         out = []
         for step in steps:
             for name, p in named.items():

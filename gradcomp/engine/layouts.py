@@ -69,7 +69,7 @@ class Layouts:
         shapes = [(source.name, storage_shape(like)) for source, like in zip(sources, likes, strict=True)]
         self.orders = {i: order for i, like in enumerate(likes) if (order := storage_order(like.shape, like.stride()))}
         self.shards = {i: source.shard for i, source in enumerate(sources)}
-        self.parameters = describe_parameters(shapes, codec.group_numel, options.min_numel, options.exclude)
+        self.parameters = describe_parameters(shapes, codec.group_numel, options.min_numel, options.exempts)
         warn_of_thin_groups(self.parameters, codec.form)
         self._plain = Identity()
         self.keeps_packed = False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 from gradcomp.exchange.sizing import EXCHANGES
 from gradcomp.memory.moments import Precondition, check_precondition
 from gradcomp.memory.transform import Transform, check_transform
+from gradcomp.payload.parameters import Exempts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,8 +25,8 @@ class Changes(TypedDict, total=False):
     """The fields of `Options` as keyword arguments, for type checkers."""
 
     start_step: int
-    min_numel: int
-    exclude: str | Sequence[str]
+    min_numel: int | None
+    exclude: Exempts | Sequence[Exempts]
     exchange: str
     nodes: Sequence[Sequence[int]] | None
     transform: Transform | None
@@ -41,8 +42,10 @@ class Options:
 
     Args:
         start_step: steps before this one are averaged in fp32 (a warm start).
-        min_numel: tensors with fewer elements travel as fp32.
-        exclude: parameter names or patterns (``"*.bias"``) that travel as fp32; one string or a sequence.
+        min_numel: tensors with fewer elements travel as fp32. None: those with fewer than 1024, and vectors (norms, biases) of
+            any size.
+        exclude: what else travels as fp32, one entry or a sequence: names, patterns (``"*.bias"``), "norm", "embedding", "head"
+            (by what libraries call such layers), functions of name and shape.
         exchange: "auto" (fewer bytes), "all_gather", "reduce_scatter", or "hierarchical": fp32 inside a node, compressed
             between nodes.
         nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal GRADCOMP_HOST_ID, or
@@ -64,8 +67,8 @@ class Options:
     """
 
     start_step: int = 0
-    min_numel: int = 1024
-    exclude: str | Sequence[str] = ()
+    min_numel: int | None = None
+    exclude: Exempts | Sequence[Exempts] = ()
     exchange: str = "auto"
     nodes: Sequence[Sequence[int]] | None = None
     transform: Transform | None = None
@@ -75,9 +78,11 @@ class Options:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "exclude", _names(self.exclude))
+        object.__setattr__(self, "exclude", _entries(self.exclude))
         for name in ("start_step", "min_numel"):
             value = getattr(self, name)
+            if value is None and name == "min_numel":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
@@ -124,6 +129,11 @@ class Options:
         return replace(options or cls(), **changes)
 
     @property
+    def exempts(self) -> tuple[Exempts, ...]:
+        """`exclude` as a tuple."""
+        return _entries(self.exclude)
+
+    @property
     def whole_steps(self) -> bool:
         """Whether residuals commit a whole step at a time."""
         return bool(self.transactional) or self.grad_scaler is not None
@@ -139,8 +149,8 @@ class Options:
             "transform": repr(self.transform) if self.transform is not None else 0,
             "precondition": repr(self.precondition) if self.precondition is not None else 0,
             "start_step": self.start_step,
-            "min_numel": self.min_numel,
-            "exclude": sorted(self.exclude),
+            "min_numel": "vectors" if self.min_numel is None else self.min_numel,
+            "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
             "transactional": int(self.whole_steps),
         }
 
@@ -155,9 +165,10 @@ def spell_out(function: _F) -> _F:
     return function
 
 
-def _names(exclude: object) -> tuple[str, ...]:
-    """Return an `exclude` argument, one name or a sequence of them, as a tuple."""
-    found = (exclude,) if isinstance(exclude, str) else tuple(exclude) if isinstance(exclude, Iterable) else (None,)
-    if not all(isinstance(name, str) for name in found):
-        raise ValueError(f"exclude must be a sequence of names or patterns, got {exclude!r}")
+def _entries(exclude: object) -> tuple[Exempts, ...]:
+    """Return an `exclude` argument, one entry or a sequence of them, as a tuple."""
+    one = isinstance(exclude, str) or callable(exclude)
+    found = (exclude,) if one else tuple(exclude) if isinstance(exclude, Iterable) else (None,)
+    if not all(isinstance(entry, str) or callable(entry) for entry in found):
+        raise ValueError(f"exclude must be a sequence of names, patterns or functions, got {exclude!r}")
     return found

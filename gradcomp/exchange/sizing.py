@@ -16,7 +16,7 @@ from gradcomp.comm.rounds import ring_bytes
 from gradcomp.exchange.second import second_phase
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.ownership import ByElements, Ownership
-from gradcomp.payload.parameters import assign_buckets, describe_parameters
+from gradcomp.payload.parameters import Exempts, assign_buckets, describe_parameters
 from gradcomp.payload.pieces import Slot, whole_pieces
 
 DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)  # DDP's default caps: a small first bucket starts the first exchange early
@@ -141,8 +141,8 @@ def predict_bytes(
     world_size: int,
     *,
     exchange: str = "auto",
-    min_numel: int = 1024,
-    exclude: Sequence[str] = (),
+    min_numel: int | None = None,
+    exclude: Sequence[Exempts] = (),
     bucket_cap_mb: float | None = None,
     rank: int = 0,
     dtype: torch.dtype = torch.float32,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,15 @@ import numpy as np
 
 from gradcomp.payload.form import Form
 
+MIN_NUMEL = 1024  # by default tensors with fewer elements, and vectors of any size, travel as fp32
+Exempts = str | Callable[[str, tuple[int, ...]], bool]  # a name, a pattern, a preset; or what tells by name and shape
+# What libraries call these layers, as a whole component of a parameter's name: norm1, ln_f, LayerNorm, bn2; wte, tok_embeddings,
+# position; lm_head, classifier, fc.
+PRESETS = {
+    "norm": re.compile(r"\w*norm\w*|ln|ln_\w+|bn\d*", re.IGNORECASE),
+    "embedding": re.compile(r"\w*embed\w*|w[tp]e|position\w*", re.IGNORECASE),
+    "head": re.compile(r"(\w+_)?head|classifier|fc", re.IGNORECASE),
+}
 THIN_GROUP_NUMEL = 16  # elements of a group under which a scale costs two bits a value or more
 
 
@@ -29,30 +39,41 @@ class Parameter:
 def describe_parameters(
     shapes: Iterable[tuple[str, tuple[int, ...]]],
     group_numel: Callable[[tuple[int, ...]], int],
-    min_numel: int,
-    exclude: Sequence[str],
+    min_numel: int | None,
+    exclude: Sequence[Exempts],
 ) -> list[Parameter]:
-    """Return how each parameter travels: compressed, or as fp32 if it is small or excluded.
+    """Return how each parameter travels: compressed, or as fp32 if it is small, a vector or excluded.
 
     Args:
         shapes: (name, shape) pairs in the order of ``named_parameters()``.
         group_numel: elements of a scale group of a parameter of some shape.
-        min_numel: smaller tensors travel as fp32.
-        exclude: names or shell patterns of tensors that travel as fp32.
+        min_numel: smaller tensors travel as fp32; None: those below `MIN_NUMEL`, and all vectors.
+        exclude: of tensors that travel as fp32: names, shell patterns, keys of `PRESETS`, functions of name and shape.
 
     Raises:
-        ValueError: an `exclude` entry that matches no name.
+        ValueError: an `exclude` entry that matches no parameter.
     """
-    out, unused = [], set(exclude)
+    out, unused = [], list(exclude)
+    least, vectors = (MIN_NUMEL, False) if min_numel is None else (min_numel, True)
     for index, (name, shape) in enumerate(shapes):
-        hits = {e for e in exclude if e == name or fnmatch.fnmatchcase(name, e)}
-        unused -= hits
+        hits = [e for e in exclude if _exempts(e, name, shape)]
+        unused = [e for e in unused if e not in hits]
         numel = int(np.prod(shape, dtype=np.int64))
-        out.append(Parameter(index, name, shape, numel, group_numel(shape), numel >= min_numel and not hits))
+        compressed = numel >= least and (vectors or len(shape) > 1) and not hits
+        out.append(Parameter(index, name, shape, numel, group_numel(shape), compressed))
     if unused:
         example = f"; names look like {out[0].name!r}" if out else ""
-        raise ValueError(f"exclude={min(unused)!r} matches no parameter name{example}")
+        raise ValueError(f"exclude={unused[0]!r} matches no parameter{example}")
     return out
+
+
+def _exempts(entry: Exempts, name: str, shape: tuple[int, ...]) -> bool:
+    if not isinstance(entry, str):
+        return bool(entry(name, shape))
+    preset = PRESETS.get(entry)
+    if preset is not None and any(preset.fullmatch(part) for part in name.split(".")):
+        return True
+    return entry == name or fnmatch.fnmatchcase(name, entry)
 
 
 def warn_of_thin_groups(parameters: Iterable[Parameter], form: Form) -> None:

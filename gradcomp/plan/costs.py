@@ -17,7 +17,7 @@ from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_round
 from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES
 from gradcomp.payload.ownership import ByElements
-from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
+from gradcomp.payload.parameters import Exempts, Parameter, assign_buckets, describe_parameters
 from gradcomp.payload.sizes import owned_nbytes, owner_starts
 
 FP32_NBYTES = 4
@@ -124,8 +124,8 @@ def plan_buckets(
     shapes: Sequence[tuple[str, tuple[int, ...]]],
     world_size: int,
     *,
-    min_numel: int = 1024,
-    exclude: Sequence[str] = (),
+    min_numel: int | None = None,
+    exclude: Sequence[Exempts] = (),
     bucket_cap_mb: float | None = None,
     rank: int = 0,
 ) -> list[Bucket]:
