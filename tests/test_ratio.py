@@ -64,7 +64,7 @@ def test_ratios_are_near_the_bits_of_the_design(rows):
             numel = total_numel(MODELS[row.model]())
             assert row.baseline_bytes >= math.ceil(7 / 8 * 8 * numel)
             extra = row.bytes_sent / (bits[row.scheme] * numel / 8)
-            assert 1.0 <= extra < 1.12, (row, extra)  # scales and headers cost a little, and never nothing
+            assert 1.0 <= extra < 1.15, (row, extra)  # scales, headers and vectors in fp32 cost a little, and never nothing
 
 
 @pytest.mark.parametrize(

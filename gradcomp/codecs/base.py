@@ -70,6 +70,7 @@ class Codec(ABC):
         whole_groups: a scale group must be encoded in one go.
         measures: scales are measured before codes are written.
         second_phase: of a reduce_scatter; None: exact where there is a `sum_form`, else requantize.
+        reach: values beyond so many scales of their group are clipped; None: nothing is.
         can_share_scale: there is a form of this codec with `shares_scale`.
     """
 
@@ -77,6 +78,7 @@ class Codec(ABC):
     can_share_scale: ClassVar[bool] = False
     measures: ClassVar[bool] = False
     second_phase: str | None = None
+    reach: float | None = None
     shares_scale: bool = False
     error_feedback: bool = False
     seed: int = 0

@@ -57,6 +57,7 @@ class Block(Codec):
             raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
         self.bits = bits
         self.form = BLOCKS[bits]
+        self.reach = {2: 2.0, 4: 7.5, 8: 127.5}[bits]  # half a step beyond the outermost level
         self.group = group
         self.error_feedback = bool(error_feedback)
         self.second_phase = second_phase

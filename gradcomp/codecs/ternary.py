@@ -54,6 +54,7 @@ class Ternary(ScaledCodec):
 
     form = TERNARY
     can_share_scale = True
+    reach = 1.0
 
     def __init__(
         self,

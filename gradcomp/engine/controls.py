@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from gradcomp.engine.step import Engine
+from gradcomp.exchange.quality import Quality
 from gradcomp.exchange.stats import Stats
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ class Controls:
     def stats(self) -> Stats:
         """Bytes and seconds so far."""
         return self._engine.stats
+
+    def quality(self) -> Quality:
+        """Return what codes have made of this rank's gradients at the latest sample: one every `Options.quality_every` steps."""
+        return self._engine.layouts.probe.report()
 
     @property
     def step(self) -> int:

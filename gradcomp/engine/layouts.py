@@ -15,6 +15,7 @@ from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Options
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.interface import Exchange
+from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.routes import Route, make_route
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.stats import Stats
@@ -49,6 +50,7 @@ class Layouts:
         shards: which part of a sharded tensor this rank holds, by position.
         route: over which communicators.
         memory: residuals and states of transforms, by position.
+        probe: samples what codes make of gradients.
         keeps_packed: leave averages packed in the exchanges where that is safe. To be set before the first bucket.
     """
 
@@ -72,6 +74,7 @@ class Layouts:
         self.parameters = describe_parameters(shapes, codec.group_numel, options.min_numel, options.exempts)
         warn_of_thin_groups(self.parameters, codec.form)
         self._plain = Identity()
+        self.probe = Probe(options.quality_every, self.names)
         self.keeps_packed = False
         self.take(comm)
         transform, numels = options.transform, {p.index: p.numel for p in self.parameters if p.index in self.trained}
@@ -124,6 +127,7 @@ class Layouts:
             owner_feedback=None if plain else memory.owner_feedback,
             transform=None if plain else memory.transform,
             moments=memory.moments,
+            probe=None if plain else self.probe,
             seed=codec.seed,
             timeout_s=self._timeout_s,
             keeps_packed=self.keeps_packed,

@@ -33,6 +33,7 @@ class Changes(TypedDict, total=False):
     precondition: Precondition | bool | None
     grad_scaler: Any
     transactional: bool | None
+    quality_every: int
     timeout_s: float | None
 
 
@@ -58,6 +59,7 @@ class Options:
             A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
         transactional: commit residuals only if no bucket of the step held NaN or Inf and every rank has ended the step (a round
             of 16 bytes); on by default with `grad_scaler`.
+        quality_every: steps from one sample for `quality()` to the next, on this rank; 0: none.
         timeout_s: seconds after which a silent peer is given up; by default the communicator's own, which is that of its process
             group over torch.distributed and 300 otherwise.
 
@@ -75,11 +77,12 @@ class Options:
     precondition: Precondition | bool | None = None
     grad_scaler: Any = None
     transactional: bool | None = None
+    quality_every: int = 100
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exclude", _entries(self.exclude))
-        for name in ("start_step", "min_numel"):
+        for name in ("start_step", "min_numel", "quality_every"):
             value = getattr(self, name)
             if value is None and name == "min_numel":
                 continue

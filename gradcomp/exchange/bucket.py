@@ -21,6 +21,7 @@ from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.errors import peers_answer
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.divided import Divided
+from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.receive import Inbox
 from gradcomp.exchange.second import Owned
 from gradcomp.exchange.send import Outbox
@@ -49,6 +50,7 @@ class BucketExchange:
         timeout_s: longest wait for a peer.
         keeps_packed: leave averages packed where none can overflow.
         transform: changes this rank's gradients, or the means that it owns.
+        probe: looks at what is encoded, now and then.
         moments: by whose roots values are divided before they are encoded; those of fp32 values are only taken in.
         device: of the bucket.
     """
@@ -68,6 +70,7 @@ class BucketExchange:
         keeps_packed: bool = False,
         transform: Transforming | None = None,
         moments: SecondMoments | None = None,
+        probe: Probe | None = None,
         device: torch.device = CPU,
     ) -> None:
         place = transform.transform.place if transform is not None else ""
@@ -76,6 +79,7 @@ class BucketExchange:
         self._spans = [(s.index, s.offset, s.numel) for s in plan.slots]
         self.averages: Averages | None = None
         self._keeps_packed = keeps_packed
+        self._probe = probe
         self.plan, self.comm, self.stats = plan, comm, stats
         self.feedback, self.owner_feedback = feedback, owner_feedback
         self._seed, self.timeout_s = seed, timeout_s
@@ -182,6 +186,12 @@ class BucketExchange:
             )
             if self._divided is not None:
                 self._divided.leave(residuals[1])
+            if self._probe is not None and self._probe.due(self._step) and not self._nonfinite:
+                units = self._divided.units if self._divided is not None else None
+                self._probe.take(
+                    self._kernels, plan.codec, plan.local, local, self._step,
+                    encoded=self._values, gradient=self._buffer, units=units, residual=residuals[1],
+                )  # fmt: skip
             self._outbox.seal(self._kernels, self._first_header)
         if plan.scatters:
             mine = [plan.send_nbytes[plan.rank]] * plan.world_size

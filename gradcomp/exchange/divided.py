@@ -21,12 +21,16 @@ class Divided:
         plan: of the exchange.
         moments: of the compressed tensors.
         dtype: of the bucket.
+
+    Attributes:
+        units: ``(n,)`` float32, in which elements are encoded at this step; 1 for what is not compressed.
+        values: ``(n,)`` float32: what is encoded.
+        averages: ``(n,)`` float32 for decoded averages in these units; None where the bucket itself serves.
     """
 
     def __init__(self, plan: BucketPlan, moments: SecondMoments, dtype: torch.dtype) -> None:
         self._moments, self._slots = moments, plan.slots
-        self._d, self.values = torch.ones(plan.numel), torch.empty(plan.numel)
-        # where averages are decoded to, in units of moments: the bucket itself if it is fp32
+        self.units, self.values = torch.ones(plan.numel), torch.empty(plan.numel)
         self.averages = None if dtype == torch.float32 else torch.empty(plan.numel)
         self._first = [(s.offset, s.residual, s.offset, s.numel) for s in plan.slots if s.compressed]
         self._owned = []
@@ -36,7 +40,7 @@ class Divided:
 
     def divide(self, buffer: Tensor, residual: Tensor | None) -> Tensor:
         """Return (buffer + residual) / d, ``(n,)`` float32; fp32 pieces are as they are."""
-        self._moments.divisors(self._slots, self._d)
+        self._moments.divisors(self._slots, self.units)
         self.values.copy_(buffer)
         self._over(self.values, residual, self._first)
         return self.values
@@ -46,19 +50,19 @@ class Divided:
         if residual is None:
             return
         for at, kept, first, numel in self._owned:
-            shard[at : at + numel].add_(residual[kept : kept + numel] / self._d[first : first + numel])
+            shard[at : at + numel].add_(residual[kept : kept + numel] / self.units[first : first + numel])
 
     def leave(self, residual: Tensor | None, *, owned: bool = False) -> None:
         """Bring what the codes have left out, in `residual`, back to units of the gradient."""
         if residual is None:
             return
         for _, kept, first, numel in self._owned if owned else self._first:
-            residual[kept : kept + numel].mul_(self._d[first : first + numel])
+            residual[kept : kept + numel].mul_(self.units[first : first + numel])
 
     def multiply(self, buffer: Tensor) -> bool:
         """Write averages in units of the gradient to the bucket and take them in; True: something is not finite."""
         values = buffer if self.averages is None else self.averages
-        values.mul_(self._d)
+        values.mul_(self.units)
         if values is not buffer:
             buffer.copy_(values)
             values = buffer.float()
@@ -77,4 +81,4 @@ class Divided:
             part = values[at : at + numel]
             if residual is not None:
                 part.add_(residual[kept : kept + numel])
-            part.div_(self._d[first : first + numel])
+            part.div_(self.units[first : first + numel])

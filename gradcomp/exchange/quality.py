@@ -1,0 +1,191 @@
+"""What codes make of gradients, measured while training: errors, directions, residuals, by parameter, every so many steps.
+
+A rank looks at its own gradients alone; nothing is sent and nothing waits. What is measured is what the exchange has: the
+gradient, what was encoded (gradient + residual, in units of moments where it is preconditioned), what its codes decode to.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp.codecs import Codec
+from gradcomp.kernels import Kernels
+from gradcomp.payload.form import HEADER_NBYTES
+from gradcomp.payload.layout import PayloadLayout
+
+GROWING = 4  # samples in a row in which residuals have grown, before that is called a divergence
+GROWTH = 1.2  # from one of them to the next
+LARGE = 10.0  # residual over gradient; below this nothing is called a divergence
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One parameter at one step, on this rank.
+
+    Attributes:
+        name: of the parameter.
+        step: of the sample.
+        numel: elements.
+        error: norm of what the codes leave out / norm of what is encoded.
+        cosine: between the decoded and the exact gradient; NaN where one of them is zero.
+        residual: norm of the new residual / norm of the gradient; 0 without error feedback, NaN for a gradient of zero.
+        clipped: share of values beyond the outermost level of their group; NaN for codecs that have none.
+    """
+
+    name: str
+    step: int
+    numel: int
+    error: float
+    cosine: float
+    residual: float
+    clipped: float
+
+
+class Quality:
+    """The latest sample of every compressed parameter.
+
+    Attributes:
+        rows: by name, in the order of ``named_parameters()``.
+    """
+
+    def __init__(self, rows: Mapping[str, Measured]) -> None:
+        self.rows = dict(rows)
+
+    def worst(self, count: int = 10) -> list[Measured]:
+        """Return the parameters whose decoded gradient points elsewhere most, worst first."""
+        known = [row for row in self.rows.values() if not math.isnan(row.cosine)]
+        return sorted(known, key=lambda row: (row.cosine, row.name))[:count]
+
+    def __str__(self) -> str:
+        """Return the ten worst as a table."""
+        found = self.worst()
+        if not found:
+            return "no sample yet: one is taken every `quality_every` steps"
+        wide = max(len(row.name) for row in found)
+        lines = [f"{'parameter':{wide}}  {'step':>6}  {'cosine':>7}  {'error':>7}  {'residual':>8}  {'clipped':>7}"]
+        for row in found:
+            numbers = f"{row.cosine:7.3f}  {row.error:7.3f}  {row.residual:8.2f}  {row.clipped:7.2%}"
+            lines.append(f"{row.name:{wide}}  {row.step:6}  {numbers}")
+        return "\n".join(lines)
+
+    def plot(self, file: str | Path) -> None:
+        """Draw the ten worst: cosine, error and residual (PNG, SVG or PDF, by the name).
+
+        Raises:
+            ImportError: matplotlib is not installed (``pip install gradcomp[bench]``).
+        """
+        from matplotlib.figure import Figure
+
+        found = self.worst()[::-1]
+        figure = Figure(figsize=(10, 1.5 + 0.3 * len(found)), layout="constrained")
+        titles = (("cosine", "cosine of decoded and exact"), ("error", "error / encoded"), ("residual", "residual / gradient"))
+        for number, (name, title) in enumerate(titles):
+            axes = figure.add_subplot(1, 3, number + 1)
+            axes.barh([row.name for row in found], [getattr(row, name) for row in found], color="#0072b2")
+            axes.set_title(title, fontsize=10)
+            axes.grid(axis="x", alpha=0.3)
+            axes.tick_params(labelleft=number == 0, labelsize=8)
+        figure.savefig(str(file), dpi=150)
+
+
+class Probe:
+    """Takes the samples of one model.
+
+    Args:
+        every: a sample at each step that is a multiple of it; 0: none.
+        names: of the parameters, by position.
+    """
+
+    def __init__(self, every: int, names: Mapping[int, str]) -> None:
+        self._every, self._names = every, names
+        self._rows: dict[int, Measured] = {}
+        self._growing: dict[int, int] = {}
+        self._warned: set[int] = set()
+        self._lock = threading.Lock()
+
+    def due(self, step: int) -> bool:
+        """Whether this step is to be sampled."""
+        return self._every > 0 and step % self._every == 0
+
+    def take(
+        self,
+        kernels: Kernels,
+        codec: Codec,
+        layout: PayloadLayout,
+        payload: Tensor,
+        step: int,
+        *,
+        encoded: Tensor,
+        gradient: Tensor,
+        units: Tensor | None,
+        residual: Tensor | None,
+    ) -> None:
+        """Measure one bucket that this rank has encoded.
+
+        Args:
+            layout, payload: of the whole bucket.
+            encoded: ``(n,)``, what was encoded but for residuals that the codec has added itself.
+            gradient: ``(n,)``.
+            units: ``(n,)``, by which decoded values are multiplied; None: 1.
+            residual: the plane after this step.
+        """
+        decoded, reach = torch.zeros(gradient.numel()), codec.reach
+        scales = payload[HEADER_NBYTES : HEADER_NBYTES + 4 * layout.scale_count].clone().view(torch.float32)
+        kernels.sum_decode(codec.payloads([payload], torch.float32), layout.packed, decoded)
+        sizes, first = torch.from_numpy(layout.group_numels.astype(np.int64)), 0
+        for piece in layout.pieces:
+            if not (piece.slot.compressed and piece.numel):
+                continue
+            at, groups = slice(piece.data, piece.data + piece.numel), slice(first, first + piece.group_count)
+            first = groups.stop
+            left = residual[piece.residual : piece.residual + piece.numel] if residual is not None else None
+            unit = units[at] if units is not None else None
+            measured = _measure(gradient[at].float(), encoded[at].float(), decoded[at], unit, left)
+            clipped = math.nan
+            if reach is not None:  # such codecs have one scale a group
+                limits = (scales[groups] * reach).repeat_interleave(sizes[groups])
+                clipped = float((measured["x"].abs() > limits).float().mean())
+            self._enter(piece.slot.index, step, piece.numel, measured, clipped)
+
+    def report(self) -> Quality:
+        """Return the latest samples."""
+        with self._lock:
+            return Quality({self._names[index]: self._rows[index] for index in sorted(self._rows)})
+
+    def _enter(self, index: int, step: int, numel: int, m: dict[str, Any], clipped: float) -> None:
+        row = Measured(self._names[index], step, numel, m["error"], m["cosine"], m["residual"], clipped)
+        with self._lock:
+            before = self._rows.get(index)
+            self._rows[index] = row
+            grows = before is not None and row.residual > GROWTH * before.residual
+            self._growing[index] = self._growing.get(index, 0) + 1 if grows else 0
+            if self._growing[index] < GROWING or row.residual < LARGE or index in self._warned:
+                return
+            self._warned.add(index)
+        logging.getLogger("gradcomp").warning(
+            "residuals of parameter %r grow without bound: %.1f times its gradient at step %d, more in each of the last %d samples. "
+            "Its codes cannot carry its gradients: a smaller group=, more bits, or exclude=%r",
+            row.name, row.residual, step, GROWING, row.name,
+        )  # fmt: skip
+
+
+def _measure(g: Tensor, encoded: Tensor, q: Tensor, unit: Tensor | None, left: Tensor | None) -> dict[str, Any]:
+    size, missing = float(g.norm()), 0.0
+    if left is not None:
+        missing = float(left.norm()) / size if size > 0 else math.nan
+    x = q + left if left is not None and unit is None else encoded  # residuals that the codec has added itself
+    whole, error = float(x.norm()), float((x - q).norm())
+    decoded = q if unit is None else q * unit
+    other = float(decoded.norm())
+    cosine = float(torch.dot(decoded, g)) / (size * other) if size > 0 and other > 0 else math.nan
+    return {"x": x, "error": error / whole if whole > 0 else 0.0, "cosine": cosine, "residual": missing}
