@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from gradcomp.optim import SplitLAMB
+
 Factory = Callable[[nn.Module, float], list[torch.optim.Optimizer]]
 
 
@@ -27,6 +29,11 @@ def sgd(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 def adamw(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Betas 0.9 and 0.95, weight decay 0.1."""
     return [torch.optim.AdamW(_decayed(model, 0.1), lr=lr, betas=(0.9, 0.95))]
+
+
+def lamb(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """This library's, on fp32 weights: torch has none. Betas 0.9 and 0.95, weight decay 0.1."""
+    return [SplitLAMB(_decayed(model, 0.1), lr=lr, betas=(0.9, 0.95))]
 
 
 def adagrad(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
@@ -52,4 +59,4 @@ def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     ]
 
 
-OPTIMIZERS: dict[str, Factory] = {"sgd": sgd, "adamw": adamw, "adagrad": adagrad, "muon": muon}
+OPTIMIZERS: dict[str, Factory] = {"sgd": sgd, "adamw": adamw, "lamb": lamb, "adagrad": adagrad, "muon": muon}

@@ -168,7 +168,7 @@ def _gpt(folder: Path, small: bool) -> Workload:
         raise FileNotFoundError(
             f"--data {folder}: no prose.txt or prose.txt.gz there: any English text of 5 MB or more"
         )
-    rates = {"adamw": 2e-3, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
+    rates = {"adamw": 2e-3, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
     if small:
         return Text("gpt-1m", file, Settings(2000, 4, 1.0, 0.05, rates), width=128, layers=4, heads=4)
     rates |= {"adamw": 1e-3}
@@ -177,7 +177,7 @@ def _gpt(folder: Path, small: bool) -> Workload:
 
 def _lenet(folder: Path) -> Workload:
     found = images.load(folder / "fashion-mnist")
-    settings = Settings(1000, 32, None, 0.0, {"sgd": 0.02, "adamw": 1e-3, "adagrad": 1e-2, "muon": 1e-2})
+    settings = Settings(1000, 32, None, 0.0, {"sgd": 0.02, "adamw": 1e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 1e-2})
     train, test = (found.train_images, found.train_labels), (found.test_images, found.test_labels)
     return Images("lenet", settings, LeNet, train, test, flips=False)
 
@@ -186,7 +186,7 @@ def _resnet(folder: Path) -> Workload:
     file = folder / "cifar10_jpeg.npz"
     if not file.exists():
         raise FileNotFoundError(f"--data {folder}: no cifar10_jpeg.npz there")
-    settings = Settings(2000, 32, None, 0.05, {"sgd": 0.1, "adamw": 2e-3, "adagrad": 1e-2, "muon": 2e-2})
+    settings = Settings(2000, 32, None, 0.05, {"sgd": 0.1, "adamw": 2e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 2e-2})
     with np.load(file) as stored:
         train, test = (_jpegs(stored, part) for part in ("train", "test"))
     mean, deviation = train[0].mean((0, 2, 3), keepdim=True), train[0].std((0, 2, 3), keepdim=True)
