@@ -199,6 +199,22 @@ def test_a_state_of_other_settings_is_refused():
     run_local(2, run)
 
 
+def test_moments_that_differ_are_found():
+    """Units come from moments: ranks with other ones would decode the same payloads to other averages."""
+
+    def run(comm):
+        _, averager = averages(comm, Block(2), 2)
+        averager.check_replicas()
+        state = averager.state_dict()
+        if comm.rank == 1:
+            state["second_moment"]["v"][3] *= 2
+        averager.load_state_dict(state)
+        with pytest.raises(PeerMismatch, match="second moment of v"):
+            averager.check_replicas()
+
+    run_local(2, run)
+
+
 def test_ranks_that_differ_are_told():
     def run(comm):
         with pytest.raises(PeerMismatch, match="precondition"):

@@ -237,14 +237,17 @@ class Engine:
         return state.accept(self.layouts, given)
 
     def check_replicas(self) -> None:
-        """Compare a hash of all `named` tensors, and of `replicated`, over the ranks.
+        """Compare a hash of all `named` tensors, of `replicated` and of second moments, over the ranks.
 
         Raises:
-            PeerMismatch: field "parameter <name>" and the first rank whose bits differ from rank 0's.
+            PeerMismatch: field "parameter <name>" or "second moment of <name>" and the first rank whose bits differ from rank 0's.
             PeerLost: a rank did not answer.
         """
         self.pipeline.wait()
         named = [(f"parameter {source.name}", source.like) for source in self.sources] + self.replicated()
+        if self.memory.moments is not None:
+            moments = self.memory.moments.planes.state(self.layouts.names)
+            named += [(f"second moment of {name}", tensor) for name, tensor in moments.items()]
         mine = replicas.digests(t for _, t in named)
         everyone = gather(self.comm, mine, "check_replicas", -1, self.timeout_s, called="check_replicas()")
         replicas.compare([name for name, _ in named], everyone)
