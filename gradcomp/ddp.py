@@ -17,6 +17,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
+from gradcomp.engine.advice import warning_of
 from gradcomp.engine.buckets import Gradient, poison
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
@@ -114,6 +115,9 @@ class CompressionState(Controls):
         ]
         if own_comm.rank == 0:
             logger.info(self.describe())
+            lossy = warning_of(self._engine.codec, options, optimizer)
+            if lossy is not None and own_comm.world_size > 1:
+                logger.warning(lossy)
 
     def _fuse(self, optimizer: Any, *, has_scaler: bool) -> FusedGradients | None:
         """Have a split optimizer take its gradients from payloads, where it can; its state must be alike on all ranks."""

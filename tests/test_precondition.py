@@ -1,6 +1,8 @@
 """Preconditioning: gradients encoded in units of their second moments; the formula, bad days, checkpoints, DDP."""
 
 import copy
+import logging
+import re
 
 import numpy as np
 import pytest
@@ -301,6 +303,40 @@ def with_ddp(fused):
 def test_ddp_with_and_without_an_optimizer_that_takes_packed_averages(gloo):
     runs = {weights for fused in (True, False) for weights, _ in gloo(2, with_ddp, fused)}
     assert len(runs) == 1
+
+
+def what_register_says(codec, kind, options):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log = logging.getLogger("gradcomp")
+    log.addHandler(handler)
+    try:
+        net = DDP(nn.Linear(64, 64))
+        optimizer = kind(net.parameters(), lr=0.1) if kind is not None else None
+        gradcomp.ddp.register(net, codec, optimizer=optimizer, **options).close()
+    finally:
+        log.removeHandler(handler)
+    return [text for text in said if "a byte GPT lost" in text]
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "options", "says"),
+    [
+        ("onebit", torch.optim.AdamW, {}, "0.41 nats.* precondition=True and start_step="),
+        ("onebit", torch.optim.NAdam, {"start_step": 10}, "precondition=True keeps"),
+        ("block2", SplitAdamW, {}, r"Block\(bits=2.*under SplitAdamW.* 0.09 nats"),
+        ("block2", torch.optim.Adam, {"precondition": True}, None),
+        ("block4", torch.optim.Adam, {}, None),
+        ("onebit", torch.optim.SGD, {}, None),
+        ("onebit", None, {}, None),
+    ],
+)
+def test_a_codec_that_is_known_to_lose_says_so(gloo, codec, kind, options, says):
+    first, second = gloo(2, what_register_says, codec, kind, options)
+    assert second == []  # rank 0 speaks for all
+    assert len(first) == (says is not None)
+    assert says is None or re.search(says, first[0]), first
 
 
 @pytest.mark.parametrize(
