@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,12 @@ class SecondMoments:
 
 def typical(values: Tensor) -> Any:
     """Return the larger of mean and standard deviation of ``(n,)`` float32, or the largest |value| if that is smaller."""
-    slot = Slot(0, values.numel(), values.numel(), True, 0)
-    layout, out = PayloadLayout(BLOCKS[8], whole_pieces([slot])), torch.empty(1)
+    layout, out = _one_group(values.numel()), torch.empty(1)
     HOST.scales(values, layout.packed, layout.groups, 1.0, HOST.scratch(layout.groups), out)
     return np.float32(float(out[0]))
+
+
+@lru_cache(maxsize=256)
+def _one_group(numel: int) -> PayloadLayout:
+    """Return the layout of a tensor that is one group; making its tables takes longer than a small tensor's sums."""
+    return PayloadLayout(BLOCKS[8], whole_pieces([Slot(0, numel, numel, True, 0)]))
