@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from gradcomp.codecs.base import Codec
-from gradcomp.codecs.checks import check_group, check_second_phase, resolve_group
+from gradcomp.codecs.feedback import FeedbackCodec
 from gradcomp.kernels import HOST, Kernels, Payloads, Residuals
 from gradcomp.payload.form import BLOCKS, HEADER_NBYTES
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey
 
 
-class Block(Codec):
+class Block(FeedbackCodec):
     """Evenly spaced levels with error feedback: 2, 4 or 8 bits a value plus one fp32 scale a group.
 
     Args:
@@ -37,8 +37,6 @@ class Block(Codec):
         ValueError: an option out of its range; "exact", which needs a shared scale.
     """
 
-    whole_groups = True
-
     def __init__(
         self,
         bits: int = 4,
@@ -49,18 +47,10 @@ class Block(Codec):
     ) -> None:
         if isinstance(bits, bool) or bits not in BLOCKS:
             raise ValueError(f"bits must be one of {sorted(BLOCKS)}, got {bits!r}")
-        check_group(group, ("row", "tensor"))
-        check_second_phase(second_phase)
-        if second_phase == "exact":
-            raise ValueError('second_phase="exact" needs integer sums; blocks have a scale a rank and group')
-        if error_feedback not in (True, False):
-            raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
+        super().__init__(group, error_feedback, second_phase)
         self.bits = bits
         self.form = BLOCKS[bits]
         self.reach = {2: 2.0, 4: 7.5, 8: 127.5}[bits]  # half a step beyond the outermost level
-        self.group = group
-        self.error_feedback = bool(error_feedback)
-        self.second_phase = second_phase
 
     def of_groups(
         self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
@@ -68,15 +58,7 @@ class Block(Codec):
         return type(self)(self.bits, group=group_numel, error_feedback=error_feedback)
 
     def options(self) -> dict[str, object]:
-        return {
-            "bits": self.bits,
-            "group": self.group,
-            "error_feedback": self.error_feedback,
-            "second_phase": self.second_phase,
-        }
-
-    def group_numel(self, shape: tuple[int, ...]) -> int:
-        return resolve_group(self.group, shape)
+        return {"bits": self.bits, **super().options()}
 
     def encode_packed(
         self,

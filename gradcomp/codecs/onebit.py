@@ -12,14 +12,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradcomp.codecs.base import Codec
-from gradcomp.codecs.checks import check_group, check_second_phase, resolve_group
+from gradcomp.codecs.feedback import FeedbackCodec
 from gradcomp.kernels import Kernels, Residuals
 from gradcomp.payload.form import ONEBIT
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import RngKey
 
 
-class OneBit(Codec):
+class OneBit(FeedbackCodec):
     """1-bit SGD: one bit a value plus two fp32 means a group.
 
     Args:
@@ -37,7 +37,6 @@ class OneBit(Codec):
     """
 
     form = ONEBIT
-    whole_groups = True
 
     def __init__(
         self,
@@ -47,19 +46,11 @@ class OneBit(Codec):
         second_phase: str | None = None,
         values: str = "means",
     ) -> None:
-        check_group(group, ("row", "tensor"))
-        check_second_phase(second_phase)
-        if second_phase == "exact":
-            raise ValueError('second_phase="exact" needs integer sums; 1-bit codes have two means a rank and group')
-        if error_feedback not in (True, False):
-            raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
+        super().__init__(group, error_feedback, second_phase)
         if values not in ("means", "sign"):
             raise ValueError(f'values must be "means" or "sign", got {values!r}')
         self.values = values
         self._means = (-1.0, 1.0) if values == "sign" else None
-        self.group = group
-        self.error_feedback = bool(error_feedback)
-        self.second_phase = second_phase
 
     def of_groups(
         self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
@@ -67,15 +58,8 @@ class OneBit(Codec):
         return type(self)(group=group_numel, error_feedback=error_feedback)
 
     def options(self) -> dict[str, object]:
-        options: dict[str, object] = {
-            "group": self.group,
-            "error_feedback": self.error_feedback,
-            "second_phase": self.second_phase,
-        }
+        options = super().options()
         return options if self.values == "means" else {**options, "values": self.values}
-
-    def group_numel(self, shape: tuple[int, ...]) -> int:
-        return resolve_group(self.group, shape)
 
     def encode_packed(
         self,
