@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from gradcomp.codecs import Codec
@@ -19,6 +20,7 @@ from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError
+from gradcomp.memory.momentum import Momentum
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,6 +44,7 @@ class GradientAverager(Controls):
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         options: see `gradcomp.Options`.
+        optimizer: the optimizer of these parameters; one whose momentum travels (`gradcomp.optim.OneBitAdam`) needs to be given.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
         changes: fields of `gradcomp.Options` to set.
 
@@ -57,6 +60,7 @@ class GradientAverager(Controls):
         comm: Communicator | None = None,
         options: Options | None = None,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         bucket_cap_mb: float = 25.0,
         **changes: Unpack[Changes],
     ) -> None:
@@ -65,7 +69,7 @@ class GradientAverager(Controls):
         self._named = _pairs(named_parameters)
         self._newcomers = Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
         self._sources = [Gradient(name, p) for name, p in self._named]
-        options = Options.of(options, **changes)
+        options = Options.of(options, **changes).under(optimizer)
         self._scaled = options.grad_scaler is not None
         own_comm = comm if comm is not None else torch_communicator(options.timeout_s)
         self._given = own_comm
@@ -119,6 +123,11 @@ class GradientAverager(Controls):
                 nothing is changed then.
             After any other error every ``p.grad`` is NaN.
         """
+        if isinstance(self._engine.options.transform, Momentum):
+            raise GradcompError(
+                f"rotate() hands back averages one step late, and {self._engine.options.transform!r} sends what the momentum "
+                "becomes in this one: call average()"
+            )
         if self._scaled:
             raise GradcompError("rotate() hands back gradients of an earlier loss scale: make the averager without one")
         with self._poisoned_on_failure():

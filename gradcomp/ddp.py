@@ -88,7 +88,7 @@ class CompressionState(Controls):
         taken = torch_private.taken_hook(model)
         if taken:
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
-        options = Options.of(options, **changes)
+        options = Options.of(options, **changes).under(optimizer)
         named = list(model.module.named_parameters())
         self._known = {id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)}
         self._places: set[Members] = set()  # bucket layouts that have been looked at

@@ -52,6 +52,7 @@ class Layouts:
         memory: residuals and states of transforms, by position.
         probe: samples what codes make of gradients.
         keeps_packed: leave averages packed in the exchanges where that is safe. To be set before the first bucket.
+        compressed: whether any bucket has been.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class Layouts:
         warn_of_thin_groups(self.parameters, codec.form)
         self._plain = Identity()
         self.probe = Probe(options.quality_every, self.names)
-        self.keeps_packed = False
+        self.keeps_packed = self.compressed = False
         self.take(comm)
-        transform, numels = options.transform, {p.index: p.numel for p in self.parameters if p.index in self.trained}
+        tensors = {index: likes[index] for index in sorted(self.trained)}
         try:
-            states = keep_states(transform, numels, self.route.owner_numel)
+            states = keep_states(options.transform, tensors, self.route.owner_numel)
             self.memory = Memory(*self._make_feedback(), states, self._make_moments())
         except BaseException:
             self.route.close()
@@ -108,7 +109,8 @@ class Layouts:
             GradcompError: a tensor that was not trained when this was made.
             ValueError: a bucket of another size than its tensors.
         """
-        plain = step < self.options.start_step
+        plain = self.options.is_plain(step)
+        self.compressed |= not plain
         kind = (members, buffer.dtype, plain)
         if kind in self._exchanges:
             return self._exchanges[kind], None

@@ -131,10 +131,31 @@ class Options:
             raise TypeError(f"there is no option {name!r}; did you mean {near!r}? (all: {', '.join(known)})")
         return replace(options or cls(), **changes)
 
+    def under(self, optimizer: Any) -> Options:
+        """Return the options under an optimizer: one whose momentum travels (`gradcomp.optim.OneBitAdam`) brings its transform.
+
+        Raises:
+            ValueError: a `transform` or a `start_step` beside it.
+        """
+        own = getattr(optimizer, "transform", None)
+        if not isinstance(own, Transform) or own is self.transform:
+            return self
+        for name, value in (("transform", self.transform), ("start_step", self.start_step)):
+            if value:
+                raise ValueError(
+                    f"{name}={value!r} does not go with {type(optimizer).__name__}, which changes gradients on their way and "
+                    "has a warm-up of its own"
+                )
+        return replace(self, transform=own)
+
     @property
     def exempts(self) -> tuple[Exempts, ...]:
         """`exclude` as a tuple."""
         return _entries(self.exclude)
+
+    def is_plain(self, step: int) -> bool:
+        """Whether the gradients of this exchange are averaged in fp32."""
+        return step < self.start_step or (self.transform is not None and self.transform.pauses(step))
 
     @property
     def whole_steps(self) -> bool:

@@ -6,6 +6,7 @@ the step, and only when every bucket of it ended well.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ from gradcomp.exchange.pipeline import Pipeline, Task
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.parts import STEPS, read_numbers
 from gradcomp.payload import fingerprint, wire
+
+logger = logging.getLogger("gradcomp")
 
 
 class Engine:
@@ -263,6 +266,11 @@ class Engine:
 
     def close(self, *, keep_comm: bool = False) -> None:
         """Stop the threads and give the communicator back, unless it is kept. Closing twice is harmless."""
+        if self.step and not self.layouts.compressed and self.comm.world_size > 1 and self.comm.rank == 0:
+            logger.warning(
+                "nothing was compressed: %s exchanges, and all of them belong to the warm start (start_step=%s, %s)",
+                self.step, self.options.start_step, self.options.transform,
+            )  # fmt: skip
         if self.pipeline.error is not None or self._open:
             self.layouts.route.abort()  # collectives may be under way that no peer will answer
         self.pipeline.close()

@@ -42,6 +42,7 @@ class Memory:
         if self.feedback is not None:
             self.feedback.begin_step()
         if self.transform is not None:
+            self.transform.transform.begin_step()
             self.transform.planes.begin_step()
         if self.moments is not None:
             self.moments.planes.begin_step()

@@ -43,6 +43,22 @@ class Transform(ABC):
             new: ``(n,)`` float32: states after.
         """
 
+    def begin_step(self) -> None:
+        """An exchange begins."""
+
+    def pauses(self, step: int) -> bool:
+        """Whether the gradients of this exchange are averaged in fp32 and nothing is done to them; the same on every rank."""
+        return False
+
+    def keep(self, numels: Mapping[int, int], tensors: Mapping[int, Tensor]) -> Transforming:
+        """Return this transform with states for parameters, by position.
+
+        Args:
+            numels: elements whose state this rank keeps.
+            tensors: the parameters themselves.
+        """
+        return Transforming(self, numels)
+
     def options(self) -> Mapping[str, object]:
         """Return what must be the same on every rank."""
         return {}
@@ -120,10 +136,10 @@ def check_transform(transform: object) -> Transform | None:
 
 
 def keep_states(
-    transform: Transform | None, numels: Mapping[int, int], share: Callable[[int], int]
+    transform: Transform | None, tensors: Mapping[int, Tensor], share: Callable[[int], int]
 ) -> Transforming | None:
-    """Return a transform with states for tensors of these sizes, of which this rank owns `share` (of each size)."""
+    """Return a transform with states for these tensors, of which this rank owns `share` (of each number of elements)."""
     if transform is None:
         return None
     local = transform.place == "local"
-    return Transforming(transform, {i: n if local else share(n) for i, n in numels.items()})
+    return transform.keep({i: t.numel() if local else share(t.numel()) for i, t in tensors.items()}, tensors)

@@ -12,6 +12,8 @@ from gradcomp.optim.base import SplitOptimizer
 from gradcomp.optim.entries import Entry, make_rules, run_rules
 from gradcomp.optim.options import check_betas, check_number, number
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def adam_numbers(group: dict[str, Any]) -> dict[str, float]:
     """Return what the running means of a gradient and of its square are made with."""
@@ -35,7 +37,7 @@ class SplitAdamW(SplitOptimizer):
         UnsupportedTensor: parameters of another dtype.
     """
 
-    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    moments: ClassVar[tuple[str, ...]] = MOMENTS
 
     def __init__(
         self,
@@ -56,7 +58,9 @@ class SplitAdamW(SplitOptimizer):
         check_betas(group["betas"])
 
     def run(self, entries: Sequence[Entry]) -> None:
-        run_rules(entries, make_rules(Kind.ADAMW, entries, self._numbers), self.moments)
+        rules = make_rules(Kind.ADAMW, entries, self._numbers)
+        self.amend(entries, rules)
+        run_rules(entries, rules, MOMENTS)
 
     def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
         lr, (beta1, beta2) = number(group["lr"]), (number(b) for b in group["betas"])

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gradcomp.errors import GradcompError, UnsupportedTensor
@@ -21,19 +22,17 @@ from gradcomp.optim.entries import GRADIENT_DTYPES, PLACEHOLDER, Entry, PackedGr
 from gradcomp.optim.sparse import check_sparse, run_sparse
 from gradcomp.optim.split import (
     SplitParameters,
-    _split,
     adopt,
     check_free,
     check_parameter,
     check_rounding,
-    join,
     new_state,
     new_trail,
-    wait,
     waiting_rounding,
     waiting_trail,
 )
 from gradcomp.optim.tracking import Tracking
+from gradcomp.optim.trails import TrailKeeper
 
 LOADED = "it was not loaded from the checkpoint that the optimizer was loaded from"
 
@@ -47,7 +46,7 @@ def _prepare_steps() -> None:
         _steps.append(torch.compiler.disable(SplitOptimizer._take_step))  # type: ignore[no-untyped-call]
 
 
-class SplitOptimizer(torch.optim.Optimizer):
+class SplitOptimizer(TrailKeeper):
     """Base of the split optimizers; not to be used itself.
 
     bf16 parameters are tops whose trails are in ``state[p]["trail"]``; fp32 parameters are updated as they are. All state
@@ -55,6 +54,7 @@ class SplitOptimizer(torch.optim.Optimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ()  # names of fp32 state, in the order of gc_target
+    counters: ClassVar[tuple[str, ...]] = ()  # names of single numbers kept beside "step"
     takes_sparse: ClassVar[bool] = False
     takes_packed: bool = True
 
@@ -86,6 +86,20 @@ class SplitOptimizer(torch.optim.Optimizer):
     def initial_moment(self, name: str, group: dict[str, Any]) -> float:
         """Return the value that state starts from."""
         return 0.0
+
+    def amend(self, entries: Sequence[Entry], rules: NDArray[Any]) -> None:
+        """Change the rules of a step: for what derives from an optimizer."""
+
+    def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
+        """Return state for a parameter that comes from the optimizer that this one derives from, after `step` steps.
+
+        Args:
+            name: of a counter (one element) or a moment that the state is without.
+
+        Returns:
+            None: a state without it is refused.
+        """
+        return None
 
     # ---- torch.optim.Optimizer ---------------------------------------------------------------------------------------
 
@@ -139,7 +153,8 @@ class SplitOptimizer(torch.optim.Optimizer):
     def _begin(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         """Make a parameter's state."""
         state = self.state[p]
-        state["step"] = torch.zeros(())
+        for name in ("step", *self.counters):
+            state[name] = torch.zeros(())
         self._tracking.begin(p)
         if p.dtype == torch.bfloat16:
             found = waiting_trail(p)
@@ -261,69 +276,6 @@ class SplitOptimizer(torch.optim.Optimizer):
             if name not in entry.state:
                 entry.state[name] = self.new_moment(entry.parameter, name, entry.group)
                 entry.is_first = True
-
-    # ---- trails ------------------------------------------------------------------------------------------------------
-
-    def trail(self, parameter: Tensor) -> Tensor | None:
-        """Return the trail of a parameter, int16 in its shape; None for fp32 and for parameters of other optimizers."""
-        return self.state[parameter].get("trail") if parameter in self.state else None
-
-    def rounding(self, parameter: Tensor) -> str:
-        """Return how the top of a parameter is made: "truncate" or "nearest"."""
-        for group in self.param_groups:
-            if any(p is parameter for p in group["params"]):
-                return str(group["rounding"])
-        raise ValueError("this optimizer does not have that parameter")
-
-    def fp32(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 weight that a parameter stands for, as a new tensor; ValueError if its trail is of another."""
-        trail = self.trail(parameter)
-        if trail is None:
-            return parameter.detach().clone()
-        self._tracking.check(parameter, trail, "the parameter")
-        return join(parameter.detach(), trail, rounding=self.rounding(parameter))
-
-    @torch.no_grad()
-    def set_fp32(self, parameter: Tensor, weight: Tensor) -> None:
-        """Set a parameter to an fp32 weight of its shape, trail included."""
-        if weight.shape != parameter.shape:
-            raise ValueError(f"the weight has shape {tuple(weight.shape)}, the parameter {tuple(parameter.shape)}")
-        trail = self.trail(parameter)
-        source = torch.empty_like(parameter, dtype=torch.float32).copy_(weight)
-        if trail is None:
-            parameter.copy_(source)
-            return
-        _split(source, self.rounding(parameter), parameter, trail)
-        torch.autograd.graph.increment_version(parameter)
-        self._tracking.trust(parameter)
-
-    def zero_trails(self) -> None:
-        """Take the weights as they now stand in bf16: all trails become zero.
-
-        For parameters that were changed by other means than this optimizer (loaded, replaced, averaged).
-        """
-        for p in chain.from_iterable(group["params"] for group in self.param_groups):
-            if "trail" in self.state[p]:
-                self.state[p]["trail"].zero_()
-            self._tracking.trust(p)
-
-    def keep_trails(self) -> None:
-        """Take the weights as they now stand for those of the last step, whoever wrote them there in the meantime.
-
-        For code that exchanges weights in place and puts the old ones back (weight averages, pruning trials).
-        """
-        for p in chain.from_iterable(group["params"] for group in self.param_groups):
-            self._tracking.trust(p)
-
-    def release(self) -> None:
-        """Hand the trails to the next optimizer that is made for these parameters, and step no more."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                trail = self.state[p].get("trail")
-                if trail is not None:
-                    wait(p, trail, self._tracking.checksum(p), group["rounding"])
-            group["params"] = []
-        self.state.clear()
 
     # ---- packed gradients --------------------------------------------------------------------------------------------
 

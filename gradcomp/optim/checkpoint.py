@@ -13,6 +13,8 @@ from gradcomp.optim.split import ROUNDINGS
 
 CHECKSUM = "top_checksum"
 TORCHS_OPTIONS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad"}
+# state of optimizers that derive from one: the one that they derive from goes on without it
+DERIVED = {"variance_steps", "floored_at", "coefficient", "factor", "fresh_sq"}
 # options that say which optimizer wrote a state; others that are unknown here are the user's own and are kept
 OWN_OPTIONS = {"betas", "variant", "lr_decay", "initial_accumulator_value", "momentum", "dampening", "nesterov"}
 
@@ -64,7 +66,14 @@ def _check_tensors(
         if not state:
             state = {m: optimizer.new_moment(p, m, group) for m in moments} | {"step": 0}
         state.setdefault("step", 1)
-    wanted = {"step", *moments} | ({"trail"} if is_own and p.dtype == torch.bfloat16 else set())
+    if not state.keys() & set(optimizer.counters):
+        step = torch.as_tensor(state.get("step", 0))
+        found = {name: optimizer.taken_over(name, p, step) for name in (*optimizer.counters, *moments)}
+        state = {name: value for name, value in found.items() if value is not None} | state
+    kept = {*optimizer.counters, *optimizer.moments}
+    state = {name: value for name, value in state.items() if name in kept or name not in DERIVED}
+    scalars = {"step", *optimizer.counters}
+    wanted = {*scalars, *moments} | ({"trail"} if is_own and p.dtype == torch.bfloat16 else set())
     unknown = state.keys() - wanted - set(optimizer.moments)
     if wanted - state.keys() or unknown:
         what = f"has no {min(wanted - state.keys())!r}" if wanted - state.keys() else f"has {min(unknown)!r}"
@@ -72,7 +81,7 @@ def _check_tensors(
     tensors = {}
     for key, value in state.items():
         tensor = torch.as_tensor(value)
-        shape = torch.Size(()) if key == "step" else p.shape
+        shape = torch.Size(()) if key in scalars else p.shape
         kind = torch.int16 if key == "trail" else torch.float32
         if tensor.shape != shape or (key == "trail") != (tensor.dtype == torch.int16):
             raise ValueError(

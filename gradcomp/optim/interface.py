@@ -14,6 +14,7 @@ class Updates(Protocol):
     """A split optimizer, as `gradcomp.optim.sparse` and `gradcomp.optim.checkpoint` see it."""
 
     moments: ClassVar[tuple[str, ...]]  # names of fp32 state, in the order of gc_target
+    counters: ClassVar[tuple[str, ...]]  # names of single numbers kept beside "step"
     takes_sparse: ClassVar[bool]
     defaults: dict[str, Any]
     param_groups: list[dict[str, Any]]
@@ -26,6 +27,9 @@ class Updates(Protocol):
 
     def wanted_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the fp32 state that a group needs."""
+
+    def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
+        """Return state for a parameter that comes from the optimizer that this one derives from; None: it is refused."""
 
     def name_of(self, group: dict[str, Any], where: int, place: int) -> str:
         """Return what a message calls a parameter."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.kernels.rules import Flag, Kind
-from gradcomp.optim.adamw import adam_numbers
+from gradcomp.optim.adamw import MOMENTS, adam_numbers
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.optim.entries import Entry, make_rules, run_rules
 from gradcomp.optim.options import check_betas, check_number, number
@@ -41,7 +41,7 @@ class SplitLAMB(SplitOptimizer):
         UnsupportedTensor: parameters of another dtype.
     """
 
-    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    moments: ClassVar[tuple[str, ...]] = MOMENTS
 
     def __init__(
         self,
@@ -78,19 +78,23 @@ class SplitLAMB(SplitOptimizer):
 
     def run(self, entries: Sequence[Entry]) -> None:
         rules = make_rules(Kind.LAMB_START, entries, self._numbers)
+        self.amend(entries, rules)
         self._prescale(entries, rules)
         if any(entry.packed is not None for entry in entries):  # sums need whole parameters
             rules["kind"] = Kind.MOMENTS
-            run_rules(entries, rules, self.moments)
+            run_rules(entries, rules, MOMENTS)
             rules["kind"] = Kind.LAMB_NORMS
-            norms = run_rules(entries, rules, self.moments, gradients=False)
+            norms = run_rules(entries, rules, MOMENTS, gradients=False)
         else:
-            norms = run_rules(entries, rules, self.moments)
+            norms = run_rules(entries, rules, MOMENTS)
         rules["kind"] = Kind.LAMB_APPLY
         for row, entry, (above, under) in zip(rules, entries, norms, strict=True):
-            trust = above / under if above > 0 and under > 0 else 1.0
-            row["step_size"] = -number(entry.group["lr"]) * trust
-        run_rules(entries, rules, self.moments, gradients=False)
+            row["step_size"] = -number(entry.group["lr"]) * self.trust(entry, float(above), float(under))
+        run_rules(entries, rules, MOMENTS, gradients=False)
+
+    def trust(self, entry: Entry, above: float, under: float) -> float:
+        """Return what the rate of a parameter is multiplied by: |w| / |u|, or 1 where either is 0."""
+        return above / under if above > 0 and under > 0 else 1.0
 
     def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
         self.check_options(group)  # a misspelt variant would be plain LAMB
@@ -110,7 +114,7 @@ class SplitLAMB(SplitOptimizer):
             return
         chosen, squares = [entries[k] for k in mine], rules[mine]
         squares["kind"] = Kind.SQUARES
-        total = float(np.sqrt(sum(float(n) ** 2 for n in run_rules(chosen, squares, self.moments)[:, 0])))
+        total = float(np.sqrt(sum(float(n) ** 2 for n in run_rules(chosen, squares, MOMENTS)[:, 0])))
         if total > 1:
             rules["flags"][mine] |= np.uint32(Flag.PRESCALE)
             rules["prescale"][mine] = 1 / total

@@ -28,6 +28,8 @@ class Method:
         dtype: of a plain all_reduce.
         exempt: which tensors travel in fp32: a key of `PRESETS`.
         options: of `gradcomp.GradientAverager`.
+        momentum: "" for gradients that travel; "frozen" or "renewed" for momenta, of a variance as 1-bit Adam's or as 0/1 Adam's,
+            with a warm-up of `start_step` (until then the variance is renewed).
     """
 
     name: str
@@ -35,11 +37,13 @@ class Method:
     dtype: torch.dtype = torch.float32
     exempt: str = "none"
     options: dict[str, Any] = field(default_factory=dict)
+    momentum: str = ""
 
     def options_for(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Any]:
         """Return the options for these parameters; without an exemption every tensor is compressed, however small."""
         exempt = PRESETS[self.exempt]
-        return {"min_numel": 0, "exclude": [n for n, p in named if exempt(n, p)], "timeout_s": 600.0} | self.options
+        options = {name: value for name, value in self.options.items() if name != "start_step" or not self.momentum}
+        return {"min_numel": 0, "exclude": [n for n, p in named if exempt(n, p)], "timeout_s": 600.0} | options
 
 
 METHODS: dict[str, Callable[[], Method]] = {
@@ -64,7 +68,7 @@ def parse(text: str) -> Method:
     if name not in METHODS:
         raise ValueError(f"no method named {name!r}; there are {', '.join(METHODS)}")
     method = METHODS[name]()
-    options, exempt = dict(method.options), method.exempt
+    options, exempt, momentum = dict(method.options), method.exempt, ""
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key == "exempt":
@@ -77,6 +81,13 @@ def parse(text: str) -> Method:
             options[key] = value
         elif key == "precondition":
             options[key] = True
+        elif key == "momentum":
+            momentum = value or "frozen"
+            if momentum not in ("frozen", "renewed"):
+                raise ValueError(f"momentum must be frozen or renewed, got {value!r}")
         else:
-            raise ValueError(f"unknown option {key!r} of {name}: exempt, start_step, min_numel, exchange, precondition")
-    return Method(text, method.codec, method.dtype, exempt, options)
+            known = "exempt, start_step, min_numel, exchange, precondition, momentum"
+            raise ValueError(f"unknown option {key!r} of {name}: {known}")
+    if momentum and (method.codec is None or not options.get("start_step")):
+        raise ValueError(f"{text}: momentum needs a codec and a warm-up, start_step=N")
+    return Method(text, method.codec, method.dtype, exempt, options, momentum)

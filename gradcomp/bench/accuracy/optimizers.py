@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gradcomp.optim import SplitLAMB
+from gradcomp.bench.accuracy.methods import Method
+from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
 
 Factory = Callable[[nn.Module, float], list[torch.optim.Optimizer]]
 
@@ -60,3 +61,21 @@ def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
 
 
 OPTIMIZERS: dict[str, Factory] = {"sgd": sgd, "adamw": adamw, "lamb": lamb, "adagrad": adagrad, "muon": muon}
+
+
+def exchanging_momentum(optimizers: list[torch.optim.Optimizer], method: Method) -> list[torch.optim.Optimizer]:
+    """Return the relative of AdamW or LAMB whose momentum travels, with the same settings.
+
+    Raises:
+        ValueError: of another optimizer there is none.
+    """
+    (given,), warm_up = optimizers, method.options["start_step"]
+    keys = ("params", "lr", "betas", "eps", "weight_decay")
+    groups = [{key: group[key] for key in keys} for group in given.param_groups]
+    if isinstance(given, torch.optim.AdamW) and method.momentum == "renewed":
+        return [ZeroOneAdam(groups, var_freeze_step=warm_up)]
+    if isinstance(given, torch.optim.AdamW):
+        return [OneBitAdam(groups, freeze_step=warm_up)]
+    if isinstance(given, SplitLAMB) and method.momentum == "frozen":
+        return [OneBitLamb(groups, freeze_step=warm_up)]
+    raise ValueError(f"{method.name}: there is no {type(given).__name__} whose momentum travels")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradcomp.bench.accuracy.methods import parse
-from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
+from gradcomp.bench.accuracy.optimizers import OPTIMIZERS, exchanging_momentum
 from gradcomp.bench.accuracy.workers import Workers
 from gradcomp.bench.accuracy.workloads import WORKLOADS, Workload
 
@@ -62,8 +62,12 @@ def train(job: Job, workload: Workload, tell: Callable[[int], None]) -> dict[str
     """
     torch.manual_seed(job.seed)
     model, settings = workload.model(), workload.settings
-    workers = Workers(model, parse(job.method), job.workers)
+    method = parse(job.method)
     optimizers = OPTIMIZERS[job.optimizer](model, settings.rates[job.optimizer] * job.factor)
+    sends_momentum = bool(method.momentum)
+    if sends_momentum:
+        optimizers = exchanging_momentum(optimizers, method)
+    workers = Workers(model, method, job.workers, *(optimizers if sends_momentum else ()))
     rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     draws = [torch.Generator().manual_seed(1 + 1000 * job.seed + worker) for worker in range(job.workers)]
     curve: list[tuple[int, float, float]] = []

@@ -17,6 +17,25 @@ from torch import Tensor, nn
 from gradcomp.averager import GradientAverager
 from gradcomp.bench.accuracy.methods import Method
 from gradcomp.comm.local import LocalCommunicator
+from gradcomp.memory.momentum import Momentum
+from gradcomp.optim.momentum import MomentumExchange
+
+
+class _Shared:
+    """The optimizer of the one model, asked by one worker's averager about that worker's parameters."""
+
+    def __init__(self, optimizer: MomentumExchange, shared: dict[nn.Parameter, nn.Parameter]) -> None:
+        self._optimizer, self._shared = optimizer, shared
+        self.arrived: set[Tensor] | None = None
+
+    def momentum_of(self, parameter: Tensor) -> tuple[Tensor, float] | None:
+        found = self._optimizer.momentum_of(self._shared[parameter])  # type: ignore[index]
+        self._optimizer.arrived = self._optimizer.arrived or set()
+        self._optimizer.arrived.add(self._shared[parameter])  # type: ignore[index]
+        return found
+
+    def wants_gradients(self, step: int) -> bool:
+        return self._optimizer.wants_gradients(step)
 
 
 class Workers:
@@ -26,13 +45,16 @@ class Workers:
         model: fp32, on the CPU. After `backward` its gradients are the averages.
         method: how gradients are averaged.
         count: number of workers.
+        optimizer: of the model, if its momentum travels.
 
     Attributes:
         sent_nbytes: bytes that one worker has sent, in both phases.
     """
 
-    def __init__(self, model: nn.Module, method: Method, count: int) -> None:
-        self._model, self._method, self._count = model, method, count
+    def __init__(
+        self, model: nn.Module, method: Method, count: int, optimizer: MomentumExchange | None = None
+    ) -> None:
+        self._model, self._method, self._count, self._optimizer = model, method, count, optimizer
         self.sent_nbytes = 0
         self._threads = ThreadPoolExecutor(count)
         self._named = list(model.named_parameters())
@@ -41,7 +63,11 @@ class Workers:
         if method.codec is not None:
             for comm, own in zip(LocalCommunicator.group(count), self._own, strict=True):
                 pairs = [(name, p) for (name, _), p in zip(self._named, own, strict=True)]
-                self._averagers.append(GradientAverager(pairs, method.codec, comm, **method.options_for(self._named)))
+                options = method.options_for(self._named)
+                if optimizer is not None:
+                    shared = {p: shared for (_, shared), p in zip(self._named, own, strict=True)}
+                    options["transform"] = Momentum(_Shared(optimizer, shared), optimizer.transform.options())
+                self._averagers.append(GradientAverager(pairs, method.codec, comm, **options))
 
     def backward(self, loss: Callable[[nn.Module, Any], Tensor], minibatches: Sequence[Any]) -> float:
         """Replace the gradients of the model by their averages over all workers.
@@ -75,6 +101,8 @@ class Workers:
         self._threads.shutdown()
 
     def _average(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.arrived = set()
         if self._averagers:
             list(self._threads.map(GradientAverager.average, self._averagers))
             self.sent_nbytes = self._averagers[0].stats.bytes_sent

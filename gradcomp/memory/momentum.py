@@ -1,0 +1,109 @@
+"""Momentum in place of gradients, for optimizers that expect compression: 1-bit Adam and its relatives.
+
+Adam is not linear in gradients, because it divides by the root of their squares; its momentum is. So once the divisor stands
+still a rank may send ``beta * m + (1 - beta) * g``, what its gradient makes of the momentum m that all ranks share, and the
+average of what they send is the next m (Tang et al. 2021, algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp.memory.transform import CHUNK_NUMEL, Transform, Transforming
+
+
+class MomentumSource(Protocol):
+    """An optimizer whose momentum travels.
+
+    Attributes:
+        arrived: parameters in whose ``p.grad`` the last exchange leaves an average of momenta, not of gradients. Written here.
+    """
+
+    arrived: set[Tensor] | None
+
+    def momentum_of(self, parameter: Tensor) -> tuple[Tensor, float] | None:
+        """Return a parameter's momentum, float32 with its shape and strides, and its beta; None if it has none here."""
+
+    def wants_gradients(self, step: int) -> bool:
+        """Whether gradients are averaged as they are at this exchange, in fp32: in a warm-up, where the divisor moves."""
+
+
+class Momentum(Transform):
+    """Sends momenta where the optimizer expects them, and fp32 gradients at the steps when it wants these.
+
+    Args:
+        source: the optimizer; its own momentum is read and never written.
+        settings: what must be the same on every rank, for messages and checkpoints.
+    """
+
+    place = "local"
+
+    def __init__(self, source: MomentumSource, settings: Mapping[str, object]) -> None:
+        self._source, self._settings = source, dict(settings)
+
+    def pauses(self, step: int) -> bool:
+        return self._source.wants_gradients(step)
+
+    def begin_step(self) -> None:
+        self._source.arrived = set()
+
+    def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
+        """Not called: there is no state but the optimizer's, which `SharedMomentum.run` reads."""
+        raise NotImplementedError
+
+    def options(self) -> Mapping[str, object]:
+        return self._settings
+
+    def keep(self, numels: Mapping[int, int], tensors: Mapping[int, Tensor]) -> Transforming:
+        return SharedMomentum(self, self._source, numels, tensors)
+
+
+class SharedMomentum(Transforming):
+    """`Transforming` whose states are the optimizer's momentum: nothing is kept here, nothing is saved.
+
+    Args:
+        transform: to which it belongs.
+        source: the optimizer.
+        numels: elements of the parameters, by position.
+        tensors: the parameters themselves.
+    """
+
+    def __init__(
+        self, transform: Transform, source: MomentumSource, numels: Mapping[int, int], tensors: Mapping[int, Tensor]
+    ) -> None:
+        super().__init__(transform, numels)  # planes that are never written take no memory
+        self._source, self._tensors = source, tensors
+
+    def run(self, values: Tensor, spans: Iterable[tuple[int, int, int]]) -> bool:
+        """Replace gradients by momenta; return True when one is not finite."""
+        arrived = self._source.arrived
+        assert arrived is not None
+        bad = False
+        for index, first, numel in spans:
+            found = self._source.momentum_of(self._tensors[index])
+            if found is None:
+                continue
+            arrived.add(self._tensors[index])
+            momentum, beta = found
+            flat = momentum.as_strided((numel,), (1,), momentum.storage_offset())  # as gradients lie in buckets
+            for at in range(0, numel, CHUNK_NUMEL):
+                end = min(at + CHUNK_NUMEL, numel)
+                bad |= self._mix(values[first + at : first + end], flat[at:end], beta)
+        return bad
+
+    def _mix(self, chunk: Tensor, momentum: Tensor, beta: float) -> bool:
+        x = chunk if chunk.dtype == torch.float32 else chunk.float()
+        g, m = x.numpy(), momentum.numpy()
+        with np.errstate(all="ignore"):
+            np.multiply(g, np.float32((1.0 - beta) / self.scale), out=g)
+            np.add(g, np.float32(beta) * m, out=g)
+            if self.scale != 1.0:
+                np.multiply(g, np.float32(self.scale), out=g)
+        if x is not chunk:
+            chunk.copy_(x)
+        return not bool(torch.isfinite(chunk).all())

@@ -1,0 +1,530 @@
+"""Optimizers whose momentum travels: what is sent, a variance that stands still, bad days, checkpoints, DDP, every transport."""
+
+import copy
+import io
+import itertools
+import logging
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from _ranks import run_local
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradcomp.ddp
+from gradcomp import Block, GradcompError, GradientAverager, Identity, OneBit, PeerMismatch, UnsupportedTensor
+from gradcomp.amp import DynamicLossScaler
+from gradcomp.memory.momentum import Momentum
+from gradcomp.onebit_sgd import AggregateAdagrad
+from gradcomp.optim import OneBitAdam, OneBitLamb, SplitAdamW, SplitLAMB, ZeroOneAdam, fp32_state_dict, split_parameters
+from gradcomp.reference import optim as ref
+
+FREEZE = 4
+MAKE = {
+    "adam": lambda params, **more: OneBitAdam(params, **{"lr": 0.02, "weight_decay": 0.1, "freeze_step": FREEZE, **more}),
+    "zero-one": lambda params, **more: ZeroOneAdam(params, **{"lr": 0.02, "var_freeze_step": 9, "var_update_scaler": 2, **more}),
+    "lamb": lambda params, **more: OneBitLamb(params, **{"lr": 0.02, "freeze_step": FREEZE, **more}),
+}
+every_kind = pytest.mark.parametrize("kind", MAKE)
+
+
+def network():
+    net, generator = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 6)), torch.Generator().manual_seed(5)
+    for p in net.parameters():  # torch's own generator belongs to all threads
+        p.data.normal_(0.0, 0.2, generator=generator)
+    return net
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(8, 24, generator=generator)
+    return x, x[:, :6].tanh()
+
+
+def backward(net, step, rank, scaled=lambda loss: loss):
+    net.zero_grad()
+    x, y = batch(step, rank)
+    scaled((net(x).float() - y).square().mean()).backward()
+
+
+def train(comm, kind, codec, steps, options=None, wrap=lambda net: net.parameters(), first=0, state=None, **more):
+    """Return weights, the optimizer and the averager after some steps."""
+    net = network()
+    optimizer = MAKE[kind](wrap(net), **more)
+    averager = GradientAverager(net, codec, comm, optimizer=optimizer, min_numel=0, **(options or {}))
+    if state is not None:
+        net.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        averager.load_state_dict(state[2])
+    for step in range(first, first + steps):
+        backward(net, step, comm.rank)
+        averager.average()
+        optimizer.step()
+    averager.check_replicas()
+    return net, optimizer, averager
+
+
+def bits(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def same(first, second):
+    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, second, strict=True))
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------------
+
+
+class Source:
+    def __init__(self, momenta):
+        self.momenta, self.arrived = momenta, set()
+
+    def momentum_of(self, parameter):
+        return self.momenta.get(parameter)
+
+    def wants_gradients(self, step):
+        return step < 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_a_gradient_becomes_what_it_makes_of_the_momentum(dtype, scale):
+    n = 40_000  # more than a chunk
+    parameters = {0: nn.Parameter(torch.zeros(200, 200)), 1: nn.Parameter(torch.zeros(7))}
+    m = torch.randn(200, 200)
+    source = Source({parameters[0]: (m, 0.9)})  # the other is another optimizer's
+    state = Momentum(source, {}).keep({0: n, 1: 7}, parameters)
+    state.scale = scale
+    values = (torch.randn(n + 7) * scale).to(dtype)
+    before = values.clone()
+    assert not state.run(values, [(0, 0, n), (1, n, 7)])
+    g = before[:n].float().numpy()
+    wanted = g * np.float32(0.1 / scale) + np.float32(0.9) * m.numpy().ravel()
+    assert torch.equal(values[:n], torch.from_numpy(wanted * np.float32(scale)).to(dtype))
+    assert torch.equal(values[n:], before[n:])
+    assert source.arrived == {parameters[0]}
+    values[3] = math.inf
+    assert state.run(values, [(0, 0, n)])
+
+
+def test_momenta_lie_as_gradients_do_also_channels_last():
+    p = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    optimizer = OneBitAdam([p], freeze_step=1)
+    optimizer.state[p]["exp_avg"].copy_(p.detach())
+    state = optimizer.transform.keep({0: p.numel()}, {0: p})
+    optimizer.arrived = set()
+    values = torch.zeros(p.numel())
+    state.run(values, [(0, 0, p.numel())])
+    flat = p.detach().permute(0, 2, 3, 1).reshape(-1)
+    torch.testing.assert_close(values, 0.9 * flat)
+
+
+@every_kind
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_uncompressed_momenta_train_as_gradients_do(kind, world):
+    """The mean of momenta is the momentum of the mean gradient, but for rounding."""
+    exchanged = bits(run_local(world, train, kind, Identity(), 12)[0][0])
+    net = network()
+    optimizer = MAKE[kind](net.parameters())  # nobody exchanges: it goes by its own count
+    for step in range(12):
+        grads = []
+        for rank in range(world):
+            backward(net, step, rank)
+            grads.append([p.grad.clone() for p in net.parameters()])
+        for p, *own in zip(net.parameters(), *grads, strict=True):
+            p.grad = torch.stack(own).mean(0)
+        optimizer.step()
+    for a, b in zip(exchanged, net.parameters(), strict=True):
+        torch.testing.assert_close(a, b.detach(), atol=2e-5, rtol=1e-4)
+
+
+@every_kind
+@pytest.mark.parametrize("codec", [OneBit(), Block(4)], ids=repr)
+@pytest.mark.parametrize("options", [{}, {"precondition": True}, {"exchange": "all_gather"}], ids=str)
+def test_replicas_stay_equal_and_momenta_arrive_as_they_are(kind, codec, options):
+    def one(comm):
+        net, optimizer, averager = train(comm, kind, codec, 9, options)
+        backward(net, 9, comm.rank)
+        averager.average()
+        arrived = [p.grad.clone() for p in net.parameters()]
+        assert optimizer.arrived == set(net.parameters())
+        optimizer.step()
+        assert same(arrived, [optimizer.state[p]["exp_avg"] for p in net.parameters()])
+        return bits(net)
+
+    first, *others = run_local(3, one)
+    assert all(same(first, other) for other in others)
+
+
+def test_the_steps_are_adams_and_then_those_of_a_frozen_variance():
+    """Bit for bit, from the reference: warm-up, then the averages of momenta divided by what the warm-up has left."""
+    g = torch.randn(6, 50) * torch.logspace(-4, 0, 50)
+    p = nn.Parameter(torch.randn(50))
+    w, m, v = p.detach().numpy().copy(), np.zeros(50, np.float32), np.zeros(50, np.float32)
+    optimizer = OneBitAdam([p], lr=0.1, freeze_step=3, floor=1e-6)
+    for step in range(6):
+        p.grad = g[step].clone()
+        optimizer.arrived = {p} if step >= 3 else set()
+        optimizer.step()
+        if step < 3:
+            w, m, v = ref.adamw(w, g[step].numpy(), m, v, step + 1, lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+        else:
+            m = g[step].numpy()
+            u = (np.float32(-(0.1 / (1 - 0.9 ** (step + 1)))) * m) / (np.sqrt(v) / np.float32((1 - 0.999**3) ** 0.5) + np.float32(1e-8))
+            w = w * np.float32(1 - 0.1 * 0.01) + u
+        assert np.array_equal(p.detach().numpy(), w)
+        assert np.array_equal(optimizer.state[p]["exp_avg"].numpy(), m)
+        assert np.array_equal(optimizer.state[p]["exp_avg_sq"].numpy(), v)
+
+
+def test_zero_one_adam_renews_its_variance_ever_more_rarely():
+    optimizer = ZeroOneAdam(network().parameters(), var_freeze_step=40, var_update_scaler=2)
+    assert [s for s in range(100) if optimizer.wants_gradients(s)] == [0, 1, 2, 4, 6, 10, 14, 22, 30]
+    every = ZeroOneAdam(network().parameters(), var_freeze_step=5)
+    assert [s for s in range(100) if every.wants_gradients(s)] == [0, 1, 2, 3, 4]
+
+
+@every_kind
+def test_fp32_is_sent_at_the_steps_that_renew_the_variance_and_bits_at_all_others(kind):
+    def one(comm):
+        net = network()
+        optimizer = MAKE[kind](net.parameters())
+        averager = GradientAverager(net, Block(4), comm, optimizer=optimizer, min_numel=0)
+        sent = [0]
+        for step in range(12):
+            backward(net, step, comm.rank)
+            averager.average()
+            optimizer.step()
+            sent.append(averager.stats.bytes_sent)
+        return [b - a for a, b in itertools.pairwise(sent)], [optimizer.wants_gradients(s) for s in range(12)]
+
+    sent, wanted = run_local(2, one)[0]
+    assert {big > 3000 for big, fp32 in zip(sent, wanted, strict=True) if fp32} == {True}
+    assert {big > 3000 for big, fp32 in zip(sent, wanted, strict=True) if not fp32} == {False}
+
+
+@every_kind
+def test_split_weights_are_those_of_fp32(kind):
+    def split(comm):
+        net = network()
+        optimizer = MAKE[kind](split_parameters(net))
+        for p in net.parameters():
+            p.grad = torch.ones_like(p) * 0.01
+        optimizer.step()
+        optimizer.arrived = set(net.parameters())
+        optimizer.step()
+        return list(fp32_state_dict(net, optimizer).values())
+
+    def whole(comm):
+        net = network()
+        optimizer = MAKE[kind](net.parameters())
+        for p in net.parameters():
+            p.grad = torch.full_like(p, 0.01).bfloat16().float()
+        optimizer.step()
+        optimizer.arrived = set(net.parameters())
+        optimizer.step()
+        return bits(net)
+
+    assert same(split(None), whole(None))
+
+
+def test_lamb_keeps_the_ratio_of_its_warm_up_times_a_factor_that_moves_slowly():
+    net = network()
+    optimizer = OneBitLamb(net.parameters(), freeze_step=2, max_coeff=0.5, factor_threshold=0.1)
+    p = next(net.parameters())
+    factors = []
+    for step in range(8):
+        backward(net, step, 0)
+        p.grad *= 10.0 ** -(step >= 2)  # what follows the warm-up is smaller: the fresh variance sinks below the frozen one
+        optimizer.step()
+        factors.append(float(optimizer.state[p]["factor"]))
+        assert float(optimizer.state[p]["coefficient"]) <= 0.5
+    assert factors[:2] == [0.0, 0.0]
+    assert all(1.0 <= later / earlier <= 1.1 + 1e-6 for earlier, later in zip([1.0, *factors[2:]], factors[2:], strict=False))
+    assert factors[-1] > 1.0
+
+
+# ---- DDP -------------------------------------------------------------------------------------------------------------
+
+
+def with_ddp(kind, options):
+    import torch.distributed as dist
+
+    net = DDP(network())
+    optimizer = MAKE[kind](net.parameters())
+    state = gradcomp.ddp.register(net, OneBit(), optimizer=optimizer, min_numel=0, **options)
+    line = state.describe()
+    for step in range(9):
+        backward(net, step, dist.get_rank())
+        optimizer.step()
+    state.check_replicas()
+    state.close()
+    return [p.numpy() for p in bits(net)], line
+
+
+def with_averager(kind, options):
+    import torch.distributed as dist
+
+    net = network()
+    optimizer = MAKE[kind](net.parameters())
+    averager = GradientAverager(net, OneBit(), optimizer=optimizer, min_numel=0, **options)
+    for step in range(9):
+        backward(net, step, dist.get_rank())
+        averager.average()
+        optimizer.step()
+    averager.close()
+    return [p.numpy() for p in bits(net)], ""
+
+
+@every_kind
+@pytest.mark.parametrize("options", [{}, {"precondition": True}], ids=str)
+def test_ddp_and_the_averager_give_the_same_bits(kind, options, ranks):
+    runs = [w for function in (with_ddp, with_averager) for w, _ in ranks(2, function, kind, options)]
+    assert all(same(runs[0], other) for other in runs[1:])
+
+
+def test_the_line_says_what_travels_and_updates_are_fused(gloo):
+    line = gloo(2, with_ddp, "adam", {})[0][1]
+    assert re.search(r"Momentum\(optimizer='OneBitAdam', freeze_step=4, beta=0.9\)", line)
+    assert "updates go straight from payloads" in line
+    assert "are not fused: OneBitLamb" in gloo(2, with_ddp, "lamb", {})[0][1]
+
+
+# ---- bad days --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: OneBitAdam(p, freeze_step=0), "freeze_step must be an integer of at least 1, got 0"),
+        (lambda p: OneBitAdam(p, freeze_step=2.5), "freeze_step must be an integer"),
+        (lambda p: OneBitAdam(p, freeze_step=100, steps=100), "freeze_step=100 is not below steps=100: the run would end before"),
+        (lambda p: ZeroOneAdam(p, var_freeze_step=9, steps=8), "var_freeze_step=9 is not below steps=8"),
+        (lambda p: ZeroOneAdam(p, var_freeze_step=9, var_update_scaler=0), "var_update_scaler must be"),
+        (lambda p: OneBitAdam(p, freeze_step=1, floor=0.0), "floor must be above 0"),
+        (lambda p: OneBitAdam(p, freeze_step=1, betas=(0.9, 1.0)), "betas"),
+        (lambda p: OneBitAdam([{"params": p, "maximize": True}], freeze_step=1), "maximize must be False"),
+        (lambda p: OneBitLamb(p, freeze_step=1, min_coeff=2, max_coeff=1), "min_coeff, max_coeff must be positive and in order"),
+        (lambda p: OneBitLamb(p, freeze_step=1, coeff_beta=1.0), "coeff_beta"),
+    ],
+)
+def test_arguments_that_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make(list(network().parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"start_step": 5}, "start_step=5 does not go with OneBitAdam"),
+        ({"transform": AggregateAdagrad()}, "AggregateAdagrad.* does not go with OneBitAdam"),
+        ({"exchange": "hierarchical"}, "hierarchical"),
+    ],
+)
+def test_options_that_do_not_go_with_it(options, words):
+    net = network()
+    with pytest.raises(ValueError, match=words):
+        GradientAverager(net, OneBit(), run_local(1, lambda comm: comm)[0], optimizer=MAKE["adam"](net.parameters()), **options)
+
+
+def test_a_variance_that_is_still_zero_is_named_and_nothing_is_changed():
+    net = network()
+    optimizer = OneBitAdam(net.named_parameters(), freeze_step=1)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    net[2].weight.grad = torch.zeros_like(net[2].weight)
+    optimizer.step()
+    before = bits(net)
+    optimizer.step()  # no gradient yet: nothing to divide
+    net[2].weight.grad = torch.ones_like(net[2].weight)
+    assert not same(before, bits(net))
+    before = bits(net)
+    with pytest.raises(GradcompError, match=r"variance of parameter '2.weight' is still zero after \d steps of warm-up"):
+        optimizer.step()
+    assert same(before, bits(net))
+
+
+def test_elements_without_a_gradient_in_the_warm_up_are_not_divided_by_eps():
+    p = nn.Parameter(torch.zeros(64))
+    optimizer = OneBitAdam([p], lr=1.0, freeze_step=1, weight_decay=0.0, floor=0.01)
+    p.grad = torch.cat([torch.ones(32), torch.zeros(32)])
+    optimizer.step()
+    before = p.detach().clone()
+    optimizer.arrived = {p}
+    p.grad = torch.full((64,), 0.1)
+    optimizer.step()
+    moved = (p.detach() - before).abs()
+    assert float(moved.max()) < 200 * float(moved[:32].max())  # 1e6 without a floor
+    seen = optimizer.state[p]["exp_avg_sq"].clone()
+    optimizer.step()
+    assert torch.equal(seen, optimizer.state[p]["exp_avg_sq"])  # raised once
+
+
+def test_sparse_gradients_are_refused_and_a_closure_works():
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = OneBitAdam(table.parameters(), freeze_step=1)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UnsupportedTensor, match="sparse"):
+        optimizer.step()
+
+    def with_closure(comm):
+        net = network()
+        optimizer = MAKE["adam"](net.parameters())
+        averager = GradientAverager(net, OneBit(), comm, optimizer=optimizer, min_numel=0)
+        for step in range(8):
+
+            def closure(step=step):
+                backward(net, step, comm.rank)
+                averager.average()
+                return step
+
+            assert optimizer.step(closure) == step
+        return bits(net)
+
+    assert same(run_local(2, with_closure)[0], bits(run_local(2, train, "adam", OneBit(), 8)[0][0]))
+
+
+def test_averages_that_come_one_step_late_are_refused():
+    def one(comm):
+        net = network()
+        averager = GradientAverager(net, OneBit(), comm, optimizer=MAKE["adam"](net.parameters()), min_numel=0)
+        backward(net, 0, comm.rank)
+        with pytest.raises(GradcompError, match="one step late"):
+            averager.rotate()
+
+    run_local(2, one)
+
+
+def test_ranks_with_other_warm_ups_hear_of_it():
+    def one(comm):
+        with pytest.raises(PeerMismatch, match="transform"):
+            train(comm, "adam", OneBit(), 3, freeze_step=4 + comm.rank)
+
+    run_local(2, one)
+
+
+def test_a_run_that_ended_in_its_warm_up_says_so(caplog):
+    def one(comm, steps):
+        train(comm, "adam", OneBit(), steps)[2].close()
+
+    for steps, says in ((3, 1), (5, 0)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "gradcomp"):
+            run_local(2, one, steps)
+        found = [r.getMessage() for r in caplog.records if "nothing was compressed" in r.getMessage()]
+        assert len(found) == says, found
+
+
+def test_steps_that_a_loss_scaler_skips_leave_no_trace():
+    """Also: momenta of scaled gradients are those of gradients, where the scale is a power of 2."""
+
+    def one(comm, spoiled):
+        net = network()
+        optimizer, scaler = MAKE["adam"](net.parameters()), DynamicLossScaler(2.0**10)
+        averager = GradientAverager(net, Block(4), comm, optimizer=optimizer, min_numel=0, grad_scaler=scaler)
+        for step in range(8):
+            for attempt in range(1 + (step in spoiled)):
+                backward(net, step, comm.rank, scaler.scale)
+                if step in spoiled and attempt == 0 and comm.rank == 1:
+                    net[0].weight.grad[3, 3] = math.nan
+                averager.average()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.last_step_skipped:
+                    averager.discard_step()
+        return bits(net), [float(optimizer.state[p]["step"]) for p in net.parameters()]
+
+    good, bad = run_local(2, one, ())[0], run_local(2, one, (6,))[0]
+    assert bad[1] == good[1] == [8.0] * 4
+    for a, b in zip(good[0], bad[0], strict=True):
+        torch.testing.assert_close(a, b)  # random draws there are none: only the rounding of another scale
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@every_kind
+@pytest.mark.parametrize("first", [2, 7])
+def test_a_run_resumes_bit_for_bit_in_the_warm_up_and_after_it(kind, first):
+    def whole(comm):
+        return bits(train(comm, kind, OneBit(), 12, {"precondition": True})[0])
+
+    def halves(comm):
+        net, optimizer, averager = train(comm, kind, OneBit(), first, {"precondition": True})
+        kept = io.BytesIO()
+        torch.save((net.state_dict(), optimizer.state_dict(), averager.state_dict()), kept)
+        kept.seek(0)
+        state = torch.load(kept, weights_only=True)
+        return bits(train(comm, kind, OneBit(), 12 - first, {"precondition": True}, first=first, state=state)[0])
+
+    assert same(run_local(2, whole)[0], run_local(2, halves)[0])
+
+
+@pytest.mark.parametrize("theirs", [lambda p: torch.optim.AdamW(p, lr=0.02), lambda p: SplitAdamW(p, lr=0.02)], ids=["torch", "split"])
+def test_a_checkpoint_of_adam_is_taken_over_and_back(theirs):
+    net = network()
+    adam = theirs(net.parameters())
+    for step in range(5):
+        backward(net, step, 0)
+        adam.step()
+    own = OneBitAdam(net.parameters(), freeze_step=2)
+    own.load_state_dict(adam.state_dict())
+    for p in net.parameters():
+        assert torch.equal(own.state[p]["exp_avg_sq"], adam.state[p]["exp_avg_sq"])
+        assert float(own.state[p]["variance_steps"]) == 5.0 == float(own.state[p]["step"])
+    own.arrived = set(net.parameters())
+    own.step()  # frozen at once: the variance is there
+    back = theirs(net.parameters())
+    back.load_state_dict(own.state_dict())
+    for p in net.parameters():
+        assert torch.equal(own.state[p]["exp_avg"], back.state[p]["exp_avg"])
+    back.step()
+
+
+def test_a_checkpoint_of_lamb_is_taken_over_and_needs_some_warm_up():
+    net = network()
+    lamb = SplitLAMB(net.parameters(), lr=0.02)
+    backward(net, 0, 0)
+    lamb.step()
+    own = OneBitLamb(net.named_parameters(), freeze_step=2)
+    own.load_state_dict(lamb.state_dict())
+    own.arrived = set(net.parameters())
+    with pytest.raises(GradcompError, match=r"parameter '0.weight' has had no warm-up: its ratio of norms is not known"):
+        own.step()
+    own.arrived = set()
+    own.step()
+    own.arrived = set(net.parameters())
+    own.step()
+    back = SplitLAMB(net.parameters(), lr=0.02)
+    back.load_state_dict(own.state_dict())
+    back.step()
+    truncated = own.state_dict()
+    del truncated["state"][0]["fresh_sq"]
+    with pytest.raises(ValueError, match="fresh_sq"):
+        OneBitLamb(net.parameters(), freeze_step=2).load_state_dict(truncated)
+
+
+@every_kind
+def test_copies_and_pickles_go_on(kind):
+    net = network()
+    optimizer = MAKE[kind](net.parameters())
+    for step in range(6):
+        backward(net, step, 0)
+        optimizer.step()
+    for other in (copy.deepcopy((net, optimizer)), torch.load(_saved((net, optimizer)), weights_only=False)):
+        backward(other[0], 6, 0)
+        other[1].step()
+    backward(net, 6, 0)
+    optimizer.step()
+    assert same(bits(net), bits(other[0]))
+
+
+def _saved(what):
+    kept = io.BytesIO()
+    torch.save(what, kept)
+    kept.seek(0)
+    return kept
