@@ -103,7 +103,7 @@ def test_an_averager_takes_options_and_keywords_win():
 
 def test_ranks_compare_every_option_that_could_make_them_differ():
     """What is not in `compared` is compared as the strategy (exchange, nodes), or is each rank's own affair."""
-    own = {"exchange", "nodes", "grad_scaler", "timeout_s", "quality_every"}
+    own = {"exchange", "nodes", "grad_scaler", "timeout_s", "quality_every", "start_codec"}  # the last with start_step
     assert set(Options().compared()) == set(inspect.signature(Options).parameters) - own
     assert set(Options().compared()) <= set(fingerprint.FIELDS)
     assert Options(grad_scaler=torch.amp.GradScaler("cpu")).compared() == Options(transactional=True).compared()

@@ -90,7 +90,7 @@ def expected(codec, world, steps, exchange="auto"):
             if owner_left is not None:
                 owners = np.concatenate(owner_left) * d
             mean = mean * d
-            moments = ref.next_moments(moments, mean, options.beta)
+            moments = ref.next_moments(moments, mean, options.beta, step)
             out[step][name] = mean.reshape(shape)
     return out
 
@@ -256,7 +256,7 @@ def test_a_warm_start_takes_moments_in():
         for step in range(2):
             exact = ref.float_average([gradient("v", step, k).numpy() for k in range(2)])
             assert got[step]["v"].numpy().tobytes() == exact.tobytes()
-            wanted = ref.next_moments(wanted, exact, 0.95)
+            wanted = ref.next_moments(wanted, exact, 0.95, step)
         assert moments.numpy().tobytes() == wanted.tobytes()
 
 

@@ -18,7 +18,8 @@ def describe(layouts: Layouts) -> str:
         return f"gradcomp: {codec!r} is off: world size 1, gradients pass through{transform}"
     if not layouts.route.packs:
         return f"gradcomp: {codec!r} is off: all {world} ranks are on one node and average in fp32"
-    start = f", from step {layouts.options.start_step} on" if layouts.options.start_step else ""
+    before = f" ({layouts.options.start_codec!r} before it)" if layouts.options.start_codec else ""
+    start = f", from step {layouts.options.start_step} on{before}" if layouts.options.start_step else ""
     return (
         f"gradcomp: {codec!r} on {len(packed)} tensors ({sum(p.numel for p in packed):,} values), "
         f"fp32 for {len(plain)} ({sum(p.numel for p in plain):,} values), "

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcomp.codecs import Codec, Identity
+from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.rounds import ring_bytes
@@ -74,7 +74,7 @@ class Layouts:
         self.shards = {i: source.shard for i, source in enumerate(sources)}
         self.parameters = describe_parameters(shapes, codec.group_numel, options.min_numel, options.exempts)
         warn_of_thin_groups(self.parameters, codec.form)
-        self._plain = Identity()
+        self._plain = resolve(options.start_codec) if options.start_codec is not None else Identity()
         self.probe = Probe(options.quality_every, self.names)
         self.keeps_packed = self.compressed = False
         self.take(comm)
@@ -110,7 +110,6 @@ class Layouts:
             ValueError: a bucket of another size than its tensors.
         """
         plain = self.options.is_plain(step)
-        self.compressed |= not plain
         kind = (members, buffer.dtype, plain)
         if kind in self._exchanges:
             return self._exchanges[kind], None
@@ -120,13 +119,14 @@ class Layouts:
                 f"the bucket holds {buffer.numel()} elements, its parameters {sum(s.numel for s in slots)}"
             )
         codec, memory = self._plain if plain else self.codec, self.memory
+        self.compressed |= not isinstance(codec, Identity) or codec is self.codec
         self._changed = True
         self._exchanges[kind] = self.route.exchange(
             self._plan(slots, codec),
             buffer.dtype,
             self._stats,
-            feedback=None if plain or not codec.error_feedback else memory.feedback,
-            owner_feedback=None if plain else memory.owner_feedback,
+            feedback=memory.feedback if codec.error_feedback else None,
+            owner_feedback=memory.owner_feedback if codec.error_feedback or codec is self.codec else None,
             transform=None if plain else memory.transform,
             moments=memory.moments,
             probe=None if plain else self.probe,
@@ -158,7 +158,7 @@ class Layouts:
 
     def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
         owner = self.comm.world_size > 1 and owners_feed_back(self.strategy.second_phase, self.codec)
-        if not (self.codec.error_feedback or owner):
+        if not (self.codec.error_feedback or self._plain.error_feedback or owner):
             return None, None
         share = self.route.residual_numel
         numels = {p.index: share(p.numel) for p in self.parameters if p.compressed and p.index in self.trained}

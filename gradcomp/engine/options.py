@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
+from gradcomp.codecs import Codec, resolve
 from gradcomp.exchange.sizing import EXCHANGES
 from gradcomp.memory.moments import Precondition, check_precondition
 from gradcomp.memory.transform import Transform, check_transform
@@ -25,6 +26,7 @@ class Changes(TypedDict, total=False):
     """The fields of `Options` as keyword arguments, for type checkers."""
 
     start_step: int
+    start_codec: Codec | str | None
     min_numel: int | None
     exclude: Exempts | Sequence[Exempts]
     exchange: str
@@ -42,7 +44,9 @@ class Options:
     """What may be chosen beside the codec; every rank needs the same.
 
     Args:
-        start_step: steps before this one are averaged in fp32 (a warm start).
+        start_step: steps before this one are averaged in fp32 (a warm start), or packed by `start_codec`.
+        start_codec: codec or name for the steps before `start_step`: `Block(4)`, say, whose warm start loses nothing and takes an
+            eighth of the bytes; its groups are those of the codec. None: fp32.
         min_numel: tensors with fewer elements travel as fp32. None: those with fewer than 1024, and vectors (norms, biases) of
             any size.
         exclude: what else travels as fp32, one entry or a sequence: names, patterns (``"*.bias"``), "norm", "embedding", "head"
@@ -69,6 +73,7 @@ class Options:
     """
 
     start_step: int = 0
+    start_codec: Codec | str | None = None
     min_numel: int | None = None
     exclude: Exempts | Sequence[Exempts] = ()
     exchange: str = "auto"
@@ -88,6 +93,10 @@ class Options:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        if self.start_codec is not None:
+            object.__setattr__(self, "start_codec", resolve(self.start_codec))
+            if not self.start_step:
+                raise ValueError(f"start_codec={self.start_codec!r} packs the steps before start_step, which is 0")
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
             raise ValueError(f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}")
         if self.nodes is not None and self.exchange != HIERARCHICAL:
@@ -154,7 +163,7 @@ class Options:
         return _entries(self.exclude)
 
     def is_plain(self, step: int) -> bool:
-        """Whether the gradients of this exchange are averaged in fp32."""
+        """Whether the gradients of this exchange are averaged in fp32, or as `start_codec` says."""
         return step < self.start_step or (self.transform is not None and self.transform.pauses(step))
 
     @property
@@ -172,7 +181,7 @@ class Options:
         return {
             "transform": repr(self.transform) if self.transform is not None else 0,
             "precondition": repr(self.precondition) if self.precondition is not None else 0,
-            "start_step": self.start_step,
+            "start_step": (self.start_step, repr(self.start_codec)) if self.start_codec else self.start_step,
             "min_numel": "vectors" if self.min_numel is None else self.min_numel,
             "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
             "transactional": int(self.whole_steps),

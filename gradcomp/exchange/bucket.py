@@ -315,8 +315,8 @@ class BucketExchange:
             self._received.refuse_unflagged(f", bucket {self._bucket}")
             return True
         if self._divided is not None:
-            return self._divided.multiply(self._buffer)
-        return self._observed is not None and self._observed.observe(self._buffer)
+            return self._divided.multiply(self._buffer, self._step)
+        return self._observed is not None and self._observed.observe(self._buffer, self._step)
 
     def _publish(self, bad: bool) -> None:
         """Seal the second payload and start the second phase; the verdict is taken from all owners' headers."""

@@ -59,18 +59,18 @@ class Divided:
         for _, kept, first, numel in self._owned if owned else self._first:
             residual[kept : kept + numel].mul_(self.units[first : first + numel])
 
-    def multiply(self, buffer: Tensor) -> bool:
-        """Write averages in units of the gradient to the bucket and take them in; True: something is not finite."""
+    def multiply(self, buffer: Tensor, step: int) -> bool:
+        """Write averages of an exchange in units of the gradient to the bucket and take them in; True: something is not finite."""
         values = buffer if self.averages is None else self.averages
         values.mul_(self.units)
         if values is not buffer:
             buffer.copy_(values)
             values = buffer.float()
-        return not HOST.are_finite(values) or self.observe(values)
+        return not HOST.are_finite(values) or self.observe(values, step)
 
-    def observe(self, averages: Tensor) -> bool:
+    def observe(self, averages: Tensor, step: int) -> bool:
         """Take in averages in units of the gradient; True: a moment is not finite."""
-        return self._moments.observe(self._slots, averages)
+        return self._moments.observe(self._slots, averages, step)
 
     def commit(self) -> None:
         """Make the moments that this step wrote current."""

@@ -88,6 +88,11 @@ def make_route(
     return NodeRoute(comm, codec, join_nodes(comm, found, timeout_s))
 
 
+def _as(codec: Codec, strategy: Strategy) -> str:
+    """Return how the codec of a warm start travels: as what follows it, if owners of means may keep residuals in between."""
+    return strategy.exchange if codec.error_feedback else "auto"
+
+
 class FlatRoute:
     """Every rank exchanges with every other one; what `carrier` encodes, if one is given, instead of the codec."""
 
@@ -109,9 +114,8 @@ class FlatRoute:
         world, rank = self._comm.world_size, self._comm.rank
         if self._carrier is not None:
             return BucketPlan(self._carrier, slots, self.strategy, world, rank)
-        own = codec is self._codec
-        strategy = self.strategy if own else choose(codec, world)
-        return BucketPlan(codec, slots, strategy, world, rank, owner_residuals if own else None)
+        strategy = self.strategy if codec is self._codec else choose(codec, world, _as(codec, self.strategy))
+        return BucketPlan(codec, slots, strategy, world, rank, owner_residuals)
 
     def exchange(self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
         if self._carrier is not None:
@@ -166,9 +170,8 @@ class NodeRoute:
             Slot(p.slot.index, p.numel, p.slot.group_numel, p.slot.compressed, p.data, p.slot.residual, p.start)
             for p in first.own_second.pieces
         ]
-        strategy = choose(codec, across.world_size)
-        own = owner_residuals if codec is self._codec else None
-        return NodePlan(first, BucketPlan(codec, shards, strategy, across.world_size, across.rank, own))
+        strategy = choose(codec, across.world_size, "auto" if codec is self._codec else _as(codec, self.strategy))
+        return NodePlan(first, BucketPlan(codec, shards, strategy, across.world_size, across.rank, owner_residuals))
 
     def exchange(self, plan: NodePlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
         last = {"keeps_packed": options.pop("keeps_packed", False)}

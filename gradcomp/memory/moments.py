@@ -30,7 +30,8 @@ class Precondition:
     """How gradients are preconditioned; every rank needs the same.
 
     Args:
-        beta: what a step keeps of the average of squares, as Adam's second beta.
+        beta: what a step keeps of the average of squares, as Adam's second beta; exchange number k, from 0, keeps at most
+            (k + 1) / (k + 2), so that units are learnt at once.
         floor: no element's unit is smaller than this part of its tensor's typical one: bounds how far gradients of elements
             that rarely have one are magnified.
 
@@ -99,16 +100,18 @@ class SecondMoments:
                 t = typical(d)
                 d.add_(t * np.float32(self.options.floor)) if t > 0 else d.fill_(1.0)
 
-    def observe(self, slots: Sequence[Slot], averages: Tensor) -> bool:
+    def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
         """Take in the averages of a bucket; to be committed. Returns True if a moment is not finite.
 
-        v becomes beta * v + (1 - beta) * g * g. A tensor's first moments are all t * t, with t the larger of mean and standard
-        deviation of its first averages that are not all 0: those of single elements are learnt from then on, since one decoded
-        average says little about the size of an element.
+        v becomes b * v + (1 - b) * g * g, with b the smaller of beta and (step + 1) / (step + 2). A tensor's first moments are all
+        t * t, with t the larger of mean and standard deviation of its first averages that are not all 0: those of single elements
+        are learnt from then on, since one decoded average says little about the size of an element.
 
         Args:
             averages: ``(n,)`` of any floating dtype.
+            step: number of the exchange, from 0.
         """
+        keep = min(self.options.beta, (step + 1) / (step + 2))
         bad = False
         for slot in slots:
             if not (slot.compressed and slot.numel):
@@ -116,8 +119,8 @@ class SecondMoments:
             old, new = self.planes.pair(slot.index)
             g = averages[slot.offset : slot.offset + slot.numel].float()
             g = g / self.scale if self.scale != 1.0 else g
-            torch.mul(g, g, out=new).mul_(1.0 - self.options.beta)
-            new.add_(old * self.options.beta if old.any() else typical(g) ** 2)
+            torch.mul(g, g, out=new).mul_(1.0 - keep)
+            new.add_((old if old.any() else torch.full_like(old, float(typical(g) ** 2))) * keep)
             bad |= not HOST.are_finite(new)
         return bad
 

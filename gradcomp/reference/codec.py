@@ -353,10 +353,14 @@ def moment_units(moments: Floats, floor: float) -> Floats:
     return roots + t * np.float32(floor) if t > 0 else np.ones_like(roots)
 
 
-def next_moments(moments: Floats, averages: Floats, beta: float) -> Floats:
-    """Return the second moments after averages: beta * v + (1 - beta) * g * g; as long as all v are 0, beta * v is t * t."""
-    before = moments * np.float32(beta) if moments.any() else typical(averages) ** 2
-    squares: Floats = averages * averages * np.float32(1.0 - beta) + before
+def next_moments(moments: Floats, averages: Floats, beta: float, step: int) -> Floats:
+    """Return the second moments after the averages of exchange number `step`: b * v + (1 - b) * g * g.
+
+    b is the smaller of beta and (step + 1) / (step + 2); as long as all v are 0, v is t * t.
+    """
+    b = min(beta, (step + 1) / (step + 2))
+    before = moments if moments.any() else np.full_like(moments, typical(averages) ** 2)
+    squares: Floats = averages * averages * np.float32(1.0 - b) + before * np.float32(b)
     return squares
 
 

@@ -27,6 +27,9 @@ EPILOG = f"""
 methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,start_step=100
   exempt={"|".join(PRESETS)}   tensors that travel in fp32 (ends: vectors, embeddings, head)
   start_step=N                 fp32 before that step
+  start=METHOD                 ... or that
+  precondition                 gradients in units of their second moments
+  momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their warm-up
   exchange=all_gather|reduce_scatter
 
 examples:

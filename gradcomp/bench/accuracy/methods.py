@@ -79,6 +79,8 @@ def parse(text: str) -> Method:
             options[key] = int(value)
         elif key == "exchange":
             options[key] = value
+        elif key == "start":
+            options["start_codec"] = METHODS[value]().codec if value in METHODS else parse(value).codec
         elif key == "precondition":
             options[key] = True
         elif key == "momentum":
@@ -86,7 +88,7 @@ def parse(text: str) -> Method:
             if momentum not in ("frozen", "renewed"):
                 raise ValueError(f"momentum must be frozen or renewed, got {value!r}")
         else:
-            known = "exempt, start_step, min_numel, exchange, precondition, momentum"
+            known = "exempt, start_step, start, min_numel, exchange, precondition, momentum"
             raise ValueError(f"unknown option {key!r} of {name}: {known}")
     if momentum and (method.codec is None or not options.get("start_step")):
         raise ValueError(f"{text}: momentum needs a codec and a warm-up, start_step=N")

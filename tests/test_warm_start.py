@@ -1,0 +1,115 @@
+"""A warm start that is packed itself: nothing is lost on the way from one codec to the other."""
+
+import copy
+
+import pytest
+import torch
+from _ranks import run_local
+from torch import nn
+
+from gradcomp import Block, GradientAverager, Identity, OneBit, Options, PeerMismatch, Ternary
+from gradcomp.optim import OneBitAdam
+
+START = 4
+SHAPES = {"w": (40, 60), "v": (70,)}
+
+
+def gradient(name, step, rank):
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(31 * step + 7 * rank + len(name)))
+
+
+def run(comm, codec, steps=8, first=0, state=None, **options):
+    """Return sums of averages and of own gradients, bytes of every step, and the averager."""
+    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    options = {"start_step": START, "start_codec": Block(4), "min_numel": 0, **options}
+    averager = GradientAverager(named.items(), codec, comm, **options)
+    if state is not None:
+        averager.load_state_dict(state)
+    averages, exact = ({name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+    sent = []
+    for step in range(first, first + steps):
+        for name, p in named.items():
+            p.grad = gradient(name, step, comm.rank)
+            exact[name] += p.grad
+        before = averager.stats.bytes_sent
+        averager.average()
+        sent.append(averager.stats.bytes_sent - before)
+        for name, p in named.items():
+            averages[name] += p.grad
+    return averages, exact, sent, averager
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("codec", [OneBit(), Block(2)], ids=repr)
+def test_what_codes_leave_out_goes_over_to_the_codec_that_follows(codec, world):
+    """Gradients = averages + residuals of all ranks + those of owners, across the change."""
+
+    def one(comm):
+        averages, exact, sent, averager = run(comm, codec)
+        return averages, exact, sent, averager.state_dict()
+
+    ranks = run_local(world, one)
+    for name, shape in SHAPES.items():
+        given = sum(exact[name] for _, exact, _, _ in ranks) / world
+        left = sum(state["residual"][name] for *_, state in ranks).view(shape) / world
+        owned = [state["owner_residual"][name] for *_, state in ranks if state["owner_residual"]]
+        owed = torch.cat(owned).view(shape) if owned else torch.zeros(shape)
+        torch.testing.assert_close(ranks[0][0][name] + left + owed, given, atol=1e-5, rtol=0)
+    sent = ranks[0][2]
+    assert len(set(sent[:START])) == len(set(sent[START:])) == 1
+    assert sent[START] < 0.7 * sent[0]
+
+
+@pytest.mark.parametrize("codec", [OneBit(), Ternary()], ids=repr)
+@pytest.mark.parametrize("options", [{"precondition": True}, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}], ids=str)
+def test_it_goes_with_other_options_and_replicas_stay_equal(codec, options):
+    def one(comm):
+        averages, _, sent, averager = run(comm, codec, **options)
+        return averages, sent, averager.describe()
+
+    ranks = run_local(4, one)
+    assert all(torch.equal(a[name], ranks[0][0][name]) for a, _, _ in ranks for name in SHAPES)
+    assert sum(sent[0] for _, sent, _ in ranks) > sum(sent[-1] for _, sent, _ in ranks)
+    assert f"from step {START} on ({Block(4)!r} before it)" in ranks[0][2]
+
+
+def test_a_warm_start_in_identity_is_that_in_fp32():
+    def one(comm):
+        return run(comm, OneBit(), start_codec=Identity())[0], run(comm, OneBit(), start_codec=None)[0]
+
+    for packed, plain in run_local(2, one):
+        assert all(torch.equal(packed[name], plain[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("first", [2, START, 6])
+def test_it_resumes_bit_for_bit(first):
+    def one(comm):
+        whole = run(comm, OneBit(), 8)[3].state_dict()
+        kept = copy.deepcopy(run(comm, OneBit(), first)[3].state_dict())
+        return whole, run(comm, OneBit(), 8 - first, first, kept)[3].state_dict()
+
+    for whole, halves in run_local(3, one):
+        for part in ("residual", "owner_residual"):
+            assert whole[part].keys() == halves[part].keys() and whole[part]
+            assert all(torch.equal(whole[part][name], halves[part][name]) for name in whole[part])
+
+
+def test_ranks_with_other_warm_starts_hear_of_it():
+    def one(comm):
+        with pytest.raises(PeerMismatch, match="start_step"):
+            run(comm, OneBit(), start_codec=Block(4) if comm.rank else Block(8))
+
+    run_local(2, one)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"start_codec=Block\(bits=4.* start_step, which is 0"):
+        Options(start_codec=Block(4))
+    with pytest.raises(ValueError, match="unknown codec 'block5'"):
+        Options(start_codec="block5", start_step=3)
+    with pytest.raises(TypeError, match="codec must be"):
+        Options(start_codec=3, start_step=3)
+    optimizer = OneBitAdam([nn.Parameter(torch.zeros(3))], freeze_step=2)
+    with pytest.raises(ValueError, match="start_step=3 does not go with OneBitAdam"):
+        Options(start_codec="block4", start_step=3).under(optimizer)
+    assert repr(Options(start_codec="block4", start_step=3).start_codec) == repr(Block(4))
