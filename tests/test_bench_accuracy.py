@@ -11,11 +11,13 @@ from torch import nn
 from gradcomp import GradientAverager, OneBit
 from gradcomp.bench import accuracy
 from gradcomp.bench.accuracy.methods import parse
+from gradcomp.bench.accuracy.optimizers import exchanging_momentum
 from gradcomp.bench.accuracy.report import summarize
 from gradcomp.bench.accuracy.run import Job, finished, rate_at, run_all
 from gradcomp.bench.accuracy.workers import Workers
 from gradcomp.bench.accuracy.workloads import BLOCK, HELD_OUT_SHARE
 from gradcomp.bench.models import ByteGPT, SmallResNet
+from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
 
 MINIBATCHES = torch.randn(3, 2, 8, 24, generator=torch.Generator().manual_seed(3))
 
@@ -63,6 +65,56 @@ def test_simulated_workers_are_real_ones():
         assert all(torch.equal(a, b) for a, b in zip(simulated, real, strict=True))
     torch.set_num_threads(threads)
     assert workers.sent_nbytes > 0
+
+
+def one_rank_that_sends_momentum(comm):
+    model = copy.deepcopy(MODEL)
+    optimizer = OneBitAdam(model.parameters(), lr=0.01, freeze_step=1)
+    averager = GradientAverager(model, OneBit(), comm, min_numel=0, optimizer=optimizer)
+    for minibatches in MINIBATCHES:
+        model.zero_grad()
+        loss(model, minibatches[comm.rank]).backward()
+        averager.average()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_simulated_workers_send_momenta_as_real_ones_do():
+    model, method = copy.deepcopy(MODEL), parse("onebit:momentum,start_step=1")
+    (optimizer,) = exchanging_momentum([torch.optim.AdamW(model.parameters(), lr=0.01)], method)
+    workers = Workers(model, method, 2, optimizer)
+    for minibatches in MINIBATCHES:
+        model.zero_grad()
+        workers.backward(loss, list(minibatches))
+        optimizer.step()
+    workers.close()
+    for real in run_local(2, one_rank_that_sends_momentum):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), real, strict=True))
+
+
+def test_methods_whose_momentum_travels():
+    parameters = [nn.Parameter(torch.zeros(3))]
+    kinds = {"": OneBitAdam, "=frozen": OneBitAdam, "=renewed": ZeroOneAdam}
+    for value, kind in kinds.items():
+        method = parse(f"block4:momentum{value},start_step=7")
+        (made,) = exchanging_momentum([torch.optim.AdamW(parameters, lr=0.25, betas=(0.5, 0.75), eps=1e-3)], method)
+        group = made.param_groups[0]
+        assert type(made) is kind and (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
+        assert made.wants_gradients(6) and not made.wants_gradients(7)
+    assert type(exchanging_momentum([SplitLAMB(parameters)], parse("onebit:momentum,start_step=7"))[0]) is OneBitLamb
+    with pytest.raises(ValueError, match="there is no SGD whose momentum travels"):
+        exchanging_momentum([torch.optim.SGD(parameters)], parse("onebit:momentum,start_step=7"))
+    for text, said in (
+        ("onebit:momentum", "needs a codec and a warm-up"),
+        ("bf16:momentum,start_step=3", "needs a codec"),
+        ("onebit:momentum=moving,start_step=3", "frozen or renewed"),
+        ("bf16:second=block4", "no second phase"),
+        ("onebit:second=exact", "integer sums"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parse(text)
+    assert parse("ternary:second=block4").codec.second_phase == "block4"
+    assert parse("onebit:start=block4,start_step=3").options["start_codec"].name == "block4"
 
 
 def test_buffers_are_those_of_the_first_worker():

@@ -28,6 +28,7 @@ methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,st
   exempt={"|".join(PRESETS)}   tensors that travel in fp32 (ends: vectors, embeddings, head)
   start_step=N                 fp32 before that step
   start=METHOD                 ... or that
+  second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8, bf16, fp32
   precondition                 gradients in units of their second moments
   momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their warm-up
   exchange=all_gather|reduce_scatter

@@ -68,7 +68,7 @@ def parse(text: str) -> Method:
     if name not in METHODS:
         raise ValueError(f"no method named {name!r}; there are {', '.join(METHODS)}")
     method = METHODS[name]()
-    options, exempt, momentum = dict(method.options), method.exempt, ""
+    options, exempt, momentum, codec = dict(method.options), method.exempt, "", method.codec
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key == "exempt":
@@ -79,6 +79,10 @@ def parse(text: str) -> Method:
             options[key] = int(value)
         elif key == "exchange":
             options[key] = value
+        elif key == "second":
+            if codec is None:
+                raise ValueError(f"{name} has no second phase: it is no codec")
+            codec = type(codec)(**codec.options() | {"second_phase": value})
         elif key == "start":
             options["start_codec"] = METHODS[value]().codec if value in METHODS else parse(value).codec
         elif key == "precondition":
@@ -88,8 +92,8 @@ def parse(text: str) -> Method:
             if momentum not in ("frozen", "renewed"):
                 raise ValueError(f"momentum must be frozen or renewed, got {value!r}")
         else:
-            known = "exempt, start_step, start, min_numel, exchange, precondition, momentum"
+            known = "exempt, start_step, start, second, min_numel, exchange, precondition, momentum"
             raise ValueError(f"unknown option {key!r} of {name}: {known}")
-    if momentum and (method.codec is None or not options.get("start_step")):
+    if momentum and (codec is None or not options.get("start_step")):
         raise ValueError(f"{text}: momentum needs a codec and a warm-up, start_step=N")
-    return Method(text, method.codec, method.dtype, exempt, options, momentum)
+    return Method(text, codec, method.dtype, exempt, options, momentum)

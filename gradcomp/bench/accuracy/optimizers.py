@@ -71,7 +71,7 @@ def exchanging_momentum(optimizers: list[torch.optim.Optimizer], method: Method)
     """
     (given,), warm_up = optimizers, method.options["start_step"]
     keys = ("params", "lr", "betas", "eps", "weight_decay")
-    groups = [{key: group[key] for key in keys} for group in given.param_groups]
+    groups = [{key: group[key] for key in keys if key in group} for group in given.param_groups]
     if isinstance(given, torch.optim.AdamW) and method.momentum == "renewed":
         return [ZeroOneAdam(groups, var_freeze_step=warm_up)]
     if isinstance(given, torch.optim.AdamW):
