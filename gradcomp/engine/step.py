@@ -229,9 +229,8 @@ class Engine:
         self.pipeline.wait()
         self.memory.load(given, self.layouts.names)
         self.step, self._scale = read_numbers(given)
-        for part in (self.memory.transform, self.memory.moments):
-            if part is not None:
-                part.scale = self._scale
+        if self.memory.transform is not None:
+            self.memory.transform.scale = self._scale
         if self.options.loss_scale is None and self._scale != 1.0:
             self._rescale(1.0)  # saved under a loss scaler, resumed without one
 

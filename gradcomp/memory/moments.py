@@ -32,8 +32,8 @@ class Precondition:
     Args:
         beta: what a step keeps of the average of squares, as Adam's second beta; exchange number k, from 0, keeps at most
             (k + 1) / (k + 2), so that units are learnt at once.
-        floor: no element's unit is smaller than this part of its tensor's typical one: bounds how far gradients of elements
-            that rarely have one are magnified.
+        floor: no element's unit is smaller than this part of its tensor's typical one (which is 1): bounds how far gradients of
+            elements that rarely have one are magnified.
 
     Raises:
         ValueError: `beta` not in [0, 1), `floor` not in (0, 1].
@@ -66,61 +66,60 @@ def check_precondition(given: object) -> Precondition | None:
 
 
 class SecondMoments:
-    """Averages of squares of the decoded averages, the same on every rank.
+    """Averages of squares of the decoded averages, relative to those of their tensor, the same on every rank.
 
-    Every operation is one correctly rounded operation an element, so that ranks on different processors agree bit for bit;
-    sums are those of the kernels, whose order is pinned.
+    Relative, because only ratios within a scale group matter to codes: a step whose gradients are ten times as large as those
+    before it says as much about them as any other. Every operation is one correctly rounded operation an element, so that
+    ranks on different processors agree bit for bit; sums are those of the kernels, whose order is pinned.
 
     Args:
         options: see `Precondition`.
         numels: elements of the compressed tensors, by position.
-
-    Attributes:
-        scale: loss scale of the values that `observe` is given.
     """
 
     def __init__(self, options: Precondition, numels: Mapping[int, int]) -> None:
         self.options = options
         self.planes = Planes(numels, "second moment")
-        self.scale = 1.0
 
     def divisors(self, slots: Sequence[Slot], out: Tensor) -> None:
-        """Write the units of compressed tensors where they lie in a bucket: 1 before the first average is known.
-
-        The unit of an element with moment v is sqrt(v) + floor * t, with t the larger of the tensor's mean and standard deviation
-        of sqrt(v).
+        """Write the units of compressed tensors, sqrt(v) + floor, where they lie in a bucket: 1 before the first average.
 
         Args:
             out: ``(n,)`` float32.
         """
         for slot in slots:
             if slot.compressed and slot.numel:
-                d = out[slot.offset : slot.offset + slot.numel]
-                np.sqrt(self.planes.pair(slot.index)[0].numpy(), out=d.numpy())  # torch's is off by a bit on some machines
-                t = typical(d)
-                d.add_(t * np.float32(self.options.floor)) if t > 0 else d.fill_(1.0)
+                d, old = out[slot.offset : slot.offset + slot.numel], self.planes.pair(slot.index)[0]
+                if old.any():
+                    np.sqrt(old.numpy(), out=d.numpy())  # torch's is off by a bit on some machines
+                    d.add_(self.options.floor)
+                else:
+                    d.fill_(1.0)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
         """Take in the averages of a bucket; to be committed. Returns True if a moment is not finite.
 
-        v becomes b * v + (1 - b) * g * g, with b the smaller of beta and (step + 1) / (step + 2). A tensor's first moments are all
-        t * t, with t the larger of mean and standard deviation of its first averages that are not all 0: those of single elements
-        are learnt from then on, since one decoded average says little about the size of an element.
+        v becomes b * v + (1 - b) * (g / t)^2, with t the larger of mean and standard deviation of the tensor's averages and b the
+        smaller of beta and (step + 1) / (step + 2); it is 1 before the first average, and stays as it is where t is 0. One decoded
+        average says little about the size of an element, so the first counts as much as knowing nothing does.
 
         Args:
             averages: ``(n,)`` of any floating dtype.
             step: number of the exchange, from 0.
         """
-        keep = min(self.options.beta, (step + 1) / (step + 2))
-        bad = False
+        keep, bad = min(self.options.beta, (step + 1) / (step + 2)), False
         for slot in slots:
             if not (slot.compressed and slot.numel):
                 continue
             old, new = self.planes.pair(slot.index)
             g = averages[slot.offset : slot.offset + slot.numel].float()
-            g = g / self.scale if self.scale != 1.0 else g
-            torch.mul(g, g, out=new).mul_(1.0 - keep)
-            new.add_((old if old.any() else torch.full_like(old, float(typical(g) ** 2))) * keep)
+            with np.errstate(all="ignore"):
+                inverse = np.float32(1) / typical(g)
+            if not np.isfinite(inverse):
+                new.copy_(old)
+                continue
+            torch.mul(g, float(inverse), out=new).square_().mul_(1.0 - keep)
+            new.add_(old * keep if old.any() else np.float32(keep))
             bad |= not HOST.are_finite(new)
         return bad
 

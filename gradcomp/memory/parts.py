@@ -67,8 +67,6 @@ class Memory:
             self.feedback.rescale(new / old)
         if self.transform is not None:
             self.transform.scale = new
-        if self.moments is not None:
-            self.moments.scale = new
 
     def state(self, names: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
         """Return copies of everything; empty parts before the first step."""

@@ -340,27 +340,26 @@ def block_decode(codes: Bytes, scales: Floats, piece: Piece, bits: int) -> Float
 # ---- units of second moments -----------------------------------------------------------------------------------------
 @np.errstate(all="ignore")
 def moment_units(moments: Floats, floor: float) -> Floats:
-    """Return the unit of every element of one tensor: the root of its second moment, with a floor.
-
-    sqrt(v) + floor * t, with t the larger of mean and standard deviation of sqrt(v) over the tensor; 1 throughout as long as
-    all v are 0.
-
-    Args:
-        moments: `(numel,)` float32, not negative.
-    """
-    roots = np.sqrt(moments)
-    t = typical(roots)
-    return roots + t * np.float32(floor) if t > 0 else np.ones_like(roots)
+    """Return the units of preconditioned encoding: sqrt(v) + floor; 1 where no moments are known yet."""
+    if not moments.any():
+        return np.ones_like(moments)
+    units: Floats = np.sqrt(moments) + np.float32(floor)
+    return units
 
 
 def next_moments(moments: Floats, averages: Floats, beta: float, step: int) -> Floats:
-    """Return the second moments after the averages of exchange number `step`: b * v + (1 - b) * g * g.
+    """Return the relative second moments after the averages of exchange number `step`: b * v + (1 - b) * (g / t)^2.
 
-    b is the smaller of beta and (step + 1) / (step + 2); as long as all v are 0, v is t * t.
+    b is the smaller of beta and (step + 1) / (step + 2), t is `typical` of the averages; v is 1 before the first, and stays as it
+    is where t is 0 or its inverse is not finite.
     """
-    b = min(beta, (step + 1) / (step + 2))
-    before = moments if moments.any() else np.full_like(moments, typical(averages) ** 2)
-    squares: Floats = averages * averages * np.float32(1.0 - b) + before * np.float32(b)
+    b, before = min(beta, (step + 1) / (step + 2)), moments if moments.any() else np.ones_like(moments)
+    with np.errstate(all="ignore"):
+        inverse = np.float32(1) / typical(averages)
+    if not np.isfinite(inverse):
+        return moments
+    x = averages * inverse
+    squares: Floats = x * x * np.float32(1.0 - b) + before * np.float32(b)
     return squares
 
 
