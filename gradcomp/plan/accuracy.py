@@ -115,8 +115,9 @@ class Measured:
 
 
 # SGD's are with momentum 0.9. Left out: 1 bit after a tenth of the steps in fp32 (docs/explanation/onebit-sgd.md), which lost
-# nothing on MNIST, where 1 bit loses little without it, and was not measured on more; SplitSGD (docs/howto/benchmarks.md), whose
-# fp32 differs in more than the exchange, and with ternary loses 0.3 to 0.7 points to it.
+# nothing on MNIST, where 1 bit loses little without it, and was not measured on more; one epoch
+# at a constant rate (docs/howto/benchmarks.md), in which ternary lost 0.8 points under SGD, with a deviation of 0.6 by seed, and
+# 0.9 under SplitSGD, which is in no family therefore.
 _GPT = Training(
     "adam", "AdamW", "a byte GPT", " of 0.87 M parameters on prose", 4, 2000, 3, 1.3428, "nats",
     "docs/explanation/accuracy.md",
