@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,12 @@ from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError
 from gradcomp.memory.momentum import Momentum
+from gradcomp.plan.advice import settle, warning_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+logger = logging.getLogger("gradcomp")
 
 
 class GradientAverager(Controls):
@@ -41,15 +45,17 @@ class GradientAverager(Controls):
     Args:
         named_parameters: a model, or (name, parameter) pairs as its ``named_parameters()`` gives them, the same on every
             rank; the first exchange compares the bits of those that are trained. Of a DTensor the local shard is averaged: `comm` then has the ranks that hold the same shards.
-        codec: codec or name.
+        codec: codec or name; "auto": as of `gradcomp.ddp.register`.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         options: see `gradcomp.Options`.
-        optimizer: the optimizer of these parameters; one whose momentum travels (`gradcomp.optim.OneBitAdam`) needs to be given.
+        optimizer: the optimizer of these parameters; one whose momentum travels (`gradcomp.optim.OneBitAdam`) needs to be given. Any
+            other is read for its kind alone: "auto" chooses by it, and a codec that is known to lose with it is warned of.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
         changes: fields of `gradcomp.Options` to set.
 
     Raises:
         ValueError, UnsupportedTensor: as `gradcomp.ddp.register`.
+        TypeError: an optimizer's class or name in place of an optimizer.
     """
 
     @spell_out
@@ -69,17 +75,18 @@ class GradientAverager(Controls):
         self._named = _pairs(named_parameters)
         self._newcomers = Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
         self._sources = [Gradient(name, p) for name, p in self._named]
-        options = Options.of(options, **changes).under(optimizer)
+        codec, options, chosen = settle(codec, options, changes, optimizer, self._sources)
         self._scaled = options.grad_scaler is not None
         own_comm = comm if comm is not None else torch_communicator(options.timeout_s)
         self._given = own_comm
         try:
-            self._engine = Engine(self._sources, codec, own_comm, options)
+            self._engine = Engine(self._sources, codec, own_comm, options, chosen)
         except BaseException:
             if comm is None:
                 own_comm.close()
             raise
         self._warn_if_alone()
+        self._advise(chosen, optimizer)
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
         self._rotation: Rotation | None = None
@@ -190,6 +197,16 @@ class GradientAverager(Controls):
                 f"{group_size()}: every rank trains apart unless that is meant",
                 stacklevel=3,
             )
+
+    def _advise(self, chosen: str, optimizer: Any) -> None:
+        """Log what was chosen, and a codec that is known to lose with the optimizer; rank 0 speaks for all."""
+        if self._engine.comm.rank != 0:
+            return
+        if chosen:
+            logger.info(self.describe())
+        lossy = warning_of(self._engine.codec, self._engine.options, optimizer)
+        if lossy is not None and self._engine.comm.world_size > 1:
+            logger.warning(lossy)
 
     @contextlib.contextmanager
     def _poisoned_on_failure(self) -> Iterator[None]:

@@ -17,7 +17,6 @@ from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
-from gradcomp.engine.advice import warning_of
 from gradcomp.engine.buckets import Gradient, poison
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
@@ -28,6 +27,7 @@ from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.fused import FusedGradients, replicated, state_digest, why_not_fused
 from gradcomp.payload.order import storage_order, storage_view
+from gradcomp.plan.advice import settle, warning_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,8 +88,9 @@ class CompressionState(Controls):
         taken = torch_private.taken_hook(model)
         if taken:
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
-        options = Options.of(options, **changes).under(optimizer)
         named = list(model.module.named_parameters())
+        sources = [Gradient(name, p) for name, p in named]
+        codec, options, chosen = settle(codec, options, changes, optimizer, sources)
         self._known = {id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)}
         self._places: set[Members] = set()  # bucket layouts that have been looked at
         if optimizer is not None:
@@ -97,7 +98,7 @@ class CompressionState(Controls):
         own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=options.timeout_s)
         try:
             same_ranks(own_comm, model.process_group, timeout_s=options.timeout_s or own_comm.timeout_s)
-            self._engine = Engine([Gradient(name, p) for name, p in named], codec, own_comm, options)
+            self._engine = Engine(sources, codec, own_comm, options, chosen)
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:
             if "_engine" in vars(self):
@@ -338,10 +339,11 @@ def register(
 
     Args:
         model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters on the CPU.
-        codec: `Ternary(...)`, `OneBit(...)`, `Identity()`, or a name ("ternary", "onebit").
+        codec: `Ternary(...)`, `OneBit(...)`, `Block(...)`, `Identity()`, or a name ("ternary", "onebit"). "auto": codec and options
+            for the kind of `optimizer`, by what was measured (`gradcomp.plan.accuracy`); options that are given count.
         options: see `gradcomp.Options`.
         comm: moves the bytes; by default gloo groups made from the model's process group. Closed with the state.
-        optimizer: the optimizer of this model, checked to update these parameters. A split optimizer (`gradcomp.optim`)
+        optimizer: the optimizer of this model, checked to update these parameters; "auto" needs it. A split optimizer (`gradcomp.optim`)
             of all trained parameters then updates weights straight from the payloads: no averaged gradient is written,
             and `p.grad` is a NaN placeholder after backward (see `CompressionState.materialize_gradients`).
         changes: fields of `gradcomp.Options` to set: ``register(model, "ternary", start_step=100)``.
@@ -350,9 +352,9 @@ def register(
         The state: `stats`, `state_dict`, `discard_step`, `check_replicas`, `materialize_gradients`, `close`.
 
     Raises:
-        TypeError: `model` is not wrapped in DDP; an option that there is not.
+        TypeError: `model` is not wrapped in DDP; an option that there is not; `optimizer` is a class or a name.
         UnsupportedTensor: a parameter's dtype, device or layout.
-        ValueError: an option out of its range; the message has the value.
+        ValueError: an option out of its range; the message has the value. "auto" without an optimizer.
         PeerMismatch: (split optimizers) "optimizer": its state, trails included, is not the same on every rank.
 
     Later, out of ``loss.backward()`` on every rank: PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor.

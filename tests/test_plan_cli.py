@@ -49,6 +49,38 @@ def test_the_program_answers_and_writes(tmp_path, rates):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("words", "chosen", "columns"),
+    [
+        ([], "onebit", {"Adam and its relatives", "SGD"}),
+        (["--optimizer", "adamw"], "block4", {"adamw"}),
+        (["--optimizer", "sgd"], "ternary", {"sgd"}),
+        (["--optimizer", "adamw", "--tolerance", "0.05"], "block2", {"adamw"}),
+        (["--optimizer", "sgd", "--tolerance-points", "1.8"], "onebit", {"sgd"}),
+        (["--optimizer", "muon"], "block4", {"muon"}),
+    ],
+)
+def test_losses_stand_beside_the_seconds(tmp_path, rates, words, chosen, columns):
+    out = run("--model", "vgg16", "--link", "1gbit", "--nodes", "8", "--rates", rates, "--json", tmp_path / "plan.json", *words)
+    assert out.returncode == 0, out.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["method"].startswith(chosen) and found["method"] in found["permitted"]
+    assert found["optimizer"] == (words[1] if words else None) and set(found["losses"]["block4 all_gather"]) == columns
+    (row,) = [line.split() for line in out.stdout.splitlines() if line.startswith("block2 all_gather ")]
+    expected = {"adamw": ["+0.040"], "sgd": ["-"], "muon": ["-"]}.get(words[1], []) if words else ["+0.040", "-"]
+    assert row[2 : 2 + len(columns)] == expected
+    if columns & {"adamw"}:
+        loss = found["losses"]["onebit all_gather"]["adamw"]
+        assert loss["loss"] == pytest.approx(0.064) and loss["unit"] == "nats" and loss["seeds"] == 3
+        assert "of a byte GPT of 0.87 M parameters on prose under AdamW, N = 4, 2,000 steps, 3 seeds: onebit" in out.stdout
+    assert ("Name the optimizer" in out.stdout) == (not words)
+
+
+def test_no_cell_of_a_table_is_cut(rates):
+    out = run("--model", "vgg16", "--nodes", "1:64", "--rates", rates, COLUMNS="40")
+    assert out.returncode == 0 and "\u2026" not in out.stdout and "onebit reduce_scatter  +0.064   +1.70  2.40 s" in out.stdout
+
+
 def test_it_calibrates_where_no_rates_are_given(tmp_path):
     out = run("--model", "lenet", "--nodes", "2", "--codec", "fp32,onebit", "--json", tmp_path / "plan.json")
     assert out.returncode == 0, out.stderr
@@ -130,6 +162,11 @@ def test_shapes_of_ones_own_and_every_option(tmp_path, rates):
         (["--ranks", "2"], "goes with --measure"),
         (["--measure", "--validate"], "exclude each other"),
         (["--adagrad"], "--adagrad needs --measure"),
+        (["--optimizer", "adam w"], "optimizer must be a name such as adamw, sgd or lamb, got 'adam w'"),
+        (["--optimizer", "sgd", "--tolerance", "-1"], "the tolerance in nats must be at least 0 and finite, got -1.0"),
+        (["--optimizer", "sgd", "--tolerance-points", "inf"], "the tolerance in points must be at least 0 and finite, got inf"),
+        (["--tolerance", "0.1"], "--tolerance goes with --optimizer, got 0.1 without one"),
+        (["--tolerance-points", "1"], "--tolerance-points goes with --optimizer, got 1.0 without one"),
     ],
 )
 def test_bad_input_is_one_sentence(words, message, capsys):

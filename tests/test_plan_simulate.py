@@ -335,6 +335,89 @@ def test_predictions_need_nodes_and_methods():
         predict(Workload(ONE, 1, 1), FAST, [2], rates=RATES).result("fp32", 3)
 
 
+# ---- accuracy ------------------------------------------------------------------------------------------------------
+
+
+def ask(optimizer=None, link=1e9, methods=METHODS, **more):
+    work = Workload(BIG, 1024, 1e-3, 2e-3)
+    return predict(work, Link(link, 1e-4), [4], methods=methods, rates=RATES, optimizer=optimizer, **more)
+
+
+def test_every_block_is_a_candidate():
+    assert {f"block{bits} {how}" for bits in (2, 4, 8) for how in ("all_gather", "reduce_scatter")} <= {m.name for m in METHODS}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "codec", "costs"),
+    [
+        ("adamw", "block4", " It costs +0.001 nats (a byte GPT"),
+        ("NAdam", "block4", " It costs +0.001 nats (a byte GPT"),
+        ("SGD", "ternary", " It costs +0.13 points of test error (LeNet on MNIST"),
+        ("muon", "block4", " What it costs in accuracy under muon was not measured."),
+    ],
+)
+def test_what_loses_too_much_is_not_recommended(optimizer, codec, costs):
+    fast, kept = ask(), ask(optimizer)
+    assert fast.method.name.startswith("onebit") and kept.method.name.startswith(codec) and costs in kept.sentence
+    assert 1 < kept.speedup < fast.speedup
+    assert set(kept.permitted) < set(fast.permitted) == {m.name for m in METHODS}
+    assert {"fp32", "bf16"} < set(kept.permitted) and not any(n.startswith("onebit") for n in kept.permitted)
+    times = kept.result(kept.method.name, 4).seconds / fast.result(fast.method.name, 4).seconds
+    assert f" {fast.method.name} would be {times:.2g} times as fast a step and " in kept.sentence
+    assert "not recommended." in kept.sentence and kept.sentence.count(" onebit ") == 1
+
+
+def test_why_a_faster_codec_is_left_out():
+    adam, sgd = ask("adamw").sentence, ask("sgd").sentence
+    assert "costs +0.064 nats with precondition=True and start_step=steps // 6; not recommended." in adam
+    assert "ternary requantize would be" in adam and "was not measured under adamw; not recommended." in adam
+    assert "costs +1.70 points of test error; not recommended." in sgd and "block2 reduce_scatter would be" in sgd
+
+
+def test_without_an_optimizer_the_losses_are_told():
+    found = ask()
+    assert "by seconds a step alone: onebit costs +0.064 nats" in found.sentence and "+1.70 points" in found.sentence
+    row = found.tolerance.costs(found.method)
+    assert {cost.training.optimizer for cost in row.values()} == {"AdamW", "SGD"}
+
+
+def test_a_tolerance_lets_more_in():
+    """1 bit is the fastest a step, and not over a run a sixth of which is in fp32."""
+    found = ask("adamw", tolerances={"nats": 0.07})
+    rows = {row.method.name: row for row in found.rows}
+    onebit, block2 = rows["onebit reduce_scatter"], rows["block2 reduce_scatter"]
+    assert found.method.name == "block2 reduce_scatter" and "with precondition=True" in found.sentence
+    assert onebit.result.seconds < block2.result.seconds == block2.seconds < onebit.seconds
+    assert onebit.seconds == pytest.approx(5 / 6 * onebit.result.seconds + rows["fp32"].result.seconds / 6)
+    assert ask("sgd", tolerances={"points": 2}).method.name.startswith("onebit")
+    assert not ask("sgd", tolerances={"points": 0}).method.compresses
+
+
+def test_where_nothing_asked_for_keeps_the_accuracy_it_says_so():
+    found = ask("adamw", methods=[m for m in METHODS if m.name.startswith("onebit")])
+    assert found.sentence.startswith("Nothing here is known to keep the accuracy under adamw; by seconds alone: Compress")
+
+
+def test_nothing_is_said_of_codecs_where_none_pays():
+    found = ask("adamw", link=1e13)
+    assert found.method.name == "fp32" and "costs" not in found.sentence and "not recommended" not in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": ""}, "optimizer must be a name such as adamw, sgd or lamb, got ''"),
+        ({"optimizer": "adam w"}, "got 'adam w'"),
+        ({"optimizer": "sgd", "tolerances": {"nats": -1}}, "the tolerance in nats must be at least 0 and finite, got -1"),
+        ({"optimizer": "sgd", "tolerances": {"points": math.nan}}, "the tolerance in points must be .* got nan"),
+        ({"optimizer": "sgd", "tolerances": {"bits": 1}}, "tolerances are in nats and points, got 'bits'"),
+    ],
+)
+def test_bad_tolerances_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ask(**settings)
+
+
 def test_flops_that_are_all_zero_say_nothing():
     zero, none = (Workload(BIG, 64, 1e-3, flops=f) for f in ((0.0,) * len(BIG), None))
     assert simulate(zero, "fp32", 4, SLOW) == simulate(none, "fp32", 4, SLOW)

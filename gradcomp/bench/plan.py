@@ -24,14 +24,16 @@ from gradcomp.bench.cluster import measure_here
 from gradcomp.bench.cluster_validate import GOAL, describe
 from gradcomp.bench.cluster_validate import validate as compare
 from gradcomp.bench.plan_question import Question
-from gradcomp.bench.plan_report import crossing_lines, plot, print_prediction
+from gradcomp.bench.plan_report import plot, print_prediction, to_dict
 from gradcomp.bench.ranks import RANK_ERRORS
+from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.costs import METHODS, Method
 from gradcomp.plan.links import parse_link, parse_seconds
 from gradcomp.plan.models import find_model, load_shapes
 from gradcomp.plan.predict import Prediction, predict
 from gradcomp.plan.rates import Rates, calibrate
 from gradcomp.plan.simulate import MAX_NODES, Stragglers, Workload
+from gradcomp.plan.tolerance import Tolerance
 
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
 FLOPS = 10e12
@@ -57,6 +59,9 @@ examples:
 
   only 1-bit against fp32, exchanged in halves as Seide et al. did, with a picture:
     python -m gradcomp.plan --model bert --link 10gbe --nodes 1:256 --codec fp32,onebit --double-buffering --plot plan.png
+
+  recommended is only what keeps within 0.01 nats of fp32 under AdamW, as far as that was measured:
+    python -m gradcomp.plan --model gpt2 --link 1gbe --nodes 1:16 --optimizer adamw
 
   what this machine can do, with 2 ranks that measure at once; and how far predictions are off:
     python -m gradcomp.plan --measure --ranks 2
@@ -84,6 +89,21 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--update-time", metavar="TIME", help="of a model update (default: 0.2 ns a value)")
     what.add_argument(
         "--post-time", metavar="TIME", help="of work on gradients that nodes share, such as AdaGrad (default: 0)"
+    )
+    what.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="adamw, sgd, lamb, ...: leave out codecs that were measured to lose accuracy under it, or were not measured "
+        "(default: seconds alone decide, losses are shown)",
+    )
+    what.add_argument(
+        "--tolerance", type=float, metavar="NATS", help=f"the most that may be lost (default: {TOLERANCES['nats']})"
+    )
+    what.add_argument(
+        "--tolerance-points",
+        type=float,
+        metavar="POINTS",
+        help=f"where test accuracy was measured, as under SGD (default: {TOLERANCES['points']})",
     )
     what.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="DDP's option (default: DDP's, 1 and then 25)")
     where = parser.add_argument_group("where")
@@ -153,6 +173,10 @@ def understand(args: argparse.Namespace) -> Question:
     if not 0 < cores < math.inf:
         raise ValueError(f"--cores must be positive and finite, got {cores!r}")
     share, factor = parse_stragglers(args.stragglers)
+    limits = {"nats": args.tolerance, "points": args.tolerance_points}
+    for option, limit in (("--tolerance", args.tolerance), ("--tolerance-points", args.tolerance_points)):
+        if limit is not None and args.optimizer is None:
+            raise ValueError(f"{option} goes with --optimizer, got {limit!r} without one")
     return Question(
         model,
         workload,
@@ -163,6 +187,7 @@ def understand(args: argparse.Namespace) -> Question:
         None if args.rates is None else Rates.load(args.rates),
         cores,
         args.double_buffering,
+        tolerance=Tolerance(args.optimizer, {unit: limit for unit, limit in limits.items() if limit is not None}),
     )
 
 
@@ -321,6 +346,8 @@ def answer(question: Question) -> Prediction:
             stragglers=question.stragglers,
             transport=question.transport,
             progress=lambda share: bar.update(task, completed=share),
+            optimizer=question.tolerance.optimizer,
+            tolerances=question.tolerance.limits,
         )
 
 
@@ -337,34 +364,3 @@ def report(args: argparse.Namespace, found: Prediction, console: Console) -> int
             print(f"python -m gradcomp.plan --plot needs {error.name}: pip install 'gradcomp[bench]'", file=sys.stderr)
             return 2
     return 0
-
-
-def to_dict(question: Question, found: Prediction) -> dict[str, Any]:
-    """Return every number of a prediction; what is infinite as the string "inf"."""
-    work = question.workload
-    return {
-        "model": question.model.name,
-        "numel": work.numel,
-        "minibatch": work.minibatch,
-        "weak": work.weak,
-        "t_frame": work.t_frame,
-        "t_update": work.t_update,
-        "t_post": work.t_post,
-        "bits_per_s": _finite(question.link.bits_per_s),
-        "latency_s": question.link.latency_s,
-        "stragglers": asdict(question.stragglers),
-        "rows": [{"method": row.method.name, **asdict(row.result)} for row in found.rows],
-        "crossings": [asdict(c) for c in found.crossings],
-        "crossing_lines": crossing_lines(found),
-        "method": found.method.name,
-        "nodes": found.nodes,
-        "speedup": found.speedup,
-        "break_even_bits_per_s": _finite(found.break_even_bits_per_s),
-        "optimal_nodes": _finite(found.optimal_nodes),
-        "recommendation": found.sentence,
-        "rates": found.rates.to_dict(),
-    }
-
-
-def _finite(value: float | None) -> float | str | None:
-    return "inf" if value is not None and math.isinf(value) else value

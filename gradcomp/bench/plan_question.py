@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradcomp.plan.costs import Method
 from gradcomp.plan.links import Link
 from gradcomp.plan.models import Model
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.simulate import Stragglers, Transport, Workload
+from gradcomp.plan.tolerance import Tolerance
 
 
 @dataclass(frozen=True)
@@ -25,3 +26,4 @@ class Question:
     cores: float
     double_buffering: bool
     transport: Transport | None = None
+    tolerance: Tolerance = field(default_factory=Tolerance)

@@ -1,8 +1,9 @@
-"""The planner's tables and its picture."""
+"""The planner's tables, its picture and its JSON."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from rich.table import Table
 from gradcomp.bench.palette import color_of
 from gradcomp.bench.plan_question import Question
 from gradcomp.comm.rounds import ring_bytes
+from gradcomp.plan.accuracy import FAMILIES, Measured
+from gradcomp.plan.costs import FP32_NBYTES, Method, find_method
 from gradcomp.plan.links import format_rate, format_seconds
 from gradcomp.plan.predict import TIE, Prediction, Row
 
 FLOOR_S = 1e-6
+SHORT = {FAMILIES["adam"]: "AdamW", FAMILIES["sgd"]: "SGD"}  # heads of columns: what was measured
 
 
 def print_prediction(console: Console, question: Question, found: Prediction) -> None:
@@ -37,38 +41,62 @@ def print_prediction(console: Console, question: Question, found: Prediction) ->
         console.print(line, highlight=False, soft_wrap=True)
     for table in (seconds_table(found), fastest_table(question, found)):
         console.print()
-        console.print(table)
+        whole = console.measure(table, options=console.options.update(width=10_000)).maximum  # cells are never cut
+        Console(file=console.file, width=max(console.width, whole)).print(table)
     console.print()
-    for line in crossing_lines(found):
+    for line in (*accuracy_lines(found), *crossing_lines(found)):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"[bold]{found.sentence}[/bold]", highlight=False, soft_wrap=True)
 
 
 def seconds_table(found: Prediction) -> Table:
-    """Return seconds a step by nodes and method, the fastest in bold."""
-    table = Table(title="a step takes", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("nodes", justify="right", no_wrap=True)
-    methods = list(dict.fromkeys(row.method.name for row in found.rows))
-    for method in methods:
-        table.add_column(method.replace(" ", "\n").replace("_", "_\n"), justify="right", no_wrap=True)
-    for nodes, rows in _by_nodes(found).items():
-        least = min(row.result.seconds for row in rows)
-        cells = [format_seconds(row.result.seconds) for row in rows]
-        table.add_row(
-            str(nodes),
-            *(
-                f"[bold green]{cell}[/bold green]" if row.result.seconds == least and nodes > 1 else cell
-                for cell, row in zip(cells, rows, strict=True)
-            ),
-        )
+    """Return what is lost in accuracy and seconds a step by method and nodes, of every number of nodes the fastest in bold."""
+    table = Table(title="a step takes, by nodes", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
+    costs = [found.tolerance.costs(row.method) for row in found.rows]
+    for name in found.tolerance.columns:
+        units = {row.training.unit for cost in costs if (row := cost[name]) is not None}
+        table.add_column("\n".join(("loss,", SHORT.get(name, name), *sorted(units))), justify="right", no_wrap=True)
+    by_nodes = _by_nodes(found)
+    for nodes in by_nodes:
+        table.add_column(str(nodes), justify="right", vertical="bottom", no_wrap=True)
+    least = {nodes: min(row.result.seconds for row in rows) for nodes, rows in by_nodes.items()}
+    for rows in zip(*by_nodes.values(), strict=True):
+        method = rows[0].method
+        cells = []
+        for row in rows:
+            cell, nodes = format_seconds(row.result.seconds), row.result.nodes
+            cells.append(f"[bold green]{cell}[/bold green]" if row.result.seconds == least[nodes] and nodes > 1 else cell)
+        table.add_row(method.name, *(_cost(method, row) for row in found.tolerance.costs(method).values()), *cells)
     return table
+
+
+def accuracy_lines(found: Prediction) -> list[str]:
+    """Return where the losses were measured, and what options they need: a line each training."""
+    lines: dict[str, dict[str, None]] = {}
+    for row in found.rows:
+        for cost in found.tolerance.costs(row.method).values():
+            if cost is not None:
+                how = f" with {cost.given()}" if cost.given() else ""
+                lines.setdefault(str(cost.training), {})[f"{cost.codec.name} {cost.cost}{how}"] = None
+    known = [f"Loss over fp32 of {training}: {', '.join(costs)}." for training, costs in lines.items()]
+    if any(row.method.compresses for row in found.rows):
+        known.append('"-" was not measured; a loss is that of one model, not of yours (docs/explanation/accuracy.md).')
+    return known
+
+
+def _cost(method: Method, row: Measured | None) -> str:
+    if row is None:
+        return "0" if method.codec is None and method.value_nbytes == FP32_NBYTES else "-"
+    return row.figure if row.counts else f"({row.figure})"
 
 
 def fastest_table(question: Question, found: Prediction) -> Table:
     """Return where the time of the fastest method goes, by nodes."""
     waits = question.stragglers.any
     table = Table(
-        title="where the time of the fastest goes",
+        title="where the time of the fastest"
+        + (" that may be recommended goes" if len(found.permitted) < len(_methods(found)) else " goes"),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -77,9 +105,10 @@ def fastest_table(question: Question, found: Prediction) -> Table:
     columns = ["nodes", "method", "compute", *(["waits"] if waits else []), "exposed", "hidden", "sent", "ratio"]
     for name in columns:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for nodes, rows in _by_nodes(found).items():
-        least = min(row.result.seconds for row in rows)
-        row = next(row for row in rows if row.result.seconds <= (1 + TIE) * least)
+    for nodes, everything in _by_nodes(found).items():
+        rows = [row for row in everything if row.method.name in found.permitted]
+        least = min(row.seconds for row in rows)
+        row = next(row for row in rows if row.seconds <= (1 + TIE) * least)
         result = row.result
         halves = 2 if question.double_buffering else 1
         ratio = ring_bytes(question.workload.numel, nodes) * halves / result.sent_nbytes if result.sent_nbytes else 1.0
@@ -114,7 +143,7 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
     axes: Any = figure.subplots()
     rows_by_nodes = _by_nodes(found)
     counts = list(rows_by_nodes)
-    for number, method in enumerate(dict.fromkeys(row.method.name for row in found.rows)):
+    for number, method in enumerate(_methods(found)):
         seconds = [rows[number].result.seconds for rows in rows_by_nodes.values()]
         chosen = method == found.method.name
         axes.plot(counts, seconds, "-" if chosen else "--" if "all_gather" in method else "-", color=color_of(method),
@@ -154,8 +183,64 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
     figure.savefig(path)
 
 
+def to_dict(question: Question, found: Prediction) -> dict[str, Any]:
+    """Return every number of a prediction; what is infinite as the string "inf"."""
+    work = question.workload
+    return {
+        "model": question.model.name,
+        "numel": work.numel,
+        "minibatch": work.minibatch,
+        "weak": work.weak,
+        "t_frame": work.t_frame,
+        "t_update": work.t_update,
+        "t_post": work.t_post,
+        "bits_per_s": _finite(question.link.bits_per_s),
+        "latency_s": question.link.latency_s,
+        "stragglers": asdict(question.stragglers),
+        "optimizer": found.tolerance.optimizer,
+        "tolerances": dict(found.tolerance.limits),
+        "losses": {name: _losses(found, name) for name in dict.fromkeys(row.method.name for row in found.rows)},
+        "permitted": list(found.permitted),
+        "rows": [{"method": row.method.name, **asdict(row.result)} for row in found.rows],
+        "crossings": [asdict(c) for c in found.crossings],
+        "crossing_lines": crossing_lines(found),
+        "method": found.method.name,
+        "nodes": found.nodes,
+        "speedup": found.speedup,
+        "break_even_bits_per_s": _finite(found.break_even_bits_per_s),
+        "optimal_nodes": _finite(found.optimal_nodes),
+        "recommendation": found.sentence,
+        "rates": found.rates.to_dict(),
+    }
+
+
+def _losses(found: Prediction, method: str) -> dict[str, Any]:
+    """Return what a method costs in accuracy, by optimizer; None: not measured."""
+    return {
+        name: row
+        and {
+            "loss": row.loss,
+            "unit": row.training.unit,
+            "bits": row.bits,
+            "precondition": row.precondition,
+            "start": row.start,
+            "measured": str(row.training),
+            "seeds": row.training.seeds,
+        }
+        for name, row in found.tolerance.costs(find_method(method)).items()
+    }
+
+
+def _finite(value: float | None) -> float | str | None:
+    return "inf" if value is not None and math.isinf(value) else value
+
+
 def _by_nodes(found: Prediction) -> dict[int, list[Row]]:
     out: dict[int, list[Row]] = {}
     for row in found.rows:
         out.setdefault(row.result.nodes, []).append(row)
     return out
+
+
+def _methods(found: Prediction) -> list[str]:
+    return list(dict.fromkeys(row.method.name for row in found.rows))

@@ -24,7 +24,8 @@ def resolve(codec: Codec | str) -> Codec:
         return codec
     if isinstance(codec, str):
         if codec not in _BY_NAME:
-            raise ValueError(f"unknown codec {codec!r}; known names are {sorted(_BY_NAME)}")
+            hint = ' ("auto" is for register and GradientAverager, which know the optimizer)' if codec == "auto" else ""
+            raise ValueError(f"unknown codec {codec!r}; known names are {sorted(_BY_NAME)}{hint}")
         return _BY_NAME[codec]
     raise TypeError(f"codec must be a gradcomp codec or a name, got {type(codec).__name__}")
 

@@ -49,6 +49,7 @@ class Engine:
         codec: codec or name.
         comm: moves the bytes; closed with the engine.
         options: see `Options`.
+        chosen: what is to be said of how codec and options were chosen.
 
     Attributes:
         named: (name, tensor) of every source: what is the same on every rank.
@@ -62,11 +63,13 @@ class Engine:
     _open: bool
     _sealed: bool  # the step has all its buckets
 
-    def __init__(self, sources: Sequence[Source], codec: Codec | str, comm: Communicator, options: Options) -> None:
+    def __init__(
+        self, sources: Sequence[Source], codec: Codec | str, comm: Communicator, options: Options, chosen: str = ""
+    ) -> None:
         if not sources:
             raise ValueError("there are no parameters to average")
         comm.check_overlap()
-        self.sources, self.options = list(sources), options
+        self.sources, self.options, self._chosen = list(sources), options, chosen
         self.comm = self._lease(comm)
         self.named = [(source.name, source.like) for source in sources]
         self.timeout_s = comm.timeout_s if options.timeout_s is None else options.timeout_s
@@ -261,7 +264,7 @@ class Engine:
 
     def describe(self) -> str:
         """Return one line that says what is on."""
-        return describe(self.layouts)
+        return describe(self.layouts) + (f"; {self._chosen}" if self._chosen else "")
 
     def close(self, *, keep_comm: bool = False) -> None:
         """Stop the threads and give the communicator back, unless it is kept. Closing twice is harmless."""

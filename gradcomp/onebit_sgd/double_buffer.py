@@ -62,7 +62,7 @@ class DoubleBuffer:
     Args:
         model: a plain module, float32, bfloat16 or float16 parameters on the CPU, equal on all ranks.
         optimizer: of its parameters.
-        codec: codec or name.
+        codec: codec or name; "auto": as of `gradcomp.ddp.register`.
         comm: the ranks; torch.distributed's default group when None. Closed with the buffer.
         options: see `gradcomp.Options`; a `grad_scaler` is refused.
         whole_steps: exchange whole minibatches: one update each, one minibatch late.
@@ -107,7 +107,9 @@ class DoubleBuffer:
         own = comm if comm is not None else torch_communicator(options.timeout_s)
         self._timeout_s = options.timeout_s or own.timeout_s
         try:
-            self._averager = GradientAverager(named, codec, own, options, bucket_cap_mb=bucket_cap_mb)
+            self._averager = GradientAverager(
+                named, codec, own, options, bucket_cap_mb=bucket_cap_mb, optimizer=optimizer
+            )
         except BaseException:
             if comm is None:
                 own.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.costs import FP32_NBYTES, METHODS, Method
@@ -13,8 +13,10 @@ from gradcomp.plan.links import Link, format_rate, format_seconds
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.rates import Rates, calibrate
 from gradcomp.plan.simulate import Simulation, Stragglers, Transport, Workload, simulate
+from gradcomp.plan.tolerance import Tolerance
 
 ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
+FP32 = METHODS[0]
 TIE = 0.01  # methods this close are equally fast
 RATE_RANGE = (1e3, 1e15)  # bits a second between which compression may stop paying
 RATE_TOLERANCE = 0.01
@@ -22,10 +24,16 @@ RATE_TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Row:
-    """One method on some nodes."""
+    """One method on some nodes.
+
+    Attributes:
+        method, result: as they say.
+        seconds: a step, over a whole run: with those of the warm start in fp32 that its loss was measured with.
+    """
 
     method: Method
     result: Simulation
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Prediction:
 
     Attributes:
         rows: one a node count and method, in this order.
-        crossings: where the fastest method changes, by number of nodes.
+        crossings: where the fastest method changes, by number of nodes; of those that are permitted.
         method: the one recommended.
         nodes: the number of nodes recommended: the fewest within 5 % of the shortest step (most samples a second in weak
             scaling).
@@ -53,6 +61,8 @@ class Prediction:
         optimal_nodes: of the seed's formula with the method's compression ratio and double buffering; inf as it says.
         sentence: the recommendation.
         rates: that the simulations used.
+        tolerance: what methods cost in accuracy.
+        permitted: names of the methods that may be recommended: those that `tolerance` permits, or all where that is none.
     """
 
     rows: tuple[Row, ...]
@@ -64,6 +74,8 @@ class Prediction:
     optimal_nodes: int | float
     sentence: str
     rates: Rates
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    permitted: tuple[str, ...] = ()
 
     def result(self, method: str, nodes: int) -> Simulation:
         """Return one method's simulation on so many nodes.
@@ -89,6 +101,8 @@ def predict(
     stragglers: Stragglers | None = None,
     transport: Transport | None = None,
     progress: Callable[[float], None] | None = None,
+    optimizer: str | None = None,
+    tolerances: Mapping[str, float] | None = None,
 ) -> Prediction:
     """Simulate every method on every number of nodes and say what pays.
 
@@ -100,10 +114,15 @@ def predict(
         rates: CPU seconds of the codecs; None: measured here (`gradcomp.plan.calibrate`).
         cores, double_buffering, stragglers, transport: as of `gradcomp.plan.simulate`.
         progress: called with the share that is done.
+        optimizer: name of the optimizer, such as "adamw" or "sgd": codecs that were measured to lose more under it than is
+            tolerated, or were not measured, are not recommended (`gradcomp.plan.tolerance`). None: seconds alone decide.
+        tolerances: the most that may be lost, by unit: "nats" (0.01 unless given), "points" of accuracy (0.3).
 
     Raises:
-        ValueError: no nodes, no methods, or as of `gradcomp.plan.simulate`.
+        ValueError: no nodes, no methods, no name of an optimizer, a tolerance that is negative or not finite, or as of
+            `gradcomp.plan.simulate`.
     """
+    tolerance = Tolerance(optimizer, tolerances or {})
     counts, chosen = sorted(set(nodes)), list(methods)
     if not counts:
         raise ValueError(f"nodes must name at least one number of nodes, got {nodes!r}")
@@ -143,14 +162,21 @@ def predict(
             cache[method.name, n] = run(method, n, advance=advance)
             done += n
             advance(0.0, done)
-    rows = tuple(Row(m, cache[m.name, n]) for n in counts for m in chosen)
-    crossings = _crossings(chosen, [n for n in counts if n > 1], seconds)
-    best = _best_nodes(workload, counts, chosen, seconds)
-    method = _choose(chosen, best, seconds)
+    permitted = [m for m in chosen if tolerance.permits(m)] or chosen
+
+    def over_run(method: Method, n: int) -> float:
+        """Seconds a step over a whole run, its warm start included."""
+        start = tolerance.start(method)
+        return (1 - start) * seconds(method, n) + start * seconds(FP32, n) if start else seconds(method, n)
+
+    rows = tuple(Row(m, cache[m.name, n], over_run(m, n)) for n in counts for m in chosen)
+    crossings = _crossings(permitted, [n for n in counts if n > 1], over_run)
+    best = _best_nodes(workload, counts, permitted, over_run)
+    method = _choose(permitted, best, over_run)
     plain = next((m for m in chosen if m.codec is None and not m.value_nbytes < FP32_NBYTES), None)
-    took = seconds(method, best)
+    took = over_run(method, best)
     speedup = seconds(plain, best) / took if plain and took else 1.0
-    others = [m for m in chosen if m is not plain]
+    others = [m for m in permitted if m is not plain]
     even = _break_even(others, plain, best, lambda m, rate: run(m, best, Link(rate, link.latency_s)).seconds)
     ratio = _ratio(workload, cache[method.name, best], double_buffering)
     optimum = _formula(
@@ -160,9 +186,14 @@ def predict(
     sentence = _sentence(
         workload.weak, where, method, best, speedup, even, optimum, cache[method.name, best], plain, counts
     )
+    if best > 1:
+        sentence += _accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, seconds)
+    if not any(tolerance.permits(m) for m in chosen):
+        sentence = f"Nothing here is known to keep the accuracy under {optimizer}; by seconds alone: {sentence}"
     if best > 1 and not workload.weak and (alone := seconds(method, 1)) <= seconds(method, best):
         sentence = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {sentence}"
-    return Prediction(rows, crossings, method, best, speedup, even, optimum, sentence, found)
+    names = tuple(m.name for m in permitted)
+    return Prediction(rows, crossings, method, best, speedup, even, optimum, sentence, found, tolerance, names)
 
 
 def fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
@@ -229,6 +260,23 @@ def _break_even(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
     return math.sqrt(low * high)
+
+
+def _accuracy(
+    tolerance: Tolerance,
+    method: Method,
+    left_out: Sequence[Method],
+    n: int,
+    seconds: Callable[[Method, int], float],
+) -> str:
+    """Return what is said of accuracy: of the method recommended, and of the fastest way of every codec that is left out."""
+    text, said = tolerance.of(method), set()
+    for other in sorted(left_out, key=lambda m: seconds(m, n)):
+        assert other.codec is not None
+        if other.codec.name not in said and seconds(other, n) * (1 + ENOUGH) < seconds(method, n):
+            said.add(other.codec.name)
+            text += tolerance.against(other, seconds(method, n) / seconds(other, n))
+    return text
 
 
 def _ratio(workload: Workload, result: Simulation, double_buffering: bool) -> float:

@@ -1,0 +1,212 @@
+"""What compression costs in accuracy, as it was measured: one table, which ``codec="auto"``, warnings and the planner read.
+
+A figure stands here and nowhere else in code. Pages that repeat it are named by `Training.source`, and a test compares them. To
+measure again: ``python -m gradcomp.bench accuracy`` and ``demo``, then change `Training.fp32` and the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from gradcomp.codecs import Block, Codec, OneBit, Ternary
+
+ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
+TOLERANCES: Mapping[str, float] = {"nats": 0.01, "points": 0.3}  # about the deviation over three seeds
+FAMILIES: Mapping[str, str] = {"adam": "Adam and its relatives", "sgd": "SGD"}
+# optimizers that divide by second moments, by what is in the names of their classes
+SECOND_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta", "adafactor")
+# such names of optimizers that do something else with most gradients, or whose momentum travels instead
+OTHERS = ("muon", "onebit", "zeroone")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What was trained with fp32 exchanges and with codecs.
+
+    Attributes:
+        family: a key of `FAMILIES`.
+        optimizer: the class it was measured with.
+        who, what: the model, and more about it.
+        world_size, steps, seeds: as they say.
+        fp32: mean over the seeds: held-out loss in nats, or test accuracy in percent.
+        unit: of a loss: "nats", or "points" of test error, which are those of accuracy lost.
+        source: the page that has it.
+    """
+
+    family: str
+    optimizer: str
+    who: str
+    what: str
+    world_size: int
+    steps: int
+    seeds: int
+    fp32: float
+    unit: str
+    source: str
+
+    def __str__(self) -> str:
+        seeds = f"{self.seeds} seeds" if self.seeds > 1 else "one seed"
+        return f"{self.who}{self.what} under {self.optimizer}, N = {self.world_size}, {self.steps:,} steps, {seeds}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One codec, with the options that it was measured with, in one training.
+
+    Attributes:
+        training: what was trained.
+        codec: as it was measured.
+        bits: a value and phase, scales included, after a warm start.
+        got: what the training ended at, in the same unit as its `fp32`.
+        precondition: whether with ``precondition=True``.
+        start: share of the steps that were averaged in fp32 first (``start_step``).
+    """
+
+    training: Training
+    codec: Codec
+    bits: float
+    got: float
+    precondition: bool = False
+    start: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """What was lost over fp32, in `Training.unit`: positive is worse."""
+        more = self.got - self.training.fp32
+        return more if self.training.unit == "nats" else -more
+
+    @property
+    def cost(self) -> str:
+        """The loss as it is printed: more is worse."""
+        return f"{self.figure} {'nats' if self.training.unit == 'nats' else 'points of test error'}"
+
+    @property
+    def figure(self) -> str:
+        """The number of `cost`."""
+        return f"{self.loss:+.3f}" if self.training.unit == "nats" else f"{self.loss:+.2f}"
+
+    @property
+    def counts(self) -> bool:
+        """Whether there are seeds enough to decide by."""
+        return self.training.seeds >= ENOUGH_SEEDS
+
+    @property
+    def way(self) -> tuple[object, ...]:
+        """What rows have in common that measure the same on several trainings."""
+        return (self.training.family, self.codec.name, self.codec.resolved_second_phase(), self.precondition, self.start)
+
+    def excess(self, tolerances: Mapping[str, float] = TOLERANCES) -> float:
+        """Return the loss over what is tolerated in its unit: at most 1 is within it."""
+        limit = tolerances[self.training.unit]
+        return self.loss / limit if limit else math.copysign(math.inf, self.loss) if self.loss else 0.0
+
+    def given(self, *, start: bool = True) -> str:
+        """Return the options in words, "" for none; with the warm start unless `start` is false."""
+        words = ["precondition=True"] if self.precondition else []
+        if self.start and start:
+            share = Fraction(self.start).limit_denominator(20)
+            times = f" * {share.numerator}" if share.numerator > 1 else ""
+            words.append(f"start_step=steps{times} // {share.denominator}")
+        return " and ".join(words)
+
+
+# SGD's are with momentum 0.9. Left out: 1 bit after a tenth of the steps in fp32 (docs/explanation/onebit-sgd.md), which lost
+# nothing on MNIST, where 1 bit loses little without it, and was not measured on more; one epoch
+# at a constant rate (docs/howto/benchmarks.md), in which ternary lost 0.8 points under SGD, with a deviation of 0.6 by seed, and
+# 0.9 under SplitSGD, which is in no family therefore.
+_GPT = Training(
+    "adam", "AdamW", "a byte GPT", " of 0.87 M parameters on prose", 4, 2000, 3, 1.3428, "nats",
+    "docs/explanation/accuracy.md",
+)  # fmt: skip
+_GPT_SKETCH = replace(_GPT, seeds=1, fp32=1.344)
+_GPT_SHORT = replace(_GPT, steps=600, seeds=1, fp32=2.055)
+_FASHION = Training("sgd", "SGD", "LeNet", " on Fashion-MNIST", 2, 600, 3, 88.12, "points", "docs/howto/benchmarks.md")
+_MNIST = replace(_FASHION, what=" on MNIST", fp32=98.79)
+_DIGITS = replace(_FASHION, what=" on scikit-learn's digits", steps=250, fp32=97.63, source="README.md")
+TABLE = (
+    Measured(_GPT, Block(8), 8.2, 1.3424),
+    Measured(_GPT, Block(4), 4.2, 1.3440),
+    Measured(_GPT, Block(2), 2.2, 1.3825, precondition=True),
+    Measured(_GPT, OneBit(), 1.4, 1.4068, precondition=True, start=1 / 6),
+    Measured(_GPT_SKETCH, Block(2), 2.0, 1.437),
+    Measured(_GPT_SHORT, OneBit(), 1.0, 2.468),
+    Measured(_FASHION, Ternary(), 2.0, 88.16),
+    Measured(_MNIST, Ternary(), 2.0, 98.66),
+    Measured(_DIGITS, Ternary(), 2.0, 98.07),
+    Measured(_FASHION, OneBit(), 1.1, 86.42),
+    Measured(_MNIST, OneBit(), 1.1, 98.60),
+    Measured(_DIGITS, OneBit(), 1.1, 98.37),
+)
+
+
+def family_of(optimizer: Any) -> str | None:
+    """Return the family of an optimizer by the names of its class and of those it is made from; None: not in the table.
+
+    Raises:
+        TypeError: a class or a name.
+    """
+    if isinstance(optimizer, (str, type)):
+        raise TypeError(f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {optimizer!r}")
+    return _family([kind.__name__ for kind in type(optimizer).__mro__])
+
+
+def family_of_name(name: str) -> str | None:
+    """Return the family of an optimizer that is called `name`, in any case; None: not in the table.
+
+    Raises:
+        ValueError: this is no name of an optimizer.
+    """
+    if not name.isidentifier():
+        raise ValueError(f"optimizer must be a name such as adamw, sgd or lamb, got {name!r}")
+    return _family([name])
+
+
+def _family(names: Sequence[str]) -> str | None:
+    found = [name.lower() for name in names]
+    if any(word in name for name in found for word in OTHERS):
+        return None
+    if any(word in name for name in found for word in SECOND_MOMENTS):
+        return "adam"
+    return "sgd" if "sgd" in found else None
+
+
+def ways(
+    family: str | None, table: Sequence[Measured] = TABLE, tolerances: Mapping[str, float] = TOLERANCES
+) -> list[Measured]:
+    """Return for every way of compressing that was measured in a family its worst row, of those with seeds enough if any."""
+    found: dict[tuple[object, ...], list[Measured]] = {}
+    for row in table:
+        if row.training.family == family:
+            found.setdefault(row.way, []).append(row)
+    return [max(rows, key=lambda row: (row.counts, row.excess(tolerances))) for rows in found.values()]
+
+
+def expected(
+    family: str | None,
+    codec: Codec,
+    table: Sequence[Measured] = TABLE,
+    tolerances: Mapping[str, float] = TOLERANCES,
+) -> Measured | None:
+    """Return what the best way measured of a codec costs in a family of optimizers; None: not measured.
+
+    A codec is another one with another second phase; other options of it are taken to be alike.
+    """
+    phase = codec.resolved_second_phase()
+    found = [
+        row
+        for row in ways(family, table, tolerances)
+        if (row.codec.name, row.codec.resolved_second_phase()) == (codec.name, phase)
+    ]
+    return min(found, key=lambda row: (not row.counts, row.excess(tolerances)), default=None)
+
+
+def within(
+    family: str | None, table: Sequence[Measured] = TABLE, tolerances: Mapping[str, float] = TOLERANCES
+) -> list[Measured]:
+    """Return the ways whose measured loss is tolerated, fewest bits first; figures of too few seeds do not count."""
+    found = [row for row in ways(family, table, tolerances) if row.counts and row.excess(tolerances) <= 1]
+    return sorted(found, key=lambda row: row.bits)

@@ -1,0 +1,117 @@
+"""What the doors do with the table of `gradcomp.plan.accuracy`: ``codec="auto"``, and a warning where a codec is known to lose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from gradcomp.codecs import Block, Codec
+from gradcomp.engine.buckets import Source
+from gradcomp.engine.options import Options
+from gradcomp.payload.order import storage_shape
+from gradcomp.payload.parameters import THIN_GROUP_NUMEL, describe_parameters
+from gradcomp.plan.accuracy import TABLE, Measured, family_of, within
+
+AUTO = "auto"
+FALLBACK = Block(4)  # for optimizers that are not in the table
+BLOCK = 128  # the shortest rows that were measured
+
+
+def settle(
+    codec: Codec | str,
+    options: Options | None,
+    changes: Mapping[str, Any],
+    optimizer: Any,
+    sources: Sequence[Source],
+    table: Sequence[Measured] = TABLE,
+) -> tuple[Codec | str, Options, str]:
+    """Return codec, options and what `describe` is to say of them: as they are given, or for "auto" chosen.
+
+    The choice depends on the optimizer's class, the options and the tensors' shapes alone, so that all ranks make the same. It is
+    the way with the fewest bits whose measured loss is tolerated and that goes with what the user gave; what the user gave counts.
+    A way with a warm start is none: the number of steps is not known here.
+
+    Args:
+        codec: a codec, a name, or "auto".
+        options, changes: as the user gave them; a momentum that travels is added (`Options.under`).
+        optimizer: read for its class; None: not known.
+        sources: the tensors.
+        table: of what was measured.
+
+    Raises:
+        TypeError: an option that there is not; an optimizer's class or name in place of an optimizer.
+        ValueError: an option out of its range, or that does not go with the optimizer; (auto) no optimizer.
+    """
+    family = None if optimizer is None else family_of(optimizer)
+    mine = Options.of(options, **changes).under(optimizer)
+    if not (isinstance(codec, str) and codec == AUTO):
+        return codec, mine, ""
+    if optimizer is None:
+        raise ValueError(
+            'codec="auto" chooses by the optimizer: pass optimizer=, the one that trains this model, or name a codec'
+        )
+    given = {f.name for f in fields(Options) if options is not None and getattr(options, f.name) != f.default}
+    name = type(optimizer).__name__
+    for row in within(family, table):
+        chosen = None if row.start else _with(row, mine, given | changes.keys())
+        if chosen is not None:
+            best = _not_thin(row.codec, chosen, sources)
+            how = f" with {row.given()}" if row.given() else ""
+            return best, chosen, f"auto: {written(best)}{how} for {name}: {row.cost} ({row.training})"
+    best = _not_thin(FALLBACK, mine, sources)
+    why = "nothing with these options is known to be within tolerance" if family else "this optimizer is not in the table"
+    return best, mine, f"auto: {written(best)} for {name}: not measured ({why})"
+
+
+def warning_of(codec: Codec, options: Options, optimizer: Any, table: Sequence[Measured] = TABLE) -> str | None:
+    """Return what is to be said of a codec that lost under such an optimizer and loses less with other options, or None."""
+    family = None if optimizer is None else family_of(optimizer)
+    rows = [row for row in table if row.training.family == family and row.codec.name == codec.name]
+    plain = [row for row in rows if not row.precondition and not row.start]
+    better = [row for row in rows if row.precondition and row.counts]
+    if options.precondition is not None or not plain or not better:
+        return None
+    worst, best = max(plain, key=Measured.excess), min(better, key=Measured.excess)
+    if worst.excess() <= 1 or best.excess() >= worst.excess():
+        return None
+    done, safe = worst.training, next(iter(within(family, table)), None)
+    unit = done.unit
+    more = f"; {written(safe.codec)} all but {max(0.0, safe.loss):.3f}" if safe is not None else ""
+    return (
+        f"{codec!r} under {type(optimizer).__name__} without precondition=True: {done.who} lost {worst.loss:.2f} {unit} over "
+        f"fp32's {done.fp32:.2f} after {done.steps:,} steps. {best.given(start=not options.start_step)} keeps all but "
+        f"{best.loss:.3f} {unit}{more} ({done.source})"
+    )
+
+
+def written(codec: Codec) -> str:
+    """Return a codec as one would write it, options at their defaults left out."""
+    words = [str(codec.bits)] if isinstance(codec, Block) else []
+    group = getattr(codec, "group", None)
+    return f"{type(codec).__name__}({', '.join([*words, *([f'group={group}'] if isinstance(group, int) else [])])})"
+
+
+def _with(row: Measured, mine: Options, given: set[str]) -> Options | None:
+    """Return the user's options with those of a row; None where they exclude each other, or the row measured others."""
+    if row.precondition == (mine.precondition is not None):
+        return mine
+    if not row.precondition or "precondition" in given:
+        return None
+    try:
+        return Options.of(mine, precondition=True)
+    except ValueError:
+        return None
+
+
+def _not_thin(codec: Codec, options: Options, sources: Sequence[Source]) -> Codec:
+    """Return the codec with scales of blocks in place of rows where rows are so short that scales cost more than codes."""
+    shapes = [(source.name, storage_shape(source.like)) for source in sources]
+    blocks = codec.of_groups(BLOCK)
+    by_rows, by_blocks = (
+        [p for p in describe_parameters(shapes, c.group_numel, options.min_numel, options.exempts) if p.compressed]
+        for c in (codec, blocks)
+    )
+    rows_are_thin = any(p.group_numel < min(THIN_GROUP_NUMEL, p.numel) for p in by_rows)
+    fewer = sum(-(-p.numel // p.group_numel) for p in by_blocks) < sum(-(-p.numel // p.group_numel) for p in by_rows)
+    return blocks if codec.form.scales_per_group and rows_are_thin and fewer else codec

@@ -1,0 +1,112 @@
+"""Which ways of exchanging gradients keep the accuracy: those whose measured loss under an optimizer is tolerated.
+
+Seconds a step are seconds to a loss only where steps do as much as fp32's. The rule is therefore one of tolerance: a codec that
+loses more than is tolerated is not recommended, however fast its steps are, and all others are taken to need as many steps as
+fp32. How many steps more a loss takes back is not modelled: of fp32's curve there are two points (docs/explanation/accuracy.md),
+one of them a single seed on the slope where attention is learnt, and a line through them would only bound those steps from below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradcomp.plan.accuracy import FAMILIES, TABLE, TOLERANCES, Measured, expected, family_of_name
+from gradcomp.plan.advice import FALLBACK
+from gradcomp.plan.costs import Method
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What methods cost in accuracy, and what of it is tolerated.
+
+    Attributes:
+        optimizer: its name, such as "adamw"; None: not said, all is permitted.
+        limits: the most that may be lost, by unit ("nats", "points").
+        table: of what was measured.
+
+    Raises:
+        ValueError: this is no name of an optimizer; an unknown unit; a limit that is negative or not finite.
+    """
+
+    optimizer: str | None = None
+    limits: Mapping[str, float] = field(default_factory=lambda: dict(TOLERANCES))
+    table: Sequence[Measured] = TABLE
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None:
+            family_of_name(self.optimizer)
+        for unit, limit in self.limits.items():
+            if unit not in TOLERANCES:
+                raise ValueError(f"tolerances are in {' and '.join(TOLERANCES)}, got {unit!r}")
+            if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit < math.inf:
+                raise ValueError(f"the tolerance in {unit} must be at least 0 and finite, got {limit!r}")
+        object.__setattr__(self, "limits", {**TOLERANCES, **self.limits})
+
+    @property
+    def columns(self) -> dict[str, str | None]:
+        """Families to show losses of, by what they are called: that of the optimizer, or all."""
+        if self.optimizer is not None:
+            return {self.optimizer: family_of_name(self.optimizer)}
+        return {name: family for family, name in FAMILIES.items()}
+
+    def costs(self, method: Method) -> dict[str, Measured | None]:
+        """Return what a method costs, by column; None: not measured."""
+        if method.codec is None or not method.compresses:
+            return dict.fromkeys(self.columns)
+        return {name: expected(family, method.codec, self.table, self.limits) for name, family in self.columns.items()}
+
+    def cost(self, method: Method) -> Measured | None:
+        """Return what a method costs under the optimizer; None: not measured, or no optimizer was said."""
+        return self.costs(method)[self.optimizer] if self.optimizer is not None else None
+
+    def permits(self, method: Method) -> bool:
+        """Whether a method may be recommended.
+
+        What is no codec may always, and with an optimizer that is not in the table what ``codec="auto"`` takes for it.
+        """
+        if self.optimizer is None or method.codec is None or not method.compresses:
+            return True
+        if self.columns[self.optimizer] is None:
+            return method.codec.name == FALLBACK.name
+        row = self.cost(method)
+        return row is not None and row.counts and row.excess(self.limits) <= 1
+
+    def start(self, method: Method) -> float:
+        """Return the share of the steps that a method averages in fp32 first, as its loss was measured."""
+        row = self.cost(method)
+        return row.start if row is not None else 0.0
+
+    def of(self, method: Method) -> str:
+        """Return what is said of a method's accuracy after the recommendation, "" for nothing."""
+        if not method.compresses:
+            return ""
+        if self.optimizer is not None:
+            row = self.cost(method)
+            if row is None:
+                return f" What it costs in accuracy under {self.optimizer} was not measured."
+            return f" It costs {_cost(row)} ({row.training})."
+        known = [f"{_cost(row)} under {row.training.optimizer}" for row in self.costs(method).values() if row is not None]
+        costs = f"{_codec(method)} costs {', '.join(known)}" if known else f"what {_codec(method)} costs was not measured"
+        return f" This is by seconds a step alone: {costs}. Name the optimizer, and what loses too much is left out."
+
+    def against(self, method: Method, ratio: float) -> str:
+        """Return why a faster method is not recommended.
+
+        Args:
+            method: one that is not permitted.
+            ratio: seconds a step of what is recommended over its own.
+        """
+        row = self.cost(method)
+        costs = f"costs {_cost(row)}" if row is not None else f"was not measured under {self.optimizer}"
+        seeds = "" if row is None or row.counts else " (too few seeds)"
+        return f" {method.name} would be {ratio:.2g} times as fast a step and {costs}{seeds}; not recommended."
+
+
+def _codec(method: Method) -> str:
+    return method.name.split()[0]
+
+
+def _cost(row: Measured) -> str:
+    return f"{row.cost} with {row.given()}" if row.given() else row.cost

@@ -1,0 +1,379 @@
+"""What compression costs: the one table, what ``codec="auto"`` makes of it, and warnings of codecs that are known to lose."""
+
+import copy
+import logging
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from _ranks import run_local
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradcomp
+import gradcomp.ddp
+from gradcomp import Block, GradientAverager, OneBit, Options, PeerMismatch, Ternary
+from gradcomp.comm import LocalCommunicator
+from gradcomp.engine.buckets import Gradient
+from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
+from gradcomp.optim import OneBitAdam, SplitAdamW, SplitLAMB, SplitSGD, split_parameters
+from gradcomp.plan.accuracy import TABLE, TOLERANCES, expected, family_of, family_of_name, ways, within
+from gradcomp.plan.advice import settle, warning_of, written
+
+ROOT = Path(__file__).parents[1]
+GPT, FASHION = TABLE[0].training, next(row.training for row in TABLE if "Fashion" in row.training.what)
+
+
+class Muon(torch.optim.Optimizer):
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad.sign()
+
+
+class MuonWithAuxAdam(Muon):
+    pass
+
+
+class MySGD(torch.optim.SGD):
+    pass
+
+
+class SignSGD(Muon):
+    pass
+
+
+def one_bit_adam(parameters, lr=0.1):
+    return OneBitAdam(parameters, lr=lr, freeze_step=1)
+
+
+def net():
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+
+
+NET = net()  # threads share torch's global generator
+
+
+def sources_of(model):
+    return [Gradient(name, p) for name, p in model.named_parameters()]
+
+
+def choose(kind, options=None, table=TABLE, model=NET, **changes):
+    return settle("auto", options, changes, kind(model.parameters(), lr=0.1), sources_of(model), table)
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.counts], ids=str)
+def test_pages_and_table_have_the_same_figures(row):
+    page = (ROOT / row.training.source).read_text(encoding="utf-8")
+    digits = 4 if row.training.unit == "nats" else 2
+    for figure in (row.training.fp32, row.got):
+        assert f"{figure:.{digits}f}" in page, (row.training.source, figure)
+
+
+def test_a_loss_is_worse_when_it_is_more():
+    rows = {(row.training.what, row.codec.name, row.precondition): row for row in TABLE if row.counts}
+    assert rows[GPT.what, "block2", True].loss == pytest.approx(0.0397)
+    assert rows[GPT.what, "block2", True].cost == "+0.040 nats"
+    assert rows[FASHION.what, "onebit", False].loss == pytest.approx(1.70)
+    assert rows[FASHION.what, "onebit", False].cost == "+1.70 points of test error"
+    assert rows[FASHION.what, "ternary", False].loss < 0
+    assert rows[GPT.what, "block2", True].excess({"nats": 0.04}) < 1 < rows[GPT.what, "block2", True].excess({"nats": 0.0})
+    assert rows[GPT.what, "block8", False].excess({"nats": 0.0}) == -math.inf
+
+
+def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
+    (ternary,) = [row for row in ways("sgd") if row.codec.name == "ternary"]
+    assert ternary.training.what == " on MNIST" and ternary.loss == pytest.approx(0.13)
+    assert expected("sgd", OneBit()).training.what == " on Fashion-MNIST"
+    assert expected("adam", Block(2)).precondition  # the way that loses least, not the sketch without
+    assert expected("adam", Ternary()) is None and expected(None, Block(4)) is None
+    assert expected("sgd", Ternary(second_phase="requantize")) is None  # means drawn again are another codec
+    best = replace(TABLE[0], training=replace(GPT, seeds=1), codec=OneBit(), bits=1.0, got=1.0, precondition=True)
+    assert [row.codec.name for row in within("adam", (*TABLE, best))] == ["block4", "block8"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        (torch.optim.AdamW, "adam"),
+        (torch.optim.Adam, "adam"),
+        (torch.optim.NAdam, "adam"),
+        (torch.optim.RMSprop, "adam"),
+        (torch.optim.Adagrad, "adam"),
+        (torch.optim.SGD, "sgd"),
+        (MySGD, "sgd"),
+        (SignSGD, None),
+        (Muon, None),
+        (MuonWithAuxAdam, None),
+        (torch.optim.Rprop, None),
+    ],
+)
+def test_families(kind, family):
+    assert family_of(kind(NET.parameters(), lr=0.1)) == family
+    assert family_of_name(kind.__name__) == (None if kind is MySGD else family)
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_what_sends_momenta_is_not_in_the_table(name):
+    assert family_of_name(name) is None and hasattr(gradcomp.optim, name)
+
+
+def test_auto_keeps_the_momentum_that_travels():
+    codec, options, why = choose(one_bit_adam)
+    assert codec.bits == 4 and type(options.transform).__name__ == "Momentum" and "for OneBitAdam: not measured" in why
+    with pytest.raises(ValueError, match="start_step=3 does not go with OneBitAdam"):
+        choose(one_bit_adam, start_step=3)
+
+
+@pytest.mark.parametrize("wrong", ["adamw", torch.optim.AdamW])
+def test_a_class_or_a_name_is_no_optimizer(wrong):
+    with pytest.raises(TypeError, match=r"optimizer must be an optimizer, such as torch\.optim\.AdamW\(\.\.\.\), got"):
+        family_of(wrong)
+
+
+# ---- what auto chooses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad])  # fmt: skip
+def test_four_bits_where_second_moments_divide(kind):
+    codec, options, why = choose(kind)
+    assert isinstance(codec, Block) and codec.bits == 4 and options == Options()
+    assert why.startswith(f"auto: Block(4) for {kind.__name__}: +0.001 nats (a byte GPT") and "under AdamW" in why
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}])
+def test_ternary_for_sgd(settings):
+    codec, options, why = choose(lambda p, lr: torch.optim.SGD(p, lr=lr, **settings))
+    assert isinstance(codec, Ternary) and options == Options()
+    assert why.startswith("auto: Ternary() for SGD: +0.13 points of test error (LeNet on MNIST under SGD, N = 2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [(SplitAdamW, "auto: Block(4) for SplitAdamW: +0.001"), (SplitLAMB, "auto: Block(4) for SplitLAMB: +0.001"), (SplitSGD, "auto: Block(4) for SplitSGD: not measured")],
+)  # fmt: skip
+def test_split_optimizers(kind, start):
+    model = copy.deepcopy(NET)
+    optimizer = kind(split_parameters(model), lr=0.1)
+    assert settle("auto", None, {}, optimizer, sources_of(model))[2].startswith(start)
+
+
+@pytest.mark.parametrize("kind", [Muon, torch.optim.Rprop])
+def test_an_optimizer_that_was_not_measured_gets_four_bits_and_is_told(kind):
+    codec, _, why = choose(kind)
+    assert codec.bits == 4
+    assert why == f"auto: Block(4) for {kind.__name__}: not measured (this optimizer is not in the table)"
+
+
+def test_a_family_without_a_tolerated_row_gets_four_bits_and_is_told():
+    lossy = tuple(replace(row, got=row.training.fp32 + 1) for row in TABLE if row.training.unit == "nats")
+    codec, _, why = choose(torch.optim.AdamW, table=lossy)
+    assert codec.bits == 4 and why.endswith("not measured (nothing with these options is known to be within tolerance)")
+
+
+def test_figures_of_other_options_are_not_claimed():
+    codec, options, why = choose(torch.optim.AdamW, precondition=True)
+    assert codec.bits == 4 and options.precondition is not None and "Block(4) for AdamW: not measured" in why
+
+
+BETTER = tuple(replace(row, got=row.training.fp32) if row.precondition else row for row in TABLE)  # 2 and 1 bits lose nothing
+
+
+def test_new_figures_choose_anew():
+    """1 bit has fewer bits and loses nothing here, but its warm start is a share of a number of steps that nobody knows."""
+    codec, options, why = choose(torch.optim.AdamW, table=BETTER)
+    assert codec.bits == 2 and options.precondition is not None
+    assert why.startswith("auto: Block(2) with precondition=True for AdamW: +0.000 nats")
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "bits", "preconditioned"),
+    [
+        (None, {"precondition": None}, 4, False),
+        (None, {"precondition": gradcomp.Precondition(beta=0.5)}, 2, True),
+        (Options(precondition=True), {}, 2, True),
+        (Options(precondition=True), {"precondition": False}, 4, False),
+        (None, {"exchange": "hierarchical"}, 4, False),  # which precondition does not go with
+        (None, {"transform": AggregateAdagrad()}, 4, False),
+        (Options(start_step=3), {"min_numel": 7, "exclude": "0.weight"}, 2, True),
+    ],
+)
+def test_what_the_user_says_counts(options, changes, bits, preconditioned):
+    codec, chosen, _ = choose(torch.optim.AdamW, options, BETTER, **changes)
+    assert codec.bits == bits and (chosen.precondition is not None) is preconditioned
+    given = Options.of(options, **changes)
+    for name in ("start_step", "min_numel", "exclude", "exchange", "transform"):
+        assert getattr(chosen, name) == getattr(given, name)
+    assert given.precondition is None or chosen.precondition == given.precondition
+
+
+def test_a_codec_that_is_named_is_left_alone():
+    codec = OneBit()
+    assert settle(codec, None, {"start_step": 2}, None, []) == (codec, Options(start_step=2), "")
+    assert settle("onebit", Options(start_step=2), {}, object(), [])[0] == "onebit"
+
+
+def test_thin_rows_get_blocks():
+    """A depthwise convolution has 9 values a row: a scale of 32 bits each. Where few tensors are such, rows stay."""
+    thin = nn.Sequential(nn.Conv2d(512, 512, 3, groups=512))
+    codec, _, why = choose(torch.optim.AdamW, model=thin)
+    assert (codec.bits, codec.group) == (4, 128) and why.startswith("auto: Block(4, group=128) for AdamW")
+    wide = nn.Sequential(nn.Conv2d(512, 512, 3, groups=512), nn.Linear(4096, 512))
+    assert choose(torch.optim.AdamW, model=wide)[0].group == "row"
+    assert choose(torch.optim.AdamW, model=thin, exclude="0.weight")[0].group == "row"
+    assert written(choose(torch.optim.SGD, model=thin)[0]) == "Ternary()"
+
+
+# ---- through the doors -----------------------------------------------------------------------------------------------
+
+
+def listen():
+    said, handler, log = [], logging.Handler(), logging.getLogger("gradcomp")
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    return said, lambda: log.removeHandler(handler)
+
+
+def register_auto(kind, options):
+    said, stop = listen()
+    torch.manual_seed(0)
+    model = net()
+    split = issubclass(kind, (SplitAdamW, SplitSGD))
+    optimizer = kind(split_parameters(model) if split else model.parameters(), lr=0.01)
+    model = DDP(model)
+    state = gradcomp.ddp.register(model, "auto", optimizer=optimizer, **options)
+    stop()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64, dtype=next(model.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+    state.check_replicas()
+    found = state.describe(), repr(state._engine.codec), said
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "codec", "says"),
+    [
+        (torch.optim.AdamW, {}, "Block(bits=4", r"; auto: Block\(4\) for AdamW: \+0.001 nats \(a byte GPT.*; updates are not fused"),
+        (SplitAdamW, {}, "Block(bits=4", "auto: Block.4. for SplitAdamW.*; updates go straight from payloads to weights"),
+        (SplitSGD, {}, "Block(bits=4", "auto: Block.4. for SplitSGD: not measured.*; updates go straight from payloads to weights"),
+        (torch.optim.SGD, {"start_step": 1, "min_numel": 0}, "Ternary(", r"from step 1 on; .*auto: Ternary\(\) for SGD"),
+        (Muon, {}, "Block(bits=4", r"auto: Block\(4\) for Muon: not measured"),
+    ],
+)  # fmt: skip
+def test_register_chooses_and_says_so(gloo, kind, options, codec, says):
+    (first, second) = gloo(2, register_auto, kind, options)
+    assert first[0] == second[0] and re.search(says, first[0]), first[0]
+    assert first[1] == second[1] and first[1].startswith(codec)
+    assert first[2] == [("INFO", first[0])] and second[2] == []
+
+
+def register_apart():
+    model = net()
+    kind = torch.optim.SGD if torch.distributed.get_rank() else torch.optim.AdamW
+    model = DDP(model)
+    state = gradcomp.ddp.register(model, "auto", optimizer=kind(model.parameters(), lr=0.1), min_numel=0)
+    try:
+        model(torch.ones(2, 64)).sum().backward()
+    except PeerMismatch as error:
+        return str(error)
+    finally:
+        state.close()
+
+
+def test_ranks_that_choose_apart_are_told(gloo):
+    for said in gloo(2, register_apart):
+        assert "codec" in said
+
+
+def register_wrongly():
+    out, model = [], DDP(net())
+    for call in (gradcomp.ddp.register, gradcomp.ddp.CompressionState):
+        with pytest.raises(ValueError, match='codec="auto" chooses by the optimizer: pass optimizer=') as caught:
+            call(model, "auto")
+        out.append(str(caught.value))
+    gradcomp.ddp.register(model, "ternary").close()  # nothing was taken
+    return out
+
+
+def test_auto_needs_an_optimizer(gloo):
+    assert len(gloo(1, register_wrongly)[0]) == 2
+    with pytest.raises(ValueError, match='codec="auto" chooses by the optimizer: pass optimizer='):
+        GradientAverager(NET, "auto", LocalCommunicator.group(1)[0])
+    with pytest.raises(ValueError, match=r"unknown codec 'auto'.*register and GradientAverager"):
+        gradcomp.all_reduce(torch.ones(4), "auto", LocalCommunicator.group(1)[0])
+
+
+def with_averager(comm, codec, kind, options):
+    model = copy.deepcopy(NET)
+    optimizer = kind(model.parameters(), lr=0.1) if kind is not None else None
+    averager = GradientAverager(model, codec, comm, optimizer=optimizer, **options)
+    model(torch.ones(2, 64) * (comm.rank + 1)).square().mean().backward()
+    averager.average()
+    line = averager.describe()
+    averager.close()
+    return line, next(model.parameters()).grad.clone()
+
+
+def test_an_averager_chooses_and_says_so():
+    said, stop = listen()
+    (first, one), (second, other) = run_local(2, with_averager, "auto", torch.optim.AdamW, {})
+    stop()
+    assert first == second and "; auto: Block(4) for AdamW: +0.001 nats" in first
+    assert said == [("INFO", first)] and torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "options", "says"),
+    [
+        ("onebit", torch.optim.AdamW, {}, r"a byte GPT lost 0\.41 nats.* precondition=True and start_step=steps // 6 keeps all but 0\.064"),
+        ("block2", torch.optim.RMSprop, {}, r"0\.09 nats.* precondition=True keeps all but 0\.040 nats; Block\(4\) all but 0\.001"),
+        ("block2", torch.optim.AdamW, {"precondition": True}, None),
+        ("block2", one_bit_adam, {}, None),
+        ("onebit", torch.optim.SGD, {}, None),
+        ("onebit", None, {}, None),
+    ],
+)  # fmt: skip
+def test_an_averager_warns_of_what_is_known_to_lose(codec, kind, options, says):
+    said, stop = listen()
+    run_local(2, with_averager, codec, kind, options)
+    stop()
+    said = [entry for entry in said if not entry[1].startswith("nothing was compressed")]  # of one step, a warm-up
+    assert len(said) == (says is not None)
+    assert says is None or (said[0][0] == "WARNING" and re.search(says, said[0][1])), said
+
+
+@pytest.mark.parametrize("wrong", ["adamw", torch.optim.AdamW])
+def test_doors_refuse_what_is_no_optimizer(wrong):
+    for codec in ("auto", "onebit"):
+        with pytest.raises(TypeError, match="optimizer must be an optimizer"):
+            GradientAverager(NET, codec, LocalCommunicator.group(1)[0], optimizer=wrong)
+
+
+def test_a_double_buffer_chooses_by_its_optimizer():
+    model = copy.deepcopy(NET)
+    buffer = DoubleBuffer(model, torch.optim.SGD(model.parameters(), lr=0.1), "auto", LocalCommunicator.group(1)[0])
+    assert "auto: Ternary() for SGD" in buffer._averager.describe()
+    buffer.close()
+
+
+def test_no_warning_where_the_table_knows_no_better():
+    """A figure of a codec that loses without options that help is for the planner and the pages to tell."""
+    adam = torch.optim.AdamW(NET.parameters())
+    only = tuple(row for row in TABLE if not row.precondition)
+    assert warning_of(OneBit(), Options(), adam, only) is None
+    assert warning_of(OneBit(), Options(), adam) is not None
+    small = tuple(replace(row, got=row.training.fp32 + TOLERANCES["nats"] / 2) if row.codec.name == "block2" else row for row in TABLE)
+    assert warning_of(Block(2), Options(), adam, small) is None
