@@ -800,6 +800,65 @@ def test_scales_validate(number: int) -> None:
                         assert lib.gc_scales_validate(source, count, 0) == lib.GC_BAD_SCALE
 
 
+# ---- units of second moments ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [0, 1, 7, 16, 33, 1000])
+def test_moments(n: int, kind: str) -> None:
+    """As numpy rounds, one operation after the other; what is not finite is flagged, bytes behind the end stay."""
+    rng = np.random.default_rng(n)
+    x, r, v = (values(kind, n, ref.F32, rng) for _ in range(3))
+    v = np.abs(v)
+    floor, inverse, keep, gain = np.float32(0.01), np.float32(1.7), np.float32(0.95), np.float32(0.05)
+    with np.errstate(all="ignore"):
+        units = np.sqrt(v) + floor
+        follow = {True: (x * inverse) * (x * inverse) * gain + v * keep, False: (x * inverse) * (x * inverse) * gain + keep}
+        quotients, products = {True: (x + r) / units, False: x / units}, x * units
+    memory = {name: guarded(4 * n) for name in ("units", "out", "after", "values")}
+
+    def same(name: str, wanted: Any) -> None:
+        same_bytes(canonical(memory[name][: 4 * n].view(np.float32)), canonical(wanted.astype(np.float32)), 0)
+        assert (memory[name][4 * n :] == GUARD).all()
+
+    source, owed, squares = (pointer(a, "const float *") for a in (x, r, v))
+    into = {name: pointer(memory[name], "float *") for name in memory}
+    for whole in (True, False):
+        check(lib.gc_moments_divide(source, owed if whole else ffi.NULL, squares, floor, n, into["units"], into["out"]))
+        same("units", units)
+        same("out", quotients[whole])
+        seen = flag()
+        old = squares if whole else ffi.NULL
+        check(lib.gc_moments_follow(source, inverse, old, keep, gain, n, into["after"], seen))
+        same("after", follow[whole])
+        assert seen[0] == (not np.isfinite(follow[whole]).all())
+    memory["values"][: 4 * n] = x.view(np.uint8)
+    seen = flag()
+    check(lib.gc_moments_multiply(into["values"], into["units"], n, seen))
+    same("values", products)
+    assert seen[0] == (not np.isfinite(products).all())
+
+
+def test_moments_refuse_what_overlaps_or_is_missing() -> None:
+    m = {name: guarded(64) for name in "abcd"}
+    a, b, c, d = (pointer(m[name], "float *") for name in "abcd")
+    null, seen = ffi.NULL, flag()
+    calls = [
+        lib.gc_moments_divide(null, null, b, 0.1, 4, c, d),
+        lib.gc_moments_divide(a, null, null, 0.1, 4, c, d),
+        lib.gc_moments_divide(a, null, b, 0.1, 4, null, d),
+        lib.gc_moments_divide(a, null, b, 0.1, 4, c, a),
+        lib.gc_moments_multiply(a, null, 4, seen),
+        lib.gc_moments_multiply(a, b, 4, null),
+        lib.gc_moments_follow(a, 1.0, b, 0.5, 0.5, 4, a, seen),
+        lib.gc_moments_follow(a, 1.0, b, 0.5, 0.5, 4, b, seen),
+        lib.gc_moments_follow(a, 1.0, b, 0.5, 0.5, 4, c, null),
+    ]
+    assert set(calls) == {lib.GC_INVALID_ARGUMENT}
+    assert all((array == GUARD).all() for array in m.values())
+    check(lib.gc_moments_divide(null, null, null, 0.1, 0, null, null))
+    check(lib.gc_moments_multiply(null, null, 0, seen))
+    check(lib.gc_moments_follow(null, 1.0, null, 0.5, 0.5, 0, null, seen))
+
+
 # ---- checksum, copies, random numbers --------------------------------------------------------------------------------
 @kernel_settings
 @given(data=st.binary(max_size=700), cut=st.integers(0, 700), misalign=st.integers(0, 15))

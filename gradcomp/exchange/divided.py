@@ -40,9 +40,13 @@ class Divided:
 
     def divide(self, buffer: Tensor, residual: Tensor | None) -> Tensor:
         """Return (buffer + residual) / d, ``(n,)`` float32; fp32 pieces are as they are."""
-        self._moments.divisors(self._slots, self.units)
-        self.values.copy_(buffer)
-        self._over(self.values, residual, self._first)
+        values = buffer if buffer.dtype == torch.float32 else buffer.float()
+        for slot in self._slots:
+            if slot.compressed and slot.numel:
+                self._moments.divide(slot, values, residual, self.units, self.values)
+            else:
+                span = slice(slot.offset, slot.offset + slot.numel)
+                self.values[span] = values[span]
         return self.values
 
     def divide_owned(self, shard: Tensor, residual: Tensor | None) -> None:
@@ -62,11 +66,12 @@ class Divided:
     def multiply(self, buffer: Tensor, step: int) -> bool:
         """Write averages of an exchange in units of the gradient to the bucket and take them in; True: something is not finite."""
         values = buffer if self.averages is None else self.averages
-        values.mul_(self.units)
+        bad = HOST.multiply(values, self.units)
         if values is not buffer:
             buffer.copy_(values)
             values = buffer.float()
-        return not HOST.are_finite(values) or self.observe(values, step)
+            bad = not HOST.are_finite(values)
+        return bad or self.observe(values, step)
 
     def observe(self, averages: Tensor, step: int) -> bool:
         """Take in averages in units of the gradient; True: a moment is not finite."""
@@ -75,10 +80,3 @@ class Divided:
     def commit(self) -> None:
         """Make the moments that this step wrote current."""
         self._moments.planes.commit(s.index for s in self._slots if s.compressed)
-
-    def _over(self, values: Tensor, residual: Tensor | None, spans: list[tuple[int, int, int, int]]) -> None:
-        for at, kept, first, numel in spans:
-            part = values[at : at + numel]
-            if residual is not None:
-                part.add_(residual[kept : kept + numel])
-            part.div_(self.units[first : first + numel])

@@ -141,6 +141,21 @@ class Kernels(Protocol):
     def are_finite(self, values: Tensor) -> bool:
         """Return whether all float32 values are finite."""
 
+    # ---- units of second moments -------------------------------------------------------------------------------------
+
+    def divide(
+        self, values: Tensor, residual: Tensor | None, moments: Tensor, floor: float, units: Tensor, out: Tensor
+    ) -> None:
+        """Write units = sqrt(moments) + floor and out = (values + residual) / units; ``(n,)`` float32 that do not overlap."""
+
+    def multiply(self, values: Tensor, units: Tensor) -> bool:
+        """Multiply values by units in place; return True if a product is not finite."""
+
+    def follow(
+        self, values: Tensor, inverse: float, before: Tensor | None, keep: float, gain: float, after: Tensor
+    ) -> bool:
+        """Write after = gain * (values * inverse)^2 + keep * before, 1 where that is None; return True if one is not finite."""
+
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def rescale(self, plane: Tensor, factor: float) -> None:

@@ -81,20 +81,23 @@ class SecondMoments:
         self.options = options
         self.planes = Planes(numels, "second moment")
 
-    def divisors(self, slots: Sequence[Slot], out: Tensor) -> None:
-        """Write the units of compressed tensors, sqrt(v) + floor, where they lie in a bucket: 1 before the first average.
+    def divide(self, slot: Slot, values: Tensor, residual: Tensor | None, units: Tensor, out: Tensor) -> None:
+        """Write a compressed tensor's units, sqrt(v) + floor or 1 before the first average, and (values + residual) / units.
 
         Args:
-            out: ``(n,)`` float32.
+            values, units, out: ``(n,)`` float32, a bucket.
+            residual: ``(n,)`` float32, where `Slot.residual` counts.
         """
-        for slot in slots:
-            if slot.compressed and slot.numel:
-                d, old = out[slot.offset : slot.offset + slot.numel], self.planes.pair(slot.index)[0]
-                if old.any():
-                    np.sqrt(old.numpy(), out=d.numpy())  # torch's is off by a bit on some machines
-                    d.add_(self.options.floor)
-                else:
-                    d.fill_(1.0)
+        span = slice(slot.offset, slot.offset + slot.numel)
+        given, d, x, old = values[span], units[span], out[span], self.planes.pair(slot.index)[0]
+        owed = residual[slot.residual : slot.residual + slot.numel] if residual is not None else None
+        if _any(old):
+            HOST.divide(given, owed, old, self.options.floor, d, x)
+            return
+        d.fill_(1.0)
+        x.copy_(given)
+        if owed is not None:
+            x.add_(owed)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
         """Take in the averages of a bucket; to be committed. Returns True if a moment is not finite.
@@ -118,10 +121,13 @@ class SecondMoments:
             if not np.isfinite(inverse):
                 new.copy_(old)
                 continue
-            torch.mul(g, float(inverse), out=new).square_().mul_(1.0 - keep)
-            new.add_(old * keep if old.any() else np.float32(keep))
-            bad |= not HOST.are_finite(new)
+            bad |= HOST.follow(g, float(inverse), old if _any(old) else None, keep, 1.0 - keep, new)
         return bad
+
+
+def _any(moments: Tensor) -> bool:
+    """Whether any moment is not 0; soon where, as nearly always, one of the first is."""
+    return bool(moments[:1024].any() or moments.any())
 
 
 def typical(values: Tensor) -> Any:

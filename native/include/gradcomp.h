@@ -159,6 +159,17 @@ gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segment
                            const float *residual_in, float *residual_out, float *kept, const float *means,
                            uint8_t *payload, uint32_t *nonfinite);
 
+/* ---- units of second moments (preconditioned encoding) --------------------------------------------------------------- */
+/* Every operation rounds on its own, in the order of the brackets; buffers of numel fp32 do not overlap.
+ * divide: units = fl(sqrt(moments) + floor); out = fl(fl(src + residual) / units), fl(src / units) when residual is NULL.
+ * multiply: values = fl(values * units). nonfinite: set to 1 when a value written is not finite, here and in follow.
+ * follow: x = fl(values * inverse); after = fl(fl(fl(x * x) * gain) + fl(before * keep)), before 1 when it is NULL. */
+gc_status gc_moments_divide(const float *src, const float *residual, const float *moments, float floor, uint64_t numel,
+                            float *units, float *out);
+gc_status gc_moments_multiply(float *values, const float *units, uint64_t numel, uint32_t *nonfinite);
+gc_status gc_moments_follow(const float *values, float inverse, const float *before, float keep, float gain, uint64_t numel,
+                            float *after, uint32_t *nonfinite);
+
 /* Multiply a residual plane by factor, in place: the loss scale changed. */
 gc_status gc_rescale(float *plane, uint64_t numel, float factor);
 

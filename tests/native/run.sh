@@ -10,7 +10,7 @@ leg=sanitize
 case ${1:-} in sanitize | threads | aarch64) leg=$1 && shift ;; esac
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-flags=(-std=c11 -ffp-contract=off -Wall -Wextra -Werror -Inative/include -Inative/src)
+flags=(-std=c11 -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror -Inative/include -Inative/src)
 tests=(test_known test_tiers test_update)
 runner=()
 if [ "$leg" = sanitize ]; then

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradcomp.kernels.interface import Payloads, Residuals
 from gradcomp.kernels.native.addresses import bytes_of, floats_of, payload_pointers, values_of
 from gradcomp.kernels.native.library import DTYPES, check, ffi, lib
-from gradcomp.kernels.native.threads import run
+from gradcomp.kernels.native.threads import run, run_elements
 from gradcomp.kernels.tables import BLOCK, CopyTable, Groups, Table
 
 CACHE_NBYTES = 32 << 20  # outputs above this do not stay in a last-level cache: their stores bypass it
@@ -171,6 +171,48 @@ def validate_scales(payload: Tensor, first: int, count: int, *, non_negative: bo
 def are_finite(values: Tensor) -> bool:
     """See `Kernels.are_finite`."""
     return bool(lib.gc_scales_validate(bytes_of(values), values.numel(), False) == lib.GC_OK)
+
+
+# ---- units of second moments -----------------------------------------------------------------------------------------
+
+
+def divide(
+    values: Tensor, residual: Tensor | None, moments: Tensor, floor: float, units: Tensor, out: Tensor
+) -> None:
+    """See `Kernels.divide`."""
+    source, owed, squares = floats_of(values), floats_of(residual), floats_of(moments)
+    into, quotients = floats_of(units), floats_of(out)
+
+    def call(first: int, count: int) -> int:
+        left = owed + first if residual is not None else owed
+        return int(
+            lib.gc_moments_divide(source + first, left, squares + first, floor, count, into + first, quotients + first)
+        )
+
+    run_elements("gc_moments_divide", values.numel(), call)
+
+
+def multiply(values: Tensor, units: Tensor) -> bool:
+    """See `Kernels.multiply`."""
+    flag, into, factors = ffi.new("uint32_t *"), floats_of(values), floats_of(units)
+    run_elements(
+        "gc_moments_multiply",
+        values.numel(),
+        lambda first, count: int(lib.gc_moments_multiply(into + first, factors + first, count, flag)),
+    )
+    return bool(flag[0])
+
+
+def follow(values: Tensor, inverse: float, before: Tensor | None, keep: float, gain: float, after: Tensor) -> bool:
+    """See `Kernels.follow`."""
+    flag, source, old, new = ffi.new("uint32_t *"), floats_of(values), floats_of(before), floats_of(after)
+
+    def call(first: int, count: int) -> int:
+        kept = old + first if before is not None else old
+        return int(lib.gc_moments_follow(source + first, inverse, kept, keep, gain, count, new + first, flag))
+
+    run_elements("gc_moments_follow", values.numel(), call)
+    return bool(flag[0])
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -51,10 +52,24 @@ def run(function: str, table: Table, call: Callable[[Any, int, int], int], secon
     parts = table.ranges(min(thread_count(), table.numel // THREAD_NUMEL))
     if len(parts) <= 1:
         return check(call(base, table.count, 0), function)
-    pool = _workers(len(parts) - 1)
-    futures = [pool.submit(call, base + first, count, first) for first, count in parts[1:]]
+    return _share(function, [(base + first, count, first) for first, count in parts], call)
+
+
+def run_elements(function: str, numel: int, call: Callable[[int, int], int]) -> None:
+    """Run `call(first, count)` over elements, shared out over threads, as `run` does."""
+    parts = min(thread_count(), numel // THREAD_NUMEL) if numel >= 2 * THREAD_NUMEL else 1
+    cuts = [numel * part // parts for part in range(parts + 1)]
+    return _share(function, [(first, end - first) for first, end in itertools.pairwise(cuts)], call)
+
+
+def _share(function: str, arguments: list[Any], call: Callable[..., int]) -> None:
+    """Make one call on this thread and the others on the pool's."""
+    if len(arguments) == 1:
+        return check(call(*arguments[0]), function)
+    pool = _workers(len(arguments) - 1)
+    futures = [pool.submit(call, *each) for each in arguments[1:]]
     try:
-        statuses = [call(base, parts[0][1], 0)]
+        statuses = [call(*arguments[0])]
     finally:
         done = [future.exception() for future in futures]
     for error in done:
