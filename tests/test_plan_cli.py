@@ -7,9 +7,13 @@ import sys
 
 import pytest
 
+from gradcomp import Block, OneBit
 from gradcomp.bench import plan
 from gradcomp.plan import METHODS, Rates, StageRate
+from gradcomp.plan.accuracy import expected
 from gradcomp.plan.rates import CAST_STAGES, STAGES
+
+BLOCK2, ONEBIT = (expected("adam", codec).figure for codec in (Block(2), OneBit()))
 
 pytestmark = pytest.mark.slow
 
@@ -67,18 +71,18 @@ def test_losses_stand_beside_the_seconds(tmp_path, rates, words, chosen, columns
     assert found["method"].startswith(chosen) and found["method"] in found["permitted"]
     assert found["optimizer"] == (words[1] if words else None) and set(found["losses"]["block4 all_gather"]) == columns
     (row,) = [line.split() for line in out.stdout.splitlines() if line.startswith("block2 all_gather ")]
-    expected = {"adamw": ["+0.040"], "sgd": ["-"], "muon": ["-"]}.get(words[1], []) if words else ["+0.040", "-"]
+    expected = {"adamw": [BLOCK2], "sgd": ["-"], "muon": ["-"]}.get(words[1], []) if words else [BLOCK2, "-"]
     assert row[2 : 2 + len(columns)] == expected
     if columns & {"adamw"}:
         loss = found["losses"]["onebit all_gather"]["adamw"]
-        assert loss["loss"] == pytest.approx(0.064) and loss["unit"] == "nats" and loss["seeds"] == 3
+        assert loss["loss"] == pytest.approx(expected("adam", OneBit()).loss) and loss["unit"] == "nats" and loss["seeds"] == 3
         assert "of a byte GPT of 0.87 M parameters on prose under AdamW, N = 4, 2,000 steps, 3 seeds: onebit" in out.stdout
     assert ("Name the optimizer" in out.stdout) == (not words)
 
 
 def test_no_cell_of_a_table_is_cut(rates):
     out = run("--model", "vgg16", "--nodes", "1:64", "--rates", rates, COLUMNS="40")
-    assert out.returncode == 0 and "\u2026" not in out.stdout and "onebit reduce_scatter  +0.064   +1.70  2.40 s" in out.stdout
+    assert out.returncode == 0 and "\u2026" not in out.stdout and f"onebit reduce_scatter  {ONEBIT}   +1.70  2.40 s" in out.stdout
 
 
 def test_it_calibrates_where_no_rates_are_given(tmp_path):

@@ -224,6 +224,7 @@ def _losses(found: Prediction, method: str) -> dict[str, Any]:
             "bits": row.bits,
             "precondition": row.precondition,
             "start": row.start,
+            "start_codec": row.start_codec.name if row.start_codec is not None else None,
             "measured": str(row.training),
             "seeds": row.training.seeds,
         }

@@ -63,7 +63,8 @@ class Measured:
         bits: a value and phase, scales included, after a warm start.
         got: what the training ended at, in the same unit as its `fp32`.
         precondition: whether with ``precondition=True``.
-        start: share of the steps that were averaged in fp32 first (``start_step``).
+        start: share of the steps that were averaged in fp32, or by `start_codec`, first (``start_step``).
+        start_codec: of these steps; None: fp32.
     """
 
     training: Training
@@ -72,6 +73,7 @@ class Measured:
     got: float
     precondition: bool = False
     start: float = 0.0
+    start_codec: Codec | None = None
 
     @property
     def loss(self) -> float:
@@ -111,7 +113,8 @@ class Measured:
             share = Fraction(self.start).limit_denominator(20)
             times = f" * {share.numerator}" if share.numerator > 1 else ""
             words.append(f"start_step=steps{times} // {share.denominator}")
-        return " and ".join(words)
+            words += [f"start_codec={written(self.start_codec)}"] if self.start_codec is not None else []
+        return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 # SGD's are with momentum 0.9. Left out: 1 bit after a tenth of the steps in fp32 (docs/explanation/onebit-sgd.md), which lost
@@ -131,7 +134,7 @@ TABLE = (
     Measured(_GPT, Block(8), 8.2, 1.3424),
     Measured(_GPT, Block(4), 4.2, 1.3440),
     Measured(_GPT, Block(2), 2.2, 1.3825, precondition=True),
-    Measured(_GPT, OneBit(), 1.4, 1.4068, precondition=True, start=1 / 6),
+    Measured(_GPT, OneBit(), 1.4, 1.4068, precondition=True, start=1 / 6, start_codec=Block(4)),
     Measured(_GPT_SKETCH, Block(2), 2.0, 1.437),
     Measured(_GPT_SHORT, OneBit(), 1.0, 2.468),
     Measured(_FASHION, Ternary(), 2.0, 88.16),
@@ -141,6 +144,13 @@ TABLE = (
     Measured(_MNIST, OneBit(), 1.1, 98.60),
     Measured(_DIGITS, OneBit(), 1.1, 98.37),
 )
+
+
+def written(codec: Codec) -> str:
+    """Return a codec as one would write it, options at their defaults left out."""
+    words = [str(codec.bits)] if isinstance(codec, Block) else []
+    group = getattr(codec, "group", None)
+    return f"{type(codec).__name__}({', '.join([*words, *([f'group={group}'] if isinstance(group, int) else [])])})"
 
 
 def family_of(optimizer: Any) -> str | None:

@@ -11,7 +11,7 @@ from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Options
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, describe_parameters
-from gradcomp.plan.accuracy import TABLE, Measured, family_of, within
+from gradcomp.plan.accuracy import TABLE, Measured, family_of, within, written
 
 AUTO = "auto"
 FALLBACK = Block(4)  # for optimizers that are not in the table
@@ -83,13 +83,6 @@ def warning_of(codec: Codec, options: Options, optimizer: Any, table: Sequence[M
         f"fp32's {done.fp32:.2f} after {done.steps:,} steps. {best.given(start=not options.start_step)} keeps all but "
         f"{best.loss:.3f} {unit}{more} ({done.source})"
     )
-
-
-def written(codec: Codec) -> str:
-    """Return a codec as one would write it, options at their defaults left out."""
-    words = [str(codec.bits)] if isinstance(codec, Block) else []
-    group = getattr(codec, "group", None)
-    return f"{type(codec).__name__}({', '.join([*words, *([f'group={group}'] if isinstance(group, int) else [])])})"
 
 
 def _with(row: Measured, mine: Options, given: set[str]) -> Options | None:

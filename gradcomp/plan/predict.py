@@ -166,8 +166,8 @@ def predict(
 
     def over_run(method: Method, n: int) -> float:
         """Seconds a step over a whole run, its warm start included."""
-        start = tolerance.start(method)
-        return (1 - start) * seconds(method, n) + start * seconds(FP32, n) if start else seconds(method, n)
+        start, first = tolerance.start(method, chosen)
+        return (1 - start) * seconds(method, n) + start * seconds(first or FP32, n) if start else seconds(method, n)
 
     rows = tuple(Row(m, cache[m.name, n], over_run(m, n)) for n in counts for m in chosen)
     crossings = _crossings(permitted, [n for n in counts if n > 1], over_run)

@@ -73,10 +73,14 @@ class Tolerance:
         row = self.cost(method)
         return row is not None and row.counts and row.excess(self.limits) <= 1
 
-    def start(self, method: Method) -> float:
-        """Return the share of the steps that a method averages in fp32 first, as its loss was measured."""
+    def start(self, method: Method, methods: Sequence[Method]) -> tuple[float, Method | None]:
+        """Return the share of the steps that a method begins with otherwise, as its loss was measured, and which of `methods`
+        they are then averaged by; None: by fp32."""
         row = self.cost(method)
-        return row.start if row is not None else 0.0
+        if row is None or row.start_codec is None:
+            return (row.start if row is not None else 0.0), None
+        alike = [m for m in methods if m.codec is not None and m.codec.name == row.start_codec.name]
+        return row.start, next((m for m in alike if m.name.split()[1:] == method.name.split()[1:]), (*alike, None)[0])
 
     def of(self, method: Method) -> str:
         """Return what is said of a method's accuracy after the recommendation, "" for nothing."""
