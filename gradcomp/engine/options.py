@@ -46,7 +46,7 @@ class Options:
     Args:
         start_step: steps before this one are averaged in fp32 (a warm start), or packed by `start_codec`.
         start_codec: codec or name for the steps before `start_step`: `Block(4)`, say, whose warm start loses nothing and takes an
-            eighth of the bytes; its groups are those of the codec. None: fp32.
+            eighth of the bytes; its groups are those of the codec. Also for the warm-up of `gradcomp.optim.OneBitAdam`. None: fp32.
         min_numel: tensors with fewer elements travel as fp32. None: those with fewer than 1024, and vectors (norms, biases) of
             any size.
         exclude: what else travels as fp32, one entry or a sequence: names, patterns (``"*.bias"``), "norm", "embedding", "head"
@@ -95,8 +95,6 @@ class Options:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
         if self.start_codec is not None:
             object.__setattr__(self, "start_codec", resolve(self.start_codec))
-            if not self.start_step:
-                raise ValueError(f"start_codec={self.start_codec!r} packs the steps before start_step, which is 0")
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
             raise ValueError(f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}")
         if self.nodes is not None and self.exchange != HIERARCHICAL:
@@ -144,18 +142,28 @@ class Options:
         """Return the options under an optimizer: one whose momentum travels (`gradcomp.optim.OneBitAdam`) brings its transform.
 
         Raises:
-            ValueError: a `transform` or a `start_step` beside it.
+            ValueError: a `transform` or a `start_step` beside it; a `start_codec` that has no steps to pack.
         """
         own = getattr(optimizer, "transform", None)
         if not isinstance(own, Transform) or own is self.transform:
-            return self
-        for name, value in (("transform", self.transform), ("start_step", self.start_step)):
-            if value:
+            own = self.transform
+            steps = self.start_step if own is None or not own.packs_warm_up else 1
+        else:
+            for name, value in (("transform", self.transform), ("start_step", self.start_step)):
+                if value:
+                    raise ValueError(
+                        f"{name}={value!r} does not go with {type(optimizer).__name__}, which changes gradients on their way and "
+                        "has a warm-up of its own"
+                    )
+            steps = int(own.packs_warm_up)
+            if self.start_codec is not None and not steps:
                 raise ValueError(
-                    f"{name}={value!r} does not go with {type(optimizer).__name__}, which changes gradients on their way and "
-                    "has a warm-up of its own"
+                    f"start_codec={self.start_codec!r} does not go with {type(optimizer).__name__}: gradients and momenta take "
+                    "turns there, and residuals of one are none of the other"
                 )
-        return replace(self, transform=own)
+        if self.start_codec is not None and not steps:
+            raise ValueError(f"start_codec={self.start_codec!r} packs the steps before start_step, which is 0")
+        return self if own is self.transform else replace(self, transform=own)
 
     @property
     def exempts(self) -> tuple[Exempts, ...]:

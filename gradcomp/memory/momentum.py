@@ -39,12 +39,16 @@ class Momentum(Transform):
     Args:
         source: the optimizer; its own momentum is read and never written.
         settings: what must be the same on every rank, for messages and checkpoints.
+        packs_warm_up: gradients are wanted at the first steps only. What a codec has then left out of the last of them goes over
+            to momenta as it is, in place of its share of 1 - beta: once, and less than a gradient.
     """
 
     place = "local"
 
-    def __init__(self, source: MomentumSource, settings: Mapping[str, object]) -> None:
-        self._source, self._settings = source, dict(settings)
+    def __init__(
+        self, source: MomentumSource, settings: Mapping[str, object], *, packs_warm_up: bool = False
+    ) -> None:
+        self._source, self._settings, self.packs_warm_up = source, dict(settings), packs_warm_up
 
     def pauses(self, step: int) -> bool:
         return self._source.wants_gradients(step)

@@ -25,10 +25,12 @@ class Transform(ABC):
         place: "local": every rank changes its own gradients before they are encoded (the state is the rank's own);
             "owner": whoever owns a piece changes the mean of all ranks before it is encoded again (the state is shared out).
         initial: state of every element at first.
+        packs_warm_up: it has a warm-up (`pauses`) before anything else, which may be packed.
     """
 
     place = "owner"
     initial = 0.0
+    packs_warm_up = False
 
     @abstractmethod
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
@@ -47,7 +49,7 @@ class Transform(ABC):
         """An exchange begins."""
 
     def pauses(self, step: int) -> bool:
-        """Whether the gradients of this exchange are averaged in fp32 and nothing is done to them; the same on every rank."""
+        """Whether the gradients of this exchange are averaged as before `start_step` and nothing is done to them, on all ranks."""
         return False
 
     def keep(self, numels: Mapping[int, int], tensors: Mapping[int, Tensor]) -> Transforming:

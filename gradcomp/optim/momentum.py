@@ -36,6 +36,7 @@ class MomentumExchange(SplitOptimizer):
 
     counters: ClassVar[tuple[str, ...]] = ("variance_steps", "floored_at")
     settings: ClassVar[tuple[str, ...]] = ()  # arguments that are the same for all parameters
+    packs_warm_up: ClassVar[bool] = True
     floor: float
     arrived: set[Tensor] | None = None
 
@@ -53,7 +54,8 @@ class MomentumExchange(SplitOptimizer):
         """What sends momenta: the ``transform`` of an exchange."""
         own = {"optimizer": type(self).__name__} | {name: getattr(self, name) for name in self.settings}
         betas = sorted({number(group["betas"][0]) for group in self.param_groups})
-        return Momentum(self, own | {"beta": betas[0] if len(betas) == 1 else betas})
+        own["beta"] = betas[0] if len(betas) == 1 else betas
+        return Momentum(self, own, packs_warm_up=self.packs_warm_up)
 
     def momentum_of(self, parameter: Tensor) -> tuple[Tensor, float] | None:
         """Return a parameter's momentum and its beta; None for parameters of other optimizers."""

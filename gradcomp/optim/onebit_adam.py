@@ -77,6 +77,7 @@ class ZeroOneAdam(MomentumExchange, SplitAdamW):
     """
 
     settings: ClassVar[tuple[str, ...]] = ("var_freeze_step", "var_update_scaler")
+    packs_warm_up: ClassVar[bool] = False
 
     def __init__(
         self,

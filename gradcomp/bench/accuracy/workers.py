@@ -66,7 +66,11 @@ class Workers:
                 options = method.options_for(self._named)
                 if optimizer is not None:
                     shared = {p: shared for (_, shared), p in zip(self._named, own, strict=True)}
-                    options["transform"] = Momentum(_Shared(optimizer, shared), optimizer.transform.options())
+                    options["transform"] = Momentum(
+                        _Shared(optimizer, shared),
+                        optimizer.transform.options(),
+                        packs_warm_up=optimizer.packs_warm_up,
+                    )
                 self._averagers.append(GradientAverager(pairs, method.codec, comm, **options))
 
     def backward(self, loss: Callable[[nn.Module, Any], Tensor], minibatches: Sequence[Any]) -> float:
