@@ -14,7 +14,7 @@ from torch import nn
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.engine import replicas
-from gradcomp.engine.buckets import Gradient, check_gradient, fuse, poison
+from gradcomp.engine.buckets import Gradient, check_gradient, check_optimizer, fuse, poison
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
@@ -76,6 +76,8 @@ class GradientAverager(Controls):
         self._newcomers = Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
         self._sources = [Gradient(name, p) for name, p in self._named]
         codec, options, chosen = settle(codec, options, changes, optimizer, self._sources)
+        if optimizer is not None:
+            check_optimizer(optimizer, [p for _, p in self._named])
         self._scaled = options.grad_scaler is not None
         own_comm = comm if comm is not None else torch_communicator(options.timeout_s)
         self._given = own_comm

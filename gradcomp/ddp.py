@@ -6,7 +6,6 @@ Annotations here are real classes, since DDP inspects those of a hook: no postpo
 import functools
 import logging
 import sys
-from collections.abc import Container
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,13 +16,14 @@ from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
-from gradcomp.engine.buckets import Gradient, poison
+from gradcomp.engine.buckets import Gradient, check_optimizer, poison
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
 from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
+from gradcomp.memory.momentum import Momentum
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.fused import FusedGradients, replicated, state_digest, why_not_fused
 from gradcomp.payload.order import storage_order, storage_view
@@ -94,7 +94,7 @@ class CompressionState(Controls):
         self._known = {id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)}
         self._places: set[Members] = set()  # bucket layouts that have been looked at
         if optimizer is not None:
-            _check_optimizer(optimizer, self._known)
+            check_optimizer(optimizer, [p for _, p in named])
         own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=options.timeout_s)
         try:
             same_ranks(own_comm, model.process_group, timeout_s=options.timeout_s or own_comm.timeout_s)
@@ -178,10 +178,13 @@ class CompressionState(Controls):
         buffer = bucket.buffer()
         engine, task = self._engine, torch_private.graph_task()
         in_backward = task != -1
+        momentum = isinstance(engine.options.transform, Momentum)
         # in the first backward of a static graph every bucket has index 0 and none is the last
         is_more = in_backward and bucket.index() == 0 and task == self._task
         is_second = is_more and len(engine.submitted) == 1
         try:
+            if momentum and not in_backward:
+                raise GradcompError("Join: a rank that has run out of data steps no more, so its momentum is not that of the others")
             # DDP launches buckets in order, also from the inner backwards of checkpointing
             if bucket.index() == 0 and not is_more:
                 self._task = task
@@ -380,10 +383,3 @@ def _check_dtypes(model: nn.parallel.DistributedDataParallel) -> None:
                 f"parameter {name!r} has become {parameter.dtype} after DistributedDataParallel was made, which then does "
                 "not see its gradients: convert the model (split_parameters, .to()) before wrapping it"
             )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, known: Container[int]) -> None:
-    """Raise ValueError if an optimizer updates none of the model's parameters."""
-    updated = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(id(p) in known for p in updated):
-        raise ValueError("optimizer updates no parameter of this model; pass the optimizer that trains it")

@@ -220,7 +220,7 @@ def test_what_the_user_says_counts(options, changes, bits, preconditioned):
 def test_a_codec_that_is_named_is_left_alone():
     codec = OneBit()
     assert settle(codec, None, {"start_step": 2}, None, []) == (codec, Options(start_step=2), "")
-    assert settle("onebit", Options(start_step=2), {}, object(), [])[0] == "onebit"
+    assert settle("onebit", Options(start_step=2), {}, torch.optim.Rprop(NET.parameters()), [])[0] == "onebit"
 
 
 def test_thin_rows_get_blocks():

@@ -110,6 +110,8 @@ def test_methods_whose_momentum_travels():
         ("onebit:momentum=moving,start_step=3", "frozen or renewed"),
         ("bf16:second=block4", "no second phase"),
         ("onebit:second=exact", "integer sums"),
+        ("onebit:start=bf16,start_step=3", "bf16 is none"),
+        ("onebit:start=block4", "start_step=N"),
     ):
         with pytest.raises(ValueError, match=said):
             parse(text)

@@ -18,7 +18,7 @@ import gradcomp.ddp
 from gradcomp import Block, GradcompError, GradientAverager, Identity, OneBit, PeerMismatch, UnsupportedTensor
 from gradcomp.amp import DynamicLossScaler
 from gradcomp.memory.momentum import Momentum
-from gradcomp.onebit_sgd import AggregateAdagrad
+from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
 from gradcomp.optim import OneBitAdam, OneBitLamb, SplitAdamW, SplitLAMB, ZeroOneAdam, fp32_state_dict, split_parameters
 from gradcomp.reference import optim as ref
 
@@ -288,7 +288,7 @@ def test_ddp_and_the_averager_give_the_same_bits(kind, options, ranks):
 
 def test_the_line_says_what_travels_and_updates_are_fused(gloo):
     line = gloo(2, with_ddp, "adam", {})[0][1]
-    assert re.search(r"Momentum\(optimizer='OneBitAdam', freeze_step=4, beta=0.9\)", line)
+    assert re.search(r"Momentum\(optimizer='OneBitAdam', freeze_step=4, floor=0.01\)", line)
     assert "updates go straight from payloads" in line
     assert "are not fused: OneBitLamb" in gloo(2, with_ddp, "lamb", {})[0][1]
 
@@ -396,6 +396,35 @@ def test_averages_that_come_one_step_late_are_refused():
             averager.rotate()
 
     run_local(2, one)
+
+
+def test_a_double_buffer_is_refused():
+    net = network()
+    with pytest.raises(ValueError, match="DoubleBuffer averages one step late"):
+        DoubleBuffer(net, MAKE["adam"](net.parameters()), OneBit(), comm=run_local(1, lambda comm: comm)[0])
+
+
+def with_uneven_inputs():
+    import torch.distributed as dist
+
+    net = DDP(network())
+    optimizer = MAKE["adam"](net.parameters())
+    state = gradcomp.ddp.register(net, OneBit(), optimizer=optimizer, min_numel=0, timeout_s=20)
+    try:
+        with net.join():
+            for step in range(9 if dist.get_rank() == 0 else 6):
+                backward(net, step, dist.get_rank())
+                optimizer.step()
+    except (GradcompError, RuntimeError) as error:
+        return str(error)
+    finally:
+        state.close()
+    return "went on"
+
+
+def test_a_rank_that_has_run_out_of_data_is_refused(gloo):
+    first, second = gloo(2, with_uneven_inputs)
+    assert "Join: a rank that has run out of data steps no more" in first + second and "went on" not in (first, second)
 
 
 def test_ranks_with_other_warm_ups_hear_of_it():
@@ -528,3 +557,171 @@ def _saved(what):
     torch.save(what, kept)
     kept.seek(0)
     return kept
+
+
+# ---- what a review has found -----------------------------------------------------------------------------------------
+
+
+def trained(steps=60, freeze=5, make=OneBitAdam):
+    net = network()
+    optimizer = make(net.parameters(), lr=0.01, freeze_step=freeze, weight_decay=0.0)
+    for step in range(steps):
+        backward(net, step, 0)
+        optimizer.step()
+    return net, optimizer
+
+
+def move(net, optimizer, step):
+    before = bits(net)
+    backward(net, step, 0)
+    optimizer.step()
+    return math.sqrt(sum(float((a - b).norm()) ** 2 for a, b in zip(before, net.parameters(), strict=True)))
+
+
+@pytest.mark.parametrize("theirs", [SplitAdamW, torch.optim.AdamW])
+def test_adam_goes_on_with_steps_of_the_same_size_and_back(theirs):
+    """Its bias correction is by its steps, and the variance has seen the warm-up only."""
+    net, own = trained()
+    adam = theirs(net.parameters(), lr=0.01, weight_decay=0.0)
+    adam.load_state_dict(own.plain_state_dict() if theirs is torch.optim.AdamW else own.state_dict())
+    kept = copy.deepcopy(net)
+    mine = OneBitAdam(kept.parameters(), lr=0.01, freeze_step=5, weight_decay=0.0)
+    mine.load_state_dict(own.state_dict())
+    assert move(net, adam, 60) == pytest.approx(move(kept, mine, 60), rel=0.05)
+    back = OneBitAdam(net.parameters(), lr=0.01, freeze_step=5, weight_decay=0.0)
+    back.load_state_dict(adam.state_dict())
+    p = next(net.parameters())
+    assert float(back.state[p]["variance_steps"]) == 61.0 == float(back.state[p]["step"])
+    assert torch.equal(back.state[p]["exp_avg_sq"], adam.state[p]["exp_avg_sq"])
+
+
+def test_counters_that_another_optimizer_has_carried_along_are_not_believed():
+    net, own = trained()
+    adam = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    adam.load_state_dict(own.state_dict())  # torch keeps what it does not know
+    move(net, adam, 60)
+    back = OneBitAdam(net.parameters(), freeze_step=5)
+    back.load_state_dict(adam.state_dict())
+    assert float(back.state[next(net.parameters())]["variance_steps"]) == 61.0
+
+
+def test_a_step_that_no_exchange_precedes_is_of_gradients():
+    def one(comm):
+        net, optimizer, averager = train(comm, "adam", Identity(), 6)
+        averager.close()
+        p = next(net.parameters())
+        m = optimizer.state[p]["exp_avg"].clone()
+        backward(net, 6, 0)
+        optimizer.step()
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.9 * m + 0.1 * p.grad)
+
+    run_local(2, one)
+
+
+def test_one_optimizer_for_two_models():
+    def one(comm, apart):
+        nets = [network(), network()]
+        optimizer = OneBitAdam([p for net in nets for p in net.parameters()], lr=0.02, freeze_step=2)
+        parts = [[(f"{k}.{n}", p) for n, p in net.named_parameters()] for k, net in enumerate(nets)]
+        comms = [comm, comm.duplicate(30)] if apart else [comm]
+        groups = parts if apart else [parts[0] + parts[1]]
+        averagers = [
+            GradientAverager(g, Identity(), c, optimizer=optimizer, min_numel=0) for g, c in zip(groups, comms, strict=True)
+        ]
+        for step in range(6):
+            for k, net in enumerate(nets):
+                backward(net, 10 * k + step, comm.rank)
+            for averager in averagers:
+                averager.average()
+            optimizer.step()
+        return [p for net in nets for p in bits(net)]
+
+    assert same(run_local(2, one, True)[0], run_local(2, one, False)[0])
+
+
+@every_kind
+def test_tensors_without_a_gradient_or_without_elements_do_no_harm(kind):
+    def one(comm):
+        net = network()
+        still, empty, late = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(0, 4)), nn.Parameter(torch.zeros(20))
+        optimizer = MAKE[kind]([*net.parameters(), still, empty, late])
+        named = [*net.named_parameters(), ("still", still), ("empty", empty), ("late", late)]
+        averager = GradientAverager(named, OneBit(), comm, optimizer=optimizer, min_numel=0)
+        for step in range(9):
+            backward(net, step, comm.rank)
+            still.grad, empty.grad, late.grad = torch.zeros(20), torch.zeros(0, 4), torch.ones(20)
+            averager.average()
+            optimizer.step()
+        averager.check_replicas()
+        return all(bool(torch.isfinite(p).all()) for _, p in named)
+
+    assert all(run_local(2, one))
+
+
+def test_a_packed_momentum_of_a_tensor_that_had_no_gradient_is_found_before_it_moves_anything():
+    p = nn.Parameter(torch.ones(20))
+    optimizer = OneBitAdam([("late", p)], freeze_step=1, weight_decay=0.0)
+    entry = type("Packed", (), {"gradient": None, "parameter": p, "state": optimizer.state[p], "step": 2})()
+    optimizer.arrived = {p}
+    optimizer.settle([entry])
+    assert bool(torch.isinf(optimizer.state[p]["exp_avg_sq"]).all())
+    optimizer.settle([entry])  # it was 0, then
+    optimizer.state[p]["exp_avg"].fill_(0.1)
+    with pytest.raises(GradcompError, match="variance of parameter 'late' is still zero"):
+        optimizer.settle([entry])
+    optimizer.arrived = set()
+    optimizer.settle([entry])  # averaged in fp32 again: it is learnt
+    assert not bool(optimizer.state[p]["exp_avg_sq"].any())
+
+
+@pytest.mark.parametrize("given", [5, "adam", []])
+def test_what_is_no_optimizer_of_these_parameters_is_refused(given):
+    def one(comm):
+        with pytest.raises(TypeError, match="optimizer must be an optimizer"):
+            GradientAverager(network(), OneBit(), comm, optimizer=given)
+        with pytest.raises(ValueError, match="updates no parameter of this model"):
+            GradientAverager(network(), OneBit(), comm, optimizer=MAKE["adam"](network().parameters()))
+
+    run_local(1, one)
+
+
+def test_nvlamb_has_no_momentum_that_could_travel():
+    net = network()
+    with pytest.raises(ValueError, match="variant must be 'lamb', got 'nvlamb'"):
+        OneBitLamb([{"params": list(net.parameters()), "variant": "nvlamb"}], freeze_step=2)
+    saved = SplitLAMB(net.parameters(), variant="nvlamb").state_dict()
+    with pytest.raises(ValueError, match="nvlamb"):
+        OneBitLamb(net.parameters(), freeze_step=2).load_state_dict(saved)
+
+
+def test_one_rank_pays_what_momenta_owe_in_full():
+    def two(comm):
+        return train(comm, "adam", OneBit(), 8)[2].state_dict()
+
+    states = run_local(2, two)
+    owed = sum(state["residual"]["0.weight"] for state in states) / 2
+
+    def one(comm):
+        net = network()
+        optimizer = MAKE["adam"](net.parameters())
+        averager = GradientAverager(net, OneBit(), comm, optimizer=optimizer, min_numel=0)
+        averager.load_state_dict(states)
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        averager.average()
+        return net[0].weight.grad.clone()
+
+    torch.testing.assert_close(run_local(1, one)[0].reshape(-1), owed.reshape(-1))
+
+
+def test_a_beta_that_a_schedule_has_moved_resumes_and_ranks_compare_it():
+    def one(comm):
+        state = train(comm, "adam", OneBit(), 6)[2].state_dict()
+        net = network()
+        optimizer = MAKE["adam"](net.parameters(), betas=(0.85, 0.999))
+        averager = GradientAverager(net, OneBit(), comm, optimizer=optimizer, min_numel=0)
+        averager.load_state_dict(state)
+        with pytest.raises(PeerMismatch, match="transform"):
+            train(comm, "adam", OneBit(), 1, betas=(0.9 - 0.01 * comm.rank, 0.999))
+
+    run_local(2, one)

@@ -178,3 +178,10 @@ def _like(parameter: Any, local: Tensor) -> Tensor:
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
     return whole
+
+
+def check_optimizer(optimizer: Any, parameters: Iterable[Tensor]) -> None:
+    """Raise ValueError if an optimizer updates none of a model's parameters."""
+    known = {id(p) for p in parameters}
+    if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("optimizer updates no parameter of this model; pass the optimizer that trains it")

@@ -142,15 +142,18 @@ class Options:
         """Return the options under an optimizer: one whose momentum travels (`gradcomp.optim.OneBitAdam`) brings its transform.
 
         Raises:
+            TypeError: no optimizer.
             ValueError: a `transform` or a `start_step` beside it; a `start_codec` that has no steps to pack.
         """
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {type(optimizer).__name__}")
         own = getattr(optimizer, "transform", None)
-        if not isinstance(own, Transform) or own is self.transform:
+        if not isinstance(own, Transform):
             own = self.transform
             steps = self.start_step if own is None or not own.packs_warm_up else 1
         else:
             for name, value in (("transform", self.transform), ("start_step", self.start_step)):
-                if value:
+                if value and value is not own:
                     raise ValueError(
                         f"{name}={value!r} does not go with {type(optimizer).__name__}, which changes gradients on their way and "
                         "has a warm-up of its own"
@@ -174,6 +177,11 @@ class Options:
         """Whether the gradients of this exchange are averaged in fp32, or as `start_codec` says."""
         return step < self.start_step or (self.transform is not None and self.transform.pauses(step))
 
+    def begins_transform(self, step: int) -> bool:
+        """Whether this exchange is the first after the warm-up of a transform's own that `start_codec` packs."""
+        own = self.transform
+        return own is not None and self.start_codec is not None and step > 0 and own.pauses(step - 1) and not own.pauses(step)
+
     @property
     def whole_steps(self) -> bool:
         """Whether residuals commit a whole step at a time."""
@@ -187,7 +195,7 @@ class Options:
     def compared(self) -> dict[str, object]:
         """Return what ranks compare of it before they exchange anything, by field of the fingerprint."""
         return {
-            "transform": repr(self.transform) if self.transform is not None else 0,
+            "transform": self.transform.compared() if self.transform is not None else 0,
             "precondition": repr(self.precondition) if self.precondition is not None else 0,
             "start_step": (self.start_step, repr(self.start_codec)) if self.start_codec else self.start_step,
             "min_numel": "vectors" if self.min_numel is None else self.min_numel,

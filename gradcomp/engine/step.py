@@ -101,6 +101,8 @@ class Engine:
         self.memory.begin_step()
         if self.comm.world_size == 1:
             self.memory.settle()
+        if self.options.begins_transform(self.step):
+            self.memory.begin_transform()
         if self.options.loss_scale is not None:
             scale = float(self.options.loss_scale())
             if not 0 < scale < math.inf:
@@ -268,10 +270,10 @@ class Engine:
 
     def close(self, *, keep_comm: bool = False) -> None:
         """Stop the threads and give the communicator back, unless it is kept. Closing twice is harmless."""
-        if self.step and not self.layouts.compressed and self.comm.world_size > 1 and self.comm.rank == 0:
+        if self.stats.steps and not self.layouts.compressed and self.comm.world_size > 1 and self.comm.rank == 0:
             logger.warning(
                 "nothing was compressed: %s exchanges, and all of them belong to the warm start (start_step=%s, %s)",
-                self.step, self.options.start_step, self.options.transform,
+                self.stats.steps, self.options.start_step, self.options.transform,
             )  # fmt: skip
         if self.pipeline.error is not None or self._open:
             self.layouts.route.abort()  # collectives may be under way that no peer will answer

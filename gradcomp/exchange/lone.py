@@ -84,12 +84,19 @@ class LoneExchange:
 
     def _apply(self) -> None:
         self.flagged, self._paid = False, []
+        local = self._transform is not None and self._transform.transform.place == "local"
+        if local:  # residuals are of what a local transform sends
+            self._run()
         if self._feedback is not None and self._feedback.begun:
             for index, offset, numel in self._owed:
                 self.flagged |= self._feedback.pay(index, self._buffer[offset : offset + numel])
                 self._paid.append(index)
-        if self._transform is not None:
-            self.flagged |= self._transform.run(self._buffer, self._spans)
+        if not local:
+            self._run()
         if self.flagged:
             self._buffer.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1
+
+    def _run(self) -> None:
+        if self._transform is not None:
+            self.flagged |= self._transform.run(self._buffer, self._spans)

@@ -29,6 +29,9 @@ class MomentumSource(Protocol):
     def momentum_of(self, parameter: Tensor) -> tuple[Tensor, float] | None:
         """Return a parameter's momentum, float32 with its shape and strides, and its beta; None if it has none here."""
 
+    def betas(self) -> list[float]:
+        """Return every beta of a momentum, sorted."""
+
     def wants_gradients(self, step: int) -> bool:
         """Whether gradients are averaged as they are at this exchange, in fp32: in a warm-up, where the divisor moves."""
 
@@ -39,8 +42,7 @@ class Momentum(Transform):
     Args:
         source: the optimizer; its own momentum is read and never written.
         settings: what must be the same on every rank, for messages and checkpoints.
-        packs_warm_up: gradients are wanted at the first steps only. What a codec has then left out of the last of them goes over
-            to momenta as it is, in place of its share of 1 - beta: once, and less than a gradient.
+        packs_warm_up: gradients are wanted at the first steps only.
     """
 
     place = "local"
@@ -53,15 +55,15 @@ class Momentum(Transform):
     def pauses(self, step: int) -> bool:
         return self._source.wants_gradients(step)
 
-    def begin_step(self) -> None:
-        self._source.arrived = set()
-
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
         """Not called: there is no state but the optimizer's, which `SharedMomentum.run` reads."""
         raise NotImplementedError
 
     def options(self) -> Mapping[str, object]:
         return self._settings
+
+    def compared(self) -> str:
+        return f"{self!r}, betas {self._source.betas()}"
 
     def keep(self, numels: Mapping[int, int], tensors: Mapping[int, Tensor]) -> Transforming:
         return SharedMomentum(self, self._source, numels, tensors)
@@ -81,7 +83,16 @@ class SharedMomentum(Transforming):
         self, transform: Transform, source: MomentumSource, numels: Mapping[int, int], tensors: Mapping[int, Tensor]
     ) -> None:
         super().__init__(transform, numels)  # planes that are never written take no memory
-        self._source, self._tensors = source, tensors
+        self._source, self._tensors, self._own = source, tensors, set(tensors.values())
+
+    def begin_step(self) -> None:
+        """No momentum of these parameters has arrived yet; those of another model that the optimizer trains may have."""
+        self._source.arrived = (self._source.arrived or set()) - self._own
+
+    def share_of(self, index: int) -> float:
+        """Return 1 - beta: what a gradient counts in a momentum, so does what was left out of one."""
+        found = self._source.momentum_of(self._tensors[index])
+        return 1.0 if found is None else 1.0 - found[1]
 
     def run(self, values: Tensor, spans: Iterable[tuple[int, int, int]]) -> bool:
         """Replace gradients by momenta; return True when one is not finite."""

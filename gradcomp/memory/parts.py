@@ -42,8 +42,7 @@ class Memory:
         if self.feedback is not None:
             self.feedback.begin_step()
         if self.transform is not None:
-            self.transform.transform.begin_step()
-            self.transform.planes.begin_step()
+            self.transform.begin_step()
         if self.moments is not None:
             self.moments.planes.begin_step()
 
@@ -60,6 +59,11 @@ class Memory:
             self.transform.planes.discard()
         if self.moments is not None:
             self.moments.planes.discard()
+
+    def begin_transform(self) -> None:
+        """The warm-up of a transform is over: residuals of its gradients become those of what it sends."""
+        if self.transform is not None and self.feedback is not None:
+            self.feedback.share(self.transform.share_of)
 
     def rescale(self, old: float, new: float) -> None:
         """Gradients carry the loss scale `new` instead of `old`."""

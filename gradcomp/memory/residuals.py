@@ -51,6 +51,13 @@ class Feedback(Planes):
         if self._owned is not None:
             self._owned.rescale(factor)
 
+    def share(self, factor: Callable[[int], float]) -> None:
+        """Multiply every parameter's residuals, the owner's too, by its factor."""
+        for planes in (self, self._owned):
+            if planes is not None and planes.begun:
+                for index in planes._spans:
+                    planes.pair(index)[0].mul_(factor(index))
+
     def pay(self, index: int, values: Tensor) -> bool:
         """Add a parameter's residual to its values in place, for who sends nothing; return True if one is not finite.
 

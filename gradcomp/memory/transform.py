@@ -45,9 +45,6 @@ class Transform(ABC):
             new: ``(n,)`` float32: states after.
         """
 
-    def begin_step(self) -> None:
-        """An exchange begins."""
-
     def pauses(self, step: int) -> bool:
         """Whether the gradients of this exchange are averaged as before `start_step` and nothing is done to them, on all ranks."""
         return False
@@ -62,8 +59,12 @@ class Transform(ABC):
         return Transforming(self, numels)
 
     def options(self) -> Mapping[str, object]:
-        """Return what must be the same on every rank."""
+        """Return what must be the same on every rank, and in every part of a run that is resumed."""
         return {}
+
+    def compared(self) -> str:
+        """Return what ranks compare before they exchange anything: `options`, and what may change in a run."""
+        return repr(self)
 
     def check_state(self, state: Tensor, name: str) -> None:
         """Raise ValueError for a state of parameter `name` that `apply` cannot have made."""
@@ -87,6 +88,14 @@ class Transforming:
         self.transform = transform
         self.planes = Planes(numels, f"state of {type(transform).__name__}", transform.initial)
         self.scale = 1.0
+
+    def begin_step(self) -> None:
+        """Forget what `Planes.discard` could undo."""
+        self.planes.begin_step()
+
+    def share_of(self, index: int) -> float:
+        """Return what becomes of a residual of the warm-up's gradients when the transform begins: it is multiplied by this."""
+        return 1.0
 
     def run(self, values: Tensor, spans: Iterable[tuple[int, int, int]]) -> bool:
         """Transform runs of a flat tensor in place; return True when a result or a state is not finite.

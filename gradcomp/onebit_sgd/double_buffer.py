@@ -22,9 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.averager import GradientAverager, torch_communicator
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
+from gradcomp.engine.buckets import check_optimizer
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.exchange.stats import Stats
+from gradcomp.memory.momentum import Momentum
 from gradcomp.onebit_sgd.comparison import OverlapComparison, time_both
 from gradcomp.onebit_sgd.groups import apply_options, read_options
 from gradcomp.onebit_sgd.halves import cut
@@ -100,9 +102,10 @@ class DoubleBuffer:
         if options.grad_scaler is not None:
             raise ValueError("grad_scaler: averages come back under another loss scale than they left; use bfloat16")
         named = list(model.named_parameters())
-        mine = {id(p) for _, p in named}
-        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("optimizer updates no parameter of this model; pass the optimizer that trains it")
+        check_optimizer(optimizer, [p for _, p in named])
+        if isinstance(getattr(optimizer, "transform", None), Momentum):
+            name = type(optimizer).__name__
+            raise ValueError(f"DoubleBuffer averages one step late, and the momentum of {name} does not wait")  # noqa: TRY004
         self._model, self._optimizer, self._whole_steps = model, optimizer, whole_steps
         own = comm if comm is not None else torch_communicator(options.timeout_s)
         self._timeout_s = options.timeout_s or own.timeout_s

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from gradcomp.optim.interface import Updates
+from gradcomp.optim.options import number
 from gradcomp.optim.split import ROUNDINGS
 
 CHECKSUM = "top_checksum"
+COUNTED_AT = "counted_at"
 TORCHS_OPTIONS = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad"}
 # state of optimizers that derive from one: the one that they derive from goes on without it
 DERIVED = {"variance_steps", "floored_at", "coefficient", "factor", "fresh_sq"}
@@ -66,9 +68,13 @@ def _check_tensors(
         if not state:
             state = {m: optimizer.new_moment(p, m, group) for m in moments} | {"step": 0}
         state.setdefault("step", 1)
+    step = float(torch.as_tensor(state.get("step", 0)))
+    if float(torch.as_tensor(state.pop(COUNTED_AT, step))) != step:  # torch's optimizer has gone on and kept what it did not know
+        state = {name: value for name, value in state.items() if name not in DERIVED or name in optimizer.moments}
+    if "variance_steps" in state and "variance_steps" not in optimizer.counters:
+        state["exp_avg_sq"] = seen_by_all_steps(state["exp_avg_sq"], group, float(state["variance_steps"]), step)
     if not state.keys() & set(optimizer.counters):
-        step = torch.as_tensor(state.get("step", 0))
-        found = {name: optimizer.taken_over(name, p, step) for name in (*optimizer.counters, *moments)}
+        found = {name: optimizer.taken_over(name, p, torch.tensor(step)) for name in (*optimizer.counters, *moments)}
         state = {name: value for name, value in found.items() if value is not None} | state
     kept = {*optimizer.counters, *optimizer.moments}
     state = {name: value for name, value in state.items() if name in kept or name not in DERIVED}
@@ -92,3 +98,13 @@ def _check_tensors(
     if int(tensors["step"]) < 0 or float(tensors["step"]) != int(tensors["step"]):
         raise ValueError(f"'step' of {name} is {float(tensors['step'])} in this state")
     return p, tensors, None if expected is None else int(expected)
+
+
+def seen_by_all_steps(variance: Tensor, group: dict[str, Any], seen: float, step: float) -> Tensor:
+    """Return Adam's second moment as it would be after `step` steps, from one that stood still after `seen` of them.
+
+    Adam divides it by 1 - beta2 ** step, and what has stood still is to be divided by 1 - beta2 ** seen.
+    """
+    beta2 = number(group["betas"][1])
+    factor = (1 - beta2**step) / (1 - beta2**seen) if 0 < seen < step else 1.0
+    return (variance * factor).nan_to_num(posinf=0.0)

@@ -20,6 +20,7 @@ from gradcomp.errors import GradcompError
 from gradcomp.memory.moments import typical
 from gradcomp.memory.momentum import Momentum
 from gradcomp.optim.base import SplitOptimizer
+from gradcomp.optim.checkpoint import COUNTED_AT, seen_by_all_steps
 from gradcomp.optim.entries import Entry
 from gradcomp.optim.options import check_number, number
 
@@ -35,7 +36,7 @@ class MomentumExchange(SplitOptimizer):
     """
 
     counters: ClassVar[tuple[str, ...]] = ("variance_steps", "floored_at")
-    settings: ClassVar[tuple[str, ...]] = ()  # arguments that are the same for all parameters
+    settings: ClassVar[tuple[str, ...]] = ("floor",)  # arguments that are the same for all parameters
     packs_warm_up: ClassVar[bool] = True
     floor: float
     arrived: set[Tensor] | None = None
@@ -53,9 +54,11 @@ class MomentumExchange(SplitOptimizer):
     def transform(self) -> Momentum:
         """What sends momenta: the ``transform`` of an exchange."""
         own = {"optimizer": type(self).__name__} | {name: getattr(self, name) for name in self.settings}
-        betas = sorted({number(group["betas"][0]) for group in self.param_groups})
-        own["beta"] = betas[0] if len(betas) == 1 else betas
         return Momentum(self, own, packs_warm_up=self.packs_warm_up)
+
+    def betas(self) -> list[float]:
+        """Return every beta of a momentum, sorted."""
+        return sorted({number(group["betas"][0]) for group in self.param_groups})
 
     def momentum_of(self, parameter: Tensor) -> tuple[Tensor, float] | None:
         """Return a parameter's momentum and its beta; None for parameters of other optimizers."""
@@ -95,32 +98,36 @@ class MomentumExchange(SplitOptimizer):
         Raises:
             GradcompError: a variance that is 0 everywhere; nothing is changed then.
         """
-        new = []
+        new: list[Entry] = []
+        blank: list[Entry] = []
         for entry in entries:
             state = entry.state
             if self.is_frozen(entry) and float(state["floored_at"]) != float(state["variance_steps"]) + 1:
-                new.append(entry)
-        blank = [entry for entry in new if not bool(entry.state["exp_avg_sq"].any())]
+                (new if _is_known(state["exp_avg_sq"]) else blank).append(entry)
         for entry in blank:
-            if entry.gradient is None or bool(entry.gradient.any()):
+            seen = entry.gradient if entry.gradient is not None else entry.state["exp_avg"]
+            if bool(seen.any()):
                 raise GradcompError(
                     f"the variance of {self._called(entry)} is still zero after {int(entry.state['variance_steps'])} steps of "
                     "warm-up: it had no gradient in them; take a longer warm-up, or leave it out of this optimizer"
                 )
+        for entry in blank:  # a momentum that is packed and not 0 moves nothing, and is found at the next step
+            entry.state["exp_avg_sq"].fill_(float("inf"))
         for entry in new:
-            if any(entry is one for one in blank):
-                continue
             variance = entry.state["exp_avg_sq"]
             flat = variance.as_strided((variance.numel(),), (1,), variance.storage_offset())
             flat.clamp_(min=float(typical(flat) * np.float32(self.floor) ** 2))
             entry.state["floored_at"].copy_(entry.state["variance_steps"] + 1)
         for entry in entries:
             if not self.is_frozen(entry):
+                if not _is_known(entry.state["exp_avg_sq"]):
+                    entry.state["exp_avg_sq"].zero_()
                 entry.state["variance_steps"] += 1
 
     def run(self, entries: Sequence[Entry]) -> None:
         self.settle(entries)
         super().run(entries)  # type: ignore[safe-super]
+        self.arrived = None  # a step that no exchange precedes is of gradients, and goes by its own count
 
     def amend(self, entries: Sequence[Entry], rules: NDArray[Any]) -> None:
         """Have a momentum taken as it is, and a variance that stands still take nothing."""
@@ -151,8 +158,34 @@ class MomentumExchange(SplitOptimizer):
             return step if name == "variance_steps" else torch.zeros(())
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `SplitOptimizer`'s; beside the counters stands the step at which they were saved: another optimizer may go on with
+        the moments, and bring the counters back as they were."""
+        saved = super().state_dict()
+        for index, state in saved["state"].items():
+            if isinstance(state, dict) and "variance_steps" in state:
+                saved["state"][index] = state | {COUNTED_AT: state["step"].clone()}
+        return saved
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """Return the state for torch's optimizer of the name: its moments alone, and a variance as if it had seen all steps."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group.pop("rounding", None)
+            for index in group["params"]:
+                kept = {name: saved["state"][index][name] for name in ("step", "exp_avg", "exp_avg_sq")}
+                seen = float(saved["state"][index]["variance_steps"])
+                kept["exp_avg_sq"] = seen_by_all_steps(kept["exp_avg_sq"], group, seen, float(kept["step"]))
+                saved["state"][index] = kept
+        return saved
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in ("floor", *self.settings)}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self.settings}}
+
+
+def _is_known(variance: Tensor) -> bool:
+    """Whether a variance has seen a gradient: it is neither 0 everywhere nor infinite in place of that, and not empty."""
+    return bool(variance.any()) and not bool(torch.isinf(variance.flatten()[0]))
 
 
 def check_steps(name: str, value: object, steps: object) -> int:

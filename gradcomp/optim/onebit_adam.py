@@ -37,7 +37,7 @@ class OneBitAdam(MomentumExchange, SplitAdamW):
         GradcompError: (`step`) a variance that is 0 everywhere when it is to stand still; the message names the parameter.
     """
 
-    settings: ClassVar[tuple[str, ...]] = ("freeze_step",)
+    settings: ClassVar[tuple[str, ...]] = ("freeze_step", "floor")
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ZeroOneAdam(MomentumExchange, SplitAdamW):
         ValueError, UnsupportedTensor, GradcompError: as `OneBitAdam`.
     """
 
-    settings: ClassVar[tuple[str, ...]] = ("var_freeze_step", "var_update_scaler")
+    settings: ClassVar[tuple[str, ...]] = ("var_freeze_step", "var_update_scaler", "floor")
     packs_warm_up: ClassVar[bool] = False
 
     def __init__(

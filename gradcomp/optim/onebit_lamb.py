@@ -39,7 +39,7 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "fresh_sq")
     counters: ClassVar[tuple[str, ...]] = (*MomentumExchange.counters, "coefficient", "factor")
     settings: ClassVar[tuple[str, ...]] = (
-        "freeze_step", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold",
+        "freeze_step", "floor", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold",
     )  # fmt: skip
     takes_packed = False  # the gradients that momenta imply are worked out from p.grad
 
@@ -72,13 +72,18 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         super().__init__(params, lr, betas, eps, weight_decay)
 
+    def check_options(self, group: dict[str, Any]) -> None:
+        super().check_options(group)
+        if group["variant"] != "lamb":
+            raise ValueError(f"OneBitLamb is of the published LAMB: variant must be 'lamb', got {group['variant']!r}")
+
     def wants_gradients(self, step: int) -> bool:
         """Whether an exchange is one of the warm-up."""
         return step < self.freeze_step
 
     def run(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            if self.is_frozen(entry) and not float(entry.state["coefficient"]):
+            if self.is_frozen(entry) and entry.parameter.numel() and not float(entry.state["coefficient"]):
                 raise GradcompError(f"{self._called(entry)} has had no warm-up: its ratio of norms is not known")
         super().run(entries)
 
@@ -103,9 +108,7 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
         state = entry.state
         if self.is_frozen(entry):
             return float(state["coefficient"]) * float(state["factor"])
-        if not (above > 0 and under > 0):
-            return 1.0
-        ratio = min(max(above / under, self.min_coeff), self.max_coeff)
+        ratio = min(max(super().trust(entry, above, under), self.min_coeff), self.max_coeff)
         seen = float(state["coefficient"])
         state["coefficient"].fill_(self.coeff_beta * seen + (1 - self.coeff_beta) * ratio if seen else ratio)
         return ratio
@@ -117,6 +120,8 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
         if not float(state["factor"]):
             fresh.copy_(frozen)
             state["factor"].fill_(1.0)
+        if not frozen.numel():
+            return
         assert entry.gradient is not None
         g = entry.gradient.float()
         if self.has_momentum(entry):  # one rounding an operation: ranks on other processors must come to the same

@@ -84,7 +84,9 @@ def parse(text: str) -> Method:
                 raise ValueError(f"{name} has no second phase: it is no codec")
             codec = type(codec)(**codec.options() | {"second_phase": value})
         elif key == "start":
-            options["start_codec"] = METHODS[value]().codec if value in METHODS else parse(value).codec
+            options["start_codec"] = parse(value).codec
+            if options["start_codec"] is None:
+                raise ValueError(f"{text}: a warm start is packed by a codec, {value} is none")
         elif key == "precondition":
             options[key] = True
         elif key == "momentum":
@@ -94,6 +96,8 @@ def parse(text: str) -> Method:
         else:
             known = "exempt, start_step, start, second, min_numel, exchange, precondition, momentum"
             raise ValueError(f"unknown option {key!r} of {name}: {known}")
+    if "start_codec" in options and not options.get("start_step"):
+        raise ValueError(f"{text}: start= packs the steps before start_step=N")
     if momentum and (codec is None or not options.get("start_step")):
         raise ValueError(f"{text}: momentum needs a codec and a warm-up, start_step=N")
     return Method(text, codec, method.dtype, exempt, options, momentum)

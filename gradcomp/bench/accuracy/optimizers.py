@@ -69,9 +69,11 @@ def exchanging_momentum(optimizers: list[torch.optim.Optimizer], method: Method)
     Raises:
         ValueError: of another optimizer there is none.
     """
-    (given,), warm_up = optimizers, method.options["start_step"]
+    given, warm_up = optimizers[0], method.options["start_step"]
     keys = ("params", "lr", "betas", "eps", "weight_decay")
     groups = [{key: group[key] for key in keys if key in group} for group in given.param_groups]
+    if len(optimizers) > 1:
+        raise ValueError(f"{method.name}: there is no pair of {' and '.join(type(o).__name__ for o in optimizers)} whose momenta travel")
     if isinstance(given, torch.optim.AdamW) and method.momentum == "renewed":
         return [ZeroOneAdam(groups, var_freeze_step=warm_up)]
     if isinstance(given, torch.optim.AdamW):

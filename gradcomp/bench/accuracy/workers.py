@@ -34,6 +34,9 @@ class _Shared:
         self._optimizer.arrived.add(self._shared[parameter])  # type: ignore[index]
         return found
 
+    def betas(self) -> list[float]:
+        return self._optimizer.betas()
+
     def wants_gradients(self, step: int) -> bool:
         return self._optimizer.wants_gradients(step)
 
