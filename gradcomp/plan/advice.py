@@ -8,10 +8,10 @@ from typing import Any
 
 from gradcomp.codecs import Block, Codec
 from gradcomp.engine.buckets import Source
-from gradcomp.engine.options import Options
+from gradcomp.engine.options import Changes, Options
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, describe_parameters
-from gradcomp.plan.accuracy import TABLE, Measured, family_of, within, written
+from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, family_of, within, written
 
 AUTO = "auto"
 FALLBACK = Block(4)  # for optimizers that are not in the table
@@ -54,10 +54,11 @@ def settle(
     given = {f.name for f in fields(Options) if options is not None and getattr(options, f.name) != f.default}
     name = type(optimizer).__name__
     for row in within(family, table):
-        chosen = None if row.start else _with(row, mine, given | changes.keys())
+        needs_steps = row.start and family not in OWN_WARM_UP
+        chosen = None if needs_steps else _with(row, mine, given | changes.keys())
         if chosen is not None:
             best = _not_thin(row.codec, chosen, sources)
-            how = f" with {row.given()}" if row.given() else ""
+            how = f" with {row.given()}" if row.given() else ""  # the optimizer's own warm-up included
             return best, chosen, f"auto: {written(best)}{how} for {name}: {row.cost} ({row.training})"
     best = _not_thin(FALLBACK, mine, sources)
     why = "nothing with these options is known to be within tolerance" if family else "this optimizer is not in the table"
@@ -87,12 +88,15 @@ def warning_of(codec: Codec, options: Options, optimizer: Any, table: Sequence[M
 
 def _with(row: Measured, mine: Options, given: set[str]) -> Options | None:
     """Return the user's options with those of a row; None where they exclude each other, or the row measured others."""
-    if row.precondition == (mine.precondition is not None):
-        return mine
-    if not row.precondition or "precondition" in given:
-        return None
+    wanted: Changes = {}
+    if row.precondition != (mine.precondition is not None):
+        if not row.precondition or "precondition" in given:
+            return None
+        wanted["precondition"] = True
+    if row.training.family in OWN_WARM_UP and "start_codec" not in given:
+        wanted["start_codec"] = row.start_codec
     try:
-        return Options.of(mine, precondition=True)
+        return Options.of(mine, **wanted)
     except ValueError:
         return None
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradcomp.plan.accuracy import FAMILIES, TABLE, TOLERANCES, Measured, expected, family_of_name
+from gradcomp.plan.accuracy import FAMILIES, OWN_WARM_UP, TABLE, TOLERANCES, Measured, expected, family_of_name
 from gradcomp.plan.advice import FALLBACK
 from gradcomp.plan.costs import Method
 
@@ -49,7 +49,7 @@ class Tolerance:
         """Families to show losses of, by what they are called: that of the optimizer, or all."""
         if self.optimizer is not None:
             return {self.optimizer: family_of_name(self.optimizer)}
-        return {name: family for family, name in FAMILIES.items()}
+        return {name: family for family, name in FAMILIES.items() if family not in OWN_WARM_UP}
 
     def costs(self, method: Method) -> dict[str, Measured | None]:
         """Return what a method costs, by column; None: not measured."""
