@@ -71,8 +71,8 @@ def test_losses_stand_beside_the_seconds(tmp_path, rates, words, chosen, columns
     assert found["method"].startswith(chosen) and found["method"] in found["permitted"]
     assert found["optimizer"] == (words[1] if words else None) and set(found["losses"]["block4 all_gather"]) == columns
     (row,) = [line.split() for line in out.stdout.splitlines() if line.startswith("block2 all_gather ")]
-    expected = {"adamw": [BLOCK2], "sgd": ["-"], "muon": ["-"]}.get(words[1], []) if words else [BLOCK2, "-"]
-    assert row[2 : 2 + len(columns)] == expected
+    wanted = {"adamw": [BLOCK2], "sgd": ["-"], "muon": ["-"]}.get(words[1], []) if words else [BLOCK2, "-"]
+    assert row[2 : 2 + len(columns)] == wanted
     if columns & {"adamw"}:
         loss = found["losses"]["onebit all_gather"]["adamw"]
         assert loss["loss"] == pytest.approx(expected("adam", OneBit()).loss) and loss["unit"] == "nats" and loss["seeds"] == 3
