@@ -26,7 +26,8 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
     In the warm-up the ratio of norms of each parameter is clipped to [`min_coeff`, `max_coeff`] and averaged with `coeff_beta`.
     After it the parameter's ratio is that average times a factor: the largest ratio, over the elements, of the roots of the
     frozen variance and of one fed with the gradients that the momenta imply, clipped to [`factor_min`, `factor_max`], and at
-    each step within `factor_threshold` of the step before. Everything else is as of `OneBitAdam`; memory a weight: 16 bytes.
+    each step within `factor_threshold` of the step before. Its accuracy has not been measured. Everything else is as of
+    `OneBitAdam`; memory a weight: 16 bytes.
 
     Args:
         params, lr, betas, eps, weight_decay, freeze_step, steps, floor: as of `OneBitAdam`.
