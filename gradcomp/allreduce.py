@@ -82,12 +82,13 @@ def all_reduce(
     check_tensor(tensor, "tensor", contiguous=not order)
     codec = resolve(codec)
     check_uint32("key", key)
-    if feedback is not None and not (codec.error_feedback or owners_feed_back(codec.second_phase or "", codec)):
-        raise ValueError(f"{codec!r} takes no feedback")
     if comm is None:
         from gradcomp.comm.torchdist import default_communicator
 
         comm = default_communicator()
+    phase = codec.resolved_second_phase(comm.world_size)
+    if feedback is not None and not (codec.error_feedback or owners_feed_back(phase, codec)):
+        raise ValueError(f"{codec!r} takes no feedback")
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
     call = comm.kept.get(("all_reduce", key)) or comm.kept.setdefault(("all_reduce", key), _Call(comm, key))

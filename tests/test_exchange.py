@@ -49,7 +49,7 @@ def gradient(rank, numel, step=0):
 def average_over(comm, codec, shape, exchange, steps):
     """Return this rank's average of each step, with error feedback where the codec has it."""
     numel = int(np.prod(shape))
-    keeps = codec.error_feedback or owners_feed_back(codec.second_phase or "", codec)
+    keeps = codec.error_feedback or owners_feed_back(codec.resolved_second_phase(comm.world_size), codec)
     feedback = Feedback({7: numel}) if keeps else None
     out = []
     for step in range(steps):

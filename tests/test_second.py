@@ -87,3 +87,13 @@ def test_the_cpu_has_kernels_and_other_devices_say_so():
         kernels.of(torch.device("cuda", 1))
     offered = [name for name in vars(Kernels) if not name.startswith("_")]
     assert len(offered) > 15 and all(callable(getattr(native, name)) for name in offered)
+
+
+def test_ternary_sends_sums_as_long_as_they_take_four_bits():
+    """Up to 7 ranks; means of 4 bits from 8 on, and what was said is left alone."""
+    assert [Ternary().resolved_second_phase(n) for n in (2, 7, 8, 64)] == ["exact", "exact", "block4", "block4"]
+    assert {second_phase(Ternary().resolved_second_phase(n), Ternary(), n).form.bits for n in range(4, 65)} == {4}
+    assert Ternary(second_phase="exact").resolved_second_phase(64) == "exact"
+    assert Ternary().resolved_second_phase(64, transformed=True) == "requantize"
+    for codec in (OneBit(), Block(4), Ternary(scale="own")):
+        assert {codec.resolved_second_phase(n) for n in (2, 64)} == {"requantize"}

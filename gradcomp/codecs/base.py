@@ -26,6 +26,8 @@ from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.rng import RngKey
 
+MOST_EXACT_BITS = 4  # of an integer sum; wider ones cost more than "block4", which loses no accuracy that could be measured
+
 
 class SumForm(ABC):
     """How integer sums of a codec's codes are written, where its ranks share a scale: what an exact second phase sends.
@@ -69,7 +71,7 @@ class Codec(ABC):
         seed: of the random numbers, for codecs that draw some.
         whole_groups: a scale group must be encoded in one go.
         measures: scales are measured before codes are written.
-        second_phase: of a reduce_scatter; None: exact where there is a `sum_form`, else requantize.
+        second_phase: of a reduce_scatter; None: see `resolved_second_phase`.
         reach: values beyond so many scales of their group are clipped; None: nothing is.
         can_share_scale: there is a form of this codec with `shares_scale`.
     """
@@ -220,9 +222,17 @@ class Codec(ABC):
         """Return how integer sums of `world_size` ranks' codes are written; None where codes have none."""
         return None
 
-    def resolved_second_phase(self, *, transformed: bool = False) -> str:
-        """Return the second phase that a reduce_scatter of this codec uses; `transformed`: of means that are no sums."""
-        return self.second_phase or ("requantize" if transformed or self.sum_form(1) is None else "exact")
+    def resolved_second_phase(self, world_size: int, *, transformed: bool = False) -> str:
+        """Return the second phase that a reduce_scatter of this codec among `world_size` ranks uses.
+
+        `transformed`: of means that are no sums.
+        """
+        if self.second_phase:
+            return self.second_phase
+        sums = None if transformed else self.sum_form(world_size)
+        if sums is None:
+            return "requantize"
+        return "exact" if sums.form.bits <= MOST_EXACT_BITS else "block4"
 
     def requantizer(self) -> Codec:
         """Return the codec that writes the owner's means in a "requantize" second phase."""

@@ -44,8 +44,8 @@ class Ternary(ScaledCodec):
             exactly; costs one small round. "own": each rank its own scale: less variance, no extra round.
         group: what shares a scale: "tensor" (layer-wise), "row", or a block of n elements.
         second_phase: of a reduce_scatter: "exact" (integer sums), "requantize", "block2", "block4", "block8" (means in
-            evenly spaced levels, of which owners keep residuals: as many bits at every N), "bf16", "fp32"; None: exact if the
-            scale is shared, else requantize.
+            evenly spaced levels, of which owners keep residuals: as many bits at every N), "bf16", "fp32"; None: with a
+            shared scale exact up to 7 ranks, whose sums take at most 4 bits, and block4 from 8 on; else requantize.
         seed: of the random numbers, uint32, the same on every rank.
 
     Raises:

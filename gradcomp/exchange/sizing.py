@@ -56,7 +56,7 @@ def choose(codec: Codec, world_size: int, exchange: str = "auto", *, owner_trans
     """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
-    second = codec.resolved_second_phase(transformed=owner_transform)
+    second = codec.resolved_second_phase(world_size, transformed=owner_transform)
     if owner_transform and exchange == "all_gather":
         raise ValueError("an owner transform needs exchange='auto' or 'reduce_scatter', got 'all_gather'")
     if owner_transform and second == "exact":

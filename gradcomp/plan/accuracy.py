@@ -100,7 +100,11 @@ class Measured:
     @property
     def way(self) -> tuple[object, ...]:
         """What rows have in common that measure the same on several trainings."""
-        return (self.training.family, self.codec.name, self.codec.resolved_second_phase(), self.precondition, self.start)
+        return (self.training.family, self.codec.name, self.phase_of(self.codec), self.precondition, self.start)
+
+    def phase_of(self, codec: Codec) -> str:
+        """Return the second phase of a codec among as many ranks as were measured."""
+        return codec.resolved_second_phase(self.training.world_size)
 
     def excess(self, tolerances: Mapping[str, float] = TOLERANCES) -> float:
         """Return the loss over what is tolerated in its unit: at most 1 is within it."""
@@ -212,11 +216,10 @@ def expected(
 
     A codec is another one with another second phase; other options of it are taken to be alike.
     """
-    phase = codec.resolved_second_phase()
     found = [
         row
         for row in ways(family, table, tolerances)
-        if (row.codec.name, row.codec.resolved_second_phase()) == (codec.name, phase)
+        if row.codec.name == codec.name and row.phase_of(row.codec) == row.phase_of(codec)
     ]
     return min(found, key=lambda row: (not row.counts, row.excess(tolerances)), default=None)
 

@@ -49,7 +49,7 @@ class Method:
 
 def _ways(codec: Codec) -> list[Method]:
     """Return the ways of exchanging a codec with its default options: gathered, and scattered with each lossless or like phase."""
-    phases = ("exact", "requantize") if codec.sum_form(1) is not None else ("requantize",)
+    phases = ("exact", "block4", "requantize") if codec.sum_form(1) is not None else ("requantize",)
     gathered = Method(f"{codec.name} all_gather", codec, "all_gather")
     if len(phases) == 1:
         return [gathered, Method(f"{codec.name} reduce_scatter", codec, "reduce_scatter", *phases)]

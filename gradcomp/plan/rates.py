@@ -27,6 +27,7 @@ from torch import Tensor
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.residuals import Feedback
@@ -180,7 +181,7 @@ def _run_exchange(method: Method, codec: Codec, numel: int, n: int, repeats: int
     plan = BucketPlan(codec, [slot], strategy, n, 0, {0: 0})
     stats, values = Stats(), torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
     kept = {"feedback": Feedback({0: numel})} if codec.error_feedback else {}
-    if codec.error_feedback and plan.scatters:
+    if owners_feed_back(strategy.second_phase, codec):
         kept["owner_feedback"] = Feedback({0: ByElements(n).numel(numel, 0)})
     exchange = BucketExchange(plan, _Echo(n), torch.float32, stats, **kept)  # type: ignore[arg-type]
     buffer, seen = torch.empty_like(values), []
