@@ -56,6 +56,22 @@ def identity_and_plain():
     return trained(Identity(), exchange="all_gather"), trained(None, register=False)
 
 
+def with_and_without_slices():
+    return [
+        [trained(codec, slice_numel=numel, exchange=exchange) for numel in (None, 256)]
+        for codec in (Ternary(), OneBit())
+        for exchange in ("all_gather", "reduce_scatter")
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_slices_change_no_bit_of_the_weights(ranks, world):
+    """Promise 2, over real processes and DDP's pipeline."""
+    results = ranks(world, with_and_without_slices)
+    assert all(sliced == whole for rank in results for whole, sliced in rank)
+    assert all(rank == results[0] for rank in results)
+
+
 def test_identity_equals_no_hook_bit_for_bit(ranks):
     for with_hook, without in ranks(2, identity_and_plain):
         assert with_hook == without

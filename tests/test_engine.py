@@ -132,8 +132,8 @@ def fails_in_its_last_stage(averager, bucket, error, after=lambda: None):
     exchange, _ = averager._engine.submitted[bucket]
     finish = exchange.finish
 
-    def stage():
-        finish()
+    def stage(number):
+        finish(number)
         after()
         raise error
 
@@ -384,7 +384,7 @@ def ddp_fails_and_goes_on():
         for _ in range(3):
             backward()
         if rank == 0:
-            state._engine.submitted[0][0].own = lambda: 1 / 0
+            state._engine.submitted[0][0].own = lambda number: 1 / 0
         with pytest.raises(PeerLost if rank else ZeroDivisionError):
             backward()
         left = [bool(p.grad.isnan().all()) for p in model.parameters()]

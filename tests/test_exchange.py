@@ -363,9 +363,10 @@ def test_memory_is_the_payloads_and_one_shard(world, name, exchange):
     plan = BucketPlan(codec, slots, choose(codec, world, exchange), world, 0, {0: 0})
     made = BucketExchange(plan, LocalCommunicator.group(world)[0], torch.float32, Stats())
     held = sum(memory_of(made).values())
-    payloads = plan.local.nbytes + world * (plan.messages[0] if plan.scatters else plan.local).nbytes
+    (one,) = plan.slices
+    payloads = plan.local.nbytes + world * one.messages[0].nbytes
     if plan.scatters:
-        payloads += sum(plan.send_nbytes) + (world + 1) * plan.second_nbytes
+        payloads += sum(m.nbytes for m in one.messages) + (world + 1) * one.second_nbytes
     shard = 4 * numel // world
     assert held <= payloads + shard + 8 * plan.local.group_count
     assert held >= payloads

@@ -90,6 +90,25 @@ def test_the_same_bytes_go_out_over_gloo_and_both_mpis(pools, world, name, excha
 # ---- making and closing --------------------------------------------------------------------------------------------
 
 
+def in_slices(comm, slice_numel):
+    parameter = torch.nn.Parameter(torch.zeros(64, 300))
+    averager = gradcomp.GradientAverager([("w", parameter)], "onebit", comm, timeout_s=30, slice_numel=slice_numel)
+    out = []
+    for step in range(3):
+        parameter.grad = torch.randn(64, 300, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        averager.average()
+        out.append(parameter.grad.numpy().tobytes())
+    averager.close()
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_slices_change_no_bit(mpi, world):
+    """More collectives are under way at once than there are buckets."""
+    whole, sliced = mpi(world, in_slices, None), mpi(world, in_slices, 1000)
+    assert sliced == whole and all(rank == whole[0] for rank in whole)
+
+
 def many(comm):
     from gradcomp.comm import MpiCommunicator, channels
 

@@ -213,7 +213,11 @@ def test_bytes_are_those_of_the_bucket_plans(model, method):
                 method.codec, shapes, world_size, exchange=method.exchange, rank=rank, bucket_cap_mb=cap
             )
             planned = plan_buckets(method, shapes, world_size, rank=rank, bucket_cap_mb=cap)
-            assert sum(b.sent_nbytes for b in planned) == expected.sent, (world_size, rank, cap)
+            sent = sum(b.sent_nbytes for b in planned)
+            if all(b.slices == 1 for b in planned):
+                assert sent == expected.sent, (world_size, rank, cap)
+            else:
+                assert sent < expected.sent < 1.01 * sent, (world_size, rank, cap)
             assert sorted(i for b in planned for i in b.parameters) == list(range(len(shapes)))
 
 

@@ -63,22 +63,25 @@ def test_joined_tables_are_every_owners_pieces():
     slots = [Slot(0, 1000, 10, True, 0), Slot(1, 100, 100, False, 1000)]
     plan = BucketPlan(Ternary(), slots, Strategy("reduce_scatter", "exact"), 3, 0)
     seen = np.zeros(1100, int)
-    for kind, table in zip(("packed", "plain"), joined_tables(plan.second, plan.second_nbytes), strict=True):
+    one, *others = plan.slices
+    assert not others
+    for kind, table in zip(("packed", "plain"), joined_tables(one.second, one.second_nbytes), strict=True):
         for row in table.rows:
             seen[row["data"] : row["data"] + row["numel"]] += 1
-        per_owner = [row["codes"] for one in plan.second for row in getattr(one, kind).rows]
-        owners = [k for k, one in enumerate(plan.second) for _ in getattr(one, kind).rows]
-        assert table.rows["codes"].tolist() == [c + k * plan.second_nbytes for c, k in zip(per_owner, owners, strict=True)]
+        per_owner = [row["codes"] for theirs in one.second for row in getattr(theirs, kind).rows]
+        owners = [k for k, theirs in enumerate(one.second) for _ in getattr(theirs, kind).rows]
+        assert table.rows["codes"].tolist() == [c + k * one.second_nbytes for c, k in zip(per_owner, owners, strict=True)]
     assert (seen == 1).all()
 
 
 def test_lanes_above_their_sum_are_refused():
     plan = BucketPlan(Ternary(), [Slot(0, 64, 64, True, 0)], Strategy("reduce_scatter", "exact"), 3, 0)
-    payload = torch.zeros(plan.second[0].nbytes, dtype=torch.uint8)
-    plan.second_phase.validate(payload, plan.second[0])
+    layout = plan.slices[0].second[0]
+    payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    plan.second_phase.validate(payload, layout)
     payload[-1] = 0xFF  # lanes of 7 where three ranks reach 6
     with pytest.raises(CorruptPayload, match="lane"):
-        plan.second_phase.validate(payload, plan.second[0])
+        plan.second_phase.validate(payload, layout)
 
 
 def test_the_cpu_has_kernels_and_other_devices_say_so():

@@ -22,7 +22,7 @@ from gradcomp.kernels import HOST, NO_RESIDUALS, Kernels, Payloads, Residuals, n
 from gradcomp.kernels.tables import MAX_NUMEL
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form, form_name
-from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.rng import RngKey
 
@@ -266,7 +266,7 @@ class Codec(ABC):
         self,
         kernels: Kernels,
         values: Tensor,
-        layout: PayloadLayout,
+        layout: PayloadLayout | Rows,
         payload: Tensor,
         key: RngKey,
         residuals: Residuals,
@@ -277,8 +277,8 @@ class Codec(ABC):
         Args:
             kernels: of the values' device.
             values: float32, bfloat16 or float16, flat, as `layout` describes it.
-            layout: where everything stands.
-            payload: ``(layout.nbytes,)`` uint8; measured scales stand in it.
+            layout: where everything stands; `Rows`: what of it to encode.
+            payload: uint8, whole; measured scales stand in it.
             key: which random numbers to draw.
             residuals: planes to read and to write, `NO_RESIDUALS` for none; both may be one plane.
             kept: a plane like the first, which receives what that held.
@@ -297,7 +297,7 @@ class Codec(ABC):
         self,
         kernels: Kernels,
         values: Tensor,
-        layout: PayloadLayout,
+        layout: PayloadLayout | Rows,
         payload: Tensor,
         key: RngKey,
         residuals: Residuals = NO_RESIDUALS,
@@ -364,7 +364,7 @@ class Codec(ABC):
             raise ValueError(f"residual holds {residual.numel()} elements, the tensor {numel}")
 
 
-def encode_plain(kernels: Kernels, values: Tensor, layout: PayloadLayout, payload: Tensor) -> bool:
+def encode_plain(kernels: Kernels, values: Tensor, layout: PayloadLayout | Rows, payload: Tensor) -> bool:
     """Write the fp32 pieces of `values` into a payload; True: one is not finite."""
     return kernels.encode(PLAIN.kernel, values, layout.plain, payload, value_dtype=torch.float32)
 

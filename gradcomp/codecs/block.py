@@ -18,7 +18,7 @@ from gradcomp.codecs.base import Codec
 from gradcomp.codecs.feedback import FeedbackCodec
 from gradcomp.kernels import HOST, Kernels, Payloads, Residuals
 from gradcomp.payload.form import BLOCKS, HEADER_NBYTES
-from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import RngKey
 
 
@@ -64,7 +64,7 @@ class Block(FeedbackCodec):
         self,
         kernels: Kernels,
         values: Tensor,
-        layout: PayloadLayout,
+        layout: PayloadLayout | Rows,
         payload: Tensor,
         key: RngKey,
         residuals: Residuals,

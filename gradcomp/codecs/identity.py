@@ -10,7 +10,7 @@ from torch import Tensor
 from gradcomp.codecs.base import Codec
 from gradcomp.kernels import Kernels, Payloads, Residuals
 from gradcomp.payload.form import BFLOAT16, PLAIN
-from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import RngKey
 
 _DTYPES = {"fp32": (PLAIN, torch.float32), "bf16": (BFLOAT16, torch.bfloat16)}
@@ -49,7 +49,7 @@ class Identity(Codec):
         self,
         kernels: Kernels,
         values: Tensor,
-        layout: PayloadLayout,
+        layout: PayloadLayout | Rows,
         payload: Tensor,
         key: RngKey,
         residuals: Residuals,

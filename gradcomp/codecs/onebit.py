@@ -15,7 +15,7 @@ from gradcomp.codecs.base import Codec
 from gradcomp.codecs.feedback import FeedbackCodec
 from gradcomp.kernels import Kernels, Residuals
 from gradcomp.payload.form import ONEBIT
-from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import RngKey
 
 
@@ -65,7 +65,7 @@ class OneBit(FeedbackCodec):
         self,
         kernels: Kernels,
         values: Tensor,
-        layout: PayloadLayout,
+        layout: PayloadLayout | Rows,
         payload: Tensor,
         key: RngKey,
         residuals: Residuals,

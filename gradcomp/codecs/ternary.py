@@ -23,7 +23,7 @@ from gradcomp.codecs.lanes import Lanes
 from gradcomp.codecs.scaled import ScaledCodec
 from gradcomp.kernels import Kernels, Payloads, Residuals
 from gradcomp.payload.form import TERNARY
-from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import RngKey, check_uint32
 
 SAME_DRAWS = (
@@ -130,7 +130,7 @@ class Ternary(ScaledCodec):
         self,
         kernels: Kernels,
         values: Tensor,
-        layout: PayloadLayout,
+        layout: PayloadLayout | Rows,
         payload: Tensor,
         key: RngKey,
         residuals: Residuals,

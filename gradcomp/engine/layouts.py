@@ -90,7 +90,7 @@ class Layouts:
         """Travel over `comm` from now on. Collective for a hierarchical exchange."""
         options = self.options
         self.route: Route = make_route(
-            self.codec, comm, options.exchange, options.nodes, self._timeout_s, options.transform
+            self.codec, comm, options.exchange, options.nodes, self._timeout_s, options.transform, options.slice_numel
         )
         self.strategy = self.route.strategy
         self.comm = comm

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from gradcomp.codecs import Codec, resolve
 from gradcomp.exchange.sizing import EXCHANGES
+from gradcomp.exchange.slices import UNIT_NUMEL
 from gradcomp.memory.moments import Precondition, check_precondition
 from gradcomp.memory.transform import Transform, check_transform
 from gradcomp.payload.parameters import Exempts
@@ -35,6 +36,7 @@ class Changes(TypedDict, total=False):
     precondition: Precondition | bool | None
     grad_scaler: Any
     transactional: bool | None
+    slice_numel: int | None
     quality_every: int
     timeout_s: float | None
 
@@ -63,6 +65,8 @@ class Options:
             A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
         transactional: commit residuals only if no bucket of the step held NaN or Inf and every rank has ended the step (a round
             of 16 bytes); on by default with `grad_scaler`.
+        slice_numel: elements of a slice, at least: a bucket of twice as many or more goes in slices, one of which is encoded while the one
+            before it is on the wire. It changes no value. None: 1,048,576. For experiments.
         quality_every: steps from one sample for `quality()` to the next, on this rank; 0: none.
         timeout_s: seconds after which a silent peer is given up; by default the communicator's own, which is that of its process
             group over torch.distributed and 300 otherwise.
@@ -82,6 +86,7 @@ class Options:
     precondition: Precondition | bool | None = None
     grad_scaler: Any = None
     transactional: bool | None = None
+    slice_numel: int | None = None
     quality_every: int = 100
     timeout_s: float | None = None
 
@@ -93,6 +98,10 @@ class Options:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+        if self.slice_numel is not None and (
+            isinstance(self.slice_numel, bool) or not isinstance(self.slice_numel, int) or self.slice_numel < UNIT_NUMEL
+        ):
+            raise ValueError(f"slice_numel must be None or an integer of at least {UNIT_NUMEL}, got {self.slice_numel!r}")
         if self.start_codec is not None:
             object.__setattr__(self, "start_codec", resolve(self.start_codec))
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
@@ -198,6 +207,7 @@ class Options:
             "transform": self.transform.compared() if self.transform is not None else 0,
             "precondition": repr(self.precondition) if self.precondition is not None else 0,
             "start_step": (self.start_step, repr(self.start_codec)) if self.start_codec else self.start_step,
+            "slice_numel": self.slice_numel or 0,
             "min_numel": "vectors" if self.min_numel is None else self.min_numel,
             "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
             "transactional": int(self.whole_steps),

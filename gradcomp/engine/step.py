@@ -128,13 +128,13 @@ class Engine:
         if number == 0:
             self._first_submit = time.perf_counter()
         exchange.begin(buffer, self.step, number)
-        stages = exchange.stages
+        slices = exchange.slices
         self._step_numel += buffer.numel()
 
         def first() -> None:
             if new is not None and self.comm.world_size > 1:
                 self._agree(new, number)
-            stages[0]()
+            slices[0][0]()
 
         def end(error: BaseException | None) -> None:
             self._last_done = time.perf_counter()
@@ -142,11 +142,12 @@ class Engine:
                 buffer.fill_(float("nan"))
             done()
 
-        task = Task((first, *stages[1:]), end)
-        if self.comm.world_size > 1:
-            self.pipeline.submit(task)
-        else:
-            self.pipeline.run(task)
+        start = self.pipeline.submit if self.comm.world_size > 1 else self.pipeline.run
+        tasks = [Task(steps, _nothing) for steps in slices]
+        tasks[0].stages = (first, *slices[0][1:])
+        tasks[-1].done = end
+        for task in tasks:
+            start(task)
 
     def seal_step(self) -> None:
         """Take note that the step has all its buckets: where steps count as a whole, the round that says so may start."""
@@ -307,3 +308,7 @@ class Engine:
     def _agree_on_step(self) -> None:
         nbytes = agree_on_step(self.comm, self.step, self._scale, self.timeout_s)
         self.stats.add_bytes(nbytes, nbytes)
+
+
+def _nothing(error: BaseException | None) -> None:
+    """Of a slice that others follow: the last one tells how its bucket ended."""

@@ -1,38 +1,36 @@
 """codec x communicator -> average: all_gather, and reduce_scatter + all_gather, one bucket at a time.
 
-`BucketExchange` owns the buffers of a `BucketPlan` and runs it in four steps (measure, encode, own, finish), each of which
-waits for at most one collective and starts at most one, on a channel of its own. The pipeline runs the steps of many
-buckets overlapped; `run_stages` runs them one after the other.
+`BucketExchange` owns the buffers of a `BucketPlan` and runs each of its slices in four steps (measure, encode, own, finish), each of
+which waits for at most one collective and starts at most one, on a channel of its own. The pipeline runs the steps of many slices and
+buckets overlapped, a thread for each of the four; what a step of a later slice needs of an earlier one's was done by the same thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradcomp import kernels
 from gradcomp.codecs import Identity
-from gradcomp.codecs.base import plain_payloads
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.errors import peers_answer
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.divided import Divided
 from gradcomp.exchange.quality import Probe
-from gradcomp.exchange.receive import Inbox
-from gradcomp.exchange.second import Owned
-from gradcomp.exchange.send import Outbox
 from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.exchange.stats import Stats
+from gradcomp.exchange.traffic import Memory, Second, Traffic
 from gradcomp.kernels import CPU, NO_RESIDUALS, Residuals, native
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transforming
 from gradcomp.payload import wire
-from gradcomp.payload.layout import PayloadLayout
+from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import STREAM_FIRST, STREAM_SECOND, RngKey
 
 
@@ -87,50 +85,18 @@ class BucketExchange:
         self._dtype = native.DTYPES[dtype]
         self._compressed = [s.index for s in plan.slots if s.compressed]
         self._kernels = kernels.of(device)
-        self._make_first()
+        memory = Memory(plan, self._kernels)
+        self._local, self._scales, self._scratch = memory.local, memory.scales, memory.scratch
+        self.shard, self._traffic = memory.shard, memory.slices
         if plan.scatters:
-            self._make_second()
+            self._owned_packed = [p.slot.index for p in plan.own_second.pieces if p.slot.compressed]
+            self._owned_spans = [(p.slot.index, p.data, p.numel) for p in plan.own_second.pieces]
         units = Divided(plan, moments, dtype) if moments is not None else None
         self._observed = units  # what takes averages in
         self._divided = None if isinstance(plan.codec, Identity) else units
         decoded = torch.float32 if self._divided is not None else dtype
-        self._received = Averages(self._kernels, plan, self._second if plan.scatters else self._first, decoded)
-
-    def _make_first(self) -> None:
-        """Make the memory of the first phase: what is sent, what arrives."""
-        plan, n = self.plan, self.plan.world_size
-        self._outbox = Outbox(plan)
-        arriving = plan.messages[plan.rank] if plan.scatters else plan.local
-        self._recv = torch.empty(n * arriving.nbytes, dtype=torch.uint8)
-        self._first = Inbox(self._recv, arriving.nbytes, [arriving] * n, plan.rank, plan.codec.validate_packed)
-        # statistics are done before anything arrives
-        self._scratch = plan.codec.scratch(self._kernels, plan.local, room=self._recv)
-        self._scales = torch.empty(plan.local.group_count if plan.codec.measures else 0)
-
-    def _make_second(self) -> None:
-        """Make the memory of the second phase: what this rank owns, and what owners send."""
-        plan, n = self.plan, self.plan.world_size
-        self.shard = torch.empty(plan.shard_numel)
-        self._second_send = torch.zeros(plan.second_nbytes, dtype=torch.uint8)
-        self._second_recv = torch.empty(n * plan.second_nbytes, dtype=torch.uint8)
-        self._second = Inbox(
-            self._second_recv, plan.second_nbytes, plan.second, plan.rank, plan.second_phase.validate
-        )
-        arrived = self._first.tensors
-        self._owned = Owned(
-            plan.own_first,
-            plan.own_second,
-            plan.codec.payloads(arrived, torch.float32),
-            plain_payloads(arrived, torch.float32),
-            self.shard,
-            self._second_send,
-            torch.empty(plan.own_second.group_count if plan.own_second.scale_count else 0),
-            # what arrived has been decoded before the second scales are measured
-            plan.second_phase.scratch(self._kernels, plan.own_second, self._recv),
-        )
-        self._second_sealed = self._second_send.numpy()[: plan.own_second.nbytes]
-        self._owned_packed = [p.slot.index for p in plan.own_second.pieces if p.slot.compressed]
-        self._owned_spans = [(p.slot.index, p.data, p.numel) for p in plan.own_second.pieces]
+        self._bringing = [t for t in self._traffic if t.brings is not None]  # averages
+        self._received = Averages(self._kernels, plan, [t.brings for t in self._bringing if t.brings is not None], decoded)
 
     # ---- one step --------------------------------------------------------------------------------------------------
 
@@ -140,9 +106,12 @@ class BucketExchange:
         return self._flagged
 
     @property
-    def stages(self) -> tuple[Callable[[], None], ...]:
-        """The steps, in order."""
-        return (self.measure, self.encode, self.own, self.finish)
+    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
+        """The steps of every slice, in order."""
+        return tuple(
+            (partial(self.measure, n), partial(self.encode, n), partial(self.own, n), partial(self.finish, n))
+            for n in range(len(self._traffic))
+        )
 
     def begin(self, buffer: Tensor, step: int, bucket: int, *, flagged: bool = False) -> None:
         """Take the bucket to average: ``(numel,)`` of the exchange's dtype, overwritten by `finish`.
@@ -151,14 +120,19 @@ class BucketExchange:
         """
         self._buffer = self._values = buffer
         self._step, self._bucket = step % 2**32, bucket
-        self._nonfinite = flagged  # on any rank
-        self._work: Work | None = None
+        self._nonfinite = flagged  # here, in what has been encoded
+        self._received_nonfinite = False  # on any rank, in the slices that have arrived
+        self._own_bad = False  # an average here, or a code of one
+        self._bad = False  # on any rank, for any reason
+        self._scale_round: Work | None = None
         self._flagged = False
         self.averages = None
         self.stats.add_bytes(self.plan.sent_nbytes, self.plan.received_nbytes)
 
-    def measure(self) -> None:
-        """Measure the scales and, where ranks share them, start the round that finds the largest."""
+    def measure(self, number: int = 0) -> None:
+        """Measure the scales and, where ranks share them, start the round that finds the largest: all of it with the first slice."""
+        if number:
+            return
         if self._local_transform is not None:
             with self.stats.timed("encode"):
                 self._nonfinite |= self._local_transform.run(self._buffer, self._spans)
@@ -168,90 +142,89 @@ class BucketExchange:
                 self._values = self._divided.divide(self._buffer, residual)
         if self.plan.shares_scale:
             self._measure()
-            self._work = self.comm.start_max(self._scales.view(torch.int32), Channel.SCALE)
+            self._scale_round = self.comm.start_max(self._scales.view(torch.int32), Channel.SCALE)
 
-    def encode(self) -> None:
-        """Wait for the scales, encode the bucket, start the first phase."""
-        plan, local = self.plan, self._outbox.local
-        if plan.shares_scale:
-            self._wait("scale_round")
-            self._nonfinite |= not self._kernels.are_finite(self._scales)  # some rank's values were not
-        else:
-            self._measure()
+    def encode(self, number: int = 0) -> None:
+        """Encode a slice, start its first phase; with the first slice, wait for the scales."""
+        plan, here = self.plan, self._traffic[number]
+        if not number:
+            self._settle_scales()
         with self.stats.timed("encode"):
-            residuals = self._residuals(self.feedback, self._compressed)
-            plan.codec.place_scales(self._kernels, plan.local, self._scales, local)
-            self._nonfinite |= plan.codec.encode_body(
-                self._kernels, self._values, plan.local, local, self._key(STREAM_FIRST), residuals
-            )
-            if self._divided is not None:
-                self._divided.leave(residuals[1])
-            if self._probe is not None and self._probe.due(self._step) and not self._nonfinite:
-                units = self._divided.units if self._divided is not None else None
-                self._probe.take(
-                    self._kernels, plan.codec, plan.local, local, self._step,
-                    encoded=self._values, gradient=self._buffer, units=units, residual=residuals[1],
-                )  # fmt: skip
-            self._outbox.seal(self._kernels, self._first_header)
+            sampled = self._probe is not None and self._probe.due(self._step)
+            if not sampled:
+                self._encode(here.plan.encoded, last=here is self._traffic[-1])
+            elif not number:  # a sample looks at the whole bucket, before averages of a slice replace gradients
+                self._encode(plan.local, last=True)
+            here.nonfinite = self._nonfinite
+            here.outbox.seal(self._kernels, partial(self._first_header, here))
+        send, recv, nbytes = here.outbox.send, here.first.memory, here.outbox.nbytes
         if plan.scatters:
-            mine = [plan.send_nbytes[plan.rank]] * plan.world_size
-            self._work = self.comm.start_all_to_all(self._outbox.send, plan.send_nbytes, self._recv, mine, Channel.FIRST)
+            mine = [nbytes[plan.rank]] * plan.world_size
+            here.work = self.comm.start_all_to_all(send, nbytes, recv, mine, Channel.FIRST)
         else:
-            self._work = self.comm.start_all_gather(local, self._recv, Channel.FIRST)
+            here.work = self.comm.start_all_gather(send, recv, Channel.FIRST)
 
-    def own(self) -> None:
-        """Wait for the first phase; as owner, average and encode again, start the second phase."""
-        self.receive()
-        if self.plan.scatters and not self._flagged:  # every rank has seen the same flags, so all of them skip it
-            with self.stats.timed("owner"):
-                bad = self._average()
-                if self._owner_transform is not None:
-                    bad |= self._owner_transform.run(self.shard, self._owned_spans)
-                bad |= self._encode_owned()
-            self._publish(bad)
+    def own(self, number: int = 0) -> None:
+        """Wait for a slice's first phase; as owner, average and encode again, start the second phase."""
+        here = self._traffic[number]
+        self.receive(number)
+        if here.second is None or here.flagged:  # every rank has seen the same flags, so all of them skip it
+            return
+        with self.stats.timed("owner"):
+            self._own_bad |= self._average(here, here.second)
+            if here.second.inbox is not None:
+                if self._owner_transform is not None:  # goes with whole second phases
+                    self._own_bad |= self._owner_transform.run(self.shard, self._owned_spans)
+                self._own_bad |= self._encode_owned(number, here.second)
+        if here.second.inbox is not None:
+            self._publish(here, here.second)
 
     def average_shard(self) -> None:
-        """Wait for the first phase and average in `shard` what this rank owns (for an exchange among owners)."""
+        """Wait for the first phase and average in `shard` what this rank owns (for an exchange among owners, in one slice)."""
         self.receive()
-        if not self._flagged:
+        here = self._traffic[0]
+        if not here.flagged and here.second is not None:
             with self.stats.timed("owner"):
-                self._flagged = self._average()
+                self._flagged = self._average(here, here.second)
 
     def publish_shard(self, *, flagged: bool) -> None:
         """Encode what now stands in `shard`, start the second phase (which a flagged first phase does without)."""
-        if self._nonfinite:
+        here = self._traffic[0]
+        if here.flagged or here.second is None:
             return
         with self.stats.timed("owner"):
-            bad = self._encode_owned()
-        self._publish(bad or flagged)
+            self._own_bad = self._encode_owned(0, here.second) or flagged
+        self._publish(here, here.second)
 
-    def receive(self) -> None:
-        """Wait for the first phase and check it; `flagged` tells whether any rank's bucket was."""
-        self._wait("first_phase")
+    def receive(self, number: int = 0) -> None:
+        """Wait for a slice's first phase and check it; `flagged` tells whether any rank's bucket was."""
+        here = self._traffic[number]
+        self._wait("first_phase", here)
         with self.stats.timed("owner"):
-            self._nonfinite |= self._first.accept(self._first_header, self._bucket)
-            if self.plan.shares_scale and not self._nonfinite:
-                self._first.check_shared_scales()
-        self._flagged = self._nonfinite
+            self._received_nonfinite |= here.nonfinite
+            self._received_nonfinite |= here.first.accept(partial(self._first_header, here), self._bucket)
+            if self.plan.shares_scale and not self._received_nonfinite:
+                here.first.check_shared_scales()
+        here.flagged = self._received_nonfinite
+        self._flagged |= here.flagged
 
-    def finish(self) -> None:
-        """Wait for the second phase and write the average into the bucket, or keep it packed in `averages`."""
-        overflow, second = False, self.plan.scatters and not self._nonfinite
-        if second:
-            self._wait("second_phase")
+    def finish(self, number: int = 0) -> None:
+        """Wait for a slice's second phase and write its averages into the bucket, or with the last slice keep them packed in `averages`."""
+        here = self._traffic[number]
+        second = here.second.inbox if here.second is not None and not here.flagged else None
+        if second is not None:
+            self._wait("second_phase", here)
         with self.stats.timed("decode"):
-            if second:
-                self._nonfinite |= self._second.accept(self._second_header, self._bucket)
-                self._nonfinite |= self._own_bad
-            if self._nonfinite:
+            self._bad |= here.flagged
+            if here.second is not None and second is not None:
+                self._bad |= second.accept(partial(self._second_header, here), self._bucket)
+                self._bad |= here.second.bad
+            self._take(here)
+        if here is self._traffic[-1]:
+            self._flagged = self._bad
+            if self._flagged:
                 self._buffer.fill_(float("nan"))
-            elif self._keeps_packed and self._observed is None and self._received.are_safe():
-                self.averages = self._received
-            else:
-                overflow = self._decode()
-        self._flagged = self._nonfinite or overflow
-        if self._flagged:
-            self.stats.nonfinite_buckets += 1
+                self.stats.nonfinite_buckets += 1
 
     def unpack(self) -> None:
         """Write averages that are kept packed into the bucket after all."""
@@ -281,21 +254,54 @@ class BucketExchange:
                     self._kernels, self._values, self.plan.local, self._scratch, self._scales
                 )
 
-    def _average(self) -> bool:
-        """Average what this rank owns; True: an average is not finite."""
-        bad = self.plan.second_phase.average(self._kernels, self._owned)
+    def _settle_scales(self) -> None:
+        """Write the scales of the whole bucket to its payload: those that this rank measures, or the largest of all ranks."""
+        if self.plan.shares_scale:
+            begun, work = time.perf_counter(), self._scale_round
+            self._scale_round = None
+            if work is not None:
+                with peers_answer("scale_round", self._bucket):
+                    work.wait(self.timeout_s)
+            self.stats.add_seconds("scale_round", time.perf_counter() - begun)
+            self._nonfinite |= not self._kernels.are_finite(self._scales)  # some rank's values were not
+        else:
+            self._measure()
+        with self.stats.timed("encode"):
+            self.plan.codec.place_scales(self._kernels, self.plan.local, self._scales, self._local)
+
+    def _encode(self, rows: Rows | PayloadLayout, *, last: bool) -> None:
+        """Encode rows of the bucket; with the last ones, bring residuals to units of the gradient and take a sample if one is due."""
+        residuals = self._residuals(self.feedback, self._compressed)
+        self._nonfinite |= self.plan.codec.encode_body(
+            self._kernels, self._values, rows, self._local, self._key(STREAM_FIRST), residuals
+        )
+        if not last:
+            return
+        residual = residuals[1]
+        if self._divided is not None:
+            self._divided.leave(residual)
+        if self._probe is not None and self._probe.due(self._step) and not self._nonfinite:
+            units = self._divided.units if self._divided is not None else None
+            self._probe.take(
+                self._kernels, self.plan.codec, self.plan.local, self._local, self._step,
+                encoded=self._values, gradient=self._buffer, units=units, residual=residual,
+            )  # fmt: skip
+
+    def _average(self, here: Traffic, second: Second) -> bool:
+        """Average what this rank owns of a slice; True: an average is not finite."""
+        bad = self.plan.second_phase.average(self._kernels, second.owned)
         if bad:
-            refuse_unflagged(self._first.tensors, self._first.layouts, f", bucket {self._bucket}")
+            refuse_unflagged(here.first.tensors, here.first.layouts, f", bucket {self._bucket}")
         return bad
 
-    def _encode_owned(self) -> bool:
-        """Write the body of the second payload; True: a value is not finite."""
+    def _encode_owned(self, number: int, second: Second) -> bool:
+        """Write the body of a second payload; True: a value is not finite."""
         residuals = self._residuals(self.owner_feedback, self._owned_packed)
         if self._divided is not None and self.owner_feedback:
-            self._divided.divide_owned(self.shard, self.owner_feedback.tensors(self._owned_packed)[0])
-        bad = self.plan.second_phase.encode(self._kernels, self._owned, self._key(STREAM_SECOND), residuals)
+            self._divided.divide_owned(number, self.shard, self.owner_feedback.tensors(self._owned_packed)[0])
+        bad = self.plan.second_phase.encode(self._kernels, second.owned, self._key(STREAM_SECOND), residuals)
         if self._divided is not None:
-            self._divided.leave(residuals[1], owned=True)
+            self._divided.leave(residuals[1], owned=number)
         return bad
 
     def _residuals(self, feedback: Feedback | None, indices: list[int]) -> Residuals:
@@ -305,30 +311,51 @@ class BucketExchange:
         old, new = feedback.tensors(indices)
         return (old, new) if self._divided is None else (None, new)
 
-    def _decode(self) -> bool:
-        """Write the average into the bucket; True: a value is not finite."""
+    def _take(self, here: Traffic) -> None:
+        """Take in the averages that a slice brings; those that may stay packed all at once, with the last."""
+        last = here is self._traffic[-1]
+        packs = self._keeps_packed and self._observed is None
+        if self._bad or here.brings is None:
+            return
+        if not packs:
+            self._decode(self._bringing.index(here))
+        elif last and self._received.are_safe():
+            self.averages = self._received
+        elif last:
+            for number in range(len(self._bringing)):
+                self._decode(number)
+        if last and not packs and not self._bad:
+            self._observe()
+
+    def _decode(self, number: int) -> None:
+        """Write averages into the bucket, or where those in units of second moments go."""
         out = self._buffer
         if self._divided is not None and self._divided.averages is not None:
             out = self._divided.averages
-        bad = self._received.decode(out)
-        if bad:
-            self._received.refuse_unflagged(f", bucket {self._bucket}")
-            return True
+        if self._received.decode_slice(number, out):
+            self._received.refuse_unflagged(number, f", bucket {self._bucket}")
+            self._bad = True
+
+    def _observe(self) -> None:
+        """Bring the whole bucket's averages to units of the gradient, and show them to the second moments."""
         if self._divided is not None:
-            return self._divided.multiply(self._buffer, self._step)
-        return self._observed is not None and self._observed.observe(self._buffer, self._step)
+            self._bad |= self._divided.multiply(self._buffer, self._step)
+        elif self._observed is not None:
+            self._bad |= self._observed.observe(self._buffer, self._step)
 
-    def _publish(self, bad: bool) -> None:
-        """Seal the second payload and start the second phase; the verdict is taken from all owners' headers."""
-        self._own_bad = bad
-        wire.seal(self._second_sealed, self._second_header(self.plan.own_second, nonfinite=bad))
-        self._work = self.comm.start_all_gather(self._second_send, self._second_recv, Channel.SECOND)
+    def _publish(self, here: Traffic, second: Second) -> None:
+        """Seal a second payload and start its phase; the verdict is taken from all owners' headers."""
+        owned, recv = second.owned, second.inbox
+        assert recv is not None
+        second.bad = self._own_bad
+        wire.seal(owned.payload.numpy()[: owned.second.nbytes], self._second_header(here, owned.second, nonfinite=second.bad))
+        here.work = self.comm.start_all_gather(owned.payload, recv.memory, Channel.SECOND)
 
-    def _first_header(self, layout: PayloadLayout) -> wire.Header:
-        return self._header(layout, self._dtype, STREAM_FIRST, self._nonfinite)
+    def _first_header(self, here: Traffic, layout: PayloadLayout) -> wire.Header:
+        return self._header(layout, self._dtype, STREAM_FIRST, here.nonfinite)
 
-    def _second_header(self, layout: PayloadLayout, *, nonfinite: bool = False) -> wire.Header:
-        return self._header(layout, 0, STREAM_SECOND, self._nonfinite or nonfinite)
+    def _second_header(self, here: Traffic, layout: PayloadLayout, *, nonfinite: bool = False) -> wire.Header:
+        return self._header(layout, 0, STREAM_SECOND, nonfinite)
 
     def _header(self, layout: PayloadLayout, dtype: int, stream: int, nonfinite: bool) -> wire.Header:
         flags = nonfinite * wire.FLAG_NONFINITE | wire.FLAG_SEGMENTED
@@ -337,8 +364,8 @@ class BucketExchange:
     def _key(self, stream: int) -> RngKey:
         return RngKey(seed=self._seed, rank=self._draw_rank, step=self._step, stream=stream)
 
-    def _wait(self, phase: str) -> None:
-        work, self._work = self._work, None
+    def _wait(self, phase: str, here: Traffic) -> None:
+        work, here.work = here.work, None
         begun = time.perf_counter()
         if work is not None:
             with peers_answer(phase, self._bucket):

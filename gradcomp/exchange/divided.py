@@ -33,10 +33,14 @@ class Divided:
         self.units, self.values = torch.ones(plan.numel), torch.empty(plan.numel)
         self.averages = None if dtype == torch.float32 else torch.empty(plan.numel)
         self._first = [(s.offset, s.residual, s.offset, s.numel) for s in plan.slots if s.compressed]
-        self._owned = []
-        if plan.scatters:
-            pieces = [p for p in plan.own_second.pieces if p.slot.compressed]
-            self._owned = [(p.data, p.residual, p.slot.offset + p.start - p.slot.start, p.numel) for p in pieces]
+        self._owned = [
+            [
+                (p.data, p.residual, p.slot.offset + p.start - p.slot.start, p.numel)
+                for p in (one.own_second.pieces if one.own_second is not None else [])
+                if p.slot.compressed
+            ]
+            for one in plan.slices
+        ]
 
     def divide(self, buffer: Tensor, residual: Tensor | None) -> Tensor:
         """Return (buffer + residual) / d, ``(n,)`` float32; fp32 pieces are as they are."""
@@ -49,18 +53,18 @@ class Divided:
                 self.values[span] = values[span]
         return self.values
 
-    def divide_owned(self, shard: Tensor, residual: Tensor | None) -> None:
-        """Turn the means that this rank owns, which are in units of moments, into mean + residual / d."""
+    def divide_owned(self, number: int, shard: Tensor, residual: Tensor | None) -> None:
+        """Turn the means that this rank owns of a slice, which are in units of moments, into mean + residual / d."""
         if residual is None:
             return
-        for at, kept, first, numel in self._owned:
+        for at, kept, first, numel in self._owned[number]:
             shard[at : at + numel].add_(residual[kept : kept + numel] / self.units[first : first + numel])
 
-    def leave(self, residual: Tensor | None, *, owned: bool = False) -> None:
-        """Bring what the codes have left out, in `residual`, back to units of the gradient."""
+    def leave(self, residual: Tensor | None, *, owned: int | None = None) -> None:
+        """Bring what the codes have left out, in `residual`, back to units of the gradient: of the bucket, or what is owned of a slice."""
         if residual is None:
             return
-        for _, kept, first, numel in self._owned if owned else self._first:
+        for _, kept, first, numel in self._first if owned is None else self._owned[owned]:
             residual[kept : kept + numel].mul_(self.units[first : first + numel])
 
     def multiply(self, buffer: Tensor, step: int) -> bool:

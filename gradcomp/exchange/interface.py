@@ -11,7 +11,7 @@ from gradcomp.exchange.averages import Averages
 
 
 class Exchange(Protocol):
-    """What averages one bucket layout, step after step: `begin`, every stage in order, then `commit` unless flagged.
+    """What averages one bucket layout, step after step: `begin`, the steps of every slice in order, then `commit` unless flagged.
 
     Then the average stands in the bucket, or it is in `averages` until the next `begin` or `unpack`.
 
@@ -23,15 +23,16 @@ class Exchange(Protocol):
 
     @property
     def flagged(self) -> bool:
-        """Whether some rank's bucket, or the average, is not finite; final after the last stage."""
+        """Whether some rank's bucket, or the average, is not finite; final after the last slice's last step."""
 
     @property
     def averages(self) -> Averages | None:
         """The averages, where they are kept packed; their memory is the exchange's until the next `begin`."""
 
     @property
-    def stages(self) -> tuple[Callable[[], None], ...]:
-        """The steps, in order. Each waits for at most one collective and starts at most one, on a channel of its own.
+    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
+        """The steps of every slice of the bucket, as many for each. A step runs after the one before it of its slice, and after its
+        like of the slice before; it waits for at most one collective and starts at most one, on a channel of its own.
 
         Raises (each of them): PeerLost, PeerMismatch, CorruptPayload.
         """
@@ -55,7 +56,11 @@ class Exchange(Protocol):
 def run_stages(exchange: Exchange, buffer: Tensor, step: int) -> None:
     """Average one bucket here and now, and commit its residuals if every value was finite."""
     exchange.begin(buffer, step, 0)
-    for stage in exchange.stages:
-        stage()
+    slices = exchange.slices
+    count = len(slices[0])
+    for wave in range(len(slices) + count - 1):  # what a slice has started runs while the one behind it is encoded
+        for stage in range(count):
+            if 0 <= wave - stage < len(slices):
+                slices[wave - stage][stage]()
     if not exchange.flagged:
         exchange.commit()

@@ -64,9 +64,9 @@ class LoneExchange:
         self._paid: list[int] = []
 
     @property
-    def stages(self) -> tuple[Callable[[], None], ...]:
+    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
         """The only step."""
-        return (self._apply,)
+        return ((self._apply,),)
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
         """Take the bucket."""

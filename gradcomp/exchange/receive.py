@@ -25,7 +25,7 @@ class Inbox:
         validate: raises CorruptPayload for the body of a payload that no encoder wrote.
 
     Attributes:
-        memory: as it was given.
+        memory, stride: as they were given.
         tensors: every rank's payload, views of it.
         layouts: theirs.
     """
@@ -38,7 +38,7 @@ class Inbox:
         rank: int,
         validate: Callable[[Tensor, PayloadLayout], None],
     ) -> None:
-        self.memory, self.layouts = memory, list(layouts)
+        self.memory, self.stride, self.layouts = memory, stride, list(layouts)
         self.tensors = [memory[k * stride : k * stride + one.nbytes] for k, one in enumerate(layouts)]
         self._validate = validate
         self._views = [tensor.numpy() for tensor in self.tensors]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.lone import LoneRoute
 from gradcomp.exchange.nodes import Nodes, find_nodes, join_nodes
 from gradcomp.exchange.sizing import EXCHANGES, BucketPlan, Strategy, choose
+from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.transform import Transform
 from gradcomp.payload.ownership import ByElements
@@ -60,8 +62,9 @@ def make_route(
     nodes: Sequence[Sequence[int]] | None = None,
     timeout_s: float = 300.0,
     transform: Transform | None = None,
+    slice_numel: int | None = None,
 ) -> Route:
-    """Return how `codec` travels over `comm`. Collective for ``exchange="hierarchical"``.
+    """Return how `codec` travels over `comm`, large buckets in slices. Collective for ``exchange="hierarchical"``.
 
     Raises:
         ValueError: an unknown exchange, `nodes` without "hierarchical", nodes of unequal sizes, a transform that the
@@ -76,16 +79,17 @@ def make_route(
             raise ValueError(f"exchange must be one of {(*EXCHANGES, 'hierarchical')}, got {exchange!r}")
         owns = transform is not None and transform.place == "owner"
         strategy = choose(codec, comm.world_size, exchange, owner_transform=owns)
-        return FlatRoute(comm, codec, strategy) if comm.world_size > 1 else LoneRoute(strategy)
+        slicing = Slicing(slice_numel, whole_second=owns)
+        return FlatRoute(comm, codec, strategy, slicing) if comm.world_size > 1 else LoneRoute(strategy)
     if transform is not None:
         raise ValueError("a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
-    found = find_nodes(comm, nodes, timeout_s, codec=codec.name, codec_options=codec.options())
+    found, slicing = find_nodes(comm, nodes, timeout_s, codec=codec.name, codec_options=codec.options()), Slicing(slice_numel)
     if len(found) == 1:  # nothing leaves the node, so nothing is packed
         carrier = Identity()
-        return FlatRoute(comm, codec, choose(carrier, comm.world_size, "reduce_scatter"), carrier)
+        return FlatRoute(comm, codec, choose(carrier, comm.world_size, "reduce_scatter"), slicing, carrier)
     if len(found) == comm.world_size:
-        return FlatRoute(comm, codec, choose(codec, comm.world_size))
-    return NodeRoute(comm, codec, join_nodes(comm, found, timeout_s))
+        return FlatRoute(comm, codec, choose(codec, comm.world_size), slicing)
+    return NodeRoute(comm, codec, join_nodes(comm, found, timeout_s), slicing)
 
 
 def _as(codec: Codec, strategy: Strategy) -> str:
@@ -99,8 +103,10 @@ class FlatRoute:
     stage_count = 4
     nodes: tuple[tuple[int, ...], ...] = ()
 
-    def __init__(self, comm: Communicator, codec: Codec, strategy: Strategy, carrier: Codec | None = None) -> None:
-        self._comm, self._codec, self._carrier = comm, codec, carrier
+    def __init__(
+        self, comm: Communicator, codec: Codec, strategy: Strategy, slicing: Slicing, carrier: Codec | None = None
+    ) -> None:
+        self._comm, self._codec, self._slicing, self._carrier = comm, codec, slicing, carrier
         self.packs = carrier is None
         self.strategy = strategy
 
@@ -113,9 +119,9 @@ class FlatRoute:
     def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> BucketPlan:
         world, rank = self._comm.world_size, self._comm.rank
         if self._carrier is not None:
-            return BucketPlan(self._carrier, slots, self.strategy, world, rank)
+            return BucketPlan(self._carrier, slots, self.strategy, world, rank, slicing=self._slicing)
         strategy = self.strategy if codec is self._codec else choose(codec, world, _as(codec, self.strategy))
-        return BucketPlan(codec, slots, strategy, world, rank, owner_residuals)
+        return BucketPlan(codec, slots, strategy, world, rank, owner_residuals, slicing=self._slicing)
 
     def exchange(self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
         if self._carrier is not None:
@@ -148,8 +154,8 @@ class NodeRoute:
     stage_count = 6
     packs = True
 
-    def __init__(self, comm: Communicator, codec: Codec, nodes: Nodes) -> None:
-        self._comm, self._codec, self._nodes = comm, codec, nodes
+    def __init__(self, comm: Communicator, codec: Codec, nodes: Nodes, slicing: Slicing) -> None:
+        self._comm, self._codec, self._nodes, self._slicing = comm, codec, nodes, slicing
         across = choose(codec, nodes.across.world_size)
         self.nodes = nodes.ranks
         self.strategy = Strategy(across.exchange, across.second_phase, nodes.inside.world_size)
@@ -171,7 +177,10 @@ class NodeRoute:
             for p in first.own_second.pieces
         ]
         strategy = choose(codec, across.world_size, "auto" if codec is self._codec else _as(codec, self.strategy))
-        return NodePlan(first, BucketPlan(codec, shards, strategy, across.world_size, across.rank, owner_residuals))
+        second = BucketPlan(
+            codec, shards, strategy, across.world_size, across.rank, owner_residuals, slicing=self._slicing
+        )
+        return NodePlan(first, second)
 
     def exchange(self, plan: NodePlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
         last = {"keeps_packed": options.pop("keeps_packed", False)}
@@ -186,6 +195,10 @@ class NodeRoute:
 
     def close(self) -> None:
         self._nodes.close()
+
+
+def _nothing() -> None:
+    """A step of a slice in which nothing is left to do."""
 
 
 class NodeExchange:
@@ -214,10 +227,15 @@ class NodeExchange:
         return self._inside.averages
 
     @property
-    def stages(self) -> tuple[Callable[[], None], ...]:
-        """The steps, in order."""
-        across = self._across
-        return (self._inside.encode, self._hand_over, across.encode, across.own, self._take_back, self._inside.finish)
+    def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
+        """The steps of every slice that goes across nodes; the exchange inside begins with the first and ends with the last."""
+        across = self._across.slices
+        steps = []
+        for number, (_, encode, own, finish) in enumerate(across):
+            begins = (_nothing, _nothing) if number else (self._inside.encode, self._hand_over)
+            ends = (finish, _nothing) if number < len(across) - 1 else (partial(self._take_back, finish), self._inside.finish)
+            steps.append((*begins, encode, own, *ends))
+        return tuple(steps)
 
     def begin(self, buffer: Tensor, step: int, bucket: int) -> None:
         """Take the bucket to average."""
@@ -237,7 +255,7 @@ class NodeExchange:
         self._across.begin(self._inside.shard, self._step, self._bucket, flagged=self._inside.flagged)
         self._across.measure()
 
-    def _take_back(self) -> None:
+    def _take_back(self, finish: Callable[[], None]) -> None:
         """Every node learns of a value that is not finite; on the node where it arose nobody waits for a second phase."""
-        self._across.finish()
+        finish()
         self._inside.publish_shard(flagged=self._across.flagged)

@@ -53,10 +53,12 @@ class SecondPhase(ABC):
         form: of the compressed pieces in the second payload.
         whole_groups: a scale group must be encoded in one go.
         error_feedback: owners keep what their codes leave out of the means.
+        measures_groups: each scale group of means has a scale of its own.
     """
 
     form: Form
     whole_groups = False
+    measures_groups = False
     error_feedback = False
 
     def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:
@@ -112,6 +114,7 @@ class Encoded(SecondPhase):
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self.form, self.whole_groups = codec, codec.form, codec.whole_groups
+        self.measures_groups = codec.form.scales_per_group > 0
         self.error_feedback = codec.error_feedback
 
     def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor) -> Tensor | None:

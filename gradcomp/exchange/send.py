@@ -1,13 +1,13 @@
-"""What a rank sends in the first phase: its bucket as one payload, or that payload cut into a message for each owner."""
+"""What a rank sends in the first phase: its bucket as one payload, or parts of that payload, one message each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
-from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.kernels import Kernels
 from gradcomp.kernels.tables import CopyTable
 from gradcomp.payload import wire
@@ -15,31 +15,32 @@ from gradcomp.payload.layout import PayloadLayout, message_copies
 
 
 class Outbox:
-    """The memory of a bucket's own payload, used again at every step.
+    """The memory of what a slice of a bucket sends, used again at every step.
 
     Args:
-        plan: where every byte goes.
+        layout: of the whole bucket's payload.
+        local: ``(layout.nbytes,)`` uint8: that payload.
+        messages: what is sent of it; `layout` itself is not copied.
 
     Attributes:
-        local: ``(plan.local.nbytes,)`` uint8: the whole bucket, encoded.
-        send: what travels: `local`, or all messages one after the other.
+        send: ``(n,)`` uint8, what travels: `local`, or all messages one after the other.
+        nbytes: of each message.
     """
 
-    def __init__(self, plan: BucketPlan) -> None:
-        self.local = torch.empty(plan.local.nbytes, dtype=torch.uint8)
-        self.send = self.local
+    def __init__(self, layout: PayloadLayout, local: Tensor, messages: Sequence[PayloadLayout]) -> None:
+        self._local, self.send = local, local
         self._copies: CopyTable | None = None
-        layouts, firsts = [plan.local], [0]
-        if plan.scatters:
-            layouts, firsts = plan.messages, [0, *accumulate(plan.send_nbytes[:-1])]
-            self.send = torch.empty(sum(plan.send_nbytes), dtype=torch.uint8)
-            self._copies = message_copies(plan.local, plan.messages, firsts)
+        self.nbytes = [one.nbytes for one in messages]
+        firsts = [0, *accumulate(self.nbytes[:-1])]
+        if messages[0] is not layout:
+            self.send = torch.empty(sum(self.nbytes), dtype=torch.uint8)
+            self._copies = message_copies(layout, messages, firsts)
         whole = self.send.numpy()
-        self._sealed = [(whole[f : f + one.nbytes], one) for f, one in zip(firsts, layouts, strict=True)]
+        self._sealed = [(whole[f : f + one.nbytes], one) for f, one in zip(firsts, messages, strict=True)]
 
     def seal(self, kernels: Kernels, header: Callable[[PayloadLayout], wire.Header]) -> None:
-        """Cut what stands encoded in `local` into messages, where there are any, and write their headers."""
+        """Cut what stands encoded in the payload into messages, where there are any, and write their headers."""
         if self._copies is not None:
-            kernels.copy(self.send, self.local, self._copies)
+            kernels.copy(self.send, self._local, self._copies)
         for message, layout in self._sealed:
             wire.seal(message, header(layout))

@@ -14,10 +14,11 @@ import torch
 from gradcomp.codecs import Codec
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.exchange.second import second_phase
+from gradcomp.exchange.slices import WHOLE, Slice, Slicing, cut, cuts_groups, rows_of
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.ownership import ByElements, Ownership
 from gradcomp.payload.parameters import Exempts, assign_buckets, describe_parameters
-from gradcomp.payload.pieces import Slot, whole_pieces
+from gradcomp.payload.pieces import Piece, Slot, whole_pieces
 
 DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)  # DDP's default caps: a small first bucket starts the first exchange early
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
@@ -78,11 +79,12 @@ class BucketPlan:
         strategy, world_size, rank: as they say.
         owner_residuals: offset of each owned parameter in the owner's residual planes, by parameter position.
         ownership: who owns what in a reduce_scatter; `ByElements` when None.
+        slicing: how the bucket is cut into slices; by default it goes in one piece.
 
     Attributes:
         local: layout of the whole bucket as this rank encodes it.
-        messages: (reduce_scatter) layout of the message to each rank.
-        second: (reduce_scatter) layout of each owner's second payload, in bucket coordinates.
+        slices: what travels together, in this order.
+        own_second: (reduce_scatter) layout of all that this rank owns, in coordinates of its shard.
         second_phase: (reduce_scatter) what owners send.
         sent_nbytes, received_nbytes: bytes to and from other ranks in one step.
     """
@@ -96,6 +98,7 @@ class BucketPlan:
         rank: int,
         owner_residuals: dict[int, int] | None = None,
         ownership: Ownership | None = None,
+        slicing: Slicing = WHOLE,
     ) -> None:
         self.codec, self.slots, self.strategy = codec, list(slots), strategy
         self.world_size, self.rank = world_size, rank
@@ -103,27 +106,58 @@ class BucketPlan:
         self.scatters = strategy.exchange == "reduce_scatter"
         self.local = PayloadLayout(codec.form, whole_pieces(self.slots), whole_groups=codec.whole_groups)
         self.shares_scale = codec.shares_scale and self.local.group_count > 0
-        others = world_size - 1
         self.sent_nbytes = self.received_nbytes = ring_bytes(self.local.group_count, world_size) * self.shares_scale
-        if not self.scatters:
-            self.sent_nbytes += others * self.local.nbytes
-            self.received_nbytes += others * self.local.nbytes
+        count = slicing.count(self.numel, world_size)
+        if self.scatters:
+            ownership = ownership or ByElements(world_size)
+            owned = [ownership.pieces(self.slots, k) for k in range(world_size)]
+            self._scatter(owned, owner_residuals or {}, count, whole_second=slicing.whole_second)
+        else:
+            self._gather(count)
+        others = world_size - 1
+        for one in self.slices:
+            if self.scatters:
+                self.sent_nbytes += sum(m.nbytes for m in one.messages) - one.messages[rank].nbytes + others * one.second_nbytes
+                self.received_nbytes += others * (one.messages[rank].nbytes + one.second_nbytes)
+            else:
+                self.sent_nbytes += others * one.messages[0].nbytes
+                self.received_nbytes += others * one.messages[0].nbytes
+
+    def _gather(self, count: int) -> None:
+        if count == 1:
+            self.slices = [Slice(self.local, [self.local])]
             return
-        ownership = ownership or ByElements(world_size)
-        owned = [ownership.pieces(self.slots, k) for k in range(world_size)]
-        self.messages = [PayloadLayout(codec.form, pieces) for pieces in owned]
-        self.send_nbytes = [m.nbytes for m in self.messages]
-        self.second_phase = second_phase(strategy.second_phase, codec, world_size)
-        form = self.second_phase.form
-        self.second = [PayloadLayout(form, pieces) for pieces in owned]
-        self.second_nbytes = max(s.nbytes for s in self.second)
-        residuals = [(owner_residuals or {}).get(p.slot.index, 0) for p in owned[rank]]
-        shard = self.second_phase.shard(owned[rank], residuals)
-        self.own_first = PayloadLayout(codec.form, shard.pieces)
-        self.own_second = PayloadLayout(form, shard.pieces, whole_groups=self.second_phase.whole_groups)
+        parts = cut(self.local.pieces, count)
+        encoded = rows_of(self.local, parts)
+        self.slices = [Slice(r, [PayloadLayout(self.codec.form, p)]) for r, p in zip(encoded, parts, strict=True)]
+
+    def _scatter(
+        self, owned: list[list[Piece]], owner_residuals: dict[int, int], count: int, *, whole_second: bool
+    ) -> None:
+        form, self.second_phase = self.codec.form, second_phase(self.strategy.second_phase, self.codec, self.world_size)
+        residuals = [owner_residuals.get(p.slot.index, 0) for p in owned[self.rank]]
+        shard = self.second_phase.shard(owned[self.rank], residuals)
         self.shard_numel = shard.numel
-        self.sent_nbytes += sum(self.send_nbytes) - self.send_nbytes[rank] + others * self.second_nbytes
-        self.received_nbytes += others * (self.messages[rank].nbytes + self.second_nbytes)
+        self.own_second = self._second(shard.pieces, own=True)
+        parts = [cut(pieces, count) for pieces in owned]
+        mine = cut(shard.pieces, count)
+        flat = [[p for one in parts for p in one[j]] for j in range(count)]
+        encoded = rows_of(self.local, flat) if count > 1 else [self.local]
+        whole = count == 1 or whole_second or (self.second_phase.measures_groups and any(cuts_groups(one) for one in parts))
+        self.slices = []
+        for j in range(count):
+            messages = [PayloadLayout(form, one[j]) for one in parts]
+            first = PayloadLayout(form, mine[j])
+            if not whole:
+                second = [self._second(one[j]) for one in parts]
+                self.slices.append(Slice(encoded[j], messages, second, first, self._second(mine[j], own=True)))
+            else:
+                last = j == count - 1
+                second = [self._second(pieces) for pieces in owned] if last else []
+                self.slices.append(Slice(encoded[j], messages, second, first, self.own_second if last else None))
+
+    def _second(self, pieces: Sequence[Piece], *, own: bool = False) -> PayloadLayout:
+        return PayloadLayout(self.second_phase.form, pieces, whole_groups=own and self.second_phase.whole_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +205,7 @@ def predict_bytes(
             slots.append(Slot(p.index, p.numel, p.group_numel, p.compressed, offset))
             offset += p.numel
         if world_size > 1:
-            plan = BucketPlan(codec, slots, strategy, world_size, rank)
+            slicing = Slicing(whole_second=owner_transform)
+            plan = BucketPlan(codec, slots, strategy, world_size, rank, slicing=slicing)
             sent, received = sent + plan.sent_nbytes, received + plan.received_nbytes
     return ByteCount(sent, received, ring_bytes(sum(p.numel for p in parameters), world_size))

@@ -1,6 +1,6 @@
 """The record by which ranks see, before the first byte of a bucket moves, that they all mean the same thing.
 
-Nineteen u64: numbers as they are, everything else as a 64-bit hash of its text. It is all-gathered for every new bucket
+Twenty u64: numbers as they are, everything else as a 64-bit hash of its text. It is all-gathered for every new bucket
 layout; the first field that differs from rank 0's is named on every rank.
 """
 
@@ -21,6 +21,7 @@ FIELDS = (
     "precondition",
     "exchange",
     "second_phase",
+    "slice_numel",
     "dtype",
     "numel",
     "layout",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +18,14 @@ from numpy.typing import NDArray
 from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL, CopyTable, Groups, Table
 from gradcomp.payload.form import HEADER_NBYTES, PLAIN, Form
 from gradcomp.payload.pieces import Piece, Slot
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a layout's segment tables, `packed` and `plain`: what is encoded together."""
+
+    packed: Table
+    plain: Table
 
 
 class PayloadLayout:

@@ -1,6 +1,7 @@
 """What each way of exchanging gradients costs a rank: the collectives of every bucket, to the byte, and its CPU work.
 
-Bytes are those of `gradcomp.exchange.sizing.BucketPlan`, headers, scales and padding included. A plan has a layout for each rank,
+Bytes are those of `gradcomp.exchange.sizing.BucketPlan`, headers, scales and padding included, for buckets that go in one piece (slices
+add less than a hundredth). A plan has a layout for each rank,
 which at thousands of ranks is gigabytes of Python; `gradcomp.payload.sizes` is the same arithmetic as arrays over ranks.
 """
 
@@ -16,6 +17,7 @@ from gradcomp.codecs.identity import Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 from gradcomp.exchange.second import second_phase
 from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES
+from gradcomp.exchange.slices import Slicing
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Exempts, Parameter, assign_buckets, describe_parameters
 from gradcomp.payload.sizes import owned_nbytes, owner_starts
@@ -106,12 +108,14 @@ class Bucket:
         numel: values.
         owned_numel: values that the rank owns in a reduce_scatter.
         collectives: what each stage but the last starts at its end, None where it starts nothing.
+        slices: in which it goes.
     """
 
     parameters: tuple[int, ...]
     numel: int
     owned_numel: int
     collectives: tuple[Collective | None, ...]
+    slices: int = 1
 
     @property
     def sent_nbytes(self) -> int:
@@ -159,11 +163,11 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int)
     groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
     shares = method.codec.shares_scale and groups > 0
     scale = Collective("max", ring_bytes(groups, n), max_rounds(n)) if shares else None
+    slices = Slicing().count(numel, n)
     if method.exchange == "all_gather":
         whole = int(owned_nbytes(parameters, method.codec.form, ByElements(1))[0])
-        return Bucket(
-            indices, numel, numel, (scale, Collective("all_gather", (n - 1) * whole, all_gather_rounds(n)), None)
-        )
+        gathered = Collective("all_gather", (n - 1) * whole, all_gather_rounds(n))
+        return Bucket(indices, numel, numel, (scale, gathered, None), slices)
     ownership = ByElements(n)
     first = owned_nbytes(parameters, method.codec.form, ownership)
     second = owned_nbytes(parameters, second_phase(method.second_phase, method.codec, n).form, ownership)
@@ -177,4 +181,5 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int)
             Collective("all_to_all", int(first.sum() - first[rank]), all_to_all_rounds(n)),
             Collective("all_gather", (n - 1) * int(second.max()), all_gather_rounds(n)),
         ),
+        slices,
     )

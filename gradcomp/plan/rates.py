@@ -189,7 +189,7 @@ def _run_exchange(method: Method, codec: Codec, numel: int, n: int, repeats: int
         buffer.copy_(values)
         stats.reset()
         exchange.begin(buffer, step, 0)
-        for stage in exchange.stages:
+        for stage in exchange.slices[0]:
             stage()
         exchange.commit()
         seen.append(dict(stats.seconds))

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -244,7 +245,7 @@ def simulate(
     update = workload.t_update + workload.parallel_post * workload.t_post / nodes
     run = Run(
         nodes=each,
-        buckets=[_bucket_work(method, b, nodes, rates) for b in planned] if nodes > 1 else [],
+        buckets=[one for b in planned for one in _slice_work(method, b, nodes, rates)] if nodes > 1 else [],
         pieces=_pieces(workload, planned),
         forward_share=workload.forward_share,
         compute=(factors * compute).tolist(),
@@ -276,17 +277,28 @@ def simulate(
     )
 
 
-def _bucket_work(method: Method, bucket: Bucket, nodes: int, rates: Rates) -> BucketWork:
+def _slice_work(method: Method, bucket: Bucket, nodes: int, rates: Rates) -> list[BucketWork]:
+    """Return the work on a bucket, slice by slice: alike, but that the first one has the statistics and the round of scales."""
+    count = bucket.slices
     seconds = rates.stage_seconds(method, nodes, bucket.numel, bucket.owned_numel)
-    return BucketWork(tuple(Stage(s, c) for s, c in zip(seconds, (*bucket.collectives, None), strict=True)))
+    collectives = (*bucket.collectives, None)
+    if count == 1:
+        return [BucketWork(tuple(Stage(s, c) for s, c in zip(seconds, collectives, strict=True)))]
+    shared = [
+        Stage(s / count, c and replace(c, nbytes=c.nbytes // count)) for s, c in zip(seconds[1:], collectives[1:], strict=True)
+    ]
+    first = BucketWork((Stage(seconds[0], collectives[0]), *shared))
+    return [first, *[BucketWork((Stage(0.0, None), *shared))] * (count - 1)]
 
 
 def _pieces(workload: Workload, buckets: Sequence[Bucket]) -> list[tuple[float, tuple[int, ...]]]:
-    """Return backward's pieces: (its share of backward, the buckets that are ready after it)."""
+    """Return backward's pieces: (its share of backward, the slices that are ready after it)."""
+    ends = list(accumulate(b.slices for b in buckets))
     if not workload.overlaps:
-        return [*[(1 / BACKWARD_PIECES, ())] * (BACKWARD_PIECES - 1), (1 / BACKWARD_PIECES, tuple(range(len(buckets))))]
+        last = (1 / BACKWARD_PIECES, tuple(range(ends[-1] if ends else 0)))
+        return [*[(1 / BACKWARD_PIECES, ())] * (BACKWARD_PIECES - 1), last]
     out: list[tuple[float, tuple[int, ...]]] = []
-    for number, share in enumerate(workload.shares(buckets)):
+    for bucket, end, share in zip(buckets, ends, workload.shares(buckets), strict=True):
         count = max(1, math.ceil(share * BACKWARD_PIECES))
-        out += [*[(share / count, ())] * (count - 1), (share / count, (number,))]
+        out += [*[(share / count, ())] * (count - 1), (share / count, tuple(range(end - bucket.slices, end)))]
     return out

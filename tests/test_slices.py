@@ -1,0 +1,284 @@
+"""Slices of a bucket: which elements travel together, and that no value depends on it."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from _ranks import run_local
+
+from gradcomp import Block, Feedback, GradientAverager, Identity, OneBit, PeerMismatch, Ternary
+from gradcomp.comm import LocalCommunicator
+from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.interface import run_stages
+from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
+from gradcomp.exchange.slices import SLICE_NUMEL, WHOLE, Slicing, cut, cuts_groups
+from gradcomp.exchange.stats import Stats
+from gradcomp.onebit_sgd import AggregateAdagrad
+from gradcomp.payload.pieces import Slot, whole_pieces
+
+CODECS = {
+    "ternary": Ternary(seed=3),
+    "ternary-own": Ternary(scale="own"),
+    "ternary-row": Ternary(group="row", second_phase="requantize"),
+    "ternary-block4": Ternary(second_phase="block4"),
+    "ternary-bf16": Ternary(second_phase="bf16"),
+    "onebit": OneBit(),
+    "onebit-tensor": OneBit(group="tensor"),
+    "onebit-sign": OneBit(values="sign"),
+    "block2": Block(2),
+    "block4": Block(4, group=24),
+    "identity": Identity(),
+    "bf16": Identity("bf16"),
+}
+SHAPES = [(500, 300), (77,), (40, 1001), (3, 8)]  # 190,141 values, 77 and 24 of them in fp32
+SLICES = 5
+
+
+def slots_of(codec):
+    slots, offset = [], 0
+    for index, shape in enumerate(SHAPES):
+        numel = int(np.prod(shape))
+        slots.append(Slot(index, numel, codec.group_numel(shape), numel >= 1024, offset, offset))
+        offset += numel
+    return slots
+
+
+def plan_of(codec, exchange, world, rank, slicing, owners=None):
+    return BucketPlan(codec, slots_of(codec), choose(codec, world, exchange), world, rank, owners, slicing=slicing)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", CODECS)
+def test_slices_change_no_bit(name, exchange, world):
+    """Averages and residuals, step after step, are those of the whole bucket."""
+    codec, numel = CODECS[name], sum(int(np.prod(s)) for s in SHAPES)
+
+    def work(comm, slicing):
+        owner = {s.index: s.residual for s in slots_of(codec)}
+        plan = plan_of(codec, exchange, comm.world_size, comm.rank, slicing, owner)
+        sizes = {s.index: s.numel for s in plan.slots}
+        kept = {"feedback": Feedback(sizes), "owner_feedback": Feedback(sizes)} if codec.error_feedback else {}
+        if "block4" in name:
+            kept = {"owner_feedback": Feedback(sizes)}
+        made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30, **kept)
+        assert len(made.slices) == (1 if slicing is WHOLE else SLICES)
+        out = []
+        for step in range(3):
+            bucket = torch.from_numpy(np.random.default_rng([comm.rank, step]).standard_normal(numel).astype(np.float32))
+            run_stages(made, bucket, step)
+            assert not made.flagged
+            out.append(bucket)
+        return out + [k.state({i: str(i) for i in sizes}) for k in kept.values()]
+
+    whole, sliced = (run_local(world, work, slicing) for slicing in (WHOLE, Slicing(numel // SLICES)))
+    for mine, other in zip(whole, sliced, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            if isinstance(a, dict):
+                assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+            else:
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"precondition": True}, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}, {"transform": AggregateAdagrad()},
+     {"transactional": True}, {"quality_every": 2}, {"start_step": 1}, {"start_step": 2, "start_codec": "block4"}],
+    ids=str,
+)  # fmt: skip
+def test_an_averager_gives_the_same_with_slices(options, dtype):
+    """Through the pipeline of an averager, with whatever is on, and its state is the same, too."""
+
+    def work(comm, slice_numel):
+        named = [(f"w{i}", torch.nn.Parameter(torch.zeros(s, dtype=dtype))) for i, s in enumerate([(256, 64), (9,), (64, 100)])]
+        averager = GradientAverager(named, OneBit(), comm, timeout_s=30, slice_numel=slice_numel, **options)
+        for step in range(4):
+            for index, (_, p) in enumerate(named):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + 10 * comm.rank + index)).to(dtype)
+            averager.average()
+        state, sent = averager.state_dict(), averager.stats.bytes_sent
+        averager.close()
+        return [p.grad for _, p in named], state, sent
+
+    whole, sliced = run_local(4, work, None), run_local(4, work, 3000)
+    for mine, other in zip(whole, sliced, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine[0], other[0], strict=True))
+        for part in ("residual", "owner_residual", "transform_state", "second_moment"):
+            a, b = (state.get(part) or {} for state in (mine[1], other[1]))
+            assert a.keys() == b.keys()
+            for name, values in a.items():
+                pairs = zip(values.values(), b[name].values(), strict=True) if isinstance(values, dict) else [(values, b[name])]
+                assert all(torch.equal(x, y) for x, y in pairs)
+        assert mine[2] < other[2] < 1.2 * mine[2]  # headers
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["ternary", "onebit", "ternary-block4"])
+@pytest.mark.parametrize("where", [0, 95_000, 190_000])
+def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
+    """The whole bucket is NaN on all ranks, residuals stay, and the next step is as if nothing had been."""
+    codec, numel = CODECS[name], sum(int(np.prod(s)) for s in SHAPES)
+
+    def work(comm):
+        feedback = Feedback({s.index: s.numel for s in slots_of(codec)}) if codec.error_feedback else None
+        plan = plan_of(codec, exchange, 3, comm.rank, Slicing(numel // SLICES))
+        made = BucketExchange(plan, comm, torch.float32, Stats(), feedback=feedback, timeout_s=30)
+        good = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+        out = []
+        for step, bad in enumerate((False, True, False)):
+            bucket = good.clone()
+            if bad and comm.rank == 1:
+                bucket[where] = float("inf")
+            run_stages(made, bucket, step)
+            out.append((made.flagged, bucket, feedback.state(dict(enumerate("abcd"))) if feedback else {}))
+        return out
+
+    for first, second, third in run_local(3, work):
+        assert [first[0], second[0], third[0]] == [False, True, False]
+        assert bool(second[1].isnan().all())
+        assert bool(third[1].isfinite().all())
+        assert all(torch.equal(first[2][k], second[2][k]) for k in first[2])
+
+
+def test_an_overflow_in_a_late_slice_is_nan_everywhere():
+    """Means that overflow bf16 in the last slice alone: what earlier slices have written is NaN, too."""
+
+    def work(comm):
+        plan = BucketPlan(Identity(), [Slot(0, 4096, 4096, True, 0)], choose(Identity(), 2), 2, comm.rank, slicing=Slicing(512))
+        made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30)
+        bucket = torch.ones(4096)
+        bucket[-1] = 3e38
+        run_stages(made, bucket, 0)
+        return made.flagged, bool(bucket.isnan().all())
+
+    assert run_local(2, work) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+def test_a_cut_covers_every_element_once(count):
+    """In order, at multiples of 8, between groups where groups are small, and evenly."""
+    slots = [Slot(0, 5000, 5000, True, 0), Slot(1, 77, 1, False, 5000), Slot(2, 40_040, 10, True, 5077), Slot(3, 0, 1, True, 45_117)]
+    runs = cut(whole_pieces(slots), count)
+    assert len(runs) == count
+    flat = [p for one in runs for p in one]
+    at = 0
+    for p in flat:
+        assert p.numel > 0 and p.data == at == p.slot.offset + p.start
+        at += p.numel
+        assert p.start % 8 == 0 and p.residual == p.slot.residual + p.start
+        assert p.slot.index != 2 or p.start % p.slot.group_numel == 0
+    assert at == 45_117
+    sizes = [sum(p.numel for p in one) for one in runs]
+    assert max(sizes) - min(sizes) <= 2 * 320
+    assert cuts_groups(runs) is (count > 10)  # the one group of the first tensor
+    assert not cuts_groups(cut(whole_pieces(slots[2:]), 7))
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["ternary", "ternary-own", "onebit", "onebit-tensor"])
+def test_every_row_is_encoded_once_and_before_it_is_sent(name, exchange):
+    codec, world = CODECS[name], 4
+    plan = plan_of(codec, exchange, world, 1, Slicing(10_000))
+    seen = {s.index: np.zeros(s.numel, int) for s in plan.slots}
+    assert len(plan.slices) > 10
+    for one in plan.slices:
+        for row in itertools.chain(one.encoded.packed.rows, one.encoded.plain.rows):
+            seen[int(row["parameter"])][row["start"] : row["start"] + row["numel"]] += 1
+        for message in one.messages:
+            for p in message.pieces:
+                assert (seen[p.slot.index][p.start : p.start + p.numel] == 1).all()
+    assert all((values == 1).all() for values in seen.values())
+
+
+def test_second_phases_whose_scales_span_slices_go_whole():
+    """So that no value depends on slices: a tensor's one scale of means needs all of them."""
+    slicing, counts = Slicing(40_000), {}
+    for name in ("ternary", "ternary-own", "ternary-block4", "ternary-row", "ternary-bf16", "onebit", "onebit-tensor", "block2"):
+        plan = plan_of(CODECS[name], "reduce_scatter", 4, 0, slicing)
+        counts[name] = [len(one.second) for one in plan.slices]
+    last_alone = [0] * (len(counts["ternary"]) - 1) + [4]
+    assert {name for name, found in counts.items() if found == last_alone} == {"ternary-own", "ternary-block4", "onebit-tensor"}
+    assert all(set(found) == {4} for name, found in counts.items() if found != last_alone)
+    owner = BucketPlan(
+        OneBit(), slots_of(OneBit()), Strategy("reduce_scatter", "requantize"), 4, 0, slicing=Slicing(40_000, whole_second=True)
+    )
+    assert [len(one.second) for one in owner.slices] == last_alone
+
+
+def test_slices_cost_less_than_a_percent_and_small_buckets_none():
+    """Headers and scales of slices as large as they are by default, at up to 64 ranks."""
+    assert [Slicing().count(n, 2) for n in (0, 1, 2 * SLICE_NUMEL - 1, 2 * SLICE_NUMEL, 16 * SLICE_NUMEL)] == [1, 1, 1, 2, 16]
+    numel = 16 * SLICE_NUMEL
+    for codec, world in itertools.product((Ternary(), OneBit(), Block(2), Identity()), (2, 8, 64)):
+        slot = Slot(0, numel, codec.group_numel((4096, 4096)), True, 0)
+        whole, sliced = (
+            BucketPlan(codec, [slot], choose(codec, world), world, 0, slicing=s).sent_nbytes for s in (WHOLE, Slicing())
+        )
+        assert whole < sliced < 1.01 * whole, (codec, world)
+
+
+def test_run_stages_overlaps_slices():
+    """A slice is encoded after the one before it has left and before that one's answer is waited for; each in its order."""
+    order = []
+
+    class Recorder:
+        flagged = True
+
+        def begin(self, buffer, step, bucket):
+            self.slices = tuple(tuple(lambda n=n, s=s: order.append((n, s)) for s in range(4)) for n in range(3))
+
+    run_stages(Recorder(), torch.zeros(1), 0)
+    assert len(order) == 12
+    for n, s in order:
+        assert s == 0 or order.index((n, s - 1)) < order.index((n, s))
+        assert n == 0 or order.index((n - 1, s)) < order.index((n, s))
+    assert order.index((1, 1)) < order.index((0, 2)) and order.index((2, 1)) < order.index((1, 2))
+
+
+def test_ranks_with_other_slices_are_a_mismatch():
+    def work(comm):
+        p = torch.nn.Parameter(torch.zeros(64, 64))
+        averager = GradientAverager([("w", p)], OneBit(), comm, slice_numel=512 << comm.rank, timeout_s=20)
+        p.grad = torch.ones_like(p)
+        try:
+            averager.average()
+        except PeerMismatch as error:
+            return error.field
+        finally:
+            averager.close()
+
+    assert run_local(2, work) == ["slice_numel"] * 2
+
+
+@pytest.mark.parametrize("value", [0, -1, 63, 1.5, True, "1m"])
+def test_a_slice_of_nothing_is_refused(value):
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(ValueError, match="slice_numel must be None or an integer of at least 64"):
+        GradientAverager([("w", parameter)], OneBit(), LocalCommunicator.group(1)[0], slice_numel=value)
+
+
+def test_all_reduce_goes_in_slices():
+    """The functional door cuts large tensors, too, on the caller's thread alone."""
+    import gradcomp
+
+    numel = 2 * SLICE_NUMEL + 77
+
+    def work(comm):
+        tensor = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+        gradcomp.all_reduce(tensor, Ternary(), comm, timeout_s=60)
+        call = comm.kept["all_reduce", 0]
+        return tensor, [len(made.slices) for made in call.exchanges.values()]
+
+    found = run_local(2, work)
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == [2]
+
+    def whole(comm):
+        tensor = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+        slot = Slot(0, numel, numel, True, 0)
+        made = BucketExchange(BucketPlan(Ternary(), [slot], choose(Ternary(), 2), 2, comm.rank), comm, torch.float32, Stats())
+        run_stages(made, tensor, 0)
+        return tensor
+
+    assert torch.equal(run_local(2, whole)[0], found[0][0])
