@@ -66,7 +66,7 @@ class Options:
         transactional: commit residuals only if no bucket of the step held NaN or Inf and every rank has ended the step (a round
             of 16 bytes); on by default with `grad_scaler`.
         slice_numel: elements of a slice, at least: a bucket of twice as many or more goes in slices, one of which is encoded while the one
-            before it is on the wire. It changes no value. None: 1,048,576. For experiments.
+            before it is on the wire. It changes no value. None: 2,097,152. For experiments.
         quality_every: steps from one sample for `quality()` to the next, on this rank; 0: none.
         timeout_s: seconds after which a silent peer is given up; by default the communicator's own, which is that of its process
             group over torch.distributed and 300 otherwise.

@@ -35,7 +35,7 @@ class Averages:
 
     def __init__(self, kernels: Kernels, plan: BucketPlan, inboxes: Sequence[Inbox], dtype: torch.dtype) -> None:
         self._kernels, self._inboxes = kernels, inboxes
-        self._added, self._dtype = not plan.scatters, dtype
+        self._added, self._dtype, self._numel = not plan.scatters, dtype, plan.numel
         self._parts = [self._payloads(plan, inbox) for inbox in inboxes]
 
     def _payloads(self, plan: BucketPlan, inbox: Inbox) -> tuple[tuple[Payloads, Table], ...]:
@@ -59,7 +59,7 @@ class Averages:
         """Write those of one slice."""
         bad = False
         for payloads, table in self._parts[number]:
-            bad |= self._kernels.sum_decode(payloads, table, out)
+            bad |= self._kernels.sum_decode(payloads, table, out, self._numel)
         return bad
 
     def refuse_unflagged(self, number: int, where: str) -> None:

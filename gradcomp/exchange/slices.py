@@ -18,7 +18,7 @@ from gradcomp.kernels.tables import Table
 from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.pieces import Piece
 
-SLICE_NUMEL = 1 << 20  # docs/explanation/exchange.md has how it was measured
+SLICE_NUMEL = 1 << 21  # docs/explanation/exchange.md has how it was measured
 MESSAGE_NUMEL = 1 << 17  # to one owner, at least: 16 KB of 1 bit, beside which a header is nothing
 UNIT_NUMEL = 64  # cuts are at multiples of it
 

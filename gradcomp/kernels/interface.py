@@ -99,8 +99,11 @@ class Kernels(Protocol):
 
     # ---- averages ----------------------------------------------------------------------------------------------------
 
-    def sum_decode(self, payloads: Payloads, table: Table, out: Tensor) -> bool:
-        """Write averages to `out`, of the payloads' dtype; True: one that was written is not finite."""
+    def sum_decode(self, payloads: Payloads, table: Table, out: Tensor, written: int = 0) -> bool:
+        """Write averages to `out`, of the payloads' dtype; True: one that was written is not finite.
+
+        `written`: elements that calls like this write before any is read, where these are more than the table's.
+        """
 
     def sum_lanes(self, payloads: Payloads, source: Table, target: Table, lane_bits: int, out: Tensor) -> None:
         """Write the integer sums of ternary payloads as lanes into a payload; the tables are parallel."""

@@ -128,13 +128,13 @@ def prepare(payloads: Payloads) -> _Prepared:
     return made
 
 
-def sum_decode(payloads: Payloads, table: Table, out: Tensor) -> bool:
+def sum_decode(payloads: Payloads, table: Table, out: Tensor, written: int = 0) -> bool:
     """See `Kernels.sum_decode`."""
     if not table.count:
         return False
     name, decode, head, dtype, *_ = prepare(payloads)
     flag, target = ffi.new("uint32_t *"), values_of(out)
-    flags = lib.GC_STREAM if table.numel * out.element_size() > CACHE_NBYTES else 0
+    flags = lib.GC_STREAM if max(table.numel, written) * out.element_size() > CACHE_NBYTES else 0
     run(name, table, lambda rows, count, _: decode(*head, rows, count, target, dtype, flags, flag))
     return bool(flag[0])
 
