@@ -41,6 +41,10 @@ class _Call:
         self.agreed: OrderedDict[Any, Route] = OrderedDict()
         self.exchanges: OrderedDict[Any, BucketExchange] = OrderedDict()
 
+    def forget(self, exchange: BucketExchange) -> None:
+        """Let the buffers of an exchange go."""
+        self.exchanges = OrderedDict((kind, one) for kind, one in self.exchanges.items() if one is not exchange)
+
 
 def all_reduce(
     tensor: Tensor,
@@ -89,6 +93,8 @@ def all_reduce(
     phase = codec.resolved_second_phase(comm.world_size)
     if feedback is not None and not (codec.error_feedback or owners_feed_back(phase, codec)):
         raise ValueError(f"{codec!r} takes no feedback")
+    if feedback is None and codec.second_phase is None and codec.sum_form(comm.world_size) is not None:
+        codec = codec.with_second_phase("exact")  # means of 4 bits without residuals would lean to one side at every call
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
     call = comm.kept.get(("all_reduce", key)) or comm.kept.setdefault(("all_reduce", key), _Call(comm, key))
@@ -119,6 +125,9 @@ def all_reduce(
         found.feedback = feedback if codec.error_feedback else None
         try:
             run_stages(found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now)
+        except BaseException:
+            call.forget(found)  # a slice behind the one that failed may still be under way into its memory
+            raise
         finally:
             found.feedback = found.owner_feedback = None  # residuals are the caller's, buffers stay
     return tensor

@@ -153,3 +153,27 @@ def test_a_pipeline_that_nobody_uses_frees_its_threads():
         gc.collect()
         time.sleep(0.01)
     assert alive() == 0
+
+
+def test_after_a_failure_no_task_ends_while_a_stage_is_at_work():
+    """The slices of one bucket are tasks of their own: the last one ends the bucket, which an earlier one may still write to."""
+    pipeline, order = Pipeline(2), []
+    writing, failed = threading.Event(), threading.Event()
+
+    def write():
+        writing.set()
+        failed.wait(5)
+        time.sleep(0.2)
+        order.append("written")
+
+    def fail():
+        writing.wait(5)
+        failed.set()
+        raise KeyError("stage")
+
+    first = Task([lambda: None, write], lambda error: order.append("first ends"))
+    pipeline.submit(first, Task([fail, lambda: None], lambda error: order.append("last ends")))
+    with pytest.raises(KeyError):
+        pipeline.wait()
+    assert order[0] == "written" and sorted(order[1:]) == ["first ends", "last ends"]
+    pipeline.close()

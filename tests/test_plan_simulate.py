@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from gradcomp import OneBit
+from gradcomp import Block, OneBit
 from gradcomp.plan import METHODS, Link, Rates, StageRate, Stragglers, Transport, Workload, predict, simulate
 from gradcomp.plan.accuracy import expected
-from gradcomp.plan.costs import Collective, find_method
+from gradcomp.plan.costs import Collective, find_method, plan_buckets
 from gradcomp.plan.events import BucketWork, Run, Stage
 from gradcomp.plan.links import format_seconds
 from gradcomp.plan.rates import STAGES, calibrate
+from gradcomp.plan.simulate import _slice_work
 
 FAST = Link(math.inf)
 ONE = (("w", (1000, 1000)),)  # one bucket: 4 MB in fp32
@@ -433,3 +434,28 @@ def test_flops_that_are_all_zero_say_nothing():
 def test_parameters_without_values_still_compute():
     empty = Workload((("w", (0, 10)), ("v", (0,))), 10, 1.0)
     assert simulate(empty, "onebit reduce_scatter", 2, FAST).seconds == pytest.approx(5.0)
+
+
+def test_a_second_phase_in_one_piece_follows_the_last_slice():
+    """`Ternary`'s means of a whole tensor have one scale, so 8 ranks wait for all of the first phase; rows do not."""
+    workload = Workload((("w", (4096, 4096)),), minibatch=1.0, t_frame=0.0, weak=True)
+    rates = Rates({name: {s: StageRate(per_value_s=1e-9) for s in ("encode", "owner", "decode")} for name in ("ternary block4", "block4 reduce_scatter")})
+    work = {}
+    for name in rates.stages:
+        method = find_method(name)
+        codec = method.codec if name.startswith("ternary") else Block(4, group=512)
+        method = replace(method, codec=codec)
+        (bucket,) = plan_buckets(method, workload.parameters, 8)
+        assert bucket.slices == 8 and bucket.whole_second is name.startswith("ternary")
+        work[name] = _slice_work(method, bucket, 8, rates)
+    for name, slices in work.items():
+        sent = [one.stages[2].collective is not None for one in slices]
+        assert sent == [not name.startswith("ternary")] * 7 + [True]
+        assert sum(one.stages[1].seconds for one in slices) == pytest.approx(4096**2 * 1e-9)
+
+
+def test_rates_of_another_way_of_the_codec_stand_in_for_missing_ones():
+    """Files of before a method was there do not make it free."""
+    rates = Rates({"ternary requantize": {"encode": StageRate(per_value_s=1.0)}})
+    assert rates.stage_seconds(find_method("ternary block4"), 8, 10, 2)[1] == 10.0
+    assert rates.stage_seconds(find_method("onebit reduce_scatter"), 8, 10, 2) == (0.0,) * 4

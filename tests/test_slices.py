@@ -282,3 +282,35 @@ def test_all_reduce_goes_in_slices():
         return tensor
 
     assert torch.equal(run_local(2, whole)[0], found[0][0])
+
+
+def test_all_reduce_without_residuals_sends_exact_sums_at_every_size():
+    """Means of 4 bits lean to one side where nobody keeps what they leave out: not by default."""
+    import gradcomp
+
+    def work(comm, codec):
+        tensor = torch.randn(4096, generator=torch.Generator().manual_seed(comm.rank))
+        gradcomp.all_reduce(tensor, codec, comm, timeout_s=60)
+        return tensor
+
+    exact, found, four = (run_local(8, work, c)[0] for c in (Ternary(second_phase="exact"), Ternary(), Ternary(second_phase="block4")))
+    assert torch.equal(exact, found) and not torch.equal(exact, four)
+
+
+def test_a_failed_all_reduce_keeps_no_buffers():
+    """A slice behind the one that failed may still be arriving in them."""
+    import gradcomp
+
+    def work(comm):
+        tensor, errors = torch.randn(2 * SLICE_NUMEL, generator=torch.Generator().manual_seed(comm.rank)), 0
+        gradcomp.all_reduce(tensor.clone(), Ternary(), comm, timeout_s=60)
+        try:
+            gradcomp.all_reduce(tensor.clone(), Ternary(), comm, timeout_s=60, step=5 + comm.rank)
+        except PeerMismatch:
+            errors += 1
+        kept = len(comm.kept["all_reduce", 0].exchanges)
+        gradcomp.all_reduce(tensor, Ternary(), comm, timeout_s=60, step=9)
+        return errors, kept, tensor
+
+    (first, kept, a), (second, _, b) = run_local(2, work)
+    assert (first, second, kept) == (1, 1, 0) and torch.equal(a, b) and bool(a.abs().max() > 0.5)

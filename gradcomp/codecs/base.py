@@ -6,6 +6,7 @@ ranks sent; each works on a whole payload of many pieces, by the tables of a `Pa
 
 from __future__ import annotations
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -233,6 +234,12 @@ class Codec(ABC):
         if sums is None:
             return "requantize"
         return "exact" if sums.form.bits <= MOST_EXACT_BITS else "block4"
+
+    def with_second_phase(self, name: str) -> Codec:
+        """Return the same codec with another second phase."""
+        out = copy.copy(self)
+        out.second_phase = name
+        return out
 
     def requantizer(self) -> Codec:
         """Return the codec that writes the owner's means in a "requantize" second phase."""

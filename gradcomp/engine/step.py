@@ -142,12 +142,13 @@ class Engine:
                 buffer.fill_(float("nan"))
             done()
 
-        start = self.pipeline.submit if self.comm.world_size > 1 else self.pipeline.run
         tasks = [Task(steps, _nothing) for steps in slices]
         tasks[0].stages = (first, *slices[0][1:])
         tasks[-1].done = end
-        for task in tasks:
-            start(task)
+        if self.comm.world_size > 1:
+            self.pipeline.submit(*tasks)
+        else:
+            self.pipeline.run(*tasks)
 
     def seal_step(self) -> None:
         """Take note that the step has all its buckets: where steps count as a whole, the round that says so may start."""

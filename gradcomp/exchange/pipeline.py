@@ -73,18 +73,19 @@ class Pipeline:
         self._busy: set[int] = set()  # stages at work
         self.error: BaseException | None = None
 
-    def submit(self, task: Task) -> None:
-        """Send a task on its way; it ends at once if the pipeline has failed."""
+    def submit(self, *tasks: Task) -> None:
+        """Send tasks on their way, one after the other; all of them end at once if the pipeline has failed."""
         with self._changed:
             failed = self.error
             if failed is None:
-                self._pending.append(task)
+                self._pending += tasks
                 if not self._threads:
                     self._start()
-        if failed is None:
-            self._inboxes[0].put(task)
-        else:
-            self._finish(task, failed)
+        for task in tasks:
+            if failed is None:
+                self._inboxes[0].put(task)
+            else:
+                self._finish(task, failed)
 
     def run(self, task: Task) -> None:
         """Run a task here and now, without threads: for work that waits for nobody."""
@@ -176,8 +177,10 @@ class Pipeline:
             self._changed.notify_all()
         if error is not None:
             self.fail(error)
-        if self.error is not None or number == len(self._inboxes) - 1:
-            self._finish(task, self.error)
+        elif self.error is not None:
+            return  # `fail` ends all tasks together, since another stage may be at work on a slice of the same bucket
+        elif number == len(self._inboxes) - 1:
+            self._finish(task, None)
         else:
             self._inboxes[number + 1].put(task)
 

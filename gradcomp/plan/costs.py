@@ -7,7 +7,6 @@ which at thousands of ranks is gigabytes of Python; `gradcomp.payload.sizes` is 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,13 +54,7 @@ def _ways(codec: Codec) -> list[Method]:
     gathered = Method(f"{codec.name} all_gather", codec, "all_gather")
     if len(phases) == 1:
         return [gathered, Method(f"{codec.name} reduce_scatter", codec, "reduce_scatter", *phases)]
-    return [gathered, *(Method(f"{codec.name} {p}", _with_phase(codec, p), "reduce_scatter", p) for p in phases)]
-
-
-def _with_phase(codec: Codec, second_phase: str) -> Codec:
-    out = copy.copy(codec)
-    out.second_phase = second_phase
-    return out
+    return [gathered, *(Method(f"{codec.name} {p}", codec.with_second_phase(p), "reduce_scatter", p) for p in phases)]
 
 
 METHODS = (
@@ -109,6 +102,7 @@ class Bucket:
         owned_numel: values that the rank owns in a reduce_scatter.
         collectives: what each stage but the last starts at its end, None where it starts nothing.
         slices: in which it goes.
+        whole_second: its second phase goes in one piece behind the last of them.
     """
 
     parameters: tuple[int, ...]
@@ -116,6 +110,7 @@ class Bucket:
     owned_numel: int
     collectives: tuple[Collective | None, ...]
     slices: int = 1
+    whole_second: bool = False
 
     @property
     def sent_nbytes(self) -> int:
@@ -170,7 +165,9 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int)
         return Bucket(indices, numel, numel, (scale, gathered, None), slices)
     ownership = ByElements(n)
     first = owned_nbytes(parameters, method.codec.form, ownership)
-    second = owned_nbytes(parameters, second_phase(method.second_phase, method.codec, n).form, ownership)
+    phase = second_phase(method.second_phase, method.codec, n)
+    second = owned_nbytes(parameters, phase.form, ownership)
+    largest = max((p.group_numel for p in parameters if p.compressed), default=0)
     owned = sum(int(b[rank + 1] - b[rank]) for b in (owner_starts(p.numel, ownership) for p in parameters))
     return Bucket(
         indices,
@@ -182,4 +179,5 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int)
             Collective("all_gather", (n - 1) * int(second.max()), all_gather_rounds(n)),
         ),
         slices,
+        whole_second=phase.measures_groups and largest * slices * n > numel,
     )

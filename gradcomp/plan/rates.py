@@ -71,7 +71,7 @@ class Rates:
     """CPU seconds of the stages of every method.
 
     Attributes:
-        stages: by method name, then by stage; a method that is missing costs nothing.
+        stages: by method name, then by stage; a method that is missing costs as another way of its codec does, or nothing.
     """
 
     stages: Mapping[str, Mapping[str, StageRate]] = field(default_factory=dict)
@@ -85,9 +85,15 @@ class Rates:
             numel: values of the bucket.
             owned: values of it that the rank owns.
         """
-        mine = self.stages.get(method.name, {})
+        mine = self.stages.get(method.name) or self._alike(method)
         names = STAGES if method.codec is not None else CAST_STAGES
         return tuple(mine.get(n, StageRate()).seconds(_features(method, n, world_size, numel, owned)) for n in names)
+
+    def _alike(self, method: Method) -> Mapping[str, StageRate]:
+        """Return the rates of another way of the same codec: those of files older than a method."""
+        kind = method.codec.name if method.codec is not None else None
+        alike = [m for m in METHODS if m.codec is not None and m.codec.name == kind and m.exchange == method.exchange]
+        return next((self.stages[m.name] for m in alike if m.name in self.stages), {})
 
     def save(self, path: Path) -> None:
         """Write the rates as JSON."""
@@ -96,6 +102,11 @@ class Rates:
     def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return plain dictionaries, for JSON."""
         return {m: {s: asdict(rate) for s, rate in stages.items()} for m, stages in self.stages.items()}
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Rates:
+        """Return what `to_dict` has made plain."""
+        return Rates({m: {s: StageRate(**rate) for s, rate in stages.items()} for m, stages in found.items()})
 
     @staticmethod
     def load(path: Path) -> Rates:
@@ -112,7 +123,7 @@ class Rates:
                 names = STAGES if find_method(method).codec is not None else CAST_STAGES
                 if unknown := set(stages) - set(names):
                     raise ValueError(f"{method} has no stage {min(unknown)!r}, only {', '.join(names)}")
-            return Rates({m: {s: StageRate(**rate) for s, rate in stages.items()} for m, stages in found.items()})
+            return Rates.from_dict(found)
         except (TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} does not hold rates: {error}") from None
 

@@ -278,17 +278,24 @@ def simulate(
 
 
 def _slice_work(method: Method, bucket: Bucket, nodes: int, rates: Rates) -> list[BucketWork]:
-    """Return the work on a bucket, slice by slice: alike, but that the first one has the statistics and the round of scales."""
-    count = bucket.slices
-    seconds = rates.stage_seconds(method, nodes, bucket.numel, bucket.owned_numel)
-    collectives = (*bucket.collectives, None)
+    """Return the work on a bucket, slice by slice: alike, but that the first one has the statistics and the round of scales, and the last
+    one all of a second phase that goes in one piece."""
+    count, collectives = bucket.slices, (*bucket.collectives, None)
+    whole = rates.stage_seconds(method, nodes, bucket.numel, bucket.owned_numel)
     if count == 1:
-        return [BucketWork(tuple(Stage(s, c) for s, c in zip(seconds, collectives, strict=True)))]
-    shared = [
-        Stage(s / count, c and replace(c, nbytes=c.nbytes // count)) for s, c in zip(seconds[1:], collectives[1:], strict=True)
-    ]
-    first = BucketWork((Stage(seconds[0], collectives[0]), *shared))
-    return [first, *[BucketWork((Stage(0.0, None), *shared))] * (count - 1)]
+        return [BucketWork(tuple(Stage(s, c) for s, c in zip(whole, collectives, strict=True)))]
+    part = rates.stage_seconds(method, nodes, bucket.numel // count, bucket.owned_numel // count)
+    out = []
+    for number in range(count):
+        first, last = number == 0, number == count - 1
+        stages = [Stage(whole[0], collectives[0]) if first else Stage(0.0, None)]
+        for place, (seconds, each) in enumerate(zip(part[1:], collectives[1:], strict=True)):
+            if place and bucket.whole_second:
+                stages.append(Stage(whole[place + 1], each) if last else Stage(0.0, None))
+            else:
+                stages.append(Stage(seconds, each and replace(each, nbytes=each.nbytes // count)))
+        out.append(BucketWork(tuple(stages)))
+    return out
 
 
 def _pieces(workload: Workload, buckets: Sequence[Bucket]) -> list[tuple[float, tuple[int, ...]]]:

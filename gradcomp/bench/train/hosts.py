@@ -1,0 +1,148 @@
+"""Hosts on one machine: network namespaces joined by a bridge, with links of a given rate, which are removed at the end.
+
+A bench has namespaces of its own, its bridge in one of them, so that nothing of the machine's network is touched and two benches at
+once do not meet. Their names hold the number of the process that made them: what a killed bench has left is found and removed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+from types import TracebackType
+
+from gradcomp.plan.links import Link
+
+PREFIX = "gradcomp-bench"
+INTERFACE = "eth0"
+BURST_NBYTES = 256 << 10  # a link's bucket holds so much, and 2 ms of what is faster than 1 Gbit/s
+QUEUE_S = 0.4  # longest that a packet waits in a link before it is dropped
+
+
+class NoHosts(Exception):
+    """Hosts cannot be made here; the message says why and what to do."""
+
+
+def unavailable() -> str:
+    """Return why hosts cannot be made here, "" if they can."""
+    if os.geteuid() != 0:
+        return "network namespaces are made by root alone: run as root, or measure on loopback with --hosts 0"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2, or measure on loopback with --hosts 0"
+    name = f"{PREFIX}-{os.getpid()}-probe"
+    found = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if found.returncode:
+        return f"no network namespaces here ({found.stderr.strip()}): measure on loopback with --hosts 0"
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    return ""
+
+
+class Hosts:
+    """`count` hosts while a ``with`` block runs.
+
+    Args:
+        count: how many.
+        link: of every host, in both directions; an infinite rate is not shaped.
+
+    Attributes:
+        latency_s: of a link, as far as the kernel can delay packets.
+
+    Raises (on entry): NoHosts; ValueError for a rate that tc refuses.
+    """
+
+    def __init__(self, count: int, link: Link) -> None:
+        self.count, self.link = count, link
+        self.latency_s = 0.0
+        self._made: list[str] = []
+
+    def __enter__(self) -> Hosts:  # noqa: PYI034 - Self is of Python 3.11
+        why = unavailable()
+        if why:
+            raise NoHosts(why)
+        sweep()
+        try:
+            self._switch = self._add("switch")
+            _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
+            _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+            for number in range(self.count):
+                self._join(number)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def command(self, number: int) -> list[str]:
+        """Return the words that run a program on a host."""
+        return ["ip", "netns", "exec", self._name(f"host{number}")]
+
+    def address(self, number: int) -> str:
+        """Return a host's address."""
+        return f"10.77.{number // 250}.{number % 250 + 1}"
+
+    def _join(self, number: int) -> None:
+        name, port = self._add(f"host{number}"), f"port{number}"
+        _run("ip", "link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
+        _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
+        _run("ip", "-n", name, "addr", "add", f"{self.address(number)}/16", "dev", INTERFACE)
+        _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        self._shape(name, INTERFACE)
+        self._shape(self._switch, port)
+
+    def _shape(self, namespace: str, interface: str) -> None:
+        """Limit what leaves an interface; delay it by half the latency, so that both ends together make the whole."""
+        parent = ["root"]
+        if not math.isinf(self.link.bits_per_s):
+            rate = round(self.link.bits_per_s)
+            burst = max(BURST_NBYTES, rate // 8 // 500)
+            shape = ["tbf", "rate", f"{rate}bit", "burst", str(burst), "latency", f"{QUEUE_S * 1e3:.0f}ms"]
+            try:
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "handle", "1:", *shape)
+            except NoHosts as error:
+                raise ValueError(f"tc refuses a link of {rate} bit/s: {error}") from None
+            parent = ["parent", "1:1"]
+        if self.link.latency_s:
+            delay = ["netem", "delay", f"{self.link.latency_s * 5e5:.0f}us", "limit", "100000"]
+            try:
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, *parent, *delay)
+            except NoHosts:  # this kernel has no netem
+                return
+            self.latency_s = self.link.latency_s
+
+    def _name(self, what: str) -> str:
+        return f"{PREFIX}-{os.getpid()}-{what}"
+
+    def _add(self, what: str) -> str:
+        name = self._name(what)
+        _run("ip", "netns", "add", name)
+        self._made.append(name)
+        return name
+
+    def _remove(self) -> None:
+        while self._made:
+            subprocess.run(["ip", "netns", "delete", self._made.pop()], capture_output=True, check=False)
+
+
+def sweep() -> list[str]:
+    """Remove the namespaces of benches that are gone; return their names."""
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    gone = []
+    for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\w+)", found, re.MULTILINE):
+        if not os.path.exists(f"/proc/{pid}"):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            gone.append(name)
+    return gone
+
+
+def _run(*words: str) -> None:
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise NoHosts(f"{' '.join(words)}: {found.stderr.strip()}")

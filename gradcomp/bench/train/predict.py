@@ -1,0 +1,60 @@
+"""What the planner says of the steps that the bench has measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from gradcomp.bench.accuracy.methods import METHODS as CODECS
+from gradcomp.bench.accuracy.methods import parse
+from gradcomp.exchange.sizing import choose
+from gradcomp.plan.costs import Method, find_method
+from gradcomp.plan.links import Link
+from gradcomp.plan.rates import Rates
+from gradcomp.plan.simulate import Workload, simulate
+
+
+def planned(name: str, world_size: int) -> Method | None:
+    """Return a method of the bench as the planner has it; None for what it does not know."""
+    word = name.partition(":")[0]
+    if word in ("fp32", "bf16"):
+        return find_method(word)
+    if word not in CODECS:
+        return None
+    method = parse(name)
+    if method.codec is None or method.options.get("precondition"):
+        return None
+    strategy = choose(method.codec, world_size, method.options.get("exchange", "auto"))
+    return Method(f"{name} {strategy}", method.codec, strategy.exchange, strategy.second_phase)
+
+
+def predict(
+    name: str, model: nn.Module, alone: Sequence[dict[str, Any]], link: Link, rates: Rates, cores: int, ranks: int
+) -> float | None:
+    """Return the seconds of a step that the planner expects; None: it does not know the method.
+
+    Args:
+        name: of the method.
+        model: what is trained.
+        alone: results of the ranks under DDP without an exchange.
+        link: of every host.
+        rates: of codecs.
+        cores: of a host.
+        ranks: how many.
+    """
+    method = planned(name, ranks)
+    if method is None:
+        return None
+    step = max(statistics.median(one["seconds"]) for one in alone)
+    update = max(statistics.median(one["update_seconds"]) for one in alone)
+    work = Workload(
+        tuple((name, tuple(p.shape)) for name, p in model.named_parameters()),
+        minibatch=1.0,
+        t_frame=max(0.0, step - update),
+        t_update=update,
+        weak=True,
+    )
+    return simulate(work, method, ranks, link, rates=rates, cores=cores).seconds

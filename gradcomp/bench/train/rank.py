@@ -1,0 +1,182 @@
+"""What one rank of ``python -m gradcomp.bench train`` does: ``python -m gradcomp.bench.train.rank JSON``, a result in JSON lines.
+
+A process trains with one method and ends, so that a method which crashes or hangs spoils no other. Its words to the bench are lines
+of its standard output that begin with `MARK`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
+from gradcomp.bench.accuracy.run import rate_at
+from gradcomp.bench.accuracy.workloads import Workload
+from gradcomp.bench.train import methods, workloads
+
+MARK = "@gradcomp "
+WARM_UP = 3  # steps in which buckets are made and rebuilt, and whose seconds do not count
+POINTS = 10  # of a curve
+TELL_S = 0.5
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank is to do.
+
+    Attributes:
+        method, workload, data, optimizer, steps, seed: as the command line has them.
+        curve: test now and then, and at the end.
+        cores: of this machine that the rank runs on.
+        interface: whose counters say what was sent; "" for none.
+    """
+
+    method: str
+    workload: str
+    data: str
+    optimizer: str
+    steps: int
+    seed: int
+    curve: bool
+    cores: tuple[int, ...]
+    interface: str
+
+
+def tell(**words: Any) -> None:
+    """Say something to the bench."""
+    print(MARK + json.dumps(words), flush=True)
+
+
+def train(task: Task) -> dict[str, Any]:
+    """Train as a rank of the default process group, which there is; return what was measured."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    workload = workloads.find(task.workload, Path(task.data))
+    settings = workload.settings
+    torch.manual_seed(task.seed)
+    plain = workload.model()
+    numel = sum(p.numel() for p in plain.parameters())
+    optimizers = OPTIMIZERS[task.optimizer](plain, settings.rates[task.optimizer])
+    rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    model, state = methods.wrap(plain, task.method)
+    draw = torch.Generator().manual_seed(1 + 1000 * task.seed + rank)
+    seconds: list[float] = []
+    updates: list[float] = []
+    cpu: list[float] = []
+    curve: list[tuple[int, float, float]] = []
+    sent = told = 0.0
+    points = {round(task.steps * (n + 1) / POINTS) for n in range(POINTS)} if task.curve else set()
+    for step in range(task.steps):
+        for group, rate in rates:
+            group["lr"] = rate * rate_at(step, task.steps, settings.warm_up)
+        minibatch = workload.minibatch(draw, settings.batch)
+        if step == min(WARM_UP, task.steps - 1):
+            dist.barrier()
+            sent = _sent_nbytes(task.interface)
+            if state is not None:
+                state.stats.reset()
+        begun, worked = time.perf_counter(), time.process_time()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        workload.loss(model, minibatch).backward()  # type: ignore[no-untyped-call]
+        averaged = time.perf_counter()
+        if settings.clip is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), settings.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+        seconds.append(time.perf_counter() - begun)
+        updates.append(time.perf_counter() - averaged)
+        cpu.append(time.process_time() - worked)
+        if time.perf_counter() - told > TELL_S:
+            told = time.perf_counter()
+            tell(step=step + 1)
+        if step + 1 in points and step + 1 < task.steps:
+            curve.append((step + 1, sum(seconds), _measure(workload, plain, rank, quick=True)))
+    counted = min(WARM_UP, task.steps - 1)
+    dist.barrier()
+    sent = _sent_nbytes(task.interface) - sent
+    stats = getattr(state, "stats", None)
+    steps = task.steps - counted
+    result = {
+        "rank": rank,
+        "world_size": world,
+        "parameters": numel,
+        "seconds": seconds[counted:],
+        "update_seconds": updates[counted:],
+        "cpu_seconds": cpu[counted:],
+        "sent_nbytes": sent / steps if task.interface else None,
+        "counted_nbytes": stats.bytes_sent / steps if stats is not None else None,
+        "phases": {name: value / steps for name, value in stats.seconds.items()} if stats is not None else {},
+        "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "curve": curve,
+    }
+    if task.curve:
+        measure = result["measure"] = _measure(workload, plain, rank)
+        curve.append((task.steps, sum(seconds), measure))
+    if state is not None and hasattr(state, "close"):
+        state.close()
+    return result
+
+
+def _measure(workload: Workload, model: nn.Module, rank: int, *, quick: bool = False) -> float:
+    """Return the workload's measure, which rank 0 takes while the others wait; outside of all seconds."""
+    found = torch.zeros(1, dtype=torch.float64)
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            found[0] = workload.test(model, quick=quick)
+        model.train()
+    dist.broadcast(found, 0)
+    return float(found[0])
+
+
+def _sent_nbytes(interface: str) -> float:
+    return float(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text()) if interface else 0.0
+
+
+def rates_of(names: list[str], world_size: int) -> dict[str, Any]:
+    """Return the CPU seconds of codecs on this rank's cores, as `Rates.to_dict` has them."""
+    from gradcomp.bench.train.predict import planned
+    from gradcomp.plan.rates import calibrate
+
+    found = {method.name: method for name in names if (method := planned(name, world_size)) is not None}
+    return calibrate([*found.values()]).to_dict()
+
+
+def main(argv: list[str]) -> int:
+    """Do what `argv[0]` says, and tell the result."""
+    given = json.loads(argv[0])
+    cores = tuple(given["cores"])
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    if "rates_of" in given:
+        tell(result=rates_of(given["rates_of"], given["world_size"]))
+        return 0
+    task = Task(**given | {"cores": cores})
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        tell(result=train(task))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def words(task: Task) -> str:
+    """Return a task as `main` reads it."""
+    return json.dumps(asdict(task))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

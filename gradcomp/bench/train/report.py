@@ -1,0 +1,99 @@
+"""The table of ``bench train``: one row a method, beside what the same step takes without an exchange."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from gradcomp.bench.train.methods import NONE, NOOP
+
+
+def row_of(
+    method: str, results: Sequence[dict[str, Any]], none_s: float | None, predicted_s: float | None, target: float | None, *, lower: bool
+) -> dict[str, Any]:
+    """Return a row: seconds of the slowest rank, bytes of the one that sends most.
+
+    Args:
+        method: its name.
+        results: of every rank.
+        none_s: median seconds of a step without an exchange.
+        predicted_s: what the planner expects.
+        target: measure whose time is wanted.
+        lower: whether a smaller measure is the better one.
+    """
+    each = [max(step) for step in zip(*(one["seconds"] for one in results), strict=True)]
+    median = statistics.median(each)
+    phases = results[0]["phases"]
+    busy = sum(seconds for name, seconds in phases.items() if name != "hidden")
+    sent = [one["sent_nbytes"] if one["sent_nbytes"] is not None else one["counted_nbytes"] for one in results]
+    reached = [
+        at for _, at, measure in results[0]["curve"] if target is not None and (measure <= target if lower else measure >= target)
+    ]
+    return {
+        "method": method,
+        "seconds": median,
+        "p95_seconds": sorted(each)[min(len(each) - 1, int(0.95 * len(each)))],
+        "exposed_seconds": None if none_s is None else median - none_s,
+        "predicted_seconds": predicted_s,
+        "sent_nbytes": max((s for s in sent if s is not None), default=None),
+        "cpu_seconds": statistics.median(results[0]["cpu_seconds"]),
+        "phases": phases,
+        "hidden_share": min(1.0, phases.get("hidden", 0.0) / busy) if busy else None,
+        "peak_nbytes": max(one["peak_nbytes"] for one in results),
+        "measure": results[0].get("measure"),
+        "curve": results[0]["curve"],
+        "target_seconds": reached[0] if reached else None,
+    }
+
+
+def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None) -> Table:
+    """Return the rows as a table; ratios are to fp32."""
+    fp32: dict[str, Any] = next((row for row in rows if row["method"] == "fp32" and not row.get("failed")), {})
+    out = Table(box=box.SIMPLE_HEAD)
+    out.add_column("method", no_wrap=True)
+    heads = ["step, ms", "p95", "exposed, ms", "fp32 / it", "planner", "sent, MB", "fp32 / it", "CPU, ms", "hidden", "peak, MB"]
+    heads += [measure] if measure else []
+    heads += [f"s to {target:g}"] if target is not None else []
+    for head in heads:
+        out.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        if row.get("failed"):
+            out.add_row(row["method"], "failed")
+            continue
+        exchanges = row["method"] not in (NONE, NOOP)
+        cells = [
+            _ms(row["seconds"]),
+            _ms(row["p95_seconds"]),
+            _ms(row["exposed_seconds"]) if row["method"] != NONE else "",
+            _ratio(fp32.get("exposed_seconds"), row["exposed_seconds"]) if exchanges else "",
+            _apart(row["predicted_seconds"], row["seconds"]),
+            _number(row["sent_nbytes"], 1e-6, ".3f") if exchanges else "",
+            _ratio(fp32.get("sent_nbytes"), row["sent_nbytes"]) if exchanges else "",
+            _ms(row["cpu_seconds"]),
+            _number(row["hidden_share"], 100, ".0f", " %"),
+            _number(row["peak_nbytes"], 1e-6, ".0f"),
+        ]
+        cells += [_number(row["measure"], 1, ".4g") if exchanges else ""] if measure else []
+        cells += [_number(row["target_seconds"], 1, ".1f") if exchanges else ""] if target is not None else []
+        out.add_row(row["method"], *cells)
+    return out
+
+
+def _ms(seconds: float | None) -> str:
+    return _number(seconds, 1e3, ".1f")
+
+
+def _number(value: float | None, factor: float, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{value * factor:{form}}{unit}"
+
+
+def _ratio(base: float | None, value: float | None) -> str:
+    return "" if not base or not value or value <= 0 else f"{base / value:.1f}x"
+
+
+def _apart(predicted: float | None, measured: float) -> str:
+    return "" if predicted is None else f"{1e3 * predicted:.0f} ({predicted / measured - 1:+.0%})"

@@ -1,0 +1,176 @@
+"""Starting the ranks of one method, hearing from them, and ending them when they hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradcomp.bench.train.hosts import INTERFACE, Hosts
+from gradcomp.bench.train.rank import MARK, Task, words
+
+MASTER_PORT = 29500
+ENDING_S = 5.0  # for ranks to end after one of them has failed, and after being told to
+POLL_S = 0.2
+
+
+@dataclass
+class Outcome:
+    """What became of a method.
+
+    Attributes:
+        results: of every rank, in order; empty where it failed.
+        failed: why, "" where it did not.
+    """
+
+    results: list[dict[str, Any]] = field(default_factory=list)
+    failed: str = ""
+
+
+def cores_of(number: int, count: int) -> tuple[int, ...]:
+    """Return the cores of rank `number` of `count`: a share of those of this machine, or one that others have, too."""
+    have = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    if count > len(have):
+        return (have[number % len(have)],)
+    share = len(have) // count
+    return tuple(have[number * share : (number + 1) * share])
+
+
+def run_method(
+    tasks: Sequence[Task], hosts: Hosts | None, hang_s: float, on_step: Callable[[int], None]
+) -> Outcome:
+    """Run one process a task and return what they tell.
+
+    Args:
+        tasks: of every rank; all alike but for their cores.
+        hosts: to run on; None: loopback.
+        hang_s: longest silence of all ranks before they are ended.
+        on_step: called with the steps that rank 0 has done.
+    """
+    address, port = ("127.0.0.1", _free_port()) if hosts is None else (hosts.address(0), MASTER_PORT)
+    return _run([words(task) for task in tasks], hosts, address, port, hang_s, on_step)
+
+
+def measure_rates(names: list[str], ranks: int, cores: tuple[int, ...], hang_s: float) -> dict[str, Any]:
+    """Return rates of codecs on so many cores, measured in a process of their own; none if that fails."""
+    given = json.dumps({"rates_of": names, "world_size": ranks, "cores": cores})
+    found = _run([given], None, "127.0.0.1", 0, hang_s, lambda step: None)
+    return found.results[0] if found.results else {}
+
+
+def _run(
+    given: Sequence[str], hosts: Hosts | None, address: str, port: int, hang_s: float, on_step: Callable[[int], None]
+) -> Outcome:
+    said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    tails: list[list[str]] = [[] for _ in given]
+    processes = []
+    try:
+        for rank, one in enumerate(given):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(len(given)),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo" if hosts is None else INTERFACE,
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [*(hosts.command(rank) if hosts is not None else []), sys.executable, "-m", "gradcomp.bench.train.rank"]
+            process = subprocess.Popen(
+                [*command, one], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            )
+            processes.append(process)
+            for stream in (process.stdout, process.stderr):
+                threading.Thread(target=_listen, args=(stream, rank, said, tails[rank]), daemon=True).start()
+        return _wait(processes, said, tails, hang_s, on_step)
+    finally:
+        _end(processes)
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[str]],
+    said: queue.SimpleQueue[tuple[int, str]],
+    tails: Sequence[list[str]],
+    hang_s: float,
+    on_step: Callable[[int], None],
+) -> Outcome:
+    results: dict[int, dict[str, Any]] = {}
+    begun = heard = time.monotonic()
+    failed_at = 0.0
+    while True:
+        try:
+            rank, line = said.get(timeout=POLL_S)
+        except queue.Empty:
+            line = ""
+        now = time.monotonic()
+        if line:
+            heard = now
+            told = json.loads(line)
+            if "result" in told:
+                results[rank] = told["result"]
+            elif rank == 0:
+                on_step(told["step"])
+            continue
+        statuses = [process.poll() for process in processes]
+        bad = [rank for rank, status in enumerate(statuses) if status]
+        if len(results) == len(processes) and all(status is not None for status in statuses):
+            return Outcome([results[rank] for rank in range(len(processes))])
+        if bad:
+            failed_at = failed_at or now
+            if now - failed_at > ENDING_S or all(status is not None for status in statuses):
+                return Outcome(failed=f"rank {bad[0]}: {_last(tails[bad[0]], statuses[bad[0]])}")
+        if now - heard > hang_s:
+            return Outcome(failed=f"hung after {now - begun:.0f} s")
+
+
+def _last(tail: list[str], status: int | None) -> str:
+    """Return the line that says most of why a process ended."""
+    if status is not None and status < 0:
+        return f"ended by signal {-status}"
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in tail]  # torch's mark
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Lost|Mismatch|Payload)\b", line)]
+    last = (errors or lines or [f"ended with status {status}"])[-1]
+    return last.rpartition("the callback: ")[2][:300]  # torch says it again for every callback of a hook
+
+
+def _listen(stream: Any, rank: int, said: queue.SimpleQueue[tuple[int, str]], tail: list[str]) -> None:
+    for line in stream:
+        if line.startswith(MARK):
+            said.put((rank, line[len(MARK) :]))
+        elif line.strip():
+            tail.append(line.rstrip())
+            del tail[:-50]
+
+
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """End what still runs: each is the leader of a session of its own, with whatever it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            if process.poll() is None:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:
+                    continue
+        deadline = time.monotonic() + ENDING_S
+        for process in processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,214 @@
+"""``python -m gradcomp.bench train``: hosts that are made and removed, methods that fail and hang, the table."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradcomp.bench.train import hosts, main, methods, workloads
+from gradcomp.bench.train.predict import planned
+from gradcomp.bench.train.report import row_of, table_of
+from gradcomp.bench.train.run import cores_of
+from gradcomp.plan.links import Link
+
+WHY = hosts.unavailable()  # "" where this machine lets us make hosts; elsewhere the bench is to say this, and nothing else happens
+HOOKS = '''
+import time
+import torch
+
+def crashes(model):
+    def hook(state, bucket):
+        raise RuntimeError("the hook fell over")
+    model.register_comm_hook(None, hook)
+
+def hangs(model):
+    def hook(state, bucket):
+        return torch.futures.Future()
+    model.register_comm_hook(None, hook)
+
+def refuses(model):
+    raise ValueError("not with this model")
+'''
+ROOT = Path(__file__).parents[1]
+
+
+def bench(*words, cwd, timeout=240):
+    environment = os.environ | {"PYTHONPATH": f"{cwd}:{ROOT}"}
+    command = [sys.executable, "-m", "gradcomp.bench", "train", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def namespaces():
+    return [name for name in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout.split() if hosts.PREFIX in name]
+
+
+@pytest.mark.slow
+def test_methods_side_by_side_those_that_fail_included(tmp_path):
+    """Over hosts where they can be made: bytes on the interface are those that gradcomp counts, and what TCP adds."""
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    where = ["--hosts", "0"] if WHY else ["--hosts", "2", "--link", "200mbit"]
+    names = ["fp32", "bf16", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "onebit:start_step=2"]
+    done = bench(*where, "--workload", "random:600000", "--steps", "8", "--hang", "12", "--json", "out.json", "--methods", *names, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    rows = {row["method"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert list(rows) == ["none", "noop", *names]
+    assert "the hook fell over" in rows["hooks:crashes"]["failed"] and "not with this model" in rows["hooks:refuses"]["failed"]
+    assert rows["hooks:hangs"]["failed"].startswith("hung after ")
+    assert all(word in done.stdout for word in ("hung after", "fp32 / it", "failed", "planner"))
+    numel = 600_064 // 1024 * 1024
+    for name, bits in (("fp32", 32), ("bf16", 16), ("ternary", 2)):
+        row = rows[name]
+        assert "failed" not in row and row["p95_seconds"] >= row["seconds"] > 0
+        assert row["exposed_seconds"] == pytest.approx(row["seconds"] - rows["none"]["seconds"])
+        if not WHY:
+            assert row["sent_nbytes"] == pytest.approx(numel * bits / 8, rel=0.12)
+            assert row["exposed_seconds"] > 0.8 * row["sent_nbytes"] / 25e6  # the link is as slow as it was asked to be
+    assert rows["fp32"]["predicted_seconds"] > 0 and 0 <= rows["ternary"]["hidden_share"] <= 1
+    assert not WHY and not namespaces() or WHY
+
+
+def test_hosts_come_and_go():
+    """Namespaces of this process while they are needed, and what a killed bench has left is removed."""
+    if WHY:
+        with pytest.raises(hosts.NoHosts, match="--hosts 0"):
+            hosts.Hosts(2, Link(1e9)).__enter__()
+        return
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    subprocess.run(["ip", "netns", "add", f"{hosts.PREFIX}-{gone.pid}-host0"], check=True)
+    with hosts.Hosts(3, Link(1e8)) as three:
+        here = [name for name in namespaces() if f"-{os.getpid()}-" in name]
+        assert len(here) == 4 and not any(f"-{gone.pid}-" in name for name in namespaces())
+        pinged = subprocess.run([*three.command(0), sys.executable, "-c", "print(open('/sys/class/net/eth0/mtu').read())"], capture_output=True, check=True)
+        assert int(pinged.stdout) == 1500
+        assert len({three.address(n) for n in range(300)}) == 300
+    assert not [name for name in namespaces() if f"-{os.getpid()}-" in name]
+
+
+def test_a_rate_that_tc_refuses_is_said_and_leaves_nothing():
+    if WHY:
+        assert "--hosts 0" in WHY
+        return
+    with pytest.raises(ValueError, match="tc refuses a link of"):
+        hosts.Hosts(2, Link(1e-3)).__enter__()
+    assert not [name for name in namespaces() if f"-{os.getpid()}-" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_removes_everything(tmp_path, number):
+    """Ctrl-C or an end from outside while ranks train: no namespaces, no processes."""
+    where = ["--hosts", "0"] if WHY else ["--hosts", "2", "--link", "1mbit"]
+    command = [sys.executable, "-m", "gradcomp.bench", "train", *where, "--workload", "random:4000000", "--steps", "500", "--methods", "fp32"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (found := ranks_of(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert found, "no rank has begun"
+    time.sleep(1.0)
+    found = ranks_of(process.pid)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode in (130, -number, 128 + number)
+    time.sleep(0.5)
+    assert not [pid for pid in found if is_alive(pid)]
+    assert WHY or not [name for name in namespaces() if f"-{process.pid}-" in name]
+
+
+def ranks_of(parent):
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes()
+                above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                continue
+            if b"gradcomp.bench.train.rank" in words and above == parent:
+                found.append(int(folder.name))
+    return found
+
+
+def is_alive(pid):
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--methods", "ternery"], "no method named 'ternery'"),
+        (["--methods", "onebit:prec"], "unknown option 'prec'"),
+        (["--methods", "onebit:momentum,start_step=3"], "optimizers of their own"),
+        (["--methods", "json:nothing"], "json:nothing: module 'json' has no attribute 'nothing'"),
+        (["--workload", "lenett"], "no workload named 'lenett'"),
+        (["--workload", "random:5"], "at least 1024"),
+        (["--workload", "gpt-1m", "--data", "/nonexistent"], "no prose.txt"),
+        (["--link", "fast"], "rates like 100mbit"),
+        (["--hosts", "1"], "--hosts takes 0 or at least 2"),
+        (["--steps", "3"], "--steps at least 5"),
+        (["--workload", "mlp", "--optimizer", "muon", "--hosts", "0"], "mlp has no rate for muon"),
+    ],
+)
+def test_wrong_words_are_one_sentence(words, said, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("gradcomp.bench train: ")
+
+
+def test_where_there_can_be_no_hosts_the_bench_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["--methods", "fp32"]) == 2
+    assert "run as root, or measure on loopback with --hosts 0" in capsys.readouterr().err
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "ip and tc not found: install iproute2" in hosts.unavailable()
+
+
+def test_every_method_and_workload_of_the_help_is_one(capsys):
+    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "json:dumps"):
+        methods.check(name)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*workloads.WORKLOADS, "powersgd4", "random:N", "module:factory"))
+    assert sum(p.numel() for p in workloads.find("mlp", Path()).model().parameters()) == 25_214_986
+    for numel in (1024, 600_000, 2_500_000):
+        found = sum(p.numel() for p in workloads.random(numel).parameters())
+        assert numel - 1024 < found <= numel
+
+
+def test_the_planner_knows_the_method_as_it_travels():
+    assert str(planned("ternary", 2).exchange) == "all_gather" and planned("ternary", 8).second_phase == "block4"
+    assert planned("onebit:exchange=all_gather", 8).exchange == "all_gather"
+    assert planned("powersgd1", 2) is planned("block2:precondition", 2) is None
+
+
+def test_rows_are_of_the_slowest_rank_and_the_first_to_reach_a_target():
+    def rank(seconds, sent, curve=()):
+        return {
+            "seconds": seconds, "cpu_seconds": [0.5], "sent_nbytes": sent, "counted_nbytes": None, "peak_nbytes": 7,
+            "phases": {"encode": 0.2, "hidden": 0.1}, "curve": list(curve), "measure": 2.0,
+        }  # fmt: skip
+
+    curve = [(1, 3.0, 2.6), (2, 6.0, 2.4), (3, 9.0, 2.5)]
+    row = row_of("x", [rank([1.0, 4.0, 2.0], 10.0, curve), rank([2.0, 1.0, 3.0], 30.0)], 1.5, 3.3, 2.5, lower=True)
+    assert (row["seconds"], row["p95_seconds"], row["exposed_seconds"], row["sent_nbytes"]) == (3.0, 4.0, 1.5, 30.0)
+    assert (row["target_seconds"], row["hidden_share"]) == (6.0, 0.5)
+    higher = row_of("x", [rank([1.0], 1.0, curve)], None, None, 2.5, lower=False)
+    assert (higher["target_seconds"], higher["exposed_seconds"]) == (3.0, None)
+    table = table_of([row | {"method": "fp32"}, row, {"method": "y", "failed": "hung after 3 s"}], "loss", 2.5)
+    assert table.row_count == 3 and len(table.columns) == 13
+
+
+def test_cores_are_shared_out():
+    have = sorted(os.sched_getaffinity(0))
+    assert [c for n in range(2) for c in cores_of(n, 2)][: len(have)] == have[: len(have) // 2 * 2] or len(have) == 1
+    assert all(len(cores_of(n, 99)) == 1 for n in range(99))
