@@ -29,9 +29,8 @@ from gradcomp.bench.train.methods import NONE, NOOP
 from gradcomp.bench.train.predict import predict
 from gradcomp.bench.train.rank import Task
 from gradcomp.bench.train.report import row_of, table_of
-from gradcomp.bench.train.run import cores_of, measure_rates, run_method
+from gradcomp.bench.train.run import cores_of, measure, run_method
 from gradcomp.plan.links import Link, parse_link
-from gradcomp.plan.rates import Rates
 
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8,
@@ -122,12 +121,11 @@ def _run_all(args: argparse.Namespace, workload: Workload, hosts: Hosts | None, 
     rows: list[dict[str, Any]] = []
     alone: list[dict[str, Any]] = []
     none_s: float | None = None
-    rates = Rates()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("codecs' speed", total=len(names) * args.steps)
-        cores = cores_of(0, ranks)
-        rates = Rates.from_dict(measure_rates(args.methods, ranks, cores, args.hang))
+        cores = len(cores_of(0, ranks))
+        rates, transport = measure(args.methods, ranks, args.hang)
         for number, name in enumerate(names):
             progress.update(bar, description=name, completed=number * args.steps)
             tasks = [
@@ -144,7 +142,7 @@ def _run_all(args: argparse.Namespace, workload: Workload, hosts: Hosts | None, 
                 rows.append({"method": name, "failed": found.failed})
             else:
                 alone = found.results if name == NOOP else alone
-                guess = predict(name, workload.model(), alone, link, rates, len(cores), ranks) if alone else None
+                guess = predict(name, workload.model(), alone, link, rates, transport, cores, ranks) if alone else None
                 rows.append(row_of(name, found.results, none_s, guess, args.target, lower=workload.lower_is_better))
                 none_s = rows[-1]["seconds"] if name == NONE else none_s
             if args.json is not None:

@@ -14,7 +14,7 @@ from gradcomp.exchange.sizing import choose
 from gradcomp.plan.costs import Method, find_method
 from gradcomp.plan.links import Link
 from gradcomp.plan.rates import Rates
-from gradcomp.plan.simulate import Workload, simulate
+from gradcomp.plan.simulate import Transport, Workload, simulate
 
 
 def planned(name: str, world_size: int) -> Method | None:
@@ -32,7 +32,14 @@ def planned(name: str, world_size: int) -> Method | None:
 
 
 def predict(
-    name: str, model: nn.Module, alone: Sequence[dict[str, Any]], link: Link, rates: Rates, cores: int, ranks: int
+    name: str,
+    model: nn.Module,
+    alone: Sequence[dict[str, Any]],
+    link: Link,
+    rates: Rates,
+    transport: Transport,
+    cores: int,
+    ranks: int,
 ) -> float | None:
     """Return the seconds of a step that the planner expects; None: it does not know the method.
 
@@ -41,7 +48,7 @@ def predict(
         model: what is trained.
         alone: results of the ranks under DDP without an exchange.
         link: of every host.
-        rates: of codecs.
+        rates, transport: what codecs and moving bytes cost without a link.
         cores: of a host.
         ranks: how many.
     """
@@ -57,4 +64,4 @@ def predict(
         t_update=update,
         weak=True,
     )
-    return simulate(work, method, ranks, link, rates=rates, cores=cores).seconds
+    return simulate(work, method, ranks, link, rates=rates, cores=cores, transport=transport).seconds

@@ -23,7 +23,11 @@ from torch import nn
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
 from gradcomp.bench.accuracy.run import rate_at
 from gradcomp.bench.accuracy.workloads import Workload
+from gradcomp.bench.cluster import barrier, measure_transport
 from gradcomp.bench.train import methods, workloads
+from gradcomp.bench.train.predict import planned
+from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.plan.rates import calibrate
 
 MARK = "@gradcomp "
 WARM_UP = 3  # steps in which buckets are made and rebuilt, and whose seconds do not count
@@ -145,13 +149,14 @@ def _sent_nbytes(interface: str) -> float:
     return float(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text()) if interface else 0.0
 
 
-def rates_of(names: list[str], world_size: int) -> dict[str, Any]:
-    """Return the CPU seconds of codecs on this rank's cores, as `Rates.to_dict` has them."""
-    from gradcomp.bench.train.predict import planned
-    from gradcomp.plan.rates import calibrate
-
-    found = {method.name: method for name in names if (method := planned(name, world_size)) is not None}
-    return calibrate([*found.values()]).to_dict()
+def measure(names: list[str]) -> dict[str, Any]:
+    """Return what the planner needs to know of ranks on these cores, all of them at work: seconds of codecs and of moving bytes."""
+    comm = TorchCommunicator(timeout_s=TIMEOUT_S)
+    found = {method.name: method for name in names if (method := planned(name, comm.world_size)) is not None}
+    rates = calibrate([*found.values()], before=lambda: barrier(comm))
+    transport = measure_transport(comm)
+    comm.close()
+    return {"rates": rates.to_dict(), "transport": asdict(transport)}
 
 
 def main(argv: list[str]) -> int:
@@ -161,13 +166,9 @@ def main(argv: list[str]) -> int:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
-    if "rates_of" in given:
-        tell(result=rates_of(given["rates_of"], given["world_size"]))
-        return 0
-    task = Task(**given | {"cores": cores})
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     try:
-        tell(result=train(task))
+        tell(result=measure(given["measure"]) if "measure" in given else train(Task(**given | {"cores": cores})))
     finally:
         dist.destroy_process_group()
     return 0

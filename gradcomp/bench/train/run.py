@@ -18,6 +18,8 @@ from typing import Any
 
 from gradcomp.bench.train.hosts import INTERFACE, Hosts
 from gradcomp.bench.train.rank import MARK, Task, words
+from gradcomp.plan.rates import Rates
+from gradcomp.plan.simulate import Transport
 
 MASTER_PORT = 29500
 ENDING_S = 5.0  # for ranks to end after one of them has failed, and after being told to
@@ -61,11 +63,13 @@ def run_method(
     return _run([words(task) for task in tasks], hosts, address, port, hang_s, on_step)
 
 
-def measure_rates(names: list[str], ranks: int, cores: tuple[int, ...], hang_s: float) -> dict[str, Any]:
-    """Return rates of codecs on so many cores, measured in a process of their own; none if that fails."""
-    given = json.dumps({"rates_of": names, "world_size": ranks, "cores": cores})
-    found = _run([given], None, "127.0.0.1", 0, hang_s, lambda step: None)
-    return found.results[0] if found.results else {}
+def measure(names: list[str], ranks: int, hang_s: float) -> tuple[Rates, Transport]:
+    """Return what codecs and moving bytes cost these ranks, measured over loopback; nothing if that fails."""
+    given = [json.dumps({"measure": names, "cores": cores_of(rank, ranks)}) for rank in range(ranks)]
+    found = _run(given, None, "127.0.0.1", _free_port(), hang_s, lambda step: None)
+    if not found.results:
+        return Rates(), Transport()
+    return Rates.from_dict(found.results[0]["rates"]), Transport(**found.results[0]["transport"])
 
 
 def _run(
