@@ -12,7 +12,7 @@ import pytest
 
 from gradcomp.bench.train import hosts, main, methods, workloads
 from gradcomp.bench.train.predict import planned
-from gradcomp.bench.train.report import row_of, table_of
+from gradcomp.bench.train.report import crossings, row_of, table_of
 from gradcomp.bench.train.run import cores_of
 from gradcomp.plan.links import Link
 
@@ -55,7 +55,8 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path):
     names = ["fp32", "bf16", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "onebit:start_step=2"]
     done = bench(*where, "--workload", "random:600000", "--steps", "8", "--hang", "12", "--json", "out.json", "--methods", *names, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    rows = {row["method"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
+    rows = {row["method"]: row for row in case["rows"]}
     assert list(rows) == ["none", "noop", *names]
     assert "the hook fell over" in rows["hooks:crashes"]["failed"] and "not with this model" in rows["hooks:refuses"]["failed"]
     assert rows["hooks:hangs"]["failed"].startswith("hung after ")
@@ -152,7 +153,8 @@ def is_alive(pid):
         (["--workload", "random:5"], "at least 1024"),
         (["--workload", "gpt-1m", "--data", "/nonexistent"], "no prose.txt"),
         (["--link", "fast"], "rates like 100mbit"),
-        (["--hosts", "1"], "--hosts takes 0 or at least 2"),
+        (["--hosts", "1"], "--hosts takes 0 or numbers of at least 2"),
+        (["--hosts", "0", "2"], "--hosts takes 0 or numbers of at least 2"),
         (["--steps", "3"], "--steps at least 5"),
         (["--workload", "mlp", "--optimizer", "muon", "--hosts", "0"], "mlp has no rate for muon"),
     ],
@@ -206,6 +208,31 @@ def test_rows_are_of_the_slowest_rank_and_the_first_to_reach_a_target():
     assert (higher["target_seconds"], higher["exposed_seconds"]) == (3.0, None)
     table = table_of([row | {"method": "fp32"}, row, {"method": "y", "failed": "hung after 3 s"}], "loss", 2.5)
     assert table.row_count == 3 and len(table.columns) == 13
+
+
+def test_where_a_method_stops_paying_is_said():
+    def rows(fp32, ternary, onebit=None):
+        out = [{"method": "none", "seconds": 0.1}, {"method": "fp32", "seconds": fp32}, {"method": "ternary", "seconds": ternary}]
+        return [*out, {"method": "onebit", "seconds": onebit} if onebit else {"method": "onebit", "failed": "hung"}]
+
+    cases = [(2, "none", rows(1.0, 1.25, 0.5)), (2, "1gbit", rows(2.0, 1.0, 1.0)), (2, "100mbit", rows(9.0, 3.0)), (4, "1gbit", rows(1.0, 1.0))]
+    assert crossings(cases) == [
+        "2 ranks, ternary: pays until none (whole step: 3.00x at 100mbit, 2.00x at 1gbit, 0.80x at none)",
+        "2 ranks, onebit: pays on all of them (whole step: 2.00x at 1gbit, 2.00x at none)",
+    ]
+    assert crossings(cases[:1]) == []
+
+
+@pytest.mark.slow
+def test_a_launched_job_measures_its_own_ranks(tmp_path):
+    """Real machines: every rank starts its own processes, rank 0 has the table and the file."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m", "gradcomp.bench", "train"]
+    words = ["--workload", "random:50000", "--steps", "6", "--methods", "fp32", "ternary", "--json", "out.json"]
+    done = subprocess.run([*command, *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert (case["ranks"], case["link"], [row["method"] for row in case["rows"]]) == (2, "as it is", ["none", "noop", "fp32", "ternary"])
+    assert case["rows"][3]["sent_nbytes"] > 0 and done.stdout.count("step, ms") == 1
 
 
 def test_cores_are_shared_out():

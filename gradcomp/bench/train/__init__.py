@@ -1,7 +1,8 @@
 """Train with several methods of exchange over links of a given rate: what a step takes, what is sent, what it learns.
 
 With --hosts N the ranks run on N hosts that are made on this machine, network namespaces with shaped links (root, iproute2),
-each on its share of the cores. With --hosts 0 they talk over loopback, where nothing is slow. A method that hangs or crashes is
+each on its share of the cores. With --hosts 0 they talk over loopback, where nothing is slow. Under a launcher (gradcomp.launch, torchrun,
+mpirun, srun) the ranks are those that it has started, on real machines with their own links. A method that hangs or crashes is
 a row that says so; the others finish.
 """
 
@@ -9,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
+import math
 import os
 import platform
 import signal
 import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,11 @@ from gradcomp.bench.train.hosts import INTERFACE, Hosts, NoHosts
 from gradcomp.bench.train.methods import NONE, NOOP
 from gradcomp.bench.train.predict import predict
 from gradcomp.bench.train.rank import Task
-from gradcomp.bench.train.report import row_of, table_of
-from gradcomp.bench.train.run import cores_of, measure, run_method
+from gradcomp.bench.train.report import crossings, row_of, table_of
+from gradcomp.bench.train.run import Place, all_cores, cores_of, measure, run_method
 from gradcomp.plan.links import Link, parse_link
+from gradcomp.plan.rates import Rates
+from gradcomp.plan.simulate import Transport
 
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8,
@@ -46,8 +52,26 @@ columns: step, p95     milliseconds of the slowest rank, median and 95th percent
 examples:
   python -m gradcomp.bench train --hosts 2 --link 1gbit --workload mlp
   python -m gradcomp.bench train --hosts 4 --link 100mbit --workload gpt-1m --data DIR --steps 200 --target 2.5
+  python -m gradcomp.bench train --hosts 2 4 --link 100mbit 1gbit 10gbit none --methods fp32 ternary onebit    # where does it stop paying?
+  python -m gradcomp.launch -n 4 --hosts a,b,c,d -m gradcomp.bench train --workload mlp      # real machines, their own links
   python -m gradcomp.bench train --hosts 0 --workload lenet --data DIR --methods fp32 ternary powersgd4
 """
+
+
+@dataclass
+class Case:
+    """One number of ranks and one link, and the rows that were measured there.
+
+    Attributes:
+        ranks, link: as they say; "loopback" and "as it is" are links, too.
+        latency_s: that could be made; None where no hosts were.
+        rows: of methods.
+    """
+
+    ranks: int
+    link: str
+    latency_s: float | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,9 +82,11 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out.add_argument("--hosts", type=int, default=2, metavar="N", help="to make on this machine (2); 0: loopback, --ranks of them")
+    out.add_argument("--hosts", type=int, nargs="+", default=[2], metavar="N", help="to make on this machine (2), several in turn; 0: loopback")
     out.add_argument("--ranks", type=int, default=2, metavar="N", help="with --hosts 0 (2)")
-    out.add_argument("--link", default="1gbit", metavar="RATE", help="of every host: 100mbit, 1gbit, 10gbit, or none (1gbit)")
+    out.add_argument(
+        "--link", nargs="+", default=["1gbit"], metavar="RATE", help="of every host: 100mbit, 1gbit, 10gbit, or none (1gbit); several in turn"
+    )
     out.add_argument("--latency", metavar="TIME", help="of a link, such as 1ms; where the kernel has netem")
     out.add_argument("--workload", default="mlp", metavar="NAME", help="see below (mlp)")
     out.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="folder with prose.txt.gz, fashion-mnist/, cifar10_jpeg.npz")
@@ -78,97 +104,119 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench train` with these words; return the exit status: 1 where a method failed."""
     args = parser().parse_args(argv)
+    importlib.import_module("gradcomp.launch").export_environment()
+    launched = int(os.environ["WORLD_SIZE"])
     try:
-        link = _link(args)
+        links = [parse_link("inf" if one == "none" else one, args.latency) for one in args.link]
+        _check(args)
         for name in args.methods:
             methods.check(name)
         workload = workloads.find(args.workload, args.data)
-    except (ValueError, FileNotFoundError) as error:
+        optimizer = args.optimizer or workloads.OPTIMIZER.get(workload.name.partition(":")[0], "adamw")
+        if optimizer not in workload.settings.rates:
+            raise ValueError(f"{args.workload} has no rate for {optimizer}; it has {', '.join(workload.settings.rates)}")
+        signal.signal(signal.SIGTERM, _stop)  # hosts are removed on the way out
+        cases: list[Case] = []
+        grid: list[tuple[int, str, Link | None]]
+        if launched > 1:
+            grid = [(launched, "as it is", None)]
+        elif args.hosts == [0]:
+            grid = [(args.ranks, "loopback", None)]
+        else:
+            grid = [(count, name, link) for count in args.hosts for name, link in zip(args.link, links, strict=True)]
+        for count, name, link in grid:
+            cases.append(Case(count, name))
+            with Hosts(count, link) if link is not None else contextlib.nullcontext() as hosts:
+                cases[-1].latency_s = hosts.latency_s if hosts is not None else None
+                _run_case(args, workload, optimizer, cases, hosts, link or Link(math.inf), launched > 1)
+    except (NoHosts, ValueError, FileNotFoundError) as error:
         print(f"gradcomp.bench train: {error}", file=sys.stderr)
         return 2
-    ranks = args.hosts or args.ranks
-    signal.signal(signal.SIGTERM, _stop)  # hosts are removed on the way out
-    hosts = Hosts(args.hosts, link) if args.hosts else None
+    if int(os.environ["RANK"]) == 0:
+        _show(args, workload, cases)
+    return 1 if any(row.get("failed") for case in cases for row in case.rows) else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    hosts_are_right = args.hosts == [0] or min(args.hosts) >= 2
+    if not hosts_are_right or args.ranks < 2 or args.steps < 5 or not args.hang > 0:
+        raise ValueError("--hosts takes 0 or numbers of at least 2, --ranks at least 2, --steps at least 5, --hang more than 0")
+
+
+def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> None:
     console = Console()
-    try:
-        with hosts or contextlib.nullcontext():
-            rows = _run_all(args, workload, hosts, link, ranks)
-    except (NoHosts, ValueError) as error:
-        print(f"gradcomp.bench train: {error}", file=sys.stderr)
-        return 2
-    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    where = f"{ranks} hosts, {args.link}" if hosts is not None else f"{ranks} ranks over loopback"
-    if hosts is not None and args.latency:
-        where += f", {args.latency}" if hosts.latency_s else " (no latency: this kernel has no netem)"
-    shared = f"; {ranks} ranks share {have} cores, so computing and codecs take longer than on hosts of their own" * (ranks > have)
-    console.print(f"{args.workload}, {args.steps} steps, {where}{shared}", highlight=False)
     measure = workload.measure if args.curve or args.target is not None else ""
-    table = table_of(rows, measure, args.target)
-    whole = Console(width=10_000).measure(table).maximum  # a narrow terminal wraps lines rather than cut figures
-    Console(width=max(console.width, whole)).print(table, highlight=False)
-    for row in rows:
-        if row.get("failed"):
-            console.print(f"{row['method']}: {row['failed']}", highlight=False, markup=False, soft_wrap=True)
-    return 1 if any(row.get("failed") for row in rows) else 0
+    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for case in cases:
+        here = case.latency_s is not None or case.link == "loopback"
+        where = f"{case.ranks} {'ranks' if case.latency_s is None else 'hosts'}, {case.link}"
+        if case.latency_s is not None and args.latency:
+            where += f", {args.latency}" if case.latency_s else " (no latency: this kernel has no netem)"
+        if here and case.ranks > have:
+            where += f"; they share {have} cores, so computing and codecs take longer than on hosts of their own"
+        console.print(f"{args.workload}, {args.steps} steps, {where}", highlight=False, soft_wrap=True)
+        table = table_of(case.rows, measure, args.target)
+        whole = Console(width=10_000).measure(table).maximum  # a narrow terminal wraps lines rather than cut figures
+        Console(width=max(console.width, whole)).print(table, highlight=False)
+        for row in case.rows:
+            if row.get("failed"):
+                console.print(f"{row['method']}: {row['failed']}", highlight=False, markup=False, soft_wrap=True)
+    for line in crossings([(case.ranks, case.link, case.rows) for case in cases]):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
-def _run_all(args: argparse.Namespace, workload: Workload, hosts: Hosts | None, link: Link, ranks: int) -> list[dict[str, Any]]:
+def _run_case(
+    args: argparse.Namespace, workload: Workload, optimizer: str, cases: list[Case], hosts: Hosts | None, link: Link, launched: bool
+) -> None:
+    """Run every method in one place; rows are written as they come."""
+    ranks, rows = cases[-1].ranks, cases[-1].rows
     names = list(dict.fromkeys([NONE, NOOP, *args.methods]))
-    optimizer = args.optimizer or workloads.OPTIMIZER.get(args.workload, "sgd" if args.workload.startswith("random") else "adamw")
-    if optimizer not in workload.settings.rates:
-        raise ValueError(f"{args.workload} has no rate for {optimizer}; it has {', '.join(workload.settings.rates)}")
     curve = (args.curve or args.target is not None) and bool(workload.measure)
-    rows: list[dict[str, Any]] = []
     alone: list[dict[str, Any]] = []
     none_s: float | None = None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    mine = int(os.environ["RANK"]) if launched else None
+    with Progress(*columns, console=Console(stderr=True), disable=bool(mine)) as progress:
         bar = progress.add_task("codecs' speed", total=len(names) * args.steps)
-        cores = len(cores_of(0, ranks))
-        rates, transport = measure(args.methods, ranks, args.hang)
+        cores = [all_cores() if launched else cores_of(rank, ranks) for rank in range(ranks)]
+        rates, transport = (Rates(), Transport()) if launched else measure(args.methods, ranks, args.hang)
         for number, name in enumerate(names):
             progress.update(bar, description=name, completed=number * args.steps)
             tasks = [
                 Task(
                     name, args.workload, str(args.data), optimizer, args.steps, args.seed, curve and name not in (NONE, NOOP),
-                    cores_of(rank, ranks), INTERFACE if hosts is not None else "",
+                    cores[rank], INTERFACE if hosts is not None else "",
                 )
                 for rank in range(ranks)
             ]  # fmt: skip
-            found = run_method(
-                tasks, hosts, args.hang, lambda step, first=number * args.steps: progress.update(bar, completed=first + step)  # type: ignore[misc]
-            )
+
+            def on_step(step: int, first: int = number * args.steps) -> None:
+                progress.update(bar, completed=first + step)
+
+            place = Place(hosts, mine, 1 + number) if launched else Place(hosts)
+            found = run_method(tasks, place, args.hang, on_step)
             if found.failed:
                 rows.append({"method": name, "failed": found.failed})
-            else:
+            elif found.results:
                 alone = found.results if name == NOOP else alone
-                guess = predict(name, workload.model(), alone, link, rates, transport, cores, ranks) if alone else None
+                knows = alone and not launched
+                guess = predict(name, workload.model(), alone, link, rates, transport, len(cores[0]), ranks) if knows else None
                 rows.append(row_of(name, found.results, none_s, guess, args.target, lower=workload.lower_is_better))
                 none_s = rows[-1]["seconds"] if name == NONE else none_s
-            if args.json is not None:
-                _write(args, rows, ranks, hosts)
+            if args.json is not None and not mine:
+                _write(args, cases)
         progress.update(bar, completed=len(names) * args.steps, description="done")
-    return rows
 
 
-def _link(args: argparse.Namespace) -> Link:
-    if args.hosts < 0 or args.hosts == 1 or args.ranks < 2 or args.steps < 5 or not args.hang > 0:
-        raise ValueError("--hosts takes 0 or at least 2, --ranks at least 2, --steps at least 5, --hang more than 0")
-    return parse_link("inf" if args.link == "none" else args.link, args.latency)
-
-
-def _write(args: argparse.Namespace, rows: list[dict[str, Any]], ranks: int, hosts: Hosts | None) -> None:
+def _write(args: argparse.Namespace, cases: list[Case]) -> None:
     """Write what there is so far; the file is always whole."""
-    what = {name: value for name, value in vars(args).items() if name not in ("json", "data")}
     made = {
         "benchmark": "train",
-        "arguments": what,
-        "ranks": ranks,
-        "latency_s": hosts.latency_s if hosts is not None else None,
+        "arguments": {name: value for name, value in vars(args).items() if name not in ("json", "data")},
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()},
-        "rows": rows,
+        "cases": [asdict(case) for case in cases],
     }
-    text = json.dumps(made, indent=1, allow_nan=False, default=str)
+    text = json.dumps(made, indent=1, allow_nan=False)
     beside = args.json.with_name(args.json.name + ".new")
     beside.write_text(text + "\n", encoding="utf-8")
     beside.replace(args.json)

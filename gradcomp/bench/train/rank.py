@@ -168,7 +168,12 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(len(cores))
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     try:
-        tell(result=measure(given["measure"]) if "measure" in given else train(Task(**given | {"cores": cores})))
+        if "measure" in given:
+            tell(result=measure(given["measure"]))
+        else:
+            mine, everyone = train(Task(**given | {"cores": cores})), [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, mine)
+            tell(result=everyone if dist.get_rank() == 0 else [])
     finally:
         dist.destroy_process_group()
     return 0

@@ -83,6 +83,28 @@ def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None)
     return out
 
 
+def crossings(cases: Sequence[tuple[int, str, Sequence[dict[str, Any]]]]) -> list[str]:
+    """Return for every method and number of ranks where it stops paying: the first link, slowest first, on which its step is no shorter than fp32's.
+
+    Args:
+        cases: (ranks, link, rows), links of one number of ranks in the order in which they were measured.
+    """
+    out = []
+    for ranks in dict.fromkeys(ranks for ranks, _, _ in cases):
+        here = [(link, {r["method"]: r for r in rows if not r.get("failed")}) for count, link, rows in cases if count == ranks]
+        here = sorted((one for one in here if "fp32" in one[1]), key=lambda one: -one[1]["fp32"]["seconds"])
+        if len(here) < 2:
+            continue
+        for name in dict.fromkeys(name for _, rows in here for name in rows):
+            if name in (NONE, NOOP, "fp32"):
+                continue
+            known = [(link, rows["fp32"]["seconds"] / rows[name]["seconds"]) for link, rows in here if name in rows]
+            lost = next((link for link, gain in known if gain <= 1), None)
+            gains = ", ".join(f"{gain:.2f}x at {link}" for link, gain in known)
+            out.append(f"{ranks} ranks, {name}: {f'pays until {lost}' if lost else 'pays on all of them'} (whole step: {gains})")
+    return out
+
+
 def _ms(seconds: float | None) -> str:
     return _number(seconds, 1e3, ".1f")
 

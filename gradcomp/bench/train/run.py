@@ -31,11 +31,11 @@ class Outcome:
     """What became of a method.
 
     Attributes:
-        results: of every rank, in order; empty where it failed.
+        results: of every rank, in order; empty where it failed, and on ranks of a launched job but the first.
         failed: why, "" where it did not.
     """
 
-    results: list[dict[str, Any]] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     failed: str = ""
 
 
@@ -48,48 +48,67 @@ def cores_of(number: int, count: int) -> tuple[int, ...]:
     return tuple(have[number * share : (number + 1) * share])
 
 
-def run_method(
-    tasks: Sequence[Task], hosts: Hosts | None, hang_s: float, on_step: Callable[[int], None]
-) -> Outcome:
-    """Run one process a task and return what they tell.
+@dataclass(frozen=True)
+class Place:
+    """Where ranks run.
+
+    Attributes:
+        hosts: made on this machine; None: on it, over loopback, or as they were launched.
+        rank: the one of a launched job that this process starts; None: all of them.
+        shift: of a launched job's port, so that one method's ranks do not meet those of another.
+    """
+
+    hosts: Hosts | None = None
+    rank: int | None = None
+    shift: int = 0
+
+
+def all_cores() -> tuple[int, ...]:
+    """Return the cores that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def run_method(tasks: Sequence[Task], place: Place, hang_s: float, on_step: Callable[[int], None]) -> Outcome:
+    """Run one process a task, or in a launched job that of this rank, and return what they tell (to rank 0 of a launched job alone).
 
     Args:
         tasks: of every rank; all alike but for their cores.
-        hosts: to run on; None: loopback.
+        place: where.
         hang_s: longest silence of all ranks before they are ended.
         on_step: called with the steps that rank 0 has done.
     """
-    address, port = ("127.0.0.1", _free_port()) if hosts is None else (hosts.address(0), MASTER_PORT)
-    return _run([words(task) for task in tasks], hosts, address, port, hang_s, on_step)
+    if place.rank is not None:
+        port = int(os.environ["MASTER_PORT"]) + place.shift
+        found = _run([words(tasks[place.rank])], place, os.environ["MASTER_ADDR"], port, hang_s, on_step)
+    else:
+        address, port = ("127.0.0.1", _free_port()) if place.hosts is None else (place.hosts.address(0), MASTER_PORT)
+        found = _run([words(task) for task in tasks], place, address, port, hang_s, on_step)
+    return Outcome(found.results[0] if found.results else [], found.failed)
 
 
 def measure(names: list[str], ranks: int, hang_s: float) -> tuple[Rates, Transport]:
     """Return what codecs and moving bytes cost these ranks, measured over loopback; nothing if that fails."""
     given = [json.dumps({"measure": names, "cores": cores_of(rank, ranks)}) for rank in range(ranks)]
-    found = _run(given, None, "127.0.0.1", _free_port(), hang_s, lambda step: None)
+    found = _run(given, Place(), "127.0.0.1", _free_port(), hang_s, lambda step: None)
     if not found.results:
         return Rates(), Transport()
     return Rates.from_dict(found.results[0]["rates"]), Transport(**found.results[0]["transport"])
 
 
 def _run(
-    given: Sequence[str], hosts: Hosts | None, address: str, port: int, hang_s: float, on_step: Callable[[int], None]
+    given: Sequence[str], place: Place, address: str, port: int, hang_s: float, on_step: Callable[[int], None]
 ) -> Outcome:
     said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     tails: list[list[str]] = [[] for _ in given]
     processes = []
     try:
         for rank, one in enumerate(given):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(len(given)),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo" if hosts is None else INTERFACE,
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [*(hosts.command(rank) if hosts is not None else []), sys.executable, "-m", "gradcomp.bench.train.rank"]
+            environment = os.environ | {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+            environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's store belongs to the processes that it has started
+            if place.rank is None:
+                interface = "lo" if place.hosts is None else INTERFACE
+                environment |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(given)), "GLOO_SOCKET_IFNAME": interface}
+            command = [*(place.hosts.command(rank) if place.hosts is not None else []), sys.executable, "-m", "gradcomp.bench.train.rank"]
             process = subprocess.Popen(
                 [*command, one], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
             )
@@ -108,7 +127,7 @@ def _wait(
     hang_s: float,
     on_step: Callable[[int], None],
 ) -> Outcome:
-    results: dict[int, dict[str, Any]] = {}
+    results: dict[int, Any] = {}
     begun = heard = time.monotonic()
     failed_at = 0.0
     while True:
