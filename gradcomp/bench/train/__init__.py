@@ -53,7 +53,7 @@ examples:
   python -m gradcomp.bench train --hosts 2 --link 1gbit --workload mlp
   python -m gradcomp.bench train --hosts 4 --link 100mbit --workload gpt-1m --data DIR --steps 200 --target 2.5
   python -m gradcomp.bench train --hosts 2 4 --link 100mbit 1gbit 10gbit none --methods fp32 ternary onebit    # where does it stop paying?
-  python -m gradcomp.launch -n 4 --hosts a,b,c,d -m gradcomp.bench train --workload mlp      # real machines, their own links
+  python -m gradcomp.launch -n 4 --hostfile hosts -m gradcomp.bench train --workload mlp      # real machines, their own links
   python -m gradcomp.bench train --hosts 0 --workload lenet --data DIR --methods fp32 ternary powersgd4
 """
 
