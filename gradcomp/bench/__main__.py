@@ -10,6 +10,7 @@ BENCHMARKS = {
     "codec": "GB/s of every kernel beside memcpy and the same codec in torch and NumPy",
     "accuracy": "what compression costs in accuracy: methods x optimizers x workloads, N workers, several seeds",
     "train": "training over slow links: step time, bytes on the interface, accuracy, method beside method",
+    "report": "one HTML page of the JSON files of train and accuracy in a folder",
     "allreduce": "packed averages beside the library's own fp32 all_reduce, over gloo and MPI",
     "optim": "split optimizers beside torch's: milliseconds a step and bytes a weight",
     "ratio": "bytes per step for real models, every codec and exchange, 2 to 64 ranks",

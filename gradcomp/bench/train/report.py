@@ -50,19 +50,20 @@ def row_of(
     }
 
 
-def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None) -> Table:
-    """Return the rows as a table; ratios are to fp32."""
+def cells_of(rows: Sequence[dict[str, Any]], measure: str, target: str) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Return heads, and for every method its name and cells as they are printed: none for a method that failed. Ratios are to fp32.
+
+    Args:
+        rows: from `row_of`, or ``{"method": ..., "failed": ...}``.
+        measure, target: heads of the last two columns; "" for none.
+    """
     fp32: dict[str, Any] = next((row for row in rows if row["method"] == "fp32" and not row.get("failed")), {})
-    out = Table(box=box.SIMPLE_HEAD)
-    out.add_column("method", no_wrap=True)
-    heads = ["step, ms", "p95", "exposed, ms", "fp32 / it", "planner", "sent, MB", "fp32 / it", "CPU, ms", "hidden", "peak, MB"]
-    heads += [measure] if measure else []
-    heads += [f"s to {target:g}"] if target is not None else []
-    for head in heads:
-        out.add_column(head, justify="right", no_wrap=True)
+    heads = ["method", "step, ms", "p95", "exposed, ms", "fp32 / it", "planner", "sent, MB", "fp32 / it", "CPU, ms", "hidden", "peak, MB"]
+    heads += [measure] * bool(measure) + [target] * bool(target)
+    out: list[tuple[str, list[str]]] = []
     for row in rows:
         if row.get("failed"):
-            out.add_row(row["method"], "failed")
+            out.append((row["method"], []))
             continue
         exchanges = row["method"] not in (NONE, NOOP)
         cells = [
@@ -71,15 +72,26 @@ def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None)
             _ms(row["exposed_seconds"]) if row["method"] != NONE else "",
             _ratio(fp32.get("exposed_seconds"), row["exposed_seconds"]) if exchanges else "",
             _apart(row["predicted_seconds"], row["seconds"]),
-            _number(row["sent_nbytes"], 1e-6, ".3f") if exchanges else "",
+            number(row["sent_nbytes"], 1e-6, ".3f") if exchanges else "",
             _ratio(fp32.get("sent_nbytes"), row["sent_nbytes"]) if exchanges else "",
             _ms(row["cpu_seconds"]),
-            _number(row["hidden_share"], 100, ".0f", " %"),
-            _number(row["peak_nbytes"], 1e-6, ".0f"),
+            number(row["hidden_share"], 100, ".0f", " %"),
+            number(row["peak_nbytes"], 1e-6, ".0f"),
         ]
-        cells += [_number(row["measure"], 1, ".4g") if exchanges else ""] if measure else []
-        cells += [_number(row["target_seconds"], 1, ".1f") if exchanges else ""] if target is not None else []
-        out.add_row(row["method"], *cells)
+        cells += [number(row["measure"], 1, ".4g") if exchanges else ""] * bool(measure)
+        cells += [number(row["target_seconds"], 1, ".1f") if exchanges else ""] * bool(target)
+        out.append((row["method"], cells))
+    return heads, out
+
+
+def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None) -> Table:
+    """Return the rows as a table for a terminal."""
+    heads, body = cells_of(rows, measure, f"s to {target:g}" if target is not None else "")
+    out = Table(box=box.SIMPLE_HEAD)
+    for number_of_column, head in enumerate(heads):
+        out.add_column(head, justify="right" if number_of_column else "left", no_wrap=True)
+    for name, cells in body:
+        out.add_row(name, *(cells or ["failed"]))
     return out
 
 
@@ -106,10 +118,11 @@ def crossings(cases: Sequence[tuple[int, str, Sequence[dict[str, Any]]]]) -> lis
 
 
 def _ms(seconds: float | None) -> str:
-    return _number(seconds, 1e3, ".1f")
+    return number(seconds, 1e3, ".1f")
 
 
-def _number(value: float | None, factor: float, form: str, unit: str = "") -> str:
+def number(value: float | None, factor: float, form: str, unit: str = "") -> str:
+    """Return a figure as it is printed, "" for none."""
     return "" if value is None else f"{value * factor:{form}}{unit}"
 
 

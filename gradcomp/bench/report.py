@@ -1,0 +1,211 @@
+"""One HTML page of the JSON files that benchmarks have left in a folder: tables, where a step's time goes, bytes, curves over time.
+
+The page needs nothing else: pictures are in it. A file that is no result of `bench train` or `bench accuracy`, or was cut off while it was
+written, is named at the end with the reason, and the others are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib.figure import Figure
+
+from gradcomp.bench.train.report import cells_of, number
+
+PHASES = {  # of `Stats.seconds`, by what they are
+    "statistics": "#b3cde3",
+    "encode": "#6497b1",
+    "owner": "#005b96",
+    "decode": "#03396c",
+    "scale_round": "#fdd0a2",
+    "first_phase": "#fd8d3c",
+    "second_phase": "#d94801",
+}
+WAITING = ("scale_round", "first_phase", "second_phase")
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
+h2 { margin-top: 3rem; border-bottom: 1px solid #8886; } h3 { margin-top: 2rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8883; }
+th:first-child, td:first-child { text-align: left; } .note { color: #888; font-size: .9rem; }
+figure { margin: 1.5rem 0; background: #fff; border-radius: 6px; overflow-x: auto; } figure svg { width: 100%; min-width: 44rem; height: auto; display: block; }
+.failed { color: #c0392b; text-align: left; }
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    out = argparse.ArgumentParser(
+        prog="python -m gradcomp.bench report",
+        description=__doc__,
+        epilog="example:\n  python -m gradcomp.bench train --link 100mbit 1gbit --json results/mlp.json && python -m gradcomp.bench report results",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    out.add_argument("folder", type=Path, metavar="FOLDER", help="with .json files of `bench train` and `bench accuracy`")
+    out.add_argument("--out", type=Path, metavar="FILE", help="(FOLDER/report.html)")
+    return out
+
+
+def main(argv: list[str]) -> int:
+    """Run `python -m gradcomp.bench report` with these words; return the exit status: 1 if nothing could be shown."""
+    args = parser().parse_args(argv)
+    files = sorted(args.folder.glob("*.json")) if args.folder.is_dir() else []
+    if not files:
+        print(f"gradcomp.bench report: no .json files in {args.folder}: write some with --json of bench train", file=sys.stderr)
+        return 2
+    text, shown, skipped = page(files)
+    out = args.out or args.folder / "report.html"
+    out.write_text(text, encoding="utf-8")
+    for name, why in skipped:
+        print(f"left out {name}: {why}", file=sys.stderr)
+    print(f"wrote {out}: {shown} of {len(files)} files")
+    return 0 if shown else 1
+
+
+def page(files: Sequence[Path]) -> tuple[str, int, list[tuple[str, str]]]:
+    """Return the page, how many files it shows, and (name, why not) of the others."""
+    parts: list[str] = []
+    skipped: list[tuple[str, str]] = []
+    for file in files:
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            section = _section_of(found)(found)
+            parts.append(f"<h2>{html.escape(file.stem)}</h2>\n{section}")
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+            skipped.append((file.name, str(error) or type(error).__name__))
+    left = "".join(f"<li>{html.escape(name)}: {html.escape(why)}</li>" for name, why in skipped)
+    left = f"<h2>Left out</h2><ul>{left}</ul>" if left else ""
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>gradcomp</title><style>{STYLE}</style>'
+    body = "\n".join(parts)
+    return f"<!doctype html><html lang=en><head>{head}</head><body><h1>gradcomp: results</h1>\n{body}{left}</body></html>\n", len(parts), skipped
+
+
+def _section_of(found: Any) -> Callable[[Any], str]:
+    if not isinstance(found, dict):
+        raise ValueError("not a result of a benchmark")  # noqa: TRY004 - a file's content
+    if found.get("benchmark") == "train" and "cases" in found:
+        return _train
+    if "rows" in found and found["rows"] and "bits" in found["rows"][0]:
+        return _accuracy
+    raise ValueError("not a result of bench train or bench accuracy, or one of an older version")
+
+
+# ---- bench train -----------------------------------------------------------------------------------------------------
+
+
+def _train(found: dict[str, Any]) -> str:
+    machine, given = found["machine"], found["arguments"]
+    about = f"{given['workload']}, {given['steps']} steps; {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}"
+    out = [f'<p class="note">{html.escape(about)}</p>']
+    for case in found["cases"]:
+        delay = f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
+        out.append(f"<h3>{case['ranks']} ranks, {html.escape(case['link'])}{delay}</h3>")
+        good = [row for row in case["rows"] if not row.get("failed")]
+        out.append(_train_table(case["rows"]))
+        if any(row["method"] == "none" for row in good) and len(good) > 1:
+            out.append(_figure(lambda figure, rows=good: _draw_steps(figure, rows), 1.2 + 0.36 * len(good)))
+        if any(row["curve"] for row in good):
+            out.append(_figure(lambda figure, rows=good: _draw_curves(figure, rows), 4.0))
+    return "\n".join(out)
+
+
+def _train_table(rows: Sequence[dict[str, Any]]) -> str:
+    measure = "measure" if any(row.get("measure") is not None for row in rows) else ""
+    target = "s to target" if any(row.get("target_seconds") is not None for row in rows) else ""
+    heads, body = cells_of(rows, measure, target)
+    why = {row["method"]: row["failed"] for row in rows if row.get("failed")}
+    told = {name: f'<td class="failed" colspan="{len(heads) - 1}">{html.escape(text)}</td>' for name, text in why.items()}
+    return _table(heads, [[name, told[name]] if name in told else [name, *[f"<td>{c}</td>" for c in cells]] for name, cells in body])
+
+
+def _draw_steps(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
+    """Bars of computing and of what the exchange adds; beside them what codecs and waiting take, overlapped or not."""
+    none_s = next(row["seconds"] for row in rows if row["method"] == "none")
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = [row["method"] for row in rows][::-1]
+    exposed = [1e3 * max(0.0, row["seconds"] - none_s) for row in rows][::-1]
+    left.barh(names, [1e3 * none_s] * len(rows), color="#cccccc", label="the step alone")
+    left.barh(names, exposed, left=1e3 * none_s, color=[f"C{n % 10}" for n in range(len(rows))][::-1], label="exposed")
+    left.set_xlabel("milliseconds a step")
+    starts = [0.0] * len(rows)
+    for phase, color in PHASES.items():
+        lengths = [1e3 * row["phases"].get(phase, 0.0) for row in rows][::-1]
+        right.barh(names, lengths, left=starts, color=color, label=f"{phase}{' (waiting)' if phase in WAITING else ''}")
+        starts = [a + b for a, b in zip(starts, lengths, strict=True)]
+    right.set_xlabel("milliseconds in codecs and waiting, slices and buckets overlap")
+    right.legend(fontsize=7, loc="best")
+
+
+def _draw_curves(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
+    axes = figure.subplots()
+    for row in rows:
+        if row["curve"]:
+            axes.plot([at for _, at, _ in row["curve"]], [value for _, _, value in row["curve"]], marker=".", label=row["method"])
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("measure")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+# ---- bench accuracy --------------------------------------------------------------------------------------------------
+
+
+def _accuracy(found: dict[str, Any]) -> str:
+    cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        cases.setdefault((row["workload"], row["optimizer"], row["workers"], row["steps"]), []).append(row)
+    out = []
+    for (workload, optimizer, workers, steps), rows in cases.items():
+        out.append(f"<h3>{html.escape(workload)} under {html.escape(optimizer)}, {workers} workers, {steps:,} steps</h3>")
+        heads = ["method", "rate x", "bits", "seeds", "mean", "deviation", "to fp32", "to bf16"]
+        body = []
+        for row in rows:
+            cells = [f"{row['factor']:g}", number(row["bits"], 1, ".1f"), str(row["seeds"])]
+            cells += [number(row[name], 1, ".4g") for name in ("mean", "deviation")]
+            cells += [number(row[name], 1, "+.4f") for name in ("to_fp32", "to_bf16")]
+            body.append([row["method"], *[f"<td>{cell}</td>" for cell in cells]])
+        out.append(_table(heads, body))
+        if any(row["curve"] for row in rows):
+            out.append(_figure(lambda figure, rows=rows: _draw_steps_curves(figure, rows), 4.0))
+    return "\n".join(out)
+
+
+def _draw_steps_curves(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
+    axes = figure.subplots()
+    for row in rows:
+        if row["curve"]:
+            axes.plot([point[0] for point in row["curve"]], [point[-1] for point in row["curve"]], label=f"{row['method']} x {row['factor']:g}")
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
+    rows = "".join(f"<tr><td>{html.escape(name)}</td>{''.join(cells)}</tr>\n" for name, *cells in body)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{rows}</tbody></table></div>'
+
+
+def _figure(draw: Callable[..., None], height: float) -> str:
+    """Return a picture as SVG, for the page."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gradcomp", "font.family": "sans-serif", "font.size": 9}):
+        figure = Figure(figsize=(11, height), layout="constrained")
+        draw(figure)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return f"<figure>{text[text.index('<svg') :]}</figure>"

@@ -1,0 +1,99 @@
+"""``python -m gradcomp.bench report``: one page of what benchmarks have left, whatever state it is in."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from gradcomp.bench.report import main, page
+
+
+def row(method, seconds, **more):
+    found = {
+        "method": method, "seconds": seconds, "p95_seconds": 1.1 * seconds, "exposed_seconds": seconds - 0.1, "predicted_seconds": 0.9 * seconds,
+        "sent_nbytes": 4e6 * seconds, "cpu_seconds": 0.2, "phases": {"encode": 0.02, "first_phase": 0.1, "hidden": 0.03}, "hidden_share": 0.25,
+        "peak_nbytes": 5e8, "measure": None, "curve": [], "target_seconds": None,
+    }  # fmt: skip
+    return found | more
+
+
+def train(**more):
+    rows = [row("none", 0.1), row("noop", 0.12), row("fp32", 1.1), row("ternary <&>", 0.2), {"method": "mine", "failed": "hung <after> 3 s"}]
+    case = {"ranks": 2, "link": "1gbit", "latency_s": 0.001, "rows": rows}
+    machine = {"processor": "A & B", "cores": 2, "torch": "2.13"}
+    return {"benchmark": "train", "arguments": {"workload": "mlp", "steps": 9}, "machine": machine, "cases": [case]} | more
+
+
+class Well(HTMLParser):
+    """Every tag is closed in its order; nothing is fetched."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tables, self.pictures = [], 0, 0
+
+    def handle_starttag(self, tag, attrs):
+        assert not any(name in ("src", "href") and not str(value).startswith("#") for name, value in attrs if "xlink" not in name), attrs
+        self.tables += tag == "table"
+        self.pictures += tag == "svg"
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_has_tables_and_pictures_and_needs_nothing_else(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps(train()))
+    curves = [row("none", 0.1), row("fp32", 1.1, measure=88.0, curve=[[5, 5.5, 70.0], [9, 9.9, 88.0]], target_seconds=9.9)]
+    (tmp_path / "b.json").write_text(json.dumps(train(cases=[{"ranks": 4, "link": "none", "latency_s": None, "rows": curves}])))
+    accuracy = {"workload": "gpt-1m", "optimizer": "adamw", "workers": 4, "steps": 2000, "method": "fp32", "factor": 1.0, "bits": 32.0, "seeds": 3}
+    accuracy |= {"diverged": 0, "mean": 1.34, "deviation": None, "curve": [[100, 2.0], [2000, 1.34]], "to_fp32": 0.0, "to_bf16": None}
+    (tmp_path / "c.json").write_text(json.dumps({"rows": [accuracy]}))
+    assert main([str(tmp_path)]) == 0
+    assert "3 of 3 files" in capsys.readouterr().out
+    text = (tmp_path / "report.html").read_text()
+    seen = Well()
+    seen.feed(text)
+    assert not seen.open and (seen.tables, seen.pictures) == (3, 4)
+    for words in ("ternary &lt;&amp;&gt;", "hung &lt;after&gt; 3 s", "2 ranks, 1gbit, 1 ms", "10.0x", "A &amp; B", "s to target", "+0.0000", "88"):
+        assert words in text, words
+    assert "<&>" not in text and not re.search(r"https?://(?!www\.w3\.org|purl\.org|creativecommons|matplotlib)", text)
+
+
+def test_files_that_are_no_results_are_named_and_the_others_shown(tmp_path, capsys):
+    (tmp_path / "good.json").write_text(json.dumps(train()))
+    (tmp_path / "cut.json").write_text(json.dumps(train())[:200])
+    (tmp_path / "old.json").write_text(json.dumps({"benchmark": "train", "rows": []}))
+    (tmp_path / "other.json").write_text("[1, 2]")
+    (tmp_path / "half.json").write_text(json.dumps(train(cases=[{"ranks": 2}])))
+    assert main([str(tmp_path), "--out", str(tmp_path / "x.html")]) == 0
+    said = capsys.readouterr()
+    assert "1 of 5 files" in said.out
+    for name in ("cut.json", "old.json", "other.json", "half.json"):
+        assert f"left out {name}: " in said.err and name in (tmp_path / "x.html").read_text()
+    assert "older version" in said.err
+
+
+def test_nothing_to_show_is_said(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "no .json files" in capsys.readouterr().err
+    (tmp_path / "x.json").write_text("{}")
+    assert main([str(tmp_path)]) == 1
+
+
+def test_the_same_files_make_the_same_page(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(train()))
+    files = [tmp_path / "a.json"]
+    assert page(files) == page(files)
+
+
+@pytest.mark.parametrize("field", ["seconds", "phases", "method"])
+def test_a_row_that_lacks_something_leaves_out_its_file_alone(tmp_path, field):
+    broken = train()
+    del broken["cases"][0]["rows"][2][field]
+    (tmp_path / "a.json").write_text(json.dumps(broken))
+    (tmp_path / "b.json").write_text(json.dumps(train()))
+    _, shown, skipped = page(sorted(tmp_path.glob("*.json")))
+    assert shown == 1 and [name for name, _ in skipped] == ["a.json"]
