@@ -92,8 +92,10 @@ def test_a_loss_is_worse_when_it_is_more():
 
 
 def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
-    (ternary,) = [row for row in ways("sgd") if row.codec.name == "ternary"]
+    ternary, means = [row for row in ways("sgd") if row.codec.name == "ternary"]  # sums of up to 7 ranks, means of more
     assert ternary.training.what == " on MNIST" and ternary.loss == pytest.approx(0.13)
+    assert means.training.world_size == 8 and means.loss == pytest.approx(0.02)
+    assert expected("sgd", Ternary(second_phase="block4")) is means
     assert expected("sgd", OneBit()).training.what == " on Fashion-MNIST"
     assert expected("adam", Block(2)).precondition  # the way that loses least, not the sketch without
     assert expected("adam", Ternary()) is None and expected(None, Block(4)) is None
