@@ -52,7 +52,7 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path):
     """Over hosts where they can be made: bytes on the interface are those that gradcomp counts, and what TCP adds."""
     (tmp_path / "hooks.py").write_text(HOOKS)
     where = ["--hosts", "0"] if WHY else ["--hosts", "2", "--link", "200mbit"]
-    names = ["fp32", "bf16", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "onebit:start_step=2"]
+    names = ["fp32", "bf16", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "onebit:double"]
     done = bench(*where, "--workload", "random:600000", "--steps", "8", "--hang", "12", "--json", "out.json", "--methods", *names, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
@@ -147,7 +147,7 @@ def is_alive(pid):
     [
         (["--methods", "ternery"], "no method named 'ternery'"),
         (["--methods", "onebit:prec"], "unknown option 'prec'"),
-        (["--methods", "onebit:momentum,start_step=3"], "optimizers of their own"),
+        (["--methods", "onebit:momentum,double,start_step=3"], "do not wait for half a minibatch"),
         (["--methods", "json:nothing"], "json:nothing: module 'json' has no attribute 'nothing'"),
         (["--workload", "lenett"], "no workload named 'lenett'"),
         (["--workload", "random:5"], "at least 1024"),
@@ -175,7 +175,7 @@ def test_where_there_can_be_no_hosts_the_bench_says_so(monkeypatch, capsys):
 
 
 def test_every_method_and_workload_of_the_help_is_one(capsys):
-    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "json:dumps"):
+    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "onebit:double,start_step=2", "json:dumps"):
         methods.check(name)
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -190,7 +190,7 @@ def test_every_method_and_workload_of_the_help_is_one(capsys):
 def test_the_planner_knows_the_method_as_it_travels():
     assert str(planned("ternary", 2).exchange) == "all_gather" and planned("ternary", 8).second_phase == "block4"
     assert planned("onebit:exchange=all_gather", 8).exchange == "all_gather"
-    assert planned("powersgd1", 2) is planned("block2:precondition", 2) is None
+    assert planned("powersgd1", 2) is planned("block2:precondition", 2) is planned("onebit:double", 2) is None
 
 
 def test_rows_are_of_the_slowest_rank_and_the_first_to_reach_a_target():

@@ -4,6 +4,7 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
 from gradcomp.bench.accuracy.methods import METHODS as CODECS
-from gradcomp.bench.accuracy.methods import parse
+from gradcomp.bench.accuracy.methods import Method, parse
+from gradcomp.bench.accuracy.optimizers import exchanging_momentum
+from gradcomp.onebit_sgd import DoubleBuffer
 
 NONE = "none"  # the model alone: what a step takes without an exchange
 NOOP = "noop"  # under DDP, with a hook that averages nothing
+DOUBLE = "double"  # a codec's option: `DoubleBuffer` in place of DDP
 POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
 
 Join = Callable[[DistributedDataParallel], Any]  # returns what has `stats` and `close`, or None
@@ -75,38 +79,85 @@ OTHERS: dict[str, Join] = {
 DEFAULT = ("fp32", "bf16", "ternary", "block2", "block4", "onebit")
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A model that exchanges by a method.
+
+    Attributes:
+        model: to call.
+        optimizers: that train it.
+        state: what has `stats` and `close`, or None.
+        double: exchanges half a minibatch behind the other, with steps of its own.
+    """
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    state: Any = None
+    double: DoubleBuffer | None = None
+
+
 def check(name: str) -> None:
-    """Raise ValueError for what is no method."""
-    find(name)
+    """Raise ValueError unless this names a method: one of `OTHERS`, a codec with options, or ``module:factory``."""
+    if name in OTHERS:
+        return
+    if is_factory(name):
+        factory(name)
+        return
+    try:
+        codec_of(name)
+    except ValueError as error:
+        known = ", ".join([*(m for m in OTHERS if m not in (NONE, NOOP)), *(c for c in CODECS if c not in OTHERS)])
+        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, or module:factory for a hook of your own") from None
 
 
-def find(name: str) -> Join:
-    """Return what makes a DDP model exchange by a method: a name of `OTHERS`, a codec with options, or ``module:factory``.
+def is_factory(name: str) -> bool:
+    """Whether a name is that of a function somewhere."""
+    word, colon, rest = name.partition(":")
+    return bool(colon) and word not in CODECS and "=" not in rest
+
+
+def codec_of(name: str) -> tuple[Method, bool]:
+    """Return the codec's method that a name says, and whether it is to be double buffered.
 
     Raises:
-        ValueError: there is no such method, codec, option or factory.
+        ValueError: there is no such method, or option.
     """
-    if name in OTHERS:
-        return OTHERS[name]
-    word, colon, rest = name.partition(":")
-    if word not in CODECS and colon and not rest.partition("=")[1]:
-        return _factory(word, rest)
-    try:
-        method = parse(name)
-    except ValueError as error:
-        known = ", ".join([*(m for m in OTHERS if m != NONE), *(c for c in CODECS if c not in OTHERS)])
-        raise ValueError(f"{error}; here also {known}, or module:factory for a hook of your own") from None
-    if method.momentum:
-        raise ValueError(f"{name}: momenta travel with optimizers of their own, which this benchmark does not train with")
+    word, _, rest = name.partition(":")
+    options = [one for one in rest.split(",") if one]
+    double = DOUBLE in options
+    method = parse(":".join(filter(None, [word, ",".join(one for one in options if one != DOUBLE)])))
+    if double and method.momentum:
+        raise ValueError(f"{name}: momenta that travel do not wait for half a minibatch")
+    return method, double
+
+
+def factory(name: str) -> Join:
+    """Return the function that ``module:factory`` names."""
+    word, _, rest = name.partition(":")
+    return _factory(word, rest)
+
+
+def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer]) -> Ready:
+    """Make a model exchange by a method; `optimizers` train it, or take momenta that travel from."""
+    if name == NONE:
+        return Ready(model, optimizers)
+    if name in OTHERS or is_factory(name):
+        wrapped = DistributedDataParallel(model)
+        return Ready(wrapped, optimizers, (OTHERS.get(name) or factory(name))(wrapped))
+    method, double = codec_of(name)
     codec = method.codec
     assert codec is not None  # bf16 is one of OTHERS
-
-    def join(model: DistributedDataParallel) -> Any:
-        options = {k: v for k, v in method.options.items() if k != "exclude"}
-        exempt = method.options_for(list(model.module.named_parameters()))["exclude"] if method.exempt != "none" else ()
-        return gradcomp.ddp.register(model, codec, exclude=exempt, **options)
-
-    return join
+    options = {k: v for k, v in method.options.items() if k != "start_step" or not method.momentum}
+    if method.exempt != "none":
+        options["exclude"] = method.options_for(list(model.named_parameters()))["exclude"]
+    if double:
+        buffer = DoubleBuffer(model, optimizers[0], codec, **options)
+        return Ready(model, optimizers, buffer, buffer)
+    if method.momentum:
+        optimizers = exchanging_momentum(optimizers, method)
+        options["optimizer"] = optimizers[0]
+    wrapped = DistributedDataParallel(model)
+    return Ready(wrapped, optimizers, gradcomp.ddp.register(wrapped, codec, **options))
 
 
 def _factory(module: str, name: str) -> Join:
@@ -117,11 +168,3 @@ def _factory(module: str, name: str) -> Join:
     if not callable(found):
         raise ValueError(f"{module}:{name} is no function that registers a hook with a DDP model")  # noqa: TRY004 - a word's value
     return found  # type: ignore[no-any-return]
-
-
-def wrap(model: nn.Module, name: str) -> tuple[nn.Module, Any]:
-    """Return a model that exchanges by a method, and what its `Join` returned."""
-    if name == NONE:
-        return model, None
-    wrapped = DistributedDataParallel(model)
-    return wrapped, find(name)(wrapped)

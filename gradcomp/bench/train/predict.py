@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gradcomp.bench.accuracy.methods import METHODS as CODECS
-from gradcomp.bench.accuracy.methods import parse
+from gradcomp.bench.train.methods import codec_of
 from gradcomp.exchange.sizing import choose
 from gradcomp.plan.costs import Method, find_method
 from gradcomp.plan.links import Link
@@ -24,8 +24,8 @@ def planned(name: str, world_size: int) -> Method | None:
         return find_method(word)
     if word not in CODECS:
         return None
-    method = parse(name)
-    if method.codec is None or method.options.get("precondition"):
+    method, double = codec_of(name)
+    if method.codec is None or method.options.get("precondition") or method.momentum or double:
         return None
     strategy = choose(method.codec, world_size, method.options.get("exchange", "auto"))
     return Method(f"{name} {strategy}", method.codec, strategy.exchange, strategy.second_phase)

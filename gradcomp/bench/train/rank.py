@@ -72,8 +72,9 @@ def train(task: Task) -> dict[str, Any]:
     plain = workload.model()
     numel = sum(p.numel() for p in plain.parameters())
     optimizers = OPTIMIZERS[task.optimizer](plain, settings.rates[task.optimizer])
-    rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    model, state = methods.wrap(plain, task.method)
+    ready = methods.wrap(plain, task.method, optimizers)
+    state = ready.state
+    rates = [(group, group["lr"]) for optimizer in ready.optimizers for group in optimizer.param_groups]
     draw = torch.Generator().manual_seed(1 + 1000 * task.seed + rank)
     seconds: list[float] = []
     updates: list[float] = []
@@ -91,14 +92,7 @@ def train(task: Task) -> dict[str, Any]:
             if state is not None:
                 state.stats.reset()
         begun, worked = time.perf_counter(), time.process_time()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        workload.loss(model, minibatch).backward()  # type: ignore[no-untyped-call]
-        averaged = time.perf_counter()
-        if settings.clip is not None:
-            nn.utils.clip_grad_norm_(plain.parameters(), settings.clip)
-        for optimizer in optimizers:
-            optimizer.step()
+        averaged = _step(ready, workload, plain, minibatch)
         seconds.append(time.perf_counter() - begun)
         updates.append(time.perf_counter() - averaged)
         cpu.append(time.process_time() - worked)
@@ -131,6 +125,23 @@ def train(task: Task) -> dict[str, Any]:
     if state is not None and hasattr(state, "close"):
         state.close()
     return result
+
+
+def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch: Any) -> float:
+    """Train on a minibatch; return when its gradients were averaged."""
+    if ready.double is not None:  # nothing is clipped: averages come half a minibatch later
+        parts = minibatch if isinstance(minibatch, tuple) else (minibatch,)
+        ready.double.step(lambda *half: workload.loss(plain, half if isinstance(minibatch, tuple) else half[0]), *parts)
+        return time.perf_counter()
+    for optimizer in ready.optimizers:
+        optimizer.zero_grad()
+    workload.loss(ready.model, minibatch).backward()  # type: ignore[no-untyped-call]
+    averaged = time.perf_counter()
+    if workload.settings.clip is not None:
+        nn.utils.clip_grad_norm_(plain.parameters(), workload.settings.clip)
+    for optimizer in ready.optimizers:
+        optimizer.step()
+    return averaged
 
 
 def _measure(workload: Workload, model: nn.Module, rank: int, *, quick: bool = False) -> float:
