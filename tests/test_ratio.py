@@ -52,6 +52,7 @@ def test_ratios_are_near_the_bits_of_the_design(rows):
         "fp32 (Identity)": 7 / 8 * 64,
         "ternary all_gather": 7 * 2,
         "ternary exact": 7 / 8 * (2 + 5),
+        "ternary block4": 7 / 8 * (2 + 4),
         "ternary requantize": 7 / 8 * (2 + 2),
         "ternary own requantize": 7 / 8 * (2 + 2),
         "onebit all_gather": 7,

@@ -17,7 +17,7 @@ from gradcomp.plan.links import Link
 
 PREFIX = "gradcomp-bench"
 INTERFACE = "eth0"
-BURST_NBYTES = 256 << 10  # a link's bucket holds so much, and 2 ms of what is faster than 1 Gbit/s
+BURST_S, BURST_NBYTES = 2e-3, 32 << 10  # an idle link lets so much pass at once: as little as it keeps its rate with
 QUEUE_S = 0.4  # longest that a packet waits in a link before it is dropped
 
 
@@ -102,7 +102,7 @@ class Hosts:
         parent = ["root"]
         if not math.isinf(self.link.bits_per_s):
             rate = round(self.link.bits_per_s)
-            burst = max(BURST_NBYTES, rate // 8 // 500)
+            burst = max(BURST_NBYTES, round(rate / 8 * BURST_S))
             shape = ["tbf", "rate", f"{rate}bit", "burst", str(burst), "latency", f"{QUEUE_S * 1e3:.0f}ms"]
             try:
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "handle", "1:", *shape)

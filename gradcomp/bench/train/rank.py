@@ -75,6 +75,7 @@ def train(task: Task) -> dict[str, Any]:
     ready = methods.wrap(plain, task.method, optimizers)
     state = ready.state
     rates = [(group, group["lr"]) for optimizer in ready.optimizers for group in optimizer.param_groups]
+    tell(step=0)  # from here on silence counts
     draw = torch.Generator().manual_seed(1 + 1000 * task.seed + rank)
     seconds: list[float] = []
     updates: list[float] = []

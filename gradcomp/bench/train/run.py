@@ -22,6 +22,7 @@ from gradcomp.plan.rates import Rates
 from gradcomp.plan.simulate import Transport
 
 MASTER_PORT = 29500
+STARTING_S = 120.0  # for programs to start and find each other, on a machine that is busy
 ENDING_S = 5.0  # for ranks to end after one of them has failed, and after being told to
 POLL_S = 0.2
 
@@ -74,7 +75,7 @@ def run_method(tasks: Sequence[Task], place: Place, hang_s: float, on_step: Call
     Args:
         tasks: of every rank; all alike but for their cores.
         place: where.
-        hang_s: longest silence of all ranks before they are ended.
+        hang_s: longest silence of all ranks, once one of them has begun, before they are ended.
         on_step: called with the steps that rank 0 has done.
     """
     if place.rank is not None:
@@ -152,7 +153,7 @@ def _wait(
             failed_at = failed_at or now
             if now - failed_at > ENDING_S or all(status is not None for status in statuses):
                 return Outcome(failed=f"rank {bad[0]}: {_last(tails[bad[0]], statuses[bad[0]])}")
-        if now - heard > hang_s:
+        if now - heard > (hang_s if heard > begun else max(hang_s, STARTING_S)):
             return Outcome(failed=f"hung after {now - begun:.0f} s")
 
 
