@@ -161,7 +161,9 @@ def is_alive(pid):
     ],
 )
 def test_wrong_words_are_one_sentence(words, said, capsys):
+    before = dict(os.environ)
     assert main(words) == 2
+    assert dict(os.environ) == before
     error = capsys.readouterr().err
     assert said in error and error.startswith("gradcomp.bench train: ")
 

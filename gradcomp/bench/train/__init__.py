@@ -104,8 +104,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run `python -m gradcomp.bench train` with these words; return the exit status: 1 where a method failed."""
     args = parser().parse_args(argv)
-    importlib.import_module("gradcomp.launch").export_environment()
-    launched = int(os.environ["WORLD_SIZE"])
+    launch = importlib.import_module("gradcomp.launch")
+    job = launch.environment()
+    launched = int(job["WORLD_SIZE"])
+    if launched > 1:
+        launch.export_environment()  # for the processes that each rank starts
     try:
         links = [parse_link("inf" if one == "none" else one, args.latency) for one in args.link]
         _check(args)
@@ -132,7 +135,7 @@ def main(argv: list[str]) -> int:
     except (NoHosts, ValueError, FileNotFoundError) as error:
         print(f"gradcomp.bench train: {error}", file=sys.stderr)
         return 2
-    if int(os.environ["RANK"]) == 0:
+    if int(job["RANK"]) == 0:
         _show(args, workload, cases)
     return 1 if any(row.get("failed") for case in cases for row in case.rows) else 0
 
