@@ -20,7 +20,7 @@ from gradcomp.payload.pieces import Piece
 
 SLICE_NUMEL = 1 << 21  # docs/explanation/exchange.md has how it was measured
 MESSAGE_NUMEL = 1 << 17  # to one owner, at least: 16 KB of 1 bit, beside which a header is nothing
-UNIT_NUMEL = 64  # cuts are at multiples of it
+UNIT_NUMEL = 64  # cuts are at multiples of it where they can be
 
 
 @dataclass(frozen=True, slots=True)

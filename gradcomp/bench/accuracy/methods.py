@@ -75,7 +75,7 @@ def parse(text: str) -> Method:
             if value not in PRESETS:
                 raise ValueError(f"exempt must be one of {', '.join(PRESETS)}, got {value!r}")
             exempt = value
-        elif key in ("start_step", "min_numel"):
+        elif key in ("start_step", "min_numel", "slice_numel"):
             options[key] = int(value)
         elif key == "exchange":
             options[key] = value
@@ -94,7 +94,7 @@ def parse(text: str) -> Method:
             if momentum not in ("frozen", "renewed"):
                 raise ValueError(f"momentum must be frozen or renewed, got {value!r}")
         else:
-            known = "exempt, start_step, start, second, min_numel, exchange, precondition, momentum"
+            known = "exempt, start_step, start, second, min_numel, slice_numel, exchange, precondition, momentum"
             raise ValueError(f"unknown option {key!r} of {name}: {known}")
     if "start_codec" in options and not options.get("start_step"):
         raise ValueError(f"{text}: start= packs the steps before start_step=N")

@@ -40,7 +40,8 @@ from gradcomp.plan.simulate import Transport
 
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8,
-  block2:precondition, onebit:momentum,precondition,start_step=100, ...), with double for double buffering (onebit:double); module:factory, a function that registers a hook of your own with a DDP model
+  block2:precondition, onebit:momentum,precondition,start_step=100, ternary:slice_numel=100000000, ...), with double for double buffering
+  (onebit:double); module:factory, a function that registers a hook of your own with a DDP model
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
@@ -109,6 +110,7 @@ def main(argv: list[str]) -> int:
     launched = int(job["WORLD_SIZE"])
     if launched > 1:
         launch.export_environment()  # for the processes that each rank starts
+    before = signal.signal(signal.SIGTERM, _stop)  # hosts are removed on the way out
     try:
         links = [parse_link("inf" if one == "none" else one, args.latency) for one in args.link]
         _check(args)
@@ -118,7 +120,6 @@ def main(argv: list[str]) -> int:
         optimizer = args.optimizer or workloads.OPTIMIZER.get(workload.name.partition(":")[0], "adamw")
         if optimizer not in workload.settings.rates:
             raise ValueError(f"{args.workload} has no rate for {optimizer}; it has {', '.join(workload.settings.rates)}")
-        signal.signal(signal.SIGTERM, _stop)  # hosts are removed on the way out
         cases: list[Case] = []
         grid: list[tuple[int, str, Link | None]]
         if launched > 1:
@@ -130,11 +131,16 @@ def main(argv: list[str]) -> int:
         for count, name, link in grid:
             cases.append(Case(count, name))
             with Hosts(count, link) if link is not None else contextlib.nullcontext() as hosts:
-                cases[-1].latency_s = hosts.latency_s if hosts is not None else None
-                _run_case(args, workload, optimizer, cases, hosts, link or Link(math.inf), launched > 1)
+                here = Link(math.inf)
+                if hosts is not None and link is not None:
+                    cases[-1].latency_s = hosts.latency_s
+                    here = Link(link.bits_per_s, hosts.latency_s)  # as far as it could be made
+                _run_case(args, workload, optimizer, cases, hosts, here, launched > 1)
     except (NoHosts, ValueError, FileNotFoundError) as error:
         print(f"gradcomp.bench train: {error}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if int(job["RANK"]) == 0:
         _show(args, workload, cases)
     return 1 if any(row.get("failed") for case in cases for row in case.rows) else 0
@@ -149,7 +155,7 @@ def _check(args: argparse.Namespace) -> None:
 def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> None:
     console = Console()
     measure = workload.measure if args.curve or args.target is not None else ""
-    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    have = len(all_cores())
     for case in cases:
         here = case.latency_s is not None or case.link == "loopback"
         where = f"{case.ranks} {'ranks' if case.latency_s is None else 'hosts'}, {case.link}"

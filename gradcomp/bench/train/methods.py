@@ -132,9 +132,19 @@ def codec_of(name: str) -> tuple[Method, bool]:
 
 
 def factory(name: str) -> Join:
-    """Return the function that ``module:factory`` names."""
-    word, _, rest = name.partition(":")
-    return _factory(word, rest)
+    """Return the function that ``module:factory`` names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, _, word = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), word)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name}: {error}; it is to be a function that registers a hook with a DDP model") from None
+    if not callable(found):
+        raise ValueError(f"{name} is no function that registers a hook with a DDP model")  # noqa: TRY004 - a word's value
+    return found  # type: ignore[no-any-return]
 
 
 def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer]) -> Ready:
@@ -158,13 +168,3 @@ def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer]) -
         options["optimizer"] = optimizers[0]
     wrapped = DistributedDataParallel(model)
     return Ready(wrapped, optimizers, gradcomp.ddp.register(wrapped, codec, **options))
-
-
-def _factory(module: str, name: str) -> Join:
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{module}:{name}: {error}; it is to be a function that registers a hook with a DDP model") from None
-    if not callable(found):
-        raise ValueError(f"{module}:{name} is no function that registers a hook with a DDP model")  # noqa: TRY004 - a word's value
-    return found  # type: ignore[no-any-return]

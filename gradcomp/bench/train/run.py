@@ -42,11 +42,11 @@ class Outcome:
 
 def cores_of(number: int, count: int) -> tuple[int, ...]:
     """Return the cores of rank `number` of `count`: a share of those of this machine, or one that others have, too."""
-    have = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    have = all_cores()
     if count > len(have):
         return (have[number % len(have)],)
     share = len(have) // count
-    return tuple(have[number * share : (number + 1) * share])
+    return have[number * share : (number + 1) * share]
 
 
 @dataclass(frozen=True)
