@@ -1,5 +1,6 @@
 """``python -m gradcomp.bench report``: one page of what benchmarks have left, whatever state it is in."""
 
+import csv
 import json
 import re
 from html.parser import HTMLParser
@@ -59,6 +60,22 @@ def test_the_page_has_tables_and_pictures_and_needs_nothing_else(tmp_path, capsy
     for words in ("ternary &lt;&amp;&gt;", "hung &lt;after&gt; 3 s", "2 ranks, 1gbit, 1 ms", "10.0x", "A &amp; B", "s to target", "+0.0000", "88"):
         assert words in text, words
     assert "<&>" not in text and not re.search(r"https?://(?!www\.w3\.org|purl\.org|creativecommons|matplotlib)", text)
+
+
+def test_rows_and_pictures_beside_the_files(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(train()))
+    (tmp_path / "bad.json").write_text("{")
+    accuracy = {"workload": "gpt-1m", "optimizer": "adamw", "workers": 4, "steps": 9, "method": "fp32", "factor": 1.0, "bits": 32.0, "seeds": 3}
+    accuracy |= {"diverged": 0, "mean": 1.34, "deviation": None, "curve": [[1, 2.0], [9, 1.34]], "to_fp32": 0.0, "to_bf16": None}
+    (tmp_path / "c.json").write_text(json.dumps({"rows": [accuracy]}))
+    assert main([str(tmp_path), "--beside"]) == 0
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["method"] for row in rows] == ["none", "noop", "fp32", "ternary <&>", "mine"]
+    assert (rows[2]["link"], rows[2]["seconds"], rows[2]["first_phase_seconds"], rows[4]["failed"]) == ("1gbit", "1.1", "0.1", "hung <after> 3 s")
+    for name in ("a", "c"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "bad.csv").exists() and "1.34" in (tmp_path / "c.csv").read_text()
 
 
 def test_files_that_are_no_results_are_named_and_the_others_shown(tmp_path, capsys):

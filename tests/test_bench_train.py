@@ -66,7 +66,8 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path):
     for name, bits in (("fp32", 32), ("bf16", 16), ("ternary", 2)):
         row = rows[name]
         assert "failed" not in row and row["p95_seconds"] >= row["seconds"] > 0
-        assert row["exposed_seconds"] == pytest.approx(row["seconds"] - rows["none"]["seconds"])
+        assert row["exposed_seconds"] == pytest.approx(row["seconds"] - rows["noop"]["seconds"])
+        assert row["exchange_cpu_seconds"] == pytest.approx(max(0.0, row["cpu_seconds"] - rows["noop"]["cpu_seconds"]))
         if not WHY:
             assert row["sent_nbytes"] == pytest.approx(numel * bits / 8, rel=0.12)
             if bits >= 16:  # the link is as slow as it was asked to be, but for what passes at once
@@ -205,13 +206,16 @@ def test_rows_are_of_the_slowest_rank_and_the_first_to_reach_a_target():
         }  # fmt: skip
 
     curve = [(1, 3.0, 2.6), (2, 6.0, 2.4), (3, 9.0, 2.5)]
-    row = row_of("x", [rank([1.0, 4.0, 2.0], 10.0, curve), rank([2.0, 1.0, 3.0], 30.0)], 1.5, 3.3, 2.5, lower=True)
+    noop = {"seconds": 1.5, "cpu_seconds": 0.2}
+    row = row_of("x", [rank([1.0, 4.0, 2.0], 10.0, curve), rank([2.0, 1.0, 3.0], 30.0)], noop, 3.3, 2.5, lower=True, bits_per_s=300.0)
     assert (row["seconds"], row["p95_seconds"], row["exposed_seconds"], row["sent_nbytes"]) == (3.0, 4.0, 1.5, 30.0)
     assert (row["target_seconds"], row["hidden_share"]) == (6.0, 0.5)
+    assert (row["exchange_cpu_seconds"], row["bound_seconds"]) == (pytest.approx(0.3), pytest.approx(0.8))  # 240 bits on the wire
+    assert row_of("x", [rank([1.0], 1.0)], noop, None, None, lower=True)["bound_seconds"] == pytest.approx(0.3)
     higher = row_of("x", [rank([1.0], 1.0, curve)], None, None, 2.5, lower=False)
     assert (higher["target_seconds"], higher["exposed_seconds"]) == (3.0, None)
     table = table_of([row | {"method": "fp32"}, row, {"method": "y", "failed": "hung after 3 s"}], "loss", 2.5)
-    assert table.row_count == 3 and len(table.columns) == 13
+    assert table.row_count == 3 and len(table.columns) == 14
 
 
 def test_where_a_method_stops_paying_is_said():

@@ -37,6 +37,7 @@ from gradcomp.bench.train.run import Place, all_cores, cores_of, measure, run_me
 from gradcomp.plan.links import Link, parse_link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.simulate import Transport
+from gradcomp.version import __version__
 
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8,
@@ -45,7 +46,8 @@ methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
-         exposed       what of it the same step without an exchange does not take
+         exposed       what of it a step of noop does not take: DDP with a hook that averages nothing
+         / bound       exposed, over the larger of what the exchange computes and what the link needs for the bytes
          planner       what gradcomp.plan expects, and how far off that is
          sent          bytes on the interface (--hosts) or counted by gradcomp, a step and rank
          CPU           of rank 0, exchange included; hidden: share of the exchange that backward hides
@@ -182,7 +184,7 @@ def _run_case(
     names = list(dict.fromkeys([NONE, NOOP, *args.methods]))
     curve = (args.curve or args.target is not None) and bool(workload.measure)
     alone: list[dict[str, Any]] = []
-    none_s: float | None = None
+    noop: dict[str, Any] | None = None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     mine = int(os.environ["RANK"]) if launched else None
     with Progress(*columns, console=Console(stderr=True), disable=bool(mine)) as progress:
@@ -210,8 +212,9 @@ def _run_case(
                 alone = found.results if name == NOOP else alone
                 knows = alone and not launched
                 guess = predict(name, workload.model(), alone, link, rates, transport, len(cores[0]), ranks) if knows else None
-                rows.append(row_of(name, found.results, none_s, guess, args.target, lower=workload.lower_is_better))
-                none_s = rows[-1]["seconds"] if name == NONE else none_s
+                lower = workload.lower_is_better
+                rows.append(row_of(name, found.results, noop, guess, args.target, lower=lower, bits_per_s=link.bits_per_s))
+                noop = rows[-1] if name == NOOP else noop
             if args.json is not None and not mine:
                 _write(args, cases)
         progress.update(bar, completed=len(names) * args.steps, description="done")
@@ -221,6 +224,7 @@ def _write(args: argparse.Namespace, cases: list[Case]) -> None:
     """Write what there is so far; the file is always whole."""
     made = {
         "benchmark": "train",
+        "gradcomp": __version__,
         "arguments": {name: value for name, value in vars(args).items() if name not in ("json", "data")},
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()},
         "cases": [asdict(case) for case in cases],

@@ -1,7 +1,11 @@
-"""The table of ``bench train``: one row a method, beside what the same step takes without an exchange."""
+"""The table of ``bench train``: one row a method, beside what the same step takes without an exchange.
+
+"Without an exchange" is DDP with a hook that averages nothing (row `NOOP`): its copies into buckets and back are in every row.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -13,34 +17,51 @@ from gradcomp.bench.train.methods import NONE, NOOP
 
 
 def row_of(
-    method: str, results: Sequence[dict[str, Any]], none_s: float | None, predicted_s: float | None, target: float | None, *, lower: bool
+    method: str,
+    results: Sequence[dict[str, Any]],
+    noop: dict[str, Any] | None,
+    predicted_s: float | None,
+    target: float | None,
+    *,
+    lower: bool,
+    bits_per_s: float = math.inf,
 ) -> dict[str, Any]:
     """Return a row: seconds of the slowest rank, bytes of the one that sends most.
+
+    ``exchange_cpu_seconds`` is what the exchange makes rank 0 compute (codec, reduction, TCP in the kernel), ``bound_seconds`` the larger of
+    that and of what the link needs for the bytes: an exchange that overlaps the two wholly exposes so much on a host whose cores are
+    all at work.
 
     Args:
         method: its name.
         results: of every rank.
-        none_s: median seconds of a step without an exchange.
+        noop: the row of a step without an exchange; None where there is none.
         predicted_s: what the planner expects.
         target: measure whose time is wanted.
         lower: whether a smaller measure is the better one.
+        bits_per_s: of the link.
     """
     each = [max(step) for step in zip(*(one["seconds"] for one in results), strict=True)]
     median = statistics.median(each)
+    cpu = statistics.median(results[0]["cpu_seconds"])
     phases = results[0]["phases"]
     busy = sum(seconds for name, seconds in phases.items() if name != "hidden")
     sent = [one["sent_nbytes"] if one["sent_nbytes"] is not None else one["counted_nbytes"] for one in results]
+    sent_nbytes = max((s for s in sent if s is not None), default=None)
     reached = [
         at for _, at, measure in results[0]["curve"] if target is not None and (measure <= target if lower else measure >= target)
     ]
+    exchange_cpu = None if noop is None else max(0.0, cpu - noop["cpu_seconds"])
     return {
         "method": method,
         "seconds": median,
         "p95_seconds": sorted(each)[min(len(each) - 1, int(0.95 * len(each)))],
-        "exposed_seconds": None if none_s is None else median - none_s,
+        "exposed_seconds": None if noop is None else median - noop["seconds"],
+        "bound_seconds": None if exchange_cpu is None else max(exchange_cpu, 8 * (sent_nbytes or 0) / bits_per_s),
         "predicted_seconds": predicted_s,
-        "sent_nbytes": max((s for s in sent if s is not None), default=None),
-        "cpu_seconds": statistics.median(results[0]["cpu_seconds"]),
+        "sent_nbytes": sent_nbytes,
+        "cpu_seconds": cpu,
+        "exchange_cpu_seconds": exchange_cpu,
         "phases": phases,
         "hidden_share": min(1.0, phases.get("hidden", 0.0) / busy) if busy else None,
         "peak_nbytes": max(one["peak_nbytes"] for one in results),
@@ -58,7 +79,7 @@ def cells_of(rows: Sequence[dict[str, Any]], measure: str, target: str) -> tuple
         measure, target: heads of the last two columns; "" for none.
     """
     fp32: dict[str, Any] = next((row for row in rows if row["method"] == "fp32" and not row.get("failed")), {})
-    heads = ["method", "step, ms", "p95", "exposed, ms", "fp32 / it", "planner", "sent, MB", "fp32 / it", "CPU, ms", "hidden", "peak, MB"]
+    heads = ["method", "step, ms", "p95", "exposed, ms", "fp32 / it", "/ bound", "planner", "sent, MB", "fp32 / it", "CPU, ms", "hidden", "peak, MB"]
     heads += [measure] * bool(measure) + [target] * bool(target)
     out: list[tuple[str, list[str]]] = []
     for row in rows:
@@ -69,8 +90,9 @@ def cells_of(rows: Sequence[dict[str, Any]], measure: str, target: str) -> tuple
         cells = [
             _ms(row["seconds"]),
             _ms(row["p95_seconds"]),
-            _ms(row["exposed_seconds"]) if row["method"] != NONE else "",
+            _ms(row["exposed_seconds"]) if exchanges else "",
             _ratio(fp32.get("exposed_seconds"), row["exposed_seconds"]) if exchanges else "",
+            _ratio(row["exposed_seconds"], row.get("bound_seconds"), ".2f") if exchanges else "",
             _apart(row["predicted_seconds"], row["seconds"]),
             number(row["sent_nbytes"], 1e-6, ".3f") if exchanges else "",
             _ratio(fp32.get("sent_nbytes"), row["sent_nbytes"]) if exchanges else "",
@@ -126,8 +148,8 @@ def number(value: float | None, factor: float, form: str, unit: str = "") -> str
     return "" if value is None else f"{value * factor:{form}}{unit}"
 
 
-def _ratio(base: float | None, value: float | None) -> str:
-    return "" if not base or not value or value <= 0 else f"{base / value:.1f}x"
+def _ratio(base: float | None, value: float | None, form: str = ".1f") -> str:
+    return "" if not base or not value or value <= 0 else f"{base / value:{form}}x"
 
 
 def _apart(predicted: float | None, measured: float) -> str:

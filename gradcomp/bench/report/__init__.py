@@ -8,30 +8,16 @@ from __future__ import annotations
 
 import argparse
 import html
-import io
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib.figure import Figure
-
+from gradcomp.bench.report import pictures
+from gradcomp.bench.report.beside import write_beside
 from gradcomp.bench.train.report import cells_of, number
 
-PHASES = {  # of `Stats.seconds`, by what they are
-    "statistics": "#b3cde3",
-    "encode": "#6497b1",
-    "owner": "#005b96",
-    "decode": "#03396c",
-    "scale_round": "#fdd0a2",
-    "first_phase": "#fd8d3c",
-    "second_phase": "#d94801",
-}
-WAITING = ("scale_round", "first_phase", "second_phase")
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
@@ -54,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("folder", type=Path, metavar="FOLDER", help="with .json files of `bench train` and `bench accuracy`")
     out.add_argument("--out", type=Path, metavar="FILE", help="(FOLDER/report.html)")
+    out.add_argument("--beside", action="store_true", help="write each file's rows as NAME.csv and its picture as NAME.png, too")
     return out
 
 
@@ -65,6 +52,10 @@ def main(argv: list[str]) -> int:
         print(f"gradcomp.bench report: no .json files in {args.folder}: write some with --json of bench train", file=sys.stderr)
         return 2
     text, shown, skipped = page(files)
+    if args.beside:
+        for file in files:
+            if file.name not in dict(skipped):
+                write_beside(file)
     out = args.out or args.folder / "report.html"
     out.write_text(text, encoding="utf-8")
     for name, why in skipped:
@@ -113,10 +104,10 @@ def _train(found: dict[str, Any]) -> str:
         out.append(f"<h3>{case['ranks']} ranks, {html.escape(case['link'])}{delay}</h3>")
         good = [row for row in case["rows"] if not row.get("failed")]
         out.append(_train_table(case["rows"]))
-        if any(row["method"] == "none" for row in good) and len(good) > 1:
-            out.append(_figure(lambda figure, rows=good: _draw_steps(figure, rows), 1.2 + 0.36 * len(good)))
+        if pictures.has_steps(good):
+            out.append(pictures.svg(pictures.draw_steps, good, pictures.height_of(good)))
         if any(row["curve"] for row in good):
-            out.append(_figure(lambda figure, rows=good: _draw_curves(figure, rows), 4.0))
+            out.append(pictures.svg(pictures.draw_times, good))
     return "\n".join(out)
 
 
@@ -127,35 +118,6 @@ def _train_table(rows: Sequence[dict[str, Any]]) -> str:
     why = {row["method"]: row["failed"] for row in rows if row.get("failed")}
     told = {name: f'<td class="failed" colspan="{len(heads) - 1}">{html.escape(text)}</td>' for name, text in why.items()}
     return _table(heads, [[name, told[name]] if name in told else [name, *[f"<td>{c}</td>" for c in cells]] for name, cells in body])
-
-
-def _draw_steps(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
-    """Bars of computing and of what the exchange adds; beside them what codecs and waiting take, overlapped or not."""
-    none_s = next(row["seconds"] for row in rows if row["method"] == "none")
-    left, right = figure.subplots(1, 2, sharey=True)
-    names = [row["method"] for row in rows][::-1]
-    exposed = [1e3 * max(0.0, row["seconds"] - none_s) for row in rows][::-1]
-    left.barh(names, [1e3 * none_s] * len(rows), color="#cccccc", label="the step alone")
-    left.barh(names, exposed, left=1e3 * none_s, color=[f"C{n % 10}" for n in range(len(rows))][::-1], label="exposed")
-    left.set_xlabel("milliseconds a step")
-    starts = [0.0] * len(rows)
-    for phase, color in PHASES.items():
-        lengths = [1e3 * row["phases"].get(phase, 0.0) for row in rows][::-1]
-        right.barh(names, lengths, left=starts, color=color, label=f"{phase}{' (waiting)' if phase in WAITING else ''}")
-        starts = [a + b for a, b in zip(starts, lengths, strict=True)]
-    right.set_xlabel("milliseconds in codecs and waiting, slices and buckets overlap")
-    right.legend(fontsize=7, loc="best")
-
-
-def _draw_curves(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
-    axes = figure.subplots()
-    for row in rows:
-        if row["curve"]:
-            axes.plot([at for _, at, _ in row["curve"]], [value for _, _, value in row["curve"]], marker=".", label=row["method"])
-    axes.set_xlabel("seconds of training")
-    axes.set_ylabel("measure")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
 
 
 # ---- bench accuracy --------------------------------------------------------------------------------------------------
@@ -177,18 +139,8 @@ def _accuracy(found: dict[str, Any]) -> str:
             body.append([row["method"], *[f"<td>{cell}</td>" for cell in cells]])
         out.append(_table(heads, body))
         if any(row["curve"] for row in rows):
-            out.append(_figure(lambda figure, rows=rows: _draw_steps_curves(figure, rows), 4.0))
+            out.append(pictures.svg(pictures.draw_curves, rows))
     return "\n".join(out)
-
-
-def _draw_steps_curves(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
-    axes = figure.subplots()
-    for row in rows:
-        if row["curve"]:
-            axes.plot([point[0] for point in row["curve"]], [point[-1] for point in row["curve"]], label=f"{row['method']} x {row['factor']:g}")
-    axes.set_xlabel("step")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -198,14 +150,3 @@ def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
     rows = "".join(f"<tr><td>{html.escape(name)}</td>{''.join(cells)}</tr>\n" for name, *cells in body)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{rows}</tbody></table></div>'
-
-
-def _figure(draw: Callable[..., None], height: float) -> str:
-    """Return a picture as SVG, for the page."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gradcomp", "font.family": "sans-serif", "font.size": 9}):
-        figure = Figure(figsize=(11, height), layout="constrained")
-        draw(figure)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return f"<figure>{text[text.index('<svg') :]}</figure>"
