@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+import struct
 
 import pytest
 import torch
@@ -9,13 +11,13 @@ from _ranks import run_local
 from torch import nn
 
 from gradcomp import GradientAverager, OneBit
-from gradcomp.bench import accuracy
+from gradcomp.bench import accuracy, paper
 from gradcomp.bench.accuracy.methods import parse
 from gradcomp.bench.accuracy.optimizers import exchanging_momentum
 from gradcomp.bench.accuracy.report import summarize
 from gradcomp.bench.accuracy.run import Job, finished, rate_at, run_all
 from gradcomp.bench.accuracy.workers import Workers
-from gradcomp.bench.accuracy.workloads import BLOCK, HELD_OUT_SHARE
+from gradcomp.bench.accuracy.workloads import BLOCK, HELD_OUT_SHARE, Settings, cosine, square_root
 from gradcomp.bench.models import ByteGPT, SmallResNet
 from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
 
@@ -127,6 +129,22 @@ def test_buffers_are_those_of_the_first_worker():
     assert torch.equal(model[1].running_mean, alone[1].running_mean)
 
 
+def test_without_feedback_every_step_is_a_first_one():
+    """What codes leave out is forgotten: the same gradients give the same average again, which residuals would change."""
+    found = {}
+    for name in ("onebit", "onebit:feedback=off"):
+        model, draw = nn.Linear(64, 4), torch.Generator().manual_seed(3)
+        x = [torch.randn(8, 64, generator=draw) for _ in range(2)]
+        workers = Workers(model, parse(name), 2)
+        grads = []
+        for _ in range(3):
+            workers.backward(lambda m, x: m(x)[:, :2].sum(), x)
+            grads.append(model.weight.grad.clone())
+        workers.close()
+        found[name] = [torch.equal(grads[0], other) for other in grads[1:]]
+    assert found == {"onebit": [False, False], "onebit:feedback=off": [True, True]}
+
+
 def test_bf16_rounds_before_and_after_the_sum():
     model = nn.Linear(1, 1, bias=False)
     values = [torch.tensor([[1.0 + 2**-9]]), torch.tensor([[3.0]])]
@@ -142,15 +160,27 @@ def test_exemptions_and_wrong_methods():
     ends = parse("onebit:exempt=ends,start_step=3").options_for(named)
     assert {"head.weight", "embedding.weight", "norm.bias"} <= set(ends["exclude"]) and ends["start_step"] == 3
     assert "blocks.0.up.weight" not in ends["exclude"]
-    for text, said in (("twobit", "no method named"), ("onebit:exempt=all", "one of none"), ("onebit:x=1", "unknown")):
+    wrong = [("twobit", "no method named"), ("onebit:exempt=all", "one of none"), ("onebit:x=1", "unknown")]
+    wrong += [("ternary:feedback=off", "for codecs that have"), ("onebit:feedback=no", "feedback=off is"), ("onebit:precondition,feedback=off", "forgotten")]
+    for text, said in wrong:
         with pytest.raises(ValueError, match=said):
             parse(text)
 
 
 def test_the_rate_rises_and_falls():
-    rates = [rate_at(step, 100, 0.1) for step in range(100)]
-    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[99] == pytest.approx(0.1, abs=1e-3)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
+    for decay, last in ((cosine, 0.1), (square_root, math.sqrt(1 / 90))):
+        settings = Settings(100, 4, None, 0.1, {}, decay=decay)
+        rates = [rate_at(step, 100, settings) for step in range(100)]
+        assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[99] == pytest.approx(last, abs=1e-3)
+        assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_a_batch_is_of_each_worker_or_of_all():
+    assert Settings(1, 64, None, 0.0, {}).batch_of(4) == 64
+    shared = Settings(1, 64, None, 0.0, {}, shared=True)
+    assert (shared.batch_of(1), shared.batch_of(4)) == (64, 16)
+    with pytest.raises(ValueError, match="3 workers cannot share a batch of 64"):
+        shared.batch_of(3)
 
 
 def test_models_have_the_size_that_they_say():
@@ -189,6 +219,31 @@ def test_a_table_of_small_runs_goes_on_where_it_was(data, capsys):
     assert rows["fp32"]["bits"] == pytest.approx(32, rel=0.01) and rows["bf16"]["bits"] == pytest.approx(16, rel=0.01)
     assert 1 < rows["onebit"]["bits"] < 4
     assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def idx(array):
+    head = struct.pack(">BBBB", 0, 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    return head + array.to(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.slow
+def test_a_paper_s_table_beside_what_was_published(tmp_path, capsys):
+    folder, draw = tmp_path / "mnist", torch.Generator().manual_seed(0)
+    folder.mkdir()
+    for part, count in (("train", 200), ("t10k", 40)):
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(torch.randint(256, (count, 28, 28), generator=draw)))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx(torch.arange(count) % 10))
+    words = ["terngrad-lenet", "--data", str(tmp_path), "--steps", "3", "--seeds", "1", "--out", str(tmp_path / "out")]
+    assert paper.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "2 workers, 3 steps" in printed and "published: Wen et al. 2017" in printed
+    made = json.loads((tmp_path / "out" / "terngrad-lenet.json").read_text())
+    assert [(row["workers"], row["method"]) for row in made["rows"]] == [(2, "fp32"), (2, "ternary"), (4, "fp32"), (4, "ternary")]
+    assert made["machine"]["torch"] == torch.__version__ and made["arguments"]["steps"] == 3
+    assert paper.main(["ef-sign", "--data", str(tmp_path)]) == 2
+    assert "cifar10_jpeg.npz" in capsys.readouterr().err
+    for table in paper.TABLES.values():
+        assert all(parse(method).name == method for method in table.methods) and table.published
 
 
 def finished_of(folder, text):

@@ -137,7 +137,7 @@ def test_help_teaches(capsys):
 
 def test_unknown_benchmark_is_refused(capsys):
     assert dispatcher.main(["dmeo"]) == 2
-    assert "no benchmark named 'dmeo'; there are demo, codec, accuracy, train, report, allreduce, optim, ratio" in capsys.readouterr().err
+    assert "no benchmark named 'dmeo'; there are demo, codec, accuracy, paper, train, report, allreduce, optim, ratio" in capsys.readouterr().err
 
 
 def test_missing_library_says_what_to_install(monkeypatch, capsys):

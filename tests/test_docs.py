@@ -144,11 +144,11 @@ def commands():
 
 
 def test_commands_exist():
-    from gradcomp.bench import accuracy, allreduce, codec, demo, optim, plan, ratio, report, train
+    from gradcomp.bench import accuracy, allreduce, codec, demo, optim, paper, plan, ratio, report, train
 
     parsers = {"demo": demo.parse_config, "codec": codec.parse, "ratio": ratio.build_parser().parse_args}
     parsers |= {"accuracy": accuracy.parser().parse_args, "allreduce": allreduce.parse, "optim": optim.parse, "plan": plan.build_parser().parse_args}
-    parsers |= {"train": train.parser().parse_args, "report": report.parser().parse_args}
+    parsers |= {"train": train.parser().parse_args, "report": report.parser().parse_args, "paper": paper.parser().parse_args}
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     seen = 0
     for page, words in commands():

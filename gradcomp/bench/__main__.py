@@ -9,6 +9,7 @@ BENCHMARKS = {
     "demo": "train LeNet with 2 ranks in fp32, ternary and onebit: accuracy, bytes and seconds in one table",
     "codec": "GB/s of every kernel beside memcpy and the same codec in torch and NumPy",
     "accuracy": "what compression costs in accuracy: methods x optimizers x workloads, N workers, several seeds",
+    "paper": "tables of the papers, made again: TernGrad's LeNet, 1 bit with and without error feedback",
     "train": "training over slow links: step time, bytes on the interface, accuracy, method beside method",
     "report": "one HTML page of the JSON files of train and accuracy in a folder",
     "allreduce": "packed averages beside the library's own fp32 all_reduce, over gloo and MPI",

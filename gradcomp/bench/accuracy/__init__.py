@@ -13,15 +13,17 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gradcomp.bench.about import about
 from gradcomp.bench.accuracy.methods import METHODS, PRESETS, parse
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
 from gradcomp.bench.accuracy.report import plot, summarize, tables
 from gradcomp.bench.accuracy.run import Job, run_all
-from gradcomp.bench.accuracy.workloads import WORKLOADS
+from gradcomp.bench.accuracy.workloads import WORKLOADS, Workload
 
 EPILOG = f"""
 methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,start_step=100
@@ -32,6 +34,7 @@ methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,st
   precondition                 gradients in units of their second moments
   momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their warm-up
   exchange=all_gather|reduce_scatter
+  feedback=off                 what codes leave out is forgotten (onebit, block)
 
 examples:
   python -m gradcomp.bench accuracy --data ../shared/data --workloads gpt-1m --optimizers adamw --seeds 3
@@ -87,7 +90,31 @@ def main(argv: list[str]) -> int:
         Job(name, optimizer, method, workers, args.steps or workloads[name].settings.steps, factor, seed)
         for seed, name, optimizer, workers, method, factor in grid
     ]
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        for job in jobs:
+            workloads[job.workload].settings.batch_of(job.workers)
+    except ValueError as error:
+        print(f"gradcomp.bench accuracy: {error}", file=sys.stderr)
+        return 2
+    given = {name: value for name, value in vars(args).items() if name not in ("data", "out", "jobs")}
+    run_and_show(jobs, workloads, args.data, args.out / "accuracy.json", args.jobs, given)
+    return 0
+
+
+def run_and_show(
+    jobs: list[Job], workloads: dict[str, Workload], data: Path, file: Path, processes: int, arguments: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Run what is not in ``runs.jsonl`` beside `file` yet, with a bar; print tables, write `file` and its picture, return the rows.
+
+    Args:
+        jobs: what to run.
+        workloads: by name, those of `jobs`.
+        data: their folder.
+        file: NAME.json; its folder is made.
+        processes: runs at a time.
+        arguments: for the head of the file.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -105,12 +132,13 @@ def main(argv: list[str]) -> int:
             last = f"{job.method} {job.workload} {job.optimizer}, seed {job.seed}"
             progress.update(bar, description=f"{sum(s == j.steps for j, s in steps.items())}/{len(jobs)} runs; {last}")
 
-        results = run_all(jobs, args.data, args.out / "runs.jsonl", args.jobs, on_step)
+        results = run_all(jobs, data, file.parent / "runs.jsonl", processes, on_step)
     rows = summarize(results)
-    (args.out / "accuracy.json").write_text(json.dumps({"rows": rows}, indent=1), encoding="utf-8")
-    plot(rows, workloads, args.out / "accuracy.png")
+    made = {"benchmark": "accuracy", **about(), "arguments": arguments, "rows": rows}
+    file.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    plot(rows, workloads, file.with_suffix(".png"))
     console = Console()
     for title, table in tables(rows, workloads):
         console.print(title, table, sep="\n", highlight=False)
-    console.print(f"wrote {args.out / 'accuracy.json'}, {args.out / 'accuracy.png'}")
-    return 0
+    console.print(f"wrote {file}, {file.with_suffix('.png')}")
+    return rows

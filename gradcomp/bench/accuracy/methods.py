@@ -30,6 +30,7 @@ class Method:
         options: of `gradcomp.GradientAverager`.
         momentum: "" for gradients that travel; "frozen" or "renewed" for momenta, of a variance as 1-bit Adam's or as 0/1 Adam's,
             with a warm-up of `start_step` (until then the variance is renewed).
+        feedback: whether residuals are kept; otherwise every step forgets what its codes have left out.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Method:
     exempt: str = "none"
     options: dict[str, Any] = field(default_factory=dict)
     momentum: str = ""
+    feedback: bool = True
 
     def options_for(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Any]:
         """Return the options for these parameters; without an exemption every tensor is compressed, however small."""
@@ -68,7 +70,7 @@ def parse(text: str) -> Method:
     if name not in METHODS:
         raise ValueError(f"no method named {name!r}; there are {', '.join(METHODS)}")
     method = METHODS[name]()
-    options, exempt, momentum, codec = dict(method.options), method.exempt, "", method.codec
+    options, exempt, momentum, codec, feedback = dict(method.options), method.exempt, "", method.codec, True
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key == "exempt":
@@ -93,11 +95,17 @@ def parse(text: str) -> Method:
             momentum = value or "frozen"
             if momentum not in ("frozen", "renewed"):
                 raise ValueError(f"momentum must be frozen or renewed, got {value!r}")
+        elif key == "feedback":
+            if value != "off" or codec is None or not codec.error_feedback:
+                raise ValueError(f"{text}: feedback=off is for codecs that have feedback")
+            feedback = False
         else:
-            known = "exempt, start_step, start, second, min_numel, slice_numel, exchange, precondition, momentum"
+            known = "exempt, start_step, start, second, min_numel, slice_numel, exchange, precondition, momentum, feedback"
             raise ValueError(f"unknown option {key!r} of {name}: {known}")
     if "start_codec" in options and not options.get("start_step"):
         raise ValueError(f"{text}: start= packs the steps before start_step=N")
     if momentum and (codec is None or not options.get("start_step")):
         raise ValueError(f"{text}: momentum needs a codec and a warm-up, start_step=N")
-    return Method(text, codec, method.dtype, exempt, options, momentum)
+    if not feedback and (momentum or options.get("precondition")):
+        raise ValueError(f"{text}: a step that is forgotten has neither momentum nor second moments")
+    return Method(text, codec, method.dtype, exempt, options, momentum, feedback)

@@ -17,7 +17,7 @@ import torch
 from gradcomp.bench.accuracy.methods import parse
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS, exchanging_momentum
 from gradcomp.bench.accuracy.workers import Workers
-from gradcomp.bench.accuracy.workloads import WORKLOADS, Workload
+from gradcomp.bench.accuracy.workloads import WORKLOADS, Settings, Workload
 
 POINTS = 20  # of a curve
 DIVERGED = 1e4  # a loss beyond this ends a run
@@ -44,12 +44,12 @@ class Job:
     seed: int
 
 
-def rate_at(step: int, steps: int, warm_up: float) -> float:
-    """Return the factor of the rate at a step: up linearly, then down to a tenth as a cosine."""
-    rising = max(1, round(steps * warm_up))
+def rate_at(step: int, steps: int, settings: Settings) -> float:
+    """Return the factor of the rate at a step: up linearly, then down as `settings.decay`."""
+    rising = max(1, round(steps * settings.warm_up))
     if step < rising:
         return (step + 1) / rising
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+    return settings.decay((step - rising) / max(1, steps - rising))
 
 
 def train(job: Job, workload: Workload, tell: Callable[[int], None]) -> dict[str, Any]:
@@ -70,13 +70,14 @@ def train(job: Job, workload: Workload, tell: Callable[[int], None]) -> dict[str
     workers = Workers(model, method, job.workers, *(optimizers if sends_momentum else ()))
     rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     draws = [torch.Generator().manual_seed(1 + 1000 * job.seed + worker) for worker in range(job.workers)]
+    batch = settings.batch_of(job.workers)
     curve: list[tuple[int, float, float]] = []
     begun, last, every = time.perf_counter(), math.inf, max(1, job.steps // POINTS)
     for step in range(job.steps):
         for group, rate in rates:
-            group["lr"] = rate * rate_at(step, job.steps, settings.warm_up)
+            group["lr"] = rate * rate_at(step, job.steps, settings)
         model.train()
-        last = workers.backward(workload.loss, [workload.minibatch(draw, settings.batch) for draw in draws])
+        last = workers.backward(workload.loss, [workload.minibatch(draw, batch) for draw in draws])
         if not last < DIVERGED:
             break
         if settings.clip is not None:

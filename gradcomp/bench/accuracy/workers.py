@@ -112,6 +112,9 @@ class Workers:
             self._optimizer.arrived = set()
         if self._averagers:
             list(self._threads.map(GradientAverager.average, self._averagers))
+            if not self._method.feedback:
+                for averager in self._averagers:
+                    averager.discard_step()  # residuals are zero again
             self.sent_nbytes = self._averagers[0].stats.bytes_sent
             first = self._own[0]
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,16 @@ HELD_OUT_SHARE = 20  # of a text, one part in so many is kept for the test, in b
 BLOCK = 1 << 15
 
 
+def cosine(done: float) -> float:
+    """From 1 down to a tenth."""
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+
+def square_root(done: float) -> float:
+    """From 1 down to 0, polynomial of power 0.5: TernGrad's LeNet (Wen et al. 2017)."""
+    return math.sqrt(max(0.0, 1.0 - done))
+
+
 @dataclass(frozen=True)
 class Settings:
     """How a workload is trained.
@@ -31,8 +42,10 @@ class Settings:
         steps: of a whole run.
         batch: samples of one worker's minibatch.
         clip: largest global norm of the averaged gradient; None does not clip.
-        warm_up: share of the steps in which the rate rises from zero; it then falls as a cosine to a tenth.
-        rates: of each optimizer, usual ones for fp32 that have not been tuned yet.
+        warm_up: share of the steps in which the rate rises from zero.
+        rates: of each optimizer, usual ones for fp32.
+        shared: `batch` is that of all workers together.
+        decay: factor of the rate after a share of the steps behind the warm-up.
     """
 
     steps: int
@@ -40,6 +53,18 @@ class Settings:
     clip: float | None
     warm_up: float
     rates: dict[str, float]
+    shared: bool = False
+    decay: Callable[[float], float] = cosine
+
+    def batch_of(self, workers: int) -> int:
+        """Return the samples of one worker's minibatch.
+
+        Raises:
+            ValueError: the batch of all is no multiple of `workers`.
+        """
+        if self.shared and self.batch % workers:
+            raise ValueError(f"{workers} workers cannot share a batch of {self.batch}: not a multiple")
+        return self.batch // workers if self.shared else self.batch
 
 
 class Workload(ABC):
@@ -182,6 +207,14 @@ def _lenet(folder: Path) -> Workload:
     return Images("lenet", settings, LeNet, train, test, flips=False)
 
 
+def _lenet_terngrad(folder: Path) -> Workload:
+    """LeNet on MNIST as TernGrad's paper has it."""
+    found = images.load(folder / "mnist")
+    settings = Settings(10_000, 64, None, 0.0, {"sgd": 0.01, "adamw": 1e-3}, shared=True, decay=square_root)
+    train, test = (found.train_images, found.train_labels), (found.test_images, found.test_labels)
+    return Images("lenet-terngrad", settings, LeNet, train, test, flips=False)
+
+
 def _resnet(folder: Path) -> Workload:
     file = folder / "cifar10_jpeg.npz"
     if not file.exists():
@@ -206,6 +239,7 @@ def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
 
 WORKLOADS: dict[str, Callable[[Path], Workload]] = {
     "lenet": _lenet,
+    "lenet-terngrad": _lenet_terngrad,
     "resnet": _resnet,
     "gpt-1m": lambda folder: _gpt(folder, small=True),
     "gpt-6m": lambda folder: _gpt(folder, small=False),

@@ -14,17 +14,16 @@ import importlib
 import json
 import math
 import os
-import platform
 import signal
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from gradcomp.bench.about import about
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
 from gradcomp.bench.accuracy.workloads import Workload
 from gradcomp.bench.train import methods, workloads
@@ -37,7 +36,6 @@ from gradcomp.bench.train.run import Place, all_cores, cores_of, measure, run_me
 from gradcomp.plan.links import Link, parse_link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.simulate import Transport
-from gradcomp.version import __version__
 
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8,
@@ -224,23 +222,14 @@ def _write(args: argparse.Namespace, cases: list[Case]) -> None:
     """Write what there is so far; the file is always whole."""
     made = {
         "benchmark": "train",
-        "gradcomp": __version__,
+        **about(),
         "arguments": {name: value for name, value in vars(args).items() if name not in ("json", "data")},
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()},
         "cases": [asdict(case) for case in cases],
     }
     text = json.dumps(made, indent=1, allow_nan=False)
     beside = args.json.with_name(args.json.name + ".new")
     beside.write_text(text + "\n", encoding="utf-8")
     beside.replace(args.json)
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _stop(number: int, frame: object) -> None:

@@ -75,6 +75,7 @@ def train(task: Task) -> dict[str, Any]:
     ready = methods.wrap(plain, task.method, optimizers)
     state = ready.state
     rates = [(group, group["lr"]) for optimizer in ready.optimizers for group in optimizer.param_groups]
+    batch = settings.batch_of(world)
     tell(step=0)  # from here on silence counts
     draw = torch.Generator().manual_seed(1 + 1000 * task.seed + rank)
     seconds: list[float] = []
@@ -85,8 +86,8 @@ def train(task: Task) -> dict[str, Any]:
     points = {round(task.steps * (n + 1) / POINTS) for n in range(POINTS)} if task.curve else set()
     for step in range(task.steps):
         for group, rate in rates:
-            group["lr"] = rate * rate_at(step, task.steps, settings.warm_up)
-        minibatch = workload.minibatch(draw, settings.batch)
+            group["lr"] = rate * rate_at(step, task.steps, settings)
+        minibatch = workload.minibatch(draw, batch)
         if step == min(WARM_UP, task.steps - 1):
             dist.barrier()
             sent = _sent_nbytes(task.interface)
