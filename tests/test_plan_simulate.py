@@ -96,10 +96,23 @@ def test_transport_comes_after_the_link_one_at_a_time():
     stages = ((0.0, GATHER), (0.0, None))
     options = {
         "pieces": ((1.0, (0, 1)),),
-        "transport_seconds": Transport({"all_gather": 1.0}, {"all_gather": 0.01}).seconds,
+        "transport": Transport({"all_gather": 1.0}, {"all_gather": 0.01}).parts,
     }
     assert run_one(stages, **options)[1] == pytest.approx(1 + 2 * (1 + 10))
     assert run_one(stages, link=SLOW, **options)[1] == pytest.approx(1 + 8 + 1.5 + 2 * 11)
+
+
+@pytest.mark.parametrize(("cores", "end"), [(1, 4 + 0.5), (2, 4)])
+def test_moving_bytes_takes_the_only_core_from_backward(cores, end):
+    """Half a second of waiting hides behind backward everywhere; half a second of work does not on a node with one core."""
+    options = {"pieces": ((0.5, (0,)), (0.5, ())), "transport": Transport({"all_gather": 0.5}, {"all_gather": 0.0005}).parts}
+    assert run_one(((0.0, GATHER), (0.0, None)), compute=(4.0,), cores=cores, **options)[1] == pytest.approx(end)
+
+
+def test_bf16_that_was_not_measured_moves_as_fp32_does():
+    measured = Transport({"all_reduce": 1.0, "all_reduce_bf16": 2.0}, {"all_reduce": 0.5, "all_reduce_bf16": 0.75})
+    assert (measured.seconds("all_reduce_bf16", 4), measured.seconds("all_reduce", 4)) == (5.0, 3.0)
+    assert Transport({"all_reduce": 1.0}, {"all_reduce": 0.5}).seconds("all_reduce_bf16", 4) == 3.0
 
 
 def test_fp32_over_a_link_by_hand():

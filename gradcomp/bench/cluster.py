@@ -42,7 +42,7 @@ COMPUTE_STEPS = 30
 MESSAGE_NBYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
 MESSAGE_REPEATS = 15
 SIZES = (1 << 13, 512 * 2442)  # of LeNet's gradients, where `before` keeps all ranks in step
-KINDS = ("max", "all_to_all", "all_gather", "all_reduce")
+KINDS = ("max", "all_to_all", "all_gather", "all_reduce", "all_reduce_bf16")
 
 
 @dataclass(frozen=True)
@@ -263,15 +263,15 @@ def _slowest_rates(dicts: Sequence[dict[str, dict[str, dict[str, float]]]]) -> R
     })  # fmt: skip
 
 
-def measure_transport(comm: Communicator) -> Transport:
-    """Return alpha and beta of every collective: least relative squares over several sizes. Collective."""
+def measure_transport(comm: Communicator, sizes: Sequence[int] = MESSAGE_NBYTES) -> Transport:
+    """Return alpha and beta of every collective: least relative squares over several `sizes` (bytes that a rank sends). Collective."""
     alphas: dict[str, float] = {}
     betas: dict[str, float] = {}
     for kind in KINDS:
-        if kind == "all_reduce" and not dist.is_initialized():
+        if kind.startswith("all_reduce") and not dist.is_initialized():
             continue
         sent, seconds = [], []
-        for nbytes in MESSAGE_NBYTES:
+        for nbytes in sizes:
             start, count = _collective(comm, kind, nbytes)
             times = []
             for _ in range(MESSAGE_REPEATS + 2):
@@ -303,9 +303,10 @@ def _collective(comm: Communicator, kind: str, nbytes: int) -> tuple[Callable[[]
     if kind == "max":
         values = torch.ones(max(1, nbytes * n // (8 * (n - 1))), dtype=torch.int32)
         return lambda: comm.start_max(values, Channel.SCALE).wait(TIMEOUT_S), ring_bytes(values.numel(), n)
-    if kind == "all_reduce":
-        gradients = torch.ones(max(1, nbytes * n // (8 * (n - 1))))
-        return lambda: _all_reduce(gradients), ring_bytes(gradients.numel(), n)
+    if kind.startswith("all_reduce"):
+        dtype = torch.bfloat16 if kind == "all_reduce_bf16" else torch.float32
+        gradients = torch.ones(max(1, nbytes * n // (2 * dtype.itemsize * (n - 1))), dtype=dtype)
+        return lambda: _all_reduce(gradients), ring_bytes(gradients.numel(), n) * dtype.itemsize // 4
     part = nbytes // (n - 1)
     if kind == "all_gather":
         send, recv = torch.ones(part, dtype=torch.uint8), torch.empty(n * part, dtype=torch.uint8)

@@ -82,7 +82,7 @@ class Collective:
     """One collective of a bucket, as a rank sees it.
 
     Attributes:
-        kind: "max", "all_to_all", "all_gather" or "all_reduce".
+        kind: "max", "all_to_all", "all_gather", "all_reduce" or "all_reduce_bf16".
         nbytes: that the rank sends.
         rounds: messages that follow each other.
     """
@@ -154,7 +154,8 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int)
     indices = tuple(p.index for p in parameters)
     if method.codec is None:
         nbytes = ring_bytes(numel, n) * method.value_nbytes // FP32_NBYTES
-        return Bucket(indices, numel, numel, (Collective("all_reduce", nbytes, max_rounds(n)),))
+        kind = "all_reduce" if method.value_nbytes == FP32_NBYTES else "all_reduce_bf16"  # whose sums take longer on CPUs
+        return Bucket(indices, numel, numel, (Collective(kind, nbytes, max_rounds(n)),))
     groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
     shares = method.codec.shares_scale and groups > 0
     scale = Collective("max", ring_bytes(groups, n), max_rounds(n)) if shares else None

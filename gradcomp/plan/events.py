@@ -44,7 +44,8 @@ class Run:
         link: of every node.
         cores: of every node.
         double_buffering: compute a half while the one before is exchanged.
-        transport_seconds: of a (kind, nbytes), after the link; None: nothing.
+        transport: (waiting, working) seconds of a (kind, nbytes) after the link; working is a core's where a node has fewer than two;
+            None: nothing.
         progress: called with the share that is done.
 
     Attributes:
@@ -64,12 +65,12 @@ class Run:
         link: Link,
         cores: float,
         double_buffering: bool,
-        transport_seconds: Callable[[str, int], float] | None = None,
+        transport: Callable[[str, int], tuple[float, float]] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self.buckets, self.pieces, self.forward_share = buckets, pieces, forward_share
         self.compute, self.update, self.link = compute, update, link
-        self.double_buffering, self.transport_seconds = double_buffering, transport_seconds
+        self.double_buffering, self.transport = double_buffering, transport
         self.halves = len(compute)
         self.started = [0.0] * (self.halves + 1)
         self.exchange = [0.0] * self.halves
@@ -77,7 +78,7 @@ class Run:
         self._events: list[tuple[float, int, Action]] = []
         self._order = itertools.count()
         self._arrivals: dict[tuple[Key, int], tuple[int, float]] = {}
-        self._transport_free = 0.0
+        self._transport_free, self._one_core = 0.0, cores < 2
         self._progress, self._left = progress, nodes * self.halves
         self._total = self._left
         self.nodes = [_Node(self, number, cores) for number in range(nodes)]
@@ -109,15 +110,21 @@ class Run:
             self._arrivals[key, stage] = count, latest
             return
         self._arrivals.pop((key, stage), None)
-        if self.transport_seconds is None:
+        if self.transport is None:
             self.at(latest, lambda: self._complete(key, stage))
         else:
             self.at(latest, lambda: self._transport(key, stage, collective))
 
     def _transport(self, key: Key, stage: int, collective: Collective) -> None:
-        seconds = self.transport_seconds(collective.kind, collective.nbytes) if self.transport_seconds else 0.0
-        self._transport_free = max(self.now, self._transport_free) + seconds
-        self.at(self._transport_free, lambda: self._complete(key, stage))
+        """Have every node take what has arrived: where its only core computes as well, that core moves and adds the bytes."""
+        assert self.transport is not None
+        waiting, working = self.transport(collective.kind, collective.nbytes)
+        if self._one_core:
+            for node in self.nodes:
+                self.at(self.now + waiting, lambda node=node: node.take_bytes(key, stage, working))  # type: ignore[misc]
+        else:
+            self._transport_free = max(self.now, self._transport_free) + waiting + working
+            self.at(self._transport_free, lambda: self._complete(key, stage))
 
     def _complete(self, key: Key, stage: int) -> None:
         for node in self.nodes:
@@ -237,6 +244,10 @@ class _Node:
             self._work(stage + 1, key)
         else:
             self.received.add((key, stage))
+
+    def take_bytes(self, key: Key, stage: int, seconds: float) -> None:
+        """Spend a core's seconds on the bytes of a collective, and take note that it is complete."""
+        self.main.work(seconds, lambda: self.receive(key, stage))
 
     def _work(self, stage: int, key: Key) -> None:
         self.codecs.work(self.run.buckets[key[1]].stages[stage].seconds, lambda: self._worked(stage, key))

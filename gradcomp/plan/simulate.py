@@ -6,8 +6,8 @@ collective that the stage before started, works, starts its own. What a node sen
 it was started (`gradcomp.comm.link`): a collective starts on a rank when its bytes have left the link and been under way
 for the latency of each of its rounds, and it completes on all ranks once it has started on the last one.
 
-With fewer than two cores the stages' work shares backward's core, as jobs in a queue without pauses; backward is cut into
-pieces for that. With c cores the stages have c - 1 of their own.
+With fewer than two cores the stages' work and the moving of bytes share backward's core, as jobs in a queue without pauses; backward
+is cut into pieces for that. With c cores the stages have c - 1 of their own, and bytes move beside them.
 
 Without stragglers all nodes are alike and one of them is simulated; `every_node` simulates all of them nevertheless.
 """
@@ -187,7 +187,15 @@ class Transport:
 
     def seconds(self, kind: str, nbytes: int) -> float:
         """Return the seconds of one collective."""
-        return self.alpha_s.get(kind, 0.0) + self.beta_s.get(kind, 0.0) * nbytes
+        return sum(self.parts(kind, nbytes))
+
+    def parts(self, kind: str, nbytes: int) -> tuple[float, float]:
+        """Return the seconds of one collective that are waiting, and those that are moving and adding bytes.
+
+        One of bf16 that was not measured takes what one of fp32 does for its bytes.
+        """
+        kind = kind if kind in self.beta_s else kind.removesuffix("_bf16")
+        return self.alpha_s.get(kind, 0.0), self.beta_s.get(kind, 0.0) * nbytes
 
 
 def simulate(
@@ -253,7 +261,7 @@ def simulate(
         link=link,
         cores=cores,
         double_buffering=double_buffering,
-        transport_seconds=transport.seconds if transport is not None else None,
+        transport=transport.parts if transport is not None else None,
         progress=progress,
     )
     run.run()

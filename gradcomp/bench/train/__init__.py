@@ -29,7 +29,7 @@ from gradcomp.bench.accuracy.workloads import Workload
 from gradcomp.bench.train import methods, workloads
 from gradcomp.bench.train.hosts import INTERFACE, Hosts, NoHosts
 from gradcomp.bench.train.methods import NONE, NOOP
-from gradcomp.bench.train.predict import predict
+from gradcomp.bench.train.predict import largest_bucket, predict
 from gradcomp.bench.train.rank import Task
 from gradcomp.bench.train.report import crossings, row_of, table_of
 from gradcomp.bench.train.run import Place, all_cores, cores_of, measure, run_method
@@ -188,7 +188,8 @@ def _run_case(
     with Progress(*columns, console=Console(stderr=True), disable=bool(mine)) as progress:
         bar = progress.add_task("codecs' speed", total=len(names) * args.steps)
         cores = [all_cores() if launched else cores_of(rank, ranks) for rank in range(ranks)]
-        rates, transport = (Rates(), Transport()) if launched else measure(args.methods, ranks, args.hang)
+        largest = largest_bucket(workload.model(), ranks)
+        rates, transport = (Rates(), Transport()) if launched else measure(args.methods, largest, ranks, args.hang)
         for number, name in enumerate(names):
             progress.update(bar, description=name, completed=number * args.steps)
             tasks = [

@@ -11,7 +11,7 @@ from torch import nn
 from gradcomp.bench.accuracy.methods import METHODS as CODECS
 from gradcomp.bench.train.methods import codec_of
 from gradcomp.exchange.sizing import choose
-from gradcomp.plan.costs import Method, find_method
+from gradcomp.plan.costs import Method, find_method, plan_buckets
 from gradcomp.plan.links import Link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.simulate import Transport, Workload, simulate
@@ -29,6 +29,12 @@ def planned(name: str, world_size: int) -> Method | None:
         return None
     strategy = choose(method.codec, world_size, method.options.get("exchange", "auto"))
     return Method(f"{name} {strategy}", method.codec, strategy.exchange, strategy.second_phase)
+
+
+def largest_bucket(model: nn.Module, ranks: int) -> int:
+    """Return the values of DDP's largest bucket."""
+    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    return max(bucket.numel for bucket in plan_buckets(find_method("fp32"), shapes, ranks))
 
 
 def predict(

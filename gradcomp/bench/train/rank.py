@@ -34,6 +34,7 @@ WARM_UP = 3  # steps in which buckets are made and rebuilt, and whose seconds do
 POINTS = 10  # of a curve
 TELL_S = 0.5
 TIMEOUT_S = 300.0
+CALIBRATED = 1 << 20, 1 << 22  # values of a bucket that codecs are timed on, at least and at most
 
 
 @dataclass(frozen=True)
@@ -162,12 +163,18 @@ def _sent_nbytes(interface: str) -> float:
     return float(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text()) if interface else 0.0
 
 
-def measure(names: list[str]) -> dict[str, Any]:
-    """Return what the planner needs to know of ranks on these cores, all of them at work: seconds of codecs and of moving bytes."""
+def measure(names: list[str], numel: int) -> dict[str, Any]:
+    """Return what the planner needs to know of ranks on these cores, all of them at work: seconds of codecs and of moving bytes.
+
+    Args:
+        names: of methods.
+        numel: values of the largest bucket: those that no cache holds take longer.
+    """
     comm = TorchCommunicator(timeout_s=TIMEOUT_S)
+    largest = min(max(numel, CALIBRATED[0]), CALIBRATED[1]) // 512 * 512
     found = {method.name: method for name in names if (method := planned(name, comm.world_size)) is not None}
-    rates = calibrate([*found.values()], before=lambda: barrier(comm))
-    transport = measure_transport(comm)
+    rates = calibrate([*found.values()], sizes=(1 << 13, largest), before=lambda: barrier(comm))
+    transport = measure_transport(comm, (1 << 12, 1 << 16, largest // 2, 4 * largest))
     comm.close()
     return {"rates": rates.to_dict(), "transport": asdict(transport)}
 
@@ -182,7 +189,7 @@ def main(argv: list[str]) -> int:
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     try:
         if "measure" in given:
-            tell(result=measure(given["measure"]))
+            tell(result=measure(given["measure"], given["numel"]))
         else:
             mine, everyone = train(Task(**given | {"cores": cores})), [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)

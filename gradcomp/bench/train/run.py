@@ -87,9 +87,9 @@ def run_method(tasks: Sequence[Task], place: Place, hang_s: float, on_step: Call
     return Outcome(found.results[0] if found.results else [], found.failed)
 
 
-def measure(names: list[str], ranks: int, hang_s: float) -> tuple[Rates, Transport]:
-    """Return what codecs and moving bytes cost these ranks, measured over loopback; nothing if that fails."""
-    given = [json.dumps({"measure": names, "cores": cores_of(rank, ranks)}) for rank in range(ranks)]
+def measure(names: list[str], numel: int, ranks: int, hang_s: float) -> tuple[Rates, Transport]:
+    """Return what codecs and moving bytes cost these ranks, measured over loopback with buckets of up to `numel` values; nothing if that fails."""
+    given = [json.dumps({"measure": names, "numel": numel, "cores": cores_of(rank, ranks)}) for rank in range(ranks)]
     found = _run(given, Place(), "127.0.0.1", _free_port(), hang_s, lambda step: None)
     if not found.results:
         return Rates(), Transport()
