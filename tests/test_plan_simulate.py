@@ -3,13 +3,17 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from gradcomp import Block, OneBit
-from gradcomp.plan import METHODS, Link, Rates, StageRate, Stragglers, Transport, Workload, predict, simulate
+from gradcomp import Block, OneBit, Ternary
+from gradcomp.exchange.routes import NodeRoute
+from gradcomp.exchange.slices import Slicing
+from gradcomp.payload.pieces import Slot
+from gradcomp.plan import METHODS, Link, Node, Rates, StageRate, Stragglers, Transport, Workload, predict, simulate
 from gradcomp.plan.accuracy import expected
-from gradcomp.plan.costs import Collective, find_method, plan_buckets
+from gradcomp.plan.costs import HIERARCHICAL, IDENTITY, Collective, between, find_method, plan_buckets
 from gradcomp.plan.events import BucketWork, Run, Stage
 from gradcomp.plan.links import format_seconds
 from gradcomp.plan.rates import STAGES, calibrate
@@ -44,7 +48,7 @@ def run_one(stages, *, compute=(1.0,), pieces=((1.0, (0,)),), link=FAST, cores=2
 
 # ---- by hand -------------------------------------------------------------------------------------------------------
 
-GATHER = Collective("all_gather", 1000, 3)  # 8 s over 1 kbit/s, and three latencies
+GATHER = Collective("all_gather", 1000, 3, 1000)  # 8 s over 1 kbit/s, and three latencies
 SLOW = Link(1000.0, 0.5)
 
 
@@ -84,7 +88,7 @@ def test_a_shared_core_never_pauses():
 @pytest.mark.parametrize(("link_s", "half"), [(0.5, 1.25), (1.25, 1.25), (3.0, 3.0)])
 def test_double_buffering_takes_the_longer_of_both(link_s, half):
     """max(T_calc, T_comm) a half, as in the formula; with T_calc = 1 s + 0.25 s of update."""
-    stages = ((0.0, Collective("all_gather", 1000, 0)), (0.0, None))
+    stages = ((0.0, Collective("all_gather", 1000, 0, 1000)), (0.0, None))
     link = Link(8000 / link_s)
     starts = run_one(stages, compute=(1.0,) * 8, link=link, update=0.25, double_buffering=True)
     assert starts[-1] - starts[-2] == pytest.approx(half)
@@ -460,11 +464,96 @@ def test_a_second_phase_in_one_piece_follows_the_last_slice():
         method = replace(method, codec=codec)
         (bucket,) = plan_buckets(method, workload.parameters, 8)
         assert bucket.slices == 8 and bucket.whole_second is name.startswith("ternary")
-        work[name] = _slice_work(method, bucket, 8, rates)
+        work[name] = _slice_work(method, bucket, 8, 8, rates)
     for name, slices in work.items():
         sent = [one.stages[2].collective is not None for one in slices]
         assert sent == [not name.startswith("ternary")] * 7 + [True]
         assert sum(one.stages[1].seconds for one in slices) == pytest.approx(4096**2 * 1e-9)
+
+
+# ---- nodes of several ranks ------------------------------------------------------------------------------------------
+
+FOUR = Node(4, Link(8e9, 1e-6))
+WEIGHT = (("w", (1024, 4096)),)  # 16.8 MB in fp32
+
+
+def test_ranks_of_a_node_share_its_link():
+    """Of pairs most leave the node, of a ring one rank's bytes do; what stays goes over what joins the ranks."""
+    ring = Collective.of("all_gather", 700, 8, 4)
+    assert (ring.leaving_nbytes, ring.staying_nbytes, ring.rounds) == (700, 700, 7)
+    pairs = Collective.of("all_to_all", 700, 8, 4)
+    assert (pairs.leaving_nbytes, pairs.staying_nbytes) == (4 * 400, 300)
+    alone = Collective.of("all_to_all", 300, 4, 4)
+    assert (alone.leaving_nbytes, alone.staying_nbytes) == (0, 300)
+    each = Collective.of("all_to_all", 100, 2).of_each(4)
+    assert (each.leaving_nbytes, each.staying_nbytes) == (400, 0)
+    assert Collective.of("max", 8, 8) == Collective("max", 8, 14, 8)
+
+
+def test_a_hierarchical_exchange_by_hand():
+    """2 nodes of 4 ranks, 1 Gbit/s between and 8 Gbit/s inside: 12.6 MB to the node's ranks, 2 bits of a quarter between nodes, 12.6 MB back."""
+    work = Workload(WEIGHT, minibatch=1.0, t_frame=0.0, weak=True)
+    (bucket,) = plan_buckets(find_method("ternary hierarchical"), WEIGHT, 8, node_ranks=4)
+    numel = 1024 * 4096
+    inside, scale, packed, *_, back = bucket.collectives
+    assert (inside.nbytes, inside.leaving_nbytes, inside.staying_nbytes) == (3 * numel, 0, 3 * numel)
+    assert (back.nbytes, back.leaving_nbytes, back.staying_nbytes) == (3 * numel, 0, 3 * numel)
+    assert packed.kind == "all_gather" and packed.leaving_nbytes == 4 * packed.nbytes == pytest.approx(numel / 4, rel=0.01)
+    found = simulate(work, "ternary hierarchical", 2, Link(1e9, 1e-3), node=FOUR)
+    by_hand = 2 * 3 * numel / 1e9 + 4e-6 + 2e-3 + packed.leaving_nbytes * 8e-9 + 1e-3 + scale.leaving_nbytes * 8e-9
+    assert found.seconds == pytest.approx(by_hand, rel=1e-6)
+    assert found.sent_nbytes == packed.leaving_nbytes + scale.leaving_nbytes and found.ranks == 8
+    places = _Places(2, 4)
+    plan = NodeRoute.plan(places, [Slot(0, numel, numel, True, 0, 0)], places._codec, None)
+    assert packed.nbytes + scale.nbytes == pytest.approx(plan.sent_nbytes, abs=64)
+
+
+class _Places:
+    """What `NodeRoute.plan` asks of communicators."""
+
+    def __init__(self, nodes, ranks):
+        self._codec, self._slicing = Ternary(), Slicing(0)
+        self._nodes = SimpleNamespace(inside=SimpleNamespace(world_size=ranks, rank=0), across=SimpleNamespace(world_size=nodes, rank=0))
+
+
+@pytest.mark.parametrize("name", [m.name for m in HIERARCHICAL])
+def test_a_hierarchical_method_is_the_flat_one_on_nodes_of_one_rank_and_fp32_on_one_node(name):
+    work = Workload(MANY, 64, 1e-3)
+    flat = between(find_method(name), 4)
+    assert simulate(work, name, 4, SLOW, rates=RATES) == simulate(work, flat, 4, SLOW, rates=RATES)
+    one = simulate(work, name, 1, SLOW, node=FOUR)
+    assert one.sent_nbytes == 0 and one.exposed_seconds > 0 and one.ranks == 4
+    assert one == simulate(work, IDENTITY, 1, SLOW, node=FOUR)
+    more = simulate(work, name, 4, SLOW, node=FOUR)
+    assert 0 < more.sent_nbytes and more.compute_seconds == pytest.approx(simulate(work, name, 16, SLOW).compute_seconds)
+
+
+def test_averaging_inside_nodes_first_pays_where_links_are_slow_and_ranks_many():
+    work = Workload((("w", (4096, 4096)),), 64, 1e-4)
+    found = predict(work, Link(1e8), [4], node=Node(8, Link(1e11)), rates=RATES)
+    seconds = {row.method.name: row.result.seconds for row in found.rows}
+    assert seconds["ternary hierarchical"] < 0.5 * seconds["ternary exact"] and "ternary hierarchical" in found.permitted
+    assert found.method.exchange == "hierarchical"
+    assert not any(row.method.exchange == "hierarchical" for row in predict(work, Link(1e8), [4], rates=RATES).rows)
+    adamw = predict(work, Link(1e8), [4], node=Node(8), rates=RATES, optimizer="adamw")
+    assert "onebit hierarchical" not in adamw.permitted  # what it was measured with does not go with it
+    for ranks in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match="ranks of a node"):
+            Node(ranks)
+
+
+def test_slices_between_nodes():
+    """The exchange inside begins before the first and ends after the last, whose work is as much as in one piece."""
+    work = (("w", (8192, 4096)),)
+    method = find_method("onebit hierarchical")
+    (bucket,) = plan_buckets(method, work, 4, node_ranks=2)
+    rates = Rates({"identity": {"owner": StageRate(fixed_s=1.0), "decode": StageRate(fixed_s=2.0)}, "onebit all_gather": {"encode": StageRate(per_value_s=1e-9)}})
+    slices = _slice_work(between(method, 2), bucket, 4, 2, rates)
+    assert len(slices) == bucket.slices == 8192 * 4096 // 2 // 2**21
+    kinds = [[s.collective and s.collective.kind for s in one.stages] for one in slices]
+    assert kinds[0][0] == "all_to_all" and kinds[-1][4] == "all_gather" and all(len(k) == 6 for k in kinds)
+    assert not any(k[0] for k in kinds[1:]) and not any(k[4] for k in kinds[:-1]) and all(k[2] == "all_gather" for k in kinds)
+    assert sum(s.seconds for one in slices for s in one.stages) == pytest.approx(3.0 + 8192 * 2048 * 1e-9)
 
 
 def test_rates_of_another_way_of_the_codec_stand_in_for_missing_ones():

@@ -28,11 +28,11 @@ from gradcomp.bench.plan_report import plot, print_prediction, to_dict
 from gradcomp.bench.ranks import RANK_ERRORS
 from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.costs import METHODS, Method
-from gradcomp.plan.links import parse_link, parse_seconds
+from gradcomp.plan.links import Node, parse_link, parse_seconds
 from gradcomp.plan.models import find_model, load_shapes
-from gradcomp.plan.predict import Prediction, predict
+from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.simulate import MAX_NODES, Stragglers, Workload
+from gradcomp.plan.simulate import ALONE, MAX_NODES, Stragglers, Workload
 from gradcomp.plan.tolerance import Tolerance
 
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
@@ -63,6 +63,9 @@ examples:
   recommended is only what keeps within 0.01 nats of fp32 under AdamW, as far as that was measured:
     python -m gradcomp.plan --model gpt2 --link 1gbe --nodes 1:16 --optimizer adamw
 
+  nodes of 8 ranks that share a link of 25 Gbit/s: is averaging inside nodes first worth it?
+    python -m gradcomp.plan --model bert --link 25gbe --nodes 1:16 --ranks-per-node 8 --inside 100gbit
+
   what this machine can do, with 2 ranks that measure at once; and how far predictions are off:
     python -m gradcomp.plan --measure --ranks 2
     python -m gradcomp.plan --validate
@@ -83,9 +86,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--shapes", type=Path, metavar="FILE.json", help="one's own model: [[name, [dimensions]], ...]")
     what.add_argument("--minibatch", type=float, metavar="N", help="samples a step, all nodes (default: 256)")
-    what.add_argument("--weak", action="store_true", help="--minibatch is each node's (weak scaling)")
-    what.add_argument("--frame-time", metavar="TIME", help="forward and backward of a sample on one node")
-    what.add_argument("--flops", type=float, metavar="F", help="instead: FLOP/s that a node sustains (default: 1e13)")
+    what.add_argument("--weak", action="store_true", help="--minibatch is each rank's (weak scaling)")
+    what.add_argument("--frame-time", metavar="TIME", help="forward and backward of a sample on one rank")
+    what.add_argument("--flops", type=float, metavar="F", help="instead: FLOP/s that a rank sustains (default: 1e13)")
     what.add_argument("--update-time", metavar="TIME", help="of a model update (default: 0.2 ns a value)")
     what.add_argument(
         "--post-time", metavar="TIME", help="of work on gradients that nodes share, such as AdaGrad (default: 0)"
@@ -109,8 +112,12 @@ def build_parser() -> argparse.ArgumentParser:
     where = parser.add_argument_group("where")
     where.add_argument("--link", metavar="RATE", help="of every node, or a name (default: 1gbe)")
     where.add_argument("--latency", metavar="TIME", help="of a message (default: a named link's, else 0)")
+    where.add_argument(
+        "--ranks-per-node", type=int, default=1, metavar="L", help="that share a node's link; then hierarchical exchanges are in the table (1)"
+    )
+    where.add_argument("--inside", metavar="RATE", help="of a rank to others of its node (default: takes no time)")
     where.add_argument("--nodes", metavar="A:B", help="doubling from A to B (default: 1:64); A:B:STEP; or a list 2,4,6")
-    where.add_argument("--cores", type=float, help="of a node; below 2 codecs share backward's (default: 2, or measured)")
+    where.add_argument("--cores", type=float, help="of a rank; below 2 codecs share backward's (default: 2, or measured)")
     where.add_argument(
         "--jitter", type=float, default=0.0, metavar="SIGMA", help="of a node's computing time, lognormal"
     )
@@ -118,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
     how = parser.add_argument_group("how gradients are exchanged")
     how.add_argument("--codec", metavar="A,B", help=f"of {', '.join(dict.fromkeys(m.name.split()[0] for m in METHODS))} (default: all)")
-    how.add_argument("--exchange", metavar="A,B", help="of all_reduce, all_gather, reduce_scatter (default: all)")
+    how.add_argument("--exchange", metavar="A,B", help="of all_reduce, all_gather, reduce_scatter, hierarchical (default: all)")
     how.add_argument(
         "--double-buffering", action="store_true", help="exchange half a minibatch while computing the other"
     )
@@ -177,17 +184,21 @@ def understand(args: argparse.Namespace) -> Question:
     for option, limit in (("--tolerance", args.tolerance), ("--tolerance-points", args.tolerance_points)):
         if limit is not None and args.optimizer is None:
             raise ValueError(f"{option} goes with --optimizer, got {limit!r} without one")
+    if args.inside is not None and args.ranks_per_node == 1:
+        raise ValueError("--inside goes with --ranks-per-node of at least 2")
+    node = Node(args.ranks_per_node, parse_link(args.inside or "inf"))
     return Question(
         model,
         workload,
         parse_link(args.link or ("inf" if args.measure else "1gbe"), args.latency),
         parse_nodes(args.nodes or "1:64"),
-        choose_methods(args.codec, args.exchange),
+        choose_methods(args.codec, args.exchange, node),
         Stragglers(args.jitter, share, factor, args.seed),
         None if args.rates is None else Rates.load(args.rates),
         cores,
         args.double_buffering,
         tolerance=Tolerance(args.optimizer, {unit: limit for unit, limit in limits.items() if limit is not None}),
+        node=node,
     )
 
 
@@ -230,19 +241,22 @@ def parse_stragglers(text: str | None) -> tuple[float, float]:
     return share, factor
 
 
-def choose_methods(codecs: str | None, exchanges: str | None) -> list[Method]:
-    """Return the methods of some codecs and exchanges.
+def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE) -> list[Method]:
+    """Return the methods of some codecs and exchanges on such nodes.
 
     Raises:
         ValueError: an unknown name, or nothing left.
     """
-    known = [dict.fromkeys(m.name.split()[0] for m in METHODS), dict.fromkeys(m.exchange for m in METHODS)]
+    all_of_them = ways(node)
+    known = [dict.fromkeys(m.name.split()[0] for m in all_of_them), dict.fromkeys(m.exchange for m in all_of_them)]
     wanted = [list(k) if text is None else text.split(",") for text, k in zip((codecs, exchanges), known, strict=True)]
     for option, names, some in zip(("--codec", "--exchange"), wanted, known, strict=True):
         for name in names:
+            if name == "hierarchical" and name not in some:
+                raise ValueError("--exchange hierarchical needs --ranks-per-node of at least 2")
             if name not in some:
                 raise ValueError(f"{option} {name!r} is unknown; there are {', '.join(some)}")
-    found = [m for m in METHODS if m.name.split()[0] in wanted[0] and m.exchange in wanted[1]]
+    found = [m for m in all_of_them if m.name.split()[0] in wanted[0] and m.exchange in wanted[1]]
     if not found:
         raise ValueError(f"no method has both --codec {codecs} and --exchange {exchanges}")
     return found
@@ -333,12 +347,13 @@ def answer(question: Question) -> Prediction:
         task = bar.add_task("measuring codecs" if rates is None else "simulating", total=1.0)
         if rates is None:
             torch.set_num_threads(1)
-            rates = calibrate(question.methods)
+            rates = calibrate(to_calibrate(question.methods, question.nodes))
             bar.update(task, description="simulating")
         return predict(
             question.workload,
             question.link,
             question.nodes,
+            node=question.node,
             methods=question.methods,
             rates=rates,
             cores=question.cores,

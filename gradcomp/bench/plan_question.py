@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gradcomp.plan.costs import Method
-from gradcomp.plan.links import Link
+from gradcomp.plan.links import Link, Node
 from gradcomp.plan.models import Model
 from gradcomp.plan.rates import Rates
-from gradcomp.plan.simulate import Stragglers, Transport, Workload
+from gradcomp.plan.simulate import ALONE, Stragglers, Transport, Workload
 from gradcomp.plan.tolerance import Tolerance
 
 
@@ -27,3 +27,4 @@ class Question:
     double_buffering: bool
     transport: Transport | None = None
     tolerance: Tolerance = field(default_factory=Tolerance)
+    node: Node = ALONE

@@ -26,7 +26,9 @@ SHORT = {FAMILIES["adam"]: "AdamW", FAMILIES["sgd"]: "SGD"}  # heads of columns:
 def print_prediction(console: Console, question: Question, found: Prediction) -> None:
     """Print what was assumed, seconds of every method, the fastest in detail, crossings and the recommendation."""
     work = question.workload
-    scaling = "a node" if work.weak else "over all nodes"
+    one = "node" if question.node.ranks == 1 else "rank"
+    scaling = f"a {one}" if work.weak else "over all nodes"
+    shared = f"; {question.node.ranks} ranks a node, {question.node.inside} inside" if question.node.ranks > 1 else ""
     link = (
         "collectives as measured"
         if question.transport and math.isinf(question.link.bits_per_s)
@@ -35,7 +37,7 @@ def print_prediction(console: Console, question: Question, found: Prediction) ->
     lines = [
         f"{question.model.name}: {work.numel:,} parameters, {work.minibatch:g} samples a step {scaling}",
         f"computing {format_seconds(work.t_frame)} a sample ({question.model.sample})",
-        f"update {format_seconds(work.t_update)}; {link}{'; double buffering' if question.double_buffering else ''}",
+        f"update {format_seconds(work.t_update)}; {link}{shared}{'; double buffering' if question.double_buffering else ''}",
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -111,7 +113,7 @@ def fastest_table(question: Question, found: Prediction) -> Table:
         row = next(row for row in rows if row.seconds <= (1 + TIE) * least)
         result = row.result
         halves = 2 if question.double_buffering else 1
-        ratio = ring_bytes(question.workload.numel, nodes) * halves / result.sent_nbytes if result.sent_nbytes else 1.0
+        ratio = ring_bytes(question.workload.numel, result.ranks) * halves / result.sent_nbytes if result.sent_nbytes else 1.0
         table.add_row(
             str(nodes),
             row.method.name if nodes > 1 else "",
@@ -196,6 +198,8 @@ def to_dict(question: Question, found: Prediction) -> dict[str, Any]:
         "t_post": work.t_post,
         "bits_per_s": _finite(question.link.bits_per_s),
         "latency_s": question.link.latency_s,
+        "ranks_per_node": question.node.ranks,
+        "inside_bits_per_s": _finite(question.node.inside.bits_per_s),
         "stragglers": asdict(question.stragglers),
         "optimizer": found.tolerance.optimizer,
         "tolerances": dict(found.tolerance.limits),

@@ -3,8 +3,8 @@
 ``python -m gradcomp.plan --model vgg16 --link 1gbit --nodes 1:64`` is the same as a program.
 """
 
-from gradcomp.plan.costs import METHODS, Method
-from gradcomp.plan.links import Link, parse_link
+from gradcomp.plan.costs import HIERARCHICAL, METHODS, Method
+from gradcomp.plan.links import Link, Node, parse_link
 from gradcomp.plan.models import Model, find_model, own_model
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.predict import Crossing, Prediction, Row, predict
@@ -12,11 +12,13 @@ from gradcomp.plan.rates import Rates, StageRate, calibrate
 from gradcomp.plan.simulate import Simulation, Stragglers, Transport, Workload, simulate
 
 __all__ = [
+    "HIERARCHICAL",
     "METHODS",
     "Crossing",
     "Link",
     "Method",
     "Model",
+    "Node",
     "Prediction",
     "Rates",
     "Row",

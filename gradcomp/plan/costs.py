@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradcomp.codecs import KINDS, Codec
 from gradcomp.codecs.identity import Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 from gradcomp.exchange.second import second_phase
-from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES
+from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES, choose
 from gradcomp.exchange.slices import Slicing
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Exempts, Parameter, assign_buckets, describe_parameters
@@ -31,7 +31,7 @@ class Method:
     Attributes:
         name: for tables.
         codec: None for DDP's own ring all_reduce.
-        exchange: "all_reduce", "all_gather" or "reduce_scatter".
+        exchange: "all_reduce", "all_gather", "reduce_scatter" or "hierarchical".
         second_phase: of a reduce_scatter.
         value_nbytes: of a value in an all_reduce.
     """
@@ -62,6 +62,9 @@ METHODS = (
     Method("bf16", None, "all_reduce", value_nbytes=2),
     *(way for kind in KINDS if not isinstance(kind, Identity) for way in _ways(kind)),
 )
+HIERARCHICAL = tuple(
+    Method(f"{kind.name} hierarchical", kind, "hierarchical") for kind in KINDS if not isinstance(kind, Identity)
+)  # for nodes of several ranks
 IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")  # fp32 through the library, for validation
 
 
@@ -71,10 +74,21 @@ def find_method(name: str) -> Method:
     Raises:
         ValueError: no such method.
     """
-    for method in (*METHODS, IDENTITY):
+    for method in (*METHODS, *HIERARCHICAL, IDENTITY):
         if method.name == name:
             return method
-    raise ValueError(f"unknown method {name!r}; there are {', '.join(m.name for m in METHODS)}")
+    raise ValueError(f"unknown method {name!r}; there are {', '.join(m.name for m in (*METHODS, *HIERARCHICAL))}")
+
+
+def between(method: Method, nodes: int) -> Method:
+    """Return how a method travels between nodes: itself, or if it is hierarchical the codec's own exchange for so many."""
+    if method.exchange != "hierarchical" or method.codec is None:
+        return method
+    if nodes == 1:
+        return IDENTITY
+    strategy, name = choose(method.codec, nodes), method.codec.name
+    alike = [m for m in METHODS if m.codec is not None and m.codec.name == name]
+    return next(m for m in alike if (m.exchange, m.second_phase) == (strategy.exchange, strategy.second_phase))
 
 
 @dataclass(frozen=True)
@@ -85,11 +99,33 @@ class Collective:
         kind: "max", "all_to_all", "all_gather", "all_reduce" or "all_reduce_bf16".
         nbytes: that the rank sends.
         rounds: messages that follow each other.
+        leaving_nbytes: that its node sends over the node's link, for all of its ranks.
+        staying_nbytes: that the rank sends to ranks of its own node.
     """
 
     kind: str
     nbytes: int
     rounds: int
+    leaving_nbytes: int
+    staying_nbytes: int = 0
+
+    @staticmethod
+    def of(kind: str, nbytes: int, ranks: int, node_ranks: int = 1) -> Collective:
+        """Return a collective of ranks in the order of nodes: pairs of ranks (all_to_all), or a ring, in which one rank of a node sends to the next."""
+        if kind != "all_to_all":
+            rounds = all_gather_rounds(ranks) if kind == "all_gather" else max_rounds(ranks)
+            return Collective(kind, nbytes, rounds, nbytes if ranks > node_ranks else 0, nbytes if node_ranks > 1 else 0)
+        leaving = nbytes * (ranks - node_ranks) // max(1, ranks - 1)
+        return Collective(kind, nbytes, all_to_all_rounds(ranks), node_ranks * leaving, nbytes - leaving)
+
+    def of_each(self, ranks: int) -> Collective:
+        """Return it as one that each of a node's ranks has with the ranks at its place on other nodes."""
+        return replace(self, leaving_nbytes=ranks * self.nbytes)
+
+    def part(self, count: int) -> Collective:
+        """Return it as one of so many slices has it."""
+        sizes = (self.nbytes // count, self.rounds, self.leaving_nbytes // count, self.staying_nbytes // count)
+        return Collective(self.kind, *sizes)
 
 
 @dataclass(frozen=True)
@@ -103,6 +139,7 @@ class Bucket:
         collectives: what each stage but the last starts at its end, None where it starts nothing.
         slices: in which it goes.
         whole_second: its second phase goes in one piece behind the last of them.
+        between: (hierarchical) what a rank exchanges with other nodes.
     """
 
     parameters: tuple[int, ...]
@@ -111,11 +148,17 @@ class Bucket:
     collectives: tuple[Collective | None, ...]
     slices: int = 1
     whole_second: bool = False
+    between: Bucket | None = None
 
     @property
     def sent_nbytes(self) -> int:
         """Bytes that the rank sends for this bucket in one step."""
         return sum(c.nbytes for c in self.collectives if c is not None)
+
+    @property
+    def leaving_nbytes(self) -> int:
+        """Bytes that the rank's node sends over its link for this bucket in one step."""
+        return sum(c.leaving_nbytes for c in self.collectives if c is not None)
 
 
 def plan_buckets(
@@ -127,6 +170,7 @@ def plan_buckets(
     exclude: Sequence[Exempts] = (),
     bucket_cap_mb: float | None = None,
     rank: int = 0,
+    node_ranks: int = 1,
 ) -> list[Bucket]:
     """Return every bucket's exchange, in the order in which backward makes them ready.
 
@@ -136,6 +180,7 @@ def plan_buckets(
         world_size, rank: as they say.
         min_numel, exclude: as in `gradcomp.ddp.register`.
         bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25 for the others.
+        node_ranks: ranks of a node, which share its link; they divide `world_size`.
 
     Raises:
         ValueError: a cap that is not positive, or an `exclude` entry that matches no name.
@@ -146,23 +191,27 @@ def plan_buckets(
     parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
     first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
     members = assign_buckets([p.numel * FP32_NBYTES for p in parameters], cap, first)
-    return [_plan_bucket(method, [parameters[i] for i in m], world_size, rank) for m in members]
+    return [_plan_bucket(method, [parameters[i] for i in m], world_size, rank, node_ranks) for m in members]
 
 
-def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int) -> Bucket:
+def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int, node_ranks: int) -> Bucket:
     numel = sum(p.numel for p in parameters)
     indices = tuple(p.index for p in parameters)
     if method.codec is None:
         nbytes = ring_bytes(numel, n) * method.value_nbytes // FP32_NBYTES
         kind = "all_reduce" if method.value_nbytes == FP32_NBYTES else "all_reduce_bf16"  # whose sums take longer on CPUs
-        return Bucket(indices, numel, numel, (Collective(kind, nbytes, max_rounds(n)),))
+        return Bucket(indices, numel, numel, (Collective.of(kind, nbytes, n, node_ranks),))
+    if method.exchange == "hierarchical":
+        if 1 < node_ranks < n:
+            return _plan_hierarchical(method, parameters, n // node_ranks, rank % node_ranks, node_ranks)
+        return _plan_bucket(between(method, n // node_ranks), parameters, n, rank, node_ranks)
     groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
     shares = method.codec.shares_scale and groups > 0
-    scale = Collective("max", ring_bytes(groups, n), max_rounds(n)) if shares else None
+    scale = Collective.of("max", ring_bytes(groups, n), n, node_ranks) if shares else None
     slices = Slicing().count(numel, n)
     if method.exchange == "all_gather":
         whole = int(owned_nbytes(parameters, method.codec.form, ByElements(1))[0])
-        gathered = Collective("all_gather", (n - 1) * whole, all_gather_rounds(n))
+        gathered = Collective.of("all_gather", (n - 1) * whole, n, node_ranks)
         return Bucket(indices, numel, numel, (scale, gathered, None), slices)
     ownership = ByElements(n)
     first = owned_nbytes(parameters, method.codec.form, ownership)
@@ -176,9 +225,31 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int)
         owned,
         (
             scale,
-            Collective("all_to_all", int(first.sum() - first[rank]), all_to_all_rounds(n)),
-            Collective("all_gather", (n - 1) * int(second.max()), all_gather_rounds(n)),
+            Collective.of("all_to_all", int(first.sum() - first[rank]), n, node_ranks),
+            Collective.of("all_gather", (n - 1) * int(second.max()), n, node_ranks),
         ),
         slices,
         whole_second=phase.measures_groups and largest * slices * n > numel,
+    )
+
+
+def _plan_hierarchical(method: Method, parameters: list[Parameter], nodes: int, place: int, node_ranks: int) -> Bucket:
+    """Return fp32 shares inside nodes, and between them the codec's own exchange of what the rank at this place owns."""
+    numel = sum(p.numel for p in parameters)
+    starts = [owner_starts(p.numel, ByElements(node_ranks)) for p in parameters]
+    owned = [replace(p, numel=int(b[place + 1] - b[place])) for p, b in zip(parameters, starts, strict=True)]
+    packed = _plan_bucket(between(method, nodes), owned, nodes, 0, 1)
+    packed = replace(packed, collectives=tuple(c and c.of_each(node_ranks) for c in packed.collectives))
+    share = FP32_NBYTES * packed.numel
+    return replace(
+        packed,
+        numel=numel,
+        owned_numel=packed.numel,
+        collectives=(
+            Collective.of("all_to_all", FP32_NBYTES * numel - share, node_ranks, node_ranks),
+            *packed.collectives,
+            None,
+            Collective.of("all_gather", (node_ranks - 1) * share, node_ranks, node_ranks),
+        ),
+        between=packed,
     )

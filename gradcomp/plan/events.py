@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from gradcomp.plan.links import Link
 
 Action = Callable[[], None]
 Key = tuple[int, int]  # half, bucket
+NO_LINK = Link(math.inf)
 MAX_STAGES = 4  # threads of a pipeline, so more cores than this have nothing to do for it
 
 
@@ -42,10 +44,11 @@ class Run:
         compute: seconds of forward and backward: ``[half][node]``.
         update: seconds of a model update.
         link: of every node.
-        cores: of every node.
+        inside: what each rank of a node sends over to ranks of its own node.
+        cores: of every rank.
         double_buffering: compute a half while the one before is exchanged.
-        transport: (waiting, working) seconds of a (kind, nbytes) after the link; working is a core's where a node has fewer than two;
-            None: nothing.
+        transport: (waiting, working) seconds of a (kind, nbytes): after the link, but with fewer than two cores working is done by
+            backward's, while the link passes the bytes; None: nothing.
         progress: called with the share that is done.
 
     Attributes:
@@ -65,11 +68,12 @@ class Run:
         link: Link,
         cores: float,
         double_buffering: bool,
+        inside: Link = NO_LINK,
         transport: Callable[[str, int], tuple[float, float]] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self.buckets, self.pieces, self.forward_share = buckets, pieces, forward_share
-        self.compute, self.update, self.link = compute, update, link
+        self.compute, self.update, self.link, self.inside = compute, update, link, inside
         self.double_buffering, self.transport = double_buffering, transport
         self.halves = len(compute)
         self.started = [0.0] * (self.halves + 1)
@@ -78,7 +82,7 @@ class Run:
         self._events: list[tuple[float, int, Action]] = []
         self._order = itertools.count()
         self._arrivals: dict[tuple[Key, int], tuple[int, float]] = {}
-        self._transport_free, self._one_core = 0.0, cores < 2
+        self._transport_free, self.one_core = 0.0, cores < 2 and transport is not None
         self._progress, self._left = progress, nodes * self.halves
         self._total = self._left
         self.nodes = [_Node(self, number, cores) for number in range(nodes)]
@@ -116,19 +120,17 @@ class Run:
             self.at(latest, lambda: self._transport(key, stage, collective))
 
     def _transport(self, key: Key, stage: int, collective: Collective) -> None:
-        """Have every node take what has arrived: where its only core computes as well, that core moves and adds the bytes."""
         assert self.transport is not None
         waiting, working = self.transport(collective.kind, collective.nbytes)
-        if self._one_core:
-            for node in self.nodes:
-                self.at(self.now + waiting, lambda node=node: node.take_bytes(key, stage, working))  # type: ignore[misc]
+        if self.one_core:  # whose work has begun with the first byte (`_Node.move`)
+            self.at(self.now + waiting, lambda: self._complete(key, stage))
         else:
             self._transport_free = max(self.now, self._transport_free) + waiting + working
             self.at(self._transport_free, lambda: self._complete(key, stage))
 
     def _complete(self, key: Key, stage: int) -> None:
         for node in self.nodes:
-            node.receive(key, stage)
+            node.arrived(key, stage)
 
 
 @dataclass
@@ -167,11 +169,12 @@ class _Node:
         self.run, self.number = run, number
         self.main = _Cores(run, 1)
         self.codecs = self.main if cores < 2 else _Cores(run, min(MAX_STAGES, int(cores) - 1))
-        self.link_free = 0.0
+        self.link_free = self.inside_free = 0.0
         count = len(run.buckets[0].stages) if run.buckets else 0
         self.queues: list[deque[Key]] = [deque() for _ in range(count)]
         self.busy: list[Key | None] = [None] * count
         self.received: set[tuple[Key, int]] = set()
+        self.halfway: set[tuple[Key, int]] = set()
         self.left: dict[int, int] = {}  # buckets of a half that are not decoded
         self.handed: dict[int, float] = {}
         self.due: int | None = None  # the half whose exchange the training loop waits for
@@ -245,9 +248,19 @@ class _Node:
         else:
             self.received.add((key, stage))
 
-    def take_bytes(self, key: Key, stage: int, seconds: float) -> None:
-        """Spend a core's seconds on the bytes of a collective, and take note that it is complete."""
-        self.main.work(seconds, lambda: self.receive(key, stage))
+    def move(self, key: Key, stage: int, collective: Collective) -> None:
+        """Have the only core move and add the bytes of a collective, while the link passes them."""
+        assert self.run.transport is not None
+        _, seconds = self.run.transport(collective.kind, collective.nbytes)
+        self.main.work(seconds, lambda: self.arrived(key, stage))
+
+    def arrived(self, key: Key, stage: int) -> None:
+        """Take note that a collective's bytes have come, or on an only core that they are moved: of the two the later completes it."""
+        if not self.run.one_core or (key, stage) in self.halfway:
+            self.halfway.discard((key, stage))
+            self.receive(key, stage)
+        else:
+            self.halfway.add((key, stage))
 
     def _work(self, stage: int, key: Key) -> None:
         self.codecs.work(self.run.buckets[key[1]].stages[stage].seconds, lambda: self._worked(stage, key))
@@ -255,15 +268,26 @@ class _Node:
     def _worked(self, stage: int, key: Key) -> None:
         collective = self.run.buckets[key[1]].stages[stage].collective
         if collective is not None:
-            link = self.run.link
-            self.link_free = max(self.run.now, self.link_free) + 8 * collective.nbytes / link.bits_per_s
-            self.run.arrive(key, stage, collective, self.link_free + collective.rounds * link.latency_s)
+            self.run.arrive(key, stage, collective, self._sent(collective))
+            if self.run.one_core:
+                self.move(key, stage, collective)
         self.busy[stage] = None
         if stage + 1 < len(self.busy):
             self._give(stage + 1, key)
         else:
             self._decoded(key[0])
         self._take(stage)
+
+    def _sent(self, collective: Collective) -> float:
+        """Return when the bytes that now begin to leave have been under way for the latency of every round."""
+        link, inside, due = self.run.link, self.run.inside, self.run.now
+        if collective.leaving_nbytes:
+            self.link_free = max(self.run.now, self.link_free) + 8 * collective.leaving_nbytes / link.bits_per_s
+            due = self.link_free + collective.rounds * link.latency_s
+        if collective.staying_nbytes:
+            self.inside_free = max(self.run.now, self.inside_free) + 8 * collective.staying_nbytes / inside.bits_per_s
+            due = max(due, self.inside_free + collective.rounds * inside.latency_s)
+        return due
 
     def _decoded(self, half: int) -> None:
         self.left[half] -= 1

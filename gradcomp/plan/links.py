@@ -46,6 +46,26 @@ class Link:
         return f"{format_rate(self.bits_per_s)}, {latency}"
 
 
+@dataclass(frozen=True)
+class Node:
+    """What shares one link: a node's ranks, and what joins them.
+
+    Attributes:
+        ranks: of every node, one after the other in the order of ranks.
+        inside: what each of them sends over to ranks of its own node (shared memory, loopback, NVLink).
+
+    Raises:
+        ValueError: not an integer of at least 1.
+    """
+
+    ranks: int = 1
+    inside: Link = Link(math.inf)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1:
+            raise ValueError(f"ranks of a node must be an integer of at least 1, got {self.ranks!r}")
+
+
 def parse_link(text: str, latency: str | None = None) -> Link:
     """Return the link that is written as a rate or a name ("1gbit", "10gbe"), its latency by itself ("0.1ms").
 

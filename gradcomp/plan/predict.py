@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradcomp.comm.rounds import ring_bytes
-from gradcomp.plan.costs import FP32_NBYTES, METHODS, Method
-from gradcomp.plan.links import Link, format_rate, format_seconds
+from gradcomp.plan.costs import FP32_NBYTES, HIERARCHICAL, IDENTITY, METHODS, Method, between
+from gradcomp.plan.links import Link, Node, format_rate, format_seconds
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.simulate import Simulation, Stragglers, Transport, Workload, simulate
+from gradcomp.plan.simulate import ALONE, Simulation, Stragglers, Transport, Workload, simulate
 from gradcomp.plan.tolerance import Tolerance
 
 ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
@@ -94,7 +94,8 @@ def predict(
     link: Link,
     nodes: Sequence[int],
     *,
-    methods: Sequence[Method] = METHODS,
+    node: Node = ALONE,
+    methods: Sequence[Method] | None = None,
     rates: Rates | None = None,
     cores: float = 2,
     double_buffering: bool = False,
@@ -110,7 +111,8 @@ def predict(
         workload: what is trained; its minibatch is shared out over the nodes (strong scaling) unless `weak`.
         link: of every node.
         nodes: node counts, 1 to 4096.
-        methods: to choose from.
+        node: how many ranks share it, and what joins them; one by default.
+        methods: to choose from; None: all, for nodes of several ranks the hierarchical ones, too.
         rates: CPU seconds of the codecs; None: measured here (`gradcomp.plan.calibrate`).
         cores, double_buffering, stragglers, transport: as of `gradcomp.plan.simulate`.
         progress: called with the share that is done.
@@ -123,12 +125,12 @@ def predict(
             `gradcomp.plan.simulate`.
     """
     tolerance = Tolerance(optimizer, tolerances or {})
-    counts, chosen = sorted(set(nodes)), list(methods)
+    counts, chosen = sorted(set(nodes)), list(ways(node) if methods is None else methods)
     if not counts:
         raise ValueError(f"nodes must name at least one number of nodes, got {nodes!r}")
     if not chosen:
         raise ValueError(f"methods must name at least one, got {methods!r}")
-    found = calibrate(chosen) if rates is None else rates
+    found = calibrate(to_calibrate(chosen, counts)) if rates is None else rates
     work = sum(n for n in counts) * len(chosen)
     done = 0
     cache: dict[tuple[str, int], Simulation] = {}
@@ -139,6 +141,7 @@ def predict(
             method,
             n,
             over,
+            node=node,
             rates=found,
             cores=cores,
             double_buffering=double_buffering,
@@ -180,7 +183,7 @@ def predict(
     even = _break_even(others, plain, best, lambda m, rate: run(m, best, Link(rate, link.latency_s)).seconds)
     ratio = _ratio(workload, cache[method.name, best], double_buffering)
     optimum = _formula(
-        workload, link, ratio, transport.seconds("all_reduce", ring_bytes(workload.numel, best)) if transport else 0
+        workload, link, ratio, transport.seconds("all_reduce", ring_bytes(workload.numel, best * node.ranks)) if transport else 0
     )
     where = "over these ranks" if transport is not None and math.isinf(link.bits_per_s) else f"over {link}"
     sentence = _sentence(
@@ -194,6 +197,18 @@ def predict(
         sentence = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {sentence}"
     names = tuple(m.name for m in permitted)
     return Prediction(rows, crossings, method, best, speedup, even, optimum, sentence, found, tolerance, names)
+
+
+def ways(node: Node) -> tuple[Method, ...]:
+    """Return the methods to choose from on such nodes."""
+    return METHODS if node.ranks == 1 else (*METHODS, *HIERARCHICAL)
+
+
+def to_calibrate(methods: Sequence[Method], counts: Sequence[int]) -> list[Method]:
+    """Return the methods whose rates simulations of `methods` on so many nodes need."""
+    flat = [m for m in methods if m.exchange != "hierarchical"]
+    others = [between(m, n) for m in methods if m.exchange == "hierarchical" for n in counts]
+    return list({m.name: m for m in (*flat, *others, *([IDENTITY] if others else []))}.values())
 
 
 def fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
@@ -283,7 +298,7 @@ def _ratio(workload: Workload, result: Simulation, double_buffering: bool) -> fl
     """Return the compression ratio of a method: bytes of an fp32 ring over bytes sent."""
     if result.sent_nbytes == 0:
         return 1.0
-    return ring_bytes(workload.numel, result.nodes) * (2 if double_buffering else 1) / result.sent_nbytes
+    return ring_bytes(workload.numel, result.ranks) * (2 if double_buffering else 1) / result.sent_nbytes
 
 
 def _formula(workload: Workload, link: Link, ratio: float, t_transport: float) -> int | float:

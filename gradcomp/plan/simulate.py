@@ -6,8 +6,8 @@ collective that the stage before started, works, starts its own. What a node sen
 it was started (`gradcomp.comm.link`): a collective starts on a rank when its bytes have left the link and been under way
 for the latency of each of its rounds, and it completes on all ranks once it has started on the last one.
 
-With fewer than two cores the stages' work and the moving of bytes share backward's core, as jobs in a queue without pauses; backward
-is cut into pieces for that. With c cores the stages have c - 1 of their own, and bytes move beside them.
+With fewer than two cores the stages' work and the moving of bytes (while the link passes them) share backward's core, as jobs in a queue
+without pauses; backward is cut into pieces for that. With c cores the stages have c - 1 of their own, and bytes move beside them.
 
 Without stragglers all nodes are alike and one of them is simulated; `every_node` simulates all of them nevertheless.
 """
@@ -22,12 +22,13 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from gradcomp.plan.costs import Bucket, Method, find_method, plan_buckets
+from gradcomp.plan.costs import IDENTITY, Bucket, Method, between, find_method, plan_buckets
 from gradcomp.plan.events import BucketWork, Run, Stage
-from gradcomp.plan.links import Link
+from gradcomp.plan.links import Link, Node
 from gradcomp.plan.nodes import exact
 from gradcomp.plan.rates import FREE, Rates
 
+ALONE = Node()
 BACKWARD_PIECES = 16
 STEPS_OF_STRAGGLERS = 4
 MAX_NODES = 4096
@@ -41,16 +42,16 @@ class Workload:
 
     Attributes:
         parameters: (name, shape) in the order of ``named_parameters()``.
-        minibatch: samples of a step over all nodes together.
-        t_frame: seconds of forward and backward of one sample on one node.
-        t_update: seconds of a model update, on every node.
-        t_post: seconds of post-processing a gradient, shared out over the nodes.
+        minibatch: samples of a step over all ranks together.
+        t_frame: seconds of forward and backward of one sample on one rank.
+        t_update: seconds of a model update, on every rank.
+        t_post: seconds of post-processing a gradient, shared out over the ranks.
         parallel_post: how often `t_post` is spent.
         flops: forward FLOPs by parameter, which share backward out over the buckets; None, or all zero: in proportion to
             values.
         forward_share: of `t_frame`; a third by default, since backward makes two products for each of forward's.
         bucket_cap_mb: DDP's option (MiB); None is DDP's default.
-        weak: `minibatch` is each node's, so that more nodes compute more samples.
+        weak: `minibatch` is each rank's, so that more ranks compute more samples.
         overlaps: buckets are exchanged as backward makes them ready (DDP); False: after it (`GradientAverager`).
 
     Raises:
@@ -92,9 +93,9 @@ class Workload:
         """Number of values."""
         return sum(math.prod(shape) for _, shape in self.parameters)
 
-    def samples(self, nodes: int) -> float:
-        """Return the samples of a step on one node; not rounded, as in the formula of `gradcomp.plan.nodes`."""
-        return self.minibatch if self.weak else self.minibatch / nodes
+    def samples(self, ranks: int) -> float:
+        """Return the samples of a step on one rank; not rounded, as in the formula of `gradcomp.plan.nodes`."""
+        return self.minibatch if self.weak else self.minibatch / ranks
 
     def shares(self, buckets: Sequence[Bucket]) -> list[float]:
         """Return the share of backward that each bucket waits for after the one before."""
@@ -160,7 +161,8 @@ class Simulation:
         exposed_seconds: the rest: exchange, codecs included, that no computation hides.
         exchange_seconds: from the first bucket that is ready to the last that is decoded, per step.
         hidden_share: part of `exchange_seconds` that computation hides.
-        sent_nbytes: bytes that a rank sends in a step.
+        sent_nbytes: bytes that a node sends over its link in a step.
+        ranks: of all nodes.
     """
 
     nodes: int
@@ -171,6 +173,7 @@ class Simulation:
     exchange_seconds: float
     hidden_share: float
     sent_nbytes: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,7 @@ def simulate(
     nodes: int,
     link: Link,
     *,
+    node: Node = ALONE,
     rates: Rates = FREE,
     cores: float = 2,
     double_buffering: bool = False,
@@ -220,8 +224,9 @@ def simulate(
         method: how gradients are exchanged, or its name (`gradcomp.plan.METHODS`).
         nodes: 1 to 4096.
         link: of every node.
+        node: how many ranks share it, and what joins them; one by default.
         rates: CPU seconds of the codecs; none by default.
-        cores: of a node; seconds of computing and of codecs are what they take on it.
+        cores: of a rank; seconds of computing and of codecs are what they take on it.
         double_buffering: a step is computed in two halves, each exchanged while the next one is computed; every half is
             followed by an update.
         stragglers: how nodes differ; None: not at all.
@@ -248,17 +253,20 @@ def simulate(
     warm_up = 1 if double_buffering else 0  # until the first exchange is behind a computation like all others
     each = nodes if stragglers.any or every_node else 1
     factors = stragglers.factors(each, halves * (warm_up + steps))
-    planned = plan_buckets(method, workload.parameters, nodes, bucket_cap_mb=workload.bucket_cap_mb)
-    compute = workload.samples(nodes) * workload.t_frame / halves
-    update = workload.t_update + workload.parallel_post * workload.t_post / nodes
+    ranks = nodes * node.ranks
+    planned = plan_buckets(method, workload.parameters, ranks, bucket_cap_mb=workload.bucket_cap_mb, node_ranks=node.ranks)
+    compute = workload.samples(ranks) * workload.t_frame / halves
+    update = workload.t_update + workload.parallel_post * workload.t_post / ranks
+    travels = between(method, nodes)
     run = Run(
         nodes=each,
-        buckets=[one for b in planned for one in _slice_work(method, b, nodes, rates)] if nodes > 1 else [],
+        buckets=[one for b in planned for one in _slice_work(travels, b, ranks, nodes, rates)] if ranks > 1 else [],
         pieces=_pieces(workload, planned),
         forward_share=workload.forward_share,
         compute=(factors * compute).tolist(),
         update=update,
         link=link,
+        inside=node.inside,
         cores=cores,
         double_buffering=double_buffering,
         transport=transport.parts if transport is not None else None,
@@ -281,18 +289,40 @@ def simulate(
         exposed,
         exchange,
         max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0,
-        sum(b.sent_nbytes for b in planned) * halves if nodes > 1 else 0,
+        sum(b.leaving_nbytes for b in planned) * halves if nodes > 1 else 0,
+        ranks,
     )
 
 
-def _slice_work(method: Method, bucket: Bucket, nodes: int, rates: Rates) -> list[BucketWork]:
-    """Return the work on a bucket, slice by slice: alike, but that the first one has the statistics and the round of scales, and the last
-    one all of a second phase that goes in one piece."""
+def _slice_work(method: Method, bucket: Bucket, ranks: int, nodes: int, rates: Rates) -> list[BucketWork]:
+    """Return the work on a bucket, slice by slice; what a hierarchical exchange does inside a node goes with the first and the last."""
+    if bucket.between is None:
+        return [BucketWork(stages) for stages in _stages(method, bucket, ranks, rates)]
+    _, _, average, unpack = rates.stage_seconds(IDENTITY, ranks // nodes, bucket.numel, bucket.owned_numel)
+    packed = _stages(method, bucket.between, nodes, rates)
+    out = []
+    for number, (measure, *middle, decode) in enumerate(packed):
+        begins, ends = number == 0, number == len(packed) - 1
+        out.append(
+            BucketWork((
+                Stage(0.0, bucket.collectives[0] if begins else None),
+                replace(measure, seconds=measure.seconds + average * begins),
+                *middle,
+                replace(decode, collective=bucket.collectives[-1] if ends else None),
+                Stage(unpack * ends, None),
+            ))
+        )
+    return out
+
+
+def _stages(method: Method, bucket: Bucket, ranks: int, rates: Rates) -> list[tuple[Stage, ...]]:
+    """Return the stages of every slice: alike, but that the first one has the statistics and the round of scales, and the last one
+    all of a second phase that goes in one piece."""
     count, collectives = bucket.slices, (*bucket.collectives, None)
-    whole = rates.stage_seconds(method, nodes, bucket.numel, bucket.owned_numel)
+    whole = rates.stage_seconds(method, ranks, bucket.numel, bucket.owned_numel)
     if count == 1:
-        return [BucketWork(tuple(Stage(s, c) for s, c in zip(whole, collectives, strict=True)))]
-    part = rates.stage_seconds(method, nodes, bucket.numel // count, bucket.owned_numel // count)
+        return [tuple(Stage(s, c) for s, c in zip(whole, collectives, strict=True))]
+    part = rates.stage_seconds(method, ranks, bucket.numel // count, bucket.owned_numel // count)
     out = []
     for number in range(count):
         first, last = number == 0, number == count - 1
@@ -301,8 +331,8 @@ def _slice_work(method: Method, bucket: Bucket, nodes: int, rates: Rates) -> lis
             if place and bucket.whole_second:
                 stages.append(Stage(whole[place + 1], each) if last else Stage(0.0, None))
             else:
-                stages.append(Stage(seconds, each and replace(each, nbytes=each.nbytes // count)))
-        out.append(BucketWork(tuple(stages)))
+                stages.append(Stage(seconds, each and each.part(count)))
+        out.append(tuple(stages))
     return out
 
 

@@ -52,10 +52,11 @@ class Tolerance:
         return {name: family for family, name in FAMILIES.items() if family not in OWN_WARM_UP}
 
     def costs(self, method: Method) -> dict[str, Measured | None]:
-        """Return what a method costs, by column; None: not measured."""
+        """Return what a method costs, by column; None: not measured. What needs ``precondition`` does not go with a hierarchical exchange."""
         if method.codec is None or not method.compresses:
             return dict.fromkeys(self.columns)
-        return {name: expected(family, method.codec, self.table, self.limits) for name, family in self.columns.items()}
+        table = [row for row in self.table if method.exchange != "hierarchical" or not row.precondition]
+        return {name: expected(family, method.codec, table, self.limits) for name, family in self.columns.items()}
 
     def cost(self, method: Method) -> Measured | None:
         """Return what a method costs under the optimizer; None: not measured, or no optimizer was said."""
