@@ -13,12 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradcomp import codecs, comm
+from gradcomp import codecs, comm, local
 from gradcomp.allreduce import all_reduce, forget_buffers
 from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary
 from gradcomp.engine.options import Options
-from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
+from gradcomp.errors import (
+    CorruptPayload,
+    GradcompError,
+    NativeError,
+    NotFinite,
+    PeerLost,
+    PeerMismatch,
+    UnsupportedTensor,
+)
+from gradcomp.local import DiLoCo, LocalSGD
 from gradcomp.memory.moments import Precondition
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transform
@@ -32,11 +41,14 @@ __all__ = [
     "Block",
     "Codec",
     "CorruptPayload",
+    "DiLoCo",
     "Feedback",
     "GradcompError",
     "GradientAverager",
     "Identity",
+    "LocalSGD",
     "NativeError",
+    "NotFinite",
     "OneBit",
     "Options",
     "PeerLost",
@@ -53,6 +65,7 @@ __all__ = [
     "comm",
     "ddp",
     "forget_buffers",
+    "local",
     "onebit_sgd",
     "optim",
     "plan",

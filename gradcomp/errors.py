@@ -27,6 +27,25 @@ class CorruptPayload(GradcompError, ValueError):
         return type(self), (self.check, self.detail)
 
 
+class NotFinite(GradcompError, ArithmeticError):
+    """A sync of local steps in which some rank's weights were NaN or Inf; nothing of it was committed, on any rank.
+
+    Attributes:
+        names: parameters of this rank that are not finite; none where it was another rank.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        whose = f"here: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "on another rank"
+        super().__init__(
+            f"weights that are not finite ({whose}): the sync was committed on no rank. restore() brings this rank back to "
+            "what all ranks agreed on last"
+        )
+        self.names = names
+
+    def __reduce__(self) -> tuple[type[NotFinite], tuple[list[str]]]:
+        return type(self), (self.names,)
+
+
 class PeerMismatch(GradcompError):
     """Two ranks that run gradcomp with different settings, models or steps.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradcomp.bench.train import hosts, main, methods, workloads
+from gradcomp.bench.train import hosts, main, methods, run, workloads
 from gradcomp.bench.train.predict import planned
 from gradcomp.bench.train.report import crossings, row_of, table_of
 from gradcomp.bench.train.run import cores_of
@@ -216,6 +216,12 @@ def test_rows_are_of_the_slowest_rank_and_the_first_to_reach_a_target():
     assert (higher["target_seconds"], higher["exposed_seconds"]) == (3.0, None)
     table = table_of([row | {"method": "fp32"}, row, {"method": "y", "failed": "hung after 3 s"}], "loss", 2.5)
     assert table.row_count == 3 and len(table.columns) == 14
+
+
+def test_the_rank_that_failed_first_is_named_and_not_those_that_lost_it():
+    lost = "RuntimeError: [pair.cc:553] Connection closed by peer [10.77.0.2]:34478"
+    assert run._why({0: lost, 1: "PeerLost: rank 2 is gone", 2: "ValueError: x"}) == "rank 2: ValueError: x"
+    assert run._why({1: lost, 3: "PeerLost: y"}) == f"rank 1: {lost}"
 
 
 def test_where_a_method_stops_paying_is_said():

@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from _ranks import run_local
 
 import gradcomp
 from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator, TorchCommunicator, torchdist
+from gradcomp.comm.gloo import _GlooWork
 from gradcomp.comm.meeting import Notes, meet, setup_timeout_s
 from gradcomp.comm.torch_private import group_timeout_s
 from gradcomp.comm.torchdist import same_ranks
@@ -529,3 +531,39 @@ def test_a_process_group_that_waits_far_longer_is_warned_of_once(gloo):
     assert len(first) == 1 and "torch's own" in first[0] and "after 1800 s: init_process_group(timeout=" in first[0]
     assert other == []
     assert gloo(2, warned, 1000) == gloo(2, warned, None) == [[], []]
+
+
+class Ending:
+    """A collective of torch's whose waits end as they are told to."""
+
+    def __init__(self, *ends, completed):
+        self._ends, self._completed = list(ends), list(completed)
+
+    def wait(self, timeout):
+        end = self._ends.pop(0)
+        if end:
+            raise RuntimeError(end)
+
+    def is_completed(self):
+        return self._completed.pop(0)
+
+
+@pytest.mark.parametrize(("ends", "completed", "raised"), [
+    (["Operation timed out!", ""], [False], None),  # still under way, then done
+    (["Operation timed out!", ""], [True], None),  # done between the end of its wait and the look at it: nothing is wrong
+    (["Operation timed out!", "Operation timed out!", ""], [False, True], None),
+    (["Connection closed by peer", "Connection closed by peer"], [True], ConnectionError),
+    (["Operation timed out!", "Connection closed by peer"], [True], ConnectionError),
+    (["Timed out waiting 30000ms", "Timed out waiting 30000ms"], [True], TimeoutError),  # gloo's own timeout
+    (["Connection closed by peer"], [False], ConnectionError),
+])  # fmt: skip
+def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, completed, raised):
+    groups = SimpleNamespace(pending=set(), broken="", notes=SimpleNamespace(look=lambda seconds: None))
+    work = _GlooWork(Ending(*ends, completed=completed), groups, ())
+    if raised is None:
+        work.wait(60.0)
+        assert not groups.pending and not groups.broken
+    else:
+        with pytest.raises(raised):
+            work.wait(60.0)
+        assert groups.broken

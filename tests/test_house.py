@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"__main__", "__init__"},
     {"bench", "launch"},
-    {"onebit_sgd"},
+    {"onebit_sgd", "local"},
     {"ddp", "averager", "allreduce", "server", "amp"},
     {"plan"},
     {"optim"},

@@ -232,12 +232,12 @@ def test_node_counts(text, expected):
 
 def test_nodes_of_several_ranks_have_hierarchical_ways(capsys, tmp_path):
     words = ["--model", "lenet", "--link", "100mbit", "--nodes", "2,4", "--codec", "fp32,ternary", "--frame-time", "1ms"]
-    assert main([*words, "--ranks-per-node", "4", "--inside", "10gbit", "--json", str(tmp_path / "x.json")]) == 0
+    assert plan.main([*words, "--ranks-per-node", "4", "--inside", "10gbit", "--json", str(tmp_path / "x.json")]) == 0
     shown = capsys.readouterr().out
     assert "ternary hierarchical" in shown and "4 ranks a node, 10 Gbit/s, 0 s inside" in shown
     found = json.loads((tmp_path / "x.json").read_text())
     assert (found["ranks_per_node"], found["inside_bits_per_s"], found["rows"][0]["ranks"]) == (4, 1e10, 8)
-    assert main([*words]) == 0
+    assert plan.main([*words]) == 0
     assert "hierarchical" not in capsys.readouterr().out
     for wrong, said in (
         (["--inside", "10gbit"], "goes with --ranks-per-node"),
@@ -245,5 +245,5 @@ def test_nodes_of_several_ranks_have_hierarchical_ways(capsys, tmp_path):
         (["--exchange", "hierarchical"], "needs --ranks-per-node"),
     ):
         with pytest.raises(SystemExit):
-            main([*words, *wrong])
+            plan.main([*words, *wrong])
         assert said in capsys.readouterr().err

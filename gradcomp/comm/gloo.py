@@ -136,16 +136,27 @@ class _GlooWork(Work):
             try:
                 self._work.wait(timedelta(seconds=max(0.001, min(left, SLICE_S))))
             except RuntimeError as error:
-                self._look(error, last=left <= SLICE_S)
+                if self._work.is_completed():  # it may have been done just after its wait ended: its own word counts
+                    self._settle()
+                    return
+                self._look(error, ended=False, last=left <= SLICE_S)
             else:
                 self._groups.pending.discard(self)
                 return
 
-    def _look(self, error: RuntimeError, *, last: bool) -> None:
+    def _settle(self) -> None:
+        """Return if the collective, which has ended, was done; raise what has happened otherwise."""
+        try:
+            self._work.wait(timedelta(seconds=SLICE_S))
+        except RuntimeError as error:
+            self._look(error, ended=True, last=True)
+        self._groups.pending.discard(self)
+
+    def _look(self, error: RuntimeError, *, ended: bool, last: bool) -> None:
         """Return if it makes sense to wait on after `error`, raise what has happened otherwise."""
         groups, text = self._groups, _first_line(error)
         late = "imed out" in text or "imeout" in text
-        ended = not late or self._work.is_completed()
+        ended = ended or not late
         gone = groups.notes.look(LOOK_S)
         if gone is not None:
             groups.broken = groups.broken or f"rank {gone[0]} is gone: {gone[1]}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from gradcomp.comm.base import Channel, Communicator
-from gradcomp.errors import peers_answer
+from gradcomp.errors import PeerMismatch, peers_answer
 from gradcomp.exchange.pipeline import Pipeline
 from gradcomp.payload import fingerprint
+
+_WORD_NBYTES = 64  # of an argument as text, in what ranks compare
 
 
 class HasPipeline(Protocol):
@@ -67,3 +70,34 @@ def agree(comm: Communicator, mine: list[int], bucket: int, timeout_s: float, *,
     everyone = gather(comm, fingerprint.pack(mine), "fingerprint", bucket, timeout_s, Channel.SCALE, called=called)
     fingerprint.compare(everyone)
     return (comm.world_size - 1) * fingerprint.NBYTES
+
+
+def agree_on_words(
+    comm: Communicator, values: Mapping[str, object], timeout_s: float, phase: str, *, called: str
+) -> None:
+    """Compare the texts of arguments over the ranks.
+
+    Args:
+        values: by the names of the arguments, the same names in the same order everywhere.
+        phase, called: for the message when a rank does not answer.
+
+    Raises:
+        PeerMismatch: on every rank, naming the first argument and rank that differ.
+        PeerLost: a rank did not answer.
+    """
+    everyone = gather(comm, b"".join(_word(value) for value in values.values()), phase, -1, timeout_s, called=called)
+    for number, name in enumerate(values):
+        at = slice(number * _WORD_NBYTES, (number + 1) * _WORD_NBYTES)
+        for rank, theirs in enumerate(everyone):
+            if theirs[at] != everyone[0][at]:
+                wanted, got = (e[at].decode(errors="replace").rstrip() for e in (everyone[0], theirs))
+                raise PeerMismatch(name, rank, wanted, got)
+
+
+def _word(value: object) -> bytes:
+    """Return a text of `_WORD_NBYTES` bytes; one that is too long is cut and ends in a digest."""
+    text = repr(value).encode()
+    if len(text) > _WORD_NBYTES:
+        digest = hashlib.blake2b(text, digest_size=8).hexdigest().encode()
+        text = text[: _WORD_NBYTES - len(digest) - 3] + b"..." + digest
+    return text.ljust(_WORD_NBYTES)

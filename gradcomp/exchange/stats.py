@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gradcomp.comm.torch_private import stage_range
@@ -88,6 +89,19 @@ class Stats:
     def timed(self, phase: str) -> Stopwatch:
         """Return a context manager that counts its block's time in one phase."""
         return Stopwatch(self, phase)
+
+    @staticmethod
+    def total(parts: Iterable[Stats]) -> Stats:
+        """Return the sums of several, as they are now."""
+        out = Stats()
+        for part in parts:
+            for name in ("steps", "bytes_sent", "bytes_received", "baseline_bytes", "setup_bytes", "nonfinite_buckets"):
+                setattr(out, name, getattr(out, name) + getattr(part, name))
+            for phase, seconds in part.seconds.items():
+                out.seconds[phase] += seconds
+            if part._inside_nodes is not None:
+                out._inside_nodes = Stats.total([out.inside_nodes, part.inside_nodes])
+        return out
 
     def reset(self) -> None:
         """Start counting anew."""

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from gradcomp.comm.base import Communicator
-from gradcomp.errors import GradcompError, PeerMismatch, peers_answer
+from gradcomp.engine.agree import agree_on_words, gather
+from gradcomp.errors import GradcompError
 from gradcomp.onebit_sgd.choice import BatchSizeChoice, BatchSizeTrial
 from gradcomp.onebit_sgd.progress import Progress
 from gradcomp.onebit_sgd.rollback import Checkpoint
 
-_FIELD_NBYTES = 40  # of an argument as text, in what ranks compare
 _RESULT = struct.Struct("<dqd")  # sum of losses, steps, seconds
 
 
@@ -103,7 +103,7 @@ def find_batch_size(
         "multiple": multiple,
     }
     numbers |= {"step": step, "factor": factor, "margin": margin, "per_sample_lr": per_sample_lr}
-    _agree(own, numbers, timeout_s)
+    agree_on_words(own, numbers, timeout_s, "batch_size", called="find_batch_size")
     _check(samples, current, smallest, largest, multiple, step, factor, margin)
     sizes = candidates(current, own.world_size, smallest, largest, multiple, step, factor)
     if samples < 2 * sizes[-1]:
@@ -191,23 +191,6 @@ def _default() -> Communicator:
     return LocalCommunicator.group(1)[0]
 
 
-def _gather(comm: Communicator, data: bytes, timeout_s: float) -> list[bytes]:
-    with peers_answer("batch_size", called="find_batch_size"):
-        return comm.all_gather_bytes(data, timeout_s)
-
-
-def _agree(comm: Communicator, values: dict[str, object], timeout_s: float) -> None:
-    """Raise PeerMismatch on every rank unless all passed the same."""
-    mine = b"".join(repr(v).encode()[:_FIELD_NBYTES].ljust(_FIELD_NBYTES) for v in values.values())
-    everyone = _gather(comm, mine, timeout_s)
-    for number, name in enumerate(values):
-        at = slice(number * _FIELD_NBYTES, (number + 1) * _FIELD_NBYTES)
-        for rank, theirs in enumerate(everyone):
-            if theirs[at] != everyone[0][at]:
-                wanted, got = (e[at].decode(errors="replace").rstrip() for e in (everyone[0], theirs))
-                raise PeerMismatch(name, rank, wanted, got)
-
-
 def _scale_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:
     """Multiply every group's learning rate, tensors in place."""
     for group in optimizer.param_groups:
@@ -241,7 +224,7 @@ def _merge(
     comm: Communicator, size: int, scale: float, mine: tuple[float, int, float], timeout_s: float
 ) -> BatchSizeTrial:
     """Return what all ranks saw in a trial: the same on each."""
-    everyone = [_RESULT.unpack(data) for data in _gather(comm, _RESULT.pack(*mine), timeout_s)]
+    everyone = [_RESULT.unpack(data) for data in gather(comm, _RESULT.pack(*mine), "batch_size", -1, timeout_s, called="find_batch_size")]
     for rank, (_, steps, _) in enumerate(everyone):
         if not steps:
             raise ValueError(f"train({size}, ...) yielded no loss on rank {rank}")

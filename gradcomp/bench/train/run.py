@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,9 +152,16 @@ def _wait(
         if bad:
             failed_at = failed_at or now
             if now - failed_at > ENDING_S or all(status is not None for status in statuses):
-                return Outcome(failed=f"rank {bad[0]}: {_last(tails[bad[0]], statuses[bad[0]])}")
+                return Outcome(failed=_why({rank: _last(tails[rank], statuses[rank]) for rank in bad}))
         if now - heard > (hang_s if heard > begun else max(hang_s, STARTING_S)):
             return Outcome(failed=f"hung after {now - begun:.0f} s")
+
+
+def _why(said: Mapping[int, str]) -> str:
+    """Return what ended a method: of all ranks' errors the first that is not about another rank's end."""
+    own = [rank for rank, text in said.items() if not re.search(r"PeerLost|[Cc]onnection (closed|reset|refused)", text)]
+    rank = (own or list(said))[0]
+    return f"rank {rank}: {said[rank]}"
 
 
 def _last(tail: list[str], status: int | None) -> str:

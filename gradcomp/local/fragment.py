@@ -1,0 +1,179 @@
+"""A fragment of a model: the weights that all ranks last agreed on, and the exchange of what each rank has made of them since."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcomp.averager import GradientAverager
+from gradcomp.codecs import Codec
+from gradcomp.comm.base import Communicator
+from gradcomp.engine.options import Options
+from gradcomp.errors import NotFinite
+
+Outer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Weights:
+    """A model's weights in fp32, whatever keeps them: plain tensors on any device, or an optimizer that keeps the lower halves.
+
+    Args:
+        optimizer: of the inner steps.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        splits = hasattr(optimizer, "fp32") and hasattr(optimizer, "set_fp32")
+        self._optimizer = optimizer if splits else None
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """Return the fp32 weight on the CPU; it may be the parameter's own memory."""
+        weight = parameter.detach() if self._optimizer is None else self._optimizer.fp32(parameter)
+        return weight.to("cpu", torch.float32)
+
+    @torch.no_grad()
+    def write(self, parameter: Tensor, weight: Tensor) -> None:
+        """Set a parameter to an fp32 weight."""
+        if self._optimizer is None:
+            parameter.copy_(weight)
+        else:
+            self._optimizer.set_fp32(parameter, weight.to(parameter.device))
+
+
+class Fragment:
+    """Some parameters, their anchors, and the exchange of pseudo-gradients (anchor - parameter).
+
+    Args:
+        named: (name, parameter) of the model, those that are trained.
+        weights: reads and writes them.
+        codec, options: of the exchange.
+        comm: the ranks; closed with the fragment.
+        outer: makes the optimizer of the anchors.
+
+    Attributes:
+        averager: exchanges pseudo-gradients.
+        optimizer: of the anchors.
+        syncs: that were applied.
+        held: averages have arrived and wait in the anchors' ``grad``.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        weights: Weights,
+        codec: Codec,
+        options: Options,
+        comm: Communicator,
+        outer: Outer,
+    ) -> None:
+        self._named, self._weights = list(named), weights
+        self.anchors = [(name, nn.Parameter(weights.read(p).clone())) for name, p in named]
+        self.averager = GradientAverager(self.anchors, codec, comm, options)
+        self.optimizer = outer([anchor for _, anchor in self.anchors])
+        self.syncs = 0
+        self.sent = self.held = False
+
+    # ---- a sync ------------------------------------------------------------------------------------------------------
+
+    def send(self, *, wait: bool) -> None:
+        """Form pseudo-gradients and average them, or begin to.
+
+        Raises:
+            ValueError: a parameter has another shape than at the last sync, or is no longer trained; nothing was sent.
+            PeerMismatch, PeerLost, CorruptPayload: as `gradcomp.GradientAverager.average`.
+        """
+        for (name, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
+            if parameter.shape != anchor.shape or not parameter.requires_grad:
+                now = f"has shape {tuple(parameter.shape)}" if parameter.requires_grad else "is not trained"
+                raise ValueError(f"{name} {now}; at the last sync it was trained with shape {tuple(anchor.shape)}")
+        with torch.no_grad():
+            for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
+                anchor.grad = anchor.detach() - self._weights.read(parameter)
+        if wait:
+            self.averager.average()
+        else:
+            self.averager.rotate()
+        self.sent, self.held = True, wait
+
+    def arrive(self) -> None:
+        """Wait for the averages that are under way."""
+        if self.sent and not self.held:
+            self.held = self.averager.flush()
+
+    def apply(self, alpha: float) -> None:
+        """Have the outer optimizer move the anchors by the averages, and bring parameters to alpha * parameter + (1 - alpha) * anchor.
+
+        Raises:
+            NotFinite: a pseudo-gradient of some rank was not finite; anchors, outer state and residuals are as before.
+            PeerMismatch, PeerLost, CorruptPayload: of the exchange.
+        """
+        self.arrive()
+        grads = [anchor.grad for _, anchor in self.anchors]
+        self.sent = self.held = False
+        if not all(grad is not None and bool(torch.isfinite(grad).all()) for grad in grads):
+            self.forget()
+            here = [name for name, p in self._named if not torch.isfinite(self._weights.read(p)).all()]
+            raise NotFinite(here)
+        self.optimizer.step()
+        self.forget()
+        self.syncs += 1
+        self.restore(alpha)
+
+    def forget(self) -> None:
+        """Give the memory of pseudo-gradients back."""
+        for _, anchor in self.anchors:
+            anchor.grad = None
+
+    @torch.no_grad()
+    def restore(self, alpha: float = 0.0) -> None:
+        """Bring parameters to alpha * parameter + (1 - alpha) * anchor."""
+        for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
+            weight = anchor.detach()
+            if alpha:
+                weight = torch.lerp(weight, self._weights.read(parameter), alpha)
+            self._weights.write(parameter, weight)
+
+    @torch.no_grad()
+    def anchor_here(self) -> None:
+        """Take the parameters as they are for what all ranks agree on."""
+        for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
+            anchor.copy_(self._weights.read(parameter))
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank needs to go on bit for bit; waits for what is under way."""
+        self.arrive()
+        return {
+            "anchors": {name: anchor.detach().clone() for name, anchor in self.anchors},
+            "averages": {name: a.grad.clone() for name, a in self.anchors if a.grad is not None} if self.held else {},
+            "outer": copy.deepcopy(self.optimizer.state_dict()),
+            "averager": self.averager.state_dict(),
+            "syncs": self.syncs,
+        }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ValueError unless a state is of these parameters."""
+        shapes = {name: tuple(anchor.shape) for name, anchor in self.anchors}
+        found = {name: tuple(anchor.shape) for name, anchor in state["anchors"].items()}
+        if found != shapes:
+            odd = min(set(found.items()) ^ set(shapes.items()))
+            raise ValueError(f"the state is of other parameters or another number of fragments: {odd[0]} with shape {odd[1]}")
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any], averagers: Any) -> None:
+        """Go on from a state; `averagers` is that of the averager, or a list of all ranks'."""
+        self.averager.load_state_dict(averagers)
+        for name, anchor in self.anchors:
+            anchor.copy_(state["anchors"][name])
+            anchor.grad = state["averages"][name].clone() if state["averages"] else None
+        self.optimizer.load_state_dict(copy.deepcopy(state["outer"]))
+        self.sent = self.held = bool(state["averages"])
+        self.syncs = state["syncs"]
+
+    def close(self) -> None:
+        """Stop the threads and close the communicator."""
+        self.averager.close()

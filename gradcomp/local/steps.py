@@ -1,0 +1,361 @@
+"""`DiLoCo` and `LocalSGD`: inner steps are counted, and now and then a fragment of the model is exchanged."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.averager import GradientAverager, torch_communicator
+from gradcomp.codecs import Codec, Identity, resolve
+from gradcomp.comm.base import Communicator
+from gradcomp.engine.agree import agree_on_words
+from gradcomp.engine.buckets import check_optimizer
+from gradcomp.engine.options import Changes, Options, spell_out
+from gradcomp.errors import GradcompError
+from gradcomp.exchange.stats import Stats
+from gradcomp.local.fragment import Fragment, Outer, Weights
+from gradcomp.local.turns import SyncEvery, Turns, cut
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+STATE_VERSION = 1
+AGREED_ROUNDS = 64  # of a schedule of H, which ranks compare
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo, section 3
+
+
+def nesterov(anchors: Any) -> torch.optim.Optimizer:
+    """Return DiLoCo's outer optimizer: SGD, 0.7, Nesterov momentum 0.9."""
+    return torch.optim.SGD(anchors, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+
+
+def mean(anchors: Any) -> torch.optim.Optimizer:
+    """Return what makes the anchors the mean of the ranks' parameters."""
+    return torch.optim.SGD(anchors, lr=1.0)
+
+
+class DiLoCo:
+    """Every rank trains on its own for H steps; then what they have changed is averaged, packed, and an outer optimizer applies it.
+
+    ::
+
+        diloco = gradcomp.DiLoCo(model, optimizer, "ternary", sync_every=30)
+        for x, y in loader:
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.step()
+
+    The pseudo-gradient anchor - parameter (fp32, on the CPU wherever the model is) is averaged as gradients are, with residuals; all
+    ranks decode the same bytes, so anchors and outer state are the same bits everywhere, and after a sync without `delay` so are the
+    parameters. Buffers (running statistics) stay each rank's own. In a ``with`` block the inner optimizer's steps count by
+    themselves: do not call `step` there.
+
+    Args:
+        model: a plain module, equal on all ranks; of any device. One whose gradients DDP averages inside a node goes with
+            ``exchange="hierarchical"``: one exchange a node.
+        inner_optimizer: of its parameters; split optimizers keep their trails.
+        codec: codec or name.
+        sync_every: H, inner steps from one sync of a parameter to the next; or a function of the round's number.
+        outer_optimizer: makes the optimizer of the anchors; None: SGD, 0.7, Nesterov momentum 0.9.
+        fragments: parts of the model that sync in turns, H / fragments steps apart (streaming).
+        delay: inner steps that go on while a fragment is exchanged; less than H.
+        alpha: share of a rank's own parameters that is kept when averages arrive `delay` steps late.
+        comm: the ranks; torch.distributed's default group when None. Closed with this.
+        options: see `gradcomp.Options`. `start_step`: inner steps whose gradients are averaged every step first, in fp32 or by
+            `start_codec`, by `average_gradients`.
+        changes: fields of `gradcomp.Options` to set.
+
+    Attributes:
+        inner_steps: taken so far.
+
+    Raises:
+        TypeError: a DDP model, or no module.
+        ValueError: an option out of its range; an optimizer of other parameters.
+        PeerMismatch: ranks with other settings.
+        PeerLost: a rank did not answer.
+    """
+
+    @spell_out
+    def __init__(
+        self,
+        model: nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        codec: Codec | str,
+        comm: Communicator | None = None,
+        options: Options | None = None,
+        *,
+        sync_every: SyncEvery,
+        outer_optimizer: Outer | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.5,
+        **changes: Unpack[Changes],
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError("DDP averages gradients every step: pass the module that it wraps, model.module")
+        options = Options.of(options, **changes)
+        if options.grad_scaler is not None or options.transform is not None:
+            raise ValueError("grad_scaler and transform are of gradients; what travels here are weights' changes")
+        if options.start_codec is not None and not options.start_step:
+            raise ValueError(f"start_codec={options.start_codec!r} packs the steps before start_step, which is 0")
+        codec = resolve(codec)
+        self._turns = Turns(sync_every, fragments)
+        if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < self._turns.length(0):
+            raise ValueError(f"delay must be an integer of at least 0 and less than sync_every, got {delay!r}")
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
+            raise ValueError(f"alpha must be in [0, 1], got {alpha!r}")
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        check_optimizer(inner_optimizer, [p for _, p in named])
+        parts = cut([p.numel() for _, p in named], fragments)
+        self._optimizer, self._start, self._delay, self._alpha = inner_optimizer, options.start_step, delay, alpha
+        self._comm = comm if comm is not None else torch_communicator(options.timeout_s)
+        self._timeout_s = options.timeout_s or self._comm.timeout_s
+        self._fragments: list[Fragment] = []
+        self._gradients: GradientAverager | None = None
+        self._hooks: list[Any] = []
+        self._under_way: deque[tuple[int, int]] = deque()  # fragment, inner step at which its averages are applied
+        self._averaged = self._counts_itself = False
+        self.inner_steps = 0
+        outer = outer_optimizer or self._default_outer
+        try:
+            self._agree(codec, outer, options)
+            plain = replace(options, start_step=0, start_codec=None, transactional=True)
+            for part in parts:
+                self._fragments.append(
+                    Fragment(named[part.start : part.stop], Weights(inner_optimizer), codec, plain, self._duplicate(), outer)
+                )
+            self.check_replicas()
+            if self._start:
+                plain = replace(plain, precondition=None, transactional=None)
+                first = options.start_codec or Identity()
+                self._gradients = GradientAverager(named, first, self._duplicate(), plain)
+                self._hooks.append(inner_optimizer.register_step_pre_hook(self._before_inner_step))
+        except BaseException:
+            self.close()
+            raise
+
+    _default_outer = staticmethod(nesterov)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Count an inner step, after the inner optimizer's ``step()``; sync what has its turn. Collective then.
+
+        Raises:
+            NotFinite: a pseudo-gradient of some rank is NaN or Inf: on every rank, and nothing of that fragment was committed.
+            PeerMismatch, PeerLost, CorruptPayload: of the exchange; nothing of it was committed.
+            ValueError: a parameter that is not what it was.
+            GradcompError: called in a ``with`` block, where steps count by themselves.
+        """
+        if self._counts_itself:
+            raise GradcompError("step() in a with block, where the inner optimizer's steps count by themselves")
+        self._count()
+
+    def average_gradients(self) -> None:
+        """Average gradients over the ranks, before `start_step`; later do nothing.
+
+        Call it between backward and what looks at gradients, such as clipping. The inner optimizer's ``step()`` calls it
+        if nobody has.
+        """
+        if self._gradients is not None and not self._averaged:
+            self._gradients.average()
+            self._averaged = True
+
+    def _before_inner_step(self, *_: Any) -> None:
+        self.average_gradients()
+
+    def _count(self, *_: Any) -> None:
+        self.inner_steps += 1
+        self._averaged = False
+        if self.inner_steps <= self._start:
+            if self.inner_steps == self._start:
+                self._end_start()
+            return
+        while self._under_way and self._under_way[0][1] <= self.inner_steps:
+            self._apply(self._under_way.popleft()[0])
+        for number in self._turns.take():
+            fragment = self._fragments[number]
+            if fragment.sent:  # turns have come closer to each other
+                self._under_way = deque(one for one in self._under_way if one[0] != number)
+                self._apply(number)
+            fragment.send(wait=not self._delay)
+            if self._delay:
+                self._under_way.append((number, self.inner_steps + self._delay))
+            else:
+                self._apply(number)
+
+    def _apply(self, number: int) -> None:
+        self._fragments[number].apply(self._alpha if self._delay else 0.0)
+
+    def _end_start(self) -> None:
+        """Take the weights that gradients have led to, the same on all ranks, as what ranks agree on."""
+        for fragment in self._fragments:
+            fragment.anchor_here()
+        assert self._gradients is not None
+        self._gradients.close()
+        self._gradients = None
+
+    def restore(self) -> None:
+        """Bring parameters back to what all ranks agreed on at the last sync, as after `NotFinite`; averages under way are waited for."""
+        for fragment in self._fragments:
+            fragment.arrive()
+            fragment.restore()
+
+    def reset(self) -> None:
+        """Go on after a failed exchange, from before it. Collective; as `gradcomp.GradientAverager.reset`."""
+        self._under_way.clear()
+        for fragment in self._fragments:
+            fragment.averager.reset()
+            fragment.sent = fragment.held = False
+            fragment.forget()
+        if self._gradients is not None:
+            self._gradients.reset()
+
+    # ---- what it says ------------------------------------------------------------------------------------------------
+
+    @property
+    def syncs(self) -> int:
+        """Syncs of whole models so far: those of the fragment with the fewest."""
+        return min(fragment.syncs for fragment in self._fragments)
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes and seconds of all syncs so far; steps are syncs of fragments."""
+        return Stats.total([fragment.averager.stats for fragment in self._fragments])
+
+    def describe(self) -> str:
+        """Return one line: how often what is exchanged, and how."""
+        turns = f", {len(self._fragments)} fragments in turns" if len(self._fragments) > 1 else ""
+        late = f", {self._delay} steps late (alpha {self._alpha:g})" if self._delay else ""
+        start = f" after {self._start} steps of averaged gradients" if self._start else ""
+        name, length = type(self).__name__, self._turns.length(self._turns.round)
+        return f"{name} every {length} inner steps{start}{turns}{late}: {self._fragments[0].averager.describe()}"
+
+    def check_replicas(self) -> None:
+        """Compare the anchors' bits over all ranks; PeerMismatch names the first that differs. Collective."""
+        for fragment in self._fragments:
+            fragment.averager.check_replicas()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to go on bit for bit, beside its model and inner optimizer: in the middle of H, too.
+
+        Waits for averages under way. Anchors and outer state are the same on all ranks, residuals are each rank's own.
+        """
+        return {
+            "version": STATE_VERSION,
+            "inner_steps": self.inner_steps,
+            "round": self._turns.round,
+            "done": self._turns.done,
+            "fragments": [fragment.state() for fragment in self._fragments],
+            "under_way": [list(one) for one in self._under_way],
+            "gradients": self._gradients.state_dict() if self._gradients is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from a `state_dict` of the same rank, or from a list of those of all ranks of a run, with as many ranks or others.
+
+        From a list parameters become the anchors: with other ranks there is no telling whose own steps to keep. That costs
+        at most the inner steps since the last sync.
+
+        Raises:
+            ValueError: of another model, number of fragments, codec, or (one state) rank.
+        """
+        states = [state] if isinstance(state, dict) else list(state)
+        if not states:
+            raise ValueError("no states")
+        for one in states:
+            if one.get("version") != STATE_VERSION or len(one["fragments"]) != len(self._fragments):
+                raise ValueError(
+                    f"a state of version {one.get('version')} with {len(one.get('fragments', ()))} fragments; "
+                    f"here: version {STATE_VERSION}, {len(self._fragments)} fragments"
+                )
+            for fragment, theirs in zip(self._fragments, one["fragments"], strict=True):
+                fragment.check(theirs)
+        first = states[0]
+        begun = first["gradients"] is None
+        if begun and self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        elif not begun and self._gradients is not None:
+            self._gradients.load_state_dict(
+                first["gradients"] if isinstance(state, dict) else [one["gradients"] for one in states]
+            )
+        elif not begun:
+            raise ValueError("the state is of before start_step, where gradients are averaged; this has none or is beyond it")
+        for number, fragment in enumerate(self._fragments):
+            everyone = [one["fragments"][number]["averager"] for one in states]
+            fragment.load(first["fragments"][number], everyone[0] if isinstance(state, dict) else everyone)
+            if not isinstance(state, dict):
+                fragment.restore()
+        self.inner_steps = first["inner_steps"]
+        self._turns.round, self._turns.done = first["round"], first["done"]
+        self._under_way = deque((number, at) for number, at in first["under_way"])
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _duplicate(self) -> Communicator:
+        return self._comm.duplicate(self._timeout_s)
+
+    def _agree(self, codec: Codec, outer: Outer, options: Options) -> None:
+        lengths = [self._turns.length(number) for number in range(AGREED_ROUNDS)]
+        probe = outer([nn.Parameter(torch.zeros(1))])
+        agree_on_words(
+            self._comm,
+            {
+                "local": type(self).__name__,
+                "sync_every": lengths[0] if len(set(lengths)) == 1 else lengths,
+                "fragments": self._turns.fragments,
+                "delay": self._delay,
+                "alpha": self._alpha,
+                "codec": codec,
+                "start_step": options.start_step,
+                "outer_optimizer": (type(probe).__name__, probe.defaults),
+            },
+            self._timeout_s,
+            "setup",
+            called=type(self).__name__,
+        )
+
+    def close(self) -> None:
+        """Stop the threads and close the communicators; closing twice is harmless."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for fragment in self._fragments:
+            fragment.close()
+        if self._gradients is not None:
+            self._gradients.close()
+        self._comm.close()
+
+    def __enter__(self) -> Self:
+        """Count the inner optimizer's steps from now on."""
+        self._hooks.append(self._optimizer.register_step_post_hook(self._count))
+        self._counts_itself = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+class LocalSGD(DiLoCo):
+    """Every rank trains on its own for H steps; then parameters become their mean over the ranks.
+
+    `DiLoCo` with an outer optimizer that takes the mean as it is; arguments as there.
+    """
+
+    _default_outer = staticmethod(mean)

@@ -1,0 +1,469 @@
+"""Local steps: DiLoCo and LocalSGD by their formulas, the same bits everywhere, commits on all ranks or on none, resumes anywhere."""
+
+import copy
+
+import pytest
+import torch
+from _ranks import run_local
+from torch import nn
+
+from gradcomp import DiLoCo, GradcompError, LocalSGD, NotFinite, PeerLost, PeerMismatch
+from gradcomp.comm import LocalCommunicator
+from gradcomp.local.turns import Turns, cut
+from gradcomp.optim import SplitSGD
+
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 50), nn.Tanh(), nn.Linear(50, 5))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fresh():
+    torch.set_num_threads(1)  # it counts for the calling thread: ranks may be threads
+    return copy.deepcopy(MODEL)
+
+
+def minibatch(step, rank):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 40, generator=generator), torch.randint(5, (8,), generator=generator)
+
+
+def inner_step(model, optimizer, step, rank):
+    optimizer.zero_grad()
+    x, y = minibatch(step, rank)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def bits(tensors):
+    return b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)
+
+
+def train(comm, codec, steps, kind=DiLoCo, **options):
+    """Return this rank's weights after `steps` steps, and what all ranks agree on."""
+    model = fresh()
+    optimizer = sgd(model)
+    local = kind(model, optimizer, codec, comm, min_numel=0, **options)
+    for step in range(steps):
+        inner_step(model, optimizer, step, comm.rank)
+        local.step()
+    anchors = [a.detach().clone() for f in local._fragments for _, a in f.anchors]
+    stats = local.stats
+    local.close()
+    return weights(model), anchors, (stats.bytes_sent, stats.baseline_bytes)
+
+
+def simulate(world, steps, h, *, fragments=1, delay=0, alpha=0.5, outer=None):
+    """DiLoCo written out, averages in full precision."""
+    models = [fresh() for _ in range(world)]
+    optimizers = [sgd(model) for model in models]
+    parts = cut([p.numel() for p in MODEL.parameters()], fragments)
+    anchors = [nn.Parameter(w) for w in weights(MODEL)]
+    make = outer or (lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True))
+    outers = [make(anchors[part.start : part.stop]) for part in parts]
+    turns, due = Turns(h, fragments), []
+
+    def apply(k, means):
+        for at, average in zip(parts[k], means, strict=True):
+            anchors[at].grad = average
+        outers[k].step()
+        with torch.no_grad():
+            for at in parts[k]:
+                for model in models:
+                    p = list(model.parameters())[at]
+                    p.copy_(alpha * p + (1 - alpha) * anchors[at] if delay else anchors[at])
+
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            inner_step(model, optimizers[rank], step, rank)
+        while due and due[0][0] == step:
+            apply(*due.pop(0)[1:])
+        for k in turns.take():
+            changes = [[anchors[at].detach() - list(m.parameters())[at].detach() for at in parts[k]] for m in models]
+            means = [torch.stack(each).sum(0) / world for each in zip(*changes, strict=True)]
+            due.append((step + delay, k, means))
+            if not delay:
+                apply(*due.pop(0)[1:])
+    return [weights(m) for m in models], [a.detach() for a in anchors]
+
+
+# ---- what is computed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("h", "fragments", "delay"), [(4, 1, 0), (4, 3, 0), (1, 1, 0), (5, 2, 3), (6, 1, 2), (4, 4, 3)])
+def test_diloco_is_its_formula(world, h, fragments, delay):
+    wanted, anchors = simulate(world, 17, h, fragments=fragments, delay=delay, alpha=0.25)
+    found = run_local(world, lambda comm: train(comm, "identity", 17, sync_every=h, fragments=fragments, delay=delay, alpha=0.25))
+    for rank in range(world):
+        for got, expected in zip(found[rank][0], wanted[rank], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        for got, expected in zip(found[rank][1], anchors, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        assert bits(found[rank][1]) == bits(found[0][1])
+
+
+def test_local_sgd_is_the_mean():
+    found = run_local(3, lambda comm: train(comm, "identity", 4, LocalSGD, sync_every=4))
+    wanted, _ = simulate(3, 4, 4, outer=lambda ps: torch.optim.SGD(ps, lr=1.0))
+    assert all(bits(one[0]) == bits(found[0][0]) for one in found)
+    for got, expected in zip(found[0][0], wanted[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def packed(comm, codec, fragments):
+    return train(comm, codec, 12, sync_every=4, fragments=fragments)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("codec", ["ternary", "onebit", "block2", "block4"])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments):
+    found = over(world, packed, codec, fragments)
+    assert all(bits(one[1]) == bits(found[0][1]) for one in found)
+    assert all(bits(one[0]) == bits(found[0][0]) for one in found) or fragments > 1
+    sent, plain = found[0][2]
+    assert 0 < sent < plain
+
+
+def test_two_savings_multiply():
+    """Against an fp32 ring every step: 30 local steps of 2 bits 470 times fewer bytes, of 1 bit 900 times."""
+
+    def rank(comm, codec):
+        model = nn.Linear(1024, 1024, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCo(model, optimizer, codec, comm, sync_every=30) as local:
+            for _ in range(60):
+                model.weight.grad = torch.randn(1024, 1024)
+                optimizer.step()
+            assert (local.inner_steps, local.syncs) == (60, 2)
+            return 30 * local.stats.baseline_bytes / (local.stats.bytes_sent + local.stats.setup_bytes)
+
+    for codec, least in (("ternary", 470), ("onebit", 900)):
+        assert min(run_local(2, rank, codec)) >= least
+
+
+def test_start_averages_gradients_every_step():
+    """Until `start_step` ranks hold the same bits after every step, as under DDP; then they part."""
+
+    def rank(comm):
+        model = fresh()
+        optimizer = sgd(model)
+        local = DiLoCo(model, optimizer, "ternary", comm, sync_every=5, start_step=4, min_numel=0)
+        seen = []
+        for step in range(9):
+            optimizer.zero_grad()
+            x, y = minibatch(step, comm.rank)
+            nn.functional.cross_entropy(model(x), y).backward()
+            if step % 2:
+                local.average_gradients()  # otherwise the optimizer's step does it
+            optimizer.step()
+            local.step()
+            seen.append(bits(model.parameters()))
+        local.close()
+        return seen
+
+    one, two = run_local(2, rank)
+    assert [a == b for a, b in zip(one, two, strict=True)] == [True] * 4 + [False] * 4 + [True]
+    alone = fresh()
+    optimizer = sgd(alone)
+    for step in range(4):
+        optimizer.zero_grad()
+        for r in range(2):
+            x, y = minibatch(step, r)
+            (nn.functional.cross_entropy(alone(x), y) / 2).backward()
+        optimizer.step()
+    ours = torch.frombuffer(bytearray(one[3]), dtype=torch.float32)
+    torch.testing.assert_close(ours, torch.cat([p.detach().flatten() for p in alone.parameters()]), rtol=1e-4, atol=1e-5)
+
+
+def test_split_weights_keep_their_lower_halves():
+    """The mean is of fp32 weights, and it is what the optimizer goes on from."""
+
+    def rank(comm):
+        model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+        with torch.no_grad():
+            model.weight.copy_(torch.linspace(-1, 1, 64 * 64).view(64, 64))
+        optimizer = SplitSGD(model.parameters(), lr=1e-4)
+        local = LocalSGD(model, optimizer, "identity", comm, sync_every=3)
+        for step in range(3):
+            model.weight.grad = torch.full((64, 64), float(comm.rank + step), dtype=torch.bfloat16)
+            optimizer.step()
+            before = optimizer.fp32(model.weight)
+            local.step()
+        after = optimizer.fp32(model.weight)
+        local.close()
+        return before, after
+
+    (a, after), (b, other) = run_local(2, rank)
+    assert torch.equal(after, other) and not torch.equal(a, b)
+    assert (after - (a + b) / 2).abs().max() < 1e-7 < (a - b).abs().min()
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+
+
+def test_turns_lie_apart_and_a_schedule_changes_their_length():
+    turns = Turns(lambda number: (3, 6)[min(number, 1)], 3)
+    assert [turns.take() for _ in range(9)] == [[0], [1], [2], [], [0], [], [1], [], [2]]
+    assert (turns.round, turns.done) == (2, 0)
+    with pytest.raises(ValueError, match="2 in round 0: 3 fragments"):
+        Turns(2, 3)
+    late = Turns(lambda number: 3 if number < 1 else 0, 1)
+    with pytest.raises(ValueError, match="for round 1"):
+        [late.take() for _ in range(4)]
+
+
+@pytest.mark.parametrize("sizes", [[5], [1, 1, 1, 1], [100, 1, 1], [1, 1, 100], [3, 3, 3, 3, 3, 3], [0, 0, 7]])
+def test_fragments_are_all_of_the_tensors_in_order(sizes):
+    for count in range(1, len(sizes) + 1):
+        parts = cut(sizes, count)
+        assert [i for part in parts for i in part] == list(range(len(sizes))) and all(len(p) for p in parts)
+    assert [len(p) for p in cut([3] * 6, 3)] == [2, 2, 2]
+    with pytest.raises(ValueError, match="9 fragments of"):
+        cut(sizes, 9)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def part_of(comm, codec, options, first, steps, saved):
+    """Train from `saved` (of all ranks) or the beginning; return states and weights."""
+    model = fresh()
+    optimizer = sgd(model)
+    local = DiLoCo(model, optimizer, codec, comm, min_numel=0, **options)
+    if saved is not None:
+        net, inner, state = saved[comm.rank]
+        model.load_state_dict(net)
+        optimizer.load_state_dict(inner)
+        local.load_state_dict(state)
+    for step in range(first, steps):
+        inner_step(model, optimizer, step, comm.rank)
+        local.step()
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), local.state_dict()))
+    local.close()
+    return state, bits(model.parameters())
+
+
+@pytest.mark.parametrize("codec", ["ternary", "onebit", "block2"])
+@pytest.mark.parametrize("options", [
+    {"sync_every": 5}, {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3}, {"sync_every": 4, "start_step": 6},
+])  # fmt: skip
+def test_a_run_goes_on_bit_for_bit_wherever_it_was(codec, options):
+    whole = run_local(2, part_of, codec, options, 0, 21, None)
+    for middle in (2, 7, 12, 13):
+        saved = [one[0] for one in run_local(2, part_of, codec, options, 0, middle, None)]
+        again = run_local(2, part_of, codec, options, middle, 21, saved)
+        assert [one[1] for one in again] == [one[1] for one in whole], middle
+
+
+def test_other_numbers_of_ranks_go_on_from_the_anchors():
+    options = {"sync_every": 5}
+    saved = [one[0][2] for one in run_local(3, part_of, "onebit", options, 0, 12, None)]
+
+    def go_on(comm):
+        model = fresh()
+        optimizer = sgd(model)
+        local = DiLoCo(model, optimizer, "onebit", comm, min_numel=0, **options)
+        local.load_state_dict(saved)
+        loaded = weights(model)
+        for step in range(12, 20):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+        local.close()
+        return bits(loaded), bits(model.parameters()), local.syncs
+
+    one, two = run_local(2, go_on)
+    assert one == two and one[0] == bits(saved[0]["fragments"][0]["anchors"].values()) and one[2] == 4
+
+
+def test_states_of_other_models_are_refused():
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    local = DiLoCo(model, sgd(model), "onebit", comm, sync_every=2)
+    state = local.state_dict()
+    for change, said in (
+        ({"version": 9}, "version 9"),
+        ({"fragments": []}, "0 fragments"),
+        ({"gradients": {}}, "before start_step"),
+        ({"fragments": [{**state["fragments"][0], "anchors": {}}]}, "other parameters"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            local.load_state_dict(state | change)
+    with pytest.raises(ValueError, match="no states"):
+        local.load_state_dict([])
+    local.load_state_dict(state)
+    local.close()
+
+
+# ---- the bad day -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("codec", ["ternary", "onebit", "identity"])
+def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay):
+    def rank(comm):
+        model = fresh()
+        optimizer = sgd(model)
+        local = DiLoCo(model, optimizer, codec, comm, sync_every=3, delay=delay, min_numel=0)
+        for step in range(3 + delay):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+        before = copy.deepcopy(local.state_dict()["fragments"][0])
+        caught = None
+        for step in range(3 + delay, 6 + delay):
+            inner_step(model, optimizer, step, comm.rank)
+            if comm.rank == 1 and step == 3 + delay:
+                with torch.no_grad():
+                    model[2].weight[3, 4] = float("nan")
+            try:
+                local.step()
+            except NotFinite as error:
+                caught = error
+        after = local.state_dict()["fragments"][0]
+        assert bits(after["anchors"].values()) == bits(before["anchors"].values())
+        assert repr(after["outer"]) == repr(before["outer"])
+        assert {k: repr(v) for k, v in after["averager"].items() if k != "step"} == {
+            k: repr(v) for k, v in before["averager"].items() if k != "step"
+        }
+        local.restore()
+        optimizer.state.clear()  # the inner momentum of that rank is NaN, too
+        for step in range(6 + delay, 12 + delay):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+        local.close()
+        return caught, bits(local._fragments[0].optimizer.param_groups[0]["params"]), torch.isfinite(model[2].weight).all().item()
+
+    one, two = run_local(2, rank)
+    assert one[0].names == [] and "on another rank" in str(one[0]) and "2.weight" in two[0].names
+    assert one[1] == two[1] and one[2] and two[2]
+
+
+def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
+    def rank(comm):
+        model = fresh()
+        optimizer = sgd(model)
+        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=2, min_numel=0, timeout_s=2.0)
+        for step in range(2):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+        agreed = local.state_dict()["fragments"][0]["anchors"]
+        if comm.rank == 1:
+            local.close()
+            return True
+        inner_step(model, optimizer, 2, 0)
+        local.step()
+        inner_step(model, optimizer, 3, 0)
+        mine = bits(model.parameters())
+        with pytest.raises(PeerLost):
+            local.step()
+        assert bits(model.parameters()) == mine
+        assert bits(a for _, a in local._fragments[0].anchors) == bits(agreed.values())
+        local.close()
+        return True
+
+    assert run_local(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize(("field", "mine", "theirs"), [
+    ("sync_every", {"sync_every": 4}, {"sync_every": 5}),
+    ("sync_every", {"sync_every": lambda n: 4}, {"sync_every": lambda n: 4 + n}),
+    ("fragments", {"fragments": 1}, {"fragments": 2}),
+    ("delay", {"delay": 1}, {"delay": 2}),
+    ("alpha", {"alpha": 0.5}, {"alpha": 0.25}),
+    ("codec", {"codec": "ternary"}, {"codec": "onebit"}),
+    ("start_step", {"start_step": 0}, {"start_step": 3}),
+    ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=0.5)}),
+])  # fmt: skip
+def test_ranks_with_other_settings_are_told_apart(field, mine, theirs):
+    def rank(comm):
+        given = {"codec": "ternary", "sync_every": 4} | (theirs if comm.rank else mine)
+        model = fresh()
+        codec = given.pop("codec")
+        with pytest.raises(PeerMismatch) as caught:
+            DiLoCo(model, sgd(model), codec, comm, **given)
+        return caught.value.field, caught.value.rank
+
+    assert run_local(2, rank) == [(field, 1)] * 2
+
+
+def test_models_that_differ_are_named():
+    def rank(comm):
+        model = fresh()
+        with torch.no_grad():
+            model[2].bias += comm.rank
+        with pytest.raises(PeerMismatch, match="2.bias"):
+            DiLoCo(model, sgd(model), "ternary", comm, sync_every=4)
+        return True
+
+    assert run_local(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize(("options", "error", "said"), [
+    ({"sync_every": 0}, ValueError, "at least 1, got 0"),
+    ({"sync_every": 2.5}, ValueError, "got 2.5"),
+    ({"sync_every": 4, "fragments": 0}, ValueError, "fragments must be"),
+    ({"sync_every": 4, "fragments": 5}, ValueError, "5 fragments need"),
+    ({"sync_every": 9, "fragments": 7}, ValueError, "7 fragments of 6 tensors"),
+    ({"sync_every": 4, "delay": 4}, ValueError, "less than sync_every, got 4"),
+    ({"sync_every": 4, "delay": -1}, ValueError, "got -1"),
+    ({"sync_every": 4, "alpha": 1.5}, ValueError, "alpha"),
+    ({"sync_every": 4, "grad_scaler": torch.amp.GradScaler("cpu")}, ValueError, "grad_scaler"),
+    ({"sync_every": 4, "start_codec": "block4"}, ValueError, "start_codec"),
+    ({"sync_evry": 4, "sync_every": 4}, TypeError, "sync_evry"),
+])  # fmt: skip
+def test_wrong_arguments_are_named(options, error, said):
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    with pytest.raises(error, match=said):
+        DiLoCo(model, sgd(model), "ternary", comm, **options)
+    with pytest.raises(TypeError, match="nn.Module"):
+        DiLoCo([model], sgd(model), "ternary", comm, sync_every=2)
+    with pytest.raises(ValueError, match="no parameter of this model"):
+        DiLoCo(model, sgd(fresh()), "ternary", comm, sync_every=2)
+
+
+def test_parameters_that_are_no_longer_what_they_were():
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    optimizer = sgd(model)
+    local = DiLoCo(model, optimizer, "ternary", comm, sync_every=1)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"0\.weight is not trained"):
+        local.step()
+    model[0].weight.requires_grad_(True)
+    model[2].bias.data = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"2\.bias has shape \(3,\)"):
+        local.step()
+    local.close()
+
+
+def test_steps_count_once_in_a_with_block():
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    optimizer = sgd(model)
+    with DiLoCo(model, optimizer, "ternary", comm, sync_every=2, fragments=2) as local:
+        inner_step(model, optimizer, 0, 0)
+        with pytest.raises(GradcompError, match="by themselves"):
+            local.step()
+        inner_step(model, optimizer, 1, 0)
+        assert (local.inner_steps, local.syncs) == (2, 1)
+        assert local.describe().startswith("DiLoCo every 2 inner steps, 2 fragments in turns: ")
+    inner_step(model, optimizer, 2, 0)
+    assert local.inner_steps == 2
