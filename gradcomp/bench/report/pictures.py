@@ -81,12 +81,17 @@ def draw_steps(figure: Any, rows: Rows) -> None:
     left.barh(names, copies, left=alone_ms, color="#999999", label="DDP's copies")
     starts = [alone_ms + copied for copied in copies]
     left.barh(names, exposed, left=starts, color=[f"C{n % 10}" for n in range(len(rows))][::-1], label="exposed")
+    for axes in (left, right):
+        axes.use_sticky_edges = False  # or the longest bar would end at the frame
+        axes.margins(x=0.03)
     left.set_xlabel("milliseconds a step: alone (light), DDP's copies (dark), exposed exchange (colours)")
     starts = [0.0] * len(rows)
     for phase, color in PHASES.items():
         lengths = [1e3 * row["phases"].get(phase, 0.0) for row in rows][::-1]
         right.barh(names, lengths, left=starts, color=color, label=f"{phase}{' (waiting)' if phase in WAITING else ''}")
         starts = [a + b for a, b in zip(starts, lengths, strict=True)]
+    for axes in (left, right):
+        axes.set_xlim(left=0)
     right.set_xlabel("milliseconds in codecs and waiting, slices and buckets overlap")
     right.legend(fontsize=7, loc="best")
 
@@ -94,9 +99,10 @@ def draw_steps(figure: Any, rows: Rows) -> None:
 def draw_times(figure: Any, rows: Rows) -> None:
     """Curves of the measure over seconds of training."""
     axes = figure.subplots()
-    for row in rows:
+    for number, row in enumerate(rows):  # in the colours of the bars
         if row["curve"]:
-            axes.plot([at for _, at, _ in row["curve"]], [value for _, _, value in row["curve"]], marker=".", label=row["method"])
+            times, values = ([point[place] for point in row["curve"]] for place in (1, 2))
+            axes.plot(times, values, marker=".", color=f"C{number % 10}", label=row["method"])
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("measure")
     axes.grid(alpha=0.3)
