@@ -199,6 +199,27 @@ BREAKS = [
         "return Payloads(tensors, self.form.kernel, torch.float32)",
         "tests/test_fused.py::test_every_codec_and_exchange[3-onebit gather]",
     ),
+    Break(
+        "no false alarm: a collective that ends just after a wait did taken for a failure",
+        "gradcomp/comm/gloo.py",
+        "                    self._settle()\n                    return\n",
+        "                    self._look(error, ended=True, last=True)\n",
+        "tests/test_channels.py::test_a_collective_that_ends_just_after_a_wait_did_is_no_failure",
+    ),
+    Break(
+        "local steps: weights that are not finite committed",
+        "gradcomp/local/fragment.py",
+        "if not all(grad is not None and",
+        "if not all(grad is not None or",
+        "tests/test_local.py::test_weights_that_are_not_finite_are_committed_nowhere",
+    ),
+    Break(
+        "local steps: weights of a split optimizer read without their lower halves",
+        "gradcomp/local/fragment.py",
+        "parameter.detach() if self._optimizer is None else",
+        "parameter.detach() if True else",
+        "tests/test_local.py::test_split_weights_keep_their_lower_halves",
+    ),
 ]
 
 
