@@ -53,7 +53,7 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path):
     (tmp_path / "hooks.py").write_text(HOOKS)
     before = [] if WHY else namespaces()
     where = ["--hosts", "0"] if WHY else ["--hosts", "2", "--link", "200mbit"]
-    names = ["fp32", "bf16", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "onebit:double"]
+    names = ["fp32", "bf16", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "onebit:double", "diloco:ternary:5"]
     done = bench(*where, "--workload", "random:600000", "--steps", "8", "--hang", "15", "--json", "out.json", "--methods", *names, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
@@ -72,6 +72,10 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path):
             assert row["sent_nbytes"] == pytest.approx(numel * bits / 8, rel=0.12)
             if bits >= 16:  # the link is as slow as it was asked to be, but for what passes at once
                 assert row["exposed_seconds"] > 0.8 * row["sent_nbytes"] / 25e6
+    local = rows["diloco:ternary:5"]  # one sync in the five steps that count
+    assert local["seconds"] > 0 and local["phases"]["encode"] > 0 and local["predicted_seconds"] is None
+    if not WHY:
+        assert local["sent_nbytes"] < 0.5 * rows["ternary"]["sent_nbytes"]
     assert rows["fp32"]["predicted_seconds"] > 0 and 0 <= rows["ternary"]["hidden_share"] <= 1
     assert WHY or namespaces() == before
 
@@ -190,6 +194,15 @@ def test_every_method_and_workload_of_the_help_is_one(capsys):
     for numel in (1024, 600_000, 2_500_000):
         found = sum(p.numel() for p in workloads.random(numel).parameters())
         assert numel - 1024 < found <= numel
+
+
+def test_local_steps_are_named_with_their_options():
+    codec, options = methods.local_of("diloco:onebit:30,fragments=2,delay=5,start_step=100")
+    assert codec.name == "onebit" and options == {"sync_every": 30, "fragments": 2, "delay": 5, "start_step": 100}
+    for name in ("diloco", "diloco:ternary", "diloco:ternary:x", "diloco:ternary:3,alpha=1", "diloco:bf16:3", "diloco:twobit:3"):
+        with pytest.raises(ValueError):
+            methods.check(name)
+    methods.check("diloco:block4:30")
 
 
 def test_the_planner_knows_the_method_as_it_travels():

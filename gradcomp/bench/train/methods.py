@@ -15,6 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
+from gradcomp import Codec, DiLoCo
 from gradcomp.bench.accuracy.methods import METHODS as CODECS
 from gradcomp.bench.accuracy.methods import Method, parse
 from gradcomp.bench.accuracy.optimizers import exchanging_momentum
@@ -23,6 +24,7 @@ from gradcomp.onebit_sgd import DoubleBuffer
 NONE = "none"  # the model alone: what a step takes without an exchange
 NOOP = "noop"  # under DDP, with a hook that averages nothing
 DOUBLE = "double"  # a codec's option: `DoubleBuffer` in place of DDP
+DILOCO = "diloco"  # local steps: diloco:CODEC:H, with options as fragments=K,delay=D,start_step=N
 POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
 
 Join = Callable[[DistributedDataParallel], Any]  # returns what has `stats` and `close`, or None
@@ -88,12 +90,14 @@ class Ready:
         optimizers: that train it.
         state: what has `stats` and `close`, or None.
         double: exchanges half a minibatch behind the other, with steps of its own.
+        local: exchanges now and then, after a step.
     """
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     state: Any = None
     double: DoubleBuffer | None = None
+    local: DiLoCo | None = None
 
 
 def check(name: str) -> None:
@@ -104,16 +108,40 @@ def check(name: str) -> None:
         factory(name)
         return
     try:
-        codec_of(name)
+        if is_local(name):
+            local_of(name)
+        else:
+            codec_of(name)
     except ValueError as error:
         known = ", ".join([*(m for m in OTHERS if m not in (NONE, NOOP)), *(c for c in CODECS if c not in OTHERS)])
-        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, or module:factory for a hook of your own") from None
+        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, {DILOCO}:CODEC:H, or module:factory for a hook of your own") from None
 
 
 def is_factory(name: str) -> bool:
     """Whether a name is that of a function somewhere."""
     word, colon, rest = name.partition(":")
-    return bool(colon) and word not in CODECS and "=" not in rest
+    return bool(colon) and word not in CODECS and "=" not in rest and not is_local(name)
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is that of local steps."""
+    return name.partition(":")[0] == DILOCO
+
+
+def local_of(name: str) -> tuple[Codec, dict[str, int]]:
+    """Return the codec and the options of `gradcomp.DiLoCo` that a name says.
+
+    Raises:
+        ValueError: not understood.
+    """
+    word, _, rest = name.partition(":")[2].partition(":")
+    every, *words = rest.split(",")
+    options = {"sync_every": every} | {key: value for key, _, value in (one.partition("=") for one in words)}
+    codec = parse(word).codec
+    numbers = {key: int(value) for key, value in options.items() if value.isdigit()}
+    if codec is None or len(numbers) < len(options) or not set(options) <= {"sync_every", "fragments", "delay", "start_step"}:
+        raise ValueError(f"{name!r} is not understood; {DILOCO}:ternary:30 and {DILOCO}:onebit:30,fragments=2,delay=5,start_step=100 are")
+    return codec, numbers
 
 
 def codec_of(name: str) -> tuple[Method, bool]:
@@ -154,8 +182,12 @@ def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer]) -
     if name in OTHERS or is_factory(name):
         wrapped = DistributedDataParallel(model)
         return Ready(wrapped, optimizers, (OTHERS.get(name) or factory(name))(wrapped))
+    if is_local(name):
+        codec, numbers = local_of(name)
+        local = DiLoCo(model, optimizers[0], codec, **numbers)  # type: ignore[arg-type]
+        return Ready(model, optimizers, local, local=local)
     method, double = codec_of(name)
-    codec = method.codec
+    codec = method.codec  # type: ignore[assignment]
     assert codec is not None  # bf16 is one of OTHERS
     options = {k: v for k, v in method.options.items() if k != "start_step" or not method.momentum}
     if method.exempt != "none":

@@ -84,6 +84,7 @@ def train(task: Task) -> dict[str, Any]:
     cpu: list[float] = []
     curve: list[tuple[int, float, float]] = []
     sent = told = 0.0
+    before: dict[str, float] = {}
     points = {round(task.steps * (n + 1) / POINTS) for n in range(POINTS)} if task.curve else set()
     for step in range(task.steps):
         for group, rate in rates:
@@ -92,8 +93,7 @@ def train(task: Task) -> dict[str, Any]:
         if step == min(WARM_UP, task.steps - 1):
             dist.barrier()
             sent = _sent_nbytes(task.interface)
-            if state is not None:
-                state.stats.reset()
+            before = _counted(state)
         begun, worked = time.perf_counter(), time.process_time()
         averaged = _step(ready, workload, plain, minibatch)
         seconds.append(time.perf_counter() - begun)
@@ -107,18 +107,19 @@ def train(task: Task) -> dict[str, Any]:
     counted = min(WARM_UP, task.steps - 1)
     dist.barrier()
     sent = _sent_nbytes(task.interface) - sent
-    stats = getattr(state, "stats", None)
     steps = task.steps - counted
+    counters = {name: (value - before[name]) / steps for name, value in _counted(state).items()}
     result = {
         "rank": rank,
         "world_size": world,
+        "rare": ready.local is not None,
         "parameters": numel,
         "seconds": seconds[counted:],
         "update_seconds": updates[counted:],
         "cpu_seconds": cpu[counted:],
         "sent_nbytes": sent / steps if task.interface else None,
-        "counted_nbytes": stats.bytes_sent / steps if stats is not None else None,
-        "phases": {name: value / steps for name, value in stats.seconds.items()} if stats is not None else {},
+        "counted_nbytes": counters.pop("bytes_sent", None),
+        "phases": counters,
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "curve": curve,
     }
@@ -139,11 +140,15 @@ def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch:
     for optimizer in ready.optimizers:
         optimizer.zero_grad()
     workload.loss(ready.model, minibatch).backward()  # type: ignore[no-untyped-call]
+    if ready.local is not None:
+        ready.local.average_gradients()
     averaged = time.perf_counter()
     if workload.settings.clip is not None:
         nn.utils.clip_grad_norm_(plain.parameters(), workload.settings.clip)
     for optimizer in ready.optimizers:
         optimizer.step()
+    if ready.local is not None:
+        ready.local.step()
     return averaged
 
 
@@ -157,6 +162,12 @@ def _measure(workload: Workload, model: nn.Module, rank: int, *, quick: bool = F
         model.train()
     dist.broadcast(found, 0)
     return float(found[0])
+
+
+def _counted(state: Any) -> dict[str, float]:
+    """Return bytes and seconds by phase so far, of what counts any."""
+    stats = getattr(state, "stats", None)
+    return {} if stats is None else {"bytes_sent": float(stats.bytes_sent), **stats.seconds}
 
 
 def _sent_nbytes(interface: str) -> float:

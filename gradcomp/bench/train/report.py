@@ -26,7 +26,7 @@ def row_of(
     lower: bool,
     bits_per_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Return a row: seconds of the slowest rank, bytes of the one that sends most.
+    """Return a row: seconds of the slowest rank, medians (means where an exchange is not in every step), bytes of the one that sends most.
 
     ``exchange_cpu_seconds`` is what the exchange makes rank 0 compute (codec, reduction, TCP in the kernel), ``bound_seconds`` the larger of
     that and of what the link needs for the bytes: an exchange that overlaps the two wholly exposes so much on a host whose cores are
@@ -42,8 +42,9 @@ def row_of(
         bits_per_s: of the link.
     """
     each = [max(step) for step in zip(*(one["seconds"] for one in results), strict=True)]
-    median = statistics.median(each)
-    cpu = statistics.median(results[0]["cpu_seconds"])
+    middle = statistics.fmean if results[0].get("rare") else statistics.median
+    typical = middle(each)
+    cpu = middle(results[0]["cpu_seconds"])
     phases = results[0]["phases"]
     busy = sum(seconds for name, seconds in phases.items() if name != "hidden")
     sent = [one["sent_nbytes"] if one["sent_nbytes"] is not None else one["counted_nbytes"] for one in results]
@@ -54,9 +55,9 @@ def row_of(
     exchange_cpu = None if noop is None else max(0.0, cpu - noop["cpu_seconds"])
     return {
         "method": method,
-        "seconds": median,
+        "seconds": typical,
         "p95_seconds": sorted(each)[min(len(each) - 1, int(0.95 * len(each)))],
-        "exposed_seconds": None if noop is None else median - noop["seconds"],
+        "exposed_seconds": None if noop is None else typical - noop["seconds"],
         "bound_seconds": None if exchange_cpu is None else max(exchange_cpu, 8 * (sent_nbytes or 0) / bits_per_s),
         "predicted_seconds": predicted_s,
         "sent_nbytes": sent_nbytes,
