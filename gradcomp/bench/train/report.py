@@ -150,7 +150,7 @@ def number(value: float | None, factor: float, form: str, unit: str = "") -> str
 
 
 def _ratio(base: float | None, value: float | None, form: str = ".1f") -> str:
-    return "" if not base or not value or value <= 0 else f"{base / value:{form}}x"
+    return "" if not base or not value or min(base, value) <= 0 else f"{base / value:{form}}x"
 
 
 def _apart(predicted: float | None, measured: float) -> str:
