@@ -7,7 +7,7 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import DiLoCo, GradcompError, LocalSGD, NotFinite, PeerLost, PeerMismatch
+from gradcomp import DiLoCo, GradcompError, LocalSGD, NotFinite, PeerLost, PeerMismatch, UnsupportedTensor
 from gradcomp.comm import LocalCommunicator
 from gradcomp.local.turns import Turns, cut
 from gradcomp.optim import SplitSGD
@@ -302,6 +302,8 @@ def test_states_of_other_models_are_refused():
         ({"version": 9}, "version 9"),
         ({"fragments": []}, "0 fragments"),
         ({"gradients": {}}, "before start_step"),
+        ({"kind": "LocalSGD"}, "kind 'LocalSGD'"),
+        ({"start_step": 3}, "start_step 3"),
         ({"fragments": [{**state["fragments"][0], "anchors": {}}]}, "other parameters"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -390,6 +392,7 @@ def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
     ("codec", {"codec": "ternary"}, {"codec": "onebit"}),
     ("start_step", {"start_step": 0}, {"start_step": 3}),
     ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=0.5)}),
+    ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD([{"params": ps, "lr": 0.1}], 0.7, 0.9, nesterov=True)}),
 ])  # fmt: skip
 def test_ranks_with_other_settings_are_told_apart(field, mine, theirs):
     def rank(comm):
@@ -401,6 +404,17 @@ def test_ranks_with_other_settings_are_told_apart(field, mine, theirs):
         return caught.value.field, caught.value.rank
 
     assert run_local(2, rank) == [(field, 1)] * 2
+
+
+def other_models(comm):
+    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(2 + comm.rank)])
+    with pytest.raises(PeerMismatch) as caught:
+        DiLoCo(model, sgd(model), "onebit", comm, sync_every=2)
+    return caught.value.field
+
+
+def test_other_numbers_of_parameters_are_a_mismatch(over):
+    assert over(2, other_models) == ["parameters"] * 2
 
 
 def test_models_that_differ_are_named():
@@ -451,6 +465,131 @@ def test_parameters_that_are_no_longer_what_they_were():
     model[2].bias.data = torch.zeros(3)
     with pytest.raises(ValueError, match=r"2\.bias has shape \(3,\)"):
         local.step()
+    local.close()
+
+
+def test_parameters_that_take_no_part_are_named():
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    model[0].weight.requires_grad_(False)
+    local = DiLoCo(model, sgd(model), "ternary", comm, sync_every=2)
+    local.step()
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0\.weight was not trained"):
+        local.step()
+    model[0].weight.requires_grad_(False)
+    model[2].bias = nn.Parameter(torch.zeros(50))
+    local.step()
+    with pytest.raises(ValueError, match=r"2\.bias was replaced"):
+        local.step()
+    local.close()
+    with pytest.raises(UnsupportedTensor, match="float64"):
+        DiLoCo(fresh().double(), sgd(model), "ternary", comm, sync_every=2)
+
+
+def test_a_start_that_is_interrupted_goes_on_from_where_it_was():
+    """`restore` in the start phase keeps its weights, a list of its states has them; a batch averaged twice counts once."""
+
+    def rank(comm, saved):
+        model = fresh()
+        optimizer = sgd(model)
+        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=3, start_step=6, min_numel=0)
+        if saved is not None:
+            local.load_state_dict(saved)
+            found = bits(model.parameters())
+            local.close()
+            return found
+        for step in range(4):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+        optimizer.zero_grad()
+        for attempt in range(2):  # the first is thrown away
+            optimizer.zero_grad()
+            x, y = minibatch(10 + attempt, comm.rank)
+            nn.functional.cross_entropy(model(x), y).backward()
+            local.average_gradients()
+        grads = bits(p.grad for p in model.parameters())
+        with pytest.raises(GradcompError, match="closure"):
+            local._averaged = False
+            optimizer.step(lambda: None)
+        before = bits(model.parameters())
+        local.restore()
+        assert bits(model.parameters()) == before
+        state = local.state_dict()
+        local.close()
+        return grads, before, state
+
+    one, two = run_local(2, lambda comm: rank(comm, None))
+    assert one[:2] == two[:2]
+    assert set(run_local(3, lambda comm: rank(comm, [one[2], two[2]]))) == {one[1]}
+
+
+def test_an_exchange_that_fails_behind_steps_is_not_half_there():
+    """The first error is the peer's, and so is every later one; states are those of before."""
+
+    def rank(comm):
+        model = fresh()
+        optimizer = sgd(model)
+        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=4, delay=2, min_numel=0, timeout_s=2.0)
+        for step in range(6):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+        if comm.rank == 1:
+            local.close()
+            return True
+        caught = []
+        for step in range(6, 17):
+            inner_step(model, optimizer, step, comm.rank)
+            try:
+                local.step()
+            except GradcompError as error:
+                caught.append(type(error))
+        assert len(caught) >= 2 and set(caught) == {PeerLost}
+        state = local.state_dict()
+        assert state["under_way"] == [] and state["fragments"][0]["averages"] == {} and state["fragments"][0]["syncs"] == 1
+        local.close()
+        return True
+
+    assert run_local(2, rank) == [True, True]
+
+
+def test_averages_that_have_arrived_survive_a_reset():
+    def rank(comm):
+        model = fresh()
+        optimizer = sgd(model)
+        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=4, delay=3, min_numel=0)
+        for step in range(5):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+        if comm.rank == 0:
+            local.state_dict()
+        local.reset()
+        for step in range(5, 16):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+        found = bits(a for _, a in local._fragments[0].anchors)
+        local.close()
+        return found, local.syncs
+
+    whole = run_local(2, lambda comm: train(comm, "onebit", 16, sync_every=4, delay=3))
+    assert run_local(2, rank) == [(bits(whole[0][1]), 3)] * 2
+
+
+def test_rounding_to_bf16_is_no_change():
+    (comm,) = LocalCommunicator.group(1)
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    local = DiLoCo(model, optimizer, "identity", comm, sync_every=1, outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=0.3))
+    with torch.no_grad():
+        model.weight.sub_(2**-7)
+    local.step()
+    anchor = local._fragments[0].anchors[0][1].item()
+    assert anchor == pytest.approx(1 - 0.3 * 2**-7)
+    for _ in range(5):
+        local.step()
+    assert local._fragments[0].anchors[0][1].item() == anchor
     local.close()
 
 

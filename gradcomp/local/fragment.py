@@ -34,6 +34,10 @@ class Weights:
         weight = parameter.detach() if self._optimizer is None else self._optimizer.fp32(parameter)
         return weight.to("cpu", torch.float32)
 
+    def written(self, parameter: Tensor, weight: Tensor) -> Tensor:
+        """Return what `write` makes of an fp32 weight, in fp32: rounded as the parameter is. The anchor's own bits below that are no change."""
+        return weight if self._optimizer is not None else weight.to(parameter.dtype).float()
+
     @torch.no_grad()
     def write(self, parameter: Tensor, weight: Tensor) -> None:
         """Set a parameter to an fp32 weight."""
@@ -91,7 +95,7 @@ class Fragment:
                 raise ValueError(f"{name} {now}; at the last sync it was trained with shape {tuple(anchor.shape)}")
         with torch.no_grad():
             for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
-                anchor.grad = anchor.detach() - self._weights.read(parameter)
+                anchor.grad = self._weights.written(parameter, anchor.detach()) - self._weights.read(parameter)
         if wait:
             self.averager.average()
         else:
@@ -101,7 +105,12 @@ class Fragment:
     def arrive(self) -> None:
         """Wait for the averages that are under way."""
         if self.sent and not self.held:
-            self.held = self.averager.flush()
+            try:
+                self.held = self.averager.flush()
+            except BaseException:
+                self.sent = False
+                self.forget()
+                raise
 
     def apply(self, alpha: float) -> None:
         """Have the outer optimizer move the anchors by the averages, and bring parameters to alpha * parameter + (1 - alpha) * anchor.
@@ -145,8 +154,7 @@ class Fragment:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank needs to go on bit for bit; waits for what is under way."""
-        self.arrive()
+        """Return what this rank needs to go on bit for bit; nothing may be under way."""
         return {
             "anchors": {name: anchor.detach().clone() for name, anchor in self.anchors},
             "averages": {name: a.grad.clone() for name, a in self.anchors if a.grad is not None} if self.held else {},

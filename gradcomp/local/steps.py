@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from gradcomp.comm.base import Communicator
 from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.buckets import check_optimizer
 from gradcomp.engine.options import Changes, Options, spell_out
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.exchange.stats import Stats
 from gradcomp.local.fragment import Fragment, Outer, Weights
 from gradcomp.local.turns import SyncEvery, Turns, cut
@@ -63,7 +64,8 @@ class DiLoCo:
             ``exchange="hierarchical"``: one exchange a node.
         inner_optimizer: of its parameters; split optimizers keep their trails.
         codec: codec or name.
-        sync_every: H, inner steps from one sync of a parameter to the next; or a function of the round's number.
+        sync_every: H, inner steps from one sync of a parameter to the next; or a function of the round's number, which is asked about
+            the first 64 rounds at once, so that ranks can compare them.
         outer_optimizer: makes the optimizer of the anchors; None: SGD, 0.7, Nesterov momentum 0.9.
         fragments: parts of the model that sync in turns, H / fragments steps apart (streaming).
         delay: inner steps that go on while a fragment is exchanged; less than H.
@@ -114,7 +116,12 @@ class DiLoCo:
             raise ValueError(f"delay must be an integer of at least 0 and less than sync_every, got {delay!r}")
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {alpha!r}")
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._model = model
+        named = self._trained()
+        for name, p in named:
+            if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise UnsupportedTensor(f"{name} is {p.dtype}: anchors are fp32, of float32, bfloat16 or float16")
+        self._known = {name: id(p) for name, p in named}
         check_optimizer(inner_optimizer, [p for _, p in named])
         parts = cut([p.numel() for _, p in named], fragments)
         self._optimizer, self._start, self._delay, self._alpha = inner_optimizer, options.start_step, delay, alpha
@@ -128,7 +135,7 @@ class DiLoCo:
         self.inner_steps = 0
         outer = outer_optimizer or self._default_outer
         try:
-            self._agree(codec, outer, options)
+            self._agree(codec, outer, options, named)
             plain = replace(options, start_step=0, start_codec=None, transactional=True)
             for part in parts:
                 self._fragments.append(
@@ -136,7 +143,7 @@ class DiLoCo:
                 )
             self.check_replicas()
             if self._start:
-                plain = replace(plain, precondition=None, transactional=None)
+                plain = replace(plain, precondition=None)
                 first = options.start_codec or Identity()
                 self._gradients = GradientAverager(named, first, self._duplicate(), plain)
                 self._hooks.append(inner_optimizer.register_step_pre_hook(self._before_inner_step))
@@ -167,11 +174,15 @@ class DiLoCo:
         Call it between backward and what looks at gradients, such as clipping. The inner optimizer's ``step()`` calls it
         if nobody has.
         """
-        if self._gradients is not None and not self._averaged:
+        if self._gradients is not None:
             self._gradients.average()
             self._averaged = True
 
-    def _before_inner_step(self, *_: Any) -> None:
+    def _before_inner_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._gradients is None or self._averaged:
+            return
+        if kwargs.get("closure") is not None or len(args) > 1:
+            raise GradcompError("step(closure) before start_step: gradients that the closure makes would not be averaged")
         self.average_gradients()
 
     def _count(self, *_: Any) -> None:
@@ -183,7 +194,10 @@ class DiLoCo:
             return
         while self._under_way and self._under_way[0][1] <= self.inner_steps:
             self._apply(self._under_way.popleft()[0])
-        for number in self._turns.take():
+        due = self._turns.take()
+        if due:
+            self._check_model()
+        for number in due:
             fragment = self._fragments[number]
             if fragment.sent:  # turns have come closer to each other
                 self._under_way = deque(one for one in self._under_way if one[0] != number)
@@ -195,31 +209,56 @@ class DiLoCo:
                 self._apply(number)
 
     def _apply(self, number: int) -> None:
-        self._fragments[number].apply(self._alpha if self._delay else 0.0)
+        if self._fragments[number].sent:  # it may have failed meanwhile, which its next exchange says again
+            self._fragments[number].apply(self._alpha if self._delay else 0.0)
 
     def _end_start(self) -> None:
         """Take the weights that gradients have led to, the same on all ranks, as what ranks agree on."""
         for fragment in self._fragments:
             fragment.anchor_here()
-        assert self._gradients is not None
-        self._gradients.close()
-        self._gradients = None
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        self.check_replicas()  # a step that one rank has skipped, say
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+
+    def _check_model(self) -> None:
+        """Raise ValueError if the model trains parameters that take no part in syncs."""
+        for name, p in self._trained():
+            if self._known.get(name) != id(p):
+                what = "was replaced" if name in self._known else "was not trained, or not there"
+                raise ValueError(f"{name} {what} when this {type(self).__name__} was made, and is in no sync: make it anew")
 
     def restore(self) -> None:
-        """Bring parameters back to what all ranks agreed on at the last sync, as after `NotFinite`; averages under way are waited for."""
+        """Bring parameters back to what all ranks agreed on at the last sync, as after `NotFinite`; averages under way are waited for.
+
+        Before `start_step`, where all ranks hold the same weights, nothing is done.
+        """
+        if self._gradients is not None:
+            return
         for fragment in self._fragments:
             fragment.arrive()
             fragment.restore()
 
     def reset(self) -> None:
-        """Go on after a failed exchange, from before it. Collective; as `gradcomp.GradientAverager.reset`."""
-        self._under_way.clear()
+        """Go on after a failed exchange, from before it. Collective; as `gradcomp.GradientAverager.reset`.
+
+        Averages that have arrived are kept and applied when it is time.
+        """
+        self._settle()
         for fragment in self._fragments:
             fragment.averager.reset()
-            fragment.sent = fragment.held = False
-            fragment.forget()
         if self._gradients is not None:
             self._gradients.reset()
+
+    def _settle(self) -> None:
+        """Wait for what is under way; what does not arrive is as if it had not been sent."""
+        for fragment in self._fragments:
+            with contextlib.suppress(GradcompError):
+                fragment.arrive()
+        self._under_way = deque(one for one in self._under_way if self._fragments[one[0]].sent)
 
     # ---- what it says ------------------------------------------------------------------------------------------------
 
@@ -253,8 +292,14 @@ class DiLoCo:
 
         Waits for averages under way. Anchors and outer state are the same on all ranks, residuals are each rank's own.
         """
+        self._settle()
+        if self._gradients is not None:
+            for fragment in self._fragments:
+                fragment.anchor_here()
         return {
             "version": STATE_VERSION,
+            "kind": type(self).__name__,
+            "start_step": self._start,
             "inner_steps": self.inner_steps,
             "round": self._turns.round,
             "done": self._turns.done,
@@ -281,24 +326,27 @@ class DiLoCo:
                     f"a state of version {one.get('version')} with {len(one.get('fragments', ()))} fragments; "
                     f"here: version {STATE_VERSION}, {len(self._fragments)} fragments"
                 )
+            for name, mine in (("kind", type(self).__name__), ("start_step", self._start)):
+                if one[name] != mine:
+                    raise ValueError(f"the state has {name} {one[name]!r}, this has {mine!r}")
             for fragment, theirs in zip(self._fragments, one["fragments"], strict=True):
                 fragment.check(theirs)
         first = states[0]
         begun = first["gradients"] is None
-        if begun and self._gradients is not None:
-            self._gradients.close()
-            self._gradients = None
-        elif not begun and self._gradients is not None:
-            self._gradients.load_state_dict(
-                first["gradients"] if isinstance(state, dict) else [one["gradients"] for one in states]
-            )
-        elif not begun:
-            raise ValueError("the state is of before start_step, where gradients are averaged; this has none or is beyond it")
+        if not begun and self._gradients is None:
+            raise ValueError("the state is of before start_step, where gradients are averaged; this is beyond it: make it anew")
         for number, fragment in enumerate(self._fragments):
             everyone = [one["fragments"][number]["averager"] for one in states]
             fragment.load(first["fragments"][number], everyone[0] if isinstance(state, dict) else everyone)
             if not isinstance(state, dict):
                 fragment.restore()
+        if begun and self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        elif self._gradients is not None:
+            self._gradients.load_state_dict(
+                first["gradients"] if isinstance(state, dict) else [one["gradients"] for one in states]
+            )
         self.inner_steps = first["inner_steps"]
         self._turns.round, self._turns.done = first["round"], first["done"]
         self._under_way = deque((number, at) for number, at in first["under_way"])
@@ -308,7 +356,7 @@ class DiLoCo:
     def _duplicate(self) -> Communicator:
         return self._comm.duplicate(self._timeout_s)
 
-    def _agree(self, codec: Codec, outer: Outer, options: Options) -> None:
+    def _agree(self, codec: Codec, outer: Outer, options: Options, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         lengths = [self._turns.length(number) for number in range(AGREED_ROUNDS)]
         probe = outer([nn.Parameter(torch.zeros(1))])
         agree_on_words(
@@ -321,7 +369,8 @@ class DiLoCo:
                 "alpha": self._alpha,
                 "codec": codec,
                 "start_step": options.start_step,
-                "outer_optimizer": (type(probe).__name__, probe.defaults),
+                "outer_optimizer": (type(probe).__name__, [{k: v for k, v in g.items() if k != "params"} for g in probe.param_groups]),
+                "parameters": [(name, tuple(p.shape), p.dtype) for name, p in named],
             },
             self._timeout_s,
             "setup",
@@ -348,7 +397,9 @@ class DiLoCo:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close."""
+        """Close; without an error, after waiting for what is under way, so that `state_dict` has it."""
+        if kind is None:
+            self._settle()
         self.close()
 
 

@@ -203,7 +203,7 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int,
         return Bucket(indices, numel, numel, (Collective.of(kind, nbytes, n, node_ranks),))
     if method.exchange == "hierarchical":
         if 1 < node_ranks < n:
-            return _plan_hierarchical(method, parameters, n // node_ranks, rank % node_ranks, node_ranks)
+            return _plan_hierarchical(method, parameters, n // node_ranks, rank, node_ranks)
         return _plan_bucket(between(method, n // node_ranks), parameters, n, rank, node_ranks)
     groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
     shares = method.codec.shares_scale and groups > 0
@@ -233,12 +233,14 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int,
     )
 
 
-def _plan_hierarchical(method: Method, parameters: list[Parameter], nodes: int, place: int, node_ranks: int) -> Bucket:
-    """Return fp32 shares inside nodes, and between them the codec's own exchange of what the rank at this place owns."""
+def _plan_hierarchical(method: Method, parameters: list[Parameter], nodes: int, rank: int, node_ranks: int) -> Bucket:
+    """Return fp32 shares inside nodes, without headers, and between them the codec's own exchange of what the rank owns, whose scale groups
+    are counted from the beginning of its share."""
+    node, place = divmod(rank, node_ranks)
     numel = sum(p.numel for p in parameters)
     starts = [owner_starts(p.numel, ByElements(node_ranks)) for p in parameters]
     owned = [replace(p, numel=int(b[place + 1] - b[place])) for p, b in zip(parameters, starts, strict=True)]
-    packed = _plan_bucket(between(method, nodes), owned, nodes, 0, 1)
+    packed = _plan_bucket(between(method, nodes), owned, nodes, node, 1)
     packed = replace(packed, collectives=tuple(c and c.of_each(node_ranks) for c in packed.collectives))
     share = FP32_NBYTES * packed.numel
     return replace(

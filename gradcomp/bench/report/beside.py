@@ -47,7 +47,7 @@ def _write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Write rows without their curves; phases get columns of their own, what a row lacks is empty."""
     flat = []
     for row in rows:
-        phases = {f"{name}_seconds": seconds for name, seconds in row.get("phases", {}).items()}
+        phases = {f"{name}_seconds": seconds for name, seconds in (row.get("phases") or {}).items()}
         flat.append({name: value for name, value in row.items() if name not in ("curve", "phases")} | phases)
     heads = list(dict.fromkeys(name for row in flat for name in row))
     with file.open("w", encoding="utf-8", newline="") as out:
