@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import Options
 from gradcomp.errors import NotFinite
-
-Outer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+from gradcomp.local.outer import Outer
 
 
 class Weights:

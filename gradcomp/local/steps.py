@@ -21,25 +21,15 @@ from gradcomp.engine.buckets import check_optimizer
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.exchange.stats import Stats
-from gradcomp.local.fragment import Fragment, Outer, Weights
+from gradcomp.local.fragment import Fragment, Weights
+from gradcomp.local.outer import Outer, mean, nesterov
+from gradcomp.local.states import STATE_VERSION, check
 from gradcomp.local.turns import SyncEvery, Turns, cut
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-STATE_VERSION = 1
 AGREED_ROUNDS = 64  # of a schedule of H, which ranks compare
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo, section 3
-
-
-def nesterov(anchors: Any) -> torch.optim.Optimizer:
-    """Return DiLoCo's outer optimizer: SGD, 0.7, Nesterov momentum 0.9."""
-    return torch.optim.SGD(anchors, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
-
-
-def mean(anchors: Any) -> torch.optim.Optimizer:
-    """Return what makes the anchors the mean of the ranks' parameters."""
-    return torch.optim.SGD(anchors, lr=1.0)
 
 
 class DiLoCo:
@@ -318,19 +308,7 @@ class DiLoCo:
             ValueError: of another model, number of fragments, codec, or (one state) rank.
         """
         states = [state] if isinstance(state, dict) else list(state)
-        if not states:
-            raise ValueError("no states")
-        for one in states:
-            if one.get("version") != STATE_VERSION or len(one["fragments"]) != len(self._fragments):
-                raise ValueError(
-                    f"a state of version {one.get('version')} with {len(one.get('fragments', ()))} fragments; "
-                    f"here: version {STATE_VERSION}, {len(self._fragments)} fragments"
-                )
-            for name, mine in (("kind", type(self).__name__), ("start_step", self._start)):
-                if one[name] != mine:
-                    raise ValueError(f"the state has {name} {one[name]!r}, this has {mine!r}")
-            for fragment, theirs in zip(self._fragments, one["fragments"], strict=True):
-                fragment.check(theirs)
+        check(states, type(self).__name__, self._start, self._fragments)
         first = states[0]
         begun = first["gradients"] is None
         if not begun and self._gradients is None:
