@@ -240,6 +240,10 @@ def test_a_paper_s_table_beside_what_was_published(tmp_path, capsys):
     made = json.loads((tmp_path / "out" / "terngrad-lenet.json").read_text())
     assert [(row["workers"], row["method"]) for row in made["rows"]] == [(2, "fp32"), (2, "ternary"), (4, "fp32"), (4, "ternary")]
     assert made["machine"]["torch"] == torch.__version__ and made["arguments"]["steps"] == 3
+    wrong = ["--data", str(tmp_path), "--workloads", "lenet-terngrad", "--methods", "fp32"]
+    for more, said in ((["--optimizers", "lamb"], "no rate for lamb; it has sgd"), (["--optimizers", "sgd", "--workers", "3"], "3 workers cannot share")):
+        assert accuracy.main([*wrong, *more]) == 2
+        assert said in capsys.readouterr().err
     assert paper.main(["ef-sign", "--data", str(tmp_path)]) == 2
     assert "cifar10_jpeg.npz" in capsys.readouterr().err
     for table in paper.TABLES.values():

@@ -92,7 +92,10 @@ def main(argv: list[str]) -> int:
     ]
     try:
         for job in jobs:
-            workloads[job.workload].settings.batch_of(job.workers)
+            settings = workloads[job.workload].settings
+            settings.batch_of(job.workers)
+            if job.optimizer not in settings.rates:
+                raise ValueError(f"{job.workload} has no rate for {job.optimizer}; it has {', '.join(settings.rates)}")
     except ValueError as error:
         print(f"gradcomp.bench accuracy: {error}", file=sys.stderr)
         return 2

@@ -210,7 +210,7 @@ def _lenet(folder: Path) -> Workload:
 def _lenet_terngrad(folder: Path) -> Workload:
     """LeNet on MNIST as TernGrad's paper has it."""
     found = images.load(folder / "mnist")
-    settings = Settings(10_000, 64, None, 0.0, {"sgd": 0.01, "adamw": 1e-3}, shared=True, decay=square_root)
+    settings = Settings(10_000, 64, None, 0.0, {"sgd": 0.01}, shared=True, decay=square_root)
     train, test = (found.train_images, found.train_labels), (found.test_images, found.test_labels)
     return Images("lenet-terngrad", settings, LeNet, train, test, flips=False)
 
