@@ -32,8 +32,9 @@ from gradcomp.plan.links import Node, parse_link, parse_seconds
 from gradcomp.plan.models import find_model, load_shapes
 from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.simulate import ALONE, MAX_NODES, Stragglers, Workload
+from gradcomp.plan.simulate import MAX_NODES
 from gradcomp.plan.tolerance import Tolerance
+from gradcomp.plan.workload import ALONE, Stragglers, Workload
 
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
 FLOPS = 10e12

@@ -12,8 +12,9 @@ from gradcomp.plan.costs import FP32_NBYTES, HIERARCHICAL, IDENTITY, METHODS, Me
 from gradcomp.plan.links import Link, Node, format_rate, format_seconds
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.simulate import ALONE, Simulation, Stragglers, Transport, Workload, simulate
+from gradcomp.plan.simulate import simulate
 from gradcomp.plan.tolerance import Tolerance
+from gradcomp.plan.workload import ALONE, Simulation, Stragglers, Transport, Workload
 
 ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
 FP32 = METHODS[0]

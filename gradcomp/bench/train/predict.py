@@ -14,7 +14,8 @@ from gradcomp.exchange.sizing import choose
 from gradcomp.plan.costs import Method, find_method, plan_buckets
 from gradcomp.plan.links import Link
 from gradcomp.plan.rates import Rates
-from gradcomp.plan.simulate import Transport, Workload, simulate
+from gradcomp.plan.simulate import simulate
+from gradcomp.plan.workload import Transport, Workload
 
 
 def planned(name: str, world_size: int) -> Method | None:
