@@ -119,6 +119,7 @@ class DiLoCo:
         self._timeout_s = options.timeout_s or self._comm.timeout_s
         self._fragments: list[Fragment] = []
         self._gradients: GradientAverager | None = None
+        self._start_stats = Stats()
         self._hooks: list[Any] = []
         self._under_way: deque[tuple[int, int]] = deque()  # fragment, inner step at which its averages are applied
         self._averaged = self._counts_itself = False
@@ -207,6 +208,7 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.anchor_here()
         if self._gradients is not None:
+            self._start_stats = self.start_stats
             self._gradients.close()
             self._gradients = None
         self.check_replicas()  # a step that one rank has skipped, say
@@ -261,6 +263,11 @@ class DiLoCo:
     def stats(self) -> Stats:
         """Bytes and seconds of all syncs so far; steps are syncs of fragments."""
         return Stats.total([fragment.averager.stats for fragment in self._fragments])
+
+    @property
+    def start_stats(self) -> Stats:
+        """Bytes and seconds of the gradients that were averaged before `start_step`, which `stats` leaves out."""
+        return self._gradients.stats if self._gradients is not None else self._start_stats
 
     def describe(self) -> str:
         """Return one line: how often what is exchanged, and how."""
