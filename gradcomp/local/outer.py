@@ -1,4 +1,4 @@
-"""The outer optimizers: what moves the anchors by averaged pseudo-gradients."""
+"""The outer optimizers: what moves the anchors by averaged pseudo-gradients. `SplitSGD` on fp32 anchors is torch's SGD in one pass."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcomp.memory.transform import Transform
+from gradcomp.optim import SplitSGD
 
 Outer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LR, MOMENTUM = 0.7, 0.9  # DiLoCo, section 3
@@ -15,12 +16,12 @@ LR, MOMENTUM = 0.7, 0.9  # DiLoCo, section 3
 
 def nesterov(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return DiLoCo's outer optimizer: SGD, 0.7, Nesterov momentum 0.9."""
-    return torch.optim.SGD(anchors, lr=LR, momentum=MOMENTUM, nesterov=True)
+    return SplitSGD(anchors, lr=LR, momentum=MOMENTUM, nesterov=True)
 
 
 def mean(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return what makes the anchors the mean of the ranks' parameters."""
-    return torch.optim.SGD(anchors, lr=1.0)
+    return SplitSGD(anchors, lr=1.0)
 
 
 class OwnedMomentum(Transform):
@@ -57,7 +58,7 @@ def at_owners(outer: Outer) -> tuple[OwnedMomentum, Outer]:
     """
     made = outer([nn.Parameter(torch.zeros(1))])
     group = made.param_groups[0]
-    plain = type(made) is torch.optim.SGD and not (group["weight_decay"] or group["dampening"] or group["maximize"])
+    plain = type(made) in (torch.optim.SGD, SplitSGD) and not (group["weight_decay"] or group["dampening"] or group["maximize"])
     if not plain or isinstance(group["lr"], Tensor):
         raise ValueError(f"shard_outer shares out the momentum of torch.optim.SGD(lr, momentum, nesterov); this is {made!r}")
     return OwnedMomentum(group["lr"], group["momentum"], group["nesterov"]), mean
