@@ -70,8 +70,9 @@ class TopKForm(Form):
         up, down = -(-first // unit), last // unit  # bounds of blocks at or after `first`, at or before `last`
         inside = up > down  # of one block
         whole = 1 - inside
-        ends = _kept_nbytes((up * unit - first) * whole) + _kept_nbytes((last - down * unit) * whole)
-        return ends + _kept_nbytes((last - first) * inside) + (down - up) * whole * _kept_nbytes(unit)
+        cut = _kept_nbytes((up * unit - first) * whole) + _kept_nbytes((last - down * unit) * whole)
+        nbytes: Count = cut + _kept_nbytes((last - first) * inside) + (down - up) * whole * _kept_nbytes(unit)
+        return nbytes
 
     def most_numel(self, nbytes: int) -> int:
         return nbytes * 256 // 5  # 4 elements kept of 256 take 4 bytes and 1, and no block has fewer for its bytes

@@ -192,7 +192,8 @@ def predict(
     if best > 1:
         sentence += _accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, seconds)
     if not any(tolerance.permits(m) for m in chosen):
-        sentence = f"Nothing here is known to keep the accuracy under {optimizer}; by seconds alone: {sentence}"
+        under = f" under {optimizer}" if optimizer is not None else ""
+        sentence = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {sentence}"
     if best > 1 and not workload.weak and (alone := seconds(method, 1)) <= seconds(method, best):
         sentence = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {sentence}"
     names = tuple(m.name for m in permitted)
