@@ -228,10 +228,8 @@ class Codec(ABC):
     def resolved_second_phase(self, world_size: int, *, transformed: bool = False) -> str:
         """Return the second phase that a reduce_scatter of this codec among `world_size` ranks uses.
 
-        `transformed`: of means that are no sums. "" for a codec that has no reduce_scatter.
+        `transformed`: of means that are no sums. "" for a codec that has none.
         """
-        if self.gathers_only:
-            return ""
         if self.second_phase:
             return self.second_phase
         sums = None if transformed else self.sum_form(world_size)
@@ -240,13 +238,7 @@ class Codec(ABC):
         return "exact" if sums.form.bits <= MOST_EXACT_BITS else "block4"
 
     def with_second_phase(self, name: str) -> Codec:
-        """Return the same codec with another second phase.
-
-        Raises:
-            ValueError: it has no reduce_scatter.
-        """
-        if self.gathers_only:
-            raise ValueError(f"{self!r} has no second phase, got {name!r}: its payloads are gathered by all ranks")
+        """Return the same codec with another second phase."""
         out = copy.copy(self)
         out.second_phase = name
         return out
@@ -360,12 +352,9 @@ class Codec(ABC):
             raise CorruptPayload("truncated", f"{nbytes} bytes cannot hold {header.numel} elements")
         if header.numel > MAX_NUMEL:
             raise CorruptPayload("numel", f"the header says {header.numel}, a payload holds at most {MAX_NUMEL}")
-        if not (header.numel and self.form.scales_per_group) and header.group_numel != max(header.numel, 1):
-            raise CorruptPayload(
-                "group_numel", f"the header says {header.group_numel}, {max(header.numel, 1)} expected"
-            )
-        if header.numel and self.form.group_numel not in (None, header.group_numel):
-            raise CorruptPayload("group_numel", f"the header says {header.group_numel}, {self.form.group_numel} expected")
+        group = (self.form.group_numel if self.form.scales_per_group else header.numel) if header.numel else 1
+        if group not in (None, header.group_numel):
+            raise CorruptPayload("group_numel", f"the header says {header.group_numel}, {group} expected")
         slot = Slot(0, header.numel, header.group_numel, True, 0)
         groups = -(-header.numel // header.group_numel)
         if header.scale_count != groups * self.form.scales_per_group:

@@ -53,6 +53,12 @@ class TopK(Codec):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return self.form.group_numel or 1
 
+    def resolved_second_phase(self, world_size: int, *, transformed: bool = False) -> str:
+        return ""
+
+    def with_second_phase(self, name: str) -> Codec:
+        raise ValueError(f"{self!r} has no second phase, got {name!r}: its payloads are gathered by all ranks")
+
     def encode_packed(
         self,
         kernels: Kernels,
