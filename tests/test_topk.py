@@ -43,6 +43,7 @@ from gradcomp.payload.form import HEADER_NBYTES, TOPK
 from gradcomp.payload.layout import PayloadLayout, message_copies
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.plan.accuracy import FAMILIES, within
+from gradcomp.plan.models import MODELS
 from gradcomp.reference import codec as ref
 from gradcomp.reference import payload as ref_payload
 from gradcomp.reference import topk as ref_topk
@@ -328,6 +329,12 @@ def test_from_how_many_ranks_on_dense_codecs_send_less(codec, ranks):
     shapes = [("w", (4096, 4096))]
     more = [n for n in range(2, 60) if predict_bytes(TopK(), shapes, n).sent > predict_bytes(codec, shapes, n).sent]
     assert more == list(range(ranks, 60))
+
+
+def test_beside_so_few_bytes_vectors_count():
+    """The ratios of docs/howto/local-steps.md, to an fp32 ring between two ranks."""
+    found = [predict_bytes(TopK(), MODELS["ResNet-50"](), 2, min_numel=least) for least in (None, 0)]
+    assert [round(n.baseline / n.sent) for n in found] == [142, 202]
 
 
 def test_messages_of_slices_are_cut_at_blocks():
