@@ -10,13 +10,13 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import GradientAverager, OneBit
+from gradcomp import DiLoCo, GradientAverager, OneBit
 from gradcomp.bench import accuracy, paper
 from gradcomp.bench.accuracy.methods import parse
 from gradcomp.bench.accuracy.optimizers import exchanging_momentum
 from gradcomp.bench.accuracy.report import summarize
 from gradcomp.bench.accuracy.run import Job, finished, rate_at, run_all
-from gradcomp.bench.accuracy.workers import Workers
+from gradcomp.bench.accuracy.workers import Apart, Workers
 from gradcomp.bench.accuracy.workloads import BLOCK, HELD_OUT_SHARE, Settings, cosine, square_root
 from gradcomp.bench.models import ByteGPT, SmallResNet
 from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
@@ -94,6 +94,35 @@ def test_simulated_workers_send_momenta_as_real_ones_do():
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), real, strict=True))
 
 
+def one_rank_apart(comm):
+    model = copy.deepcopy(MODEL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with DiLoCo(model, optimizer, OneBit(), comm, min_numel=0, sync_every=2, outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=0.5), start_step=1) as local:
+        for minibatches in MINIBATCHES:
+            model.zero_grad()
+            loss(model, minibatches[comm.rank]).backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], local.stats.bytes_sent, local.start_stats.bytes_sent
+
+
+def test_simulated_workers_part_as_real_ones_do():
+    workers = Apart(
+        copy.deepcopy(MODEL),
+        parse("onebit:every=2,start_step=1,outer_lr=0.5,outer_momentum=0"),
+        2,
+        lambda model: [torch.optim.AdamW(model.parameters(), lr=0.01)],
+    )
+    for minibatches in MINIBATCHES:
+        workers.backward(loss, list(minibatches))
+        for optimizer in workers.optimizers:
+            optimizer.step()
+        workers.end_step()
+    workers.close()
+    for model, (real, *sent) in zip(workers.models, run_local(2, one_rank_apart), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), real, strict=True))
+        assert min(sent) > 0 and workers.sent_nbytes == sum(sent)
+
+
 def test_methods_whose_momentum_travels():
     parameters = [nn.Parameter(torch.zeros(3))]
     kinds = {"": OneBitAdam, "=frozen": OneBitAdam, "=renewed": ZeroOneAdam}
@@ -162,9 +191,11 @@ def test_exemptions_and_wrong_methods():
     assert "blocks.0.up.weight" not in ends["exclude"]
     wrong = [("twobit", "no method named"), ("onebit:exempt=all", "one of none"), ("onebit:x=1", "unknown")]
     wrong += [("ternary:feedback=off", "for codecs that have"), ("onebit:feedback=no", "feedback=off is"), ("onebit:precondition,feedback=off", "forgotten")]
+    wrong += [("onebit:fragments=2", "every=H"), ("bf16:every=3", "need a codec"), ("onebit:every=3,feedback=off", "neither momentum")]
     for text, said in wrong:
         with pytest.raises(ValueError, match=said):
             parse(text)
+    assert parse("ternary:every=3,delay=1,outer_momentum=0.5").local == {"every": 3, "delay": 1, "outer_momentum": 0.5}
 
 
 def test_the_rate_rises_and_falls():
@@ -210,7 +241,7 @@ def test_a_table_of_small_runs_goes_on_where_it_was(data, capsys):
     first = (out / "runs.jsonl").read_text()
     assert len(first.splitlines()) == 4
     (out / "runs.jsonl").write_text(first + first.splitlines()[0][:50])  # killed while it wrote a line
-    assert accuracy.main([*words, "--methods", "fp32", "bf16", "onebit"]) == 0
+    assert accuracy.main([*words, "--methods", "fp32", "bf16", "onebit", "ternary:every=3"]) == 0
     assert (out / "runs.jsonl").read_text().startswith(first)
     printed = capsys.readouterr().out
     assert "held-out loss, nats a byte" in printed and "to bf16" in printed
@@ -218,6 +249,7 @@ def test_a_table_of_small_runs_goes_on_where_it_was(data, capsys):
     assert rows["fp32"]["to_fp32"] == 0 and rows["onebit"]["to_fp32"] != 0 and rows["onebit"]["seeds"] == 2
     assert rows["fp32"]["bits"] == pytest.approx(32, rel=0.01) and rows["bf16"]["bits"] == pytest.approx(16, rel=0.01)
     assert 1 < rows["onebit"]["bits"] < 4
+    assert rows["ternary:every=3"]["bits"] == pytest.approx(2 / 3, rel=0.1)
     assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -106,6 +106,29 @@ def test_the_split_sgd_example_trains_and_saves_fp32(torchrun, weights, tmp_path
     LeNet().load_state_dict(state)
 
 
+def losses(text):
+    return [float(a) for a in re.findall(r"held-out loss ([\d.]+) nats", text)]
+
+
+def test_the_local_steps_example_trains_and_knows_where_it_was(torchrun, tmp_path):
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 2000)
+    options = ["--text", tmp_path / "text", "--warm-up", "4", "--sync-every", "3", "--batch", "2"]
+    folder = ["--checkpoint", tmp_path / "saved"]
+    whole = torchrun("diloco_gpt.py", 2, *options, "--steps", "20")
+    assert len(losses(whole)) == 10 and losses(whole)[-1] < 3.2, whole  # 5.5 is chance
+    (ratio,) = [float(r) for r in re.findall(r"(\d+) times fewer bytes than fp32 every step; replicas are equal", whole)]
+    assert ratio == 5  # 4 of 20 steps in fp32, and of 16 syncs 5 in a sixteenth
+    torchrun("diloco_gpt.py", 2, *options, "--steps", "20", *folder)
+    out = torchrun("diloco_gpt.py", 2, *options, "--steps", "20", *folder)  # nothing is left to do
+    assert losses(out) == [] and "replicas are equal" in out
+
+
+@pytest.mark.parametrize("flavour", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
+def test_the_local_steps_example_trains_over_mpi(pools, flavour):
+    out = "".join(pools(flavour, 2, program, str(EXAMPLE.with_name("diloco_gpt.py")), "--mpi", "--steps", "10", "--warm-up", "2", "--sync-every", "4"))
+    assert len(losses(out)) == 10 and "replicas are equal" in out, out
+
+
 def test_the_mesh_example_trains_on_two_by_two_ranks(torchrun):
     out = torchrun("onebit_2d.py", 4, "--epochs", "2")
     assert accuracies(out)[-1] > 60.0 and "over 2 ranks" in out, out  # 10 is chance

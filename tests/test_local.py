@@ -117,6 +117,33 @@ def test_diloco_is_its_formula(world, h, fragments, delay):
         assert bits(found[rank][1]) == bits(found[0][1])
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_at_the_owners_is_the_same_formula(world, nesterov):
+    def outer(ps):
+        return torch.optim.SGD(ps, lr=0.5, momentum=0.75, nesterov=nesterov)
+
+    _, anchors = simulate(world, 13, 4, fragments=2, outer=outer)
+    options = {"sync_every": 4, "fragments": 2, "outer_optimizer": outer, "shard_outer": True}
+    for _, found, _ in run_local(world, lambda comm: train(comm, "identity", 13, **options)):
+        for got, expected in zip(found, anchors, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_rank_keeps_its_share_of_the_outer_state():
+    def rank(comm):
+        model = fresh()
+        local = DiLoCo(model, sgd(model), "block4", comm, sync_every=1, shard_outer=True, min_numel=0)
+        local.step()
+        (state,) = local.state_dict()["fragments"]
+        local.close()
+        return sum(t.numel() for t in state["averager"]["transform_state"].values()), state["outer"]["state"]
+
+    shares = run_local(3, rank)
+    assert sum(n for n, _ in shares) == sum(p.numel() for p in MODEL.parameters()) and max(n for n, _ in shares) < 0.5 * sum(n for n, _ in shares)
+    assert [{k: v for k, v in one.items() if v.get("momentum_buffer") is not None} for _, one in shares] == [{}] * 3
+
+
 def test_local_sgd_is_the_mean():
     found = run_local(3, lambda comm: train(comm, "identity", 4, LocalSGD, sync_every=4))
     wanted, _ = simulate(3, 4, 4, outer=lambda ps: torch.optim.SGD(ps, lr=1.0))
@@ -125,15 +152,17 @@ def test_local_sgd_is_the_mean():
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def packed(comm, codec, fragments):
-    return train(comm, codec, 12, sync_every=4, fragments=fragments)
+def packed(comm, codec, fragments, shard_outer):
+    return train(comm, codec, 12, sync_every=4, fragments=fragments, shard_outer=shard_outer)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("codec", ["ternary", "onebit", "block2", "block4", "topk"])
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments):
-    found = over(world, packed, codec, fragments)
+@pytest.mark.parametrize(("codec", "fragments", "shard_outer"), [
+    (codec, fragments, shares) for codec in ("ternary", "onebit", "block2", "block4", "topk")
+    for fragments, shares in ((1, False), (2, False), (2, True)) if not (shares and codec == "topk")
+])  # fmt: skip
+def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments, shard_outer):
+    found = over(world, packed, codec, fragments, shard_outer)
     assert all(bits(one[1]) == bits(found[0][1]) for one in found)
     assert all(bits(one[0]) == bits(found[0][0]) for one in found) or fragments > 1
     sent, plain = found[0][2]
@@ -190,6 +219,12 @@ def test_top_k_loses_nothing_between_syncs():
     for (mine, moved), (other, also) in zip(one, two, strict=True):
         assert torch.equal(moved, also)
         torch.testing.assert_close(moved, (mine + other) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_top_k_has_no_owners_of_means():
+    (comm,), model = LocalCommunicator.group(1), fresh()
+    with pytest.raises(ValueError, match=r"shard_outer=True .*TopK\(.*leave it out"):
+        DiLoCo(model, sgd(model), "topk", comm, sync_every=2, shard_outer=True)
 
 
 def test_start_averages_gradients_every_step():
@@ -294,9 +329,11 @@ def part_of(comm, codec, options, first, steps, saved):
     return state, bits(model.parameters())
 
 
-@pytest.mark.parametrize("codec", ["ternary", "onebit", "block2", "topk"])
-@pytest.mark.parametrize("options", [
-    {"sync_every": 5}, {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3}, {"sync_every": 4, "start_step": 6},
+@pytest.mark.parametrize(("codec", "options"), [
+    (codec, options) for codec in ("ternary", "onebit", "block2", "topk") for options in (
+        {"sync_every": 5}, {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3}, {"sync_every": 4, "start_step": 6},
+        {"sync_every": 5, "shard_outer": True},
+    ) if not (codec == "topk" and "shard_outer" in options)
 ])  # fmt: skip
 def test_a_run_goes_on_bit_for_bit_wherever_it_was(codec, options):
     whole = run_local(2, part_of, codec, options, 0, 21, None)
@@ -306,8 +343,8 @@ def test_a_run_goes_on_bit_for_bit_wherever_it_was(codec, options):
         assert [one[1] for one in again] == [one[1] for one in whole], middle
 
 
-def test_other_numbers_of_ranks_go_on_from_the_anchors():
-    options = {"sync_every": 5}
+@pytest.mark.parametrize("options", [{"sync_every": 5}, {"sync_every": 5, "shard_outer": True}])
+def test_other_numbers_of_ranks_go_on_from_the_anchors(options):
     saved = [one[0][2] for one in run_local(3, part_of, "onebit", options, 0, 12, None)]
 
     def go_on(comm):
@@ -351,12 +388,14 @@ def test_states_of_other_models_are_refused():
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("codec", ["ternary", "onebit", "topk", "identity"])
-def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay):
+@pytest.mark.parametrize(("codec", "shard_outer"), [
+    *((codec, shares) for codec in ("ternary", "onebit", "identity") for shares in (False, True)), ("topk", False),
+])  # fmt: skip
+def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_outer):
     def rank(comm):
         model = fresh()
         optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, codec, comm, sync_every=3, delay=delay, min_numel=0)
+        local = DiLoCo(model, optimizer, codec, comm, sync_every=3, delay=delay, min_numel=0, shard_outer=shard_outer)
         for step in range(3 + delay):
             inner_step(model, optimizer, step, comm.rank)
             local.step()
@@ -425,6 +464,7 @@ def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
     ("codec", {"codec": "ternary"}, {"codec": "onebit"}),
     ("start_step", {"start_step": 0}, {"start_step": 3}),
     ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=0.5)}),
+    ("shard_outer", {}, {"shard_outer": True}),
     ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD([{"params": ps, "lr": 0.1}], 0.7, 0.9, nesterov=True)}),
 ])  # fmt: skip
 def test_ranks_with_other_settings_are_told_apart(field, mine, theirs):
@@ -473,6 +513,10 @@ def test_models_that_differ_are_named():
     ({"sync_every": 4, "alpha": 1.5}, ValueError, "alpha"),
     ({"sync_every": 4, "grad_scaler": torch.amp.GradScaler("cpu")}, ValueError, "grad_scaler"),
     ({"sync_every": 4, "start_codec": "block4"}, ValueError, "start_codec"),
+    ({"sync_every": 4, "shard_outer": True, "outer_optimizer": torch.optim.Adam}, ValueError, "shares out the momentum of torch.optim.SGD"),
+    ({"sync_every": 4, "shard_outer": True, "outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=1.0, weight_decay=0.1)}, ValueError, "this is SGD"),
+    ({"sync_every": 4, "shard_outer": True, "exchange": "all_gather"}, ValueError, "reduce_scatter"),
+    ({"sync_every": 4, "shard_outer": True, "precondition": True}, ValueError, "precondition does not go with"),
     ({"sync_evry": 4, "sync_every": 4}, TypeError, "sync_evry"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(options, error, said):

@@ -170,6 +170,10 @@ def test_shapes_of_ones_own_and_every_option(tmp_path, rates):
         (["--optimizer", "sgd", "--tolerance", "-1"], "the tolerance in nats must be at least 0 and finite, got -1.0"),
         (["--optimizer", "sgd", "--tolerance-points", "inf"], "the tolerance in points must be at least 0 and finite, got inf"),
         (["--tolerance", "0.1"], "--tolerance goes with --optimizer, got 0.1 without one"),
+        (["--every", "0"], "every must be an integer of at least 1, got 0"),
+        (["--every", "4", "--delay", "4"], "1 fragments and a delay of 4 do not go into 4 steps"),
+        (["--fragments", "2"], "--fragments and --delay go with --every"),
+        (["--every", "4", "--double-buffering"], "--every and --double-buffering exclude each other"),
         (["--tolerance-points", "1"], "--tolerance-points goes with --optimizer, got 1.0 without one"),
     ],
 )

@@ -33,7 +33,7 @@ from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.plan.costs import METHODS, Method
 from gradcomp.plan.models import Model
 from gradcomp.plan.rates import Rates, StageRate, calibrate
-from gradcomp.plan.simulate import Transport, Workload
+from gradcomp.plan.workload import Transport, Workload
 
 TIMEOUT_S = 120.0
 GATHER_NBYTES = 1 << 20  # most that a rank may tell of its measurement

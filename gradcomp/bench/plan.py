@@ -27,13 +27,14 @@ from gradcomp.bench.plan_question import Question
 from gradcomp.bench.plan_report import plot, print_prediction, to_dict
 from gradcomp.bench.ranks import RANK_ERRORS
 from gradcomp.plan.accuracy import TOLERANCES
-from gradcomp.plan.costs import METHODS, Method
+from gradcomp.plan.costs import METHODS, LocalSteps, Method
 from gradcomp.plan.links import Node, parse_link, parse_seconds
 from gradcomp.plan.models import find_model, load_shapes
 from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.simulate import ALONE, MAX_NODES, Stragglers, Workload
+from gradcomp.plan.simulate import MAX_NODES
 from gradcomp.plan.tolerance import Tolerance
+from gradcomp.plan.workload import ALONE, Stragglers, Workload
 
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
 FLOPS = 10e12
@@ -65,6 +66,9 @@ examples:
 
   nodes of 8 ranks that share a link of 25 Gbit/s: is averaging inside nodes first worth it?
     python -m gradcomp.plan --model bert --link 25gbe --nodes 1:16 --ranks-per-node 8 --inside 100gbit
+
+  machines in different buildings: 30 steps on one's own, then an exchange that may be 5 steps late
+    python -m gradcomp.plan --model gpt2 --link 100mbit --latency 10ms --nodes 2:8 --codec fp32,ternary --every 30 --delay 5
 
   what this machine can do, with 2 ranks that measure at once; and how far predictions are off:
     python -m gradcomp.plan --measure --ranks 2
@@ -125,6 +129,9 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
     how = parser.add_argument_group("how gradients are exchanged")
     how.add_argument("--codec", metavar="A,B", help=f"of {', '.join(dict.fromkeys(m.name.split()[0] for m in METHODS))} (default: all)")
+    how.add_argument("--every", type=int, metavar="H", help="also after H steps on one's own (gradcomp.DiLoCo); a step is then an H-th of both")
+    how.add_argument("--fragments", type=int, default=1, metavar="K", help="with --every: parts of the model that take turns (1)")
+    how.add_argument("--delay", type=int, default=0, metavar="D", help="with --every: steps that go on while a part is exchanged (0)")
     how.add_argument("--exchange", metavar="A,B", help="of all_reduce, all_gather, reduce_scatter, hierarchical (default: all)")
     how.add_argument(
         "--double-buffering", action="store_true", help="exchange half a minibatch while computing the other"
@@ -192,7 +199,7 @@ def understand(args: argparse.Namespace) -> Question:
         workload,
         parse_link(args.link or ("inf" if args.measure else "1gbe"), args.latency),
         parse_nodes(args.nodes or "1:64"),
-        choose_methods(args.codec, args.exchange, node),
+        _with_local(args, choose_methods(args.codec, args.exchange, node)),
         Stragglers(args.jitter, share, factor, args.seed),
         None if args.rates is None else Rates.load(args.rates),
         cores,
@@ -260,6 +267,18 @@ def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE
     if not found:
         raise ValueError(f"no method has both --codec {codecs} and --exchange {exchanges}")
     return found
+
+
+def _with_local(args: argparse.Namespace, chosen: list[Method]) -> list[Method]:
+    """Return the methods, and the same after local steps if these are asked for; those of bf16 are fp32's."""
+    if args.every is None:
+        if args.fragments != 1 or args.delay:
+            raise ValueError("--fragments and --delay go with --every")
+        return chosen
+    if args.double_buffering:
+        raise ValueError("--every and --double-buffering exclude each other: with local steps no halves are exchanged")
+    local = LocalSteps(args.every, args.fragments, args.delay)
+    return [*chosen, *{one.name: one for one in (method.after(local) for method in chosen)}.values()]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,8 +8,8 @@ from gradcomp.plan.costs import Method
 from gradcomp.plan.links import Link, Node
 from gradcomp.plan.models import Model
 from gradcomp.plan.rates import Rates
-from gradcomp.plan.simulate import ALONE, Stragglers, Transport, Workload
 from gradcomp.plan.tolerance import Tolerance
+from gradcomp.plan.workload import ALONE, Stragglers, Transport, Workload
 
 
 @dataclass(frozen=True)

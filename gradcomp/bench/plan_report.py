@@ -15,7 +15,7 @@ from gradcomp.bench.palette import color_of
 from gradcomp.bench.plan_question import Question
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.accuracy import FAMILIES, Measured
-from gradcomp.plan.costs import FP32_NBYTES, Method, find_method
+from gradcomp.plan.costs import FP32_NBYTES, Method
 from gradcomp.plan.links import format_rate, format_seconds
 from gradcomp.plan.predict import TIE, Prediction, Row
 
@@ -82,7 +82,7 @@ def accuracy_lines(found: Prediction) -> list[str]:
                 how = f" with {cost.given()}" if cost.given() else ""
                 lines.setdefault(str(cost.training), {})[f"{cost.codec.name} {cost.cost}{how}"] = None
     known = [f"Loss over fp32 of {training}: {', '.join(costs)}." for training, costs in lines.items()]
-    if any(row.method.compresses for row in found.rows):
+    if not all(row.method.keeps_loss for row in found.rows):
         known.append('"-" was not measured; a loss is that of one model, not of yours (docs/explanation/accuracy.md).')
     return known
 
@@ -203,7 +203,7 @@ def to_dict(question: Question, found: Prediction) -> dict[str, Any]:
         "stragglers": asdict(question.stragglers),
         "optimizer": found.tolerance.optimizer,
         "tolerances": dict(found.tolerance.limits),
-        "losses": {name: _losses(found, name) for name in dict.fromkeys(row.method.name for row in found.rows)},
+        "losses": {row.method.name: _losses(found, row.method) for row in found.rows},
         "permitted": list(found.permitted),
         "rows": [{"method": row.method.name, **asdict(row.result)} for row in found.rows],
         "crossings": [asdict(c) for c in found.crossings],
@@ -218,7 +218,7 @@ def to_dict(question: Question, found: Prediction) -> dict[str, Any]:
     }
 
 
-def _losses(found: Prediction, method: str) -> dict[str, Any]:
+def _losses(found: Prediction, method: Method) -> dict[str, Any]:
     """Return what a method costs in accuracy, by optimizer; None: not measured."""
     return {
         name: row
@@ -227,12 +227,13 @@ def _losses(found: Prediction, method: str) -> dict[str, Any]:
             "unit": row.training.unit,
             "bits": row.bits,
             "precondition": row.precondition,
+            "every": row.every,
             "start": row.start,
             "start_codec": row.start_codec.name if row.start_codec is not None else None,
             "measured": str(row.training),
             "seeds": row.training.seeds,
         }
-        for name, row in found.tolerance.costs(find_method(method)).items()
+        for name, row in found.tolerance.costs(method).items()
     }
 
 

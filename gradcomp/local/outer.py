@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from gradcomp.memory.transform import Transform
 
 Outer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LR, MOMENTUM = 0.7, 0.9  # DiLoCo, section 3
@@ -19,3 +21,43 @@ def nesterov(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def mean(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return what makes the anchors the mean of the ranks' parameters."""
     return torch.optim.SGD(anchors, lr=1.0)
+
+
+class OwnedMomentum(Transform):
+    """SGD with momentum on the mean of what a rank owns, before it is encoded for the others: each has its share of the state.
+
+    ``m' = momentum * m + d``, ``d' = lr * (d + momentum * m')`` with Nesterov's, ``d' = lr * m'`` without, as torch.optim.SGD in fp32.
+
+    Args:
+        lr, momentum, nesterov: as of `torch.optim.SGD`.
+    """
+
+    place = "owner"
+
+    def __init__(self, lr: float, momentum: float, nesterov: bool) -> None:
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+
+    def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
+        torch.mul(old, self.momentum, out=new).add_(values)
+        if self.nesterov:
+            values.add_(new, alpha=self.momentum)
+        else:
+            values.copy_(new)
+        values.mul_(self.lr)
+
+    def options(self) -> dict[str, object]:
+        return {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
+
+
+def at_owners(outer: Outer) -> tuple[OwnedMomentum, Outer]:
+    """Return what owners do to means in place of an outer optimizer, and what then moves the anchors: by what arrives.
+
+    Raises:
+        ValueError: an optimizer other than SGD with a rate and a momentum.
+    """
+    made = outer([nn.Parameter(torch.zeros(1))])
+    group = made.param_groups[0]
+    plain = type(made) is torch.optim.SGD and not (group["weight_decay"] or group["dampening"] or group["maximize"])
+    if not plain or isinstance(group["lr"], Tensor):
+        raise ValueError(f"shard_outer shares out the momentum of torch.optim.SGD(lr, momentum, nesterov); this is {made!r}")
+    return OwnedMomentum(group["lr"], group["momentum"], group["nesterov"]), mean

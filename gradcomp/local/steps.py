@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.averager import GradientAverager, torch_communicator
 from gradcomp.codecs import Codec, Identity, resolve
@@ -19,10 +18,11 @@ from gradcomp.comm.base import Communicator
 from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.buckets import check_optimizer
 from gradcomp.engine.options import Changes, Options, spell_out
-from gradcomp.errors import GradcompError, UnsupportedTensor
+from gradcomp.errors import GradcompError
 from gradcomp.exchange.stats import Stats
 from gradcomp.local.fragment import Fragment, Weights
-from gradcomp.local.outer import Outer, mean, nesterov
+from gradcomp.local.model import Trained
+from gradcomp.local.outer import Outer, at_owners, mean, nesterov
 from gradcomp.local.states import STATE_VERSION, check
 from gradcomp.local.turns import SyncEvery, Turns, cut
 
@@ -60,6 +60,8 @@ class DiLoCo:
         fragments: parts of the model that sync in turns, H / fragments steps apart (streaming).
         delay: inner steps that go on while a fragment is exchanged; less than H.
         alpha: share of a rank's own parameters that is kept when averages arrive `delay` steps late.
+        shard_outer: every rank keeps the outer momentum of what it owns alone, 1/N of it, and what the others get is the outer step,
+            packed; for SGD outside, and ``exchange="reduce_scatter"``.
         comm: the ranks; torch.distributed's default group when None. Closed with this.
         options: see `gradcomp.Options`. `start_step`: inner steps whose gradients are averaged every step first, in fp32 or by
             `start_codec`, by `average_gradients`.
@@ -89,29 +91,24 @@ class DiLoCo:
         fragments: int = 1,
         delay: int = 0,
         alpha: float = 0.5,
+        shard_outer: bool = False,
         **changes: Unpack[Changes],
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if isinstance(model, DistributedDataParallel):
-            raise TypeError("DDP averages gradients every step: pass the module that it wraps, model.module")
+        self._trained = Trained(model)
+        named = self._trained.named
         options = Options.of(options, **changes)
         if options.grad_scaler is not None or options.transform is not None:
             raise ValueError("grad_scaler and transform are of gradients; what travels here are weights' changes")
         if options.start_codec is not None and not options.start_step:
             raise ValueError(f"start_codec={options.start_codec!r} packs the steps before start_step, which is 0")
         codec = resolve(codec)
+        if shard_outer and codec.gathers_only:
+            raise ValueError(f"shard_outer=True has owners of means send outer steps, of which {codec!r} has none: leave it out")
         self._turns = Turns(sync_every, fragments)
         if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < self._turns.length(0):
             raise ValueError(f"delay must be an integer of at least 0 and less than sync_every, got {delay!r}")
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {alpha!r}")
-        self._model = model
-        named = self._trained()
-        for name, p in named:
-            if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise UnsupportedTensor(f"{name} is {p.dtype}: anchors are fp32, of float32, bfloat16 or float16")
-        self._known = {name: id(p) for name, p in named}
         check_optimizer(inner_optimizer, [p for _, p in named])
         parts = cut([p.numel() for _, p in named], fragments)
         self._optimizer, self._start, self._delay, self._alpha = inner_optimizer, options.start_step, delay, alpha
@@ -119,21 +116,25 @@ class DiLoCo:
         self._timeout_s = options.timeout_s or self._comm.timeout_s
         self._fragments: list[Fragment] = []
         self._gradients: GradientAverager | None = None
+        self._start_stats = Stats()
         self._hooks: list[Any] = []
         self._under_way: deque[tuple[int, int]] = deque()  # fragment, inner step at which its averages are applied
         self._averaged = self._counts_itself = False
         self.inner_steps = 0
-        outer = outer_optimizer or self._default_outer
+        outer, transform = outer_optimizer or self._default_outer, None
         try:
-            self._agree(codec, outer, options, named)
-            plain = replace(options, start_step=0, start_codec=None, transactional=True)
+            outer_words = str(outer([nn.Parameter(torch.zeros(1))]))
+            if shard_outer:
+                transform, outer = at_owners(outer)
+            self._agree(codec, outer_words, shard_outer, options, named)
+            plain = replace(options, start_step=0, start_codec=None, transactional=True, transform=transform)
             for part in parts:
                 self._fragments.append(
                     Fragment(named[part.start : part.stop], Weights(inner_optimizer), codec, plain, self._duplicate(), outer)
                 )
             self.check_replicas()
             if self._start:
-                plain = replace(plain, precondition=None)
+                plain = replace(plain, precondition=None, transform=None)
                 first = options.start_codec or Identity()
                 self._gradients = GradientAverager(named, first, self._duplicate(), plain)
                 self._hooks.append(inner_optimizer.register_step_pre_hook(self._before_inner_step))
@@ -186,7 +187,7 @@ class DiLoCo:
             self._apply(self._under_way.popleft()[0])
         due = self._turns.take()
         if due:
-            self._check_model()
+            self._trained.check(type(self).__name__)
         for number in due:
             fragment = self._fragments[number]
             if fragment.sent:  # turns have come closer to each other
@@ -207,19 +208,10 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.anchor_here()
         if self._gradients is not None:
+            self._start_stats = self.start_stats
             self._gradients.close()
             self._gradients = None
         self.check_replicas()  # a step that one rank has skipped, say
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-
-    def _check_model(self) -> None:
-        """Raise ValueError if the model trains parameters that take no part in syncs."""
-        for name, p in self._trained():
-            if self._known.get(name) != id(p):
-                what = "was replaced" if name in self._known else "was not trained, or not there"
-                raise ValueError(f"{name} {what} when this {type(self).__name__} was made, and is in no sync: make it anew")
 
     def restore(self) -> None:
         """Bring parameters back to what all ranks agreed on at the last sync, as after `NotFinite`; averages under way are waited for.
@@ -261,6 +253,11 @@ class DiLoCo:
     def stats(self) -> Stats:
         """Bytes and seconds of all syncs so far; steps are syncs of fragments."""
         return Stats.total([fragment.averager.stats for fragment in self._fragments])
+
+    @property
+    def start_stats(self) -> Stats:
+        """Bytes and seconds of the gradients that were averaged before `start_step`, which `stats` leaves out."""
+        return self._gradients.stats if self._gradients is not None else self._start_stats
 
     def describe(self) -> str:
         """Return one line: how often what is exchanged, and how."""
@@ -334,9 +331,10 @@ class DiLoCo:
     def _duplicate(self) -> Communicator:
         return self._comm.duplicate(self._timeout_s)
 
-    def _agree(self, codec: Codec, outer: Outer, options: Options, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def _agree(
+        self, codec: Codec, outer: str, shard_outer: bool, options: Options, named: Sequence[tuple[str, nn.Parameter]]
+    ) -> None:
         lengths = [self._turns.length(number) for number in range(AGREED_ROUNDS)]
-        probe = outer([nn.Parameter(torch.zeros(1))])
         agree_on_words(
             self._comm,
             {
@@ -347,7 +345,8 @@ class DiLoCo:
                 "alpha": self._alpha,
                 "codec": codec,
                 "start_step": options.start_step,
-                "outer_optimizer": (type(probe).__name__, [{k: v for k, v in g.items() if k != "params"} for g in probe.param_groups]),
+                "outer_optimizer": outer,
+                "shard_outer": shard_outer,
                 "parameters": [(name, tuple(p.shape), p.dtype) for name, p in named],
             },
             self._timeout_s,

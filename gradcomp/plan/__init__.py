@@ -3,19 +3,21 @@
 ``python -m gradcomp.plan --model vgg16 --link 1gbit --nodes 1:64`` is the same as a program.
 """
 
-from gradcomp.plan.costs import HIERARCHICAL, METHODS, Method
+from gradcomp.plan.costs import HIERARCHICAL, METHODS, LocalSteps, Method, find_method
 from gradcomp.plan.links import Link, Node, parse_link
 from gradcomp.plan.models import Model, find_model, own_model
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.predict import Crossing, Prediction, Row, predict
 from gradcomp.plan.rates import Rates, StageRate, calibrate
-from gradcomp.plan.simulate import Simulation, Stragglers, Transport, Workload, simulate
+from gradcomp.plan.simulate import simulate
+from gradcomp.plan.workload import Simulation, Stragglers, Transport, Workload
 
 __all__ = [
     "HIERARCHICAL",
     "METHODS",
     "Crossing",
     "Link",
+    "LocalSteps",
     "Method",
     "Model",
     "Node",
@@ -28,6 +30,7 @@ __all__ = [
     "Transport",
     "Workload",
     "calibrate",
+    "find_method",
     "find_model",
     "optimal_nodes",
     "own_model",

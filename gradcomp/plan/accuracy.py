@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from gradcomp.codecs import Block, Codec, OneBit, Ternary
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary
 
 ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
 TOLERANCES: Mapping[str, float] = {"nats": 0.01, "points": 0.3}  # about the deviation over three seeds
@@ -66,6 +66,7 @@ class Measured:
         precondition: whether with ``precondition=True``.
         start: share of the steps that were averaged in fp32, or by `start_codec`, first (``start_step``).
         start_codec: of these steps; None: fp32.
+        every: inner steps from one exchange to the next (`gradcomp.DiLoCo`); 1: gradients, every step.
     """
 
     training: Training
@@ -75,6 +76,7 @@ class Measured:
     precondition: bool = False
     start: float = 0.0
     start_codec: Codec | None = None
+    every: int = 1
 
     @property
     def loss(self) -> float:
@@ -100,7 +102,7 @@ class Measured:
     @property
     def way(self) -> tuple[object, ...]:
         """What rows have in common that measure the same on several trainings."""
-        return (self.training.family, self.codec.name, self.phase_of(self.codec), self.precondition, self.start)
+        return (self.training.family, self.codec.name, self.phase_of(self.codec), self.precondition, self.start, self.every)
 
     def phase_of(self, codec: Codec) -> str:
         """Return the second phase of a codec among as many ranks as were measured."""
@@ -114,6 +116,7 @@ class Measured:
     def given(self, *, start: bool = True) -> str:
         """Return the options in words, "" for none; with the warm start unless `start` is false."""
         words = ["precondition=True"] if self.precondition else []
+        words += [f"sync_every={self.every}"] if self.every > 1 else []
         if self.start and start:
             share = Fraction(self.start).limit_denominator(20)
             times = f" * {share.numerator}" if share.numerator > 1 else ""
@@ -133,6 +136,7 @@ _GPT = Training(
 )  # fmt: skip
 _GPT_SKETCH = replace(_GPT, seeds=1, fp32=1.344)
 _GPT_SHORT = replace(_GPT, steps=600, seeds=1, fp32=2.055)
+_GPT_LOCAL = replace(_GPT, seeds=1, fp32=1.3438)
 # of the same fp32: that of AdamW at the same rate
 _GPT_MOMENTUM = replace(_GPT, family="onebitadam", optimizer="OneBitAdam")
 _FASHION = Training("sgd", "SGD", "LeNet", " on Fashion-MNIST", 2, 600, 3, 88.12, "points", "docs/howto/benchmarks.md")
@@ -149,6 +153,9 @@ TABLE = (
     Measured(_GPT_MOMENTUM, OneBit(), 1.4, 1.3091, precondition=True, start=1 / 6, start_codec=Block(4)),
     Measured(_GPT_SKETCH, Block(2), 2.0, 1.437),
     Measured(_GPT_SHORT, OneBit(), 1.0, 2.468),
+    Measured(_GPT_LOCAL, Identity(), 32.0, 1.3980, start=1 / 10, every=30),
+    Measured(_GPT_LOCAL, Ternary(), 2.0, 1.3727, start=1 / 10, every=30),
+    Measured(_GPT_LOCAL, OneBit(), 1.0, 1.5896, start=1 / 10, every=30),
     Measured(_FASHION, Ternary(), 2.0, 88.16),
     Measured(_MNIST, Ternary(), 2.0, 98.66),
     Measured(_DIGITS, Ternary(), 2.0, 98.07),
@@ -200,12 +207,15 @@ def _family(names: Sequence[str]) -> str | None:
 
 
 def ways(
-    family: str | None, table: Sequence[Measured] = TABLE, tolerances: Mapping[str, float] = TOLERANCES
+    family: str | None,
+    table: Sequence[Measured] = TABLE,
+    tolerances: Mapping[str, float] = TOLERANCES,
+    every: int = 1,
 ) -> list[Measured]:
-    """Return for every way of compressing that was measured in a family its worst row, of those with seeds enough if any."""
+    """Return for every way of exchanging every so many steps that was measured in a family its worst row, of those with seeds enough if any."""
     found: dict[tuple[object, ...], list[Measured]] = {}
     for row in table:
-        if row.training.family == family:
+        if row.training.family == family and row.every == every:
             found.setdefault(row.way, []).append(row)
     return [max(rows, key=lambda row: (row.counts, row.excess(tolerances))) for rows in found.values()]
 
@@ -215,14 +225,15 @@ def expected(
     codec: Codec,
     table: Sequence[Measured] = TABLE,
     tolerances: Mapping[str, float] = TOLERANCES,
+    every: int = 1,
 ) -> Measured | None:
-    """Return what the best way measured of a codec costs in a family of optimizers; None: not measured.
+    """Return what the best way measured of a codec, exchanged every so many steps, costs in a family of optimizers; None: not measured.
 
     A codec is another one with another second phase; other options of it are taken to be alike.
     """
     found = [
         row
-        for row in ways(family, table, tolerances)
+        for row in ways(family, table, tolerances, every)
         if row.codec.name == codec.name and row.phase_of(row.codec) == row.phase_of(codec)
     ]
     return min(found, key=lambda row: (not row.counts, row.excess(tolerances)), default=None)

@@ -25,6 +25,36 @@ FP32_NBYTES = 4
 
 
 @dataclass(frozen=True)
+class LocalSteps:
+    """Steps on one's own between exchanges of what they have changed (`gradcomp.DiLoCo`).
+
+    Attributes:
+        every: H, inner steps from one exchange to the next.
+        fragments: parts of the model that take turns.
+        delay: inner steps that go on while a fragment is exchanged.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    every: int
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.fragments > self.every or self.delay >= self.every:
+            raise ValueError(f"{self.fragments} fragments and a delay of {self.delay} do not go into {self.every} steps")
+
+    def __str__(self) -> str:
+        parts = f" in {self.fragments} parts" if self.fragments > 1 else ""
+        return f"every {self.every}{parts}{f', {self.delay} late' if self.delay else ''}"
+
+
+@dataclass(frozen=True)
 class Method:
     """A codec and how it is exchanged.
 
@@ -34,6 +64,7 @@ class Method:
         exchange: "all_reduce", "all_gather", "reduce_scatter" or "hierarchical".
         second_phase: of a reduce_scatter.
         value_nbytes: of a value in an all_reduce.
+        local: steps between exchanges; None: gradients are exchanged at every step.
     """
 
     name: str
@@ -41,11 +72,27 @@ class Method:
     exchange: str
     second_phase: str = ""
     value_nbytes: int = FP32_NBYTES
+    local: LocalSteps | None = None
 
     @property
     def compresses(self) -> bool:
         """Whether a codec of this library makes the payloads."""
         return self.codec is not None and not isinstance(self.codec, Identity)
+
+    @property
+    def keeps_loss(self) -> bool:
+        """Whether it is what everyone does: an exchange every step, in fp32 or bf16."""
+        return not self.compresses and self.local is None
+
+    @property
+    def each_step(self) -> Method:
+        """The same exchange at every step."""
+        return self if self.local is None else replace(self, name=self.name.removesuffix(f" {self.local}"), local=None)
+
+    def after(self, local: LocalSteps) -> Method:
+        """Return the same exchange after steps on one's own; DDP's is the library's fp32 one then."""
+        plain = self.each_step if self.codec is not None else IDENTITY
+        return replace(plain, name=f"{plain.name} {local}", local=local)
 
 
 def _ways(codec: Codec) -> list[Method]:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.costs import FP32_NBYTES, HIERARCHICAL, IDENTITY, METHODS, Method, between
-from gradcomp.plan.links import Link, Node, format_rate, format_seconds
+from gradcomp.plan.links import Link, Node, format_seconds
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.simulate import ALONE, Simulation, Stragglers, Transport, Workload, simulate
+from gradcomp.plan.simulate import simulate
 from gradcomp.plan.tolerance import Tolerance
+from gradcomp.plan.words import ENOUGH, accuracy, rare, rarely, sentence
+from gradcomp.plan.workload import ALONE, Simulation, Stragglers, Transport, Workload
 
-ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
 FP32 = METHODS[0]
 TIE = 0.01  # methods this close are equally fast
 RATE_RANGE = (1e3, 1e15)  # bits a second between which compression may stop paying
@@ -130,7 +131,7 @@ def predict(
         raise ValueError(f"nodes must name at least one number of nodes, got {nodes!r}")
     if not chosen:
         raise ValueError(f"methods must name at least one, got {methods!r}")
-    found = calibrate(to_calibrate(chosen, counts)) if rates is None else rates
+    found = calibrate(to_calibrate([*chosen, *map(rare, counts)], counts)) if rates is None else rates
     work = sum(n for n in counts) * len(chosen)
     done = 0
     cache: dict[tuple[str, int], Simulation] = {}
@@ -186,18 +187,20 @@ def predict(
         workload, link, ratio, transport.seconds("all_reduce", ring_bytes(workload.numel, best * node.ranks)) if transport else 0
     )
     where = "over these ranks" if transport is not None and math.isinf(link.bits_per_s) else f"over {link}"
-    sentence = _sentence(
+    text = sentence(
         workload.weak, where, method, best, speedup, even, optimum, cache[method.name, best], plain, counts
     )
     if best > 1:
-        sentence += _accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, seconds)
+        text += accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, seconds)
+    if best > 1 and not double_buffering and not any(m.local is not None for m in chosen):
+        text += rarely(tolerance, rare(best), cache[method.name, best], run(rare(best), best))
     if not any(tolerance.permits(m) for m in chosen):
         under = f" under {optimizer}" if optimizer is not None else ""
-        sentence = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {sentence}"
+        text = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {text}"
     if best > 1 and not workload.weak and (alone := seconds(method, 1)) <= seconds(method, best):
-        sentence = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {sentence}"
+        text = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {text}"
     names = tuple(m.name for m in permitted)
-    return Prediction(rows, crossings, method, best, speedup, even, optimum, sentence, found, tolerance, names)
+    return Prediction(rows, crossings, method, best, speedup, even, optimum, text, found, tolerance, names)
 
 
 def ways(node: Node) -> tuple[Method, ...]:
@@ -208,7 +211,7 @@ def ways(node: Node) -> tuple[Method, ...]:
 def to_calibrate(methods: Sequence[Method], counts: Sequence[int]) -> list[Method]:
     """Return the methods whose rates simulations of `methods` on so many nodes need."""
     flat = [m for m in methods if m.exchange != "hierarchical"]
-    others = [between(m, n) for m in methods if m.exchange == "hierarchical" for n in counts]
+    others = [between(m.each_step, n) for m in methods if m.exchange == "hierarchical" for n in counts]
     return list({m.name: m for m in (*flat, *others, *([IDENTITY] if others else []))}.values())
 
 
@@ -221,7 +224,7 @@ def fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], 
 def _choose(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
     """Return the fastest method, or the first one that is hardly slower: methods stand in order of what they change."""
     limit = (1 + ENOUGH) * seconds(fastest(methods, n, seconds), n)
-    lossless = [m for m in methods if not m.compresses]
+    lossless = [m for m in methods if m.keeps_loss]
     for method in lossless:
         if seconds(method, n) <= limit:
             return method
@@ -278,23 +281,6 @@ def _break_even(
     return math.sqrt(low * high)
 
 
-def _accuracy(
-    tolerance: Tolerance,
-    method: Method,
-    left_out: Sequence[Method],
-    n: int,
-    seconds: Callable[[Method, int], float],
-) -> str:
-    """Return what is said of accuracy: of the method recommended, and of the fastest way of every codec that is left out."""
-    text, said = tolerance.of(method), set()
-    for other in sorted(left_out, key=lambda m: seconds(m, n)):
-        assert other.codec is not None
-        if other.codec.name not in said and seconds(other, n) * (1 + ENOUGH) < seconds(method, n):
-            said.add(other.codec.name)
-            text += tolerance.against(other, seconds(method, n) / seconds(other, n))
-    return text
-
-
 def _ratio(workload: Workload, result: Simulation, double_buffering: bool) -> float:
     """Return the compression ratio of a method: bytes of an fp32 ring over bytes sent."""
     if result.sent_nbytes == 0:
@@ -316,40 +302,3 @@ def _formula(workload: Workload, link: Link, ratio: float, t_transport: float) -
         compression_ratio=ratio,
         parallel_post=workload.parallel_post,
     )
-
-
-def _sentence(
-    weak: bool,
-    where: str,
-    method: Method,
-    n: int,
-    speedup: float,
-    even: float | None,
-    optimum: float,
-    result: Simulation,
-    plain: Method | None,
-    counts: Sequence[int],
-) -> str:
-    """Return the recommendation in words."""
-    took = format_seconds(result.seconds)
-    if n == 1:
-        return f"Do not compress and do not distribute: {where} no more nodes are faster than one ({took} a step)."
-    place = f"on {n} nodes ({took} a step)" + (
-        ", the largest number asked for," if n == counts[-1] and len(counts) > 1 else ""
-    )
-    if method.compresses:
-        gain = f", {speedup:.2g} times as fast as fp32" if plain is not None else ""
-        text = f"Compress: {where}, train {place} with {method.name}{gain}."
-        if even is not None and math.isfinite(even) and even > 0:
-            text += f" Above {format_rate(even)} compression stops paying there."
-    elif method.value_nbytes < FP32_NBYTES:
-        gain = f"{speedup:.2g} times as fast as fp32" if plain is not None else "without a codec"
-        text = f"Do not compress: {where}, train {place} with {method.name}, {gain}; codecs gain less than 5 % more."
-    else:
-        text = f"Do not compress: {where}, train {place} in {method.name}; nothing else gains 5 %."
-        if even is not None and math.isfinite(even) and even > 0:
-            text += f" Below {format_rate(even)} compression would pay there."
-    if weak:
-        return text
-    bound = "sets no bound" if math.isinf(optimum) else f"gives {optimum} node{'s' if optimum > 1 else ''}"
-    return f"{text} With double buffering the formula of Seide et al. {bound} for {method.name}."

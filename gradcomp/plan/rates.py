@@ -38,6 +38,7 @@ from gradcomp.plan.costs import METHODS, Method, find_method
 
 STAGES = ("statistics", "encode", "owner", "decode")
 CAST_STAGES = ("cast", "uncast")
+OUTER = "outer step"  # a method of its own: what an exchange after local steps takes beside that of its codec
 SIZES = (1 << 13, 1 << 20)  # elements
 WORLD_SIZES = (2, 8)
 REPEATS = 5
@@ -90,6 +91,10 @@ class Rates:
         names = STAGES if method.codec is not None else CAST_STAGES
         return tuple(mine.get(n, StageRate()).seconds(_features(method, n, world_size, numel, owned)) for n in names)
 
+    def outer_seconds(self, numel: int) -> float:
+        """Return the seconds of forming so many values' pseudo-gradients and of applying their average."""
+        return self.stages.get(OUTER, {}).get("apply", StageRate()).seconds((1.0, 0.0, float(numel), 0.0))
+
     def _alike(self, method: Method) -> Mapping[str, StageRate]:
         """Return the rates of another way of the same codec: those of files older than a method."""
         kind = method.codec.name if method.codec is not None else None
@@ -121,7 +126,7 @@ class Rates:
             found = json.loads(path.read_text(encoding="utf-8"))
             found = found.get("rates", found)
             for method, stages in found.items():
-                names = STAGES if find_method(method).codec is not None else CAST_STAGES
+                names = ("apply",) if method == OUTER else STAGES if find_method(method).codec is not None else CAST_STAGES
                 if unknown := set(stages) - set(names):
                     raise ValueError(f"{method} has no stage {min(unknown)!r}, only {', '.join(names)}")
             return Rates.from_dict(found)
@@ -169,7 +174,9 @@ def calibrate(
     if any(64 % n for n in world_sizes):
         raise ValueError(f"world_sizes must be powers of two up to 64, got {world_sizes!r}")
     out: dict[str, dict[str, StageRate]] = {}
-    for method in methods:
+    if any(method.local is not None for method in methods):
+        out[OUTER] = {"apply": _outer_rate(sizes, repeats)}
+    for method in {m.each_step.name: m.each_step for m in methods}.values():
         if method.codec is None:
             if method.value_nbytes < 4:
                 out[method.name] = _cast_rates(sizes, repeats)
@@ -228,6 +235,27 @@ def _cast_rates(sizes: Sequence[int], repeats: int) -> dict[str, StageRate]:
                 seconds.append(time.perf_counter() - begun)
             found.append(((1.0, 0.0, float(numel), 0.0), statistics.median(seconds[1:])))
     return {"cast": _fit(rounding), "uncast": _fit(widening)}
+
+
+def _outer_rate(sizes: Sequence[int], repeats: int) -> StageRate:
+    """Return what it takes to form pseudo-gradients, to copy them into buckets and back, and to apply them with Nesterov momentum."""
+    points: list[tuple[tuple[float, ...], float]] = []
+    for numel in sizes:
+        weight, bucket, seconds = torch.randn(numel), torch.empty(numel), []
+        anchor = torch.nn.Parameter(weight.clone())
+        optimizer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
+        for _ in range(repeats + 1):
+            begun = time.perf_counter()
+            with torch.no_grad():
+                anchor.grad = anchor - weight
+                bucket.copy_(anchor.grad)
+                anchor.grad.copy_(bucket)
+                torch.isfinite(anchor.grad).all().item()
+                optimizer.step()
+                weight.copy_(anchor)
+            seconds.append(time.perf_counter() - begun)
+        points.append(((1.0, 0.0, float(numel), 0.0), statistics.median(seconds[1:])))
+    return _fit(points)
 
 
 def _fit(points: Sequence[tuple[tuple[float, ...], float]]) -> StageRate:

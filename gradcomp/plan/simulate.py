@@ -16,189 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from gradcomp.plan.costs import IDENTITY, Bucket, Method, between, find_method, plan_buckets
-from gradcomp.plan.events import BucketWork, Run, Stage
+from gradcomp.plan.costs import IDENTITY, Bucket, LocalSteps, Method, between, find_method, plan_buckets
+from gradcomp.plan.events import NO_LINK, BucketWork, Run, Stage
 from gradcomp.plan.links import Link, Node
-from gradcomp.plan.nodes import exact
 from gradcomp.plan.rates import FREE, Rates
+from gradcomp.plan.workload import ALONE, Simulation, Stragglers, Transport, Workload
 
-ALONE = Node()
 BACKWARD_PIECES = 16
 STEPS_OF_STRAGGLERS = 4
 MAX_NODES = 4096
-MAX_NUMEL = 1 << 50  # 4096 times that is an int64
-MAX_JITTER = 10.0
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is trained.
-
-    Attributes:
-        parameters: (name, shape) in the order of ``named_parameters()``.
-        minibatch: samples of a step over all ranks together.
-        t_frame: seconds of forward and backward of one sample on one rank.
-        t_update: seconds of a model update, on every rank.
-        t_post: seconds of post-processing a gradient, shared out over the ranks.
-        parallel_post: how often `t_post` is spent.
-        flops: forward FLOPs by parameter, which share backward out over the buckets; None, or all zero: in proportion to
-            values.
-        forward_share: of `t_frame`; a third by default, since backward makes two products for each of forward's.
-        bucket_cap_mb: DDP's option (MiB); None is DDP's default.
-        weak: `minibatch` is each rank's, so that more ranks compute more samples.
-        overlaps: buckets are exchanged as backward makes them ready (DDP); False: after it (`GradientAverager`).
-
-    Raises:
-        TypeError: a number that is none.
-        ValueError: one out of its range, named with its value.
-    """
-
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
-    minibatch: float
-    t_frame: float
-    t_update: float = 0.0
-    t_post: float = 0.0
-    parallel_post: float = 1.0
-    flops: tuple[float, ...] | None = None
-    forward_share: float = 1 / 3
-    bucket_cap_mb: float | None = None
-    weak: bool = False
-    overlaps: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.parameters:
-            raise ValueError("parameters must name at least one tensor, got none")
-        if self.numel > MAX_NUMEL:
-            raise ValueError(f"parameters must hold at most {MAX_NUMEL} values, got {self.numel}")
-        exact("minibatch", self.minibatch, positive=True)
-        for name in ("t_frame", "t_update", "t_post", "parallel_post"):
-            exact(name, getattr(self, name))
-        if exact("forward_share", self.forward_share) > 1:
-            raise ValueError(f"forward_share must be in [0, 1], got {self.forward_share!r}")
-        if self.flops is not None and len(self.flops) != len(self.parameters):
-            raise ValueError(f"flops must have one entry a parameter ({len(self.parameters)}), got {len(self.flops)}")
-        for value in self.flops or ():
-            exact("flops", value)
-        if self.bucket_cap_mb is not None:
-            exact("bucket_cap_mb", self.bucket_cap_mb, positive=True)
-
-    @property
-    def numel(self) -> int:
-        """Number of values."""
-        return sum(math.prod(shape) for _, shape in self.parameters)
-
-    def samples(self, ranks: int) -> float:
-        """Return the samples of a step on one rank; not rounded, as in the formula of `gradcomp.plan.nodes`."""
-        return self.minibatch if self.weak else self.minibatch / ranks
-
-    def shares(self, buckets: Sequence[Bucket]) -> list[float]:
-        """Return the share of backward that each bucket waits for after the one before."""
-        weights: Sequence[float] = [float(math.prod(s)) for _, s in self.parameters]
-        if self.flops is not None and any(self.flops):
-            weights = self.flops
-        total = sum(weights)
-        return [sum(weights[i] for i in b.parameters) / total if total else 1 / len(buckets) for b in buckets]
-
-
-@dataclass(frozen=True)
-class Stragglers:
-    """How nodes differ.
-
-    Attributes:
-        jitter: standard deviation of the logarithm of a node's computing time in a step; its mean stays.
-        slow_share: share of the nodes that are always slower, rounded to whole nodes.
-        slow_factor: by how much.
-        seed: of the random numbers.
-
-    Raises:
-        ValueError: a jitter outside [0, 10], a share outside [0, 1], a factor below 1, a negative seed.
-    """
-
-    jitter: float = 0.0
-    slow_share: float = 0.0
-    slow_factor: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.jitter <= MAX_JITTER:
-            raise ValueError(f"jitter must be in [0, {MAX_JITTER:.0f}], got {self.jitter!r}")
-        if not 0 <= self.slow_share <= 1:
-            raise ValueError(f"slow_share must be in [0, 1], got {self.slow_share!r}")
-        if not 1 <= self.slow_factor < math.inf:
-            raise ValueError(f"slow_factor must be at least 1 and finite, got {self.slow_factor!r}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed!r}")
-
-    @property
-    def any(self) -> bool:
-        """Whether nodes differ at all."""
-        return self.jitter > 0 or (self.slow_share > 0 and self.slow_factor > 1)
-
-    def factors(self, nodes: int, halves: int) -> NDArray[np.float64]:
-        """Return how much longer each node computes in each half: ``(halves, nodes)``, mean 1 without slow nodes."""
-        generator = np.random.default_rng(self.seed)
-        slow = np.ones(nodes)
-        slow[generator.permutation(nodes)[: round(self.slow_share * nodes)]] = self.slow_factor
-        noise = self.jitter * generator.standard_normal((halves, nodes)) - self.jitter**2 / 2
-        return np.asarray(np.exp(noise) * slow, np.float64)
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What a step takes; seconds are means over nodes and steps, and compute + stragglers + exposed = seconds.
-
-    Attributes:
-        nodes: how many.
-        seconds: per step.
-        compute_seconds: forward, backward and update of a node.
-        straggler_seconds: waiting for the slowest node's computation.
-        exposed_seconds: the rest: exchange, codecs included, that no computation hides.
-        exchange_seconds: from the first bucket that is ready to the last that is decoded, per step.
-        hidden_share: part of `exchange_seconds` that computation hides.
-        sent_nbytes: bytes that a node sends over its link in a step.
-        ranks: of all nodes.
-    """
-
-    nodes: int
-    seconds: float
-    compute_seconds: float
-    straggler_seconds: float
-    exposed_seconds: float
-    exchange_seconds: float
-    hidden_share: float
-    sent_nbytes: int
-    ranks: int
-
-
-@dataclass(frozen=True)
-class Transport:
-    """What moves the bytes once the link has let them pass: measured seconds of each kind of collective.
-
-    Attributes:
-        alpha_s: seconds a collective, by kind.
-        beta_s: seconds a byte sent, by kind.
-    """
-
-    alpha_s: dict[str, float] = field(default_factory=dict)
-    beta_s: dict[str, float] = field(default_factory=dict)
-
-    def seconds(self, kind: str, nbytes: int) -> float:
-        """Return the seconds of one collective."""
-        return sum(self.parts(kind, nbytes))
-
-    def parts(self, kind: str, nbytes: int) -> tuple[float, float]:
-        """Return the seconds of one collective that are waiting, and those that are moving and adding bytes.
-
-        One of bf16 that was not measured takes what one of fp32 does for its bytes.
-        """
-        kind = kind if kind in self.beta_s else kind.removesuffix("_bf16")
-        return self.alpha_s.get(kind, 0.0), self.beta_s.get(kind, 0.0) * nbytes
 
 
 def simulate(
@@ -247,6 +77,11 @@ def simulate(
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise ValueError(f"steps must be None or an integer of at least 1, got {steps!r}")
     stragglers = stragglers or Stragglers()
+    if method.local is not None:
+        if double_buffering:
+            raise ValueError("double_buffering exchanges halves of a minibatch; with local steps none is exchanged")
+        common: dict[str, Any] = {"node": node, "rates": rates, "cores": cores, "every_node": every_node, "steps": steps, "progress": progress}
+        return _round(workload, method.each_step, method.local, nodes, link, stragglers, transport, common)
     halves = 2 if double_buffering else 1
     if steps is None:
         steps = STEPS_OF_STRAGGLERS if stragglers.jitter > 0 else 1
@@ -290,6 +125,47 @@ def simulate(
         exchange,
         max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0,
         sum(b.leaving_nbytes for b in planned) * halves if nodes > 1 else 0,
+        ranks,
+    )
+
+
+def _round(
+    workload: Workload,
+    method: Method,
+    local: LocalSteps,
+    nodes: int,
+    link: Link,
+    stragglers: Stragglers,
+    transport: Transport | None,
+    common: dict[str, Any],
+) -> Simulation:
+    """Return what a step takes where H of them are followed by one exchange, which nothing hides but the steps that it may be late.
+
+    Times of H steps differ less than those of one, by the root of H. With fewer than two cores codecs and the moving of bytes
+    are hidden by no step.
+    """
+    h, ranks = local.every, nodes * common["node"].ranks
+    outer = common["rates"].outer_seconds(workload.numel) if ranks > 1 else 0.0
+    times = {name: h * getattr(workload, name) for name in ("t_frame", "t_post")}
+    whole = replace(workload, **times, t_update=h * workload.t_update + outer, overlaps=False)
+    calmer = replace(stragglers, jitter=stragglers.jitter / math.sqrt(h))
+    found = simulate(whole, method, nodes, link, stragglers=calmer, transport=transport, **common)
+    exposed = found.exposed_seconds
+    if local.delay:
+        busy = 0.0
+        if common["cores"] < 2:
+            busy = simulate(whole, method, nodes, NO_LINK, stragglers=calmer, transport=transport, **common).exposed_seconds
+        steps = min(h, local.fragments * local.delay)
+        exposed = min(exposed, max(busy, exposed - steps * found.compute_seconds / h))
+    return Simulation(
+        nodes,
+        (found.compute_seconds + found.straggler_seconds + exposed) / h,
+        found.compute_seconds / h,
+        found.straggler_seconds / h,
+        exposed / h,
+        found.exchange_seconds / h,
+        max(0.0, 1 - exposed / found.exchange_seconds) if found.exchange_seconds > 0 else 1.0,
+        round(found.sent_nbytes / h),
         ranks,
     )
 

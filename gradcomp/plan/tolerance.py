@@ -53,10 +53,11 @@ class Tolerance:
 
     def costs(self, method: Method) -> dict[str, Measured | None]:
         """Return what a method costs, by column; None: not measured. What needs ``precondition`` does not go with a hierarchical exchange."""
-        if method.codec is None or not method.compresses:
+        if method.codec is None or method.keeps_loss:
             return dict.fromkeys(self.columns)
         table = [row for row in self.table if method.exchange != "hierarchical" or not row.precondition]
-        return {name: expected(family, method.codec, table, self.limits) for name, family in self.columns.items()}
+        every = method.local.every if method.local is not None else 1
+        return {name: expected(family, method.codec, table, self.limits, every) for name, family in self.columns.items()}
 
     def cost(self, method: Method) -> Measured | None:
         """Return what a method costs under the optimizer; None: not measured, or no optimizer was said."""
@@ -68,12 +69,12 @@ class Tolerance:
         What is no codec may always, and with an optimizer that is not in the table what ``codec="auto"`` takes for it; without
         an optimizer every codec that was measured under one.
         """
-        if method.codec is None or not method.compresses:
+        if method.codec is None or method.keeps_loss:
             return True
         if self.optimizer is None:
-            return method.codec.name in {row.codec.name for row in self.table}
+            return not method.compresses or method.codec.name in {row.codec.name for row in self.table}
         if self.columns[self.optimizer] is None:
-            return method.codec.name == FALLBACK.name
+            return method.codec.name == FALLBACK.name and method.local is None
         row = self.cost(method)
         return row is not None and row.counts and row.excess(self.limits) <= 1
 
@@ -88,7 +89,7 @@ class Tolerance:
 
     def of(self, method: Method) -> str:
         """Return what is said of a method's accuracy after the recommendation, "" for nothing."""
-        if not method.compresses:
+        if method.keeps_loss:
             return ""
         if self.optimizer is not None:
             row = self.cost(method)
@@ -96,7 +97,7 @@ class Tolerance:
                 return f" What it costs in accuracy under {self.optimizer} was not measured."
             return f" It costs {_cost(row)} ({row.training})."
         known = [f"{_cost(row)} under {row.training.optimizer}" for row in self.costs(method).values() if row is not None]
-        costs = f"{_codec(method)} costs {', '.join(known)}" if known else f"what {_codec(method)} costs was not measured"
+        costs = f"{_called(method)} costs {', '.join(known)}" if known else f"what {_called(method)} costs was not measured"
         return f" This is by seconds a step alone: {costs}. Name the optimizer, and what loses too much is left out."
 
     def against(self, method: Method, ratio: float) -> str:
@@ -113,8 +114,8 @@ class Tolerance:
         return f" {method.name} would be {ratio:.2g} times as fast a step and {costs}{seeds}; not recommended."
 
 
-def _codec(method: Method) -> str:
-    return method.name.split()[0]
+def _called(method: Method) -> str:
+    return " ".join(filter(None, [method.name.split()[0], str(method.local or "")]))
 
 
 def _cost(row: Measured) -> str:

@@ -35,6 +35,7 @@ methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,st
   momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their warm-up
   exchange=all_gather|reduce_scatter
   feedback=off                 what codes leave out is forgotten (onebit, block)
+  every=H                      local steps (gradcomp.DiLoCo), with fragments=K, delay=D, alpha=A, outer_lr=X, outer_momentum=X
 
 examples:
   python -m gradcomp.bench accuracy --data ../shared/data --workloads gpt-1m --optimizers adamw --seeds 3

@@ -31,6 +31,8 @@ class Method:
         momentum: "" for gradients that travel; "frozen" or "renewed" for momenta, of a variance as 1-bit Adam's or as 0/1 Adam's,
             with a warm-up of `start_step` (until then the variance is renewed).
         feedback: whether residuals are kept; otherwise every step forgets what its codes have left out.
+        local: of `gradcomp.DiLoCo`, and ``outer_lr`` and ``outer_momentum``: weights' changes are averaged now and then; empty:
+            gradients are, every step.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Method:
     options: dict[str, Any] = field(default_factory=dict)
     momentum: str = ""
     feedback: bool = True
+    local: dict[str, Any] = field(default_factory=dict)
 
     def options_for(self, named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Any]:
         """Return the options for these parameters; without an exemption every tensor is compressed, however small."""
@@ -47,6 +50,8 @@ class Method:
         options = {name: value for name, value in self.options.items() if name != "start_step" or not self.momentum}
         return {"min_numel": 0, "exclude": [n for n, p in named if exempt(n, p)], "timeout_s": 600.0} | options
 
+
+LOCAL = {"every": int, "fragments": int, "delay": int, "alpha": float, "outer_lr": float, "outer_momentum": float}
 
 METHODS: dict[str, Callable[[], Method]] = {
     "fp32": lambda: Method("fp32", Identity()),
@@ -72,6 +77,7 @@ def parse(text: str) -> Method:
         raise ValueError(f"no method named {name!r}; there are {', '.join(METHODS)}")
     method = METHODS[name]()
     options, exempt, momentum, codec, feedback = dict(method.options), method.exempt, "", method.codec, True
+    local: dict[str, Any] = {}
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key == "exempt":
@@ -96,12 +102,15 @@ def parse(text: str) -> Method:
             momentum = value or "frozen"
             if momentum not in ("frozen", "renewed"):
                 raise ValueError(f"momentum must be frozen or renewed, got {value!r}")
+        elif key in LOCAL:
+            local[key] = LOCAL[key](value)
         elif key == "feedback":
             if value != "off" or codec is None or not codec.error_feedback:
                 raise ValueError(f"{text}: feedback=off is for codecs that have feedback")
             feedback = False
         else:
-            known = "exempt, start_step, start, second, min_numel, slice_numel, exchange, precondition, momentum, feedback"
+            known = "exempt, start_step, start, second, min_numel, slice_numel, exchange, precondition, momentum, feedback, "
+            known += ", ".join(LOCAL)
             raise ValueError(f"unknown option {key!r} of {name}: {known}")
     if "start_codec" in options and not options.get("start_step"):
         raise ValueError(f"{text}: start= packs the steps before start_step=N")
@@ -109,4 +118,6 @@ def parse(text: str) -> Method:
         raise ValueError(f"{text}: momentum needs a codec and a warm-up, start_step=N")
     if not feedback and (momentum or options.get("precondition")):
         raise ValueError(f"{text}: a step that is forgotten has neither momentum nor second moments")
-    return Method(text, codec, method.dtype, exempt, options, momentum, feedback)
+    if local and (codec is None or "every" not in local or momentum or not feedback):
+        raise ValueError(f"{text}: local steps need a codec and every=H, and go with neither momentum nor feedback=off")
+    return Method(text, codec, method.dtype, exempt, options, momentum, feedback, local)

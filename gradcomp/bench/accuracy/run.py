@@ -16,7 +16,7 @@ import torch
 
 from gradcomp.bench.accuracy.methods import parse
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS, exchanging_momentum
-from gradcomp.bench.accuracy.workers import Workers
+from gradcomp.bench.accuracy.workers import Apart, Workers
 from gradcomp.bench.accuracy.workloads import WORKLOADS, Settings, Workload
 
 POINTS = 20  # of a curve
@@ -63,11 +63,18 @@ def train(job: Job, workload: Workload, tell: Callable[[int], None]) -> dict[str
     torch.manual_seed(job.seed)
     model, settings = workload.model(), workload.settings
     method = parse(job.method)
-    optimizers = OPTIMIZERS[job.optimizer](model, settings.rates[job.optimizer] * job.factor)
-    sends_momentum = bool(method.momentum)
-    if sends_momentum:
-        optimizers = exchanging_momentum(optimizers, method)
-    workers = Workers(model, method, job.workers, *(optimizers if sends_momentum else ()))
+    rate = settings.rates[job.optimizer] * job.factor
+
+    def make(one: torch.nn.Module) -> list[torch.optim.Optimizer]:
+        return OPTIMIZERS[job.optimizer](one, rate)
+
+    workers: Workers | Apart
+    if method.local:
+        workers = Apart(model, method, job.workers, make)
+        optimizers = workers.optimizers
+    else:
+        optimizers = exchanging_momentum(make(model), method) if method.momentum else make(model)
+        workers = Workers(model, method, job.workers, *(optimizers if method.momentum else ()))
     rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     draws = [torch.Generator().manual_seed(1 + 1000 * job.seed + worker) for worker in range(job.workers)]
     batch = settings.batch_of(job.workers)
@@ -76,18 +83,19 @@ def train(job: Job, workload: Workload, tell: Callable[[int], None]) -> dict[str
     for step in range(job.steps):
         for group, rate in rates:
             group["lr"] = rate * rate_at(step, job.steps, settings)
-        model.train()
         last = workers.backward(workload.loss, [workload.minibatch(draw, batch) for draw in draws])
         if not last < DIVERGED:
             break
-        if settings.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        for each in workers.models:
+            if settings.clip is not None:
+                torch.nn.utils.clip_grad_norm_(each.parameters(), settings.clip)
         for optimizer in optimizers:
             optimizer.step()
+        workers.end_step()
         if (step + 1) % every == 0:
             curve.append((step + 1, last, _test(workload, model, quick=True)))
             tell(step + 1)
-    workers.close()
+    workers.close()  # of models that are apart, at what they agreed on
     values = sum(p.numel() for p in model.parameters()) * (step + 1)
     return {
         **asdict(job),

@@ -7,6 +7,7 @@ those of N machines.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from gradcomp.averager import GradientAverager
 from gradcomp.bench.accuracy.methods import Method
 from gradcomp.comm.local import LocalCommunicator
+from gradcomp.local import DiLoCo
+from gradcomp.local.outer import LR, MOMENTUM
 from gradcomp.memory.momentum import Momentum
 from gradcomp.optim.momentum import MomentumExchange
 
@@ -51,12 +54,14 @@ class Workers:
         optimizer: of the model, if its momentum travels.
 
     Attributes:
+        models: the one.
         sent_nbytes: bytes that one worker has sent, in both phases.
     """
 
     def __init__(
         self, model: nn.Module, method: Method, count: int, optimizer: MomentumExchange | None = None
     ) -> None:
+        self.models = [model]
         self._model, self._method, self._count, self._optimizer = model, method, count, optimizer
         self.sent_nbytes = 0
         self._threads = ThreadPoolExecutor(count)
@@ -87,6 +92,7 @@ class Workers:
             The mean loss.
         """
         total, buffers = 0.0, []
+        self._model.train()
         for worker, minibatch in enumerate(minibatches):
             self._model.zero_grad()
             value = loss(self._model, minibatch)
@@ -100,6 +106,9 @@ class Workers:
             buffer.copy_(first)
         self._average()
         return total / self._count
+
+    def end_step(self) -> None:
+        """Nothing is exchanged after a step."""
 
     def close(self) -> None:
         """Stop the threads."""
@@ -133,3 +142,72 @@ class Workers:
                     2 * (self._count - 1) * parameter.numel() * self._method.dtype.itemsize // self._count
                 )
         return first
+
+
+class Apart:
+    """Workers that train models of their own and exchange now and then what they have changed (`gradcomp.DiLoCo`).
+
+    Args:
+        model: fp32, on the CPU; that of the first worker. The others get copies.
+        method: with `Method.local`.
+        count: number of workers.
+        optimizers: makes those of a model.
+
+    Attributes:
+        models, optimizers: of all workers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        count: int,
+        optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    ) -> None:
+        assert method.codec is not None
+        self.models = [model, *(copy.deepcopy(model) for _ in range(count - 1))]
+        made = [optimizers(one) for one in self.models]
+        self.optimizers = [optimizer for each in made for optimizer in each]
+        chosen = dict(method.local)
+        rates = {"lr": chosen.pop("outer_lr", LR), "momentum": chosen.pop("outer_momentum", MOMENTUM)}
+        options: dict[str, Any] = {
+            **method.options_for(list(model.named_parameters())),
+            "sync_every": chosen.pop("every"),
+            "outer_optimizer": lambda anchors: torch.optim.SGD(anchors, **rates, nesterov=rates["momentum"] > 0),
+            **chosen,
+        }
+        self._threads = ThreadPoolExecutor(count)
+
+        def join(comm: LocalCommunicator) -> DiLoCo:
+            return DiLoCo(self.models[comm.rank], made[comm.rank][0], method.codec, comm, **options)  # type: ignore[arg-type]
+
+        self._local = list(self._threads.map(join, LocalCommunicator.group(count)))
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that one worker has sent, those of averaged gradients at the start included."""
+        first = self._local[0]
+        return first.stats.bytes_sent + first.start_stats.bytes_sent
+
+    def backward(self, loss: Callable[[nn.Module, Any], Tensor], minibatches: Sequence[Any]) -> float:
+        """Give every model the gradients of its minibatch, averaged before `start_step`; return the mean loss."""
+        total = 0.0
+        for model, minibatch in zip(self.models, minibatches, strict=True):
+            model.train()
+            model.zero_grad()
+            value = loss(model, minibatch)
+            value.backward()  # type: ignore[no-untyped-call]
+            total += value.item()
+        list(self._threads.map(DiLoCo.average_gradients, self._local))
+        return total / len(self.models)
+
+    def end_step(self) -> None:
+        """Count a step, and exchange if it is time."""
+        list(self._threads.map(DiLoCo.step, self._local))
+
+    def close(self) -> None:
+        """Bring all models to what was agreed on last; stop the threads."""
+        list(self._threads.map(DiLoCo.restore, self._local))
+        for local in self._local:
+            local.close()
+        self._threads.shutdown()

@@ -35,7 +35,7 @@ from gradcomp.bench.train.report import crossings, row_of, table_of
 from gradcomp.bench.train.run import Place, all_cores, cores_of, measure, run_method
 from gradcomp.plan.links import Link, parse_link
 from gradcomp.plan.rates import Rates
-from gradcomp.plan.simulate import Transport
+from gradcomp.plan.workload import Transport
 
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8, topk,

@@ -9,12 +9,13 @@ from typing import Any
 from torch import nn
 
 from gradcomp.bench.accuracy.methods import METHODS as CODECS
-from gradcomp.bench.train.methods import codec_of
+from gradcomp.bench.train.methods import codec_of, is_local, local_of
 from gradcomp.exchange.sizing import choose
-from gradcomp.plan.costs import Method, find_method, plan_buckets
+from gradcomp.plan.costs import LocalSteps, Method, find_method, plan_buckets
 from gradcomp.plan.links import Link
 from gradcomp.plan.rates import Rates
-from gradcomp.plan.simulate import Transport, Workload, simulate
+from gradcomp.plan.simulate import simulate
+from gradcomp.plan.workload import Transport, Workload
 
 
 def planned(name: str, world_size: int) -> Method | None:
@@ -22,6 +23,13 @@ def planned(name: str, world_size: int) -> Method | None:
     word = name.partition(":")[0]
     if word in ("fp32", "bf16"):
         return find_method(word)
+    if is_local(name):
+        codec, numbers = local_of(name)
+        if numbers.pop("start_step", 0):
+            return None  # two kinds of steps
+        strategy = choose(codec, world_size, "auto")
+        numbers["every"] = numbers.pop("sync_every")
+        return Method(f"{codec.name} {strategy}", codec, strategy.exchange, strategy.second_phase).after(LocalSteps(**numbers))
     if word not in CODECS:
         return None
     method, double = codec_of(name)

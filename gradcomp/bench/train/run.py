@@ -19,7 +19,7 @@ from typing import Any
 from gradcomp.bench.train.hosts import INTERFACE, Hosts
 from gradcomp.bench.train.rank import MARK, Task, words
 from gradcomp.plan.rates import Rates
-from gradcomp.plan.simulate import Transport
+from gradcomp.plan.workload import Transport
 
 MASTER_PORT = 29500
 STARTING_S = 120.0  # for programs to start and find each other, on a machine that is busy

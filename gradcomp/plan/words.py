@@ -1,0 +1,94 @@
+"""The planner's recommendation in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from gradcomp.plan.costs import FP32_NBYTES, LocalSteps, Method, between, find_method
+from gradcomp.plan.links import format_rate, format_seconds
+from gradcomp.plan.tolerance import Tolerance
+from gradcomp.plan.workload import Simulation
+
+ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
+WAITS = 2 / 3  # share of a step in exposed exchange from which local steps are mentioned
+RARELY = LocalSteps(30)  # what was measured
+
+
+def sentence(
+    weak: bool,
+    where: str,
+    method: Method,
+    n: int,
+    speedup: float,
+    even: float | None,
+    optimum: float,
+    result: Simulation,
+    plain: Method | None,
+    counts: Sequence[int],
+) -> str:
+    """Return the recommendation."""
+    took = format_seconds(result.seconds)
+    if n == 1:
+        return f"Do not compress and do not distribute: {where} no more nodes are faster than one ({took} a step)."
+    place = f"on {n} nodes ({took} a step)" + (
+        ", the largest number asked for," if n == counts[-1] and len(counts) > 1 else ""
+    )
+    if method.compresses or method.local is not None:
+        verb = "Compress" if method.local is None else "Exchange rarely"
+        gain = f", {speedup:.2g} times as fast as fp32" if plain is not None else ""
+        text = f"{verb}: {where}, train {place} with {method.name}{gain}."
+        if even is not None and math.isfinite(even) and even > 0:
+            text += f" Above {format_rate(even)} compression stops paying there."
+    elif method.value_nbytes < FP32_NBYTES:
+        gain = f"{speedup:.2g} times as fast as fp32" if plain is not None else "without a codec"
+        text = f"Do not compress: {where}, train {place} with {method.name}, {gain}; codecs gain less than 5 % more."
+    else:
+        text = f"Do not compress: {where}, train {place} in {method.name}; nothing else gains 5 %."
+        if even is not None and math.isfinite(even) and even > 0:
+            text += f" Below {format_rate(even)} compression would pay there."
+    if weak or method.local is not None:
+        return text
+    bound = "sets no bound" if math.isinf(optimum) else f"gives {optimum} node{'s' if optimum > 1 else ''}"
+    return f"{text} With double buffering the formula of Seide et al. {bound} for {method.name}."
+
+
+def accuracy(
+    tolerance: Tolerance,
+    method: Method,
+    left_out: Sequence[Method],
+    n: int,
+    seconds: Callable[[Method, int], float],
+) -> str:
+    """Return what is said of accuracy: of the method recommended, and of the fastest way of every codec that is left out."""
+    text, said = tolerance.of(method), set()
+    for other in sorted(left_out, key=lambda m: seconds(m, n)):
+        name = other.name.split()[0]
+        if name not in said and seconds(other, n) * (1 + ENOUGH) < seconds(method, n):
+            said.add(name)
+            text += tolerance.against(other, seconds(method, n) / seconds(other, n))
+    return text
+
+
+def rare(n: int) -> Method:
+    """Return what is mentioned where the network takes two thirds of every step: ternary as it comes, after H steps on one's own."""
+    return between(find_method("ternary hierarchical"), n).after(RARELY)
+
+
+def rarely(tolerance: Tolerance, method: Method, result: Simulation, instead: Simulation) -> str:
+    """Return what local steps would do, where a step waits for the network for most of its time; "" where it does not.
+
+    Args:
+        tolerance: what methods cost in accuracy.
+        method: `rare`.
+        result, instead: of what is recommended, and of `method`.
+    """
+    if result.exposed_seconds <= WAITS * result.seconds or instead.seconds * (1 + ENOUGH) >= result.seconds:
+        return ""
+    ratio = result.seconds / instead.seconds
+    named = dict.fromkeys(f"{row.cost} ({row.training})" for row in tolerance.costs(method).values() if row is not None)
+    costs = f"cost {', '.join(named)}" if named else "cost an accuracy that was not measured"
+    return (
+        f" The network takes {result.exposed_seconds / result.seconds:.0%} of that step: local steps (--every {RARELY.every}, "
+        f"gradcomp.DiLoCo) with ternary would take {format_seconds(instead.seconds)} a step, {ratio:.2g} times as fast, and {costs}."
+    )
