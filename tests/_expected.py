@@ -7,6 +7,7 @@ from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import choose
 from gradcomp.payload.ownership import ByElements
 from gradcomp.reference import codec as ref
+from gradcomp.reference import topk as ref_topk
 
 
 def average(
@@ -87,6 +88,9 @@ def feed_back(codec, values, piece, residual):
     if codec.name == "onebit":
         scales, bits, left = ref.onebit_encode(values, piece, residual, signs(codec))
         return ref.onebit_decode(bits, scales, piece), left
+    if codec.name == "topk":
+        scales, codes, left = ref_topk.topk_encode(values, piece, residual)
+        return ref_topk.topk_decode(codes, scales, piece), left
     scales, codes, left = ref.block_encode(values, piece, codec.bits, residual)
     return ref.block_decode(codes, scales, piece, codec.bits), left
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, RngKey, Ternary, UnsupportedTensor
+from gradcomp import Block, Identity, OneBit, RngKey, Ternary, TopK, UnsupportedTensor
 from gradcomp.reference import codec as ref
 from gradcomp.reference import payload as ref_payload
 
@@ -166,7 +166,7 @@ def test_encoding_again_without_a_key_warns_once(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("codec", [Ternary(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor")])
+@pytest.mark.parametrize("codec", [Ternary(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor"), TopK()])
 def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
     x = torch.randn(5000)
     x[4999] = bad
@@ -178,7 +178,7 @@ def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
 
 
 @pytest.mark.parametrize("value", [3.3e38, float("nan"), float("inf")])
-@pytest.mark.parametrize("codec", [OneBit(group=100), Block(2, group=100), Block(8, group=100)], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [OneBit(group=100), Block(2, group=100), Block(8, group=100), TopK()], ids=lambda c: c.name)
 def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, codec, value):
     """`x` is finite, its sum with the residual is not: the payload is flagged, and no group loses what it did not send."""
     generator = torch.Generator().manual_seed(0)
@@ -305,6 +305,8 @@ def test_given_scale():
         (lambda: Block(4, group="channel"), "channel"),
         (lambda: Block(4, error_feedback=1.5), "1.5"),
         (lambda: Block(8, error_feedback=False).encode(torch.ones(3), residual=torch.ones(3)), "residual"),
+        (lambda: TopK(error_feedback=0.5), "0.5"),
+        (lambda: TopK().encode(torch.ones(3), scale=1.0), "1.0"),
         (lambda: Identity("fp8"), "fp8"),
         (lambda: OneBit(error_feedback="yes"), "yes"),
         (lambda: RngKey(rank=-1), "-1"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradcomp.codecs import KINDS
 from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL
-from gradcomp.payload.form import FORMS, ONEBIT, PLAIN, TERNARY, lanes_form
+from gradcomp.payload.form import FORMS, ONEBIT, PLAIN, TERNARY, TOPK, lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
@@ -22,10 +22,11 @@ from gradcomp.payload.sizes import owned_nbytes
     numels=st.lists(st.integers(0, 300_000), min_size=1, max_size=3),
     group=st.sampled_from([1, 5, 8, 25, 64, 512, 5000, 65_537, 131_072, 200_000, 10**6]),
     world=st.sampled_from([1, 2, 3, 8]),
-    form=st.sampled_from([TERNARY, ONEBIT, lanes_form(4), lanes_form(64)]),
+    form=st.sampled_from([TERNARY, ONEBIT, lanes_form(4), lanes_form(64), TOPK]),
     whole_groups=st.booleans(),
 )
 def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
+    group = form.group_numel or group
     slots, offset = [], 0
     for index, numel in enumerate(numels):
         slots.append(Slot(index, numel, group, True, offset))
@@ -36,7 +37,7 @@ def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
         codes = np.zeros(layout.nbytes, int)
         for row in layout.packed.rows:
             seen[row["data"] : row["data"] + row["numel"]] += 1
-            codes[row["codes"] : row["codes"] + form.code_nbytes(int(row["numel"]))] += 1
+            codes[row["codes"] : row["codes"] + form.code_nbytes(int(row["start"]), int(row["start"] + row["numel"]))] += 1
             assert row["start"] % 8 == 0
             piece = next(p for p in layout.pieces if p.slot.index == row["parameter"])
             assert row["data"] - row["start"] == piece.slot.offset
@@ -123,6 +124,6 @@ def test_functions_exempt_by_name_and_shape_and_entries_without_use_are_refused(
 
 
 def test_every_form_has_a_number_and_a_name_of_its_own():
-    names = ["identity", "ternary", "onebit", "lanes", "bfloat16", "block2", "block4", "block8"]
+    names = ["identity", "ternary", "onebit", "lanes", "bfloat16", "block2", "block4", "block8", "topk"]
     assert dict(enumerate(names, start=1)) == {code: form.name for code, form in FORMS.items()}
     assert all(kind.form is FORMS[kind.form.code] and kind.name == kind.form.name for kind in KINDS)

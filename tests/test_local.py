@@ -7,7 +7,7 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import DiLoCo, GradcompError, LocalSGD, NotFinite, PeerLost, PeerMismatch, UnsupportedTensor
+from gradcomp import DiLoCo, GradcompError, LocalSGD, NotFinite, PeerLost, PeerMismatch, TopK, UnsupportedTensor
 from gradcomp.comm import LocalCommunicator
 from gradcomp.local.turns import Turns, cut
 from gradcomp.optim import SplitSGD
@@ -157,8 +157,10 @@ def packed(comm, codec, fragments, shard_outer):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("codec", ["ternary", "onebit", "block2", "block4"])
-@pytest.mark.parametrize(("fragments", "shard_outer"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("codec", "fragments", "shard_outer"), [
+    (codec, fragments, shares) for codec in ("ternary", "onebit", "block2", "block4", "topk")
+    for fragments, shares in ((1, False), (2, False), (2, True)) if not (shares and codec == "topk")
+])  # fmt: skip
 def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments, shard_outer):
     found = over(world, packed, codec, fragments, shard_outer)
     assert all(bits(one[1]) == bits(found[0][1]) for one in found)
@@ -168,7 +170,7 @@ def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments
 
 
 def test_two_savings_multiply():
-    """Against an fp32 ring every step: 30 local steps of 2 bits 470 times fewer bytes, of 1 bit 900 times."""
+    """Against an fp32 ring every step: 30 local steps of 2 bits 470 times fewer bytes, of 1 bit 900 times, of the largest 5,500."""
 
     def rank(comm, codec):
         model = nn.Linear(1024, 1024, bias=False)
@@ -182,8 +184,47 @@ def test_two_savings_multiply():
             assert (local.inner_steps, local.syncs) == (60, 2)
             return 30 * local.stats.baseline_bytes / (local.stats.bytes_sent + local.stats.setup_bytes)
 
-    for codec, least in (("ternary", 470), ("onebit", 900)):
+    for codec, least in (("ternary", 470), ("onebit", 900), ("topk", 5500)):
         assert min(run_local(2, rank, codec)) >= least
+
+
+def test_top_k_loses_nothing_between_syncs():
+    """A rank's change and what it owed are what its payload says and what it owes now; and anchors move by all payloads' mean."""
+
+    def rank(comm):
+        model = nn.Linear(300, 331, bias=False)  # three scale groups and a bit
+        with torch.no_grad():
+            model.weight.zero_()
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=1.0), []
+        local = DiLoCo(model, optimizer, "topk", comm, sync_every=2, outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0))
+        owed = torch.zeros(331 * 300)
+        for step in range(8):
+            generator = torch.Generator().manual_seed(10 * step + comm.rank)
+            model.weight.grad = torch.randn(331, 300, generator=generator)
+            optimizer.step()
+            (_, anchor), = local._fragments[0].anchors
+            before, change = anchor.detach().clone(), (anchor.detach() - model.weight.detach()).flatten()
+            local.step()
+            if step % 2:
+                (left,) = local.state_dict()["fragments"][0]["averager"]["residual"].values()
+                left = left.flatten().clone()
+                sent = TopK().decode(TopK().encode(change, residual=(kept := owed.clone())))
+                assert torch.equal(left, kept) and torch.equal(left, (change + owed) - sent)
+                owed = left
+                found.append((sent, (before - anchor.detach()).flatten()))
+        local.close()
+        return found
+
+    one, two = run_local(2, rank)
+    for (mine, moved), (other, also) in zip(one, two, strict=True):
+        assert torch.equal(moved, also)
+        torch.testing.assert_close(moved, (mine + other) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_top_k_has_no_owners_of_means():
+    (comm,), model = LocalCommunicator.group(1), fresh()
+    with pytest.raises(ValueError, match=r"shard_outer=True .*TopK\(.*leave it out"):
+        DiLoCo(model, sgd(model), "topk", comm, sync_every=2, shard_outer=True)
 
 
 def test_start_averages_gradients_every_step():
@@ -288,10 +329,11 @@ def part_of(comm, codec, options, first, steps, saved):
     return state, bits(model.parameters())
 
 
-@pytest.mark.parametrize("codec", ["ternary", "onebit", "block2"])
-@pytest.mark.parametrize("options", [
-    {"sync_every": 5}, {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3}, {"sync_every": 4, "start_step": 6},
-    {"sync_every": 5, "shard_outer": True},
+@pytest.mark.parametrize(("codec", "options"), [
+    (codec, options) for codec in ("ternary", "onebit", "block2", "topk") for options in (
+        {"sync_every": 5}, {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3}, {"sync_every": 4, "start_step": 6},
+        {"sync_every": 5, "shard_outer": True},
+    ) if not (codec == "topk" and "shard_outer" in options)
 ])  # fmt: skip
 def test_a_run_goes_on_bit_for_bit_wherever_it_was(codec, options):
     whole = run_local(2, part_of, codec, options, 0, 21, None)
@@ -346,8 +388,9 @@ def test_states_of_other_models_are_refused():
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("codec", ["ternary", "onebit", "identity"])
-@pytest.mark.parametrize("shard_outer", [False, True])
+@pytest.mark.parametrize(("codec", "shard_outer"), [
+    *((codec, shares) for codec in ("ternary", "onebit", "identity") for shares in (False, True)), ("topk", False),
+])  # fmt: skip
 def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_outer):
     def rank(comm):
         model = fresh()

@@ -463,7 +463,7 @@ FAULTS: list[tuple[str, str, int, bytes]] = [  # check, payload, offset, bytes p
     ("magic", "ternary", 0, b"PMCG"),
     ("version", "ternary", 4, b"\x02"),
     ("codec", "ternary", 5, b"\x00"),
-    ("codec", "ternary", 5, b"\x09"),
+    ("codec", "ternary", 5, b"\x0a"),
     ("dtype", "ternary", 6, b"\x03"),
     ("flags", "ternary", 7, b"\x04"),
     ("flags", "ternary", 7, b"\x80"),

@@ -214,6 +214,20 @@ def test_onebit_averages_as_an_exchange_does(given):
     assert all(same_bits(g[r], wanted[r]) for g in got for r in range(rounds))
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_top_k_averages_as_an_exchange_does(given):
+    """Values are 200 times as large as what is pushed, whether or not the key knows the codec."""
+    codec, payloads = gradcomp.TopK(), encode_rounds(gradcomp.TopK(), 40_000, 3, 2)
+    got = run_local(4, play, 1, push_payloads, codec, codec if given else None, payloads)[:3]
+
+    def exchange(comm):
+        feedback = gradcomp.Feedback({2: 40_000})
+        return [gradcomp.all_reduce(noise(40_000, r, comm.rank), codec, comm, key=2, feedback=feedback) for r in range(2)]
+
+    wanted = run_local(3, exchange)[0]
+    assert all(same_bits(g[r], wanted[r]) for g in got for r in range(2))
+
+
 def test_identity_payloads_average_like_values():
     codec = gradcomp.Identity()
     payloads = encode_rounds(codec, 33, 3, 1)

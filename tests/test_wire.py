@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcomp import Block, CorruptPayload, Identity, OneBit, RngKey, Ternary, UnsupportedTensor
+from gradcomp import Block, CorruptPayload, Identity, OneBit, RngKey, Ternary, TopK, UnsupportedTensor
 from gradcomp.kernels import HOST
 from gradcomp.payload import wire
 from gradcomp.payload.layout import PayloadLayout
@@ -22,6 +22,7 @@ CODECS = {
     "block2": Block(2, group=10),
     "block4": Block(4, group=10),
     "block8": Block(8),
+    "topk": TopK(),
     "identity": Identity(),
     "bf16": Identity("bf16"),
 }

@@ -40,6 +40,8 @@ LIMITS = {
     "onebit decode 1": 1.2,
     **{f"block{bits} encode": 3.0 for bits in (2, 4, 8)},
     **{f"block{bits} decode 1": 1.2 for bits in (2, 4, 8)},
+    "topk encode": 3.0,
+    "topk decode 1": 1.2,
 }
 AIMS = {
     "ternary encode": 2.0,
@@ -52,6 +54,8 @@ AIMS = {
     "onebit decode 1": 0.7,
     **{f"block{bits} encode": 2.0 for bits in (2, 4, 8)},
     **{f"block{bits} decode 1": 0.8 for bits in (2, 4, 8)},
+    "topk encode": 2.0,
+    "topk decode 1": 0.8,
 }
 THREAD_GAIN = {"ternary encode": 1.7, "onebit encode": 1.7}  # of two threads over one; 1.25 for the rest
 # Bytes of memory an element. Next to all of a decoder's are stores: memset is its roof, memcpy that of all others.
@@ -66,8 +70,10 @@ TRAFFIC = {
     "onebit decode 1": 4.125,
     **{f"block{bits} encode": 12 + bits / 8 for bits in (2, 4, 8)},
     **{f"block{bits} decode 1": 4 + bits / 8 for bits in (2, 4, 8)},
+    "topk encode": 12 + 81 / 4096,
+    "topk decode 1": 4 + 81 / 4096,
 }
-WRITERS = ("ternary decode 1", "ternary decode 4 shared", "onebit decode 1", *(f"block{bits} decode 1" for bits in (2, 4, 8)))
+WRITERS = ("ternary decode 1", "ternary decode 4 shared", "onebit decode 1", *(f"block{bits} decode 1" for bits in (2, 4, 8)), "topk decode 1")
 TORCH_GAIN = 30.0  # ternary encode over the same in torch operations
 
 

@@ -71,6 +71,7 @@ class Codec(ABC):
         error_feedback: encoding takes and returns residuals.
         seed: of the random numbers, for codecs that draw some.
         whole_groups: a scale group must be encoded in one go.
+        gathers_only: payloads go to all ranks whole ("all_gather"): a mean of them is no payload of this kind.
         measures: scales are measured before codes are written.
         second_phase: of a reduce_scatter; None: see `resolved_second_phase`.
         reach: values beyond so many scales of their group are clipped; None: nothing is.
@@ -86,6 +87,7 @@ class Codec(ABC):
     error_feedback: bool = False
     seed: int = 0
     whole_groups: ClassVar[bool] = False
+    gathers_only: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -207,7 +209,7 @@ class Codec(ABC):
         if numel < 0 or groups < 0:
             raise ValueError(f"numel and groups must not be negative, got {numel} and {groups}")
         scales = 4 * self.form.scales_per_group * groups if numel else 0
-        return HEADER_NBYTES + scales + self.form.code_nbytes(numel)
+        return HEADER_NBYTES + scales + self.form.code_nbytes(0, numel)
 
     # ---- for an exchange -----------------------------------------------------------------------------------------
 
@@ -226,7 +228,7 @@ class Codec(ABC):
     def resolved_second_phase(self, world_size: int, *, transformed: bool = False) -> str:
         """Return the second phase that a reduce_scatter of this codec among `world_size` ranks uses.
 
-        `transformed`: of means that are no sums.
+        `transformed`: of means that are no sums. "" for a codec that has none.
         """
         if self.second_phase:
             return self.second_phase
@@ -346,14 +348,13 @@ class Codec(ABC):
 
     def _layout_of(self, header: wire.Header, nbytes: int) -> PayloadLayout:
         """Return the layout that an unsegmented header implies; allocates nothing by the numbers it reads."""
-        if nbytes < HEADER_NBYTES + self.form.code_nbytes(header.numel):
+        if nbytes < HEADER_NBYTES + self.form.code_nbytes(0, header.numel):
             raise CorruptPayload("truncated", f"{nbytes} bytes cannot hold {header.numel} elements")
         if header.numel > MAX_NUMEL:
             raise CorruptPayload("numel", f"the header says {header.numel}, a payload holds at most {MAX_NUMEL}")
-        if not (header.numel and self.form.scales_per_group) and header.group_numel != max(header.numel, 1):
-            raise CorruptPayload(
-                "group_numel", f"the header says {header.group_numel}, {max(header.numel, 1)} expected"
-            )
+        group = (self.form.group_numel if self.form.scales_per_group else header.numel) if header.numel else 1
+        if group not in (None, header.group_numel):
+            raise CorruptPayload("group_numel", f"the header says {header.group_numel}, {group} expected")
         slot = Slot(0, header.numel, header.group_numel, True, 0)
         groups = -(-header.numel // header.group_numel)
         if header.scale_count != groups * self.form.scales_per_group:

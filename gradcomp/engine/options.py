@@ -103,7 +103,13 @@ class Options:
         ):
             raise ValueError(f"slice_numel must be None or an integer of at least {UNIT_NUMEL}, got {self.slice_numel!r}")
         if self.start_codec is not None:
-            object.__setattr__(self, "start_codec", resolve(self.start_codec))
+            first = resolve(self.start_codec)
+            object.__setattr__(self, "start_codec", first)
+            if first.form.group_numel is not None:
+                raise ValueError(
+                    f"start_codec={first!r} has scale groups of its own, and those of a warm start are the codec's: "
+                    "use start_codec=Block(4), or None for fp32"
+                )
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
             raise ValueError(f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}")
         if self.nodes is not None and self.exchange != HIERARCHICAL:

@@ -53,10 +53,18 @@ def choose(codec: Codec, world_size: int, exchange: str = "auto", *, owner_trans
         owner_transform: whether owners transform the means, which only a reduce_scatter has.
 
     Raises:
-        ValueError: an unknown exchange; one that cannot carry an owner transform.
+        ValueError: an unknown exchange; one that cannot carry an owner transform, or this codec.
     """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
+    if codec.gathers_only:
+        if owner_transform or exchange == "reduce_scatter":
+            what = "an owner transform, which needs a reduce_scatter" if owner_transform else f"exchange={exchange!r}"
+            raise ValueError(
+                f"{codec!r} does not go with {what}: a mean of its payloads is not sparse. Use exchange='all_gather' or 'auto' "
+                "without one, or a codec such as OneBit()"
+            )
+        return Strategy("all_gather")
     second = codec.resolved_second_phase(world_size, transformed=owner_transform)
     if owner_transform and exchange == "all_gather":
         raise ValueError("an owner transform needs exchange='auto' or 'reduce_scatter', got 'all_gather'")
@@ -127,7 +135,7 @@ class BucketPlan:
         if count == 1:
             self.slices = [Slice(self.local, [self.local])]
             return
-        parts = cut(self.local.pieces, count)
+        parts = cut(self.local.pieces, count, self.codec.form.unit_numel)
         encoded = rows_of(self.local, parts)
         self.slices = [Slice(r, [PayloadLayout(self.codec.form, p)]) for r, p in zip(encoded, parts, strict=True)]
 

@@ -102,6 +102,8 @@ class DiLoCo:
         if options.start_codec is not None and not options.start_step:
             raise ValueError(f"start_codec={options.start_codec!r} packs the steps before start_step, which is 0")
         codec = resolve(codec)
+        if shard_outer and codec.gathers_only:
+            raise ValueError(f"shard_outer=True has owners of means send outer steps, of which {codec!r} has none: leave it out")
         self._turns = Turns(sync_every, fragments)
         if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < self._turns.length(0):
             raise ValueError(f"delay must be an integer of at least 0 and less than sync_every, got {delay!r}")

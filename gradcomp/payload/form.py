@@ -1,6 +1,7 @@
 """Forms: how values stand in a payload. `FORMS` is the one table of codec numbers, names, bits and scales.
 
-A new form is one entry here: headers, exchanges, the server, the planner and the benchmarks read it. C finds the kernels of
+Where codes stand is arithmetic on numbers of elements, never something that is read: a form says how many bytes the codes of a run
+of elements fill, and at which elements its codes can be cut. A new form is one entry here: headers, exchanges, the server, the planner and the benchmarks read it. C finds the kernels of
 a form by the name of its `kernel` (``gc_NAME_encode``, ``gc_NAME_sum_decode``, ``gc_NAME_validate``, ``GC_FROM_NAME``).
 """
 
@@ -19,15 +20,17 @@ Count = TypeVar("Count", int, NDArray[np.int64])
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How values stand in a payload.
+    """How values stand in a payload: as a stream of so many bits an element.
 
     Attributes:
         code: number in the header.
         name: of the codec, for people.
-        bits: of an element.
+        bits: of an element; 0 where an element has none of its own (`TopKForm`).
         scales_per_group: fp32 scales of a group.
         signed_scales: whether a scale may be negative.
         kernel: name of the kernels that read and write it.
+        unit_numel: codes can be cut at multiples of so many elements of a parameter.
+        group_numel: elements of a scale group, where the form has groups of its own; None: the codec says.
     """
 
     code: int
@@ -36,14 +39,49 @@ class Form:
     scales_per_group: int
     signed_scales: bool = False
     kernel: str = ""
+    unit_numel: int = 8
+    group_numel: int | None = None
 
-    def code_nbytes(self, numel: Count) -> Count:
-        """Return the bytes that the codes of `numel` elements fill."""
-        return (numel * self.bits + 7) // 8
+    def code_nbytes(self, first: Count, last: Count) -> Count:
+        """Return the bytes that the codes of elements [first, last) of a parameter fill, as a piece of their own.
+
+        For a piece that is cut at a multiple of `unit_numel` they add up to those of the whole.
+        """
+        return ((last - first) * self.bits + 7) // 8
+
+    def most_numel(self, nbytes: int) -> int:
+        """Return the most elements whose codes fill `nbytes`."""
+        return nbytes * 8 // self.bits
 
     def scale_nbytes(self, groups: Count) -> Count:
         """Return the bytes that the scales of so many groups fill."""
         return 4 * self.scales_per_group * groups
+
+
+@dataclass(frozen=True, slots=True)
+class TopKForm(Form):
+    """One element in 64 of every block of `unit_numel`: a byte for where it stands, two bits for its value.
+
+    Blocks are counted from a parameter's first element and cut to their piece.
+    """
+
+    def code_nbytes(self, first: Count, last: Count) -> Count:
+        unit = self.unit_numel
+        up, down = -(-first // unit), last // unit  # bounds of blocks at or after `first`, at or before `last`
+        inside = up > down  # of one block
+        whole = 1 - inside
+        cut = _kept_nbytes((up * unit - first) * whole) + _kept_nbytes((last - down * unit) * whole)
+        nbytes: Count = cut + _kept_nbytes((last - first) * inside) + (down - up) * whole * _kept_nbytes(unit)
+        return nbytes
+
+    def most_numel(self, nbytes: int) -> int:
+        return nbytes * 256 // 5  # 4 elements kept of 256 take 4 bytes and 1, and no block has fewer for its bytes
+
+
+def _kept_nbytes(numel: Count) -> Count:
+    """Return the bytes of a block of so many elements."""
+    kept = (numel + 63) // 64
+    return kept + (kept + 3) // 4
 
 
 PLAIN = Form(1, "identity", bits=32, scales_per_group=0, kernel="values")  # fp32: Identity, small and excluded tensors
@@ -57,7 +95,9 @@ BLOCKS = {  # by their bits
     8: Form(8, "block8", bits=8, scales_per_group=1, kernel="block"),
 }
 
-FORMS = {form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16, *BLOCKS.values())}
+TOPK = TopKForm(9, "topk", bits=0, scales_per_group=2, kernel="topk", unit_numel=4096, group_numel=32768)
+
+FORMS = {form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16, *BLOCKS.values(), TOPK)}
 
 
 def lanes_form(world_size: int) -> Form:

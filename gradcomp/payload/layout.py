@@ -60,7 +60,7 @@ class PayloadLayout:
             self.scale_offsets.append(scales)
             self.code_offsets.append(codes)
             scales += 4 * form.scales_per_group * count
-            codes += self.form_of(piece).code_nbytes(piece.numel)
+            codes += self.form_of(piece).code_nbytes(piece.start, piece.start + piece.numel)
         self.nbytes = codes
         self.group_numel = 0 if segmented else (self.pieces[0].slot.group_numel if self.pieces else 1)
         self._whole_groups = whole_groups
@@ -116,7 +116,7 @@ class PayloadLayout:
                     (
                         piece.data + skipped,
                         piece.residual + skipped,
-                        self.code_offsets[number] + skipped * form.bits // 8,
+                        self.code_offsets[number] + form.code_nbytes(piece.start, start),
                         self.scale_offsets[number] + 4 * form.scales_per_group * group,
                         block,
                         start,
@@ -186,8 +186,8 @@ def message_copies(source: PayloadLayout, messages: Sequence[PayloadLayout], off
             rows.append(
                 (
                     base + message.code_offsets[number],
-                    source.code_offsets[home] + (piece.start - begin) * form.bits // 8,
-                    form.code_nbytes(piece.numel),
+                    source.code_offsets[home] + form.code_nbytes(begin, piece.start),
+                    form.code_nbytes(piece.start, piece.start + piece.numel),
                 )
             )
     return CopyTable(rows)

@@ -35,4 +35,4 @@ def _piece_nbytes(numel: int, group_numel: int, form: Form, ownership: Ownership
     starts = owner_starts(numel, ownership)
     first, last = starts[:-1], starts[1:]
     groups = np.where(last > first, (last - 1) // group_numel - first // group_numel + 1, 0)
-    return form.code_nbytes(last - first) + form.scale_nbytes(groups)
+    return form.code_nbytes(first, last) + form.scale_nbytes(groups)

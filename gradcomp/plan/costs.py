@@ -99,6 +99,8 @@ def _ways(codec: Codec) -> list[Method]:
     """Return the ways of exchanging a codec with its default options: gathered, and scattered with each lossless or like phase."""
     phases = ("exact", "block4", "requantize") if codec.sum_form(1) is not None else ("requantize",)
     gathered = Method(f"{codec.name} all_gather", codec, "all_gather")
+    if codec.gathers_only:
+        return [gathered]
     if len(phases) == 1:
         return [gathered, Method(f"{codec.name} reduce_scatter", codec, "reduce_scatter", *phases)]
     return [gathered, *(Method(f"{codec.name} {p}", codec.with_second_phase(p), "reduce_scatter", p) for p in phases)]

@@ -195,7 +195,8 @@ def predict(
     if best > 1 and not double_buffering and not any(m.local is not None for m in chosen):
         text += rarely(tolerance, rare(best), cache[method.name, best], run(rare(best), best))
     if not any(tolerance.permits(m) for m in chosen):
-        text = f"Nothing here is known to keep the accuracy under {optimizer}; by seconds alone: {text}"
+        under = f" under {optimizer}" if optimizer is not None else ""
+        text = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {text}"
     if best > 1 and not workload.weak and (alone := seconds(method, 1)) <= seconds(method, best):
         text = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {text}"
     names = tuple(m.name for m in permitted)

@@ -66,10 +66,13 @@ class Tolerance:
     def permits(self, method: Method) -> bool:
         """Whether a method may be recommended.
 
-        What is no codec may always, and with an optimizer that is not in the table what ``codec="auto"`` takes for it.
+        What is no codec may always, and with an optimizer that is not in the table what ``codec="auto"`` takes for it; without
+        an optimizer every codec that was measured under one.
         """
-        if self.optimizer is None or method.codec is None or method.keeps_loss:
+        if method.codec is None or method.keeps_loss:
             return True
+        if self.optimizer is None:
+            return not method.compresses or method.codec.name in {row.codec.name for row in self.table}
         if self.columns[self.optimizer] is None:
             return method.codec.name == FALLBACK.name and method.local is None
         row = self.cost(method)
@@ -105,7 +108,8 @@ class Tolerance:
             ratio: seconds a step of what is recommended over its own.
         """
         row = self.cost(method)
-        costs = f"costs {_cost(row)}" if row is not None else f"was not measured under {self.optimizer}"
+        under = f" under {self.optimizer}" if self.optimizer is not None else ""
+        costs = f"costs {_cost(row)}" if row is not None else f"was not measured{under}"
         seeds = "" if row is None or row.counts else " (too few seeds)"
         return f" {method.name} would be {ratio:.2g} times as fast a step and {costs}{seeds}; not recommended."
 

@@ -35,10 +35,12 @@ from gradcomp.reference.codec import (
     to_float32,
     unpack_bits,
 )
+from gradcomp.reference.topk import GROUP_NUMEL, code_nbytes, topk_decode, topk_encode
 
 IDENTITY, TERNARY, ONEBIT, LANES, BF16_VALUES = 1, 2, 3, 4, 5  # codecs, as in the header
 BLOCKS = {6: 2, 7: 4, 8: 8}  # those of evenly spaced levels, with their bits
-SCALES_PER_GROUP = {IDENTITY: 0, TERNARY: 1, ONEBIT: 2, LANES: 1, BF16_VALUES: 0, **dict.fromkeys(BLOCKS, 1)}
+TOPK = 9
+SCALES_PER_GROUP = {IDENTITY: 0, TERNARY: 1, ONEBIT: 2, LANES: 1, BF16_VALUES: 0, **dict.fromkeys(BLOCKS, 1), TOPK: 2}
 CODE_BITS = {IDENTITY: 32, TERNARY: 2, ONEBIT: 1, BF16_VALUES: 16, **BLOCKS}  # those of LANES depend on the world size
 NONFINITE, SEGMENTED = 1, 2  # header flags
 MAGIC, VERSION = 0x504D4347, 1  # the bytes "GCMP"
@@ -102,10 +104,12 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
     require("stream", stream < 2**31, stream)
     require("numel", numel <= MAX_NUMEL, numel)
     per_group, bits = SCALES_PER_GROUP[codec], CODE_BITS.get(codec) or lane_bits(world_size)
+    require("group_numel", codec != TOPK or group_numel == (GROUP_NUMEL if numel else 1), group_numel)
     require("group_numel", group_numel == max(numel, 1) or (per_group and numel), group_numel)
     require("scale_count", scale_count == -(-numel // group_numel) * per_group, scale_count)
     codes_start = HEADER.size + 4 * scale_count
-    size = codes_start + (numel * bits + 7) // 8
+    piece = Piece(numel, group_numel)
+    size = codes_start + (code_nbytes(piece) if codec == TOPK else (numel * bits + 7) // 8)
     require("truncated", len(payload) >= size, len(payload))
     require("trailing", len(payload) <= size, len(payload))
     scales = np.frombuffer(payload, "<f4", scale_count, HEADER.size)
@@ -116,6 +120,9 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
         require("value", np.isfinite(to_float32(codes.view("<f4" if codec == IDENTITY else "<u2"))).all(), "NaN or Inf")
     else:
         require("scale", np.isfinite(scales).all() and (codec == ONEBIT or not np.signbit(scales).any()), scales)
+        if codec == TOPK:
+            topk_decode(codes, scales, piece)  # it checks what it reads
+            return header, scales, codes
         values = unpack_bits(codes, numel, bits)
         require("code", codec != TERNARY or (values < 3).all(), "11")
         require(
@@ -160,6 +167,12 @@ def encode_block(x: Array, residual: Floats | None, group_numel: int, key: Key, 
     return _payload(codec, x, left, group_numel, scales, codes, key), left
 
 
+def encode_topk(x: Array, residual: Floats | None, key: Key) -> tuple[bytes, Floats]:
+    """Return a top-k payload and the new residual; it is flagged when gradient + residual is not finite."""
+    scales, codes, left = topk_encode(x, Piece(len(x), GROUP_NUMEL), residual)
+    return _payload(TOPK, x, left, GROUP_NUMEL, scales, codes, key), left
+
+
 def encode_lanes(payloads: Sequence[bytes], key: Key) -> bytes:
     """Return the exact sum of shared-scale ternary payloads as lanes, with the scales of the first."""
     headers, scales, codes = zip(*(unpack_payload(p) for p in payloads), strict=True)
@@ -179,6 +192,8 @@ def decode(payload: bytes, world_size: int = 1) -> Floats:
         return onebit_decode(codes, scales, piece)
     if header.codec in BLOCKS:
         return block_decode(codes, scales, piece, BLOCKS[header.codec])
+    if header.codec == TOPK:
+        return topk_decode(codes, scales, piece)
     if header.codec == LANES:
         return lanes_decode(codes, scales, piece, world_size)
     return to_float32(codes.view("<f4" if header.codec == IDENTITY else "<u2"))

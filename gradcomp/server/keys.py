@@ -13,12 +13,12 @@ from torch import Tensor
 from gradcomp.codecs import Codec
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
-from gradcomp.payload.form import FORMS, PLAIN
+from gradcomp.payload.form import FORMS, ONEBIT, PLAIN
 from gradcomp.server.messages import Message
 from gradcomp.server.raw import RawCodes
 from gradcomp.server.rounds import OPEN_ROUNDS
 from gradcomp.server.shards import Shards
-from gradcomp.server.spec import MAX_NBYTES, Spec, codec_of, pack_spec
+from gradcomp.server.spec import CODECS, MAX_NBYTES, Spec, codec_of, pack_spec
 
 
 class ClientKey:
@@ -130,7 +130,9 @@ class ClientKey:
         if self.is_cut:
             bounds = self._known_shards().bounds()
             return [max(4 * (last - first), self._known_shards().nbytes(first, last)) for first, last in bounds]
-        return [32 * self.spec.nbytes if self.shape is None or compressed else 4 * math.prod(self.shape)]
+        if self.shape is not None and not compressed:
+            return [4 * math.prod(self.shape)]
+        return [4 * max(codec.form.most_numel(self.spec.nbytes) for codec in CODECS.values())]
 
     def join(self, replies: Sequence[Message], compressed: bool) -> Tensor:
         """Return what a pull gives.
@@ -180,5 +182,5 @@ class ClientKey:
 
 
 def _most_elements(spec: Spec) -> int:
-    """Return the most elements that a payload of a key's bytes can hold."""
-    return spec.numel * 8 // (FORMS[spec.codec].bits if spec.codec else 1)
+    """Return the most elements that a payload of a key's bytes can hold, those of 1 bit where its codec is not known."""
+    return FORMS[spec.codec or ONEBIT.code].most_numel(spec.numel)

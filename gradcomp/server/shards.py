@@ -57,8 +57,8 @@ class Shards:
         Raises:
             ValueError: a scale group that no message holds, or more shards than a key may have.
         """
-        unit = min(limit, numel) if group_numel >= numel else limit
-        if group_numel < numel:
+        unit = min(limit, numel)
+        if group_numel < numel or form.group_numel is not None:
             grain = math.lcm(group_numel, UNIT_NUMEL)
             unit = min(numel, grain * max(1, limit // grain))
         if 4 * unit > MAX_SHARD_NBYTES:
@@ -70,7 +70,7 @@ class Shards:
     @property
     def one_group(self) -> bool:
         """Whether a whole payload has one scale group, which is cut."""
-        return self.group_numel >= self.numel
+        return self.form.group_numel is None and self.group_numel >= self.numel
 
     @property
     def count(self) -> int:
@@ -90,7 +90,7 @@ class Shards:
     def nbytes(self, first: int, last: int) -> int:
         """Return the bytes of the payload of a shard."""
         begin, end = self.groups(first, last)
-        return HEADER_NBYTES + self.form.scale_nbytes(end - begin) + self.form.code_nbytes(last - first)
+        return HEADER_NBYTES + self.form.scale_nbytes(end - begin) + self.form.code_nbytes(first, last)
 
     def cut(self, payload: Tensor) -> list[Tensor]:
         """Return the payload of every shard.
@@ -105,8 +105,8 @@ class Shards:
         parts = []
         for first, last in self.bounds():
             begin, end = (HEADER_NBYTES + form.scale_nbytes(group) for group in self.groups(first, last))
-            start = codes + first * form.bits // 8
-            run = payload[start : start + form.code_nbytes(last - first)]
+            start = codes + form.code_nbytes(0, first)
+            run = payload[start : start + form.code_nbytes(first, last)]
             part = torch.cat([payload[:HEADER_NBYTES], payload[begin:end], run])
             wire.seal(part.numpy(), self._header(header, last - first, (end - begin) // 4))
             parts.append(part)

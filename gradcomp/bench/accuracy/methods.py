@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TopK
 
 PRESETS: dict[str, Callable[[str, nn.Parameter], bool]] = {  # what travels in fp32, as patterns of names and of shapes
     "none": lambda name, parameter: False,
@@ -62,6 +62,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "block2": lambda: Method("block2", Block(2)),
     "block4": lambda: Method("block4", Block(4)),
     "block8": lambda: Method("block8", Block(8)),
+    "topk": lambda: Method("topk", TopK()),
 }
 
 
@@ -88,8 +89,8 @@ def parse(text: str) -> Method:
         elif key == "exchange":
             options[key] = value
         elif key == "second":
-            if codec is None:
-                raise ValueError(f"{name} has no second phase: it is no codec")
+            if codec is None or codec.gathers_only:
+                raise ValueError(f"{name} has no second phase: it is {'no codec' if codec is None else 'gathered by all ranks'}")
             codec = type(codec)(**codec.options() | {"second_phase": value})
         elif key == "start":
             options["start_codec"] = parse(value).codec
