@@ -44,7 +44,8 @@ methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
-         exposed       what of it a step of noop does not take: DDP with a hook that averages nothing
+         exposed       what of it a step of noop does not take: DDP with a hook that averages nothing (of local steps, which are
+                       without DDP: a step of none)
          / bound       exposed, over the larger of what the exchange computes and what the link needs for the bytes
          planner       what gradcomp.plan expects, and how far off that is
          sent          bytes on the interface (--hosts) or counted by gradcomp, a step and rank
@@ -181,8 +182,7 @@ def _run_case(
     ranks, rows = cases[-1].ranks, cases[-1].rows
     names = list(dict.fromkeys([NONE, NOOP, *args.methods]))
     curve = (args.curve or args.target is not None) and bool(workload.measure)
-    alone: list[dict[str, Any]] = []
-    noop: dict[str, Any] | None = None
+    without: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}  # an exchange: results and row
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     mine = int(os.environ["RANK"]) if launched else None
     with Progress(*columns, console=Console(stderr=True), disable=bool(mine)) as progress:
@@ -208,12 +208,13 @@ def _run_case(
             if found.failed:
                 rows.append({"method": name, "failed": found.failed})
             elif found.results:
-                alone = found.results if name == NOOP else alone
+                alone, base = without.get(NONE if methods.is_local(name) else NOOP, ([], None))
                 knows = alone and not launched
                 guess = predict(name, workload.model(), alone, link, rates, transport, len(cores[0]), ranks) if knows else None
                 lower = workload.lower_is_better
-                rows.append(row_of(name, found.results, noop, guess, args.target, lower=lower, bits_per_s=link.bits_per_s))
-                noop = rows[-1] if name == NOOP else noop
+                rows.append(row_of(name, found.results, base, guess, args.target, lower=lower, bits_per_s=link.bits_per_s))
+                if name in (NONE, NOOP):
+                    without[name] = found.results, rows[-1]
             if args.json is not None and not mine:
                 _write(args, cases)
         progress.update(bar, completed=len(names) * args.steps, description="done")

@@ -60,7 +60,7 @@ def predict(
     Args:
         name: of the method.
         model: what is trained.
-        alone: results of the ranks under DDP without an exchange.
+        alone: results of the ranks without an exchange: under DDP, but for local steps.
         link: of every host.
         rates, transport: what codecs and moving bytes cost without a link.
         cores: of a host.

@@ -19,7 +19,7 @@ from gradcomp.bench.train.methods import NONE, NOOP
 def row_of(
     method: str,
     results: Sequence[dict[str, Any]],
-    noop: dict[str, Any] | None,
+    base: dict[str, Any] | None,
     predicted_s: float | None,
     target: float | None,
     *,
@@ -35,7 +35,7 @@ def row_of(
     Args:
         method: its name.
         results: of every rank.
-        noop: the row of a step without an exchange; None where there is none.
+        base: the row of a step without an exchange; None where there is none.
         predicted_s: what the planner expects.
         target: measure whose time is wanted.
         lower: whether a smaller measure is the better one.
@@ -52,12 +52,12 @@ def row_of(
     reached = [
         at for _, at, measure in results[0]["curve"] if target is not None and (measure <= target if lower else measure >= target)
     ]
-    exchange_cpu = None if noop is None else max(0.0, cpu - noop["cpu_seconds"])
+    exchange_cpu = None if base is None else max(0.0, cpu - base["cpu_seconds"])
     return {
         "method": method,
         "seconds": typical,
         "p95_seconds": sorted(each)[min(len(each) - 1, int(0.95 * len(each)))],
-        "exposed_seconds": None if noop is None else typical - noop["seconds"],
+        "exposed_seconds": None if base is None else typical - base["seconds"],
         "bound_seconds": None if exchange_cpu is None else max(exchange_cpu, 8 * (sent_nbytes or 0) / bits_per_s),
         "predicted_seconds": predicted_s,
         "sent_nbytes": sent_nbytes,
