@@ -144,6 +144,7 @@ _MNIST = replace(_FASHION, what=" on MNIST", fp32=98.79)
 _FASHION_8 = replace(
     _FASHION, world_size=8, steps=1000, fp32=89.46, what=" on Fashion-MNIST, 8 ranks", source="docs/explanation/accuracy.md"
 )
+_CIFAR = replace(_FASHION, who="a small ResNet", what=" on CIFAR-10", steps=1000, fp32=57.76, source="docs/explanation/accuracy.md")
 _DIGITS = replace(_FASHION, what=" on scikit-learn's digits", steps=250, fp32=97.63, source="README.md")
 TABLE = (
     Measured(_GPT, Block(8), 8.2, 1.3424),
@@ -159,6 +160,7 @@ TABLE = (
     Measured(_FASHION, Ternary(), 2.0, 88.16),
     Measured(_MNIST, Ternary(), 2.0, 98.66),
     Measured(_DIGITS, Ternary(), 2.0, 98.07),
+    Measured(_CIFAR, Ternary(), 2.0, 59.13),
     Measured(_FASHION_8, Ternary(), 3.0, 89.44),  # "block4": see `Codec.resolved_second_phase`
     Measured(_FASHION, OneBit(), 1.1, 86.42),
     Measured(_MNIST, OneBit(), 1.1, 98.60),
