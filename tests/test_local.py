@@ -1,13 +1,25 @@
 """Local steps: DiLoCo and LocalSGD by their formulas, the same bits everywhere, commits on all ranks or on none, resumes anywhere."""
 
 import copy
+import statistics
+import time
 
 import pytest
 import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import DiLoCo, GradcompError, LocalSGD, NotFinite, PeerLost, PeerMismatch, TopK, UnsupportedTensor
+from gradcomp import (
+    DiLoCo,
+    GradcompError,
+    GradientAverager,
+    LocalSGD,
+    NotFinite,
+    PeerLost,
+    PeerMismatch,
+    TopK,
+    UnsupportedTensor,
+)
 from gradcomp.comm import LocalCommunicator
 from gradcomp.local.turns import Turns, cut
 from gradcomp.optim import SplitSGD
@@ -683,3 +695,32 @@ def test_steps_count_once_in_a_with_block():
         assert local.describe().startswith("DiLoCo every 2 inner steps, 2 fragments in turns: ")
     inner_step(model, optimizer, 2, 0)
     assert local.inner_steps == 2
+
+
+@pytest.mark.timed
+def test_a_sync_takes_little_more_than_its_exchange():
+    """What is around the exchange is a few passes over the weights: changes, the outer step, the copy back."""
+
+    def rank(comm):
+        torch.set_num_threads(1)
+        model = nn.Linear(2048, 2048, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        found = {}
+        local = DiLoCo(model, sgd(model), "ternary", comm.duplicate(60.0), sync_every=1)
+        other = copy.deepcopy(model)
+        averager = GradientAverager(other, "ternary", comm, transactional=True)
+        noise = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(comm.rank))
+        for what in ["sync", "exchange"] * 7:
+            with torch.no_grad():
+                model.weight.add_(noise, alpha=1e-3)
+                other.weight.grad = noise.clone()
+            begun = time.perf_counter()
+            local.step() if what == "sync" else averager.average()
+            found.setdefault(what, []).append(time.perf_counter() - begun)
+        local.close()
+        averager.close()
+        return {what: statistics.median(seconds[1:]) for what, seconds in found.items()}
+
+    seconds = run_local(2, rank)[0]
+    assert seconds["sync"] < 4 * seconds["exchange"], seconds  # 2.4 on two hosts, of 25 M values
