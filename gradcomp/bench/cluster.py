@@ -30,7 +30,7 @@ from gradcomp.errors import PeerMismatch
 from gradcomp.exchange.sizing import choose
 from gradcomp.memory.transform import Transforming
 from gradcomp.onebit_sgd import AggregateAdagrad
-from gradcomp.plan.costs import METHODS, Method
+from gradcomp.plan.costs import METHODS, LocalSteps, Method
 from gradcomp.plan.models import Model
 from gradcomp.plan.rates import Rates, StageRate, calibrate
 from gradcomp.plan.workload import Transport, Workload
@@ -42,6 +42,7 @@ COMPUTE_STEPS = 30
 MESSAGE_NBYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
 MESSAGE_REPEATS = 15
 SIZES = (1 << 13, 512 * 2442)  # of LeNet's gradients, where `before` keeps all ranks in step
+ASKED = (*METHODS, METHODS[0].after(LocalSteps(1)))  # the last for what local steps take beside an exchange
 KINDS = ("max", "all_to_all", "all_gather", "all_reduce", "all_reduce_bf16")
 
 
@@ -119,7 +120,7 @@ def measure_here(ranks: int | None) -> Measured:
     try:
         comm = TorchCommunicator(timeout_s=TIMEOUT_S)
         try:
-            return measure(comm, METHODS)
+            return measure(comm, ASKED)
         finally:
             comm.close()
     finally:
@@ -128,7 +129,7 @@ def measure_here(ranks: int | None) -> Measured:
 
 def _measure_rank(rank: int, emit: Emit) -> None:
     comm = TorchCommunicator(timeout_s=TIMEOUT_S)
-    found = measure(comm, METHODS)
+    found = measure(comm, ASKED)
     comm.close()
     if rank == 0:
         emit(found)

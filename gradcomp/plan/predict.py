@@ -131,7 +131,7 @@ def predict(
         raise ValueError(f"nodes must name at least one number of nodes, got {nodes!r}")
     if not chosen:
         raise ValueError(f"methods must name at least one, got {methods!r}")
-    found = calibrate(to_calibrate([*chosen, *map(rare, counts)], counts)) if rates is None else rates
+    found = calibrate(to_calibrate(chosen, counts)) if rates is None else rates
     work = sum(n for n in counts) * len(chosen)
     done = 0
     cache: dict[tuple[str, int], Simulation] = {}
@@ -209,8 +209,8 @@ def ways(node: Node) -> tuple[Method, ...]:
 
 
 def to_calibrate(methods: Sequence[Method], counts: Sequence[int]) -> list[Method]:
-    """Return the methods whose rates simulations of `methods` on so many nodes need."""
-    flat = [m for m in methods if m.exchange != "hierarchical"]
+    """Return the methods whose rates simulations of `methods` on so many nodes need, and of what may be mentioned beside them."""
+    flat = [m for m in (*methods, *map(rare, counts)) if m.exchange != "hierarchical"]
     others = [between(m.each_step, n) for m in methods if m.exchange == "hierarchical" for n in counts]
     return list({m.name: m for m in (*flat, *others, *([IDENTITY] if others else []))}.values())
 
