@@ -67,6 +67,8 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     text = text_of(args.text)
     train, held_out = text[len(text) // HELD_OUT :], text[: len(text) // HELD_OUT]
+    if len(held_out) < LENGTH:
+        parser.error(f"{args.text or 'the library'} has {len(text)} bytes: a text of at least {HELD_OUT * LENGTH} is needed")
     torch.manual_seed(0)  # the same weights on every rank
     model = ByteGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -91,6 +93,7 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         draw.set_state(saved["draw"])
         local.load_state_dict(saved["local"])
+    local.check_replicas()  # all ranks have found their files, of the same step, or none has
 
     begun, report_every = local.inner_steps, max(1, args.steps // 10)
     while local.inner_steps < args.steps:
@@ -120,7 +123,8 @@ def main() -> None:
     if rank == 0:
         ring = 8 * sum(p.numel() for p in model.parameters()) * (comm.world_size - 1) / comm.world_size
         sent = local.stats.bytes_sent + local.start_stats.bytes_sent
-        print(f"{(local.inner_steps - begun) * ring / max(1, sent):.0f} times fewer bytes than fp32 every step; replicas are equal", flush=True)
+        steps = local.inner_steps - begun
+        print(f"{steps * ring / max(1, sent):.0f} times fewer bytes than fp32 in each of {steps} steps; replicas are equal", flush=True)
     local.close()
     if not args.mpi:
         dist.destroy_process_group()

@@ -527,7 +527,10 @@ def test_models_that_differ_are_named():
     ({"sync_every": 4, "start_codec": "block4"}, ValueError, "start_codec"),
     ({"sync_every": 4, "shard_outer": True, "outer_optimizer": torch.optim.Adam}, ValueError, "shares out the momentum of torch.optim.SGD"),
     ({"sync_every": 4, "shard_outer": True, "outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=1.0, weight_decay=0.1)}, ValueError, "this is SGD"),
-    ({"sync_every": 4, "shard_outer": True, "exchange": "all_gather"}, ValueError, "reduce_scatter"),
+    ({"sync_every": 4, "shard_outer": True, "exchange": "all_gather"}, ValueError, "shard_outer needs exchange='auto' or 'reduce_scatter'"),
+    ({"sync_every": 4, "shard_outer": True, "exchange": "hierarchical"}, ValueError, "got 'hierarchical'"),
+    ({"sync_every": 4, "shard_outer": True, "outer_optimizer": lambda ps: torch.optim.SGD(
+        [{"params": ps[:1], "lr": 0.1}, {"params": ps[1:]}] if len(ps) > 1 else ps, lr=0.7)}, ValueError, "the same for all anchors"),
     ({"sync_every": 4, "shard_outer": True, "precondition": True}, ValueError, "precondition does not go with"),
     ({"sync_evry": 4, "sync_every": 4}, TypeError, "sync_evry"),
 ])  # fmt: skip

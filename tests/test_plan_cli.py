@@ -94,6 +94,12 @@ def test_it_calibrates_where_no_rates_are_given(tmp_path):
     assert 0 < found["rates"]["onebit all_gather"]["encode"]["per_value_s"] < 1e-7
 
 
+def test_rates_from_before_local_steps_are_not_taken_for_free(rates, capsys):
+    with pytest.raises(SystemExit):
+        plan.parse(["--rates", rates, "--every", "30"])
+    assert "says nothing of 'outer step'" in capsys.readouterr().err
+
+
 def test_rates_of_an_earlier_answer_serve_again(tmp_path, rates):
     asked = ("--model", "lenet", "--nodes", "2,4", "--codec", "fp32,onebit")
     first, second = (tmp_path / name for name in ("first.json", "second.json"))

@@ -1,12 +1,14 @@
 """Local steps in the planner: cases computed by hand, what calibration finds, what is recommended."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from gradcomp.plan import METHODS, Link, Rates, StageRate, Stragglers, Transport, Workload, predict, simulate
+from gradcomp.plan import METHODS, Link, Node, Rates, StageRate, Stragglers, Transport, Workload, predict, simulate
 from gradcomp.plan.accuracy import expected, within
 from gradcomp.plan.costs import HIERARCHICAL, IDENTITY, LocalSteps, find_method
+from gradcomp.plan.links import format_seconds
 from gradcomp.plan.rates import OUTER, STAGES, calibrate
 from gradcomp.plan.tolerance import Tolerance
 from gradcomp.plan.words import rare
@@ -36,8 +38,9 @@ def test_steps_hide_what_is_late_but_not_its_work_on_the_only_core(cores, busy):
     assert late.exposed_seconds == pytest.approx(plain.exposed_seconds - 5 * 0.11 / 10)
     quick = simulate(WORK, TERNARY.after(LocalSteps(10, 1, 9)), 2, Link(1e8), rates=rates, cores=cores)
     assert 10 * quick.exposed_seconds == pytest.approx(busy, abs=0.05)
-    parts = simulate(WORK, TERNARY.after(LocalSteps(10, 2, 4)), 2, SLOW, rates=rates, cores=cores)  # each part is hidden by its own 4
-    assert parts.exposed_seconds == pytest.approx(plain.exposed_seconds - 8 * 0.11 / 10)
+    halves = replace(WORK, parameters=(("a", (512, 1024)), ("b", (512, 1024))))
+    at_once, later = (simulate(halves, TERNARY.after(LocalSteps(10, 2, d)), 2, SLOW, rates=rates, cores=cores).exposed_seconds for d in (0, 4))
+    assert later == pytest.approx(at_once - 2 * 4 * 0.11 / 10)  # each part is hidden by four of its own
 
 
 def test_more_steps_cost_less_and_one_node_nothing():
@@ -88,8 +91,11 @@ FREE = Rates({m.name: dict.fromkeys(STAGES, StageRate(1e-5)) for m in METHODS if
 
 def test_a_step_that_waits_for_the_network_mentions_them_with_their_price():
     slow = predict(WORK, Link(1e6), [4], rates=FREE, optimizer="adamw")
-    row = expected("adam", rare(4).codec, every=30)
-    assert "local steps (--every 30, gradcomp.DiLoCo) with ternary" in slow.sentence and row.cost in slow.sentence
+    row = expected("adam", rare(4, Node()).codec, every=30)
+    assert "local steps (--every 30, gradcomp.DiLoCo) with ternary" in slow.sentence and f"{row.cost} with {row.given()}" in slow.sentence
+    late = simulate(WORK, rare(4, Node()), 4, Link(1e6), rates=FREE).seconds  # and a tenth of the run in fp32
+    whole = 0.9 * late + 0.1 * slow.result("fp32", 4).seconds
+    assert f"{slow.result(slow.method.name, 4).seconds / whole:.2g} times as fast, and cost" in slow.sentence
     assert slow.method.local is None  # too few seeds to recommend it
     assert "--every" not in predict(WORK, Link(1e9), [4], rates=FREE, optimizer="adamw").sentence
     unknown = predict(WORK, Link(1e6), [4], rates=FREE, optimizer="sgd").sentence
@@ -109,8 +115,37 @@ def test_asked_for_they_are_recommended_by_seconds_or_by_what_they_cost():
 def test_figures_of_local_steps_decide_nothing_about_every_step():
     tolerance = Tolerance("adamw")
     assert tolerance.cost(TERNARY) is None and tolerance.cost(TERNARY.after(LocalSteps(30))) is not None
-    assert tolerance.cost(TERNARY.after(LocalSteps(31))) is None
+    others = (LocalSteps(31), LocalSteps(30, 2), LocalSteps(30, 1, 5), LocalSteps(1))
+    assert [Tolerance("sgd").cost(TERNARY.after(LocalSteps(1))), *(tolerance.cost(TERNARY.after(one)) for one in others)] == [None] * 5
     assert all(row.every == 1 for row in within("adam"))
+
+
+def test_every_fragment_is_an_exchange():
+    """An exchange takes its latencies whatever it carries."""
+    work, link = Workload((("a", (512, 512)), ("b", (512, 512))), 1.0, 0.1, weak=True), Link(1e9, 0.1)
+    one, two = (simulate(work, TERNARY.after(LocalSteps(10, k)), 2, link) for k in (1, 2))
+    assert 10 * one.exposed_seconds > 0.2 and two.exposed_seconds == pytest.approx(2 * one.exposed_seconds, rel=0.02)
+    with pytest.raises(ValueError, match="3 fragments of 2 tensors"):
+        simulate(work, TERNARY.after(LocalSteps(10, 3)), 2, link)
+
+
+def test_post_processing_is_shared_out_with_what_is_exchanged():
+    each, late = (simulate(replace(WORK, t_post=1.0), m, 4, Link(math.inf)).compute_seconds for m in (TERNARY, TERNARY.after(LocalSteps(30))))
+    assert (each, late) == pytest.approx((0.11 + 0.25, 0.11 + 1.0))
+
+
+def test_nodes_of_several_ranks_are_offered_one_exchange_a_node():
+    node = Node(2, Link(1e10))
+    assert rare(2, node).name == "ternary hierarchical every 30" and rare(2, Node()).name == "ternary all_gather every 30"
+    found = predict(WORK, Link(1e6), [2], node=node, methods=METHODS[:1])  # calibrates what it mentions
+    assert "local steps" in found.sentence and {OUTER, "identity", "ternary all_gather"} <= set(found.rates.stages)
+    late = simulate(WORK, rare(2, node), 2, Link(1e6), node=node, rates=found.rates)
+    assert f"would take {format_seconds(late.seconds)} a step" in found.sentence
+
+
+def test_rare_exchanges_of_fp32_are_no_compression():
+    found = predict(WORK, Link(1e6), [2], rates=FREE, methods=[METHODS[0], METHODS[0].after(LocalSteps(30))])
+    assert found.sentence.startswith("Exchange rarely") and "compression" not in found.sentence
 
 
 def test_bytes_move_once_a_round():

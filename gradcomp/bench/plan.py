@@ -31,7 +31,7 @@ from gradcomp.plan.costs import METHODS, LocalSteps, Method
 from gradcomp.plan.links import Node, parse_link, parse_seconds
 from gradcomp.plan.models import find_model, load_shapes
 from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
-from gradcomp.plan.rates import Rates, calibrate
+from gradcomp.plan.rates import OUTER, Rates, calibrate
 from gradcomp.plan.simulate import MAX_NODES
 from gradcomp.plan.tolerance import Tolerance
 from gradcomp.plan.workload import ALONE, Stragglers, Workload
@@ -183,6 +183,9 @@ def understand(args: argparse.Namespace) -> Question:
         bucket_cap_mb=args.bucket_cap_mb,
         weak=args.weak,
     )
+    rates = None if args.rates is None else Rates.load(args.rates)
+    if rates is not None and args.every is not None and OUTER not in rates.stages:
+        raise ValueError(f"--rates {args.rates} says nothing of {OUTER!r}, as files from before --every: leave it out, and they are measured here")
     cores = CORES if args.cores is None else args.cores
     if not 0 < cores < math.inf:
         raise ValueError(f"--cores must be positive and finite, got {cores!r}")
@@ -201,7 +204,7 @@ def understand(args: argparse.Namespace) -> Question:
         parse_nodes(args.nodes or "1:64"),
         _with_local(args, choose_methods(args.codec, args.exchange, node)),
         Stragglers(args.jitter, share, factor, args.seed),
-        None if args.rates is None else Rates.load(args.rates),
+        rates,
         cores,
         args.double_buffering,
         tolerance=Tolerance(args.optimizer, {unit: limit for unit, limit in limits.items() if limit is not None}),
@@ -366,7 +369,7 @@ def answer(question: Question) -> Prediction:
         task = bar.add_task("measuring codecs" if rates is None else "simulating", total=1.0)
         if rates is None:
             torch.set_num_threads(1)
-            rates = calibrate(to_calibrate(question.methods, question.nodes))
+            rates = calibrate(to_calibrate(question.methods, question.nodes, question.node))
             bar.update(task, description="simulating")
         return predict(
             question.workload,

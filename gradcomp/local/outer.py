@@ -50,15 +50,21 @@ class OwnedMomentum(Transform):
         return {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov}
 
 
-def at_owners(outer: Outer) -> tuple[OwnedMomentum, Outer]:
+def at_owners(outer: Outer, count: int) -> tuple[OwnedMomentum, Outer]:
     """Return what owners do to means in place of an outer optimizer, and what then moves the anchors: by what arrives.
 
+    Args:
+        outer: makes the optimizer; its rate is read once.
+        count: of anchors.
+
     Raises:
-        ValueError: an optimizer other than SGD with a rate and a momentum.
+        ValueError: an optimizer other than SGD with one rate and momentum for all.
     """
-    made = outer([nn.Parameter(torch.zeros(1))])
+    made = outer([nn.Parameter(torch.zeros(1)) for _ in range(count)])
     group = made.param_groups[0]
     plain = type(made) in (torch.optim.SGD, SplitSGD) and not (group["weight_decay"] or group["dampening"] or group["maximize"])
-    if not plain or isinstance(group["lr"], Tensor):
-        raise ValueError(f"shard_outer shares out the momentum of torch.optim.SGD(lr, momentum, nesterov); this is {made!r}")
+    if not plain or len(made.param_groups) > 1 or isinstance(group["lr"], Tensor):
+        raise ValueError(
+            f"shard_outer shares out the momentum of torch.optim.SGD(lr, momentum, nesterov), the same for all anchors; this is {made!r}"
+        )
     return OwnedMomentum(group["lr"], group["momentum"], group["nesterov"]), mean

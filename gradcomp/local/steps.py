@@ -53,7 +53,8 @@ class DiLoCo:
         model: a plain module, equal on all ranks; of any device. One whose gradients DDP averages inside a node goes with
             ``exchange="hierarchical"``: one exchange a node.
         inner_optimizer: of its parameters; split optimizers keep their trails.
-        codec: codec or name. With 1 bit a small GPT lost 0.25 nats where ternary lost 0.03 (H = 30, one seed; docs/explanation/accuracy.md).
+        codec: codec or name. With 1 bit a small GPT lost 0.25 nats where ternary lost 0.03 (H = 30 after a tenth
+            of the steps averaged in fp32; docs/explanation/accuracy.md).
         sync_every: H, inner steps from one sync of a parameter to the next; or a function of the round's number, which is asked about
             the first 64 rounds at once, so that ranks can compare them.
         outer_optimizer: makes the optimizer of the anchors; None: SGD, 0.7, Nesterov momentum 0.9.
@@ -61,7 +62,7 @@ class DiLoCo:
         delay: inner steps that go on while a fragment is exchanged; less than H.
         alpha: share of a rank's own parameters that is kept when averages arrive `delay` steps late.
         shard_outer: every rank keeps the outer momentum of what it owns alone, 1/N of it, and what the others get is the outer step,
-            packed; for SGD outside, and ``exchange="reduce_scatter"``.
+            packed; for SGD outside, whose rate stays, and ``exchange="reduce_scatter"``.
         comm: the ranks; torch.distributed's default group when None. Closed with this.
         options: see `gradcomp.Options`. `start_step`: inner steps whose gradients are averaged every step first, in fp32 or by
             `start_codec`, by `average_gradients`.
@@ -109,6 +110,8 @@ class DiLoCo:
             raise ValueError(f"delay must be an integer of at least 0 and less than sync_every, got {delay!r}")
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {alpha!r}")
+        if shard_outer and options.exchange not in ("auto", "reduce_scatter"):
+            raise ValueError(f"shard_outer needs exchange='auto' or 'reduce_scatter', whose means have owners, got {options.exchange!r}")
         check_optimizer(inner_optimizer, [p for _, p in named])
         parts = cut([p.numel() for _, p in named], fragments)
         self._optimizer, self._start, self._delay, self._alpha = inner_optimizer, options.start_step, delay, alpha
@@ -125,7 +128,7 @@ class DiLoCo:
         try:
             outer_words = str(outer([nn.Parameter(torch.zeros(1))]))
             if shard_outer:
-                transform, outer = at_owners(outer)
+                transform, outer = at_owners(outer, len(named))
             self._agree(codec, outer_words, shard_outer, options, named)
             plain = replace(options, start_step=0, start_codec=None, transactional=True, transform=transform)
             for part in parts:

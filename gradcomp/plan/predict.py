@@ -131,7 +131,7 @@ def predict(
         raise ValueError(f"nodes must name at least one number of nodes, got {nodes!r}")
     if not chosen:
         raise ValueError(f"methods must name at least one, got {methods!r}")
-    found = calibrate(to_calibrate(chosen, counts)) if rates is None else rates
+    found = calibrate(to_calibrate(chosen, counts, node)) if rates is None else rates
     work = sum(n for n in counts) * len(chosen)
     done = 0
     cache: dict[tuple[str, int], Simulation] = {}
@@ -191,9 +191,11 @@ def predict(
         workload.weak, where, method, best, speedup, even, optimum, cache[method.name, best], plain, counts
     )
     if best > 1:
-        text += accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, seconds)
+        text += accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, over_run)
     if best > 1 and not double_buffering and not any(m.local is not None for m in chosen):
-        text += rarely(tolerance, rare(best), cache[method.name, best], run(rare(best), best))
+        late = rare(best, node)
+        cache[late.name, best] = run(late, best)
+        text += rarely(tolerance, late, cache[method.name, best], took, over_run(late, best))
     if not any(tolerance.permits(m) for m in chosen):
         under = f" under {optimizer}" if optimizer is not None else ""
         text = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {text}"
@@ -208,10 +210,12 @@ def ways(node: Node) -> tuple[Method, ...]:
     return METHODS if node.ranks == 1 else (*METHODS, *HIERARCHICAL)
 
 
-def to_calibrate(methods: Sequence[Method], counts: Sequence[int]) -> list[Method]:
+def to_calibrate(methods: Sequence[Method], counts: Sequence[int], node: Node = ALONE) -> list[Method]:
     """Return the methods whose rates simulations of `methods` on so many nodes need, and of what may be mentioned beside them."""
-    flat = [m for m in (*methods, *map(rare, counts)) if m.exchange != "hierarchical"]
-    others = [between(m.each_step, n) for m in methods if m.exchange == "hierarchical" for n in counts]
+    everything = (*methods, *(rare(n, node) for n in counts))
+    flat = [m for m in everything if m.exchange != "hierarchical"]
+    mixed = [(m, between(m.each_step, n)) for m in everything if m.exchange == "hierarchical" for n in counts]
+    others = [flat_one.after(m.local) if m.local is not None else flat_one for m, flat_one in mixed]
     return list({m.name: m for m in (*flat, *others, *([IDENTITY] if others else []))}.values())
 
 

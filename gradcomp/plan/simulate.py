@@ -27,6 +27,7 @@ from gradcomp.plan.rates import FREE, Rates
 from gradcomp.plan.workload import ALONE, Simulation, Stragglers, Transport, Workload
 
 BACKWARD_PIECES = 16
+LITTLE = (64, 64)  # a tensor that is compressed and takes no time
 STEPS_OF_STRAGGLERS = 4
 MAX_NODES = 4096
 
@@ -146,11 +147,17 @@ def _round(
     """
     h, ranks = local.every, nodes * common["node"].ranks
     outer = common["rates"].outer_seconds(workload.numel) if ranks > 1 else 0.0
-    times = {name: h * getattr(workload, name) for name in ("t_frame", "t_post")}
-    whole = replace(workload, **times, t_update=h * workload.t_update + outer, overlaps=False)
+    if local.fragments > len(workload.parameters):
+        raise ValueError(f"{local.fragments} fragments of {len(workload.parameters)} tensors: a fragment has at least one")
+    update = h * (workload.t_update + workload.parallel_post * workload.t_post) + outer  # nothing is shared out
+    whole = replace(workload, t_frame=h * workload.t_frame, t_post=0.0, t_update=update, overlaps=False)
     calmer = replace(stragglers, jitter=stragglers.jitter / math.sqrt(h))
     found = simulate(whole, method, nodes, link, stragglers=calmer, transport=transport, **common)
-    exposed = found.exposed_seconds
+    exposed, exchange = found.exposed_seconds, found.exchange_seconds
+    if local.fragments > 1 and ranks > 1:  # what an exchange takes however little it carries, once more for each
+        tiny = replace(whole, parameters=(("", LITTLE),), flops=None)
+        more = (local.fragments - 1) * simulate(tiny, method, nodes, link, stragglers=calmer, transport=transport, **common).exposed_seconds
+        exposed, exchange = exposed + more, exchange + more
     if local.delay:
         busy = 0.0
         if common["cores"] < 2:
@@ -163,8 +170,8 @@ def _round(
         found.compute_seconds / h,
         found.straggler_seconds / h,
         exposed / h,
-        found.exchange_seconds / h,
-        max(0.0, 1 - exposed / found.exchange_seconds) if found.exchange_seconds > 0 else 1.0,
+        exchange / h,
+        max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0,
         round(found.sent_nbytes / h),
         ranks,
     )

@@ -56,7 +56,11 @@ class Tolerance:
         if method.codec is None or method.keeps_loss:
             return dict.fromkeys(self.columns)
         table = [row for row in self.table if method.exchange != "hierarchical" or not row.precondition]
-        every = method.local.every if method.local is not None else 1
+        every, local = 1, method.local
+        if local is not None:
+            if local.every == 1 or local.fragments > 1 or local.delay:
+                return dict.fromkeys(self.columns)  # not measured: an outer optimizer every step, late averages
+            every = local.every
         return {name: expected(family, method.codec, table, self.limits, every) for name, family in self.columns.items()}
 
     def cost(self, method: Method) -> Measured | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from gradcomp.plan.costs import FP32_NBYTES, LocalSteps, Method, between, find_method
-from gradcomp.plan.links import format_rate, format_seconds
+from gradcomp.plan.links import Node, format_rate, format_seconds
 from gradcomp.plan.tolerance import Tolerance
 from gradcomp.plan.workload import Simulation
 
@@ -39,7 +39,8 @@ def sentence(
         gain = f", {speedup:.2g} times as fast as fp32" if plain is not None else ""
         text = f"{verb}: {where}, train {place} with {method.name}{gain}."
         if even is not None and math.isfinite(even) and even > 0:
-            text += f" Above {format_rate(even)} compression stops paying there."
+            what = "compression" if method.compresses else "exchanging rarely"
+            text += f" Above {format_rate(even)} {what} stops paying there."
     elif method.value_nbytes < FP32_NBYTES:
         gain = f"{speedup:.2g} times as fast as fp32" if plain is not None else "without a codec"
         text = f"Do not compress: {where}, train {place} with {method.name}, {gain}; codecs gain less than 5 % more."
@@ -70,25 +71,27 @@ def accuracy(
     return text
 
 
-def rare(n: int) -> Method:
+def rare(n: int, node: Node) -> Method:
     """Return what is mentioned where the network takes two thirds of every step: ternary as it comes, after H steps on one's own."""
-    return between(find_method("ternary hierarchical"), n).after(RARELY)
+    method = find_method("ternary hierarchical")
+    return (method if node.ranks > 1 else between(method, n)).after(RARELY)
 
 
-def rarely(tolerance: Tolerance, method: Method, result: Simulation, instead: Simulation) -> str:
+def rarely(tolerance: Tolerance, method: Method, result: Simulation, seconds: float, instead_s: float) -> str:
     """Return what local steps would do, where a step waits for the network for most of its time; "" where it does not.
 
     Args:
         tolerance: what methods cost in accuracy.
         method: `rare`.
-        result, instead: of what is recommended, and of `method`.
+        result: of what is recommended.
+        seconds, instead_s: a step of that and of `method`, over a whole run.
     """
-    if result.exposed_seconds <= WAITS * result.seconds or instead.seconds * (1 + ENOUGH) >= result.seconds:
+    if result.exposed_seconds <= WAITS * result.seconds or instead_s * (1 + ENOUGH) >= seconds:
         return ""
-    ratio = result.seconds / instead.seconds
-    named = dict.fromkeys(f"{row.cost} ({row.training})" for row in tolerance.costs(method).values() if row is not None)
+    ratio = seconds / instead_s
+    named = dict.fromkeys(f"{row.cost} with {row.given()} ({row.training})" for row in tolerance.costs(method).values() if row is not None)
     costs = f"cost {', '.join(named)}" if named else "cost an accuracy that was not measured"
     return (
         f" The network takes {result.exposed_seconds / result.seconds:.0%} of that step: local steps (--every {RARELY.every}, "
-        f"gradcomp.DiLoCo) with ternary would take {format_seconds(instead.seconds)} a step, {ratio:.2g} times as fast, and {costs}."
+        f"gradcomp.DiLoCo) with ternary would take {format_seconds(instead_s)} a step, {ratio:.2g} times as fast, and {costs}."
     )

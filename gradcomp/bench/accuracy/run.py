@@ -18,6 +18,7 @@ from gradcomp.bench.accuracy.methods import parse
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS, exchanging_momentum
 from gradcomp.bench.accuracy.workers import Apart, Workers
 from gradcomp.bench.accuracy.workloads import WORKLOADS, Settings, Workload
+from gradcomp.errors import NotFinite
 
 POINTS = 20  # of a curve
 DIVERGED = 1e4  # a loss beyond this ends a run
@@ -91,7 +92,11 @@ def train(job: Job, workload: Workload, tell: Callable[[int], None]) -> dict[str
                 torch.nn.utils.clip_grad_norm_(each.parameters(), settings.clip)
         for optimizer in optimizers:
             optimizer.step()
-        workers.end_step()
+        try:
+            workers.end_step()
+        except NotFinite:
+            last = math.inf
+            break
         if (step + 1) % every == 0:
             curve.append((step + 1, last, _test(workload, model, quick=True)))
             tell(step + 1)
