@@ -23,7 +23,7 @@ from rich.progress import Progress
 from gradcomp.bench.cluster import measure_here
 from gradcomp.bench.cluster_validate import GOAL, describe
 from gradcomp.bench.cluster_validate import validate as compare
-from gradcomp.bench.plan_question import Question
+from gradcomp.bench.plan_question import Question, parse_stragglers
 from gradcomp.bench.plan_report import plot, print_prediction, to_dict
 from gradcomp.bench.ranks import RANK_ERRORS
 from gradcomp.plan.accuracy import TOLERANCES
@@ -234,21 +234,6 @@ def parse_nodes(text: str) -> list[int]:
             f"--nodes {text!r} is not understood; 1:64 (doubling), 2:10:2 (steps of 2) and 2,4,6 are, from 1 to {MAX_NODES}"
         ) from None
     return found
-
-
-def parse_stragglers(text: str | None) -> tuple[float, float]:
-    """Return (share, factor) of "0.1:2".
-
-    Raises:
-        ValueError: not understood.
-    """
-    if text is None:
-        return 0.0, 1.0
-    try:
-        share, factor = (float(part) for part in text.split(":"))
-    except ValueError:
-        raise ValueError(f"--stragglers {text!r} is not understood; SHARE:FACTOR as in 0.1:2 is") from None
-    return share, factor
 
 
 def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE) -> list[Method]:

@@ -28,3 +28,18 @@ class Question:
     transport: Transport | None = None
     tolerance: Tolerance = field(default_factory=Tolerance)
     node: Node = ALONE
+
+
+def parse_stragglers(text: str | None) -> tuple[float, float]:
+    """Return (share, factor) of "0.1:2".
+
+    Raises:
+        ValueError: not understood.
+    """
+    if text is None:
+        return 0.0, 1.0
+    try:
+        share, factor = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise ValueError(f"--stragglers {text!r} is not understood; SHARE:FACTOR as in 0.1:2 is") from None
+    return share, factor
