@@ -109,7 +109,7 @@ def main() -> None:
         if local.inner_steps % report_every == 0:
             if rank == 0:
                 with torch.no_grad():
-                    loss = loss_of(model, sample(held_out, 256, torch.Generator().manual_seed(0)))
+                    loss = loss_of(model, sample(held_out, 64, torch.Generator().manual_seed(0)))
                 sent = (local.stats.bytes_sent + local.start_stats.bytes_sent) / 1e6
                 print(f"step {local.inner_steps}: held-out loss {loss:.3f} nats a byte, {sent:.1f} MB sent", flush=True)
             if file is not None:

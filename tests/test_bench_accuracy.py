@@ -236,7 +236,7 @@ def data(tmp_path):
 @pytest.mark.slow
 def test_a_table_of_small_runs_goes_on_where_it_was(data, capsys):
     out = data / "out"
-    words = ["--data", str(data), "--out", str(out), "--steps", "6", "--seeds", "2", "--workers", "2", "--jobs", "2"]
+    words = ["--data", str(data), "--out", str(out), "--steps", "3", "--seeds", "2", "--workers", "2", "--jobs", "2"]
     assert accuracy.main([*words, "--methods", "fp32", "bf16"]) == 0
     first = (out / "runs.jsonl").read_text()
     assert len(first.splitlines()) == 4
