@@ -1,8 +1,9 @@
 """Forms: how values stand in a payload. `FORMS` is the one table of codec numbers, names, bits and scales.
 
-Where codes stand is arithmetic on numbers of elements, never something that is read: a form says how many bytes the codes of a run
-of elements fill, and at which elements its codes can be cut. A new form is one entry here: headers, exchanges, the server, the planner and the benchmarks read it. C finds the kernels of
-a form by the name of its `kernel` (``gc_NAME_encode``, ``gc_NAME_sum_decode``, ``gc_NAME_validate``, ``GC_FROM_NAME``).
+Where codes stand is arithmetic on numbers of elements, never something that is read: a form says how many bytes the codes of a
+run of elements fill, and at which elements its codes can be cut. A new form is one entry here: headers, exchanges, the server,
+the planner and the benchmarks read it. C finds the kernels of a form by the name of its `kernel` (``gc_NAME_encode``,
+``gc_NAME_sum_decode``, ``gc_NAME_validate``, ``GC_FROM_NAME``).
 """
 
 from __future__ import annotations
