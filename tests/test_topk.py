@@ -387,6 +387,16 @@ def test_a_known_vector():
     assert scales == [2, 4] and payload[HEADER_NBYTES + 8 :].tolist() == [0b10001010, 0b00111100, 0b1001]  # gaps 5 and 94 = 64 + 30
 
 
+def test_classes_are_told_apart_in_double():
+    """1 + 1 ulp and 1 + 2 ulp have a mean that float32 rounds to the larger, which is above it all the same."""
+    x = np.zeros(128, np.float32)
+    x[[3, 70]] = np.float32(1) + np.float32(2**-23) * np.array([1, 2], np.float32)
+    scales, codes, left = ref_topk.topk_encode(x, ref.Piece(128, GROUP))
+    assert scales.tolist() == [[x[3], x[70]]] and not left.any()
+    payload = TopK().encode(torch.from_numpy(x)).numpy()
+    assert np.array_equal(payload[-len(codes) :], codes) and payload[32:40].view(np.float32).tolist() == [x[3], x[70]]
+
+
 def test_groups_without_gradient_keep_their_residuals():
     gradient, residual = torch.randn(3 * GROUP), torch.randn(3 * GROUP)
     gradient[GROUP : 2 * GROUP] = 0

@@ -102,7 +102,7 @@ def topk_encode(x: Array, piece: Piece, residual: Floats | None = None) -> tuple
         mine = positions[(positions >= group.start) & (positions < group.stop)]
         magnitudes = np.abs(v[mine])
         mean, means = group_means(magnitudes)
-        is_outer[mine] = magnitudes > mean
+        is_outer[mine] = magnitudes.astype(np.float64) > mean  # NumPy would round the mean to float32
         if np.isfinite(v[group]).all() and (g[group] != 0).any():
             scale[:] = means
         q[mine] = np.where(np.signbit(v[mine]), 0 - scale[1 * is_outer[mine]], scale[1 * is_outer[mine]])
