@@ -212,7 +212,7 @@ def test_new_figures_choose_anew():
         (None, {"precondition": gradcomp.Precondition(beta=0.5)}, 2, True),
         (Options(precondition=True), {}, 2, True),
         (Options(precondition=True), {"precondition": False}, 4, False),
-        (None, {"exchange": "hierarchical"}, 4, False),  # which precondition does not go with
+        (None, {"exchange": "hierarchical"}, 2, True),
         (None, {"transform": AggregateAdagrad()}, 4, False),
         (Options(start_step=3), {"min_numel": 7, "exclude": "0.weight"}, 2, True),
     ],

@@ -21,7 +21,7 @@ def bench(python, *options):
     return subprocess.run(command, env=mpi_environment(), capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("transport", ["gloo", "MPICH", "Open MPI"])
+@pytest.mark.parametrize("transport", ["gloo", "MPICH", pytest.param("Open MPI", marks=pytest.mark.long)])
 def test_a_short_run_has_every_row(tmp_path, transport):
     python = sys.executable if transport == "gloo" else mpi_python({"MPICH": "mpich", "Open MPI": "openmpi"}[transport])
     files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]

@@ -27,6 +27,7 @@ def run_demo(*options, timeout_s):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
+@pytest.mark.long  # CI runs the demo itself
 def test_demo_trains_all_three_and_reports(tmp_path):
     done = run_demo("--short", "--steps", "12", "--out", str(tmp_path), timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -279,7 +279,7 @@ for turn in (0, 1):  # rank 1 comes when rank 0 has given up
 """
 
 
-@pytest.mark.parametrize("level", ["multiple", "serialized", "funneled", "single"])
+@pytest.mark.parametrize("level", ["multiple", "funneled", *(pytest.param(x, marks=pytest.mark.long) for x in ("serialized", "single"))])
 def test_every_thread_level_works_or_says_what_to_set(tmp_path, flavour, level):
     done, _ = script(tmp_path, flavour, 2, LEVEL.format(level=level, upper=level.upper()))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -40,6 +40,20 @@ def run(*words, module="gradcomp.plan", **environment):
     )
 
 
+@pytest.fixture
+def answer(capsys, monkeypatch):
+    """Return a function like `run` that starts no process."""
+
+    def answer(*words, **environment):
+        for name, value in ({"COLUMNS": "100"} | environment).items():
+            monkeypatch.setenv(name, value)
+        capsys.readouterr()
+        status = plan.main([str(w) for w in words])
+        return subprocess.CompletedProcess(words, status, *capsys.readouterr())
+
+    return answer
+
+
 def test_the_program_answers_and_writes(tmp_path, rates):
     out = run("--model", "vgg16", "--link", "1gbit", "--latency", "0.1ms", "--nodes", "1:64", "--rates", rates,
               "--json", tmp_path / "plan.json", "--plot", tmp_path / "plan.png")  # fmt: skip
@@ -64,8 +78,8 @@ def test_the_program_answers_and_writes(tmp_path, rates):
         (["--optimizer", "muon"], "block4", {"muon"}),
     ],
 )
-def test_losses_stand_beside_the_seconds(tmp_path, rates, words, chosen, columns):
-    out = run("--model", "vgg16", "--link", "1gbit", "--nodes", "8", "--rates", rates, "--json", tmp_path / "plan.json", *words)
+def test_losses_stand_beside_the_seconds(answer, tmp_path, rates, words, chosen, columns):
+    out = answer("--model", "vgg16", "--link", "1gbit", "--nodes", "8", "--rates", rates, "--json", tmp_path / "plan.json", *words)
     assert out.returncode == 0, out.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["method"].startswith(chosen) and found["method"] in found["permitted"]
@@ -80,13 +94,13 @@ def test_losses_stand_beside_the_seconds(tmp_path, rates, words, chosen, columns
     assert ("Name the optimizer" in out.stdout) == (not words)
 
 
-def test_no_cell_of_a_table_is_cut(rates):
-    out = run("--model", "vgg16", "--nodes", "1:64", "--rates", rates, COLUMNS="40")
+def test_no_cell_of_a_table_is_cut(answer, rates):
+    out = answer("--model", "vgg16", "--nodes", "1:64", "--rates", rates, COLUMNS="40")
     assert out.returncode == 0 and "\u2026" not in out.stdout and f"onebit reduce_scatter  {ONEBIT}   +1.70  2.40 s" in out.stdout
 
 
-def test_it_calibrates_where_no_rates_are_given(tmp_path):
-    out = run("--model", "lenet", "--nodes", "2", "--codec", "fp32,onebit", "--json", tmp_path / "plan.json")
+def test_it_calibrates_where_no_rates_are_given(answer, tmp_path):
+    out = answer("--model", "lenet", "--nodes", "2", "--codec", "fp32,onebit", "--json", tmp_path / "plan.json")
     assert out.returncode == 0, out.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
     beside = {"ternary all_gather", "outer step"}  # for what is said of local steps
@@ -100,11 +114,11 @@ def test_rates_from_before_local_steps_are_not_taken_for_free(rates, capsys):
     assert "says nothing of 'outer step'" in capsys.readouterr().err
 
 
-def test_rates_of_an_earlier_answer_serve_again(tmp_path, rates):
+def test_rates_of_an_earlier_answer_serve_again(answer, tmp_path, rates):
     asked = ("--model", "lenet", "--nodes", "2,4", "--codec", "fp32,onebit")
     first, second = (tmp_path / name for name in ("first.json", "second.json"))
-    assert run(*asked, "--rates", rates, "--json", first).returncode == 0
-    out = run(*asked, "--rates", first, "--json", second)
+    assert answer(*asked, "--rates", rates, "--json", first).returncode == 0
+    out = answer(*asked, "--rates", first, "--json", second)
     assert out.returncode == 0, out.stderr
     assert json.loads(first.read_text()) == json.loads(second.read_text())
 
@@ -127,9 +141,9 @@ def test_rates_that_are_none(tmp_path, capsys, found, message):
     assert message in capsys.readouterr().err
 
 
-def test_shapes_of_ones_own_and_every_option(tmp_path, rates):
+def test_shapes_of_ones_own_and_every_option(answer, tmp_path, rates):
     (tmp_path / "mine.json").write_text(json.dumps([["fc.weight", [4000, 1000]], ["fc.bias", [4000]]]))
-    out = run("--shapes", tmp_path / "mine.json", "--nodes", "2:6:2", "--frame-time", "1ms", "--update-time", "2ms",
+    out = answer("--shapes", tmp_path / "mine.json", "--nodes", "2:6:2", "--frame-time", "1ms", "--update-time", "2ms",
               "--post-time", "3ms", "--minibatch", "8", "--weak", "--cores", "1", "--jitter", "0.05", "--stragglers", "0.5:2",
               "--double-buffering", "--bucket-cap-mb", "1", "--exchange", "all_reduce,reduce_scatter", "--seed", "3",
               "--rates", rates, "--json", tmp_path / "plan.json")  # fmt: skip

@@ -117,11 +117,8 @@ class Options:
         if check_transform(self.transform) is not None and self.exchange == HIERARCHICAL:
             raise ValueError("a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
         object.__setattr__(self, "precondition", check_precondition(self.precondition))
-        if self.precondition is not None:
-            if self.exchange == HIERARCHICAL:
-                raise ValueError("precondition needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
-            if self.transform is not None and self.transform.place == "owner":
-                raise ValueError(f"precondition does not go with {self.transform!r}, which changes means where they are owned")
+        if self.precondition is not None and self.transform is not None and self.transform.place == "owner":
+            raise ValueError(f"precondition does not go with {self.transform!r}, which changes means where they are owned")
         self._check_scaler()
         seconds = self.timeout_s
         if seconds is not None and (not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_TIMEOUT_S):
@@ -162,26 +159,26 @@ class Options:
         """
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {type(optimizer).__name__}")
-        own = getattr(optimizer, "transform", None)
-        if not isinstance(own, Transform):
-            own = self.transform
-            steps = self.start_step if own is None or not own.packs_warm_up else 1
-        else:
+        brought = getattr(optimizer, "transform", None)
+        mine = self
+        if isinstance(brought, Transform) and brought is not self.transform:
             for name, value in (("transform", self.transform), ("start_step", self.start_step)):
-                if value and value is not own:
+                if value:
                     raise ValueError(
                         f"{name}={value!r} does not go with {type(optimizer).__name__}, which changes gradients on their way and "
                         "has a warm-up of its own"
                     )
-            steps = int(own.packs_warm_up)
-            if self.start_codec is not None and not steps:
-                raise ValueError(
-                    f"start_codec={self.start_codec!r} does not go with {type(optimizer).__name__}: gradients and momenta take "
-                    "turns there, and residuals of one are none of the other"
+            mine = replace(self, transform=brought)
+        own = mine.transform
+        if mine.start_codec is not None and not mine.start_step and not (own is not None and own.packs_warm_up):
+            why = "packs the steps before start_step, which is 0"
+            if isinstance(brought, Transform):
+                why = (
+                    f"does not go with {type(optimizer).__name__}: gradients and momenta take turns there, and residuals of one "
+                    "are none of the other"
                 )
-        if self.start_codec is not None and not steps:
-            raise ValueError(f"start_codec={self.start_codec!r} packs the steps before start_step, which is 0")
-        return self if own is self.transform else replace(self, transform=own)
+            raise ValueError(f"start_codec={mine.start_codec!r} {why}")
+        return mine
 
     @property
     def exempts(self) -> tuple[Exempts, ...]:

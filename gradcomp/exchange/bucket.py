@@ -50,6 +50,7 @@ class BucketExchange:
         transform: changes this rank's gradients, or the means that it owns.
         probe: looks at what is encoded, now and then.
         moments: by whose roots values are divided before they are encoded; those of fp32 values are only taken in.
+        observes: whether the moments take in these averages, which needs whole tensors.
         device: of the bucket.
     """
 
@@ -68,6 +69,7 @@ class BucketExchange:
         keeps_packed: bool = False,
         transform: Transforming | None = None,
         moments: SecondMoments | None = None,
+        observes: bool = True,
         probe: Probe | None = None,
         device: torch.device = CPU,
     ) -> None:
@@ -92,7 +94,7 @@ class BucketExchange:
             self._owned_packed = [p.slot.index for p in plan.own_second.pieces if p.slot.compressed]
             self._owned_spans = [(p.slot.index, p.data, p.numel) for p in plan.own_second.pieces]
         units = Divided(plan, moments, dtype) if moments is not None else None
-        self._observed = units  # what takes averages in
+        self._observed = units if observes else None  # what takes averages in
         self._divided = None if isinstance(plan.codec, Identity) else units
         decoded = torch.float32 if self._divided is not None else dtype
         self._bringing = [t for t in self._traffic if t.brings is not None]  # averages
@@ -314,7 +316,7 @@ class BucketExchange:
     def _take(self, here: Traffic) -> None:
         """Take in the averages that a slice brings; those that may stay packed all at once, with the last."""
         last = here is self._traffic[-1]
-        packs = self._keeps_packed and self._observed is None
+        packs = self._keeps_packed and self._observed is None and self._divided is None
         if self._bad or here.brings is None:
             return
         if not packs:
@@ -339,8 +341,8 @@ class BucketExchange:
     def _observe(self) -> None:
         """Bring the whole bucket's averages to units of the gradient, and show them to the second moments."""
         if self._divided is not None:
-            self._bad |= self._divided.multiply(self._buffer, self._step)
-        elif self._observed is not None:
+            self._bad |= self._divided.multiply(self._buffer)
+        if self._observed is not None and not self._bad:
             self._bad |= self._observed.observe(self._buffer, self._step)
 
     def _publish(self, here: Traffic, second: Second) -> None:

@@ -6,12 +6,15 @@ So residuals follow loss scales, checkpoints and other numbers of ranks as they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.kernels import HOST
 from gradcomp.memory.moments import SecondMoments
+from gradcomp.payload.pieces import Slot
 
 
 class Divided:
@@ -30,8 +33,10 @@ class Divided:
 
     def __init__(self, plan: BucketPlan, moments: SecondMoments, dtype: torch.dtype) -> None:
         self._moments, self._slots = moments, plan.slots
-        self.units, self.values = torch.ones(plan.numel), torch.empty(plan.numel)
-        self.averages = None if dtype == torch.float32 else torch.empty(plan.numel)
+        self._runs = _runs(plan.slots)  # shards need not lie side by side, and what lies between is anything
+        numel = self._runs[-1].stop if self._runs else 0
+        self.units, self.values = torch.ones(numel), torch.empty(numel)
+        self.averages = None if dtype == torch.float32 else torch.empty(numel)
         self._first = [(s.offset, s.residual, s.offset, s.numel) for s in plan.slots if s.compressed]
         self._owned = [
             [
@@ -67,15 +72,16 @@ class Divided:
         for _, kept, first, numel in self._first if owned is None else self._owned[owned]:
             residual[kept : kept + numel].mul_(self.units[first : first + numel])
 
-    def multiply(self, buffer: Tensor, step: int) -> bool:
-        """Write averages of an exchange in units of the gradient to the bucket and take them in; True: something is not finite."""
+    def multiply(self, buffer: Tensor) -> bool:
+        """Write averages of an exchange in units of the gradient to the bucket; True: one is not finite."""
         values = buffer if self.averages is None else self.averages
-        bad = HOST.multiply(values, self.units)
-        if values is not buffer:
-            buffer.copy_(values)
-            values = buffer.float()
-            bad = not HOST.are_finite(values)
-        return bad or self.observe(values, step)
+        bad = False
+        for run in self._runs:
+            bad |= HOST.multiply(values[run], self.units[run])
+            if values is not buffer:
+                buffer[run].copy_(values[run])
+                bad |= not HOST.are_finite(buffer[run].float())
+        return bad
 
     def observe(self, averages: Tensor, step: int) -> bool:
         """Take in averages in units of the gradient; True: a moment is not finite."""
@@ -84,3 +90,15 @@ class Divided:
     def commit(self) -> None:
         """Make the moments that this step wrote current."""
         self._moments.planes.commit(s.index for s in self._slots if s.compressed)
+
+
+def _runs(slots: Sequence[Slot]) -> list[slice]:
+    """Return where slots lie, those side by side as one."""
+    runs: list[slice] = []
+    for slot in slots:
+        first, last = slot.offset, slot.offset + slot.numel
+        if runs and runs[-1].stop == first:
+            runs[-1] = slice(runs[-1].start, last)
+        else:
+            runs.append(slice(first, last))
+    return runs

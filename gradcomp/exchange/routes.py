@@ -184,9 +184,9 @@ class NodeRoute:
 
     def exchange(self, plan: NodePlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
         last = {"keeps_packed": options.pop("keeps_packed", False)}
-        last |= {name: options[name] for name in ("timeout_s", "device") if name in options}
+        last |= {name: options[name] for name in ("timeout_s", "device", "moments") if name in options}
         inside = BucketExchange(plan.inside, self._nodes.inside, dtype, stats.inside_nodes, **last)
-        options["draw_rank"] = self._comm.rank
+        options |= {"draw_rank": self._comm.rank, "observes": False}  # averages of shards: the exchange inside has them whole
         return NodeExchange(inside, BucketExchange(plan.across, self._nodes.across, torch.float32, stats, **options))
 
     def abort(self, reason: str = "") -> None:
@@ -247,8 +247,9 @@ class NodeExchange:
         self._inside.unpack()
 
     def commit(self) -> None:
-        """Make the residuals that this step wrote current."""
+        """Make the residuals and moments that this step wrote current."""
         self._across.commit()
+        self._inside.commit()
 
     def _hand_over(self) -> None:
         self._inside.average_shard()

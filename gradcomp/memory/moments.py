@@ -82,7 +82,7 @@ class SecondMoments:
         self.planes = Planes(numels, "second moment")
 
     def divide(self, slot: Slot, values: Tensor, residual: Tensor | None, units: Tensor, out: Tensor) -> None:
-        """Write a compressed tensor's units, sqrt(v) + floor or 1 before the first average, and (values + residual) / units.
+        """Write units of a compressed tensor or a shard of one, sqrt(v) + floor or 1 before the first average, and (values + residual) / units.
 
         Args:
             values, units, out: ``(n,)`` float32, a bucket.
@@ -91,8 +91,8 @@ class SecondMoments:
         span = slice(slot.offset, slot.offset + slot.numel)
         given, d, x, old = values[span], units[span], out[span], self.planes.pair(slot.index)[0]
         owed = residual[slot.residual : slot.residual + slot.numel] if residual is not None else None
-        if _any(old):
-            HOST.divide(given, owed, old, self.options.floor, d, x)
+        if _any(old):  # of the whole tensor, also where the slot is a shard of it
+            HOST.divide(given, owed, old[slot.start : slot.start + slot.numel], self.options.floor, d, x)
             return
         d.fill_(1.0)
         x.copy_(given)
@@ -100,7 +100,7 @@ class SecondMoments:
             x.add_(owed)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
-        """Take in the averages of a bucket; to be committed. Returns True if a moment is not finite.
+        """Take in the averages of a bucket of whole tensors; to be committed. Returns True if a moment is not finite.
 
         v becomes b * v + (1 - b) * (g / t)^2, with t the larger of mean and standard deviation of the tensor's averages and b the
         smaller of beta and (step + 1) / (step + 2); it is 1 before the first average, and stays as it is where t is 0. One decoded

@@ -52,16 +52,15 @@ class Tolerance:
         return {name: family for family, name in FAMILIES.items() if family not in OWN_WARM_UP}
 
     def costs(self, method: Method) -> dict[str, Measured | None]:
-        """Return what a method costs, by column; None: not measured. What needs ``precondition`` does not go with a hierarchical exchange."""
+        """Return what a method costs, by column; None: not measured."""
         if method.codec is None or method.keeps_loss:
             return dict.fromkeys(self.columns)
-        table = [row for row in self.table if method.exchange != "hierarchical" or not row.precondition]
         every, local = 1, method.local
         if local is not None:
             if local.every == 1 or local.fragments > 1 or local.delay:
                 return dict.fromkeys(self.columns)  # not measured: an outer optimizer every step, late averages
             every = local.every
-        return {name: expected(family, method.codec, table, self.limits, every) for name, family in self.columns.items()}
+        return {name: expected(family, method.codec, self.table, self.limits, every) for name, family in self.columns.items()}
 
     def cost(self, method: Method) -> Measured | None:
         """Return what a method costs under the optimizer; None: not measured, or no optimizer was said."""
