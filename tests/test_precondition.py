@@ -196,9 +196,13 @@ def test_nothing_is_lost(codec):
     assert torch.allclose(ranks[0][0] + owed, exact, atol=1e-4)
 
 
-def test_a_bucket_with_nan_and_a_discarded_step_leave_no_trace():
+FLAT, NODES = (2, {}), (4, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]})
+
+
+@pytest.mark.parametrize(("world", "options"), [FLAT, NODES], ids=["flat", "nodes"])
+def test_a_bucket_with_nan_and_a_discarded_step_leave_no_trace(world, options):
     def run(comm):
-        _, averager = averages(comm, Block(2), 3)
+        _, averager = averages(comm, Block(2), 3, **options)
         before = averager.state_dict()
         for source in averager._engine.sources:
             source.like.grad = torch.full(source.like.shape, float("nan") if comm.rank == 1 else 1.0)
@@ -209,7 +213,7 @@ def test_a_bucket_with_nan_and_a_discarded_step_leave_no_trace():
         averager.discard_step()
         return before, after, changed, averager.state_dict()
 
-    for before, after, changed, discarded in run_local(2, run):
+    for before, after, changed, discarded in run_local(world, run):
         for part in ("residual", "owner_residual", "second_moment"):
             assert before[part].keys() == after[part].keys()
             for name, tensor in before[part].items():
@@ -217,17 +221,18 @@ def test_a_bucket_with_nan_and_a_discarded_step_leave_no_trace():
         assert not torch.equal(before["second_moment"]["w"], changed["second_moment"]["w"])
 
 
-def test_a_resumed_run_is_the_same_run():
+@pytest.mark.parametrize(("world", "options"), [(3, {}), NODES], ids=["flat", "nodes"])
+def test_a_resumed_run_is_the_same_run(world, options):
     def run(comm):
-        whole, _ = averages(comm, Block(2), 6)
-        _, averager = averages(comm, Block(2), 3)
+        whole, _ = averages(comm, Block(2), 6, **options)
+        _, averager = averages(comm, Block(2), 3, **options)
         state = averager.state_dict()
-        fresh = GradientAverager(parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL)
+        fresh = GradientAverager(parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL, **options)
         fresh.load_state_dict(state)
         later, _ = averages(comm, Block(2), 3, first=3, averager=fresh)
         return whole[3:], later
 
-    for whole, later in run_local(3, run):
+    for whole, later in run_local(world, run):
         assert all(torch.equal(a[name], b[name]) for a, b in zip(whole, later, strict=True) for name in a)
 
 
