@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from _ranks import mpi_environment, mpi_python
 
 from gradcomp.bench.train import hosts, main, methods, run, workloads
 from gradcomp.bench.train.predict import planned
@@ -38,9 +39,9 @@ def refuses(model):
 ROOT = Path(__file__).parents[1]
 
 
-def bench(*words, cwd, timeout=240):
-    environment = os.environ | {"PYTHONPATH": f"{cwd}:{ROOT}"}
-    command = [sys.executable, "-m", "gradcomp.bench", "train", *words]
+def bench(*words, cwd, timeout=240, python=sys.executable):
+    environment = mpi_environment() | {"PYTHONPATH": f"{cwd}:{ROOT}"}
+    command = [python, "-m", "gradcomp.bench", "train", *words]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -114,18 +115,48 @@ def test_a_rate_that_tc_refuses_is_said_and_leaves_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_bench_removes_everything(tmp_path, number):
+@pytest.mark.parametrize("flavour", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
+def test_codecs_over_mpi_between_hosts(tmp_path, flavour):
+    """mpiexec starts a rank on every host, and what it moves is on the interfaces: not in the memory that all of them share."""
+    where = ["--hosts", "0"] if WHY else ["--hosts", "2", "--link", "200mbit"]
+    words = ["--over", "mpi", *where, "--workload", "random:600000", "--steps", "6", "--methods", "ternary", "--json", "out.json"]
+    done = bench(*words, cwd=tmp_path, python=mpi_python(flavour))
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
+    ternary = case["rows"][2]
+    assert [row["method"] for row in case["rows"]] == ["none", "noop", "ternary"] and ternary["phases"]["encode"] > 0
+    assert ternary["sent_nbytes"] == pytest.approx(600_064 // 1024 * 1024 / 4, rel=0.12) and ternary["predicted_seconds"] > 0
+
+
+def test_without_an_mpi_or_under_a_launcher_there_are_no_ranks_over_mpi(capsys, monkeypatch):
+    assert main(["--over", "mpi", "--hosts", "0", "--workload", "random:5000", "--steps", "5"]) == 2
+    assert "--over mpi needs mpi4py and an MPI: pip install" in capsys.readouterr().err  # which this interpreter has not
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setenv("GRADCOMP_MPIRUN", "/bin/true")
+    assert main(["--over", "mpi", *(["--hosts", "0"] if WHY else []), "--workload", "random:5000", "--steps", "5"]) == 2
+    assert WHY or "knows MPICH and Open MPI from 5 on, not /bin/true (unknown 0)" in capsys.readouterr().err
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--over", "mpi", "--workload", "random:5000", "--steps", "5"]) == 2
+    assert "without a launcher" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flavour", "number"), [("", signal.SIGINT), ("", signal.SIGTERM), ("mpich", signal.SIGINT), ("openmpi", signal.SIGTERM)])
+def test_an_interrupted_bench_removes_everything(tmp_path, flavour, number):
     """Ctrl-C or an end from outside while ranks train: no namespaces, no processes."""
     where = ["--hosts", "0"] if WHY else ["--hosts", "2", "--link", "1mbit"]
-    command = [sys.executable, "-m", "gradcomp.bench", "train", *where, "--workload", "random:4000000", "--steps", "500", "--methods", "fp32"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    python = mpi_python(flavour) if flavour else sys.executable
+    command = [python, "-m", "gradcomp.bench", "train", *where, "--workload", "random:4000000", "--steps", "500", "--methods", "fp32"]
+    command += ["--over", "mpi"] if flavour else []
+    mark = f"{tmp_path}:{ROOT}"
+    process = subprocess.Popen(command, cwd=tmp_path, env=mpi_environment() | {"PYTHONPATH": mark}, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 60
-    while not (found := ranks_of(process.pid)) and time.monotonic() < deadline:
+    while len(ranks_of(mark)) < 2 and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert found, "no rank has begun"
     time.sleep(1.0)
-    found = ranks_of(process.pid)
+    found = ranks_of(mark)
+    assert len(found) >= 2, "no ranks have begun"
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode in (130, -number, 128 + number)
@@ -134,16 +165,16 @@ def test_an_interrupted_bench_removes_everything(tmp_path, number):
     assert WHY or not [name for name in namespaces() if f"-{process.pid}-" in name]
 
 
-def ranks_of(parent):
+def ranks_of(mark):
+    """Return the processes that are, start or watch ranks, and have `mark` as their PYTHONPATH."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                words = (folder / "cmdline").read_bytes()
-                above = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
+                words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+            except OSError:
                 continue
-            if b"gradcomp.bench.train.rank" in words and above == parent:
+            if b"gradcomp.bench.train.rank" in words and f"PYTHONPATH={mark}\0".encode() in variables:
                 found.append(int(folder.name))
     return found
 
@@ -186,7 +217,7 @@ def test_where_there_can_be_no_hosts_the_bench_says_so(monkeypatch, capsys):
     assert "run as root, or measure on loopback with --hosts 0" in capsys.readouterr().err
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert "ip and tc not found: install iproute2" in hosts.unavailable()
+    assert "ip, tc, unshare not found: install iproute2 and util-linux" in hosts.unavailable()
 
 
 def test_every_method_and_workload_of_the_help_is_one(capsys):

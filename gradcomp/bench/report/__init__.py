@@ -101,7 +101,7 @@ def _train(found: dict[str, Any]) -> str:
     out = [f'<p class="note">{html.escape(about)}</p>']
     for case in found["cases"]:
         delay = f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
-        out.append(f"<h3>{case['ranks']} ranks, {html.escape(case['link'])}{delay}</h3>")
+        out.append(f"<h3>{case['ranks']} ranks, {html.escape(case['link'])}{delay}{', over MPI' if case.get('over') == 'mpi' else ''}</h3>")
         good = [row for row in case["rows"] if not row.get("failed")]
         out.append(_train_table(case["rows"]))
         if pictures.has_steps(good):

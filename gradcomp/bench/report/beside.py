@@ -31,7 +31,7 @@ def write_beside(file: Path) -> None:
 def _train_cases(found: dict[str, Any]) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     workload = found["arguments"]["workload"]
     return [
-        (f"{workload}, {case['ranks']} ranks, {case['link']}", {"workload": workload, "ranks": case["ranks"], "link": case["link"]}, case["rows"])
+        (f"{workload}, {case['ranks']} ranks, {case['link']}{', over MPI' if case.get('over') == 'mpi' else ''}", {"workload": workload, "ranks": case["ranks"], "link": case["link"]}, case["rows"])
         for case in found["cases"]
     ]
 

@@ -29,6 +29,7 @@ from gradcomp.bench.accuracy.workloads import Workload
 from gradcomp.bench.train import methods, workloads
 from gradcomp.bench.train.hosts import INTERFACE, Hosts, NoHosts
 from gradcomp.bench.train.methods import NONE, NOOP
+from gradcomp.bench.train.mpi import Mpiexec
 from gradcomp.bench.train.predict import largest_bucket, predict
 from gradcomp.bench.train.rank import Task
 from gradcomp.bench.train.report import crossings, row_of, table_of
@@ -67,12 +68,14 @@ class Case:
     Attributes:
         ranks, link: as they say; "loopback" and "as it is" are links, too.
         latency_s: that could be made; None where no hosts were.
+        over: what codecs' bytes went through.
         rows: of methods.
     """
 
     ranks: int
     link: str
     latency_s: float | None = None
+    over: str = "gloo"
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -89,6 +92,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--link", nargs="+", default=["1gbit"], metavar="RATE", help="of every host: 100mbit, 1gbit, 10gbit, or none (1gbit); several in turn"
     )
+    out.add_argument(
+        "--over", choices=("gloo", "mpi"), default="gloo",
+        help="what codecs' bytes go through: gloo, or the MPI of this interpreter's mpi4py, whose mpiexec then starts the ranks (gloo)",
+    )  # fmt: skip
     out.add_argument("--latency", metavar="TIME", help="of a link, such as 1ms; where the kernel has netem")
     out.add_argument("--workload", default="mlp", metavar="NAME", help="see below (mlp)")
     out.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="folder with prose.txt.gz, fashion-mnist/, cifar10_jpeg.npz")
@@ -123,6 +130,8 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"{args.workload} has no rate for {optimizer}; it has {', '.join(workload.settings.rates)}")
         cases: list[Case] = []
         grid: list[tuple[int, str, Link | None]]
+        if launched > 1 and args.over == "mpi":
+            raise ValueError("--over mpi starts ranks itself: run it without a launcher, with --hosts N or --hosts 0")
         if launched > 1:
             grid = [(launched, "as it is", None)]
         elif args.hosts == [0]:
@@ -130,13 +139,15 @@ def main(argv: list[str]) -> int:
         else:
             grid = [(count, name, link) for count in args.hosts for name, link in zip(args.link, links, strict=True)]
         for count, name, link in grid:
-            cases.append(Case(count, name))
-            with Hosts(count, link) if link is not None else contextlib.nullcontext() as hosts:
+            cases.append(Case(count, name, over=args.over))
+            with contextlib.ExitStack() as made:
+                hosts = made.enter_context(Hosts(count, link)) if link is not None else None
+                mpi = made.enter_context(Mpiexec(hosts)) if args.over == "mpi" else None
                 here = Link(math.inf)
                 if hosts is not None and link is not None:
                     cases[-1].latency_s = hosts.latency_s
                     here = Link(link.bits_per_s, hosts.latency_s)  # as far as it could be made
-                _run_case(args, workload, optimizer, cases, hosts, here, launched > 1)
+                _run_case(args, workload, optimizer, cases, Place(hosts, mpi), here, launched > 1)
     except (NoHosts, ValueError, FileNotFoundError) as error:
         print(f"gradcomp.bench train: {error}", file=sys.stderr)
         return 2
@@ -162,6 +173,7 @@ def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> No
         where = f"{case.ranks} {'ranks' if case.latency_s is None else 'hosts'}, {case.link}"
         if case.latency_s is not None and args.latency:
             where += f", {args.latency}" if case.latency_s else " (no latency: this kernel has no netem)"
+        where += ", over MPI" if case.over == "mpi" else ""
         if here and case.ranks > have:
             where += f"; they share {have} cores, so computing and codecs take longer than on hosts of their own"
         console.print(f"{args.workload}, {args.steps} steps, {where}", highlight=False, soft_wrap=True)
@@ -176,7 +188,7 @@ def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> No
 
 
 def _run_case(
-    args: argparse.Namespace, workload: Workload, optimizer: str, cases: list[Case], hosts: Hosts | None, link: Link, launched: bool
+    args: argparse.Namespace, workload: Workload, optimizer: str, cases: list[Case], place: Place, link: Link, launched: bool
 ) -> None:
     """Run every method in one place; rows are written as they come."""
     ranks, rows = cases[-1].ranks, cases[-1].rows
@@ -189,13 +201,13 @@ def _run_case(
         bar = progress.add_task("codecs' speed", total=len(names) * args.steps)
         cores = [all_cores() if launched else cores_of(rank, ranks) for rank in range(ranks)]
         largest = largest_bucket(workload.model(), ranks)
-        rates, transport = (Rates(), Transport()) if launched else measure(args.methods, largest, ranks, args.hang)
+        rates, transport = (Rates(), Transport()) if launched else measure(args.methods, largest, ranks, args.hang, place.mpi)
         for number, name in enumerate(names):
             progress.update(bar, description=name, completed=number * args.steps)
             tasks = [
                 Task(
                     name, args.workload, str(args.data), optimizer, args.steps, args.seed, curve and name not in (NONE, NOOP),
-                    cores[rank], INTERFACE if hosts is not None else "",
+                    cores[rank], INTERFACE if place.hosts is not None else "",
                 )
                 for rank in range(ranks)
             ]  # fmt: skip
@@ -203,14 +215,15 @@ def _run_case(
             def on_step(step: int, first: int = number * args.steps) -> None:
                 progress.update(bar, completed=first + step)
 
-            place = Place(hosts, mine, 1 + number) if launched else Place(hosts)
-            found = run_method(tasks, place, args.hang, on_step)
+            here = Place(rank=mine, shift=1 + number) if launched else place
+            found = run_method(tasks, here, args.hang, on_step)
             if found.failed:
                 rows.append({"method": name, "failed": found.failed})
             elif found.results:
                 alone, base = without.get(NONE if methods.is_local(name) else NOOP, ([], None))
                 knows = alone and not launched
-                guess = predict(name, workload.model(), alone, link, rates, transport, len(cores[0]), ranks) if knows else None
+                over_mpi = place.mpi is not None
+                guess = predict(name, workload.model(), alone, link, rates, transport, len(cores[0]), ranks, over_mpi=over_mpi) if knows else None
                 lower = workload.lower_is_better
                 rows.append(row_of(name, found.results, base, guess, args.target, lower=lower, bits_per_s=link.bits_per_s))
                 if name in (NONE, NOOP):

@@ -29,9 +29,9 @@ def unavailable() -> str:
     """Return why hosts cannot be made here, "" if they can."""
     if os.geteuid() != 0:
         return "network namespaces are made by root alone: run as root, or measure on loopback with --hosts 0"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
-        return f"{' and '.join(missing)} not found: install iproute2, or measure on loopback with --hosts 0"
+        return f"{', '.join(missing)} not found: install iproute2 and util-linux, or measure on loopback with --hosts 0"
     name = f"{PREFIX}-{os.getpid()}-probe"
     found = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -80,8 +80,10 @@ class Hosts:
         self._remove()
 
     def command(self, number: int) -> list[str]:
-        """Return the words that run a program on a host."""
-        return ["ip", "netns", "exec", self._name(f"host{number}")]
+        """Return the words that run a program on a host, which has a name of its own."""
+        name = self._name(f"host{number}")
+        named = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+        return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, name]
 
     def address(self, number: int) -> str:
         """Return a host's address."""

@@ -15,10 +15,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
-from gradcomp import Codec, DiLoCo
+from gradcomp import Codec, DiLoCo, Identity
 from gradcomp.bench.accuracy.methods import METHODS as CODECS
 from gradcomp.bench.accuracy.methods import Method, parse
 from gradcomp.bench.accuracy.optimizers import exchanging_momentum
+from gradcomp.comm.base import Communicator
 from gradcomp.onebit_sgd import DoubleBuffer
 
 NONE = "none"  # the model alone: what a step takes without an exchange
@@ -78,6 +79,7 @@ OTHERS: dict[str, Join] = {
     "powersgd1": _powersgd(1),
     "powersgd4": _powersgd(4),
 }
+OVER_MPI = {"fp32": Identity(), "bf16": Identity("bf16")}  # what DDP's own all_reduce would do, exchanged over MPI as codecs are
 DEFAULT = ("fp32", "bf16", "ternary", "block2", "block4", "onebit")
 
 
@@ -175,16 +177,19 @@ def factory(name: str) -> Join:
     return found  # type: ignore[no-any-return]
 
 
-def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer]) -> Ready:
-    """Make a model exchange by a method; `optimizers` train it, or take momenta that travel from."""
+def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer], comm: Communicator | None = None) -> Ready:
+    """Make a model exchange by a method, over `comm` if one is given; `optimizers` train it, or take momenta that travel from."""
     if name == NONE:
         return Ready(model, optimizers)
+    if comm is not None and name in OVER_MPI:
+        wrapped = DistributedDataParallel(model)
+        return Ready(wrapped, optimizers, gradcomp.ddp.register(wrapped, OVER_MPI[name], comm=comm, min_numel=0))
     if name in OTHERS or is_factory(name):
         wrapped = DistributedDataParallel(model)
         return Ready(wrapped, optimizers, (OTHERS.get(name) or factory(name))(wrapped))
     if is_local(name):
         codec, numbers = local_of(name)
-        local = DiLoCo(model, optimizers[0], codec, **numbers)  # type: ignore[arg-type]
+        local = DiLoCo(model, optimizers[0], codec, comm, **numbers)  # type: ignore[arg-type]
         return Ready(model, optimizers, local, local=local)
     method, double = codec_of(name)
     codec = method.codec  # type: ignore[assignment]
@@ -193,10 +198,10 @@ def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer]) -
     if method.exempt != "none":
         options["exclude"] = method.options_for(list(model.named_parameters()))["exclude"]
     if double:
-        buffer = DoubleBuffer(model, optimizers[0], codec, **options)
+        buffer = DoubleBuffer(model, optimizers[0], codec, comm, **options)
         return Ready(model, optimizers, buffer, buffer)
     if method.momentum:
         optimizers = exchanging_momentum(optimizers, method)
         options["optimizer"] = optimizers[0]
     wrapped = DistributedDataParallel(model)
-    return Ready(wrapped, optimizers, gradcomp.ddp.register(wrapped, codec, **options))
+    return Ready(wrapped, optimizers, gradcomp.ddp.register(wrapped, codec, comm=comm, **options))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gradcomp.bench.accuracy.methods import METHODS as CODECS
-from gradcomp.bench.train.methods import codec_of, is_local, local_of
+from gradcomp.bench.train.methods import OVER_MPI, codec_of, is_local, local_of
 from gradcomp.exchange.sizing import choose
 from gradcomp.plan.costs import LocalSteps, Method, find_method, plan_buckets
 from gradcomp.plan.links import Link
@@ -18,9 +18,12 @@ from gradcomp.plan.simulate import simulate
 from gradcomp.plan.workload import Transport, Workload
 
 
-def planned(name: str, world_size: int) -> Method | None:
+def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | None:
     """Return a method of the bench as the planner has it; None for what it does not know."""
     word = name.partition(":")[0]
+    if over_mpi and name in OVER_MPI:
+        strategy = choose(OVER_MPI[name], world_size)
+        return Method(f"{name} {strategy}", OVER_MPI[name], strategy.exchange, strategy.second_phase)
     if word in ("fp32", "bf16"):
         return find_method(word)
     if is_local(name):
@@ -54,6 +57,8 @@ def predict(
     transport: Transport,
     cores: int,
     ranks: int,
+    *,
+    over_mpi: bool = False,
 ) -> float | None:
     """Return the seconds of a step that the planner expects; None: it does not know the method.
 
@@ -65,8 +70,9 @@ def predict(
         rates, transport: what codecs and moving bytes cost without a link.
         cores: of a host.
         ranks: how many.
+        over_mpi: whether codecs' bytes go over MPI.
     """
-    method = planned(name, ranks)
+    method = planned(name, ranks, over_mpi=over_mpi)
     if method is None:
         return None
     step = max(statistics.median(one["seconds"]) for one in alone)

@@ -1,11 +1,13 @@
-"""What one rank of ``python -m gradcomp.bench train`` does: ``python -m gradcomp.bench.train.rank JSON``, a result in JSON lines.
+"""What one rank of ``python -m gradcomp.bench train`` does: ``python -m gradcomp.bench.train.rank JSON ...``, a result in JSON lines.
 
 A process trains with one method and ends, so that a method which crashes or hangs spoils no other. Its words to the bench are lines
-of its standard output that begin with `MARK`.
+of its standard output that begin with `MARK`. Ranks that an mpiexec has started all have the words of every rank, and the first speaks
+for all: their output is one.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -26,6 +28,8 @@ from gradcomp.bench.accuracy.workloads import Workload
 from gradcomp.bench.cluster import barrier, measure_transport
 from gradcomp.bench.train import methods, workloads
 from gradcomp.bench.train.predict import planned
+from gradcomp.comm.base import Communicator
+from gradcomp.comm.mpi import MpiCommunicator
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.plan.rates import calibrate
 
@@ -59,13 +63,14 @@ class Task:
     interface: str
 
 
-def tell(**words: Any) -> None:
+def tell(*, silent: bool = False, **words: Any) -> None:
     """Say something to the bench."""
-    print(MARK + json.dumps(words), flush=True)
+    if not silent:
+        print(MARK + json.dumps(words), flush=True)
 
 
-def train(task: Task) -> dict[str, Any]:
-    """Train as a rank of the default process group, which there is; return what was measured."""
+def train(task: Task, comm: Communicator | None = None, *, silent: bool = False) -> dict[str, Any]:
+    """Train as a rank of the default process group, which there is, over `comm` if one is given; return what was measured."""
     rank, world = dist.get_rank(), dist.get_world_size()
     workload = workloads.find(task.workload, Path(task.data))
     settings = workload.settings
@@ -73,11 +78,11 @@ def train(task: Task) -> dict[str, Any]:
     plain = workload.model()
     numel = sum(p.numel() for p in plain.parameters())
     optimizers = OPTIMIZERS[task.optimizer](plain, settings.rates[task.optimizer])
-    ready = methods.wrap(plain, task.method, optimizers)
+    ready = methods.wrap(plain, task.method, optimizers, comm)
     state = ready.state
     rates = [(group, group["lr"]) for optimizer in ready.optimizers for group in optimizer.param_groups]
     batch = settings.batch_of(world)
-    tell(step=0)  # from here on silence counts
+    tell(step=0, silent=silent)  # from here on silence counts
     draw = torch.Generator().manual_seed(1 + 1000 * task.seed + rank)
     seconds: list[float] = []
     updates: list[float] = []
@@ -101,7 +106,7 @@ def train(task: Task) -> dict[str, Any]:
         cpu.append(time.process_time() - worked)
         if time.perf_counter() - told > TELL_S:
             told = time.perf_counter()
-            tell(step=step + 1)
+            tell(step=step + 1, silent=silent)
         if step + 1 in points and step + 1 < task.steps:
             curve.append((step + 1, sum(seconds), _measure(workload, plain, rank, quick=True)))
     counted = min(WARM_UP, task.steps - 1)
@@ -174,16 +179,17 @@ def _sent_nbytes(interface: str) -> float:
     return float(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text()) if interface else 0.0
 
 
-def measure(names: list[str], numel: int) -> dict[str, Any]:
+def measure(names: list[str], numel: int, comm: Communicator, *, over_mpi: bool) -> dict[str, Any]:
     """Return what the planner needs to know of ranks on these cores, all of them at work: seconds of codecs and of moving bytes.
 
     Args:
         names: of methods.
         numel: values of the largest bucket: those that no cache holds take longer.
+        comm: closed at the end.
+        over_mpi: whether that is MPI.
     """
-    comm = TorchCommunicator(timeout_s=TIMEOUT_S)
     largest = min(max(numel, CALIBRATED[0]), CALIBRATED[1]) // 512 * 512
-    found = {method.name: method for name in names if (method := planned(name, comm.world_size)) is not None}
+    found = {method.name: method for name in names if (method := planned(name, comm.world_size, over_mpi=over_mpi)) is not None}
     rates = calibrate([*found.values()], sizes=(1 << 13, largest), before=lambda: barrier(comm))
     transport = measure_transport(comm, (1 << 12, 1 << 16, largest // 2, 4 * largest))
     comm.close()
@@ -191,20 +197,25 @@ def measure(names: list[str], numel: int) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Do what `argv[0]` says, and tell the result."""
-    given = json.loads(argv[0])
+    """Do what `argv[0]` says, or under an mpiexec the word of this rank, and tell the result."""
+    over_mpi = len(argv) > 1
+    rank = int(importlib.import_module("gradcomp.launch").export_environment()["RANK"]) if over_mpi else 0
+    silent = over_mpi and rank > 0
+    given = json.loads(argv[rank])
     cores = tuple(given["cores"])
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     try:
+        comm = MpiCommunicator(timeout_s=TIMEOUT_S) if over_mpi else None
         if "measure" in given:
-            tell(result=measure(given["measure"], given["numel"]))
+            moving = comm if comm is not None else TorchCommunicator(timeout_s=TIMEOUT_S)
+            tell(result=measure(given["measure"], given["numel"], moving, over_mpi=over_mpi), silent=silent)
         else:
-            mine, everyone = train(Task(**given | {"cores": cores})), [None] * dist.get_world_size()
+            mine, everyone = train(Task(**given | {"cores": cores}), comm, silent=silent), [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)
-            tell(result=everyone if dist.get_rank() == 0 else [])
+            tell(result=everyone if dist.get_rank() == 0 else [], silent=silent)
     finally:
         dist.destroy_process_group()
     return 0

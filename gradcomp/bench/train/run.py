@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradcomp.bench.train.hosts import INTERFACE, Hosts
+from gradcomp.bench.train.mpi import Mpiexec
 from gradcomp.bench.train.rank import MARK, Task, words
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.workload import Transport
@@ -55,11 +56,13 @@ class Place:
 
     Attributes:
         hosts: made on this machine; None: on it, over loopback, or as they were launched.
+        mpi: starts the ranks of a method, whose packed bytes go over MPI; None: they are started one by one, and use gloo.
         rank: the one of a launched job that this process starts; None: all of them.
         shift: of a launched job's port, so that one method's ranks do not meet those of another.
     """
 
     hosts: Hosts | None = None
+    mpi: Mpiexec | None = None
     rank: int | None = None
     shift: int = 0
 
@@ -87,10 +90,10 @@ def run_method(tasks: Sequence[Task], place: Place, hang_s: float, on_step: Call
     return Outcome(found.results[0] if found.results else [], found.failed)
 
 
-def measure(names: list[str], numel: int, ranks: int, hang_s: float) -> tuple[Rates, Transport]:
+def measure(names: list[str], numel: int, ranks: int, hang_s: float, mpi: Mpiexec | None = None) -> tuple[Rates, Transport]:
     """Return what codecs and moving bytes cost these ranks, measured over loopback with buckets of up to `numel` values; nothing if that fails."""
     given = [json.dumps({"measure": names, "numel": numel, "cores": cores_of(rank, ranks)}) for rank in range(ranks)]
-    found = _run(given, Place(), "127.0.0.1", _free_port(), hang_s, lambda step: None)
+    found = _run(given, Place(mpi=mpi), "127.0.0.1", _free_port(), hang_s, lambda step: None)
     if not found.results:
         return Rates(), Transport()
     return Rates.from_dict(found.results[0]["rates"]), Transport(**found.results[0]["transport"])
@@ -100,25 +103,41 @@ def _run(
     given: Sequence[str], place: Place, address: str, port: int, hang_s: float, on_step: Callable[[int], None]
 ) -> Outcome:
     said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    tails: list[list[str]] = [[] for _ in given]
+    commands = _commands(given, place, address, port)
+    tails: list[list[str]] = [[] for _ in commands]
     processes = []
     try:
-        for rank, one in enumerate(given):
-            environment = os.environ | {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-            environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's store belongs to the processes that it has started
-            if place.rank is None:
-                interface = "lo" if place.hosts is None else INTERFACE
-                environment |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(given)), "GLOO_SOCKET_IFNAME": interface}
-            command = [*(place.hosts.command(rank) if place.hosts is not None else []), sys.executable, "-m", "gradcomp.bench.train.rank"]
+        for number, (command, environment) in enumerate(commands):
             process = subprocess.Popen(
-                [*command, one], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
             )
             processes.append(process)
             for stream in (process.stdout, process.stderr):
-                threading.Thread(target=_listen, args=(stream, rank, said, tails[rank]), daemon=True).start()
+                threading.Thread(target=_listen, args=(stream, number, said, tails[number]), daemon=True).start()
         return _wait(processes, said, tails, hang_s, on_step)
     finally:
         _end(processes)
+
+
+def _commands(given: Sequence[str], place: Place, address: str, port: int) -> list[tuple[list[str], dict[str, str]]]:
+    """Return the words and variables of every process to start: each rank's, or the mpiexec that starts all of them."""
+    program = [sys.executable, "-m", "gradcomp.bench.train.rank"]
+    shared = os.environ | {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's store belongs to the processes that it has started
+    if place.rank is not None:
+        return [([*program, given[0]], shared)]
+    interface = "lo" if place.hosts is None else INTERFACE
+    shared |= {"GLOO_SOCKET_IFNAME": interface}
+    if place.mpi is not None:
+        words = place.mpi.command(len(given), apart=place.hosts is not None)
+        return [([*words, *program, *given], shared | place.mpi.environment(interface))]
+    return [
+        (
+            [*(place.hosts.command(rank) if place.hosts is not None else []), *program, one],
+            shared | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(given))},
+        )
+        for rank, one in enumerate(given)
+    ]
 
 
 def _wait(
