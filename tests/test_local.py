@@ -1,5 +1,6 @@
 """Local steps: DiLoCo and LocalSGD by their formulas, the same bits everywhere, commits on all ranks or on none, resumes anywhere."""
 
+import contextlib
 import copy
 import statistics
 import time
@@ -698,6 +699,51 @@ def test_steps_count_once_in_a_with_block():
         assert local.describe().startswith("DiLoCo every 2 inner steps, 2 fragments in turns: ")
     inner_step(model, optimizer, 2, 0)
     assert local.inner_steps == 2
+
+
+def pair(model, rest=torch.optim.AdamW):
+    """Muon for matrices, or where torch has none momentum; something else for vectors."""
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) is wide] for wide in (True, False))
+    first = torch.optim.Muon if hasattr(torch.optim, "Muon") else torch.optim.SGD
+    return [first(matrices, lr=0.02), rest(vectors, lr=0.01)]
+
+
+@pytest.mark.parametrize("rest", [torch.optim.AdamW, SplitSGD])
+def test_two_optimizers_share_a_model(rest):
+    """Which of them steps first does not matter, and gradients before start_step are averaged once, by the first."""
+
+    def run(comm, first, counts):
+        model = fresh()
+        optimizers = pair(model, rest)
+        local = DiLoCo(model, optimizers, "ternary", comm, sync_every=2, start_step=2)
+        with local if counts else contextlib.nullcontext():
+            for step in range(6):
+                x = torch.randn(8, model[0].in_features, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+                model.zero_grad()
+                model(x).square().mean().backward()
+                for optimizer in optimizers if first == 0 else optimizers[::-1]:
+                    optimizer.step()
+                if not counts:
+                    local.step()
+                assert local.inner_steps == step + 1
+                if step == 1:
+                    assert local.start_stats.steps == 2
+            assert local.syncs == 2
+        local.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    found = [run_local(2, lambda comm, way=way: run(comm, *way)) for way in ((0, False), (1, False), (0, True), (1, True))]
+    for one in found:
+        assert all(torch.equal(a, b) for a, b in zip(one[0], found[0][1], strict=True))
+
+
+def test_inner_optimizers_that_are_refused():
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    optimizer = sgd(model)
+    for wrong, words in (([], "several different ones"), ([optimizer, optimizer], "different"), ([optimizer, sgd(fresh())], "no parameter of this model")):
+        with pytest.raises(ValueError, match=words):
+            DiLoCo(model, wrong, "ternary", comm, sync_every=2)
 
 
 @pytest.mark.timed

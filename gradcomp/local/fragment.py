@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
@@ -15,36 +15,8 @@ from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import Options
 from gradcomp.errors import NotFinite
 from gradcomp.kernels import HOST
+from gradcomp.local.inner import Weights
 from gradcomp.local.outer import Outer
-
-
-class Weights:
-    """A model's weights in fp32, whatever keeps them: plain tensors on any device, or an optimizer that keeps the lower halves.
-
-    Args:
-        optimizer: of the inner steps.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        splits = hasattr(optimizer, "fp32") and hasattr(optimizer, "set_fp32")
-        self._optimizer = optimizer if splits else None
-
-    def read(self, parameter: Tensor) -> Tensor:
-        """Return the fp32 weight on the CPU; it may be the parameter's own memory."""
-        weight = parameter.detach() if self._optimizer is None else self._optimizer.fp32(parameter)
-        return weight.to("cpu", torch.float32)
-
-    def written(self, parameter: Tensor, weight: Tensor) -> Tensor:
-        """Return what `write` makes of an fp32 weight, in fp32: rounded as the parameter is. The anchor's own bits below that are no change."""
-        return weight if self._optimizer is not None else weight.to(parameter.dtype).float()
-
-    @torch.no_grad()
-    def write(self, parameter: Tensor, weight: Tensor) -> None:
-        """Set a parameter to an fp32 weight."""
-        if self._optimizer is None:
-            parameter.copy_(weight)
-        else:
-            self._optimizer.set_fp32(parameter, weight.to(parameter.device))
 
 
 class Fragment:

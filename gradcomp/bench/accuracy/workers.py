@@ -179,7 +179,7 @@ class Apart:
         self._threads = ThreadPoolExecutor(count)
 
         def join(comm: LocalCommunicator) -> DiLoCo:
-            return DiLoCo(self.models[comm.rank], made[comm.rank][0], method.codec, comm, **options)  # type: ignore[arg-type]
+            return DiLoCo(self.models[comm.rank], made[comm.rank], method.codec, comm, **options)  # type: ignore[arg-type]
 
         self._local = list(self._threads.map(join, LocalCommunicator.group(count)))
 

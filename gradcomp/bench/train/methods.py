@@ -189,7 +189,7 @@ def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer], c
         return Ready(wrapped, optimizers, (OTHERS.get(name) or factory(name))(wrapped))
     if is_local(name):
         codec, numbers = local_of(name)
-        local = DiLoCo(model, optimizers[0], codec, comm, **numbers)  # type: ignore[arg-type]
+        local = DiLoCo(model, optimizers, codec, comm, **numbers)  # type: ignore[arg-type]
         return Ready(model, optimizers, local, local=local)
     method, double = codec_of(name)
     codec = method.codec  # type: ignore[assignment]
