@@ -215,8 +215,8 @@ BREAKS = [
     ),
     Break(
         "local steps: weights of a split optimizer read without their lower halves",
-        "gradcomp/local/fragment.py",
-        "parameter.detach() if self._optimizer is None else",
+        "gradcomp/local/inner.py",
+        "parameter.detach() if keeper is None else",
         "parameter.detach() if True else",
         "tests/test_local.py::test_split_weights_keep_their_lower_halves",
     ),
