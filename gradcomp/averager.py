@@ -75,7 +75,7 @@ class GradientAverager(Controls):
         self._named = _pairs(named_parameters)
         self._newcomers = Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
         self._sources = [Gradient(name, p) for name, p in self._named]
-        codec, options, chosen = settle(codec, options, changes, optimizer, self._sources)
+        codec, options, chosen = settle(codec, options, changes, optimizer, self._sources, _world_size(comm))
         if optimizer is not None:
             check_optimizer(optimizer, [p for _, p in self._named])
         self._scaled = options.grad_scaler is not None
@@ -249,6 +249,14 @@ class GradientAverager(Controls):
                 raise GradcompError(f"parameter {name!r} was frozen when the averager was made; make a new one")
             if parameter.grad is not None and parameter.requires_grad:
                 check_gradient(name, parameter)
+
+
+def _world_size(comm: Communicator | None) -> int:
+    if comm is not None:
+        return comm.world_size
+    from gradcomp.comm.torchdist import group_size
+
+    return group_size()
 
 
 def torch_communicator(timeout_s: float | None) -> Communicator:

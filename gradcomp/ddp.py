@@ -90,7 +90,7 @@ class CompressionState(Controls):
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
         named = list(model.module.named_parameters())
         sources = [Gradient(name, p) for name, p in named]
-        codec, options, chosen = settle(codec, options, changes, optimizer, sources)
+        codec, options, chosen = settle(codec, options, changes, optimizer, sources, model.process_group.size())
         self._known = {id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)}
         self._places: set[Members] = set()  # bucket layouts that have been looked at
         if optimizer is not None:

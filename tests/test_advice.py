@@ -65,8 +65,8 @@ def sources_of(model):
     return [Gradient(name, p) for name, p in model.named_parameters()]
 
 
-def choose(kind, options=None, table=TABLE, model=NET, **changes):
-    return settle("auto", options, changes, kind(model.parameters(), lr=0.1), sources_of(model), table)
+def choose(kind, options=None, table=TABLE, model=NET, ranks=4, **changes):
+    return settle("auto", options, changes, kind(model.parameters(), lr=0.1), sources_of(model), ranks, table)
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_ternary_for_sgd(settings):
 def test_split_optimizers(kind, start):
     model = copy.deepcopy(NET)
     optimizer = kind(split_parameters(model), lr=0.1)
-    assert settle("auto", None, {}, optimizer, sources_of(model))[2].startswith(start)
+    assert settle("auto", None, {}, optimizer, sources_of(model), 4)[2].startswith(start)
 
 
 @pytest.mark.parametrize("kind", [Muon, torch.optim.Rprop])
@@ -228,8 +228,8 @@ def test_what_the_user_says_counts(options, changes, bits, preconditioned):
 
 def test_a_codec_that_is_named_is_left_alone():
     codec = OneBit()
-    assert settle(codec, None, {"start_step": 2}, None, []) == (codec, Options(start_step=2), "")
-    assert settle("onebit", Options(start_step=2), {}, torch.optim.Rprop(NET.parameters()), [])[0] == "onebit"
+    assert settle(codec, None, {"start_step": 2}, None, [], 2) == (codec, Options(start_step=2), "")
+    assert settle("onebit", Options(start_step=2), {}, torch.optim.Rprop(NET.parameters()), [], 2)[0] == "onebit"
 
 
 def test_thin_rows_get_blocks():

@@ -143,6 +143,7 @@ def test_methods_whose_momentum_travels():
         ("onebit:second=exact", "integer sums"),
         ("onebit:start=bf16,start_step=3", "bf16 is none"),
         ("onebit:start=block4", "start_step=N"),
+        ("onebit:momentum=renewed,start=block4,start_step=3", "take turns"),
     ):
         with pytest.raises(ValueError, match=said):
             parse(text)

@@ -172,7 +172,9 @@ def written(codec: Codec) -> str:
     """Return a codec as one would write it, options at their defaults left out."""
     words = [str(codec.bits)] if isinstance(codec, Block) else []
     group = getattr(codec, "group", None)
-    return f"{type(codec).__name__}({', '.join([*words, *([f'group={group}'] if isinstance(group, int) else [])])})"
+    words += [f"group={group}"] if isinstance(group, int) else []
+    words += [f'second_phase="{codec.second_phase}"'] if codec.second_phase else []
+    return f"{type(codec).__name__}({', '.join(words)})"
 
 
 def family_of(optimizer: Any) -> str | None:
@@ -244,6 +246,6 @@ def expected(
 def within(
     family: str | None, table: Sequence[Measured] = TABLE, tolerances: Mapping[str, float] = TOLERANCES
 ) -> list[Measured]:
-    """Return the ways whose measured loss is tolerated, fewest bits first; figures of too few seeds do not count."""
+    """Return the ways whose measured loss is tolerated, fewest bits first, then what needs least computing; figures of too few seeds do not count."""
     found = [row for row in ways(family, table, tolerances) if row.counts and row.excess(tolerances) <= 1]
-    return sorted(found, key=lambda row: row.bits)
+    return sorted(found, key=lambda row: (row.bits, row.precondition))

@@ -24,12 +24,14 @@ def settle(
     changes: Mapping[str, Any],
     optimizer: Any,
     sources: Sequence[Source],
+    world_size: int,
     table: Sequence[Measured] = TABLE,
 ) -> tuple[Codec | str, Options, str]:
     """Return codec, options and what `describe` is to say of them: as they are given, or for "auto" chosen.
 
-    The choice depends on the optimizer's class, the options and the tensors' shapes alone, so that all ranks make the same. It is
-    the way with the fewest bits whose measured loss is tolerated and that goes with what the user gave; what the user gave counts.
+    The choice depends on the optimizer's class, the options, the tensors' shapes and the number of ranks alone, so that all ranks
+    make the same. It is the way with the fewest bits whose measured loss is tolerated, with the second phase that so many ranks have,
+    and that goes with what the user gave; what the user gave counts.
     A way with a warm start is none: the number of steps is not known here.
 
     Args:
@@ -37,6 +39,7 @@ def settle(
         options, changes: as the user gave them; a momentum that travels is added (`Options.under`).
         optimizer: read for its class; None: not known.
         sources: the tensors.
+        world_size: ranks; what travels between nodes does so among as many as ``nodes=`` says.
         table: of what was measured.
 
     Raises:
@@ -53,9 +56,11 @@ def settle(
         )
     given = {f.name for f in fields(Options) if options is not None and getattr(options, f.name) != f.default}
     name = type(optimizer).__name__
+    ranks = world_size if mine.nodes is None else len(mine.nodes)
     for row in within(family, table):
         needs_steps = row.start and family not in OWN_WARM_UP
-        chosen = None if needs_steps else _with(row, mine, given | changes.keys())
+        as_measured = row.phase_of(row.codec) == row.codec.resolved_second_phase(ranks)
+        chosen = _with(row, mine, given | changes.keys()) if as_measured and not needs_steps else None
         if chosen is not None:
             best = _not_thin(row.codec, chosen, sources)
             how = f" with {row.given()}" if row.given() else ""  # the optimizer's own warm-up included

@@ -116,6 +116,8 @@ def parse(text: str) -> Method:
         raise ValueError(f"{text}: start= packs the steps before start_step=N")
     if momentum and (codec is None or not options.get("start_step")):
         raise ValueError(f"{text}: momentum needs a codec and a warm-up, start_step=N")
+    if momentum == "renewed" and "start_codec" in options:
+        raise ValueError(f"{text}: gradients and momenta take turns in a renewed warm-up, so start= cannot pack it")
     if not feedback and (momentum or options.get("precondition")):
         raise ValueError(f"{text}: a step that is forgotten has neither momentum nor second moments")
     if local and (codec is None or "every" not in local or momentum or not feedback):
