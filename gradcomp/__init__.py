@@ -66,6 +66,7 @@ __all__ = [
     "comm",
     "ddp",
     "forget_buffers",
+    "fsdp",
     "local",
     "onebit_sgd",
     "optim",
@@ -77,7 +78,7 @@ warn_about_torch(torch.__version__)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("amp", "ddp", "onebit_sgd", "optim", "plan", "server"):
+    if name in ("amp", "ddp", "fsdp", "onebit_sgd", "optim", "plan", "server"):
         import importlib
 
         return importlib.import_module(f"gradcomp.{name}")

@@ -13,6 +13,7 @@ import torch
 
 import gradcomp
 import gradcomp.ddp
+import gradcomp.fsdp
 from gradcomp import comm, errors
 from gradcomp.exchange import stats
 from gradcomp.kernels.native.library import TIER_FEATURES
@@ -198,9 +199,10 @@ def public_names():
     names |= {f"gradcomp.optim.{n}": getattr(gradcomp.optim, n) for n in gradcomp.optim.__all__}
     names |= {f"gradcomp.onebit_sgd.{n}": getattr(gradcomp.onebit_sgd, n) for n in gradcomp.onebit_sgd.__all__}
     names |= {f"gradcomp.plan.{n}": getattr(gradcomp.plan, n) for n in ("optimal_nodes", "simulate", "predict")}
-    for name, value in vars(gradcomp.ddp).items():
-        if not name.startswith("_") and getattr(value, "__module__", None) == "gradcomp.ddp":  # defined there
-            names[f"gradcomp.ddp.{name}"] = value
+    for door in (gradcomp.ddp, gradcomp.fsdp):
+        for name, value in vars(door).items():
+            if not name.startswith("_") and getattr(value, "__module__", None) == door.__name__:  # defined there
+                names[f"{door.__name__}.{name}"] = value
     return names
 
 

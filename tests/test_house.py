@@ -25,7 +25,7 @@ LAYERS = [
     {"__main__", "__init__"},
     {"bench", "launch"},
     {"onebit_sgd", "local"},
-    {"ddp", "averager", "allreduce", "server", "amp"},
+    {"ddp", "fsdp", "averager", "allreduce", "server", "amp"},
     {"plan"},
     {"optim"},
     {"engine"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -122,6 +123,75 @@ def joins_by_active_ranks(model: Any) -> bool:
     """Whether DDP is in a `Join` that wants averages over the ranks that still have data."""
     config = getattr(model, "_join_config", None)
     return getattr(config, "enable", False) and not getattr(model, "_divide_by_initial_world_size", True)
+
+
+# ---- of FSDP2 --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What one module of a `fully_shard` model reduce-scatters.
+
+    Attributes:
+        module: an ``FSDPModule``.
+        group: the ranks that share it out.
+        parameters: sharded, as ``model.parameters()`` has them, in the order in which gradients travel.
+        shapes: of each, as it was before.
+        chunks: of each, the shape of every rank's chunk, the largest first; a chunk of no rows is empty.
+    """
+
+    module: Any
+    group: Any
+    parameters: list[torch.nn.Parameter]
+    shapes: list[tuple[int, ...]]
+    chunks: list[list[tuple[int, ...]]]
+
+
+def sharded_modules(model: Any) -> list[Sharded]:
+    """Return what the `fully_shard` modules of a model reduce-scatter, in the order of ``model.modules()``."""
+    from torch.distributed.fsdp import FSDPModule
+
+    out = []
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        one = _named(_named(module, "_get_fsdp_state")(), "_fsdp_param_group")
+        if one is None:  # all of its parameters are in modules of their own
+            continue
+        group = _named(one, "_reduce_scatter_process_group")
+        world, inside = group.size(), _named(one, "fsdp_params")
+        shapes, chunks = [], []
+        for p in inside:
+            if _named(p, "is_dtensor"):
+                raise ValueError("FSDP2 with tensor parallelism: gradients of DTensors inside are not packed yet")
+            full, dim = tuple(_named(p, "_orig_size")), _named(p, "fsdp_placement").dim
+            rows = -(-full[dim] // world)  # torch.chunk's, the last of them fewer or none
+            counts = [max(0, min(rows, full[dim] - rank * rows)) for rank in range(world)]
+            shapes.append(full)
+            chunks.append([(*full[:dim], count, *full[dim + 1 :]) for count in counts])
+        out.append(Sharded(module, group, [_named(p, "sharded_param") for p in inside], shapes, chunks))
+    return out
+
+
+def reduce_scatter_by(module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any, Any], None]) -> None:
+    """Have a module of a `fully_shard` model call ``call(output, input, group, op)`` in place of its reduce-scatter."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_api
+
+    class Called(_named(_fsdp_api, "ReduceScatter")):  # type: ignore[misc]
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+            call(output_tensor, input_tensor, group, op)
+
+    module.set_custom_reduce_scatter(Called())
+
+
+def reduce_scatter_as_before(module: Any) -> None:
+    """Give a module of a `fully_shard` model torch's own reduce-scatter back."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    module.set_custom_reduce_scatter(_named(_fsdp_collectives, "DefaultReduceScatter")())
 
 
 # ---- of the profiler -------------------------------------------------------------------------------------------------

@@ -194,6 +194,16 @@ def default_communicator() -> TorchCommunicator:
     return _default[1]
 
 
+def reduce_scatter(output: Tensor, given: Tensor, process_group: dist.ProcessGroup, op: Any) -> None:
+    """Write this rank's part of what `op` makes of all ranks' ``(N * k,)`` to ``(k,)``, as torch does."""
+    dist.reduce_scatter_tensor(output, given, op=op, group=process_group)
+
+
+def divisor(op: Any, world_size: int) -> int | None:
+    """Return by what a mean over the ranks is smaller than what an operation of torch makes; None for one that does something else."""
+    return {dist.ReduceOp.AVG: 1, dist.ReduceOp.SUM: world_size}.get(getattr(op, "op", op))
+
+
 def same_ranks(comm: Communicator, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0) -> None:
     """Raise ValueError, on every rank, unless `comm` has the ranks of a process group, numbered alike.
 

@@ -88,6 +88,7 @@ class BucketPlan:
         owner_residuals: offset of each owned parameter in the owner's residual planes, by parameter position.
         ownership: who owns what in a reduce_scatter; `ByElements` when None.
         slicing: how the bucket is cut into slices; by default it goes in one piece.
+        stays: (reduce_scatter) means stay with their owners: nothing is sent back.
 
     Attributes:
         local: layout of the whole bucket as this rank encodes it.
@@ -107,8 +108,10 @@ class BucketPlan:
         owner_residuals: dict[int, int] | None = None,
         ownership: Ownership | None = None,
         slicing: Slicing = WHOLE,
+        *,
+        stays: bool = False,
     ) -> None:
-        self.codec, self.slots, self.strategy = codec, list(slots), strategy
+        self.codec, self.slots, self.strategy, self._stays = codec, list(slots), strategy, stays
         self.world_size, self.rank = world_size, rank
         self.numel = sum(s.numel for s in self.slots)
         self.scatters = strategy.exchange == "reduce_scatter"
@@ -161,7 +164,7 @@ class BucketPlan:
                 self.slices.append(Slice(encoded[j], messages, second, first, self._second(mine[j], own=True)))
             else:
                 last = j == count - 1
-                second = [self._second(pieces) for pieces in owned] if last else []
+                second = [self._second(pieces) for pieces in owned] if last and not self._stays else []
                 self.slices.append(Slice(encoded[j], messages, second, first, self.own_second if last else None))
 
     def _second(self, pieces: Sequence[Piece], *, own: bool = False) -> PayloadLayout:

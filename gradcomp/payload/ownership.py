@@ -69,3 +69,23 @@ class ByElements:
             if last > first:
                 pieces.append(Piece(slot, slot.start + first, last - first, slot.offset + first, slot.residual + first))
         return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class BySlots:
+    """Every slot is one rank's: number i that of rank i mod N."""
+
+    world_size: int
+
+    def bounds(self, numel: int, rank: int) -> tuple[int, int]:
+        return 0, numel
+
+    def numel(self, numel: int, rank: int) -> int:
+        return numel
+
+    def starts(self, numel: int) -> NDArray[np.int64]:
+        raise NotImplementedError("whose a slot is depends on its number and not on its size")
+
+    def pieces(self, slots: Iterable[Slot], rank: int) -> list[Piece]:
+        mine = (s for s in slots if s.index % self.world_size == rank and s.numel)
+        return [Piece(s, s.start, s.numel, s.offset, s.residual) for s in mine]

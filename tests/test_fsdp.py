@@ -1,0 +1,301 @@
+"""`gradcomp.fsdp.compress`: shards against the reference, wrappings, accumulation, dtypes, bad days."""
+
+import copy
+import math
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from _expected import average
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import gradcomp
+from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary
+from gradcomp.exchange.sizing import Strategy
+from gradcomp.reference import codec as ref
+
+CODECS = {
+    "ternary": Ternary(seed=3),
+    "ternary-own": Ternary(scale="own"),
+    "identity": Identity(),
+    "bf16": Identity("bf16"),
+}
+MIN_NUMEL = 60
+
+
+class Net(nn.Module):
+    """Rows that two and three ranks cannot share evenly, a vector that is packed, one that is not, and fewer rows than ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(40, 37)
+        self.second = nn.Linear(37, 64)
+        self.few = nn.Linear(64, 1)
+        self.unused = nn.Linear(3, 30)
+
+    def forward(self, x, everything=True):
+        out = self.few(self.second(self.first(x).tanh()).tanh())
+        return out + self.unused(x[:, :3]).sum(1, keepdim=True) if everything else out
+
+
+def fresh():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return Net()
+
+
+def loss_of(model, step, rank, everything=True):
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x, everything).square().mean()
+
+
+def wrap(model, finely, **options):
+    for module in model.children() if finely else []:
+        fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def gradients(step, world, count=1):
+    """Return by name every rank's gradients, of a whole model, summed over `count` minibatches."""
+    out = {}
+    for rank in range(world):
+        model = fresh()
+        for n in range(count):
+            loss_of(model, step + n, rank).backward()
+        for name, p in model.named_parameters():
+            out.setdefault(name, []).append(p.grad.numpy().copy())
+    return out
+
+
+def chunk_of(array, world, rank):
+    rows = -(-len(array) // world)
+    return array[rank * rows : (rank + 1) * rows]
+
+
+def expected(codec, grads, step, world, rank):
+    """Return this rank's shards from the reference: every chunk is a tensor of its own."""
+    out = {}
+    for number, name in enumerate(sorted(grads)):
+        chunks = [chunk_of(g, world, rank) for g in grads[name]]
+        whole = grads[name][0]
+        flat = [c.reshape(-1) for c in chunks]
+        if not flat[0].size or whole.size < MIN_NUMEL:
+            mean = ref.float_average(flat) if flat[0].size else flat[0]
+        else:
+            strategy = Strategy("all_gather")  # one phase
+            mean, _, _ = average(flat, codec, strategy, step=step, parameter=number * world + rank, shape=whole.shape)
+        out[name] = mean.reshape(chunks[0].shape)
+    return out
+
+
+def trained(codec, steps, finely, wrapping=None, settings=None, bad=None):
+    """Return the shards of every step's gradients, what `describe` and `stats` say."""
+    model = wrap(fresh(), finely, **(wrapping or {}))
+    rank = dist.get_rank()
+    with gradcomp.fsdp.compress(model, codec, min_numel=MIN_NUMEL, **(settings or {})) as state:
+        out = []
+        for step in range(steps):
+            model.zero_grad()
+            loss = loss_of(model, step, rank)
+            (loss * math.inf if bad == (rank, step) else loss).backward()
+            out.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()})
+        return out, state.describe(), state.stats.bytes_sent, state.stats.steps
+
+
+@pytest.mark.parametrize("finely", [True, False], ids=["fine", "whole"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", CODECS)
+def test_shards_are_the_references(gloo, name, world, finely):
+    """Whatever the wrapping: what a chunk becomes depends on parameter, rank and step alone."""
+    results = gloo(world, trained, CODECS[name], 2, finely)
+    for step in range(2):
+        grads = gradients(step, world)
+        for rank, (got, *_) in enumerate(results):
+            for key, wanted in expected(CODECS[name], grads, step, world, rank).items():
+                assert got[step][key].shape == wanted.shape and got[step][key].tobytes() == wanted.tobytes(), (key, step, rank)
+    assert "5 of 8 parameters of" in results[0][1] and f"over {world} ranks" in results[0][1]
+
+
+def sent(codec):
+    model = fully_shard(nn.Linear(1024, 512, bias=False))
+    with gradcomp.fsdp.compress(model, codec) as state:
+        model(torch.randn(4, 1024)).sum().backward()
+        return state.stats.bytes_sent, state.stats.baseline_bytes
+
+
+def test_what_is_sent(gloo):
+    """One phase of 2 bits, where gloo's own reduce-scatter sends a ring all_reduce in fp32."""
+    for codec, bits in ((Ternary(), 2), (Identity("bf16"), 16), (Identity(), 32)):
+        for bytes_sent, baseline in gloo(2, sent, codec):
+            assert bytes_sent == pytest.approx(1024 * 512 / 2 * bits / 8, rel=0.003)
+            assert baseline == 1024 * 512 * 4
+
+
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}])
+def test_options_of_fully_shard(gloo, options):
+    plain, other = (gloo(2, trained, Ternary(seed=3), 2, True, o) for o in ({}, options))
+    for (a, *_), (b, *_) in zip(plain, other, strict=True):
+        assert all(x[name].tobytes() == y[name].tobytes() for x, y in zip(a, b, strict=True) for name in x)
+
+
+def in_half(dtype):
+    """Return the relative distance of averaged shards from fp32 averages, at the largest, in a reduce-scatter of `dtype`."""
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    model, rank, world = wrap(fresh(), True, mp_policy=policy), dist.get_rank(), dist.get_world_size()
+    with gradcomp.fsdp.compress(model, Identity(), min_numel=0) as state:
+        loss_of(model, 0, rank).backward()
+        assert state.plain == 0
+    worst = 0.0
+    for name, arrays in gradients(0, world).items():
+        wanted = chunk_of(np.mean(arrays, 0), world, rank)
+        got = dict(model.named_parameters())[name].grad.to_local().numpy()
+        worst = max([worst, *np.abs(got - wanted).ravel() / np.abs(wanted).max(initial=1e-30)])
+    return worst
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
+def test_gradients_in_half_precision(gloo, dtype, most):
+    """float16 is a sum for FSDP, of gradients that it has divided before."""
+    assert all(worst < most for worst in gloo(2, in_half, dtype))
+
+
+def test_a_value_that_is_not_finite_is_nan_on_every_rank_and_leaves_no_trace(gloo):
+    spoilt, clean = (gloo(2, trained, Ternary(seed=3), 3, True, None, None, bad) for bad in ((1, 1), None))
+    for (got, *_), (wanted, *_) in zip(spoilt, clean, strict=True):
+        assert all(np.isnan(shard).all() for shard in got[1].values())
+        assert all(got[step][name].tobytes() == wanted[step][name].tobytes() for step in (0, 2) for name in wanted[step])
+
+
+def accumulated():
+    model, rank = wrap(fresh(), True), dist.get_rank()
+    with gradcomp.fsdp.compress(model, Ternary(seed=3), min_numel=MIN_NUMEL) as state:
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            loss_of(model, micro, rank).backward()
+        return {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}, state.stats.steps
+
+
+def test_gradients_that_accumulate_are_exchanged_once(gloo):
+    grads = gradients(0, 2, count=3)
+    for rank, (got, steps) in enumerate(gloo(2, accumulated)):
+        assert steps == 4  # modules
+        assert all(got[name].tobytes() == w.tobytes() for name, w in expected(Ternary(seed=3), grads, 0, 2, rank).items())
+
+
+def without_some(finely):
+    model, rank = wrap(fresh(), finely), dist.get_rank()
+    with gradcomp.fsdp.compress(model, Ternary(), min_numel=MIN_NUMEL) as state, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss_of(model, step, rank, everything=False).backward()
+        count = sum("travels as torch sends it" in str(one.message) for one in said)
+        return state.plain, count, model.first.weight.grad.to_local().abs().sum().item(), model.unused.weight.grad
+
+
+def test_parameters_without_gradients(gloo):
+    """A module all of whose parameters have none exchanges nothing; one that lacks some goes torch's way, and says so once."""
+    for plain, said, size, none in gloo(2, without_some, True):
+        assert (plain, said, none) == (0, 0, None) and size > 0
+    for plain, said, size, none in gloo(2, without_some, False):
+        assert (plain, said, none) == (2, 1, None) and size > 0
+
+
+def resumed():
+    def run(model, state, steps):
+        for step in steps:
+            model.zero_grad()
+            loss_of(model, step, dist.get_rank()).backward()
+        return [p.grad.to_local().clone() for p in model.parameters()]
+
+    model = wrap(fresh(), True)
+    with gradcomp.fsdp.compress(model, "ternary", min_numel=0) as state:
+        run(model, state, range(2))
+        saved = copy.deepcopy(state.state_dict())
+        whole = run(model, state, range(2, 4))
+    model(torch.zeros(1, 40)).sum().backward()  # torch's own again
+    model = wrap(fresh(), False)
+    with gradcomp.fsdp.compress(model, "ternary", min_numel=0) as state:
+        state.load_state_dict(saved)
+        later = run(model, state, range(2, 4))
+        with pytest.raises(ValueError, match="not a state of gradcomp.fsdp"):
+            state.load_state_dict({"version": 1, "steps": -1})
+    return all(torch.equal(a, b) for a, b in zip(whole, later, strict=True))
+
+
+def test_a_resumed_run_is_the_same_run_in_another_wrapping(gloo):
+    assert gloo(2, resumed) == [True, True]
+
+
+def in_two_dimensions():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, rank = fully_shard(fresh(), mesh=mesh), dist.get_rank()
+    with gradcomp.fsdp.compress(model, Ternary(seed=3), min_numel=MIN_NUMEL):
+        loss_of(model, 0, rank).backward()
+        return {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
+
+
+def test_replicas_average_shards_as_torch_does(gloo):
+    """HSDP: packed where parameters are sharded; the all_reduce between replicas is torch's."""
+    grads, results = gradients(0, 4), gloo(4, in_two_dimensions)
+    for rank, got in enumerate(results):
+        place = rank % 2
+        sides = [expected(Ternary(seed=3), {k: v[2 * r : 2 * r + 2] for k, v in grads.items()}, 0, 2, place) for r in range(2)]
+        for name, shard in got.items():
+            assert np.allclose(shard, (sides[0][name] + sides[1][name]) / 2, rtol=1e-6, atol=1e-9), (rank, name)
+
+
+def refusals():
+    model = wrap(fresh(), True)
+    said = []
+    for make in (
+        lambda: gradcomp.fsdp.compress(model, OneBit()),
+        lambda: gradcomp.fsdp.compress(model, Block(4)),
+        lambda: gradcomp.fsdp.compress(fresh(), "ternary"),
+        lambda: gradcomp.fsdp.compress(model.parameters(), "ternary"),
+        lambda: gradcomp.fsdp.compress(model, "ternary", precondition=True),
+        lambda: gradcomp.fsdp.compress(model, "ternary", Options(start_step=3)),
+        lambda: gradcomp.fsdp.compress(model, "ternary", exclude="nothing"),
+        lambda: gradcomp.fsdp.compress(model, "ternary" if dist.get_rank() else Identity()),
+    ):
+        try:
+            make()
+        except (TypeError, ValueError, PeerMismatch) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    loss_of(model, 0, 0).backward()  # torch's own still
+    return said
+
+
+def test_what_is_refused(gloo):
+    wanted = [
+        "ValueError: OneBit.* residuals as large as whole gradients.*Ternary",
+        "ValueError: Block.* residuals",
+        "TypeError: no module of this model is wrapped by .*fully_shard; for DDP",
+        "TypeError: model must be a torch.nn.Module, got generator",
+        "ValueError: precondition=.* is of exchanges of whole gradients",
+        "ValueError: start_step=3 is of exchanges",
+        "ValueError: exclude='nothing' matches no parameter",
+        "PeerMismatch: .*codec",
+    ]
+
+
+    for said in gloo(2, refusals):
+        assert len(said) == len(wanted) and all(re.search(w, s) for w, s in zip(wanted, said, strict=True)), said
+
+
+def alone():
+    model = wrap(fresh(), True)
+    with gradcomp.fsdp.compress(model, "ternary") as state:
+        loss_of(model, 0, 0).backward()
+        return state.describe(), state.stats.bytes_sent, model.first.weight.grad.to_local()
+
+
+def test_one_rank_sends_nothing(gloo):
+    ((said, nbytes, grad),) = gloo(1, alone)
+    model = fresh()
+    loss_of(model, 0, 0).backward()
+    assert nbytes == 0 and "0 FSDP modules packed" in said and torch.equal(grad, model.first.weight.grad)
