@@ -206,7 +206,7 @@ class GradientAverager(Controls):
             return
         if chosen:
             logger.info(self.describe())
-        lossy = warning_of(self._engine.codec, self._engine.options, optimizer)
+        lossy = warning_of(self._engine.codec, self._engine.options, optimizer, self._engine.comm.world_size)
         if lossy is not None and self._engine.comm.world_size > 1:
             logger.warning(lossy)
 

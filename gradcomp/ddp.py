@@ -116,7 +116,7 @@ class CompressionState(Controls):
         ]
         if own_comm.rank == 0:
             logger.info(self.describe())
-            lossy = warning_of(self._engine.codec, options, optimizer)
+            lossy = warning_of(self._engine.codec, options, optimizer, own_comm.world_size)
             if lossy is not None and own_comm.world_size > 1:
                 logger.warning(lossy)
 

@@ -114,7 +114,7 @@ def test_asked_for_they_are_recommended_by_seconds_or_by_what_they_cost():
 
 def test_figures_of_local_steps_decide_nothing_about_every_step():
     tolerance = Tolerance("adamw")
-    assert tolerance.cost(TERNARY) is None and tolerance.cost(TERNARY.after(LocalSteps(30))) is not None
+    assert not tolerance.cost(TERNARY).counts and tolerance.cost(TERNARY.after(LocalSteps(30))) is not None
     others = (LocalSteps(31), LocalSteps(30, 2), LocalSteps(30, 1, 5), LocalSteps(1))
     assert [Tolerance("sgd").cost(TERNARY.after(LocalSteps(1))), *(tolerance.cost(TERNARY.after(one)) for one in others)] == [None] * 5
     assert all(row.every == 1 for row in within("adam"))

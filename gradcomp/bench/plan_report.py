@@ -80,7 +80,8 @@ def accuracy_lines(found: Prediction) -> list[str]:
         for cost in found.tolerance.costs(row.method).values():
             if cost is not None:
                 how = f" with {cost.given()}" if cost.given() else ""
-                lines.setdefault(str(cost.training), {})[f"{cost.codec.name} {cost.cost}{how}"] = None
+                but = f" (decides nothing: {cost.doubt})" if cost.doubt else ""
+                lines.setdefault(str(cost.training), {})[f"{cost.codec.name} {cost.cost}{how}{but}"] = None
     known = [f"Loss over fp32 of {training}: {', '.join(costs)}." for training, costs in lines.items()]
     if not all(row.method.keeps_loss for row in found.rows):
         known.append('"-" was not measured; a loss is that of one model, not of yours (docs/explanation/accuracy.md).')

@@ -59,8 +59,7 @@ def settle(
     ranks = world_size if mine.nodes is None else len(mine.nodes)
     for row in within(family, table):
         needs_steps = row.start and family not in OWN_WARM_UP
-        as_measured = row.phase_of(row.codec) == row.codec.resolved_second_phase(ranks)
-        chosen = _with(row, mine, given | changes.keys()) if as_measured and not needs_steps else None
+        chosen = _with(row, mine, given | changes.keys()) if _as_measured(row, ranks) and not needs_steps else None
         if chosen is not None:
             best = _not_thin(row.codec, chosen, sources)
             how = f" with {row.given()}" if row.given() else ""  # the optimizer's own warm-up included
@@ -70,10 +69,17 @@ def settle(
     return best, mine, f"auto: {written(best)} for {name}: not measured ({why})"
 
 
-def warning_of(codec: Codec, options: Options, optimizer: Any, table: Sequence[Measured] = TABLE) -> str | None:
+def warning_of(
+    codec: Codec, options: Options, optimizer: Any, world_size: int, table: Sequence[Measured] = TABLE
+) -> str | None:
     """Return what is to be said of a codec that lost under such an optimizer and loses less with other options, or None."""
     family = None if optimizer is None else family_of(optimizer)
-    rows = [row for row in table if row.training.family == family and row.codec.name == codec.name]
+    phase = codec.resolved_second_phase(world_size)
+    rows = [
+        row
+        for row in table
+        if row.training.family == family and row.codec.name == codec.name and row.phase_of(row.codec) == phase and row.every == 1
+    ]
     plain = [row for row in rows if not row.precondition and not row.start]
     better = [row for row in rows if row.precondition and row.counts]
     if options.precondition is not None or not plain or not better:
@@ -81,7 +87,7 @@ def warning_of(codec: Codec, options: Options, optimizer: Any, table: Sequence[M
     worst, best = max(plain, key=Measured.excess), min(better, key=Measured.excess)
     if worst.excess() <= 1 or best.excess() >= worst.excess():
         return None
-    done, safe = worst.training, next(iter(within(family, table)), None)
+    done, safe = worst.training, next((row for row in within(family, table) if _as_measured(row, world_size)), None)
     unit = done.unit
     more = f"; {written(safe.codec)} all but {max(0.0, safe.loss):.3f}" if safe is not None else ""
     return (
@@ -89,6 +95,11 @@ def warning_of(codec: Codec, options: Options, optimizer: Any, table: Sequence[M
         f"fp32's {done.fp32:.2f} after {done.steps:,} steps. {best.given(start=not options.start_step)} keeps all but "
         f"{best.loss:.3f} {unit}{more} ({done.source})"
     )
+
+
+def _as_measured(row: Measured, ranks: int) -> bool:
+    """Whether the codec of a row has the second phase among so many ranks that it was measured with."""
+    return row.phase_of(row.codec) == row.codec.resolved_second_phase(ranks)
 
 
 def _with(row: Measured, mine: Options, given: set[str]) -> Options | None:

@@ -113,8 +113,8 @@ class Tolerance:
         row = self.cost(method)
         under = f" under {self.optimizer}" if self.optimizer is not None else ""
         costs = f"costs {_cost(row)}" if row is not None else f"was not measured{under}"
-        seeds = "" if row is None or row.counts else " (too few seeds)"
-        return f" {method.name} would be {ratio:.2g} times as fast a step and {costs}{seeds}; not recommended."
+        but = "" if row is None or row.counts else f" ({row.doubt or 'too few seeds'})"
+        return f" {method.name} would be {ratio:.2g} times as fast a step and {costs}{but}; not recommended."
 
 
 def _called(method: Method) -> str:
