@@ -49,7 +49,7 @@ def namespaces():
     return [name for name in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout.split() if hosts.PREFIX in name]
 
 
-SOME = ["fp32", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "diloco:ternary:5"]
+SOME = ["fp32", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "diloco:ternary:5", "fsdp2:ternary"]
 
 
 @pytest.mark.slow
@@ -83,6 +83,9 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
     assert local["seconds"] > 0 and local["phases"]["encode"] > 0 and local["predicted_seconds"] > 0
     if not WHY:
         assert local["sent_nbytes"] < 0.5 * rows["ternary"]["sent_nbytes"]
+        weights = numel * 4  # half of them, gathered before forward and before backward, beside half of the gradients' codes
+        assert rows["fsdp2:ternary"]["sent_nbytes"] == pytest.approx(weights + numel / 8, rel=0.12)
+    assert rows["fsdp2:ternary"]["phases"]["encode"] > 0 and rows["fsdp2:ternary"]["predicted_seconds"] is None
     assert rows["fp32"]["predicted_seconds"] > 0 and 0 <= rows["ternary"]["hidden_share"] <= 1
     assert WHY or namespaces() == before
 
@@ -221,8 +224,11 @@ def test_where_there_can_be_no_hosts_the_bench_says_so(monkeypatch, capsys):
 
 
 def test_every_method_and_workload_of_the_help_is_one(capsys):
-    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "onebit:double,start_step=2", "json:dumps"):
+    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "onebit:double,start_step=2", "json:dumps", "fsdp2", "fsdp2:bf16"):
         methods.check(name)
+    for name in ("fsdp2:onebit", "fsdp2:", "fsdp2:ternery"):
+        with pytest.raises(ValueError, match="fsdp2|ternery"):
+            methods.check(name)
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out

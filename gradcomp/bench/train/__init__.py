@@ -41,12 +41,12 @@ from gradcomp.plan.workload import Transport
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8, topk,
   block2:precondition, onebit:momentum,precondition,start_step=100, ternary:slice_numel=100000000, ...), with double for double buffering
-  (onebit:double); diloco:CODEC:H[,fragments=K,delay=D,start_step=N], local steps, of whose steps the mean counts; module:factory, a function that registers a hook of your own with a DDP model
+  (onebit:double); diloco:CODEC:H[,fragments=K,delay=D,start_step=N], local steps, of whose steps the mean counts; fsdp2 and fsdp2:ternary, fully_shard in place of DDP; module:factory, a function that registers a hook of your own with a DDP model
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
-         exposed       what of it a step of noop does not take: DDP with a hook that averages nothing (of local steps, which are
-                       without DDP: a step of none)
+         exposed       what of it a step of noop does not take: DDP with a hook that averages nothing (of local steps and fsdp2, which
+                       are without DDP: a step of none)
          / bound       exposed, over the larger of what the exchange computes and what the link needs for the bytes
          planner       what gradcomp.plan expects, and how far off that is
          sent          bytes on the interface (--hosts) or counted by gradcomp, a step and rank
@@ -220,7 +220,7 @@ def _run_case(
             if found.failed:
                 rows.append({"method": name, "failed": found.failed})
             elif found.results:
-                alone, base = without.get(NONE if methods.is_local(name) else NOOP, ([], None))
+                alone, base = without.get(NONE if methods.is_local(name) or methods.is_sharded(name) else NOOP, ([], None))
                 knows = alone and not launched
                 over_mpi = place.mpi is not None
                 guess = predict(name, workload.model(), alone, link, rates, transport, len(cores[0]), ranks, over_mpi=over_mpi) if knows else None

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
+import gradcomp.fsdp
 from gradcomp import Codec, DiLoCo, Identity
 from gradcomp.bench.accuracy.methods import METHODS as CODECS
 from gradcomp.bench.accuracy.methods import Method, parse
@@ -25,6 +27,7 @@ from gradcomp.onebit_sgd import DoubleBuffer
 NONE = "none"  # the model alone: what a step takes without an exchange
 NOOP = "noop"  # under DDP, with a hook that averages nothing
 DOUBLE = "double"  # a codec's option: `DoubleBuffer` in place of DDP
+FSDP2 = "fsdp2"  # fully_shard in place of DDP: alone, or fsdp2:CODEC
 DILOCO = "diloco"  # local steps: diloco:CODEC:H, with options as fragments=K,delay=D,start_step=N
 POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
 
@@ -93,6 +96,7 @@ class Ready:
         state: what has `stats` and `close`, or None.
         double: exchanges half a minibatch behind the other, with steps of its own.
         local: exchanges now and then, after a step.
+        sharded: every rank has a part of the weights, so all of them call the model alike.
     """
 
     model: nn.Module
@@ -100,6 +104,7 @@ class Ready:
     state: Any = None
     double: DoubleBuffer | None = None
     local: DiLoCo | None = None
+    sharded: bool = False
 
 
 def check(name: str) -> None:
@@ -112,22 +117,44 @@ def check(name: str) -> None:
     try:
         if is_local(name):
             local_of(name)
+        elif is_sharded(name):
+            sharded_of(name)
         else:
             codec_of(name)
     except ValueError as error:
         known = ", ".join([*(m for m in OTHERS if m not in (NONE, NOOP)), *(c for c in CODECS if c not in OTHERS)])
-        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, {DILOCO}:CODEC:H, or module:factory for a hook of your own") from None
+        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, {DILOCO}:CODEC:H, {FSDP2}, {FSDP2}:CODEC, or module:factory for a hook of your own") from None
 
 
 def is_factory(name: str) -> bool:
     """Whether a name is that of a function somewhere."""
     word, colon, rest = name.partition(":")
-    return bool(colon) and word not in CODECS and "=" not in rest and not is_local(name)
+    return bool(colon) and word not in CODECS and "=" not in rest and not is_local(name) and not is_sharded(name)
 
 
 def is_local(name: str) -> bool:
     """Whether a name is that of local steps."""
     return name.partition(":")[0] == DILOCO
+
+
+def is_sharded(name: str) -> bool:
+    """Whether a name is that of FSDP2, with a codec or without."""
+    return name.partition(":")[0] == FSDP2
+
+
+def sharded_of(name: str) -> Codec | None:
+    """Return the codec of a name of FSDP2; None for torch's own reduce-scatter.
+
+    Raises:
+        ValueError: there is no such codec, or it has residuals.
+    """
+    _, colon, rest = name.partition(":")
+    if not colon:
+        return None
+    codec = OVER_MPI[rest] if rest in OVER_MPI else parse(rest).codec
+    if codec is None or codec.error_feedback:
+        raise ValueError(f"{name!r}: FSDP2 takes codecs without residuals: {FSDP2}:ternary, {FSDP2}:bf16")
+    return codec
 
 
 def local_of(name: str) -> tuple[Codec, dict[str, int]]:
@@ -177,8 +204,15 @@ def factory(name: str) -> Join:
     return found  # type: ignore[no-any-return]
 
 
-def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer], comm: Communicator | None = None) -> Ready:
-    """Make a model exchange by a method, over `comm` if one is given; `optimizers` train it, or take momenta that travel from."""
+def wrap(
+    model: nn.Module, name: str, make: Callable[[nn.Module], list[torch.optim.Optimizer]], comm: Communicator | None = None
+) -> Ready:
+    """Make a model exchange by a method, over `comm` if one is given; what `make` returns trains it, or momenta that travel are taken from it."""
+    if is_sharded(name):
+        if comm is not None:
+            raise ValueError(f"{name}: FSDP2 moves bytes over torch's process group, not over MPI")
+        return _shard(model, sharded_of(name), make)
+    optimizers = make(model)
     if name == NONE:
         return Ready(model, optimizers)
     if comm is not None and name in OVER_MPI:
@@ -205,3 +239,15 @@ def wrap(model: nn.Module, name: str, optimizers: list[torch.optim.Optimizer], c
         options["optimizer"] = optimizers[0]
     wrapped = DistributedDataParallel(model)
     return Ready(wrapped, optimizers, gradcomp.ddp.register(wrapped, codec, comm=comm, **options))
+
+
+def _shard(model: nn.Module, codec: Codec | None, make: Callable[[nn.Module], list[torch.optim.Optimizer]]) -> Ready:
+    """Shard a model, its lists' and sequences' members as modules of their own."""
+    for outer in model.modules():
+        if isinstance(outer, (nn.ModuleList, nn.Sequential)):
+            for inner in outer:
+                if any(True for _ in inner.parameters()):
+                    fully_shard(inner)
+    fully_shard(model)
+    state = gradcomp.fsdp.compress(model, codec) if codec is not None else None
+    return Ready(model, make(model), state, sharded=True)

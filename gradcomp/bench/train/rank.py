@@ -77,8 +77,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
     torch.manual_seed(task.seed)
     plain = workload.model()
     numel = sum(p.numel() for p in plain.parameters())
-    optimizers = OPTIMIZERS[task.optimizer](plain, settings.rates[task.optimizer])
-    ready = methods.wrap(plain, task.method, optimizers, comm)
+    ready = methods.wrap(plain, task.method, lambda model: OPTIMIZERS[task.optimizer](model, settings.rates[task.optimizer]), comm)
     state = ready.state
     rates = [(group, group["lr"]) for optimizer in ready.optimizers for group in optimizer.param_groups]
     batch = settings.batch_of(world)
@@ -108,7 +107,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
             told = time.perf_counter()
             tell(step=step + 1, silent=silent)
         if step + 1 in points and step + 1 < task.steps:
-            curve.append((step + 1, sum(seconds), _measure(workload, plain, rank, quick=True)))
+            curve.append((step + 1, sum(seconds), _measure(workload, plain, rank, ready, quick=True)))
     counted = min(WARM_UP, task.steps - 1)
     dist.barrier()
     sent = _sent_nbytes(task.interface) - sent
@@ -129,7 +128,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
         "curve": curve,
     }
     if task.curve:
-        measure = result["measure"] = _measure(workload, plain, rank)
+        measure = result["measure"] = _measure(workload, plain, rank, ready)
         curve.append((task.steps, sum(seconds), measure))
     if state is not None and hasattr(state, "close"):
         state.close()
@@ -157,10 +156,10 @@ def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch:
     return averaged
 
 
-def _measure(workload: Workload, model: nn.Module, rank: int, *, quick: bool = False) -> float:
-    """Return the workload's measure, which rank 0 takes while the others wait; outside of all seconds."""
+def _measure(workload: Workload, model: nn.Module, rank: int, ready: methods.Ready, *, quick: bool = False) -> float:
+    """Return the workload's measure, which rank 0 takes, of sharded weights with the others' help; outside of all seconds."""
     found = torch.zeros(1, dtype=torch.float64)
-    if rank == 0:
+    if rank == 0 or ready.sharded:
         model.eval()
         with torch.no_grad():
             found[0] = workload.test(model, quick=quick)
