@@ -188,7 +188,7 @@ class _Module:
     def __init__(self, module: Any, parts: Sequence[_Part], codec: Codec, comm: TorchCommunicator, stats: Stats) -> None:
         self.module, self.parts, self.steps = module, list(parts), 0
         self._codec, self._comm, self._stats = codec, comm, stats
-        self._exchanges: dict[tuple[torch.dtype, torch.device], BucketExchange] = {}
+        self._exchanges: dict[tuple[Any, ...], BucketExchange] = {}
         self._failed: GradcompError | None = None
 
     def fits(self, given: Tensor) -> bool:
@@ -199,7 +199,7 @@ class _Module:
         """Write `factor` times the averages of this rank's chunks to ``(k,)`` of ``(N * k,)``; NaN if some rank's have NaN or Inf."""
         if self._failed is not None:
             raise self._failed
-        exchange = self._exchange(given.dtype, given.device)
+        exchange = self._exchange(given.dtype, given.device, self._trained())
         exchange.begin(given, self.steps, 0)
         try:
             exchange.measure()
@@ -217,27 +217,26 @@ class _Module:
             return
         output.zero_()
         first = output.numel() * self._comm.rank
-        for piece, at in self._places:
-            output[piece.slot.offset - first :][: piece.numel].copy_(exchange.shard[at : at + piece.numel])
+        for piece in exchange.plan.own_second.pieces:
+            output[piece.slot.offset - first :][: piece.numel].copy_(exchange.shard[piece.data : piece.data + piece.numel])
         if factor != 1:
             output.mul_(factor)
 
     def _trained(self) -> list[_Part]:
         return [part for part in self.parts if part.sharded.requires_grad]
 
-    def _exchange(self, dtype: torch.dtype, device: torch.device) -> BucketExchange:
+    def _exchange(self, dtype: torch.dtype, device: torch.device, trained: Sequence[_Part]) -> BucketExchange:
         if dtype not in native.DTYPES:
             raise GradcompError(f"gradients of {dtype} are not packed; float32, bfloat16 and float16 are")
-        if (dtype, device) not in self._exchanges:
-            plan = self._plan()
-            self._exchanges[dtype, device] = BucketExchange(
-                plan, self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device
+        kind = dtype, device, tuple(part.number for part in trained)
+        if kind not in self._exchanges:
+            self._exchanges[kind] = BucketExchange(
+                self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device
             )
-            self._places = [(p, p.data) for p in plan.own_second.pieces]
-        return self._exchanges[dtype, device]
+        return self._exchanges[kind]
 
-    def _plan(self) -> BucketPlan:
-        world, trained = self._comm.world_size, self._trained()
+    def _plan(self, trained: Sequence[_Part]) -> BucketPlan:
+        world = self._comm.world_size
         each = sum(_numel(part.chunks[0]) for part in trained)
         slots = []
         for rank in range(world):

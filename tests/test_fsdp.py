@@ -205,6 +205,27 @@ def test_parameters_without_gradients(gloo):
         assert (plain, said, none) == (2, 1, None) and size > 0
 
 
+def with_frozen():
+    """Parameters are frozen after the first step, and thawed again: the others' gradients are those of their own numbers."""
+    out, rank = [], dist.get_rank()
+    model = wrap(fresh(), False)
+    with gradcomp.fsdp.compress(model, Ternary(seed=3), min_numel=MIN_NUMEL) as state:
+        for step, frozen in enumerate((False, True, False)):
+            model.second.weight.requires_grad_(not frozen)
+            model.zero_grad()
+            loss_of(model, step, rank).backward()
+            out.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters() if p.grad is not None})
+        return out, state.plain
+
+
+def test_parameters_that_are_frozen_on_the_way(gloo):
+    for rank, (got, plain) in enumerate(gloo(2, with_frozen)):
+        assert plain == 0 and "second.weight" not in got[1]
+        for step, shards in enumerate(got):
+            wanted = expected(Ternary(seed=3), gradients(step, 2), step, 2, rank)
+            assert all(shard.tobytes() == wanted[name].tobytes() for name, shard in shards.items()), step
+
+
 def resumed():
     def run(model, state, steps):
         for step in steps:

@@ -22,7 +22,7 @@ import torch  # noqa: F401 - loaded once, for every fork
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0  # for one test
-WORKERS = 2
+WORKERS = 4  # most of it is waiting for what hangs
 
 
 class Break(NamedTuple):
@@ -242,7 +242,7 @@ def copy_to(folder: Path) -> Path:
     return folder
 
 
-def start(folder: Path, tests: list[str]) -> int:
+def start(folder: Path, tests: list[str], *more: str) -> int:
     """Run tests against the package in `folder`, in a fork of this process, which has loaded torch; return its id.
 
     What did not pass stands in `folder`/failed, one a line.
@@ -258,7 +258,7 @@ def start(folder: Path, tests: list[str]) -> int:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         outcomes = Outcomes()
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--every-row", "-k", "not mpich and not openmpi"]
+        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not mpich and not openmpi", *more]
         status = pytest.main([*options, *tests], plugins=[outcomes])
         (folder / "failed").write_text("\n".join(sorted(outcomes.failed)) if status in (0, 1) else "\n".join(tests))
     os._exit(0)
@@ -284,7 +284,7 @@ def verdict(item: Break, folder: Path) -> str:
     if item.old not in whole:
         return "the change no longer applies"
     path.write_text(whole.replace(item.old, item.new, 1))
-    return "" if finish(start(folder, [item.test]), folder) else "BROKEN AND UNNOTICED"
+    return "" if finish(start(folder, [item.test], "-x"), folder) else "BROKEN AND UNNOTICED"
 
 
 def main() -> int:
