@@ -49,17 +49,28 @@ def namespaces():
     return [name for name in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout.split() if hosts.PREFIX in name]
 
 
-SOME = ["fp32", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "diloco:ternary:5", "fsdp2:ternary"]
+def left_behind():
+    """Return the namespaces of benches that have ended; other tests may be at work beside this one, and sweep up one of their own."""
+
+    def found():
+        return {name for name in namespaces() if not Path("/proc", name.removeprefix(f"{hosts.PREFIX}-").split("-")[0]).exists()}
+
+    first = found()
+    if first:
+        time.sleep(2.0)
+    return sorted(first & found())
+
+
+SOME = ["fp32", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "diloco:ternary:5"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [SOME, pytest.param([*SOME, "bf16", "onebit:double"], marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("names", [SOME, pytest.param([*SOME, "bf16", "onebit:double", "fsdp2:ternary"], marks=pytest.mark.long)], ids=["some", "all"])
 def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
     """Over hosts where they can be made: bytes on the interface are those that gradcomp counts, and what TCP adds."""
     (tmp_path / "hooks.py").write_text(HOOKS)
-    before = [] if WHY else namespaces()
     where = ["--hosts", "0"] if WHY else ["--hosts", "2", "--link", "200mbit"]
-    done = bench(*where, "--workload", "random:600000", "--steps", "8", "--hang", "8", "--json", "out.json", "--methods", *names, cwd=tmp_path)
+    done = bench(*where, "--workload", "random:600000", "--steps", "8", "--hang", "15", "--json", "out.json", "--methods", *names, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
     rows = {row["method"]: row for row in case["rows"]}
@@ -83,11 +94,12 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
     assert local["seconds"] > 0 and local["phases"]["encode"] > 0 and local["predicted_seconds"] > 0
     if not WHY:
         assert local["sent_nbytes"] < 0.5 * rows["ternary"]["sent_nbytes"]
-        weights = numel * 4  # half of them, gathered before forward and before backward, beside half of the gradients' codes
-        assert rows["fsdp2:ternary"]["sent_nbytes"] == pytest.approx(weights + numel / 8, rel=0.12)
-    assert rows["fsdp2:ternary"]["phases"]["encode"] > 0 and rows["fsdp2:ternary"]["predicted_seconds"] is None
+    if "fsdp2:ternary" in names:
+        sharded, weights = rows["fsdp2:ternary"], numel * 4  # half of them, gathered before forward and before backward
+        assert sharded["phases"]["encode"] > 0 and sharded["predicted_seconds"] is None
+        assert WHY or sharded["sent_nbytes"] == pytest.approx(weights + numel / 8, rel=0.12)  # and half of the gradients' codes
     assert rows["fp32"]["predicted_seconds"] > 0 and 0 <= rows["ternary"]["hidden_share"] <= 1
-    assert WHY or namespaces() == before
+    assert WHY or left_behind() == []
 
 
 def test_hosts_come_and_go():
