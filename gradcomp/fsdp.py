@@ -135,7 +135,7 @@ class FsdpState:
         return f"{self.codec!r}: {packed} of {len(parts)} parameters of {len(self._modules)} FSDP modules packed, over {ranks} ranks"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what every rank needs to go on bit for bit, beside model and optimizer: a checkpoint has it for `torch.distributed.checkpoint`."""
+        """Return what every rank needs beside model and optimizer: the run goes on bit for bit if all modules have exchanged equally often."""
         return {"version": STATE_VERSION, "steps": max((module.steps for module in self._modules), default=0)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
