@@ -12,7 +12,7 @@ import torch.distributed as dist
 from _expected import average
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradcomp
 from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary
@@ -320,3 +320,139 @@ def test_one_rank_sends_nothing(gloo):
     model = fresh()
     loss_of(model, 0, 0).backward()
     assert nbytes == 0 and "0 FSDP modules packed" in said and torch.equal(grad, model.first.weight.grad)
+
+
+def as_forward_sees_them(model):
+    """Return by name the weights that forward and backward work with."""
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    out = {name: p.detach().float().clone().numpy() for name, p in model.named_parameters()}
+    for module in modules:
+        module.reshard()
+    return out
+
+
+def with_packed_weights(finely, weights, policy, prefetched):
+    model, rank = fresh(), dist.get_rank()
+    whole = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    model = wrap(model, finely, **({"mp_policy": policy} if policy else {}))
+    with gradcomp.fsdp.compress(model, Ternary(seed=3), weights=weights, min_numel=MIN_NUMEL) as state:
+        if prefetched:
+            model.first.set_modules_to_forward_prefetch([model.second])
+            model.second.set_modules_to_forward_prefetch([model.few, model.unused])
+        seen, losses, grads = as_forward_sees_them(model), [], []
+        for step in range(2):
+            model.zero_grad()
+            loss = loss_of(model, step, 0)  # the same images everywhere: so is the loss
+            loss.backward()
+            losses.append(loss.item())
+            grads.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()})
+        kept = {name: p.detach().to_local().numpy().copy() for name, p in model.named_parameters()}
+        sent = state.weights_stats.bytes_sent, state.weights_stats.steps, state.plain, state.describe()
+    return whole, seen, losses, grads, kept, sent, rank
+
+
+@pytest.mark.parametrize("finely", [True, False], ids=["fine", "whole"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("weights", ["block8", "block4", Block(8, group=16), "bfloat16"], ids=str)
+def test_weights_are_gathered_as_codes(gloo, weights, world, finely):
+    """Forward sees what the reference makes of every rank's chunk, the same on all ranks; shards stay exact."""
+    codec = gradcomp.codecs.resolve(weights)
+    if isinstance(codec, Block):
+        codec = Block(codec.bits, group=codec.group, error_feedback=False)
+
+    def decoded(chunk, shape):
+        return average([chunk.reshape(-1)], codec, Strategy("all_gather"), step=0, parameter=0, shape=shape)[0].reshape(chunk.shape)
+
+    results = gloo(world, with_packed_weights, finely, weights, None, False)
+    for whole, seen, losses, _, kept, sent, rank in results:
+        assert losses == results[0][2] and sent[2] == 0 and "weights gathered as" in sent[3]
+        for name, before in whole.items():
+            assert kept[name].tobytes() == chunk_of(before, world, rank).tobytes(), name
+            chunks = [chunk_of(before, world, r) for r in range(world)]
+            if before.size >= MIN_NUMEL:
+                chunks = [decoded(c, before.shape) if c.size else c for c in chunks]
+            assert seen[name].tobytes() == np.concatenate(chunks).tobytes(), name
+
+
+def test_weights_that_arrive_early_are_the_same(gloo):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for one in (None, policy):
+        plain, early = (gloo(2, with_packed_weights, True, "block8", one, prefetched) for prefetched in (False, True))
+        for a, b in zip(plain, early, strict=True):
+            assert a[2] == b[2] and a[5][:3] == b[5][:3]
+            assert all(x[name].tobytes() == y[name].tobytes() for x, y in zip(a[3], b[3], strict=True) for name in x)
+
+
+def bytes_of_weights(weights):
+    model = fully_shard(nn.Linear(1024, 512, bias=False))
+    with gradcomp.fsdp.compress(model, "ternary", weights=weights) as state:
+        with torch.no_grad():
+            model(torch.randn(4, 1024))
+        return state.weights_stats.bytes_sent, state.weights_stats.compression_ratio
+
+
+def test_what_weights_send(gloo):
+    for weights, bits in (("block8", 8), ("block4", 4), ("bfloat16", 16)):
+        for nbytes, ratio in gloo(2, bytes_of_weights, weights):
+            assert nbytes == pytest.approx(1024 * 512 / 2 * bits / 8, rel=0.012)
+            assert ratio == pytest.approx(32 / bits, rel=0.012)
+
+
+def with_a_weight_that_is_nan():
+    model, rank = wrap(fresh(), True), dist.get_rank()
+    with gradcomp.fsdp.compress(model, "ternary", weights="block8", min_numel=0) as state:
+        with torch.no_grad():
+            if rank == 1:
+                model.first.weight.to_local()[0, 0] = math.nan
+            bad = model(torch.ones(1, 40)).isnan().all().item()
+            if rank == 1:
+                model.first.weight.to_local()[0, 0] = 0.5
+            return bad, model(torch.ones(1, 40)).isfinite().all().item(), state.weights_stats.nonfinite_buckets
+
+
+def test_a_weight_that_is_not_finite_is_seen_by_every_rank(gloo):
+    assert gloo(2, with_a_weight_that_is_nan) == [(True, True, 1)] * 2
+
+
+class Twice(nn.Module):
+    """A module that one backward pass goes through twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(40, 40)
+
+    def forward(self, x):
+        return self.inner(self.inner(x).tanh())
+
+
+def twice(hooked):
+    torch.manual_seed(0)
+    model = Twice()
+    fully_shard(model.inner)
+    fully_shard(model)
+    seen = []
+    if hooked:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    with gradcomp.fsdp.compress(model, Identity(), min_numel=0):
+        for step in range(2):  # gradients add up
+            model(torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))).square().mean().backward()
+        out = [p.grad.to_local().numpy().copy() for p in model.parameters()]
+    return out, [bool(one.abs().sum() > 0 and one.isfinite().all()) for one in seen]
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+def test_averages_that_somebody_reads_during_backward_are_there_in_time(gloo, hooked):
+    """Gradients that add up, and hooks that read them, get averages at once; others when the backward pass is over."""
+    torch.manual_seed(0)
+    model = Twice()
+    for step in range(2):
+        for rank in range(2):
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+            (model(x).square().mean() / 2).backward()
+    for rank, (got, seen) in enumerate(gloo(2, twice, hooked)):
+        assert all(seen) and bool(seen) == hooked
+        for array, p in zip(got, model.parameters(), strict=True):
+            assert np.allclose(array, chunk_of(p.grad.numpy(), 2, rank), rtol=1e-4, atol=1e-7)

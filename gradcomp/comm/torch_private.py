@@ -194,6 +194,57 @@ def reduce_scatter_as_before(module: Any) -> None:
     module.set_custom_reduce_scatter(_named(_fsdp_collectives, "DefaultReduceScatter")())
 
 
+def leaves_shards_alone(module: Any, dtype: torch.dtype) -> bool:
+    """Whether a module of a `fully_shard` model only hands on what its reduce-scatter of this dtype has averaged, and reads none of it
+    before the backward pass is over; False where torch does not tell."""
+    try:
+        one = module._get_fsdp_state()._fsdp_param_group
+        quiet = not one._is_hsdp and one._all_reduce_hook is None and one._orig_dtype in (None, dtype)
+        return quiet and all(_only_given(p) for p in one.fsdp_params)
+    except AttributeError:
+        return False
+
+
+def _only_given(p: Any) -> bool:
+    """Whether the gradient of a sharded parameter is handed on: not added up, cast, moved, or used by a hook."""
+    hooked = bool(getattr(p.sharded_param, "_post_accumulate_grad_hooks", None))
+    return not p.offload_to_cpu and p.sharded_param.grad is None and not hooked
+
+
+def all_gather_by(module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any], Callable[[], None] | None]) -> None:
+    """Have a module of a `fully_shard` model call ``call(output, input, group)`` in place of its all_gather of weights.
+
+    What that returns is called when the weights are needed; None: they are there.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_api
+
+    class Arriving(dist.Work):
+        def __init__(self, finish: Callable[[], None]) -> None:
+            super().__init__()
+            self._finish = finish
+
+        def wait(self, *_: Any, **__: Any) -> bool:
+            self._finish()
+            return True
+
+    class Called(_named(_fsdp_api, "AllGather")):  # type: ignore[misc]
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+            finish = call(output_tensor, input_tensor, group)
+            return None if finish is None else Arriving(finish)
+
+    _named(module, "set_custom_all_gather")(Called())
+
+
+def all_gather_as_before(module: Any) -> None:
+    """Give a module of a `fully_shard` model torch's own all_gather back."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    _named(module, "set_custom_all_gather")(_named(_fsdp_collectives, "DefaultAllGather")())
+
+
 # ---- of the profiler -------------------------------------------------------------------------------------------------
 
 

@@ -199,6 +199,11 @@ def reduce_scatter(output: Tensor, given: Tensor, process_group: dist.ProcessGro
     dist.reduce_scatter_tensor(output, given, op=op, group=process_group)
 
 
+def all_gather(output: Tensor, given: Tensor, process_group: dist.ProcessGroup) -> None:
+    """Write all ranks' ``(k,)`` to ``(N * k,)``, as torch does."""
+    dist.all_gather_into_tensor(output, given, group=process_group)
+
+
 def divisor(op: Any, world_size: int) -> int | None:
     """Return by what a mean over the ranks is smaller than what an operation of torch makes; None for one that does something else."""
     return {dist.ReduceOp.AVG: 1, dist.ReduceOp.SUM: world_size}.get(getattr(op, "op", op))

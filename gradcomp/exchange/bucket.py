@@ -181,6 +181,10 @@ class BucketExchange:
         if here.second.inbox is not None:
             self._publish(here, here.second)
 
+    def forget(self) -> None:
+        """Let go of the bucket that `encode` has read, where averages stay in `shard`."""
+        self._buffer = self._values = self.shard
+
     def average_shard(self) -> None:
         """Wait for the first phase and average in `shard` what this rank owns (for an exchange among owners, in one slice)."""
         self.receive()

@@ -41,7 +41,8 @@ from gradcomp.plan.workload import Transport
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8, topk,
   block2:precondition, onebit:momentum,precondition,start_step=100, ternary:slice_numel=100000000, ...), with double for double buffering
-  (onebit:double); diloco:CODEC:H[,fragments=K,delay=D,start_step=N], local steps, of whose steps the mean counts; fsdp2 and fsdp2:ternary, fully_shard in place of DDP; module:factory, a function that registers a hook of your own with a DDP model
+  (onebit:double); diloco:CODEC:H[,fragments=K,delay=D,start_step=N], local steps, of whose steps the mean counts; fsdp2, fsdp2:ternary and
+  fsdp2:ternary,weights=block8, fully_shard in place of DDP; module:factory, a function that registers a hook of your own with a DDP model
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile

@@ -22,12 +22,14 @@ from gradcomp.bench.accuracy.methods import METHODS as CODECS
 from gradcomp.bench.accuracy.methods import Method, parse
 from gradcomp.bench.accuracy.optimizers import exchanging_momentum
 from gradcomp.comm.base import Communicator
+from gradcomp.fsdp.weights import weights_codec
 from gradcomp.onebit_sgd import DoubleBuffer
 
 NONE = "none"  # the model alone: what a step takes without an exchange
 NOOP = "noop"  # under DDP, with a hook that averages nothing
 DOUBLE = "double"  # a codec's option: `DoubleBuffer` in place of DDP
 FSDP2 = "fsdp2"  # fully_shard in place of DDP: alone, or fsdp2:CODEC
+WEIGHTS = ",weights="  # and a codec for weights
 DILOCO = "diloco"  # local steps: diloco:CODEC:H, with options as fragments=K,delay=D,start_step=N
 POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
 
@@ -123,7 +125,7 @@ def check(name: str) -> None:
             codec_of(name)
     except ValueError as error:
         known = ", ".join([*(m for m in OTHERS if m not in (NONE, NOOP)), *(c for c in CODECS if c not in OTHERS)])
-        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, {DILOCO}:CODEC:H, {FSDP2}, {FSDP2}:CODEC, or module:factory for a hook of your own") from None
+        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, {DILOCO}:CODEC:H, {FSDP2}, {FSDP2}:CODEC[{WEIGHTS}CODEC], or module:factory for a hook of your own") from None
 
 
 def is_factory(name: str) -> bool:
@@ -142,19 +144,20 @@ def is_sharded(name: str) -> bool:
     return name.partition(":")[0] == FSDP2
 
 
-def sharded_of(name: str) -> Codec | None:
-    """Return the codec of a name of FSDP2; None for torch's own reduce-scatter.
+def sharded_of(name: str) -> tuple[Codec | None, Codec | None]:
+    """Return the codecs of gradients and of weights that a name of FSDP2 says; None for torch's own reduce-scatter and all_gather.
 
     Raises:
         ValueError: there is no such codec, or it has residuals.
     """
     _, colon, rest = name.partition(":")
     if not colon:
-        return None
+        return None, None
+    rest, _, weights = rest.partition(WEIGHTS)
     codec = OVER_MPI[rest] if rest in OVER_MPI else parse(rest).codec
     if codec is None or codec.error_feedback:
-        raise ValueError(f"{name!r}: FSDP2 takes codecs without residuals: {FSDP2}:ternary, {FSDP2}:bf16")
-    return codec
+        raise ValueError(f"{name!r}: FSDP2 takes codecs without residuals: {FSDP2}:ternary, {FSDP2}:bf16, {FSDP2}:ternary{WEIGHTS}block8")
+    return codec, weights_codec(OVER_MPI.get(weights, weights)) if weights else None
 
 
 def local_of(name: str) -> tuple[Codec, dict[str, int]]:
@@ -211,7 +214,7 @@ def wrap(
     if is_sharded(name):
         if comm is not None:
             raise ValueError(f"{name}: FSDP2 moves bytes over torch's process group, not over MPI")
-        return _shard(model, sharded_of(name), make)
+        return _shard(model, *sharded_of(name), make)
     optimizers = make(model)
     if name == NONE:
         return Ready(model, optimizers)
@@ -241,13 +244,19 @@ def wrap(
     return Ready(wrapped, optimizers, gradcomp.ddp.register(wrapped, codec, comm=comm, **options))
 
 
-def _shard(model: nn.Module, codec: Codec | None, make: Callable[[nn.Module], list[torch.optim.Optimizer]]) -> Ready:
-    """Shard a model, its lists' and sequences' members as modules of their own."""
+def _shard(
+    model: nn.Module, codec: Codec | None, weights: Codec | None, make: Callable[[nn.Module], list[torch.optim.Optimizer]]
+) -> Ready:
+    """Shard a model, its lists' and sequences' members as modules of their own, each of which asks for the next one's weights early."""
+    before = model
     for outer in model.modules():
         if isinstance(outer, (nn.ModuleList, nn.Sequential)):
             for inner in outer:
                 if any(True for _ in inner.parameters()):
                     fully_shard(inner)
+                    if before is not model:
+                        before.set_modules_to_forward_prefetch([inner])  # type: ignore[operator]
+                    before = inner
     fully_shard(model)
-    state = gradcomp.fsdp.compress(model, codec) if codec is not None else None
+    state = gradcomp.fsdp.compress(model, codec, weights=weights) if codec is not None else None
     return Ready(model, make(model), state, sharded=True)

@@ -1,0 +1,145 @@
+"""The reduce-scatter of one FSDP module: what a rank has of a chunk goes packed to the chunk's owner, who averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gradcomp.codecs import Codec
+from gradcomp.comm import torch_private
+from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.errors import GradcompError
+from gradcomp.exchange.bucket import BucketExchange
+from gradcomp.exchange.sizing import BucketPlan, Strategy
+from gradcomp.exchange.stats import Stats
+from gradcomp.kernels import native
+from gradcomp.payload.ownership import BySlots
+from gradcomp.payload.parameters import Parameter
+from gradcomp.payload.pieces import Slot
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter of an FSDP module.
+
+    Attributes:
+        parameter: how it travels.
+        number: its place among all names in order.
+        sharded: as ``model.parameters()`` has it.
+        chunks: the shape of every rank's chunk, the largest first.
+    """
+
+    parameter: Parameter
+    number: int
+    sharded: nn.Parameter
+    chunks: list[tuple[int, ...]]
+
+    @property
+    def room(self) -> int:
+        """Elements that every rank's chunk takes, padding included."""
+        return numel_of(self.chunks[0])
+
+
+class ReduceScatter:
+    """Averages of one FSDP module's gradients, a chunk a rank.
+
+    Attributes:
+        module: as torch has it.
+        parts: its parameters, in the order in which their gradients stand.
+        steps: reduce-scatters so far.
+    """
+
+    def __init__(self, module: object, parts: Sequence[Part], codec: Codec, comm: TorchCommunicator, stats: Stats) -> None:
+        self.module, self.parts, self.steps = module, list(parts), 0
+        self._codec, self._comm, self._stats = codec, comm, stats
+        self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
+        self._pending: tuple[BucketExchange, Tensor, int] | None = None
+        self._failed: GradcompError | None = None
+
+    def fits(self, given: Tensor) -> bool:
+        """Whether these are the gradients of all trained parameters of the module."""
+        return given.numel() == self._comm.world_size * sum(part.room for part in self._trained())
+
+    def start(self, output: Tensor, given: Tensor, factor: int) -> None:
+        """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages of this rank's chunks to ``(k,)``."""
+        if self._failed is not None:
+            raise self._failed
+        exchange = self._exchange(given.dtype, given.device, self._trained())
+        exchange.begin(given, self.steps, 0)
+        try:
+            exchange.measure()
+            exchange.encode()
+        except GradcompError as error:
+            self._failed = error
+            raise
+        exchange.forget()
+        self._pending = exchange, output, factor
+        self.steps += 1
+        self._stats.steps += 1
+        self._stats.baseline_bytes += 2 * (given.numel() - output.numel()) * given.element_size()
+
+    def finish(self) -> None:
+        """Wait for what the other ranks have sent, and average; NaN if some rank's gradients have NaN or Inf."""
+        if self._pending is None:
+            return
+        (exchange, output, factor), self._pending = self._pending, None
+        try:
+            exchange.average_shard()
+        except GradcompError as error:
+            self._failed = error
+            raise
+        if exchange.flagged:
+            output.fill_(float("nan"))
+            self._stats.nonfinite_buckets += 1
+            return
+        output.zero_()
+        first = output.numel() * self._comm.rank
+        for piece in exchange.plan.own_second.pieces:
+            output[piece.slot.offset - first :][: piece.numel].copy_(exchange.shard[piece.data : piece.data + piece.numel])
+        if factor != 1:
+            output.mul_(factor)
+
+    def comes_late(self, dtype: torch.dtype) -> bool:
+        """Whether torch leaves what `finish` writes alone until the backward pass is over."""
+        return torch_private.leaves_shards_alone(self.module, dtype)
+
+    def _trained(self) -> list[Part]:
+        return [part for part in self.parts if part.sharded.requires_grad]
+
+    def _exchange(self, dtype: torch.dtype, device: torch.device, trained: Sequence[Part]) -> BucketExchange:
+        if dtype not in native.DTYPES:
+            raise GradcompError(f"gradients of {dtype} are not packed; float32, bfloat16 and float16 are")
+        kind = dtype, device, tuple(part.number for part in trained)
+        if kind not in self._exchanges:
+            self._exchanges[kind] = BucketExchange(
+                self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device
+            )
+        return self._exchanges[kind]
+
+    def _plan(self, trained: Sequence[Part]) -> BucketPlan:
+        world = self._comm.world_size
+        slots = [slot for one in slots_of(trained, world) for slot in one]
+        strategy = Strategy("reduce_scatter", "fp32")
+        return BucketPlan(self._codec, slots, strategy, world, self._comm.rank, ownership=BySlots(world), stays=True)
+
+
+def slots_of(parts: Sequence[Part], world_size: int) -> list[list[Slot]]:
+    """Return where every rank's chunks stand in a flat whole that has them rank after rank, a slot each: number times N plus rank."""
+    each = sum(part.room for part in parts)
+    out = []
+    for rank in range(world_size):
+        offset, slots = rank * each, []
+        for part in parts:
+            p = part.parameter
+            slots.append(Slot(part.number * world_size + rank, numel_of(part.chunks[rank]), p.group_numel, p.compressed, offset))
+            offset += part.room
+        out.append(slots)
+    return out
+
+
+def numel_of(shape: Sequence[int]) -> int:
+    """Return the elements of a shape."""
+    return torch.Size(shape).numel()

@@ -1,0 +1,77 @@
+"""The all_gather of one FSDP module's weights: every rank's chunks packed to 8 bits, as long as forward or backward needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradcomp.codecs import Block, Codec, Identity, resolve
+from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.errors import GradcompError
+from gradcomp.exchange.gathered import Gathered, Rooms
+from gradcomp.exchange.stats import Stats
+from gradcomp.fsdp.reduce import Part, slots_of
+from gradcomp.kernels import native
+
+
+def weights_codec(given: Codec | str) -> Codec:
+    """Return the codec of weights: without residuals, since a weight is sent as it is and not added up.
+
+    Raises:
+        ValueError: of fewer than 4 bits, or one that is of gradients.
+    """
+    codec = resolve(given)
+    if isinstance(codec, Block) and codec.bits >= 4:
+        return Block(codec.bits, group=codec.group, error_feedback=False)
+    if isinstance(codec, Identity):
+        return codec
+    raise ValueError(f"weights={given!r}: weights are gathered as 'block8', 'block4', 'bfloat16' or Block(8, group=...); what is left out of them is lost")
+
+
+class AllGather:
+    """Weights of one FSDP module, gathered by all.
+
+    Attributes:
+        module: as torch has it.
+        count: gathers so far.
+    """
+
+    def __init__(self, module: object, parts: Sequence[Part], codec: Codec, comm: TorchCommunicator, stats: Stats, rooms: Rooms) -> None:
+        self.module, self.count = module, 0
+        self._parts, self._codec, self._comm, self._stats, self._rooms = list(parts), codec, comm, stats, rooms
+        self._each = sum(part.room for part in parts)
+        self._gathers: dict[tuple[torch.dtype, torch.device], Gathered] = {}
+        self._failed: GradcompError | None = None
+
+    def fits(self, given: Tensor, ranks: int) -> bool:
+        """Whether these are this rank's chunks of all parameters of the module, for all ranks that share it."""
+        return ranks == self._comm.world_size and given.numel() == self._each and given.dtype in native.DTYPES
+
+    def start(self, output: Tensor, given: Tensor) -> Callable[[], None]:
+        """Encode ``(k,)`` and send it; return what waits for the others and writes ``(N * k,)``."""
+        gather = self._gather(given.dtype, given.device)
+        self._guarded(lambda: gather.start(given, self.count))
+        self.count += 1
+        self._stats.steps += 1
+        self._stats.baseline_bytes += (output.numel() - given.numel()) * given.element_size()
+        return lambda: self._guarded(lambda: gather.finish(output))
+
+    def _gather(self, dtype: torch.dtype, device: torch.device) -> Gathered:
+        if (dtype, device) not in self._gathers:
+            comm = self._comm
+            self._gathers[dtype, device] = Gathered(
+                self._codec, slots_of(self._parts, comm.world_size), comm.rank * self._each, comm, self._stats, self._rooms,
+                dtype=dtype, device=device, timeout_s=comm.timeout_s,
+            )  # fmt: skip
+        return self._gathers[dtype, device]
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            call()
+        except GradcompError as error:
+            self._failed = error
+            raise
