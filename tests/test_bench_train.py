@@ -236,9 +236,9 @@ def test_where_there_can_be_no_hosts_the_bench_says_so(monkeypatch, capsys):
 
 
 def test_every_method_and_workload_of_the_help_is_one(capsys):
-    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "onebit:double,start_step=2", "json:dumps", "fsdp2", "fsdp2:bf16", "fsdp2:ternary,weights=block8"):
+    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "onebit:double,start_step=2", "json:dumps", "fsdp2", "fsdp2:bf16", "fsdp2:onebit,weights=block8"):
         methods.check(name)
-    for name in ("fsdp2:onebit", "fsdp2:", "fsdp2:ternery", "fsdp2:ternary,weights=onebit", "fsdp2,weights=block8"):
+    for name in ("fsdp2:topk", "fsdp2:", "fsdp2:ternery", "fsdp2:ternary,weights=onebit", "fsdp2,weights=block8"):
         with pytest.raises(ValueError, match="fsdp2|ternery"):
             methods.check(name)
     with pytest.raises(SystemExit):

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from _expected import average
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary
+from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TopK
 from gradcomp.exchange.sizing import Strategy
 from gradcomp.reference import codec as ref
 
@@ -24,6 +25,9 @@ CODECS = {
     "ternary-own": Ternary(scale="own"),
     "identity": Identity(),
     "bf16": Identity("bf16"),
+    "onebit": OneBit(),
+    "block2": Block(2),
+    "block4-16": Block(4, group=16),
 }
 MIN_NUMEL = 60
 
@@ -77,9 +81,9 @@ def chunk_of(array, world, rank):
     return array[rank * rows : (rank + 1) * rows]
 
 
-def expected(codec, grads, step, world, rank):
-    """Return this rank's shards from the reference: every chunk is a tensor of its own."""
-    out = {}
+def expected(codec, grads, step, world, rank, residuals=None):
+    """Return this rank's shards from the reference: every chunk is a tensor of its own. `residuals`: of all ranks, by name, renewed."""
+    out, residuals = {}, {} if residuals is None else residuals
     for number, name in enumerate(sorted(grads)):
         chunks = [chunk_of(g, world, rank) for g in grads[name]]
         whole = grads[name][0]
@@ -88,7 +92,10 @@ def expected(codec, grads, step, world, rank):
             mean = ref.float_average(flat) if flat[0].size else flat[0]
         else:
             strategy = Strategy("all_gather")  # one phase
-            mean, _, _ = average(flat, codec, strategy, step=step, parameter=number * world + rank, shape=whole.shape)
+            old = residuals.get((name, rank))
+            mean, residuals[name, rank], _ = average(
+                flat, codec, strategy, step=step, parameter=number * world + rank, shape=whole.shape, residuals=old
+            )
         out[name] = mean.reshape(chunks[0].shape)
     return out
 
@@ -112,11 +119,11 @@ def trained(codec, steps, finely, wrapping=None, settings=None, bad=None):
 @pytest.mark.parametrize("name", CODECS)
 def test_shards_are_the_references(gloo, name, world, finely):
     """Whatever the wrapping: what a chunk becomes depends on parameter, rank and step alone."""
-    results = gloo(world, trained, CODECS[name], 2, finely)
-    for step in range(2):
+    results, residuals = gloo(world, trained, CODECS[name], 3, finely), {}
+    for step in range(3):
         grads = gradients(step, world)
         for rank, (got, *_) in enumerate(results):
-            for key, wanted in expected(CODECS[name], grads, step, world, rank).items():
+            for key, wanted in expected(CODECS[name], grads, step, world, rank, residuals).items():
                 assert got[step][key].shape == wanted.shape and got[step][key].tobytes() == wanted.tobytes(), (key, step, rank)
     assert "5 of 8 parameters of" in results[0][1] and f"over {world} ranks" in results[0][1]
 
@@ -165,10 +172,15 @@ def test_gradients_in_half_precision(gloo, dtype, most):
 
 
 def test_a_value_that_is_not_finite_is_nan_on_every_rank_and_leaves_no_trace(gloo):
-    spoilt, clean = (gloo(2, trained, Ternary(seed=3), 3, True, None, None, bad) for bad in ((1, 1), None))
-    for (got, *_), (wanted, *_) in zip(spoilt, clean, strict=True):
-        assert all(np.isnan(shard).all() for shard in got[1].values())
-        assert all(got[step][name].tobytes() == wanted[step][name].tobytes() for step in (0, 2) for name in wanted[step])
+    for codec in (Ternary(seed=3), OneBit()):
+        for got, *_ in gloo(2, trained, codec, 3, True, None, None, (1, 1)):
+            assert all(np.isnan(shard).all() for shard in got[1].values())
+            assert all(np.isfinite(shard).all() for shard in got[2].values())
+    residuals = {}
+    for step in (0, 2):  # residuals are as if there had been no step between
+        for rank, (got, *_) in enumerate(gloo(2, trained, OneBit(), 3, True, None, None, (1, 1))):
+            wanted = expected(OneBit(), gradients(step, 2), step, 2, rank, residuals)
+            assert all(got[step][name].tobytes() == wanted[name].tobytes() for name in wanted)
 
 
 def accumulated():
@@ -226,30 +238,121 @@ def test_parameters_that_are_frozen_on_the_way(gloo):
             assert all(shard.tobytes() == wanted[name].tobytes() for name, shard in shards.items()), step
 
 
-def resumed():
-    def run(model, state, steps):
-        for step in steps:
-            model.zero_grad()
-            loss_of(model, step, dist.get_rank()).backward()
-        return [p.grad.to_local().clone() for p in model.parameters()]
+def run(model, steps):
+    for step in steps:
+        model.zero_grad()
+        loss_of(model, step, dist.get_rank()).backward()
+    return [p.grad.to_local().clone() for p in model.parameters()]
 
+
+def resumed(codec, residuals, folder):
+    """Return whether a run goes on as if it had not stopped: from a state, from a checkpoint of torch's, in another wrapping."""
+    options = {"residuals": residuals, "min_numel": 0}
     model = wrap(fresh(), True)
-    with gradcomp.fsdp.compress(model, "ternary", min_numel=0) as state:
-        run(model, state, range(2))
+    with gradcomp.fsdp.compress(model, codec, **options) as state:
+        run(model, range(2))
         saved = copy.deepcopy(state.state_dict())
-        whole = run(model, state, range(2, 4))
+        dcp.save({"model": model.state_dict(), "gradcomp": state}, checkpoint_id=folder)
+        whole = run(model, range(2, 4))
     model(torch.zeros(1, 40)).sum().backward()  # torch's own again
-    model = wrap(fresh(), False)
-    with gradcomp.fsdp.compress(model, "ternary", min_numel=0) as state:
-        state.load_state_dict(saved)
-        later = run(model, state, range(2, 4))
-        with pytest.raises(ValueError, match="not a state of gradcomp.fsdp"):
-            state.load_state_dict({"version": 1, "steps": -1})
-    return all(torch.equal(a, b) for a, b in zip(whole, later, strict=True))
+    out = []
+    for load in (
+        lambda state, _: state.load_state_dict(saved),
+        lambda state, model: dcp.load({"model": model.state_dict(), "gradcomp": state}, checkpoint_id=folder),
+        lambda state, _: state.load(folder),
+    ):
+        model = wrap(fresh(), False)
+        with gradcomp.fsdp.compress(model, codec, **options) as state:
+            load(state, model)
+            later = run(model, range(2, 4))
+            out.append(all(torch.equal(a, b) for a, b in zip(whole, later, strict=True)))
+    return out
 
 
-def test_a_resumed_run_is_the_same_run_in_another_wrapping(gloo):
-    assert gloo(2, resumed) == [True, True]
+@pytest.mark.parametrize(("codec", "residuals"), [("ternary", "fp32"), ("onebit", "fp32"), (Block(2), "bf16")], ids=str)
+def test_a_resumed_run_is_the_same_run_in_another_wrapping(gloo, codec, residuals, tmp_path):
+    assert gloo(2, resumed, codec, residuals, str(tmp_path)) == [[True] * 3] * 2
+
+
+def saved_by(folder):
+    model = wrap(fresh(), True)
+    with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+        run(model, range(2))
+        dcp.save({"gradcomp": state}, checkpoint_id=folder)
+        return state.state_dict()
+
+
+def goes_on_with(folder, states):
+    """Return the residuals of all names after loading, by both ways; what a single state says."""
+    out = []
+    for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
+        model = wrap(fresh(), False)
+        with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+            load(state)
+            after = state.state_dict()
+            out.append(after["residual"][str(dist.get_rank())])
+            assert [n for _, n in after["steps"]] == [2] * 8
+            with pytest.raises(ValueError, match="residuals of rank . are missing: the run had 2 ranks, this one has 3"):
+                state.load_state_dict(states[0])
+    return out
+
+
+def test_what_other_ranks_owed_is_owed_by_more_of_them(gloo, tmp_path):
+    """Each of the new ranks has the mean of the old ones' residuals, so the sum over ranks / their number is what it was."""
+    states = gloo(2, saved_by, str(tmp_path))
+    for ways in gloo(3, goes_on_with, str(tmp_path), states):
+        for got in ways:
+            assert len(got) == 5
+            for name, tensor in got.items():
+                wanted = torch.stack([one["residual"][str(rank)][name].double() for rank, one in enumerate(states)]).mean(0).float()
+                assert torch.equal(tensor, wanted) and tensor.abs().sum() > 0, name
+
+
+def misloaded():
+    model = wrap(fresh(), True)
+    with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+        good = state.state_dict()
+        rank = str(dist.get_rank())
+        nan = {**good["residual"][rank], "first.weight": torch.full((37, 40), math.nan)}
+        few = dict(list(good["residual"][rank].items())[1:])
+        said = []
+        for bad in (
+            {"version": 1, "steps": 3},
+            7,
+            {**good, "codec": "Ternary()"},
+            {**good, "steps": [["first.weight", -1]]},
+            {**good, "steps": good["steps"][1:]},
+            {**good, "residual": {rank: nan}},
+            {**good, "residual": {rank: few}},
+            {**good, "residual": {}},
+            [],
+            [good, {**good, "world_size": 3}],
+        ):
+            try:
+                state.load_state_dict(bad)
+            except ValueError as error:
+                said.append(str(error))
+        with pytest.raises(ValueError, match="is no checkpoint of torch.distributed.checkpoint"):
+            state.load("/nowhere")
+        assert [n for _, n in state.state_dict()["steps"]] == [0] * 8
+        return said
+
+
+def test_states_that_are_refused(gloo):
+    wanted = [
+        "not a state of gradcomp.fsdp that",
+        "not a state of gradcomp.fsdp that",
+        "this state has codec 'Ternary",
+        "other parameters",
+        "other parameters: 'few.bias' is on one side only",
+        "residual of 'first.weight' is no finite tensor of .37, 40.",
+        "residuals do not fit this model and codec",
+        "residuals of rank . are missing",
+        "states of .. ranks",
+        "states of .2, 3. ranks",
+    ]
+    for said in gloo(2, misloaded):
+        assert len(said) == len(wanted) and all(re.search(w, s) for w, s in zip(wanted, said, strict=True)), said
 
 
 def in_two_dimensions():
@@ -274,8 +377,10 @@ def refusals():
     model = wrap(fresh(), True)
     said = []
     for make in (
-        lambda: gradcomp.fsdp.compress(model, OneBit()),
-        lambda: gradcomp.fsdp.compress(model, Block(4)),
+        lambda: gradcomp.fsdp.compress(model, TopK()),
+        lambda: gradcomp.fsdp.compress(model, Block(4), residuals="fp8"),
+        lambda: gradcomp.fsdp.compress(model, weights="ternary"),
+        lambda: gradcomp.fsdp.compress(model, weights=Block(2)),
         lambda: gradcomp.fsdp.compress(fresh(), "ternary"),
         lambda: gradcomp.fsdp.compress(model.parameters(), "ternary"),
         lambda: gradcomp.fsdp.compress(model, "ternary", precondition=True),
@@ -293,8 +398,10 @@ def refusals():
 
 def test_what_is_refused(gloo):
     wanted = [
-        "ValueError: OneBit.* residuals as large as whole gradients.*Ternary",
-        "ValueError: Block.* residuals",
+        "ValueError: TopK.* goes to all ranks whole.*Ternary",
+        "ValueError: residuals must be one of .*fp32.*, got 'fp8'",
+        "ValueError: weights='ternary': weights are gathered as 'block8'",
+        "ValueError: weights=Block.bits=2.*are gathered as 'block8'",
         "TypeError: no module of this model is wrapped by .*fully_shard; for DDP",
         "TypeError: model must be a torch.nn.Module, got generator",
         "ValueError: precondition=.* is of exchanges of whole gradients",
@@ -306,6 +413,30 @@ def test_what_is_refused(gloo):
 
     for said in gloo(2, refusals):
         assert len(said) == len(wanted) and all(re.search(w, s) for w, s in zip(wanted, said, strict=True)), said
+
+
+def misused():
+    inner = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
+    fully_shard(inner[0])
+    said = []
+    with gradcomp.fsdp.compress(inner, "ternary"):
+        fully_shard(inner[1])
+        fully_shard(inner)
+        try:
+            inner(torch.ones(1, 4)).sum().backward()
+        except gradcomp.GradcompError as error:
+            said.append(str(error))
+    try:
+        gradcomp.fsdp.compress(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+    except TypeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_models_that_are_sharded_too_late_or_by_fsdp1(gloo):
+    for late, first in gloo(2, misused):
+        assert "fully_shard came after gradcomp.fsdp.compress for 1 modules (FSDPLinear" in late
+        assert "FullyShardedDataParallel is FSDP1: wrap with torch.distributed.fsdp.fully_shard" in first
 
 
 def alone():
@@ -402,14 +533,13 @@ def test_what_weights_send(gloo):
 
 def with_a_weight_that_is_nan():
     model, rank = wrap(fresh(), True), dist.get_rank()
-    with gradcomp.fsdp.compress(model, "ternary", weights="block8", min_numel=0) as state:
-        with torch.no_grad():
-            if rank == 1:
-                model.first.weight.to_local()[0, 0] = math.nan
-            bad = model(torch.ones(1, 40)).isnan().all().item()
-            if rank == 1:
-                model.first.weight.to_local()[0, 0] = 0.5
-            return bad, model(torch.ones(1, 40)).isfinite().all().item(), state.weights_stats.nonfinite_buckets
+    with gradcomp.fsdp.compress(model, "ternary", weights="block8", min_numel=0) as state, torch.no_grad():
+        if rank == 1:
+            model.first.weight.to_local()[0, 0] = math.nan
+        bad = model(torch.ones(1, 40)).isnan().all().item()
+        if rank == 1:
+            model.first.weight.to_local()[0, 0] = 0.5
+        return bad, model(torch.ones(1, 40)).isfinite().all().item(), state.weights_stats.nonfinite_buckets
 
 
 def test_a_weight_that_is_not_finite_is_seen_by_every_rank(gloo):

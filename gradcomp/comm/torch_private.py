@@ -138,6 +138,7 @@ class Sharded:
         parameters: sharded, as ``model.parameters()`` has them, in the order in which gradients travel.
         shapes: of each, as it was before.
         chunks: of each, the shape of every rank's chunk, the largest first; a chunk of no rows is empty.
+        dims: of each, the dimension along which it is cut.
     """
 
     module: Any
@@ -145,6 +146,7 @@ class Sharded:
     parameters: list[torch.nn.Parameter]
     shapes: list[tuple[int, ...]]
     chunks: list[list[tuple[int, ...]]]
+    dims: list[int]
 
 
 def sharded_modules(model: Any) -> list[Sharded]:
@@ -155,12 +157,15 @@ def sharded_modules(model: Any) -> list[Sharded]:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        one = _named(_named(module, "_get_fsdp_state")(), "_fsdp_param_group")
+        state = _named(module, "_get_fsdp_state")()
+        if len(getattr(state, "_fsdp_param_groups", ())) > 1:
+            raise ValueError(f"{type(module).__name__} shares its parameters out over several meshes; gradcomp packs modules with one")
+        one = _named(state, "_fsdp_param_group")
         if one is None:  # all of its parameters are in modules of their own
             continue
         group = _named(one, "_reduce_scatter_process_group")
         world, inside = group.size(), _named(one, "fsdp_params")
-        shapes, chunks = [], []
+        shapes, chunks, dims = [], [], []
         for p in inside:
             if _named(p, "is_dtensor"):
                 raise ValueError("FSDP2 with tensor parallelism: gradients of DTensors inside are not packed yet")
@@ -169,7 +174,8 @@ def sharded_modules(model: Any) -> list[Sharded]:
             counts = [max(0, min(rows, full[dim] - rank * rows)) for rank in range(world)]
             shapes.append(full)
             chunks.append([(*full[:dim], count, *full[dim + 1 :]) for count in counts])
-        out.append(Sharded(module, group, [_named(p, "sharded_param") for p in inside], shapes, chunks))
+            dims.append(dim)
+        out.append(Sharded(module, group, [_named(p, "sharded_param") for p in inside], shapes, chunks, dims))
     return out
 
 

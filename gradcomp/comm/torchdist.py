@@ -14,9 +14,10 @@ import struct
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -179,6 +180,33 @@ def is_initialized() -> bool:
 def group_size() -> int:
     """Return the number of ranks of torch.distributed's default process group, 1 without one."""
     return dist.get_world_size() if is_initialized() else 1
+
+
+def group_rank() -> int:
+    """Return this process's rank in torch.distributed's default process group, 0 without one."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def read_checkpoint(checkpoint_id: str, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Return what a folder of `torch.distributed.checkpoint` has under the keys that are wanted, here alone and not as a collective.
+
+    Raises:
+        ValueError: no such checkpoint.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        known = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    except FileNotFoundError as error:
+        raise ValueError(f"{checkpoint_id} is no checkpoint of torch.distributed.checkpoint: {error}") from None
+    out: dict[str, Any] = {}
+    for key, one in known.items():
+        if wanted(key):
+            out[key] = torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+    load(out, checkpoint_id=checkpoint_id, no_dist=True)
+    return out
 
 
 def default_communicator() -> TorchCommunicator:

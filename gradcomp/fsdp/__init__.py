@@ -3,7 +3,7 @@
 `compress` gives every FSDP module a reduce-scatter of its own. Pieces and owners are FSDP's: rank k owns chunk k of every parameter. A
 rank encodes what it has of a chunk and sends it to its owner, who averages what has come, in fp32; nothing is sent back. So gradients take
 one phase here where DDP's take two, and gloo's own reduce-scatter, which is a whole all_reduce, sends 2 (N - 1) / N of everything in fp32.
-`reduce` and `weights` are what one module does, `state` all of them.
+`reduce` and `weights` are what one module does, `residuals` what is left out between steps, `state` all of it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def compress(
     options: Options | None = None,
     *,
     weights: Codec | str | None = None,
+    residuals: str = "fp32",
     **changes: Unpack[Changes],
 ) -> FsdpState:
     """Pack the gradients that a `fully_shard` model reduce-scatters. Collective.
@@ -45,17 +46,20 @@ def compress(
 
     Args:
         model: with FSDP modules inside, or one itself; each may share its parameters out over another group of ranks.
-        codec: codec or name, of those without residuals: `Ternary`, `Identity("bf16")`. (Residuals of a rank are as large as whole
-            gradients, which FSDP is there to avoid.)
+        codec: codec or name. `Ternary` and `Identity("bf16")` need no memory; residuals of `OneBit` and `Block` are on every rank as large
+            as whole gradients, which FSDP is there to avoid: how large is logged.
         options: see `gradcomp.Options`; `min_numel`, `exclude`, `timeout_s` count here, of parameters as they were before they were sharded.
         weights: what the weights are gathered in for forward and backward: "block8", "block4", "bfloat16", or `Block` with a group of its
             own; as they are when None. Shards and what optimizers do stay exact (Wang et al. 2023, ZeRO++, section 3.1).
+        residuals: "fp32", or "bf16" for half of the memory, of codecs that leave some.
         changes: fields of `gradcomp.Options` to set.
 
     Raises:
         TypeError: no module, or none inside that `fully_shard` has wrapped.
-        ValueError: a codec with residuals; an option that is of other exchanges; tensor parallelism inside.
+        ValueError: a codec that gathers; an option that is of other exchanges; tensor parallelism inside, or several meshes in a module.
+        UnsupportedTensor: parameters on a GPU.
         PeerMismatch: ranks with other parameters, codec or options.
         PeerLost: a rank did not answer.
     """
-    return FsdpState(model, resolve(codec), Options.of(options, **changes), weights=None if weights is None else weights_codec(weights))
+    packed = None if weights is None else weights_codec(weights)
+    return FsdpState(model, resolve(codec), Options.of(options, **changes), weights=packed, residuals=residuals)

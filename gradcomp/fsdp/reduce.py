@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
@@ -15,36 +14,19 @@ from gradcomp.errors import GradcompError
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
+from gradcomp.fsdp.parts import Part, slots_of
+from gradcomp.fsdp.residuals import Carried, Kept
 from gradcomp.kernels import native
 from gradcomp.payload.ownership import BySlots
-from gradcomp.payload.parameters import Parameter
-from gradcomp.payload.pieces import Slot
-
-
-@dataclass(frozen=True)
-class Part:
-    """One parameter of an FSDP module.
-
-    Attributes:
-        parameter: how it travels.
-        number: its place among all names in order.
-        sharded: as ``model.parameters()`` has it.
-        chunks: the shape of every rank's chunk, the largest first.
-    """
-
-    parameter: Parameter
-    number: int
-    sharded: nn.Parameter
-    chunks: list[tuple[int, ...]]
-
-    @property
-    def room(self) -> int:
-        """Elements that every rank's chunk takes, padding included."""
-        return numel_of(self.chunks[0])
 
 
 class ReduceScatter:
     """Averages of one FSDP module's gradients, a chunk a rank.
+
+    Args:
+        module, parts: see below.
+        codec, comm, stats: as they say.
+        kept: residuals of the model, for codecs that leave some.
 
     Attributes:
         module: as torch has it.
@@ -52,9 +34,15 @@ class ReduceScatter:
         steps: reduce-scatters so far.
     """
 
-    def __init__(self, module: object, parts: Sequence[Part], codec: Codec, comm: TorchCommunicator, stats: Stats) -> None:
+    def __init__(
+        self, module: object, parts: Sequence[Part], codec: Codec, comm: TorchCommunicator, stats: Stats, kept: Kept | None = None
+    ) -> None:
         self.module, self.parts, self.steps = module, list(parts), 0
-        self._codec, self._comm, self._stats = codec, comm, stats
+        self._codec, self._comm, self._stats, self._kept = codec, comm, stats, kept
+        if kept is not None:
+            for part in parts:
+                if part.parameter.compressed:
+                    kept.add(part)
         self._exchanges: dict[tuple[object, ...], BucketExchange] = {}
         self._pending: tuple[BucketExchange, Tensor, int] | None = None
         self._failed: GradcompError | None = None
@@ -95,6 +83,7 @@ class ReduceScatter:
             output.fill_(float("nan"))
             self._stats.nonfinite_buckets += 1
             return
+        exchange.commit()
         output.zero_()
         first = output.numel() * self._comm.rank
         for piece in exchange.plan.own_second.pieces:
@@ -115,8 +104,9 @@ class ReduceScatter:
         kind = dtype, device, tuple(part.number for part in trained)
         if kind not in self._exchanges:
             self._exchanges[kind] = BucketExchange(
-                self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device
-            )
+                self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device,
+                feedback=Carried(trained, self._kept) if self._kept is not None else None,
+            )  # fmt: skip
         return self._exchanges[kind]
 
     def _plan(self, trained: Sequence[Part]) -> BucketPlan:
@@ -124,22 +114,3 @@ class ReduceScatter:
         slots = [slot for one in slots_of(trained, world) for slot in one]
         strategy = Strategy("reduce_scatter", "fp32")
         return BucketPlan(self._codec, slots, strategy, world, self._comm.rank, ownership=BySlots(world), stays=True)
-
-
-def slots_of(parts: Sequence[Part], world_size: int) -> list[list[Slot]]:
-    """Return where every rank's chunks stand in a flat whole that has them rank after rank, a slot each: number times N plus rank."""
-    each = sum(part.room for part in parts)
-    out = []
-    for rank in range(world_size):
-        offset, slots = rank * each, []
-        for part in parts:
-            p = part.parameter
-            slots.append(Slot(part.number * world_size + rank, numel_of(part.chunks[rank]), p.group_numel, p.compressed, offset))
-            offset += part.room
-        out.append(slots)
-    return out
-
-
-def numel_of(shape: Sequence[int]) -> int:
-    """Return the elements of a shape."""
-    return torch.Size(shape).numel()

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
-from gradcomp.comm.torchdist import TorchCommunicator, all_gather, divisor, reduce_scatter
+from gradcomp.comm.torchdist import (
+    TorchCommunicator,
+    all_gather,
+    divisor,
+    group_rank,
+    group_size,
+    read_checkpoint,
+    reduce_scatter,
+)
 from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.options import Options
+from gradcomp.errors import GradcompError
 from gradcomp.exchange.gathered import Rooms
 from gradcomp.exchange.stats import Stats
-from gradcomp.fsdp.reduce import Part, ReduceScatter
+from gradcomp.fsdp.parts import Part
+from gradcomp.fsdp.reduce import ReduceScatter
+from gradcomp.fsdp.residuals import Kept
 from gradcomp.fsdp.weights import AllGather
+from gradcomp.kernels import of as kernels_of
 from gradcomp.payload.parameters import Parameter, describe_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+
+logger = logging.getLogger("gradcomp")
 
 
 class FsdpState:
-    """What `compress` has made of a model: what was sent, and the step that random numbers depend on.
+    """What `compress` has made of a model: what was sent, what codes have left out, and the steps that random numbers depend on.
+
+    It is a ``Stateful`` of ``torch.distributed.checkpoint``.
 
     Attributes:
         codec: of gradients.
@@ -36,15 +55,24 @@ class FsdpState:
         plain: reduce-scatters that torch did after all, because some parameter of their module had no gradient, say.
     """
 
-    def __init__(self, model: nn.Module, codec: Codec, options: Options, *, weights: Codec | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, codec: Codec, options: Options, *, weights: Codec | None = None, residuals: str = "fp32"
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         _check(codec, options)
         self.codec, self.weights = codec, weights
+        self._kept = Kept(residuals)
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
         sharded = torch_private.sharded_modules(model)
         if not sharded:
-            raise TypeError("no module of this model is wrapped by torch.distributed.fsdp.fully_shard; for DDP there is gradcomp.ddp.register")
+            kinds = {type(module).__name__ for module in model.modules()}
+            first = "FullyShardedDataParallel is FSDP1: wrap with" if "FullyShardedDataParallel" in kinds else "no module of this model is wrapped by"
+            raise TypeError(f"{first} torch.distributed.fsdp.fully_shard; for DDP there is gradcomp.ddp.register")
+        for device in {p.device for one in sharded for p in one.parameters} - {torch.device("meta")}:
+            kernels_of(device)
+        self._model, self._known = weakref.ref(model), {id(one.module) for one in sharded}
+        self._checked = False
         names = {id(p): name for name, p in model.named_parameters()}
         wholes = [(names[id(p)], shape) for one in sharded for p, shape in zip(one.parameters, one.shapes, strict=True)]
         order = {name: n for n, name in enumerate(sorted(name for name, _ in wholes))}
@@ -66,9 +94,9 @@ class FsdpState:
                 if comm is None:
                     comm = groups[id(one.group)] = TorchCommunicator(one.group, timeout_s=options.timeout_s)
                     self._comms.append(comm)
-                    _agree(comm, codec, weights, options, gradients)
+                    _agree(comm, codec, weights, residuals, options, gradients)
                 own = [names[id(p)] for p in one.parameters]
-                self._reduces.append(ReduceScatter(one.module, _parts(one, own, order, gradients), codec, comm, self.stats))
+                self._reduces.append(self._reduce_scatter(one.module, _parts(one, own, order, gradients), comm))
                 torch_private.reduce_scatter_by(one.module, self._reduce_by(self._reduces[-1]))
                 if weights is not None:
                     self._gathers.append(AllGather(one.module, _parts(one, own, order, values), weights, comm, self.weights_stats, rooms))
@@ -76,9 +104,15 @@ class FsdpState:
         except BaseException:
             self.close()
             raise
+        if self._kept.nbytes > 1e6:
+            logger.warning("gradcomp: residuals of %r take %.0f MB on every rank, which sharding does not divide ('bf16' takes half of 'fp32')", codec, self._kept.nbytes / 1e6)
+
+    def _reduce_scatter(self, module: object, parts: Sequence[Part], comm: TorchCommunicator) -> ReduceScatter:
+        return ReduceScatter(module, parts, self.codec, comm, self.stats, self._kept if self.codec.error_feedback else None)
 
     def _reduce_by(self, module: ReduceScatter) -> Any:
         def call(output: Tensor, given: Tensor, group: Any, op: Any) -> None:
+            self._check_modules()
             self._finish()  # what went out before has had this module's backward to arrive
             factor = divisor(op, group.size())
             if factor is None or not module.fits(given):
@@ -115,6 +149,16 @@ class FsdpState:
         for module in pending:
             module.finish()
 
+    def _check_modules(self) -> None:
+        """Raise GradcompError, at the first step, if modules were sharded after `compress`: theirs would travel as torch sends them."""
+        model = self._model()
+        if self._checked or model is None:
+            return
+        late = [type(one.module).__name__ for one in torch_private.sharded_modules(model) if id(one.module) not in self._known]
+        if late:
+            raise GradcompError(f"fully_shard came after gradcomp.fsdp.compress for {len(late)} modules ({late[0]}, ...): shard all of them first")
+        self._checked = True
+
     def _say_plain(self, why: str) -> None:
         if not self.plain:
             warnings.warn(f"the gradient of an FSDP module {why} in this step: it travels as torch sends it", stacklevel=2)
@@ -128,20 +172,78 @@ class FsdpState:
         return said if self.weights is None else f"{said}; weights gathered as {self.weights!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what every rank needs beside model and optimizer: the run goes on bit for bit if all modules have exchanged equally often."""
-        return {"version": STATE_VERSION, "steps": max((module.steps for module in self._reduces), default=0)}
+        """Return what this rank needs beside model and optimizer to go on bit for bit, under keys of its own: ranks' states may lie in one file."""
+        steps = sorted([part.parameter.name, module.steps] for module in self._reduces for part in module.parts)
+        residual = {str(group_rank()): self._kept.state()} if self._kept.nbytes else {}
+        return {**self._origin(), "world_size": group_size(), "steps": steps, "residual": residual}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`, of any wrapping and number of ranks.
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from this rank's `state_dict`, or from those of all ranks, who may have been more or fewer: then what they still
+        owed the average is owed by each.
 
         Raises:
-            ValueError: no such state.
+            ValueError: no such state, one of another model, codec or number of ranks, or a rank is missing.
         """
-        steps = state.get("steps")
-        if state.get("version") != STATE_VERSION or isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"not a state of gradcomp.fsdp that this version knows: {state!r}"[:200])
+        states = list(state) if isinstance(state, Sequence) else [state]
+        for one in states:
+            self._check_state(one)
+        if not states or any(one["world_size"] != states[0]["world_size"] for one in states):
+            raise ValueError(f"states of {sorted({one['world_size'] for one in states})} ranks: those of one run are needed")
+        residuals = {rank: values for one in states for rank, values in one["residual"].items()}
+        self._load(states[0], lambda rank: residuals[rank], set(residuals))
+
+    def load(self, checkpoint_id: str, prefix: str = "gradcomp") -> None:
+        """Go on from a folder of ``torch.distributed.checkpoint``, of any number of ranks, where a state was saved under the key `prefix`.
+
+        With as many ranks as have saved it, ``torch.distributed.checkpoint.load({prefix: state, ...})`` does the same.
+
+        Raises:
+            ValueError: as `load_state_dict`; no such folder or key.
+        """
+        part = f"{prefix}.residual."
+        state = read_checkpoint(checkpoint_id, lambda key: key.startswith(f"{prefix}.") and not key.startswith(part))
+        state = {key.removeprefix(f"{prefix}."): value for key, value in state.items()} | {"residual": {}}
+        self._check_state(state)
+
+        def read(rank: str) -> dict[str, Tensor]:
+            found = read_checkpoint(checkpoint_id, lambda key: key.startswith(f"{part}{rank}."))
+            return {key.removeprefix(f"{part}{rank}."): value for key, value in found.items()}
+
+        self._load(state, read, {str(rank) for rank in range(state["world_size"])} if self._kept.nbytes else set())
+
+    def _load(self, state: dict[str, Any], residual: Callable[[str], dict[str, Tensor]], ranks: set[str]) -> None:
+        """Take steps, and the residuals of this rank or the mean of all ranks'."""
+        if self._kept.nbytes:
+            old = state["world_size"]
+            wanted = {str(group_rank())} if old == group_size() else {str(rank) for rank in range(old)}
+            if not wanted <= ranks:
+                raise ValueError(
+                    f"residuals of rank {min(wanted - ranks)} are missing: the run had {old} ranks, this one has {group_size()}; give "
+                    "load_state_dict a list of all ranks' states, or load() a checkpoint of torch.distributed.checkpoint"
+                )
+            self._kept.load(residual(rank) for rank in sorted(wanted))
+        steps = dict(state["steps"])
         for module in self._reduces:
-            module.steps = steps
+            module.steps = max(steps[part.parameter.name] for part in module.parts)
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+            raise ValueError(f"not a state of gradcomp.fsdp that this version knows: {state!r}"[:200])
+        for key, mine in self._origin().items():
+            if state.get(key) != mine:
+                raise ValueError(f"this state has {key} {state.get(key)!r}, here it is {mine!r}")
+        mine = {part.parameter.name for module in self._reduces for part in module.parts}
+        try:
+            theirs = {name for name, step in state["steps"] if step >= 0}
+            fits = state["world_size"] == 1 or not mine or theirs == mine
+            fits &= isinstance(state["residual"], dict) and state["world_size"] > 0
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"not a state of gradcomp.fsdp: {state!r}"[:200]) from None
+        if not fits:
+            raise ValueError(f"this state is of other parameters: {min(theirs ^ mine, default='')!r} is on one side only")
+
+    def _origin(self) -> dict[str, Any]:
+        return {"version": STATE_VERSION, "codec": repr(self.codec)}
 
     def close(self) -> None:
         """Give torch's own reduce-scatter and all_gather back and close the communicators; closing twice is harmless."""
@@ -166,26 +268,27 @@ def _described(wholes: Sequence[tuple[str, tuple[int, ...]]], codec: Codec, opti
 
 
 def _parts(one: torch_private.Sharded, names: Sequence[str], order: dict[str, int], known: dict[str, Parameter]) -> list[Part]:
-    return [Part(known[name], order[name], p, chunks) for name, p, chunks in zip(names, one.parameters, one.chunks, strict=True)]
+    return [Part(known[name], order[name], p, chunks, dim) for name, p, chunks, dim in zip(names, one.parameters, one.chunks, one.dims, strict=True)]
 
 
 def _check(codec: Codec, options: Options) -> None:
-    if codec.error_feedback or codec.gathers_only:
-        raise ValueError(
-            f"{codec!r} keeps residuals as large as whole gradients, which FSDP is there to avoid: take Ternary() or Identity('bf16')"
-        )
+    if codec.gathers_only:
+        raise ValueError(f"{codec!r} goes to all ranks whole; FSDP's reduce-scatter sends each owner its own: take Ternary(), OneBit() or Block()")
     defaults = Options()
     for name in ("start_step", "start_codec", "exchange", "transform", "precondition", "grad_scaler", "transactional", "slice_numel"):
         if getattr(options, name) != getattr(defaults, name):
             raise ValueError(f"{name}={getattr(options, name)!r} is of exchanges of whole gradients; FSDP's reduce-scatter has none")
 
 
-def _agree(comm: TorchCommunicator, codec: Codec, weights: Codec | None, options: Options, described: dict[str, Parameter]) -> None:
+def _agree(
+    comm: TorchCommunicator, codec: Codec, weights: Codec | None, residuals: str, options: Options, described: dict[str, Parameter]
+) -> None:
     agree_on_words(
         comm,
         {
             "codec": codec,
             "weights": weights,
+            "residuals": residuals,
             "min_numel": options.min_numel,
             "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
         },

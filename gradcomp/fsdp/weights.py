@@ -12,7 +12,7 @@ from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.gathered import Gathered, Rooms
 from gradcomp.exchange.stats import Stats
-from gradcomp.fsdp.reduce import Part, slots_of
+from gradcomp.fsdp.parts import Part, slots_of
 from gradcomp.kernels import native
 
 

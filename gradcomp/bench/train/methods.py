@@ -155,8 +155,8 @@ def sharded_of(name: str) -> tuple[Codec | None, Codec | None]:
         return None, None
     rest, _, weights = rest.partition(WEIGHTS)
     codec = OVER_MPI[rest] if rest in OVER_MPI else parse(rest).codec
-    if codec is None or codec.error_feedback:
-        raise ValueError(f"{name!r}: FSDP2 takes codecs without residuals: {FSDP2}:ternary, {FSDP2}:bf16, {FSDP2}:ternary{WEIGHTS}block8")
+    if codec is None or codec.gathers_only:
+        raise ValueError(f"{name!r}: FSDP2 takes {FSDP2}:ternary, {FSDP2}:onebit, {FSDP2}:bf16, {FSDP2}:ternary{WEIGHTS}block8")
     return codec, weights_codec(OVER_MPI.get(weights, weights)) if weights else None
 
 

@@ -1,0 +1,129 @@
+"""What codes have left out of a rank's gradients: as large as these, so kept in one plane, which may be of 16 bits.
+
+An exchange reads and writes float32 planes. Those here are of one module, used by all in turn: they are filled from what is kept before a
+module's gradients are encoded, and written back when every rank has them. Until then what is kept stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradcomp.fsdp.parts import Part
+from gradcomp.memory.residuals import Feedback
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Planes:
+    """The float32 planes that modules use in turn, as large as the largest needs them."""
+
+    def __init__(self) -> None:
+        self._pair = torch.empty(0), torch.empty(0)
+
+    def pair(self, numel: int) -> tuple[Tensor, Tensor]:
+        """Return the plane to read and the one to write, ``(numel,)`` each."""
+        if self._pair[0].numel() < numel:
+            self._pair = torch.zeros(numel), torch.zeros(numel)
+        return self._pair[0][:numel], self._pair[1][:numel]
+
+
+class Kept:
+    """Residuals of all parameters of a model whose gradients are packed with feedback, as long as the run lasts.
+
+    Args:
+        dtype: "fp32" or "bf16".
+
+    Attributes:
+        planes: for all modules.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"residuals must be one of {sorted(DTYPES)}, got {dtype!r}")
+        self.planes = Planes()
+        self._dtype = DTYPES[dtype]
+        self._known: dict[str, tuple[Part, Tensor]] = {}
+
+    def add(self, part: Part) -> None:
+        """Keep residuals of a parameter from now on, zero at first."""
+        self._known[part.parameter.name] = part, torch.zeros(len(part.chunks), part.room, dtype=self._dtype)
+
+    def of(self, part: Part) -> Tensor:
+        """Return those of a parameter, a row for every rank's chunk, padded."""
+        return self._known[part.parameter.name][1]
+
+    @property
+    def nbytes(self) -> int:
+        """Of everything that is kept."""
+        return sum(kept.nbytes for _, kept in self._known.values())
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies by name, each of its parameter's shape."""
+        return {name: part.joined(kept).clone() for name, (part, kept) in self._known.items()}
+
+    def load(self, states: Iterable[Mapping[str, Tensor]]) -> None:
+        """Take the mean of several ranks' residuals, by name and of the parameters' shapes; nothing is taken from some that do not fit.
+
+        Raises:
+            ValueError: other parameters, shapes, or a value that is not finite.
+        """
+        total: dict[str, Tensor] = {}
+        count = 0
+        for state in states:
+            self._check(state)
+            count += 1
+            for name, given in state.items():
+                total[name] = given.double() if name not in total else total[name].add_(given)
+        for name, (part, kept) in self._known.items():
+            for row, chunk in zip(kept, part.split(total[name] / count), strict=True):
+                row[: chunk.numel()].copy_(chunk.reshape(-1))
+
+    def _check(self, state: Mapping[str, Tensor]) -> None:
+        if state.keys() != self._known.keys():
+            odd = min(state.keys() ^ self._known.keys(), key=str)
+            raise ValueError(f"residuals do not fit this model and codec: {odd!r} is on one side only")
+        for name, (part, _) in self._known.items():
+            given, shape = state[name], torch.Size(part.parameter.shape)
+            if not isinstance(given, Tensor) or given.shape != shape or not bool(torch.isfinite(given).all()):
+                raise ValueError(f"the residual of {name!r} is no finite tensor of {tuple(shape)}")
+
+
+class Carried(Feedback):
+    """The residuals of one module's gradients, as an exchange sees them.
+
+    Args:
+        parts: of the module, as their gradients stand.
+        kept: where they are between steps.
+    """
+
+    def __init__(self, parts: Sequence[Part], kept: Kept) -> None:
+        super().__init__({})
+        self._kept = kept
+        self._rows = len(parts[0].chunks)
+        self._each = sum(part.room for part in parts)
+        self._places = []
+        offset = 0
+        for part in parts:
+            if part.parameter.compressed:
+                self._places.append((part, offset))
+            offset += part.room
+
+    def tensors(self, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
+        old, new = self._kept.planes.pair(self._rows * self._each)
+        for part, offset in self._places:
+            self._cut(old, part, offset).copy_(self._kept.of(part))
+        return old, new
+
+    def commit(self, indices: Iterable[int]) -> None:
+        _, new = self._kept.planes.pair(self._rows * self._each)
+        for part, offset in self._places:
+            self._kept.of(part).copy_(self._cut(new, part, offset))
+
+    def _cut(self, plane: Tensor, part: Part, offset: int) -> Tensor:
+        return plane.view(self._rows, self._each)[:, offset : offset + part.room]
