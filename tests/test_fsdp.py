@@ -1,5 +1,6 @@
 """`gradcomp.fsdp.compress`: shards against the reference, wrappings, accumulation, dtypes, bad days."""
 
+import contextlib
 import copy
 import math
 import re
@@ -14,10 +15,11 @@ from _expected import average
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gradcomp
 from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TopK
-from gradcomp.exchange.sizing import Strategy
+from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.reference import codec as ref
 
 CODECS = {
@@ -371,6 +373,91 @@ def test_replicas_average_shards_as_torch_does(gloo):
         sides = [expected(Ternary(seed=3), {k: v[2 * r : 2 * r + 2] for k, v in grads.items()}, 0, 2, place) for r in range(2)]
         for name, shard in got.items():
             assert np.allclose(shard, (sides[0][name] + sides[1][name]) / 2, rtol=1e-6, atol=1e-9), (rank, name)
+
+
+def between_nodes(codec):
+    """Two nodes of two ranks: plain FSDP2 inside, gradients of shards averaged between."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
+    model, rank = wrap(fresh(), True, mesh=mesh["shard"]), dist.get_rank()
+    comm = gradcomp.comm.TorchCommunicator(mesh["node"].get_group())
+    out = []
+    with gradcomp.GradientAverager(model, codec, comm, min_numel=MIN_NUMEL) as averager:
+        for step in range(2):
+            model.zero_grad()
+            loss_of(model, step, rank).backward()
+            averager.average()
+            out.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()})
+    return out
+
+
+def test_packed_between_nodes_and_plain_inside(gloo):
+    """`GradientAverager` takes shards as they are: with no loss it gives the mean over all four ranks, with 1 bit residuals of shards."""
+    for rank, got in enumerate(gloo(4, between_nodes, Identity())):
+        for step, shards in enumerate(got):
+            for name, arrays in gradients(step, 4).items():
+                assert np.allclose(shards[name], chunk_of(np.mean(arrays, 0), 2, rank % 2), rtol=1e-5, atol=1e-8), name
+    residuals, owners = {}, {}
+    results = gloo(4, between_nodes, OneBit())
+    for step in range(2):
+        inside = {name: [np.mean(arrays[2 * n : 2 * n + 2], 0) for n in range(2)] for name, arrays in gradients(step, 4).items()}
+        for shard in range(2):
+            for name, arrays in inside.items():
+                chunks = [chunk_of(a, 2, shard).reshape(-1) for a in arrays]
+                if arrays[0].ndim < 2 or chunks[0].size < MIN_NUMEL or arrays[0].size < MIN_NUMEL:
+                    continue
+                mean, residuals[name, shard], owners[name, shard] = average(
+                    chunks, OneBit(), choose(OneBit(), 2), step=step, parameter=0, shape=arrays[0].shape,
+                    residuals=residuals.get((name, shard)), owner_residuals=owners.get((name, shard)),
+                )  # fmt: skip
+                for node in range(2):
+                    got = results[2 * node + shard][step][name]
+                    assert np.allclose(got, mean.reshape(got.shape), rtol=1e-4, atol=1e-7), (name, step)
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(40, 64, bias=False)
+        self.down = nn.Linear(64, 40, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+def beside_tensor_parallelism(codec):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(Rows(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model.up, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    out = []
+    x = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(7))[mesh["data"].get_local_rank()]
+    with gradcomp.fsdp.compress(model, codec) if codec else contextlib.nullcontext() as state:
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            out.append([p.grad.to_local().numpy().copy() for p in model.parameters()])
+        if codec == "onebit":
+            saved = state.state_dict()
+            state.load_state_dict(saved)
+            with pytest.raises(ValueError, match="tensor parallelism do not fit 4: resume with as many"):
+                state.load_state_dict({**saved, "world_size": 2})
+    return out
+
+
+def test_beside_tensor_parallelism_a_ranks_part_is_a_tensor_of_its_own(gloo):
+    plain = gloo(4, beside_tensor_parallelism, None)
+    for codec in (Identity(), Ternary(), "onebit"):
+        for got, wanted in zip(gloo(4, beside_tensor_parallelism, codec), plain, strict=True):
+            for step in range(2):
+                for a, b in zip(got[step], wanted[step], strict=True):
+                    assert a.shape == b.shape == ((16, 40) if a.shape[1] == 40 else (20, 32))
+                    if isinstance(codec, Identity):
+                        assert np.allclose(a, b, rtol=1e-5, atol=1e-8)
+                    else:
+                        assert np.corrcoef(a.ravel(), b.ravel())[0, 1] > 0.5
+                    if isinstance(codec, Ternary):
+                        assert len(np.unique(np.abs(a))) <= 3  # 0, half a scale, a scale
 
 
 def refusals():

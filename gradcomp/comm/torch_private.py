@@ -139,6 +139,7 @@ class Sharded:
         shapes: of each, as it was before.
         chunks: of each, the shape of every rank's chunk, the largest first; a chunk of no rows is empty.
         dims: of each, the dimension along which it is cut.
+        is_split: whether some is a rank's part of a tensor-parallel one; shapes are then those of that part.
     """
 
     module: Any
@@ -147,6 +148,7 @@ class Sharded:
     shapes: list[tuple[int, ...]]
     chunks: list[list[tuple[int, ...]]]
     dims: list[int]
+    is_split: bool
 
 
 def sharded_modules(model: Any) -> list[Sharded]:
@@ -167,15 +169,14 @@ def sharded_modules(model: Any) -> list[Sharded]:
         world, inside = group.size(), _named(one, "fsdp_params")
         shapes, chunks, dims = [], [], []
         for p in inside:
-            if _named(p, "is_dtensor"):
-                raise ValueError("FSDP2 with tensor parallelism: gradients of DTensors inside are not packed yet")
             full, dim = tuple(_named(p, "_orig_size")), _named(p, "fsdp_placement").dim
             rows = -(-full[dim] // world)  # torch.chunk's, the last of them fewer or none
             counts = [max(0, min(rows, full[dim] - rank * rows)) for rank in range(world)]
             shapes.append(full)
             chunks.append([(*full[:dim], count, *full[dim + 1 :]) for count in counts])
             dims.append(dim)
-        out.append(Sharded(module, group, [_named(p, "sharded_param") for p in inside], shapes, chunks, dims))
+        split = any(_named(p, "is_dtensor") for p in inside)
+        out.append(Sharded(module, group, [_named(p, "sharded_param") for p in inside], shapes, chunks, dims, split))
     return out
 
 

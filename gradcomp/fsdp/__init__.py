@@ -56,7 +56,7 @@ def compress(
 
     Raises:
         TypeError: no module, or none inside that `fully_shard` has wrapped.
-        ValueError: a codec that gathers; an option that is of other exchanges; tensor parallelism inside, or several meshes in a module.
+        ValueError: a codec that gathers; an option that is of other exchanges; several meshes in a module.
         UnsupportedTensor: parameters on a GPU.
         PeerMismatch: ranks with other parameters, codec or options.
         PeerLost: a rank did not answer.

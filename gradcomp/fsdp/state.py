@@ -72,7 +72,7 @@ class FsdpState:
         for device in {p.device for one in sharded for p in one.parameters} - {torch.device("meta")}:
             kernels_of(device)
         self._model, self._known = weakref.ref(model), {id(one.module) for one in sharded}
-        self._checked = False
+        self._checked, self._split = False, any(one.is_split for one in sharded)
         names = {id(p): name for name, p in model.named_parameters()}
         wholes = [(names[id(p)], shape) for one in sharded for p, shape in zip(one.parameters, one.shapes, strict=True)]
         order = {name: n for n, name in enumerate(sorted(name for name, _ in wholes))}
@@ -215,6 +215,8 @@ class FsdpState:
         """Take steps, and the residuals of this rank or the mean of all ranks'."""
         if self._kept.nbytes:
             old = state["world_size"]
+            if self._split and old != group_size():
+                raise ValueError(f"residuals of {old} ranks with tensor parallelism do not fit {group_size()}: resume with as many, on the same mesh")
             wanted = {str(group_rank())} if old == group_size() else {str(rank) for rank in range(old)}
             if not wanted <= ranks:
                 raise ValueError(
