@@ -199,10 +199,10 @@ def public_names():
     names |= {f"gradcomp.optim.{n}": getattr(gradcomp.optim, n) for n in gradcomp.optim.__all__}
     names |= {f"gradcomp.onebit_sgd.{n}": getattr(gradcomp.onebit_sgd, n) for n in gradcomp.onebit_sgd.__all__}
     names |= {f"gradcomp.plan.{n}": getattr(gradcomp.plan, n) for n in ("optimal_nodes", "simulate", "predict")}
-    for door in (gradcomp.ddp, gradcomp.fsdp):
-        for name, value in vars(door).items():
-            if not name.startswith("_") and getattr(value, "__module__", None) == door.__name__:  # defined there
-                names[f"{door.__name__}.{name}"] = value
+    names |= {f"gradcomp.fsdp.{n}": getattr(gradcomp.fsdp, n) for n in gradcomp.fsdp.__all__}
+    for name, value in vars(gradcomp.ddp).items():
+        if not name.startswith("_") and getattr(value, "__module__", None) == gradcomp.ddp.__name__:  # defined there
+            names[f"gradcomp.ddp.{name}"] = value
     return names
 
 

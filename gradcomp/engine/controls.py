@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gradcomp.engine.step import Engine
 from gradcomp.exchange.quality import Quality
 from gradcomp.exchange.stats import Stats
+from gradcomp.exchange.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,6 +31,21 @@ class Controls:
     def quality(self) -> Quality:
         """Return what codes have made of this rank's gradients at the latest sample: one every `Options.quality_every` steps."""
         return self._engine.layouts.probe.report()
+
+    def log_to(self, target: Any, *, every: int = 10, prefix: str = "gradcomp") -> None:
+        """Report bytes, ratio, exposed and hidden seconds, and quality where there is a new sample, every so many steps.
+
+        Args:
+            target: a TensorBoard ``SummaryWriter``, a `logging.Logger`, a text stream (`sys.stderr`: a progress line), an object with
+                ``log(values, step=step)``, or a function of (values by name, step). On this rank alone.
+            every: steps from one report to the next.
+            prefix: of names: "gradcomp/bytes_sent_per_step".
+
+        Raises:
+            TypeError: a target of another kind.
+            ValueError: `every` below 1.
+        """
+        self._engine.reports.append(Telemetry(target, lambda: self.stats, self.quality, every, prefix))
 
     @property
     def step(self) -> int:

@@ -29,6 +29,7 @@ from gradcomp.errors import GradcompError
 from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.pipeline import Pipeline, Task
 from gradcomp.exchange.stats import Stats
+from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.memory.parts import STEPS, read_numbers
 from gradcomp.payload import fingerprint, wire
 
@@ -55,6 +56,7 @@ class Engine:
         named: (name, tensor) of every source: what is the same on every rank.
         timeout_s: longest wait for a peer, in seconds.
         submitted: exchange and members of every bucket of the last step.
+        reports: are told of every step that has ended.
         replicated: returns what else must be the same on every rank, (name, tensor) pairs for `check_replicas`.
     """
 
@@ -78,6 +80,7 @@ class Engine:
         self.codec, self.memory = self.layouts.codec, self.layouts.memory
         self.step = self._step_numel = 0
         self._scale = 1.0
+        self.reports: list[Telemetry] = []
         self.replicated: Callable[[], list[tuple[str, Tensor]]] = list
         self._first_submit = self._last_done = 0.0
         self._start()
@@ -170,6 +173,7 @@ class Engine:
         exchanges = [exchange for exchange, _ in self.submitted]
         if exchanges:
             self.stats.add_seconds("hidden", max(0.0, min(begun, self._last_done) - self._first_submit))
+            self.stats.add_seconds("exposed", max(0.0, self._last_done - begun))
             self.layouts.forget_all_but(exchanges)
         if not self.options.whole_steps or not any(e.flagged for e in exchanges):
             for exchange in exchanges:
@@ -180,6 +184,8 @@ class Engine:
         self.stats.baseline_bytes += ring_bytes(self._step_numel, self.comm.world_size)
         self.step += 1
         self.stats.steps += 1
+        for report in self.reports:
+            report.step(self.step)
 
     def discard_step(self) -> None:
         """Give back what was remembered before the last step: for code that throws the step's gradients away."""

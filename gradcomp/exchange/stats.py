@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from gradcomp.comm.torch_private import stage_range
 
 WORK_PHASES = ("statistics", "encode", "owner", "decode")
+OVERLAP = ("hidden", "exposed")
 PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode")
 
 
@@ -43,8 +44,8 @@ class Stats:
         inside_nodes: the same for the fp32 exchange inside nodes, whose bytes are not in `bytes_sent` (hierarchical only).
         nonfinite_buckets: buckets that held NaN or Inf on some rank.
         seconds: per phase, summed over buckets ("statistics", "scale_round", "encode", "first_phase", "owner",
-            "second_phase", "decode"; the three exchanges are time spent waiting), and "hidden": the part of the time from
-            first to last bucket that backward did not wait for.
+            "second_phase", "decode"; the three exchanges are time spent waiting), and of the time from first to last bucket "hidden", the
+            part that backward did not wait for, and "exposed", the part that it did.
     """
 
     steps: int = 0
@@ -53,7 +54,7 @@ class Stats:
     baseline_bytes: int = 0
     setup_bytes: int = 0
     nonfinite_buckets: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "hidden"), 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, *OVERLAP), 0.0))
     _inside_nodes: Stats | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

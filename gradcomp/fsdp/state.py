@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from gradcomp.engine.options import Options
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.gathered import Rooms
 from gradcomp.exchange.stats import Stats
+from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.fsdp.parts import Part
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import Kept
@@ -83,6 +85,8 @@ class FsdpState:
         self._gathers: list[AllGather] = []
         self._pending: list[ReduceScatter] = []
         self._called_back = -1  # number of the backward pass at whose end pending averages are waited for
+        self._reports: list[Telemetry] = []
+        self._backwards = 0
         self._closed = False
         groups: dict[int, TorchCommunicator] = {}
         rooms = Rooms()
@@ -122,9 +126,8 @@ class FsdpState:
                 return
             module.start(output, given, factor)
             self._pending.append(module)
-            if factor == 1 and module.comes_late(given.dtype):
-                self._finish_after_backward()
-            else:
+            self._after_backward()
+            if factor != 1 or not module.comes_late(given.dtype):
                 self._finish()
 
         return call
@@ -138,16 +141,30 @@ class FsdpState:
 
         return call
 
-    def _finish_after_backward(self) -> None:
+    def log_to(self, target: Any, *, every: int = 10, prefix: str = "gradcomp") -> None:
+        """As `gradcomp.ddp.CompressionState.log_to`, of `stats`: a step of a report is a module's, `every` counts backward passes."""
+        self._reports.append(Telemetry(target, lambda: self.stats, None, every, prefix))
+
+    def _after_backward(self) -> None:
         number = torch_private.graph_task()
         if number != self._called_back:
             self._called_back = number
-            torch_private.after_backward(self._finish)
+            torch_private.after_backward(self._end_backward)
 
     def _finish(self) -> None:
+        """Wait for averages that are on their way."""
         pending, self._pending = self._pending, []
+        begun = time.perf_counter()
         for module in pending:
             module.finish()
+        if pending:
+            self.stats.add_seconds("exposed", time.perf_counter() - begun)
+
+    def _end_backward(self) -> None:
+        self._finish()
+        self._backwards += 1
+        for report in self._reports:
+            report.step(self._backwards)
 
     def _check_modules(self) -> None:
         """Raise GradcompError, at the first step, if modules were sharded after `compress`: theirs would travel as torch sends them."""

@@ -19,6 +19,7 @@ from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.stats import Stats
+from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.local.fragment import Fragment
 from gradcomp.local.inner import Inner
 from gradcomp.local.model import Trained
@@ -122,6 +123,7 @@ class DiLoCo:
         self._gradients: GradientAverager | None = None
         self._start_stats = Stats()
         self._hooks: list[Any] = []
+        self._reports: list[Telemetry] = []
         self._under_way: deque[tuple[int, int]] = deque()  # fragment, inner step at which its averages are applied
         self._averaged = self._counts_itself = False
         self.inner_steps = 0
@@ -206,6 +208,8 @@ class DiLoCo:
     def _apply(self, number: int) -> None:
         if self._fragments[number].sent:  # it may have failed meanwhile, which its next exchange says again
             self._fragments[number].apply(self._alpha if self._delay else 0.0)
+        for report in self._reports if number == len(self._fragments) - 1 else []:
+            report.step(self.inner_steps)
 
     def _end_start(self) -> None:
         """Take the weights that gradients have led to, the same on all ranks, as what ranks agree on."""
@@ -262,6 +266,10 @@ class DiLoCo:
     def start_stats(self) -> Stats:
         """Bytes and seconds of the gradients that were averaged before `start_step`, which `stats` leaves out."""
         return self._gradients.stats if self._gradients is not None else self._start_stats
+
+    def log_to(self, target: Any, *, every: int = 1, prefix: str = "gradcomp") -> None:
+        """As `gradcomp.ddp.CompressionState.log_to`, of syncs; `every` counts the last fragment's."""
+        self._reports.append(Telemetry(target, lambda: self.stats, self._fragments[-1].averager.quality, every, prefix))
 
     def describe(self) -> str:
         """Return one line: how often what is exchanged, and how."""
@@ -375,9 +383,7 @@ class DiLoCo:
         self._counts_itself = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Close; without an error, after waiting for what is under way, so that `state_dict` has it."""
         if kind is None:
             self._settle()

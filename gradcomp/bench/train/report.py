@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from gradcomp.bench.train.methods import NONE, NOOP
+from gradcomp.exchange.stats import OVERLAP
 
 
 def row_of(
@@ -46,7 +47,7 @@ def row_of(
     typical = middle(each)
     cpu = middle(results[0]["cpu_seconds"])
     phases = results[0]["phases"]
-    busy = sum(seconds for name, seconds in phases.items() if name != "hidden")
+    busy = sum(seconds for name, seconds in phases.items() if name not in OVERLAP)
     sent = [one["sent_nbytes"] if one["sent_nbytes"] is not None else one["counted_nbytes"] for one in results]
     sent_nbytes = max((s for s in sent if s is not None), default=None)
     reached = [

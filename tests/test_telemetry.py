@@ -1,0 +1,166 @@
+"""`log_to`: what is reported, to whom, how often, and what it costs."""
+
+import io
+import logging
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+from gradcomp.exchange.quality import Measured, Quality
+from gradcomp.exchange.stats import Stats
+from gradcomp.exchange.telemetry import Telemetry
+
+
+class Writer:
+    """What a SummaryWriter is called with."""
+
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, tag, value, global_step=None):
+        self.scalars.append((tag, value, global_step))
+
+
+class Run:
+    """What a run of Weights & Biases is called with."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, values, step=None):
+        self.logged.append((values, step))
+
+
+def after(stats, steps, sent):
+    stats.steps += steps
+    stats.bytes_sent += sent
+    stats.baseline_bytes += 10 * sent
+    stats.seconds["encode"] += 0.5
+    stats.seconds["exposed"] += 0.25
+
+
+def test_a_report_is_of_the_steps_since_the_one_before():
+    stats, reports = Stats(), []
+    after(stats, 3, 999)  # before anybody logged
+    one = Telemetry(lambda values, step: reports.append((step, values)), lambda: stats, None, every=2, prefix="g")
+    for step in range(1, 6):
+        after(stats, 1, 100 * step)
+        one.step(step)
+    assert [step for step, _ in reports] == [2, 4]
+    first, second = (values for _, values in reports)
+    assert (first["g/bytes_sent_per_step"], second["g/bytes_sent_per_step"]) == (150, 350)
+    assert first["g/compression_ratio"] == 10 and second["g/codec_seconds_per_step"] == 0.5
+    assert second["g/exposed_seconds_per_step"] == 0.25 and second["g/hidden_seconds_per_step"] == 0
+    assert not any("quality" in name for name in first)
+    stats.reset()
+    after(stats, 1, 70)
+    one.step(6)
+    assert reports[-1][1]["g/bytes_sent_per_step"] == 70
+
+
+def test_a_sample_is_reported_once():
+    reports, rows = [], {}
+    one = Telemetry(lambda values, _: reports.append(values), Stats, lambda: Quality(rows), every=1)
+    one.step(1)
+    rows["a"] = Measured("a", 0, 5, 0.5, 0.9, 1.0, math.nan)
+    rows["b"] = Measured("b", 0, 5, 0.7, 0.7, 3.0, math.nan)
+    one.step(2)
+    one.step(3)
+    assert ["gradcomp/quality/cosine_worst" in values for values in reports] == [False, True, False]
+    values = reports[1]
+    assert values["gradcomp/quality/cosine_worst"] == 0.7 and values["gradcomp/quality/cosine_mean"] == pytest.approx(0.8)
+    assert values["gradcomp/quality/residual_worst"] == 3.0 and "gradcomp/quality/clipped_mean" not in values
+
+
+def test_targets(caplog):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    writer, run, text, terminal, calls = Writer(), Run(), io.StringIO(), Terminal(), []
+    stats = Stats()
+    targets = (writer, run, text, terminal, logging.getLogger("shown"), lambda values, step: calls.append((values, step)))
+    for target in targets:
+        one = Telemetry(target, lambda: stats, None, every=1)
+        with caplog.at_level(logging.INFO):
+            one.step(7)
+            one.step(8)
+    assert {tag for tag, _, _ in writer.scalars} == set(calls[0][0]) == set(run.logged[0][0])
+    assert [step for _, step in run.logged] == [step for _, step in calls] == [7, 8] and writer.scalars[-1][2] == 8
+    assert text.getvalue().count("\n") == 2 and "gradcomp: step 8, " in text.getvalue()
+    assert terminal.getvalue().count("\r") == 2 and "\n" not in terminal.getvalue()
+    assert sum("gradcomp: step" in record.message for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("target", [7, None, "TensorBoard"])
+def test_what_is_no_target(target):
+    with pytest.raises(TypeError, match="log_to takes a SummaryWriter.*got "):
+        Telemetry(target, Stats, None)
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 1.5])
+def test_what_is_no_number_of_steps(every):
+    with pytest.raises(ValueError, match="every must be a number of steps"):
+        Telemetry(print, Stats, None, every=every)
+
+
+def logged(kind):
+    torch.manual_seed(0)
+    reports = []
+
+    def note(values, step):
+        reports.append((step, values))
+
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+        state = gradcomp.ddp.register(model, "onebit", quality_every=2)
+    elif kind == "fsdp":
+        model = fully_shard(model)
+        state = gradcomp.fsdp.compress(model, "ternary")
+    elif kind == "averager":
+        state = gradcomp.GradientAverager(model, "ternary")
+    else:
+        state = gradcomp.DiLoCo(model, optimizer, "ternary", sync_every=2, fragments=2)
+    state.log_to(note, every=1 if kind == "local" else 2)
+    with state:
+        for _ in range(4):
+            model(torch.randn(8, 64)).square().mean().backward()
+            if kind == "averager":
+                state.average()
+            if kind != "fsdp":
+                optimizer.step()
+    return reports
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "averager", "local"])
+def test_every_door_reports(gloo, kind):
+    for reports in gloo(2, logged, kind):
+        assert [step for step, _ in reports] == [2, 4]
+        for _, values in reports:
+            assert values["gradcomp/bytes_sent_per_step"] > 1000 and values["gradcomp/compression_ratio"] > 5
+            assert values["gradcomp/codec_seconds_per_step"] > 0 and values["gradcomp/exposed_seconds_per_step"] >= 0
+        assert ("gradcomp/quality/cosine_mean" in reports[0][1]) == (kind in ("ddp", "local", "averager"))
+        if kind == "ddp":
+            assert values["gradcomp/exposed_seconds_per_step"] + values["gradcomp/hidden_seconds_per_step"] > 0
+
+
+@pytest.mark.timed
+def test_reports_cost_next_to_nothing():
+    """A report of every step is below 1 % of a step of 20 ms: less than 200 us, and a step without one far below."""
+    stats = Stats()
+    busy, idle = (Telemetry(io.StringIO(), lambda: stats, None, every=every) for every in (1, 10**9))
+    for one, limit in ((busy, 200e-6), (idle, 5e-6)):
+        times = []
+        for step in range(300):
+            begun = time.perf_counter()
+            one.step(step)
+            times.append(time.perf_counter() - begun)
+        assert sorted(times)[150] < limit
