@@ -64,6 +64,14 @@ def keep_deviations(app, doctree):
             text.parent.replace(text, nodes.Text(text.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")))
 
 
+def mark_prose(app, doctree):
+    """Give tables of sentences a class: a narrow window scrolls them rather than squeeze them."""
+    for table in doctree.findall(nodes.table):
+        if any(len(cell.astext()) > 60 for cell in table.findall(nodes.entry)):
+            table["classes"].append("prose")
+
+
 def setup(app):
     app.connect("doctree-read", mark_blocks)
     app.connect("doctree-read", keep_deviations)
+    app.connect("doctree-read", mark_prose)

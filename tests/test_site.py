@@ -58,7 +58,7 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", "-d", folder / "doctrees", ".", folder / "html"]
     nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
     built = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **nowhere}, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=ROOT, env={**os.environ, **nowhere}, capture_output=True, text=True, timeout=280, check=False
     )
     assert built.returncode == 0, built.stdout + built.stderr
     return folder / "html"
@@ -131,6 +131,7 @@ def test_marks_of_blocks_are_written_out(site, pages):
         for page in SHOWN:
             count = sum(block["info"] == mark for block in FENCE.finditer(page.read_text(encoding="utf-8")))
             assert pages[site / page.relative_to(ROOT).with_suffix(".html")].classes.count(name) == count, (page.name, mark)
+    assert pages[site / "docs/howto/which-mode.html"].classes.count("prose") == 4  # two tables and what scrolls them
     assert "div.on-two-ranks::before" in (site / "_static/site.css").read_text(encoding="utf-8")
 
 
