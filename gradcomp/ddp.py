@@ -1,7 +1,6 @@
-"""Communication hook for DistributedDataParallel: one line after `DistributedDataParallel(...)`.
+"""Communication hook for DistributedDataParallel: one line after `DistributedDataParallel(...)`."""
 
-Annotations here are real classes, since DDP inspects those of a hook: no postponed evaluation in this file.
-"""
+# Annotations here are real classes, since DDP inspects those of a hook: no postponed evaluation in this file.
 
 import functools
 import logging
@@ -352,7 +351,7 @@ def register(
         changes: fields of `gradcomp.Options` to set: ``register(model, "ternary", start_step=100)``.
 
     Returns:
-        The state: `stats`, `state_dict`, `discard_step`, `check_replicas`, `materialize_gradients`, `close`.
+        The state, with `stats`, `state_dict`, `discard_step`, `check_replicas`, `materialize_gradients` and `close`.
 
     Raises:
         TypeError: `model` is not wrapped in DDP; an option that there is not; `optimizer` is a class or a name.

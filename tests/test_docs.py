@@ -18,6 +18,7 @@ from gradcomp import comm, errors
 from gradcomp.exchange import stats
 from gradcomp.kernels.native.library import TIER_FEATURES
 from gradcomp.payload import fingerprint, wire
+from gradcomp.plan import accuracy
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -126,13 +127,55 @@ def test_links_resolve(page):
 def test_every_page_is_linked(start):
     here = ROOT / start
     linked = {(here.parent / t.partition("#")[0]).resolve() for t in links(here)} | {here}
-    missing = [name_of(p) for p in (ROOT / "docs").rglob("*.md") if p not in linked and p.name != "README.md"]
+    tables_of_contents = ("README.md", "index.md")  # the latter is the site's first page
+    missing = [name_of(p) for p in (ROOT / "docs").rglob("*.md") if p not in linked and p.name not in tables_of_contents]
     assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_figure_is_missing(page):
     assert "@@MEASURE@@" not in page.read_text(encoding="utf-8")
+
+
+# ---- the page that decides -----------------------------------------------------------------------------------------
+
+WHICH = ROOT / "docs/howto/which-mode.md"
+FIGURE = re.compile(r"(?<![\w.-])[+-]?\d[\d,]*(?:\.\d+)?")
+
+
+def claims():
+    """Yield (figures in words, pages linked to) of every paragraph, entry of a list and row of a table that has both."""
+    for block in re.split(r"\n\n|\n(?=[-|])", prose(WHICH)):
+        linked = {(WHICH.parent / t.partition("#")[0]).resolve() for t in re.findall(r"\]\(([^)\s]+)\)", block)}
+        words = re.sub(r"`[^`]*`|\]\([^)]*\)", "", block)
+        yield [figure.rstrip(",") for figure in FIGURE.findall(words)], [page for page in linked if page.suffix == ".md"]
+
+
+def test_figures_that_decide_stand_on_the_pages_that_they_link_to():
+    seen = 0
+    for figures, linked in claims():
+        there = {figure.rstrip(",") for page in linked for figure in FIGURE.findall(page.read_text(encoding="utf-8"))}
+        seen += len(figures)
+        assert not set(figures) - there, (sorted(set(figures) - there), [name_of(page) for page in linked])
+    assert seen > 60
+
+
+@pytest.mark.parametrize(
+    ("row", "family", "codecs"),
+    [
+        ("`torch.optim.SGD`", "sgd", ["ternary", "onebit"]),
+        ("Adam, AdamW", "adam", ["block4", "block2", "onebit"]),
+        ("`OneBitAdam`", "onebitadam", ["onebit"]),
+    ],
+)
+def test_the_page_that_decides_takes_what_auto_takes(row, family, codecs):
+    line = next(line for line in WHICH.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {row}"))
+    counted = [way for way in accuracy.ways(family) if way.counts and way.training.world_size <= 4]
+    found = {way.codec.name: way.figure for way in counted if way.codec.name in codecs}
+    assert sorted(found) == sorted(codecs)
+    assert all(figure in line for figure in found.values()), found
+    best = accuracy.within(family)[0]
+    assert accuracy.written(best.codec) in line.split(" | ")[1], best
 
 
 def commands():

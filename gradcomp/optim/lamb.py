@@ -26,7 +26,7 @@ class SplitLAMB(SplitOptimizer):
     """LAMB on weights split into bf16 and trail. Memory a weight: 12 bytes.
 
     With m and v Adam's bias-corrected moments, u = m / (sqrt(v) + eps) + weight_decay * w for each parameter, and
-    w = w - lr * (|w| / |u|) * u; the ratio is 1 where either norm is 0.
+    w = w - lr * (||w|| / ||u||) * u; the ratio is 1 where either norm is 0.
 
     Args:
         params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
@@ -93,7 +93,7 @@ class SplitLAMB(SplitOptimizer):
         run_rules(entries, rules, MOMENTS, gradients=False)
 
     def trust(self, entry: Entry, above: float, under: float) -> float:
-        """Return what the rate of a parameter is multiplied by: |w| / |u|, or 1 where either is 0."""
+        """Return what the rate of a parameter is multiplied by: ``|w| / |u|``, or 1 where either is 0."""
         return above / under if above > 0 and under > 0 else 1.0
 
     def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:

@@ -285,7 +285,7 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
         optimizer: the split optimizer that trains it, or a sequence of them.
 
     Returns:
-        A dictionary that a plain fp32 model loads: joined weights are new tensors, everything else is shared with the
+        A dictionary that a plain fp32 model loads; joined weights are new tensors, everything else is shared with the
         model as in ``model.state_dict()``. Tied weights are one tensor under each of their names.
 
     Raises:

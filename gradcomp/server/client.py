@@ -144,7 +144,7 @@ class ParameterClient:
             wait: False: return a `Pending` at once; its `wait` returns or raises what this call would.
 
         Returns:
-            The staleness of a push to an asynchronous key: pushes of other workers that were applied between this worker's
+            The staleness of a push to an asynchronous key, pushes of other workers that were applied between this worker's
             last pull of the key (its making, before the first pull) and this push. 0 for other keys.
 
         Raises:
