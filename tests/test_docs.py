@@ -189,6 +189,7 @@ def commands():
 
 def test_commands_exist():
     from gradcomp.bench import accuracy, allreduce, codec, demo, optim, paper, plan, ratio, report, train
+    from gradcomp.doctor import options as doctor
 
     parsers = {"demo": demo.parse_config, "codec": codec.parse, "ratio": ratio.build_parser().parse_args}
     parsers |= {"accuracy": accuracy.parser().parse_args, "allreduce": allreduce.parse, "optim": optim.parse, "plan": plan.build_parser().parse_args}
@@ -209,6 +210,9 @@ def test_commands_exist():
         elif "gradcomp.bench" in words:
             at = words.index("gradcomp.bench") + 1
             parsers[words[at]](words[at + 1 :])
+            seen += 1
+        elif "gradcomp.doctor" in words:
+            doctor.build_parser().parse_args(words[words.index("gradcomp.doctor") + 1 :])
             seen += 1
         elif "gradcomp.plan" in words:
             parsers["plan"](words[words.index("gradcomp.plan") + 1 :])
@@ -322,7 +326,7 @@ def test_error_page_has_every_class_check_field_and_phase():
     raised = re.findall(r"CorruptPayload\(\s*\"(\w+)\"", source)
     phases = re.findall(r"_wait\(\"(\w+)\"", source) + re.findall(r"\bgather\([^\"]*\"(\w+)\"", source)
     phases += re.findall(r"peers_answer\(\"(\w+)\"", source)
-    assert len(raised) > 8 and len(set(phases)) == 11
+    assert len(raised) > 8 and len(set(phases)) == 12
     for word in [*checks, *raised, *fields, *fingerprint.FIELDS, *phases]:
         assert mentions(ERRORS, word), word
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 # A room is a folder of gradcomp/, or a file at its top, which is a door that users walk through.
 LAYERS = [
     {"__main__", "__init__"},
-    {"bench", "launch"},
+    {"bench", "launch", "doctor"},
     {"onebit_sgd", "local"},
     {"ddp", "fsdp", "averager", "allreduce", "server", "amp"},
     {"plan"},

@@ -54,7 +54,7 @@ def listen(one_host: bool, backlog: int) -> socket.socket:
 def _candidates(one_host: bool) -> Iterator[str]:
     name = os.environ.get(INTERFACE_VARIABLE, "").split(",")[0].strip()
     if name:
-        yield from _of_interface(name)
+        yield from of_interface(name)
     elif one_host:
         yield from LOOPBACKS
     else:
@@ -63,7 +63,8 @@ def _candidates(one_host: bool) -> Iterator[str]:
             yield from _on_the_way_to(master)
 
 
-def _of_interface(name: str) -> Iterator[str]:
+def of_interface(name: str) -> Iterator[str]:
+    """Yield the addresses of an interface at which other hosts may find it; none where there is no such interface."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

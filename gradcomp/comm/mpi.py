@@ -53,6 +53,18 @@ def _mpi() -> Any:
     return MPI
 
 
+def load() -> Any:
+    """Return mpi4py's MPI module where MPI sees all ranks that were started with this one; initialises MPI.
+
+    Raises:
+        ImportError, RuntimeError: there is no MPI here.
+        ValueError: MPI sees this process alone, but something else has started it as one of several.
+    """
+    mpi = _mpi()
+    _check_not_alone(mpi)
+    return mpi
+
+
 def describe_mpi() -> str:
     """Return library and thread level of the MPI here; initialises MPI.
 

@@ -41,6 +41,12 @@ def group_timeout_s(process_group: Any) -> float:
     return FALLBACK_TIMEOUT_S
 
 
+def default_timeout_s() -> float:
+    """Return how long torch's collectives over gloo wait for a peer unless ``init_process_group`` is told otherwise."""
+    seconds: float = _named(dist.constants, "default_pg_timeout").total_seconds()
+    return seconds
+
+
 def make_gloo(store: Any, rank: int, world_size: int, connect_s: float, timeout_s: float) -> Any:
     """Connect the ranks of `store` with each other; collectives on the result fail after `timeout_s`.
 

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -167,6 +168,35 @@ class TorchCommunicator(Communicator):
             except (TimeoutError, ConnectionError) as error:
                 raise PeerLost("setup", -1, time.monotonic() - begun, f"not every rank takes part: {error}") from error
         return self._mailbox
+
+
+# ---- groups of ranks that have none yet ------------------------------------------------------------------------------
+
+
+def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
+    """Return the store at an address, in which ranks can meet before anything else connects them.
+
+    Args:
+        host, port: MASTER_ADDR and MASTER_PORT.
+        serves: this process is the one that others find there.
+        timeout_s: longest wait for that one.
+
+    Raises:
+        ConnectionError: the port is taken, or nothing answers.
+    """
+    try:
+        return dist.TCPStore(host, port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False)  # type: ignore[attr-defined]
+    except (RuntimeError, OSError) as error:
+        raise ConnectionError(str(error).splitlines()[0]) from error
+
+
+def open_group(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    """Make torch.distributed's default group over gloo, of the ranks that call this with the same store.
+
+    Raises:
+        RuntimeError: gloo does not connect them.
+    """
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
 
 
 _default: tuple[Any, TorchCommunicator] | None = None

@@ -1,0 +1,118 @@
+"""One recommendation: the planner's, for the link that these ranks have measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradcomp.plan.accuracy import written
+from gradcomp.plan.costs import LocalSteps
+from gradcomp.plan.links import Link, Node
+from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
+from gradcomp.plan.rates import OUTER, Rates, calibrate
+from gradcomp.plan.workload import ALONE, Workload
+
+SIZES, WORLD_SIZES, REPEATS = (1 << 12, 1 << 17), (2, 8), 2  # of the codecs' rates: half a second on an idle core
+LEAST_S = 1.5  # time left from which they are measured at all
+WIDTH = 1024  # of the rows that stand for a model
+
+
+def link_of(identities: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> tuple[Link, Node, int] | None:
+    """Return the link of every node, what a node is, and how many there are, of what pairs of ranks have measured.
+
+    A node is a host where all have as many ranks, and else a rank. Its rate is what all pairs of its ranks and ranks of other
+    nodes had in the same round together, in the best round; that of the slowest node counts. None: nothing was measured.
+
+    Args:
+        identities: of every rank's host.
+        pairs: as of `gradcomp.doctor.pairs.measure_all`.
+    """
+    good = [pair for pair in pairs if not pair["failed"]]
+    counts = {host: identities.count(host) for host in identities}
+    apart = [pair for pair in good if len({identities[rank] for rank in pair["ranks"]}) == 2]
+    inside = [pair for pair in good if pair not in apart]
+    if len(counts) == 1 or len(set(counts.values())) > 1 or not apart:
+        used = apart or inside
+        return (_middle(used), ALONE, len(identities)) if used else None
+    rates: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for pair in apart:
+        for rank in pair["ranks"]:
+            rates[identities[rank]][pair["round"]] += pair["bits_per_s"]
+    rate = min(max(by_round.values()) for by_round in rates.values())
+    ranks = counts[identities[0]]
+    node = Node(ranks, _middle(inside)) if ranks > 1 and inside else Node(ranks)
+    return Link(rate, statistics.median(pair["latency_s"] for pair in apart)), node, len(counts)
+
+
+def recommend(
+    link: Link, node: Node, nodes: int, options: Mapping[str, Any], cores: float, left_s: float
+) -> dict[str, Any]:
+    """Return what the planner recommends, made of what JSON knows.
+
+    Args:
+        link, node, nodes: of `link_of`.
+        options: of the command line: what is trained.
+        cores: of a rank.
+        left_s: seconds that there are for it; with few of them codecs are taken to need no time, and that is said.
+    """
+    rows = max(1, round(options["parameters"] / WIDTH))
+    each = min(rows, WIDTH)  # matrices of at most a million values: buckets are made of several of them
+    shapes = [(f"weight{k}", (min(each, rows - k * each), WIDTH)) for k in range(math.ceil(rows / each))]
+    work = Workload(tuple(shapes), 1, options["compute"], weak=True)
+    methods = list(ways(node))
+    if options["every"] is not None:
+        local = LocalSteps(options["every"])
+        methods += {one.name: one for one in (method.after(local) for method in methods)}.values()
+    rates = Rates()
+    if left_s >= LEAST_S:
+        wanted = [method for method in to_calibrate(methods, [nodes], node) if method.name != OUTER]
+        rates = calibrate(wanted, sizes=SIZES, world_sizes=WORLD_SIZES, repeats=REPEATS)
+    limits = {} if options["tolerance"] is None else {"nats": options["tolerance"]}
+    found = predict(
+        work, link, [nodes], node=node, methods=methods, rates=rates, cores=max(cores, 0.1), optimizer=options["optimizer"], tolerances=limits
+    )
+    return _to_dict(found, link, node, nodes) | {"rates_measured": bool(rates.stages)}
+
+
+def _to_dict(found: Prediction, link: Link, node: Node, nodes: int) -> dict[str, Any]:
+    method, measured = found.method, found.tolerance.cost(found.method)
+    options = measured.given() if measured is not None else ""
+    step = found.result(method.name, nodes)
+    return {
+        "method": method.name,
+        "codec": None if method.codec is None or not method.compresses else written(method.codec),
+        "exchange": method.exchange,
+        "second_phase": method.second_phase,
+        "sync_every": 1 if method.local is None else method.local.every,
+        "options": options,
+        "speedup": found.speedup,
+        "step_s": step.seconds,
+        "exposed_s": step.exposed_seconds,
+        "break_even_bits_per_s": None if found.break_even_bits_per_s in (None, math.inf) else found.break_even_bits_per_s,
+        "link": {"bits_per_s": link.bits_per_s, "latency_s": link.latency_s, "nodes": nodes, "ranks_of_a_node": node.ranks},
+        "sentence": found.sentence,
+    }
+
+
+def in_code(advice: Mapping[str, Any], over: str) -> str:
+    """Return the recommendation as one would write it in a training script, "" for none.
+
+    Args:
+        advice: of `recommend`.
+        over: "gloo" or "mpi".
+    """
+    exchange, comm = advice["exchange"], ", comm=MpiCommunicator()" if over == "mpi" else ""
+    given = f', {advice["options"].replace(" and ", ", ")}' if advice["options"] and advice["sync_every"] == 1 else ""
+    if advice["sync_every"] > 1:
+        codec = advice["codec"] or "Identity()"
+        return f'DiLoCo(model, optimizer, {codec}, sync_every={advice["sync_every"]}, exchange="{exchange}"{comm})'
+    if advice["codec"] is not None:
+        return f'ddp.register(model, {advice["codec"]}, exchange="{exchange}", optimizer=optimizer{given}{comm})'
+    return "model.register_comm_hook(None, bf16_compress_hook)" if advice["method"] == "bf16" else ""
+
+
+def _middle(pairs: Sequence[Mapping[str, Any]]) -> Link:
+    return Link(statistics.median(p["bits_per_s"] for p in pairs), statistics.median(p["latency_s"] for p in pairs))

@@ -1,0 +1,151 @@
+"""Network interfaces of this host, and which of them gloo takes. Linux tells; elsewhere there is little to say."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradcomp.comm.addresses import INTERFACE_VARIABLE, of_interface
+
+SIOCGIFFLAGS = 0x8913  # Linux: flags of an interface
+IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40
+SYS = Path("/sys/class/net")
+INFINIBAND = "32"  # ARPHRD_INFINIBAND in /sys/class/net/NAME/type
+# names that container engines and hypervisors give to what joins their guests, where the kernel does not say "bridge"
+BRIDGES = re.compile(r"docker\d|br-[0-9a-f]+$|virbr|cni|flannel|cali|lxc|lxd|podman|vmnet|vboxnet|kube")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One interface.
+
+    Attributes:
+        name: as in GLOO_SOCKET_IFNAME.
+        kind: "loopback", "bridge" (of containers or virtual machines), "virtual", "infiniband" or "ethernet".
+        is_up: whether it is switched on and has a carrier.
+        mbit: speed that the kernel gives, in Mbit/s; None where it gives none.
+        addresses: at which other hosts could find it.
+    """
+
+    name: str
+    kind: str
+    is_up: bool
+    mbit: int | None
+    addresses: tuple[str, ...]
+
+    @property
+    def carries(self) -> bool:
+        """Whether it may lead to other hosts."""
+        return self.is_up and bool(self.addresses) and self.kind not in ("loopback", "bridge")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What gloo takes.
+
+    Attributes:
+        variable: GLOO_SOCKET_IFNAME; "" where it is not set.
+        names: the interfaces; empty where there is none.
+        why: how it comes to them, in words.
+        problem: why gloo cannot start; "" if it can.
+    """
+
+    variable: str
+    names: tuple[str, ...]
+    why: str
+    problem: str = ""
+
+
+def interfaces() -> list[Interface]:
+    """Return the interfaces of this host, or of this container."""
+    return [_interface(name) for _, name in sorted(socket.if_nameindex())]
+
+
+def gloo_takes(found: Sequence[Interface], variable: str | None = None) -> Choice:
+    """Return which of this host's interfaces gloo takes, without starting it.
+
+    Args:
+        found: of `interfaces`.
+        variable: the value of GLOO_SOCKET_IFNAME; None: that of this process.
+    """
+    text = os.environ.get(INTERFACE_VARIABLE, "") if variable is None else variable
+    if not text:
+        return _by_host_name(found)
+    names, known = text.split(","), {one.name: one for one in found}
+    usable = ", ".join(one.name for one in found if one.is_up and one.addresses) or "none"
+    for name in names:
+        if "^" in name:
+            problem = f"{text!r} is NCCL's way to leave interfaces out; gloo takes names only, and these could be taken: {usable}"
+        elif name not in known:
+            problem = f"there is no interface {name!r} here; these could be taken: {usable}"
+        elif not known[name].is_up:
+            problem = f"{name} is down; these could be taken: {usable}"
+        elif not known[name].addresses:
+            problem = f"{name} has no address; these could be taken: {usable}"
+        else:
+            continue
+        return Choice(text, (), f"{INTERFACE_VARIABLE}={text}", problem)
+    return Choice(text, tuple(names), f"{INTERFACE_VARIABLE}={text}")
+
+
+def _by_host_name(found: Sequence[Interface]) -> Choice:
+    """As gloo does without the variable: by what the host name resolves to and this host can bind, else the loopback."""
+    host = socket.gethostname()
+    loopback = tuple(one.name for one in found if one.kind == "loopback" and one.is_up)[:1]
+    for address in _resolve(host):
+        if address.startswith("127.") or address == "::1":
+            return _on(loopback, f"host name {host} resolves to {address}")
+        taken = tuple(one.name for one in found if address in one.addresses and one.is_up)[:1]
+        if taken:
+            return _on(taken, f"host name {host} resolves to {address}")
+    return _on(loopback, f"host name {host} resolves to no address of this host, so gloo falls back to the loopback")
+
+
+def _on(names: tuple[str, ...], why: str) -> Choice:
+    return Choice("", names, why, "" if names else "no interface is up, the loopback neither")
+
+
+def _resolve(host: str) -> list[str]:
+    try:
+        return [str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def _interface(name: str) -> Interface:
+    flags, folder = _flags(name), SYS / name
+    if flags & IFF_LOOPBACK:
+        kind = "loopback"
+    elif (folder / "bridge").exists() or BRIDGES.match(name):
+        kind = "bridge"
+    elif _read(folder / "type") == INFINIBAND:
+        kind = "infiniband"
+    elif "/devices/virtual/" in os.path.realpath(folder):
+        kind = "virtual"
+    else:
+        kind = "ethernet"
+    speed = _read(folder / "speed")
+    mbit = int(speed) if speed.lstrip("-").isdecimal() and int(speed) > 0 else None
+    return Interface(name, kind, flags & IFF_UP > 0 and flags & IFF_RUNNING > 0, mbit, tuple(of_interface(name)))
+
+
+def _flags(name: str) -> int:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            found = fcntl.ioctl(probe, SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))
+    except OSError:
+        return 0
+    return int(struct.unpack_from("H", found, 16)[0])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:  # not there, or the driver does not know
+        return ""

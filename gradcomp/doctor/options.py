@@ -1,0 +1,119 @@
+"""The command line of the doctor."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gradcomp.plan.accuracy import family_of_name
+from gradcomp.plan.costs import LocalSteps
+from gradcomp.plan.links import parse_seconds
+
+SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+MAX_PARAMETERS = 1e12
+AGREED = ("seconds", "wait", "over", "parameters", "compute", "optimizer", "tolerance", "every", "timeout", "torch_timeout")
+EPILOG = """\
+examples:
+  python -m gradcomp.doctor                                          this machine alone, and how to start it on several ranks
+  torchrun --nnodes 2 --nproc-per-node 4 ... -m gradcomp.doctor      as you would start your training
+  python -m gradcomp.launch -n 4 -m gradcomp.doctor                  under MPI
+  srun -n 8 python -m gradcomp.doctor --parameters 1.3e9 --compute 0.8 --optimizer adamw
+  python -m gradcomp.launch -n 4 -m gradcomp.doctor --json -         for a script
+
+Start it exactly as you start your training: the same launcher, the same variables, the same hosts.
+Rank 0 prints. The exit status is 0 if all is well, 1 if something is wrong (every such line begins with "wrong"), 2 for a
+command line that is not understood. Notes do not change it.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradcomp.doctor",
+        description="Find out what is wrong with these ranks, their machines and their network, in ten seconds, and what to do about it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    how = parser.add_argument_group("how it looks")
+    how.add_argument("--seconds", type=_positive, default=10.0, metavar="S", help="for everything, once all ranks are there (10)")
+    how.add_argument("--wait", type=_positive, default=20.0, metavar="S", help="longest wait for ranks to come; who does not is named (20)")
+    how.add_argument("--over", choices=("auto", "gloo", "mpi"), default="auto", help="what moves bytes: MPI if an MPI started these ranks, else gloo (auto)")
+    how.add_argument("--json", metavar="FILE", help="every number, to a file or to the standard output (-), in place of the text then")
+    how.add_argument("--plain", action="store_true", help="no colours, even on a terminal and where rich is installed")
+    what = parser.add_argument_group("your training, for the recommendation")
+    what.add_argument("--parameters", type=_count, default=25e6, metavar="N", help="of the model, such as 124e6 or 124M (25e6)")
+    what.add_argument("--compute", type=_duration, default=0.1, metavar="SECONDS", help="forward and backward of a step on one rank (0.1)")
+    what.add_argument("--optimizer", type=_optimizer, default="adamw", metavar="NAME", help="adamw, sgd, ...: what loses accuracy under it is not recommended (adamw)")
+    what.add_argument("--tolerance", type=_tolerance, default=None, metavar="NATS", help="the most that may be lost (0.01)")
+    what.add_argument("--every", type=_steps, default=None, metavar="H", help="consider H steps on one's own between exchanges, too (gradcomp.DiLoCo)")
+    limits = parser.add_argument_group("the timeouts that your script sets")
+    limits.add_argument("--timeout", type=_positive, default=None, metavar="S", help="timeout_s of register or of the communicator (default: the library's)")
+    limits.add_argument("--torch-timeout", type=_positive, default=None, metavar="S", help="timeout of init_process_group (default: torch's, 1800)")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's options; one that is wrong ends the program with status 2."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.json not in (None, "-"):
+        folder = Path(options.json).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(options.json).is_dir():
+            parser.error(f"--json {options.json}: there is no such folder, or nothing can be written there")
+    return options
+
+
+def agreed(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that must be the same on every rank."""
+    return {name: getattr(options, name) for name in AGREED}
+
+
+def _number(text: str, least: float, most: float, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least < value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _positive(text: str) -> float:
+    return _number(text, 0.0, 1e6, "a number of seconds above 0, at most 1e6")
+
+
+def _tolerance(text: str) -> float:
+    return _number(text, -1e-300, 1e6, "a loss in nats of at least 0")
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ValueError:
+        return _positive(text)
+
+
+def _count(text: str) -> float:
+    scale = SUFFIXES.get(text[-1:].lower(), 1.0)
+    digits = text[:-1] if scale > 1 else text
+    return scale * _number(digits, 0.999 / scale, MAX_PARAMETERS / scale, "a number of parameters such as 25000000, 25e6 or 25M")
+
+
+def _steps(text: str) -> int:
+    try:
+        return LocalSteps(int(text)).every
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps of at least 1") from None
+
+
+def _optimizer(text: str) -> str:
+    try:
+        family_of_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
