@@ -335,7 +335,7 @@ def measure(comm, shift_s):
     """Measure a pair, with the clock of rank 1 shifted, and ranks that think differently of the time that is left."""
     kept = time.time_ns
     clock = time.time_ns if comm.rank == 0 else lambda: kept() + int(shift_s * 1e9)
-    return pairs.measure_pair(comm, (3, 7), 0.02 + 0.01 * comm.rank, clock)
+    return pairs.measure_pair(comm, (3, 7), (0.02, 0.2)[comm.rank], clock)
 
 
 def test_a_pair_measures_the_same_on_both_sides(over):
@@ -547,6 +547,8 @@ def test_the_link_of_a_node_is_what_its_ranks_have_together():
     assert (link.bits_per_s, node.ranks, nodes) == (8e9, 1, 2)
     link, node, nodes = advise.link_of(["a", "a", "b"], [pair(0, 1, 8e9), pair(0, 2, 1e9), pair(1, 2, 1e9)])
     assert (link.bits_per_s, node.ranks, nodes) == (1e9, 1, 3)  # hosts that are not alike
+    link, _, nodes = advise.link_of(["a", "b", "c"], [pair(0, 1, 1e9), pair(0, 2, 1e8, number=1), pair(1, 2, 2e8, number=2)])
+    assert (link.bits_per_s, nodes) == (2e8, 3)  # of the slowest node, at its best
     assert advise.link_of(["a", "b"], [pair(0, 1, 0, failed="refused")]) is None
 
 
