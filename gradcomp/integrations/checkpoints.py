@@ -90,29 +90,34 @@ def _load(state: Stateful, found: Any, where: str, remedy: str) -> None:
 # ---- folders -----------------------------------------------------------------------------------------------------------
 
 
-def write(state: Stateful, comm: Communicator, folder: str | os.PathLike[str]) -> None:
+def write(state: Stateful, comm: Communicator, folder: str | os.PathLike[str], name: str = "gradcomp") -> None:
     """Write this rank's state to a file of its own in a checkpoint's folder, whole or not at all."""
-    path = Path(folder) / f"gradcomp-{comm.rank}-of-{comm.world_size}.pt"
+    path = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state.state_dict(), path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
     if comm.rank == 0:
-        for world, files in _runs(path.parent).items():
+        for world, files in _runs(path.parent, name).items():
             if world != comm.world_size:  # of a run that wrote to this folder before
                 for stale in files:
                     stale.unlink(missing_ok=True)
 
 
-def read(state: Stateful, comm: Communicator, folder: str | os.PathLike[str]) -> bool:
+def read(
+    state: Stateful, comm: Communicator, folder: str | os.PathLike[str], name: str = "gradcomp", *, needed: bool = False
+) -> bool:
     """Load what `write` wrote, with as many ranks or others; return whether there was something on all ranks. Collective.
+
+    Args:
+        needed: whether it is an error if there is nothing.
 
     Raises:
         ValueError: a file that cannot be read, on every rank; states of another codec, exchange or model.
         PeerLost: "checkpoint"; a rank did not call this.
     """
-    path, found, error = Path(folder), None, None
-    runs = _runs(path)
-    own = path / f"gradcomp-{comm.rank}-of-{comm.world_size}.pt"
+    found, error = None, None
+    runs, files = _runs(Path(folder), name), f"{name}-*.pt"
+    own = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
     kind = OWN if own.exists() else OTHERS if len(runs) == 1 and comm.world_size not in runs else NOTHING
     try:
         if kind == OWN:
@@ -123,25 +128,29 @@ def read(state: Stateful, comm: Communicator, folder: str | os.PathLike[str]) ->
         kind, error = BROKEN, broken
     votes = [vote[0] for vote in gather(comm, bytes([kind]), "checkpoint", -1, comm.timeout_s, called=CALLED)]
     if BROKEN in votes:
-        bad = votes.index(BROKEN)
-        raise ValueError(f"rank {bad} cannot read its gradcomp-*.pt in {folder}" + (f": {error}" if error else "")) from error
+        raise ValueError(f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}" + (f": {error}" if error else "")) from error
     if len(set(votes)) > 1:
         without = [rank for rank, vote in enumerate(votes) if vote != max(votes)]
-        warnings.warn(f"ranks {without} have no gradcomp state in {folder}: copy gradcomp-*.pt of all ranks there", stacklevel=3)
+        text = f"ranks {without} have no {files} in {folder}, others have: copy those of all ranks there"
+        if needed:
+            raise ValueError(text)
+        warnings.warn(text, stacklevel=3)
         found = None
-    remedy = f"delete gradcomp-*.pt from {folder}"
+    elif found is None and needed:
+        raise ValueError(f"{folder} has no {files}: it was not saved with local steps; load model and optimizer yourself before you begin them")
+    remedy = f"delete {files} from {folder}"
     if found is None:
         return restore(state, comm, None, str(folder), remedy)
     _load(state, found, str(folder), remedy)
     return True
 
 
-def _runs(folder: Path) -> dict[int, list[Path]]:
+def _runs(folder: Path, name: str) -> dict[int, list[Path]]:
     """Return the files of ranks in a folder, by the number of ranks of their run."""
     out: dict[int, list[Path]] = {}
     with contextlib.suppress(FileNotFoundError):
         for file in sorted(folder.iterdir()):
-            name = re.fullmatch(r"gradcomp-\d+-of-(\d+)\.pt", file.name)
-            if name:
-                out.setdefault(int(name[1]), []).append(file)
+            found = re.fullmatch(rf"{name}-\d+-of-(\d+)\.pt", file.name)
+            if found:
+                out.setdefault(int(found[1]), []).append(file)
     return out
