@@ -54,7 +54,8 @@ def accelerator(**options):
     import torch.distributed as dist
     from accelerate import Accelerator
 
-    place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in place.items()})
     forget()
     try:
@@ -298,7 +299,7 @@ def refused():
         with pytest.raises(ValueError, match="sync_every"):
             local_steps(own, net(), sgd(net()), "ternary", sync_every=0)
         on_gpu = type("Accelerator", (), {"device": torch.device("cuda", 0)})()
-        with pytest.raises(UnsupportedTensor, match="is on cuda:0: Accelerator\\(cpu=True\\)"):
+        with pytest.raises(UnsupportedTensor, match="runs on cuda:0: Accelerator\\(cpu=True\\)"):
             register(on_gpu, prepared, "ternary")
         own.free_memory()
         model = net()

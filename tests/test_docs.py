@@ -73,6 +73,7 @@ def execute_as_rank(place, source, folder):
     dist.init_process_group = dist.destroy_process_group = lambda *args, **options: None
     rank, world = dist.get_rank(), dist.get_world_size()
     as_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    as_torchrun["OMP_NUM_THREADS"] = 1
     os.environ.update({name: str(value) for name, value in as_torchrun.items()})
     try:
         return execute(place, source, folder)

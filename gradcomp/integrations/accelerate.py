@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp import ddp
 from gradcomp.codecs import Codec
 from gradcomp.comm.local import LocalCommunicator
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.ddp import CompressionState
 from gradcomp.engine.options import Options
-from gradcomp.errors import GradcompError, UnsupportedTensor
-from gradcomp.integrations.called import NOT_CALLED, Watch
+from gradcomp.errors import GradcompError
+from gradcomp.integrations.called import NOT_CALLED
 from gradcomp.integrations.checkpoints import Stateful, read, write
 from gradcomp.integrations.versions import missing, warn_unless_tried
 from gradcomp.local.steps import DiLoCo
@@ -31,8 +29,9 @@ if TYPE_CHECKING:
     from gradcomp.engine.step import Engine
 
 try:
-    from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import broadcast
+
+    from gradcomp.integrations.prepared import attach, check_device, inner, watch
 except ImportError as error:
     raise missing("accelerate", error) from error
 
@@ -75,30 +74,9 @@ def register(
         ValueError: a communication hook that accelerate has registered; and as `gradcomp.ddp.register`.
         UnsupportedTensor: an accelerator that is not on the CPU.
     """
-    _check_device(accelerator)
-    if not isinstance(model, DistributedDataParallel):
-        if accelerator.num_processes > 1:
-            raise TypeError(f"model must be what accelerator.prepare(model) returns, wrapped in DistributedDataParallel; got {type(model).__name__}")
-        warnings.warn(
-            "gradcomp: accelerate runs one process: there is nobody to send gradients to, so nothing is compressed; start several with "
-            "torchrun --nproc-per-node 2 (accelerate launch --cpu starts one)",
-            stacklevel=2,
-        )
-        return None
-    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
-    if getattr(hook, "value", "no") != "no":
-        raise ValueError(f"comm_hook={hook} of DistributedDataParallelKwargs: DDP takes one communication hook; leave it out for gradcomp's")
-    state = ddp.register(model, codec, options, optimizer=_inner(optimizer), **changes)
-    mine = {id(p) for p in model.parameters()}
-    watched = [one for one in map(_inner, accelerator._optimizers) if any(id(p) in mine for group in one.param_groups for p in group["params"])]
-    if not watched:
-        warnings.warn(
-            "gradcomp: no optimizer of this model was prepared yet, so steps without averaged gradients go unnoticed; "
-            "prepare it before register",
-            stacklevel=2,
-        )
-    watch = Watch(state, model, watched)
-    _carry(accelerator, state, state._engine, watch.restart)
+    state = attach(accelerator, model, codec, Options.of(options, **changes), optimizer)
+    if state is not None:
+        _carry(accelerator, state, state._engine, watch(accelerator, model, state).restart)
     return state
 
 
@@ -136,10 +114,10 @@ def local_steps(
         UnsupportedTensor: an accelerator that is not on the CPU.
         ValueError, PeerMismatch, PeerLost: as `method`.
     """
-    _check_device(accelerator)
+    check_device(accelerator)
     if isinstance(model, DistributedDataParallel) or any(model is one for one in accelerator._models):
         raise TypeError("local steps need the model as it was before accelerator.prepare, which has DDP average gradients every step: leave it out there")
-    optimizers = [_inner(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    optimizers = [inner(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if accelerator.num_processes > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor.detach())
@@ -150,7 +128,7 @@ def local_steps(
 
     def loaded() -> None:
         counted.seen.clear()
-        whole.keep = {id(one) for one in optimizers if any(one is _inner(other) for other in accelerator._optimizers)}
+        whole.keep = {id(one) for one in optimizers if any(one is inner(other) for other in accelerator._optimizers)}
 
     _carry(accelerator, whole, local._fragments[0].averager._engine, loaded, needed=True)
     return local
@@ -225,13 +203,3 @@ class _Counted:
                 "sync. Call it after every optimizer.step() that accelerator.sync_gradients lets through, or train in a with block"
             )
         self.seen[id(optimizer)] = self._local.inner_steps
-
-
-def _inner(optimizer: Any) -> Any:
-    """Return torch's own optimizer of one that accelerate has prepared."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def _check_device(accelerator: Any) -> None:
-    if accelerator.device.type != "cpu":
-        raise UnsupportedTensor(f"gradcomp packs gradients on the CPU, and this accelerator is on {accelerator.device}: Accelerator(cpu=True)")
