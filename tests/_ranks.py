@@ -211,6 +211,7 @@ def program(path, *arguments):
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port[0]}
+    place["OMP_NUM_THREADS"] = 1
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     before, sys.argv, printed = sys.argv, [path, *map(str, arguments)], io.StringIO()
     try:
@@ -219,7 +220,7 @@ def program(path, *arguments):
     finally:
         sys.argv = before
         for name in (*place, "MASTER_ADDR"):
-            del os.environ[name]
+            os.environ.pop(name, None)  # Lightning takes some away
     return printed.getvalue()
 
 

@@ -1,5 +1,6 @@
 """The documentation runs, its links resolve, and it names everything that is public."""
 
+import ast
 import contextlib
 import inspect
 import io
@@ -16,6 +17,7 @@ import gradcomp.ddp
 import gradcomp.fsdp
 from gradcomp import comm, errors
 from gradcomp.exchange import stats
+from gradcomp.integrations.versions import TRIED
 from gradcomp.kernels.native.library import TIER_FEATURES
 from gradcomp.payload import fingerprint, wire
 from gradcomp.plan import accuracy
@@ -69,10 +71,16 @@ def execute_as_rank(place, source, folder):
 
     kept = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *args, **options: None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    as_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    as_torchrun["OMP_NUM_THREADS"] = 1
+    os.environ.update({name: str(value) for name, value in as_torchrun.items()})
     try:
         return execute(place, source, folder)
     finally:
         dist.init_process_group, dist.destroy_process_group = kept
+        for name in as_torchrun:
+            os.environ.pop(name, None)  # Lightning takes some away
 
 
 @pytest.mark.parametrize(("place", "kind", "source", "output"), SNIPPETS, ids=[s[0] for s in SNIPPETS])
@@ -256,6 +264,24 @@ def public_names():
 PUBLIC = public_names()
 
 
+def of_frameworks():
+    """Return {name: (arguments, members)} of what integrations offer; read and not imported, which takes seconds."""
+    found = {}
+    for framework in TRIED:
+        tree = ast.parse((ROOT / f"gradcomp/integrations/{framework}.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+                inner = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef)]
+                made = [n for n in inner if n is node or n.name == "__init__"]
+                arguments = [a.arg for n in made for a in [*n.args.args, *n.args.kwonlyargs, n.args.vararg, n.args.kwarg] if a is not None]
+                members = [n.name for n in inner if "property" in map(ast.unparse, n.decorator_list)]
+                found[f"gradcomp.integrations.{framework}.{node.name}"] = set(arguments) - {"self"}, members
+    return found
+
+
+FRAMEWORKS = of_frameworks()
+
+
 def mentions(text, word):
     """Whether `word` stands in code marks somewhere in `text`."""
     spans = re.findall(r"`([^`]+)`", FENCE.sub("", text))
@@ -263,7 +289,7 @@ def mentions(text, word):
 
 
 def test_api_page_has_every_public_name_and_no_other():
-    assert set(ENTRIES) - {"gradcomp.ddp"} == set(PUBLIC) - {"gradcomp.ddp"}
+    assert set(ENTRIES) - {"gradcomp.ddp"} == (set(PUBLIC) | set(FRAMEWORKS)) - {"gradcomp.ddp"}
     assert {"gradcomp.ddp", "gradcomp.ddp.register", "gradcomp.ddp.compression_hook"} <= set(ENTRIES)
 
 
@@ -278,6 +304,13 @@ def test_api_entry_has_every_argument_and_member(name):
     for member in vars(value) if isinstance(value, type) else ():
         if not member.startswith("_"):
             assert mentions(text, member), f"{name}: member {member}"
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_api_entry_of_a_framework_has_every_argument_and_member(name):
+    for words in FRAMEWORKS[name]:
+        for word in words:
+            assert mentions(ENTRIES[name], word), word
 
 
 @pytest.mark.parametrize("method", ["encode", "decode", "payload_nbytes"])

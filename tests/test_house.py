@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"__main__", "__init__"},
     {"bench", "launch", "doctor"},
+    {"integrations"},
     {"onebit_sgd", "local"},
     {"ddp", "fsdp", "averager", "allreduce", "server", "amp"},
     {"plan"},
@@ -180,6 +181,7 @@ print(json.dumps({
     "mpi": any(m.startswith("mpi4py") for m in sys.modules),
     "initialised": torch.distributed.is_initialized(),
     "bench": any(m in sys.modules for m in ("rich", "matplotlib", "sklearn")),
+    "frameworks": any(m in sys.modules for m in ("lightning", "accelerate", "transformers")),
 }))
 """
     # this process has imported gradcomp, so what an import would set must not be inherited
@@ -193,6 +195,7 @@ print(json.dumps({
         "mpi": False,
         "initialised": False,
         "bench": False,
+        "frameworks": False,
     }
 
 

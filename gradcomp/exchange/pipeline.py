@@ -62,6 +62,7 @@ class Pipeline:
 
     Attributes:
         error: the first that there was.
+        closed: whether `close` was called.
     """
 
     def __init__(self, stage_count: int, name: str = "gradcomp", on_failure: Callable[[], None] = lambda: None) -> None:
@@ -72,6 +73,7 @@ class Pipeline:
         self._pending: list[Task] = []
         self._busy: set[int] = set()  # stages at work
         self.error: BaseException | None = None
+        self.closed = False
 
     def submit(self, *tasks: Task) -> None:
         """Send tasks on their way, one after the other; all of them end at once if the pipeline has failed."""
@@ -134,6 +136,7 @@ class Pipeline:
     def close(self, timeout_s: float = 5.0) -> None:
         """End what is pending, stop the threads; one that is stuck in a collective is left behind (it is a daemon)."""
         _running.discard(self)
+        self.closed = True
         closed = RuntimeError("gradcomp: this state is closed")
         if self._pending:
             self.fail(closed)

@@ -1,0 +1,86 @@
+"""Whether the hook was called before an optimizer steps: frameworks drop hooks, wrap models anew, or never leave `no_sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradcomp.ddp import CompressionState
+from gradcomp.errors import GradcompError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NOT_CALLED = "gradcomp was registered but not called in this step"
+
+
+class Watch:
+    """Raises before an optimizer steps on gradients that gradcomp has not averaged.
+
+    Args:
+        state: of `model`.
+        model: wrapped in DistributedDataParallel.
+        optimizers: whose steps are watched from now on; of others call `check`.
+    """
+
+    def __init__(
+        self, state: CompressionState, model: nn.parallel.DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
+        self._state, self._forwards, self._synced = state, 0, 0
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._begun = self._now()
+        self._hooks: list[Any] = [model.register_forward_pre_hook(self._forward)]
+        self._hooks += [one.register_step_pre_hook(self._before_step) for one in optimizers]
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise GradcompError if gradients have been made since this optimizer's last step, and the hook was not called."""
+        now = self._now()
+        if self._seen.get(id(optimizer), self._begun) == now and _has_gradients(optimizer):
+            raise GradcompError(f"{NOT_CALLED}: {self._why()}. The optimizer has changed nothing yet")
+        self._seen[id(optimizer)] = now
+        self._forwards = self._synced = 0
+
+    def restart(self) -> None:
+        """Take note that the state was loaded, which counts as no step."""
+        self._seen.clear()
+        self._begun = self._now()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _now(self) -> tuple[int, int]:
+        return self._state.step, self._state.stats.steps  # the second may be reset, the first loaded
+
+    def _forward(self, module: Any, _: Any) -> None:
+        if torch.is_grad_enabled():
+            self._forwards += 1
+            self._synced += bool(module.require_backward_grad_sync)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure") is None and (len(args) < 2 or args[1] is None):  # a closure makes gradients yet
+            self.check(optimizer)
+
+    def _why(self) -> str:
+        if not self._forwards:
+            return (
+                "no forward pass went through the DistributedDataParallel model that it is registered on, so every rank would train "
+                "apart. The loop calls the module inside (model.module), or the framework has wrapped the model anew: call the "
+                "wrapped model, and register on the one that trains"
+            )
+        if not self._synced:
+            return (
+                "every forward pass since the last step ran under no_sync (gradient accumulation), so these gradients are of this rank "
+                "alone: leave no_sync for the last minibatch before optimizer.step()"
+            )
+        return (
+            "DistributedDataParallel ran, but called another hook or none: the framework has replaced or dropped it, or the gradients "
+            "are of a loss that does not come from this model. Register gradcomp last, on the model that trains"
+        )
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

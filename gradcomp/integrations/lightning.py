@@ -1,0 +1,151 @@
+"""Lightning: ``Trainer(strategy=CompressedDDPStrategy("ternary"))``, on CPUs too, where Lightning's own DDPStrategy drops hooks."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradcomp.codecs import Codec, resolve
+from gradcomp.ddp import CompressionState, register
+from gradcomp.engine.options import Options
+from gradcomp.errors import UnsupportedTensor
+from gradcomp.integrations.called import Watch
+from gradcomp.integrations.checkpoints import gather_states, restore
+from gradcomp.integrations.versions import missing, warn_unless_tried
+
+try:
+    from lightning.pytorch.strategies import DDPStrategy
+except ImportError as error:
+    raise missing("lightning", error) from error
+
+warn_unless_tried("lightning")
+logger = logging.getLogger("gradcomp")
+KEY = "gradcomp"  # of a checkpoint
+_OPTIONS = {field.name for field in fields(Options)}
+_HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+
+
+class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is not looked at by mypy
+    """DDP whose gradients travel packed; Lightning's checkpoints carry every rank's residuals.
+
+    ::
+
+        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=CompressedDDPStrategy("ternary"))
+
+    Gradients stand in ``p.grad`` after backward, averaged, so clipping and hooks that look at them work as ever; split optimizers
+    take them from there.
+
+    Args:
+        codec: codec or name; "auto" for a module with one optimizer.
+        options: see `gradcomp.Options`.
+        others: fields of `gradcomp.Options` to set, and arguments of Lightning's DDPStrategy and of DistributedDataParallel:
+            ``CompressedDDPStrategy("onebit", start_step=100, find_unused_parameters=True)``.
+
+    Raises:
+        TypeError: an argument that none of them has.
+        ValueError: an unknown codec, an option out of its range, a communication hook.
+
+    Later, out of ``trainer.fit``: UnsupportedTensor on a GPU; GradcompError if gradcomp was registered but not called in a step; and
+    what `gradcomp.ddp.register` raises.
+    """
+
+    def __init__(self, codec: Codec | str = "ternary", options: Options | None = None, **others: Any) -> None:
+        if codec != "auto":
+            codec = resolve(codec)
+        changes = {name: others.pop(name) for name in sorted(_OPTIONS & others.keys())}
+        _check(others)
+        self._codec, self._options = codec, Options.of(options, **changes)
+        self._compression: CompressionState | None = None
+        self._watch: Watch | None = None
+        super().__init__(**others)
+
+    @property
+    def compression(self) -> CompressionState | None:
+        """The state: `stats`, `describe`, `quality`; None before ``trainer.fit``. Kept after it, for `save_checkpoint`: `close` it if you like."""
+        return self._compression
+
+    def setup_environment(self) -> None:
+        if self.root_device.type != "cpu":
+            raise UnsupportedTensor(
+                f"CompressedDDPStrategy packs gradients on the CPU, and this Trainer runs on {self.root_device}: Trainer(accelerator='cpu'), "
+                "or another strategy"
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if not isinstance(self.model, DistributedDataParallel):  # validation, test, prediction
+            return
+        if self._compression is not None:  # of an earlier trainer.fit
+            self._compression.close()
+        optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
+        self._compression = register(self.model, self._codec, self._options, optimizer=optimizer)
+        self._watch = Watch(self._compression, self.model)
+        if self.world_size == 1:
+            warnings.warn(
+                "gradcomp: CompressedDDPStrategy on one device: there is nobody to send gradients to, so nothing is compressed; "
+                "Trainer(devices=2) or more",
+                stacklevel=2,
+            )
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._compression is not None:
+            self._compression.materialize_gradients()  # Lightning clips and shows gradients
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        def checked() -> Any:
+            loss = closure()
+            if self._watch is not None:
+                self._watch.check(optimizer)
+            return loss
+
+        return super().optimizer_step(optimizer, checked, model, **kwargs)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        state = self._compression
+        if state is not None and "optimizer_states" in checkpoint:  # not weights_only
+            engine = state._engine
+            if engine.pipeline.error is not None:
+                logger.warning("%s is saved without gradcomp's state, which has failed: %s", filepath, engine.pipeline.error)
+            else:
+                states = gather_states(state, engine.comm)
+                checkpoint = {**checkpoint, KEY: states}
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        state = self._compression
+        if state is not None and self._watch is not None:
+            restore(state, state._engine.comm, checkpoint.get(KEY), "this checkpoint", f"remove its entry {KEY!r}")
+            self._watch.restart()
+
+    def teardown(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        state = self._compression  # open: trainer.save_checkpoint() may come after trainer.fit()
+        if state is not None and state._engine.pipeline.error is not None:
+            state.close()
+        super().teardown()
+
+
+def _check(others: Mapping[str, Any]) -> None:
+    """Raise unless these are arguments that Lightning and DDP know, and no hook is among them."""
+    for name in _HOOKS:
+        if others.get(name) is not None:
+            raise ValueError(f"{name}={others[name]!r}: DDP takes one communication hook, which is gradcomp's here")
+    known = {*inspect.signature(DDPStrategy).parameters, *inspect.signature(DistributedDataParallel).parameters} - {"kwargs", "module"}
+    for name in others:
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *_OPTIONS], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"neither gradcomp.Options nor DDPStrategy nor DistributedDataParallel has an argument {name!r}{hint}")

@@ -1,0 +1,122 @@
+"""Transformers: `CompressedTrainer`, or `Compressed` before any other subclass of Trainer, which has no argument for a hook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradcomp.codecs import Codec, resolve
+from gradcomp.ddp import CompressionState
+from gradcomp.engine.options import Options
+from gradcomp.integrations.called import Watch
+from gradcomp.integrations.checkpoints import read, write
+from gradcomp.integrations.versions import missing, warn_unless_tried
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+    from gradcomp.integrations.prepared import attach, watch
+except ImportError as error:
+    raise missing("transformers", error) from error
+
+warn_unless_tried("transformers")
+
+
+class Compressed:
+    """Mixin that makes a Trainer's gradients travel packed; its checkpoints carry every rank's residuals.
+
+    ::
+
+        class MyTrainer(Compressed, Seq2SeqTrainer): ...
+
+        trainer = MyTrainer(model, args, train_dataset=data, codec="ternary")
+
+    Gradients stand in ``p.grad`` after backward, averaged, so clipping and norms work as ever. A step before which gradcomp was not called
+    is a GradcompError.
+
+    Args:
+        args, kwargs: of the Trainer.
+        codec: codec or name; "auto": by the optimizer.
+        compression: see `gradcomp.Options`.
+
+    Raises:
+        TypeError: `compression` is no `gradcomp.Options`.
+        ValueError: an unknown codec.
+
+    Later, out of ``train()``: UnsupportedTensor on a GPU, ValueError for a checkpoint whose state does not fit, and as `gradcomp.ddp.register`.
+    """
+
+    def __init__(self, *args: Any, codec: Codec | str = "ternary", compression: Options | None = None, **kwargs: Any) -> None:
+        codec, compression = codec if codec == "auto" else resolve(codec), Options.of(compression)
+        self._gradcomp = _Compression(self, codec, compression)  # one name: Trainers have many
+        super().__init__(*args, **kwargs)
+        self.add_callback(self._gradcomp)  # type: ignore[attr-defined]  # Trainer's
+
+    @property
+    def compression(self) -> CompressionState | None:
+        """The state: `stats`, `describe`, `quality`; None before ``train()`` and in a run of one process. Kept for the next ``train()``."""
+        return self._gradcomp.state
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._gradcomp.begins(resume_from_checkpoint, trial)
+        return super().train(resume_from_checkpoint, trial, *args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self.compression is not None:
+            self.compression.materialize_gradients()  # the Trainer clips them
+        return loss
+
+
+class CompressedTrainer(Compressed, Trainer):  # type: ignore[misc]  # Transformers is not looked at by mypy
+    """A Trainer whose gradients travel packed; see `Compressed`."""
+
+
+class _Compression(TrainerCallback):  # type: ignore[misc]
+    """What a trainer compresses with: registers when its model is wrapped, writes when a checkpoint's folder is there, on every rank."""
+
+    def __init__(self, trainer: Any, codec: Codec | str, options: Options) -> None:
+        self._trainer, self._codec, self._options = trainer, codec, options
+        self.state: CompressionState | None = None
+        self._model: Any = None  # that is registered
+        self._watch: Watch | None = None
+        self._resume: str | None = None
+        self._trial: Any = None
+
+    def begins(self, resume: str | bool | None, trial: Any) -> None:
+        """Take note of what ``train()`` was called with."""
+        self._resume = get_last_checkpoint(self._trainer.args.output_dir) if resume is True else (str(resume) if resume else None)
+        self._trial = trial
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Register on the wrapped model, unless it is that of an earlier ``train()``; load what the checkpoint has."""
+        model, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
+        self._unwatch()
+        if self._model is not model:
+            if self.state is not None:
+                self.state.close()
+            self.state = attach(accelerator, model, self._codec, self._options, self._trainer.optimizer)
+            self._model = model
+        if self.state is None:
+            return
+        if self._resume is not None:
+            read(self.state, self.state._engine.comm, self._resume)
+        self._watch = watch(accelerator, model, self.state)
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Write this rank's state beside what the Trainer has saved."""
+        if self.state is not None and not self._trainer.args.save_only_model:
+            folder = Path(self._trainer._get_output_dir(trial=self._trial), f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.global_step}")
+            write(self.state, self.state._engine.comm, folder)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Leave the optimizers."""
+        self._unwatch()
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None

@@ -1,0 +1,36 @@
+"""Which releases of a framework gradcomp was tried with, and what is said of others."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from importlib.metadata import version
+
+TRIED = {"lightning": ((2, 6), (2, 6)), "accelerate": ((1, 15), (1, 15)), "transformers": ((5, 23), (5, 23))}  # oldest and newest release; pyproject.toml has them as extras
+
+
+def missing(framework: str, error: ImportError) -> ImportError:
+    """Return what an import of the integration says without its framework."""
+    return ImportError(
+        f"gradcomp.integrations.{framework} needs {framework}: pip install 'gradcomp[{framework}]' ({error})", name=framework
+    )
+
+
+def warn_unless_tried(framework: str, found: str | None = None) -> None:
+    """Warn of a framework that is older or newer than those that gradcomp was tried with.
+
+    Args:
+        framework: a key of `TRIED`, and the name under which it is installed.
+        found: its version; None: that which is installed.
+    """
+    found = version(framework) if found is None else found
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    oldest, newest = TRIED[framework]
+    if numbers and oldest <= (int(numbers[1]), int(numbers[2])) <= newest:
+        return
+    tried = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((oldest, newest)))
+    warnings.warn(
+        f"gradcomp.integrations.{framework} was tried with {framework} {tried}, this is {found}: it may work, but nobody has looked; "
+        f"pip install 'gradcomp[{framework}]' takes one that was tried",
+        stacklevel=3,
+    )

@@ -1,0 +1,44 @@
+"""What all integrations share: versions, missing frameworks."""
+
+import importlib
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from gradcomp.integrations import versions
+
+PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+CONSTRAINTS = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("framework", versions.TRIED)
+def test_a_missing_framework_names_the_extra(monkeypatch, framework):
+    module = f"gradcomp.integrations.{framework}"
+    monkeypatch.setitem(sys.modules, framework, None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ImportError, match=rf"{module} needs {framework}: pip install 'gradcomp\[{framework}\]'") as caught:
+        importlib.import_module(module)
+    assert caught.value.name == framework
+
+
+@pytest.mark.parametrize("framework", versions.TRIED)
+def test_extras_and_pins_are_what_was_tried(framework):
+    oldest, (major, minor) = versions.TRIED[framework]
+    low, high = re.search(rf'^{framework} = \[.*"{framework}>=([\d.]+),<([\d.]+)', PYPROJECT, re.MULTILINE).groups()
+    assert (low, high) == (".".join(map(str, oldest)), f"{major}.{minor + 1}")
+    assert re.search(rf"^{framework}=={major}\.{minor}\.", CONSTRAINTS, re.MULTILINE)
+
+
+@pytest.mark.parametrize("framework", versions.TRIED)
+def test_other_versions_are_warned_of_with_the_range(framework):
+    oldest, newest = versions.TRIED[framework]
+    for found in (f"{newest[0]}.{newest[1] + 1}.0", f"{oldest[0] - 1}.99", "main"):
+        with pytest.warns(UserWarning, match=rf"was tried with {framework} {oldest[0]}\.{oldest[1]}.*this is {found}.*pip install"):
+            versions.warn_unless_tried(framework, found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        versions.warn_unless_tried(framework, f"{newest[0]}.{newest[1]}.7rc1")
+        versions.warn_unless_tried(framework)  # the one of constraints.txt
