@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradcomp.codecs.checks import check_memory, check_payload_room, check_tensor
+from gradcomp.codecs.checks import check_alone, check_memory, check_payload_room, check_tensor
 from gradcomp.codecs.magnitude import refuse_unflagged
 from gradcomp.errors import CorruptPayload, UnsupportedTensor
 from gradcomp.kernels import HOST, NO_RESIDUALS, Kernels, Payloads, Residuals, native, of
@@ -75,6 +75,7 @@ class Codec(ABC):
         measures: scales are measured before codes are written.
         second_phase: of a reduce_scatter; None: see `resolved_second_phase`.
         reach: values beyond so many scales of their group are clipped; None: nothing is.
+        rotates: exchanges rotate values at random before they encode them, and averages back; it goes with no residuals.
         can_share_scale: there is a form of this codec with `shares_scale`.
     """
 
@@ -85,6 +86,7 @@ class Codec(ABC):
     reach: float | None = None
     shares_scale: bool = False
     error_feedback: bool = False
+    rotates: bool = False
     seed: int = 0
     whole_groups: ClassVar[bool] = False
     gathers_only: ClassVar[bool] = False
@@ -135,6 +137,7 @@ class Codec(ABC):
             ValueError: a residual or scale that this codec does not take, or of the wrong size or value; `out` of another
                 size.
         """
+        check_alone(self)
         check_tensor(x, "x")
         key = key if key is not None else RngKey()
         group_numel = self.group_numel(tuple(x.shape)) if x.numel() else 1
@@ -177,6 +180,7 @@ class Codec(ABC):
             UnsupportedTensor: `payload` or `out` of another kind.
             ValueError: `out` of another size.
         """
+        check_alone(self)
         if payload.dtype != torch.uint8 or payload.dim() != 1:
             raise UnsupportedTensor(f"payload must be 1-D uint8, got {payload.dim()}-D {payload.dtype}")
         check_memory(payload, "payload")
@@ -257,9 +261,7 @@ class Codec(ABC):
         """
         return None
 
-    def measure(
-        self, kernels: Kernels, values: Tensor, layout: PayloadLayout, scratch: Tensor | None, scales: Tensor
-    ) -> bool:
+    def measure(self, kernels: Kernels, values: Tensor, layout: PayloadLayout, scratch: Tensor | None, scales: Tensor) -> bool:
         """Write one float32 scale a group to `scales`; return True when a value is not finite."""
         return False
 
@@ -324,9 +326,7 @@ class Codec(ABC):
     def header(self, layout: PayloadLayout, dtype: int, nonfinite: bool, step: int, stream: int) -> wire.Header:
         """Return the header of a payload of `layout`."""
         flags = nonfinite * wire.FLAG_NONFINITE | layout.segmented * wire.FLAG_SEGMENTED
-        return wire.Header(
-            self.form.code, dtype, flags, layout.numel, layout.group_numel, layout.scale_count, step, stream
-        )
+        return wire.Header(self.form.code, dtype, flags, layout.numel, layout.group_numel, layout.scale_count, step, stream)
 
     def check_header(self, header: wire.Header, layout: PayloadLayout, nbytes: int) -> None:
         """Raise CorruptPayload unless a header describes a payload of `layout` by this codec."""

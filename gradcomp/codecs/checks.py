@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,6 +41,12 @@ def check_payload_room(out: Tensor, nbytes: int) -> None:
         raise UnsupportedTensor(f"out must be 1-D uint8, got {out.dim()}-D {out.dtype}")
     if out.numel() != nbytes:
         raise ValueError(f"out holds {out.numel()} bytes, the payload {nbytes}")
+
+
+def check_alone(codec: Any) -> None:
+    """Raise ValueError for a codec whose payloads mean something in exchanges alone."""
+    if codec.rotates:
+        raise ValueError(f"{codec!r}: exchanges rotate what it encodes, so it encodes and decodes no tensor by itself, and goes with no server")
 
 
 def check_group(group: object, names: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@ Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", 
 a weight matrix (the paper's columns: the weights of one output unit), or tensors or blocks; the residual includes the old
 residual (as CNTK's code does; the printed formula omits it); a group whose local gradient is exactly zero decodes to
 zero and keeps its residual.
+`rotate=True` is another algorithm with the same bytes: Vargaftik et al. 2021, "DRIVE: one-bit distributed mean estimation" (no feedback).
 `values="sign"` reconstructs -1 and +1, the paper's first example of a quantizer, instead of class means.
 """
 
@@ -24,13 +25,16 @@ class OneBit(FeedbackCodec):
 
     Args:
         group: what shares the two means: "row" (one output unit), "tensor", or a block of n elements.
-        error_feedback: carry what a step's codes leave out into the next step. Without it training diverges; False is
-            for experiments.
+        error_feedback: carry what a step's codes leave out into the next step, by default unless values are rotated. Without either
+            training diverges; False is for experiments.
         second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "block2", "block4",
             "block8" (means in evenly spaced levels, of which the owner keeps residuals), "bf16", "fp32".
         values: what a bit decodes to. "means": the mean of its class in the group, which leaves the smallest residual.
             "sign": -1 or +1, in units of the gradient as it is encoded (loss scale included), for updates that do not look
             at magnitudes, such as AdaGrad on the average. Residuals are then about as large as 1, whatever the gradient is.
+        rotate: rotate each group at random before its signs are taken, the same on all ranks and another at every step, and scale
+            its means so that averages are unbiased: no residuals, and errors of one size all over a group. For what few exchanges
+            average, such as local steps (docs/explanation/accuracy.md); of exchanges alone.
 
     Raises:
         ValueError: an option out of its range; "exact", which needs integer codes.
@@ -42,11 +46,17 @@ class OneBit(FeedbackCodec):
         self,
         *,
         group: str | int = "row",
-        error_feedback: bool = True,
+        error_feedback: bool | None = None,
         second_phase: str | None = None,
         values: str = "means",
+        rotate: bool = False,
     ) -> None:
-        super().__init__(group, error_feedback, second_phase)
+        if rotate not in (True, False):
+            raise ValueError(f"rotate must be True or False, got {rotate!r}")
+        if rotate and (error_feedback or values != "means"):
+            raise ValueError("rotate=True is unbiased by itself: it goes with values='means' and without error_feedback")
+        super().__init__(group, not rotate if error_feedback is None else error_feedback, second_phase)
+        self.rotates = bool(rotate)
         if values not in ("means", "sign"):
             raise ValueError(f'values must be "means" or "sign", got {values!r}')
         self.values = values
@@ -59,7 +69,8 @@ class OneBit(FeedbackCodec):
 
     def options(self) -> dict[str, object]:
         options = super().options()
-        return options if self.values == "means" else {**options, "values": self.values}
+        options |= {"values": self.values} if self.values != "means" else {}
+        return options | ({"rotate": True} if self.rotates else {})
 
     def encode_packed(
         self,

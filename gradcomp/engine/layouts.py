@@ -12,7 +12,7 @@ from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine.buckets import Source
-from gradcomp.engine.options import Options
+from gradcomp.engine.options import Options, check_rotation
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.quality import Probe
@@ -64,6 +64,7 @@ class Layouts:
         timeout_s: float,
         stats: Stats,
     ) -> None:
+        check_rotation(codec, options)
         self.codec, self.options, self._timeout_s, self._stats = codec, options, timeout_s, stats
         likes = [source.like for source in sources]
         self.trained = frozenset(i for i, source in enumerate(sources) if source.trained)

@@ -234,3 +234,13 @@ def _entries(exclude: object) -> tuple[Exempts, ...]:
     if not all(isinstance(entry, str) or callable(entry) for entry in found):
         raise ValueError(f"exclude must be a sequence of names, patterns or functions, got {exclude!r}")
     return found
+
+
+def check_rotation(codec: Codec, options: Options) -> None:
+    """Raise ValueError for options that do not go with a codec of rotated values."""
+    if not codec.rotates:
+        return
+    if options.precondition is not None:
+        raise ValueError(f"precondition=True keeps values apart that rotate=True mixes: one of them, got both with {codec!r}")
+    if options.transform is not None and options.transform.place == "owner":
+        raise ValueError(f"{options.transform!r} needs means as they are, and owners of {codec!r} have rotated ones: leave rotate=True out")

@@ -22,6 +22,7 @@ from gradcomp.errors import peers_answer
 from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.divided import Divided
 from gradcomp.exchange.quality import Probe
+from gradcomp.exchange.rotated import Rotated
 from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.traffic import Memory, Second, Traffic
@@ -95,7 +96,9 @@ class BucketExchange:
             self._owned_spans = [(p.slot.index, p.data, p.numel) for p in plan.own_second.pieces]
         units = Divided(plan, moments, dtype) if moments is not None else None
         self._observed = units if observes else None  # what takes averages in
-        self._divided = None if isinstance(plan.codec, Identity) else units
+        self._divided: Divided | Rotated | None = None if isinstance(plan.codec, Identity) else units
+        if plan.codec.rotates:
+            self._divided = Rotated(plan, self._kernels, dtype, seed)
         decoded = torch.float32 if self._divided is not None else dtype
         self._bringing = [t for t in self._traffic if t.brings is not None]  # averages
         self._received = Averages(self._kernels, plan, [t.brings for t in self._bringing if t.brings is not None], decoded)
@@ -141,7 +144,7 @@ class BucketExchange:
         if self._divided is not None:
             with self.stats.timed("encode"):
                 residual = self.feedback.tensors(self._compressed)[0] if self.feedback else None
-                self._values = self._divided.divide(self._buffer, residual)
+                self._values = self._divided.divide(self._buffer, residual, self._step)
         if self.plan.shares_scale:
             self._measure()
             self._scale_round = self.comm.start_max(self._scales.view(torch.int32), Channel.SCALE)
@@ -192,6 +195,8 @@ class BucketExchange:
         if not here.flagged and here.second is not None:
             with self.stats.timed("owner"):
                 self._flagged = self._average(here, here.second)
+                if self.plan.stays and isinstance(self._divided, Rotated):
+                    self._divided.multiply_owned(self.shard)
 
     def publish_shard(self, *, flagged: bool) -> None:
         """Encode what now stands in `shard`, start the second phase (which a flagged first phase does without)."""
@@ -287,10 +292,10 @@ class BucketExchange:
         if self._divided is not None:
             self._divided.leave(residual)
         if self._probe is not None and self._probe.due(self._step) and not self._nonfinite:
-            units = self._divided.units if self._divided is not None else None
+            gradient, units = self._divided.probed(self._buffer) if self._divided is not None else (self._buffer, None)
             self._probe.take(
                 self._kernels, self.plan.codec, self.plan.local, self._local, self._step,
-                encoded=self._values, gradient=self._buffer, units=units, residual=residual,
+                encoded=self._values, gradient=gradient, units=units, residual=residual,
             )  # fmt: skip
 
     def _average(self, here: Traffic, second: Second) -> bool:
@@ -303,8 +308,9 @@ class BucketExchange:
     def _encode_owned(self, number: int, second: Second) -> bool:
         """Write the body of a second payload; True: a value is not finite."""
         residuals = self._residuals(self.owner_feedback, self._owned_packed)
-        if self._divided is not None and self.owner_feedback:
-            self._divided.divide_owned(number, self.shard, self.owner_feedback.tensors(self._owned_packed)[0])
+        if self._divided is not None:
+            kept = self.owner_feedback.tensors(self._owned_packed)[0] if self.owner_feedback else None
+            self._divided.divide_owned(number, self.shard, kept)
         bad = self.plan.second_phase.encode(self._kernels, second.owned, self._key(STREAM_SECOND), residuals)
         if self._divided is not None:
             self._divided.leave(residuals[1], owned=number)

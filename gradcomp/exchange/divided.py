@@ -47,7 +47,7 @@ class Divided:
             for one in plan.slices
         ]
 
-    def divide(self, buffer: Tensor, residual: Tensor | None) -> Tensor:
+    def divide(self, buffer: Tensor, residual: Tensor | None, step: int) -> Tensor:
         """Return (buffer + residual) / d, ``(n,)`` float32; fp32 pieces are as they are."""
         values = buffer if buffer.dtype == torch.float32 else buffer.float()
         for slot in self._slots:
@@ -57,6 +57,10 @@ class Divided:
                 span = slice(slot.offset, slot.offset + slot.numel)
                 self.values[span] = values[span]
         return self.values
+
+    def probed(self, buffer: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return with what decoded values are compared, and their units."""
+        return buffer, self.units
 
     def divide_owned(self, number: int, shard: Tensor, residual: Tensor | None) -> None:
         """Turn the means that this rank owns of a slice, which are in units of moments, into mean + residual / d."""

@@ -111,7 +111,7 @@ class BucketPlan:
         *,
         stays: bool = False,
     ) -> None:
-        self.codec, self.slots, self.strategy, self._stays = codec, list(slots), strategy, stays
+        self.codec, self.slots, self.strategy, self.stays = codec, list(slots), strategy, stays
         self.world_size, self.rank = world_size, rank
         self.numel = sum(s.numel for s in self.slots)
         self.scatters = strategy.exchange == "reduce_scatter"
@@ -164,7 +164,7 @@ class BucketPlan:
                 self.slices.append(Slice(encoded[j], messages, second, first, self._second(mine[j], own=True)))
             else:
                 last = j == count - 1
-                second = [self._second(pieces) for pieces in owned] if last and not self._stays else []
+                second = [self._second(pieces) for pieces in owned] if last and not self.stays else []
                 self.slices.append(Slice(encoded[j], messages, second, first, self.own_second if last else None))
 
     def _second(self, pieces: Sequence[Piece], *, own: bool = False) -> PayloadLayout:

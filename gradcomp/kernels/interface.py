@@ -159,6 +159,21 @@ class Kernels(Protocol):
     ) -> bool:
         """Write after = gain * (values * inverse)^2 + keep * before, 1 where that is None; return True if one is not finite."""
 
+    # ---- rotation ----------------------------------------------------------------------------------------------------
+
+    def rotate(
+        self, values: Tensor, group_numel: int, first: int, parameter: int, key: tuple[int, int, int, int], *, back: bool = False
+    ) -> None:
+        """Flip signs at random and transform every scale group's run of ``(n,)`` float32 in place, window by window; or undo that.
+
+        Args:
+            first: element of the parameter with which the values begin.
+            key: seed, rank, step and stream of the random signs.
+        """
+
+    def unbias(self, values: Tensor, group_numel: int, first: int) -> None:
+        """Multiply every run of ``(n,)`` float32 in place by what makes 1-bit codes of it unbiased under random rotations."""
+
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def rescale(self, plane: Tensor, factor: float) -> None:

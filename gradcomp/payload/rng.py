@@ -14,6 +14,8 @@ STREAM_FIRST = 0  # a rank's own gradient
 STREAM_SECOND = 1  # the owner's mean, drawn independently of the first phase
 STREAM_SERVER = 2
 STREAM_INNER = 3
+STREAM_ROTATION = 4  # signs of a rotation's first round, the same on all ranks; 5 of its second
+STREAM_OWNED = 6  # the same of the rotation that owners turn means by; 7 of its second
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class RngKey:
         rank: rank that encodes, uint32.
         step: training step, uint32 (a step counter wraps modulo 2**32 before it gets here).
         parameter: position of the parameter in ``named_parameters()``, uint32.
-        stream: 0 first phase, 1 second phase, 2 server, 3 inner; below 2**31.
+        stream: 0 first phase, 1 second phase, 2 server, 3 inner, 4 to 7 rotations; below 2**31.
         first: element of the parameter with which the encoded tensor begins, where it is a shard of one: a multiple of 8
             and of its scale group.
 

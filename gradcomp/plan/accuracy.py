@@ -244,7 +244,7 @@ def expected(
     found = [
         row
         for row in ways(family, table, tolerances, every)
-        if row.codec.name == codec.name and row.phase_of(row.codec) == row.phase_of(codec)
+        if row.codec.name == codec.name and row.codec.rotates == codec.rotates and row.phase_of(row.codec) == row.phase_of(codec)
     ]
     return min(found, key=lambda row: (not row.counts, row.excess(tolerances)), default=None)
 

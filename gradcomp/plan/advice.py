@@ -78,7 +78,7 @@ def warning_of(
     rows = [
         row
         for row in table
-        if row.training.family == family and row.codec.name == codec.name and row.phase_of(row.codec) == phase and row.every == 1
+        if row.training.family == family and row.codec.name == codec.name and row.codec.rotates == codec.rotates and row.phase_of(row.codec) == phase and row.every == 1
     ]
     plain = [row for row in rows if not row.precondition and not row.start]
     better = [row for row in rows if row.precondition and row.counts]

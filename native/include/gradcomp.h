@@ -170,6 +170,21 @@ gc_status gc_moments_multiply(float *values, const float *units, uint64_t numel,
 gc_status gc_moments_follow(const float *values, float inverse, const float *before, float keep, float gain, uint64_t numel,
                             float *after, uint32_t *nonfinite);
 
+/* ---- rotation (1 bit without residuals) --------------------------------------------------------------------------------- */
+/* Groups are [j * group_numel, (j + 1) * group_numel) of the parameter, values its elements from `first` on; what lies of a group in
+ * values is a run, of n elements. All of it in place, in fp32, every operation rounded on its own.
+ * rotate: in GC_ROTATION_ROUNDS rounds, r = 0, 1, with `stream` + r: flip the sign of element e where bit e % 32 of word e / 32 % 4 of the Philox block (e / 128, parameter, step, stream) is set.
+ * Then, with B the largest power of two up to n and GC_ROTATION_NUMEL, transform the windows [0, B), [B, 2B), ... that fit, and if
+ * elements are left [n - B, n): for half = 1, 2, ... B / 2 replace (a, b), `half` apart, by (fl(a + b), fl(a - b)), then multiply by
+ * 2^-k for B = 2^2k, by fl(2^-k * fl(sqrt(1/2))) for B = 2^(2k + 1). back != 0: all of it in the other order.
+ * unbias: multiply a run by (float)(Q / (P * P / p + M * M / m)): Q the sum of squares, P and M those of the p values above 0
+ * and of the m others, as gc_onebit_encode has its classes (a class of none adds 0), float64 in 8 sums by position in the run modulo 8, which are added in halves
+ * (0 + 4, 1 + 5, ... then 0 + 2, 1 + 3, then 0 + 1). A run without P and M stays as it is. */
+enum { GC_ROTATION_NUMEL = 1024, GC_ROTATION_ROUNDS = 2 };
+gc_status gc_rotate(float *values, uint64_t numel, uint32_t group_numel, uint64_t first, uint32_t parameter, gc_rng_key key,
+                    int back);
+gc_status gc_unbias(float *values, uint64_t numel, uint32_t group_numel, uint64_t first);
+
 /* Multiply a residual plane by factor, in place: the loss scale changed. */
 gc_status gc_rescale(float *plane, uint64_t numel, float factor);
 

@@ -34,6 +34,7 @@ methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,st
   precondition                 gradients in units of their second moments
   momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their warm-up
   exchange=all_gather|reduce_scatter
+  rotate                       of values rotated at random, unbiased and without residuals (onebit)
   feedback=off                 what codes leave out is forgotten (onebit, block)
   every=H                      local steps (gradcomp.DiLoCo), with fragments=K, delay=D, alpha=A, outer_lr=X, outer_momentum=X
 

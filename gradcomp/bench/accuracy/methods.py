@@ -96,6 +96,10 @@ def parse(text: str) -> Method:
             options["start_codec"] = parse(value).codec
             if options["start_codec"] is None:
                 raise ValueError(f"{text}: a warm start is packed by a codec, {value} is none")
+        elif key == "rotate":
+            if not isinstance(codec, OneBit):
+                raise ValueError(f"{text}: rotate is for onebit")
+            codec = OneBit(rotate=True, second_phase=codec.second_phase)
         elif key == "precondition":
             options[key] = True
         elif key == "momentum":
@@ -109,7 +113,7 @@ def parse(text: str) -> Method:
                 raise ValueError(f"{text}: feedback=off is for codecs that have feedback")
             feedback = False
         else:
-            known = "exempt, start_step, start, second, min_numel, slice_numel, exchange, precondition, momentum, feedback, "
+            known = "exempt, start_step, start, second, rotate, min_numel, slice_numel, exchange, precondition, momentum, feedback, "
             known += ", ".join(LOCAL)
             raise ValueError(f"unknown option {key!r} of {name}: {known}")
     if "start_codec" in options and not options.get("start_step"):

@@ -215,6 +215,22 @@ def follow(values: Tensor, inverse: float, before: Tensor | None, keep: float, g
     return bool(flag[0])
 
 
+# ---- rotation --------------------------------------------------------------------------------------------------------
+
+
+def rotate(
+    values: Tensor, group_numel: int, first: int, parameter: int, key: tuple[int, int, int, int], *, back: bool = False
+) -> None:
+    """See `Kernels.rotate`."""
+    drawn = ffi.new("gc_rng_key *", key)[0]
+    check(lib.gc_rotate(floats_of(values), values.numel(), group_numel, first, parameter, drawn, back), "gc_rotate")
+
+
+def unbias(values: Tensor, group_numel: int, first: int) -> None:
+    """See `Kernels.unbias`."""
+    check(lib.gc_unbias(floats_of(values), values.numel(), group_numel, first), "gc_unbias")
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 

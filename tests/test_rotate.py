@@ -1,0 +1,280 @@
+"""1 bit of rotated values: kernels and exchanges against the reference, unbiased, and what is refused."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import run_local
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import gradcomp
+from gradcomp import Block, OneBit, Options
+from gradcomp._gc import ffi, lib
+from gradcomp.exchange.sizing import choose
+from gradcomp.kernels import HOST
+from gradcomp.payload.ownership import ByElements
+from gradcomp.payload.rng import STREAM_OWNED, STREAM_ROTATION
+from gradcomp.reference import codec as ref
+from gradcomp.reference import rotation
+
+CODEC = OneBit(rotate=True)
+
+
+@pytest.mark.parametrize(("numel", "group", "first"), [(1, 5, 0), (2, 2, 0), (3, 3, 0), (7, 100, 0), (300, 300, 0), (384, 128, 0), (1000, 96, 0), (5000, 5000, 0), (2048, 1024, 512), (100, 33, 40)])
+def test_kernels_are_the_reference(numel, group, first):
+    rng = np.random.default_rng(numel)
+    x = (rng.standard_normal(numel) * 10.0 ** rng.integers(-3, 4, numel)).astype(np.float32)
+    key = ref.Key(7, 0, 3, 11, STREAM_ROTATION)
+    turned = torch.from_numpy(x.copy())
+    HOST.rotate(turned, group, first, 11, (7, 0, 3, STREAM_ROTATION))
+    assert turned.numpy().tobytes() == rotation.rotate(x, group, first, key).tobytes()
+    assert np.isclose(np.linalg.norm(turned.numpy()), np.linalg.norm(x), rtol=1e-5)
+    scaled = turned.clone()
+    HOST.unbias(scaled, group, first)
+    assert scaled.numpy().tobytes() == rotation.unbias(turned.numpy(), group, first).tobytes()
+    back = turned.clone()
+    HOST.rotate(back, group, first, 11, (7, 0, 3, STREAM_ROTATION), back=True)
+    assert back.numpy().tobytes() == rotation.rotate(turned.numpy(), group, first, key, back=True).tobytes()
+    assert np.allclose(back.numpy(), x, rtol=1e-4, atol=1e-4 * np.abs(x).max())
+
+
+def test_other_steps_and_parameters_are_rotated_otherwise():
+    x, seen = torch.arange(256.0), set()
+    for parameter, key in ((0, (0, 0, 0, 4)), (1, (0, 0, 0, 4)), (0, (0, 0, 1, 4)), (0, (1, 0, 0, 4)), (0, (0, 0, 0, 1))):
+        y = x.clone()
+        HOST.rotate(y, 256, 0, parameter, key)
+        seen.add(y.numpy().tobytes())
+    assert len(seen) == 5
+
+
+def test_values_that_are_special():
+    zeros = torch.zeros(100)
+    HOST.unbias(zeros, 10, 0)
+    assert not zeros.any()
+    bad = torch.ones(64)
+    bad[3] = math.nan
+    HOST.rotate(bad, 64, 0, 0, (0, 0, 0, 4))
+    HOST.unbias(bad, 64, 0)
+    assert bad.isnan().all()
+
+
+def test_c_refuses():
+    memory = ffi.new("float[8]")
+    key = ffi.new("gc_rng_key *")[0]
+    assert lib.gc_rotate(memory, 8, 0, 0, 0, key, 0) == lib.GC_INVALID_ARGUMENT
+    assert lib.gc_rotate(ffi.NULL, 8, 4, 0, 0, key, 0) == lib.GC_INVALID_ARGUMENT
+    assert lib.gc_rotate(memory, 8, 4, 0xFFFFFFFF, 0, key, 0) == lib.GC_INVALID_ARGUMENT
+    assert lib.gc_unbias(memory, 8, 0, 0) == lib.GC_INVALID_ARGUMENT
+    assert lib.gc_rotate(ffi.NULL, 0, 4, 0, 0, key, 0) == lib.GC_OK
+
+
+# ---- exchanges ---------------------------------------------------------------------------------------------------------
+
+
+def coded(x, group, first):
+    out = np.empty_like(x)
+    for run in rotation.runs(len(x), group, first):
+        values = x[run]
+        means = ref_means(values)
+        out[run] = np.where(values > 0, means[0], means[1]).astype(np.float32)
+    return out
+
+
+def ref_means(values):
+    positive = values > 0
+    return [np.float32(values[c].astype(np.float64).mean()) if c.any() else np.float32(0) for c in (positive, ~positive)]
+
+
+def expected(arrays, group, step, parameter, second):
+    """Return the average of one parameter, to rounding."""
+    key, world = ref.Key(0, 0, step, parameter, STREAM_ROTATION), len(arrays)
+    codes = [coded(rotation.unbias(rotation.rotate(a, group, 0, key), group, 0), group, 0) for a in arrays]
+    mean = np.mean(codes, 0, dtype=np.float64).astype(np.float32)
+    if second:
+        for rank in range(world):
+            first, last = ByElements(world).bounds(mean.size, rank)
+            if last > first:
+                own = key._replace(stream=STREAM_OWNED)
+                turned = rotation.rotate(mean[first:last], group, first, own)
+                mean[first:last] = rotation.rotate(coded(rotation.unbias(turned, group, first), group, first), group, first, own, back=True)
+    return rotation.rotate(mean, group, 0, key, back=True)
+
+
+def averaged(comm, arrays, exchange, slice_numel, dtype):
+    model = [("w", nn.Parameter(torch.zeros(arrays[0].shape, dtype=dtype))), ("b", nn.Parameter(torch.zeros(5, dtype=dtype)))]
+    averager = gradcomp.GradientAverager(model, CODEC, comm, Options(exchange=exchange, slice_numel=slice_numel, quality_every=1))
+    out = []
+    for step in range(2):
+        model[0][1].grad = torch.from_numpy(arrays[comm.rank] * (step + 1)).to(dtype)
+        model[1][1].grad = torch.full((5,), float(comm.rank), dtype=dtype)
+        averager.average()
+        out.append((model[0][1].grad.float().numpy().copy(), model[1][1].grad.float().numpy().copy()))
+    cosine = averager.quality().rows["w"].cosine
+    averager.close()
+    return out, cosine
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(("world", "shape", "slice_numel"), [(2, (40, 96), None), (3, (24, 300), None), (4, (128, 128), 4096)])
+def test_averages_are_the_references(world, shape, slice_numel, exchange, dtype):
+    rng = np.random.default_rng(world)
+    arrays = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(dtype).float().numpy() for _ in range(world)]
+    results = run_local(world, lambda comm: averaged(comm, arrays, exchange, slice_numel, dtype))
+    tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for (out, cosine), step in ((r, s) for r in results for s in range(2)):
+        given = [(a * (step + 1)).astype(np.float32).reshape(-1) for a in arrays]
+        if dtype != torch.float32:
+            given = [torch.from_numpy(g).to(dtype).float().numpy() for g in given]
+        wanted = expected(given, shape[1], step, 0, exchange == "reduce_scatter")
+        assert np.allclose(out[step][0].reshape(-1), wanted, **tolerance)
+        assert np.allclose(out[step][1], np.mean(range(world)), rtol=0.01)
+        assert 0.7 < cosine < 0.9  # sqrt(2 / pi)
+        assert out[step][0].tobytes() == results[0][0][step][0].tobytes()
+
+
+def over_many_steps(comm, steps):
+    """Return the mean of averages of the same gradients, and the exact one; a few large values among small ones."""
+    rng = np.random.default_rng(comm.rank)
+    mine = torch.from_numpy((rng.standard_normal((8, 128)) * np.where(np.arange(128) % 32 == 0, 10, 1)).astype(np.float32))
+    out = {}
+    for rotates in (True, False):
+        p = nn.Parameter(torch.zeros(8, 128))
+        averager = gradcomp.GradientAverager([("w", p)], OneBit(rotate=rotates, error_feedback=False), comm.duplicate(60.0), exchange="reduce_scatter", min_numel=0)
+        total = torch.zeros(8, 128)
+        for _ in range(steps):
+            p.grad = mine.clone()
+            averager.average()
+            total += p.grad
+        averager.close()
+        out[rotates] = total / steps
+    exact = gradcomp.all_reduce(mine.clone(), "identity", comm)
+    return [float((out[rotates] - exact).norm() / exact.norm()) for rotates in (True, False)]
+
+
+def test_averages_are_unbiased():
+    """The mean of many rotations comes ever closer to the exact average, which signs of the values themselves never do."""
+    few, many = (run_local(4, lambda comm, n=n: over_many_steps(comm, n))[0] for n in (10, 160))
+    assert many[0] < 0.4 * few[0] < 0.2 and many[0] < 0.1, (few, many)
+    assert many[1] > 0.5 and few[1] == pytest.approx(many[1])
+
+
+def sharded():
+    torch.manual_seed(0)
+    model = nn.Linear(128, 64, bias=False)
+    exact = nn.Linear(128, 64, bias=False)
+    exact.load_state_dict(model.state_dict())
+    model = fully_shard(model)
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(dist.get_rank()))
+    total = 0
+    with gradcomp.fsdp.compress(model, CODEC) as state:
+        for _ in range(60):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            total += model.weight.grad.to_local() / 60
+        assert not state.state_dict()["residual"]
+    exact(x).square().mean().backward()
+    dist.all_reduce(exact.weight.grad)
+    wanted = exact.weight.grad.chunk(2)[dist.get_rank()] / 2
+    return float((total - wanted).norm() / wanted.norm())
+
+
+def test_shards_are_turned_back(gloo):
+    assert all(error < 0.15 for error in gloo(2, sharded))
+
+
+def nan_on_one(comm):
+    p = nn.Parameter(torch.zeros(16, 64))
+    averager = gradcomp.GradientAverager([("w", p)], CODEC, comm, min_numel=0)
+    out = []
+    for bad in (False, True, False):
+        p.grad = torch.ones(16, 64)
+        if bad and comm.rank == 1:
+            p.grad[2, 3] = math.inf
+        averager.average()
+        out.append(p.grad.isnan().all().item())
+    averager.close()
+    return out
+
+
+def test_a_value_that_is_not_finite():
+    for world in (2, 3):
+        assert run_local(world, nan_on_one) == [[False, True, False]] * world
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="rotate=True is unbiased by itself"):
+        OneBit(rotate=True, error_feedback=True)
+    with pytest.raises(ValueError, match="rotate=True is unbiased by itself"):
+        OneBit(rotate=True, values="sign")
+    with pytest.raises(ValueError, match="rotate must be True or False"):
+        OneBit(rotate="yes")
+    for call in (lambda: CODEC.encode(torch.ones(64)), lambda: CODEC.decode(torch.zeros(64, dtype=torch.uint8))):
+        with pytest.raises(ValueError, match="exchanges rotate what it encodes"):
+            call()
+    assert "rotate=True" in repr(CODEC) and not CODEC.error_feedback and OneBit().error_feedback and "rotate" not in repr(OneBit())
+    assert repr(OneBit(rotate=True)) != repr(OneBit(error_feedback=False))
+    p = [("w", nn.Parameter(torch.zeros(64, 64)))]
+
+    def refused(comm, **options):
+        with pytest.raises(ValueError, match="rotate") as error:
+            gradcomp.GradientAverager(p, CODEC, comm, **options)
+        return str(error.value)
+
+    assert "precondition" in run_local(2, lambda comm: refused(comm, precondition=True))[0]
+    assert "owner" in run_local(2, lambda comm: refused(comm, transform=gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-8)))[0]
+    assert choose(CODEC, 4).exchange == "reduce_scatter" and isinstance(Block(4), gradcomp.Codec)
+
+
+def between_and_inside_nodes(comm, nodes, steps):
+    rng = np.random.default_rng(comm.rank)
+    mine = torch.from_numpy(rng.standard_normal((24, 128)).astype(np.float32))
+    p = nn.Parameter(torch.zeros(24, 128))
+    averager = gradcomp.GradientAverager([("w", p)], CODEC, comm.duplicate(60.0), exchange="hierarchical", nodes=nodes, min_numel=0)
+    total = torch.zeros(24, 128)
+    for _ in range(steps):
+        p.grad = mine.clone()
+        averager.average()
+        total += p.grad / steps
+    averager.close()
+    exact = gradcomp.all_reduce(mine.clone(), "identity", comm)
+    return float((total - exact).norm() / exact.norm()), total.numpy().tobytes()
+
+
+def test_between_nodes_averages_are_unbiased_too():
+    few, many = (run_local(4, between_and_inside_nodes, [(0, 1), (2, 3)], steps) for steps in (8, 128))
+    assert len({bits for _, bits in many}) == 1
+    assert many[0][0] < 0.4 * few[0][0] and many[0][0] < 0.12, (few[0][0], many[0][0])
+
+
+def local_steps(comm):
+    torch.manual_seed(comm.rank)
+    model = nn.Linear(64, 64, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    saved, out = None, []
+    for again in (False, True):
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        with gradcomp.DiLoCo(model, optimizer, CODEC, comm.duplicate(60.0), sync_every=2, min_numel=0) as local:
+            if again:
+                local.load_state_dict(saved)
+                local.restore()
+            for step in range(4 if again else 0, 8):
+                if step == 4 and not again:
+                    saved = local.state_dict()
+                x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        out.append(model.weight.detach().clone())
+    return torch.equal(*out), out[0].numpy().tobytes()
+
+
+def test_local_steps_go_on_bit_for_bit():
+    results = run_local(3, local_steps)
+    assert all(same for same, _ in results) and len({bits for _, bits in results}) == 1
