@@ -192,6 +192,7 @@ def test_exemptions_and_wrong_methods():
     assert "blocks.0.up.weight" not in ends["exclude"]
     wrong = [("twobit", "no method named"), ("onebit:exempt=all", "one of none"), ("onebit:x=1", "unknown")]
     wrong += [("ternary:feedback=off", "for codecs that have"), ("onebit:feedback=no", "feedback=off is"), ("onebit:precondition,feedback=off", "forgotten")]
+    wrong += [("block2:rotate", "rotate is for onebit")]
     wrong += [("onebit:fragments=2", "every=H"), ("bf16:every=3", "need a codec"), ("onebit:every=3,feedback=off", "neither momentum")]
     for text, said in wrong:
         with pytest.raises(ValueError, match=said):

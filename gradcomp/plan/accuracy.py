@@ -162,6 +162,7 @@ TABLE = (
     Measured(_GPT_SHORT, OneBit(), 1.0, 2.468),
     Measured(_GPT, Identity(), 32.0, 1.3925, start=1 / 10, every=30),
     Measured(_GPT, Ternary(), 2.0, 1.3719, start=1 / 10, every=30),
+    Measured(_GPT, OneBit(rotate=True), 1.6, 1.3719, start=1 / 10, every=30),
     Measured(_GPT_SEED_0, OneBit(), 1.0, 1.5896, start=1 / 10, every=30),
     Measured(_FASHION, Ternary(), 2.0, 88.16),
     Measured(_MNIST, Ternary(), 2.0, 98.66),
@@ -179,6 +180,7 @@ def written(codec: Codec) -> str:
     words = [str(codec.bits)] if isinstance(codec, Block) else []
     group = getattr(codec, "group", None)
     words += [f"group={group}"] if isinstance(group, int) else []
+    words += ["rotate=True"] if codec.rotates else []
     words += [f'second_phase="{codec.second_phase}"'] if codec.second_phase else []
     return f"{type(codec).__name__}({', '.join(words)})"
 
