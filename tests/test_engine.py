@@ -539,7 +539,8 @@ def test_with_closes_and_tells_the_peers():
     assert wait_for(lambda: not stage_threads() - before)
 
 
-@pytest.mark.parametrize(("how", "status"), [("interrupt", {130, -signal.SIGINT}), ("rotate", {3})])
+# 1: torch by itself ends so where certain packages are installed (Sphinx's notebook reader brings some), without gradcomp, too
+@pytest.mark.parametrize(("how", "status"), [("interrupt", {130, -signal.SIGINT, 1}), ("rotate", {3})])
 @pytest.mark.slow
 def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, status, tmp_path):
     """Ctrl-C in backward, or an exit after `rotate`: it took 15 s, a core dump and the exit status."""
