@@ -126,6 +126,7 @@ def measure_quickly(rank, emit):
         emit((everyone, found, seconds, parts))
 
 
+@pytest.mark.timed  # of a fit to seconds that somebody else has taken part of, nothing may be left
 def test_all_ranks_measure_the_same():
     results = []
     cluster.run_ranks(2, measure_quickly, on_message=results.append)
