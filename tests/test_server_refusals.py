@@ -198,6 +198,7 @@ WRONG = [
     ("init_parameter", ("k", [2**40]), {}, str(2**40)),
     ("init_parameter", ("k", [1]), {"codec": "ternary"}, "uint8"),
     ("init_parameter", ("k", [1], "uint8"), {"codec": "zip"}, "zip"),
+    ("init_parameter", ("k", [99], "uint8"), {"codec": OneBit(rotate=True)}, "goes with no server"),
     ("init_parameter", ("k", [1]), {"asynchronous": True}, "learning_rate"),
     ("init_parameter", ("k", [1]), {"learning_rate": 0.5}, "0.5"),
     ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": float("nan")}, "nan"),

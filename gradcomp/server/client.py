@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
+from gradcomp.codecs.checks import check_alone
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import CorruptPayload
@@ -116,6 +117,8 @@ class ParameterClient:
         """
         check_key(key)
         resolved = None if codec is None else resolve(codec)
+        if resolved is not None:
+            check_alone(resolved)
         name = _one_dtype(dtype, type)
         given = make_spec(tuple(shape), name, resolved, asynchronous, learning_rate)
         raw = self._raw_codes(given, resolved, scale_key)
