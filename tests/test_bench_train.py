@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from _ranks import mpi_environment, mpi_python
 
-from gradcomp.bench.train import hosts, main, methods, run, workloads
+from gradcomp import Block
+from gradcomp.bench.train import hosts, main, methods, rank, run, workloads
 from gradcomp.bench.train.predict import planned
 from gradcomp.bench.train.report import crossings, row_of, table_of
 from gradcomp.bench.train.run import cores_of
@@ -215,6 +216,8 @@ def is_alive(pid):
         (["--hosts", "1"], "--hosts takes 0 or numbers of at least 2"),
         (["--hosts", "0", "2"], "--hosts takes 0 or numbers of at least 2"),
         (["--steps", "3"], "--steps at least 5"),
+        (["--batch", "0"], "--batch and --points take at least 1"),
+        (["--points", "0"], "--batch and --points take at least 1"),
         (["--workload", "mlp", "--optimizer", "muon", "--hosts", "0"], "mlp has no rate for muon"),
     ],
 )
@@ -236,9 +239,9 @@ def test_where_there_can_be_no_hosts_the_bench_says_so(monkeypatch, capsys):
 
 
 def test_every_method_and_workload_of_the_help_is_one(capsys):
-    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "onebit:double,start_step=2", "json:dumps", "fsdp2", "fsdp2:bf16", "fsdp2:onebit,weights=block8"):
+    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "onebit:double,start_step=2", "json:dumps", "fsdp2", "fsdp2:bf16", "fsdp2:onebit,weights=block8", "fsdp2:onebit,weights=block8,keep"):
         methods.check(name)
-    for name in ("fsdp2:topk", "fsdp2:", "fsdp2:ternery", "fsdp2:ternary,weights=onebit", "fsdp2,weights=block8"):
+    for name in ("fsdp2:topk", "fsdp2:", "fsdp2:ternery", "fsdp2:ternary,weights=onebit", "fsdp2,weights=block8", "fsdp2:ternary,keep"):
         with pytest.raises(ValueError, match="fsdp2|ternery"):
             methods.check(name)
     with pytest.raises(SystemExit):
@@ -254,7 +257,9 @@ def test_every_method_and_workload_of_the_help_is_one(capsys):
 def test_local_steps_are_named_with_their_options():
     codec, options = methods.local_of("diloco:onebit:30,fragments=2,delay=5,start_step=100")
     assert codec.name == "onebit" and options == {"sync_every": 30, "fragments": 2, "delay": 5, "start_step": 100}
-    for name in ("diloco", "diloco:ternary", "diloco:ternary:x", "diloco:ternary:3,alpha=1", "diloco:bf16:3", "diloco:twobit:3"):
+    first = methods.local_of("diloco:ternary:30,start_step=9,start_codec=block4")[1].pop("start_codec")
+    assert repr(first) == repr(Block(4))
+    for name in ("diloco", "diloco:ternary:3,start_codec=twobit", "diloco:ternary", "diloco:ternary:x", "diloco:ternary:3,alpha=1", "diloco:bf16:3", "diloco:twobit:3"):
         with pytest.raises(ValueError):
             methods.check(name)
     methods.check("diloco:block4:30")
@@ -270,7 +275,7 @@ def test_the_planner_knows_the_method_as_it_travels():
 
 
 def test_rows_are_of_the_slowest_rank_and_the_first_to_reach_a_target():
-    def rank(seconds, sent, curve=()):
+    def result(seconds, sent, curve=()):
         return {
             "seconds": seconds, "cpu_seconds": [0.5], "sent_nbytes": sent, "counted_nbytes": None, "peak_nbytes": 7,
             "phases": {"encode": 0.2, "hidden": 0.1}, "curve": list(curve), "measure": 2.0,
@@ -278,12 +283,12 @@ def test_rows_are_of_the_slowest_rank_and_the_first_to_reach_a_target():
 
     curve = [(1, 3.0, 2.6), (2, 6.0, 2.4), (3, 9.0, 2.5)]
     noop = {"seconds": 1.5, "cpu_seconds": 0.2}
-    row = row_of("x", [rank([1.0, 4.0, 2.0], 10.0, curve), rank([2.0, 1.0, 3.0], 30.0)], noop, 3.3, 2.5, lower=True, bits_per_s=300.0)
+    row = row_of("x", [result([1.0, 4.0, 2.0], 10.0, curve), result([2.0, 1.0, 3.0], 30.0)], noop, 3.3, 2.5, lower=True, bits_per_s=300.0)
     assert (row["seconds"], row["p95_seconds"], row["exposed_seconds"], row["sent_nbytes"]) == (3.0, 4.0, 1.5, 30.0)
     assert (row["target_seconds"], row["hidden_share"]) == (6.0, 0.5)
     assert (row["exchange_cpu_seconds"], row["bound_seconds"]) == (pytest.approx(0.3), pytest.approx(0.8))  # 240 bits on the wire
-    assert row_of("x", [rank([1.0], 1.0)], noop, None, None, lower=True)["bound_seconds"] == pytest.approx(0.3)
-    higher = row_of("x", [rank([1.0], 1.0, curve)], None, None, 2.5, lower=False)
+    assert row_of("x", [result([1.0], 1.0)], noop, None, None, lower=True)["bound_seconds"] == pytest.approx(0.3)
+    higher = row_of("x", [result([1.0], 1.0, curve)], None, None, 2.5, lower=False)
     assert (higher["target_seconds"], higher["exposed_seconds"]) == (3.0, None)
     table = table_of([row | {"method": "fp32"}, row, {"method": "y", "failed": "hung after 3 s"}], "loss", 2.5)
     assert table.row_count == 3 and len(table.columns) == 14
@@ -318,6 +323,12 @@ def test_a_launched_job_measures_its_own_ranks(tmp_path):
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert (case["ranks"], case["link"], [row["method"] for row in case["rows"]]) == (2, "as it is", ["none", "noop", "ternary"])
     assert case["rows"][2]["sent_nbytes"] > 0 and done.stdout.count("step, ms") == 1
+
+
+def test_a_test_that_takes_long_is_no_silence(capsys):
+    with rank._heard():
+        time.sleep(2.5 * rank.TELL_S)
+    assert capsys.readouterr().out == 2 * f"{rank.MARK}{{}}\n"
 
 
 def test_cores_are_shared_out():

@@ -16,10 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import gradcomp
 from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TopK
 from gradcomp.exchange.sizing import Strategy, choose
+from gradcomp.fsdp.reused import Reused
 from gradcomp.reference import codec as ref
 
 CODECS = {
@@ -468,6 +470,7 @@ def refusals():
         lambda: gradcomp.fsdp.compress(model, Block(4), residuals="fp8"),
         lambda: gradcomp.fsdp.compress(model, weights="ternary"),
         lambda: gradcomp.fsdp.compress(model, weights=Block(2)),
+        lambda: gradcomp.fsdp.compress(model, keep_weights=True),
         lambda: gradcomp.fsdp.compress(fresh(), "ternary"),
         lambda: gradcomp.fsdp.compress(model.parameters(), "ternary"),
         lambda: gradcomp.fsdp.compress(model, "ternary", precondition=True),
@@ -489,6 +492,7 @@ def test_what_is_refused(gloo):
         "ValueError: residuals must be one of .*fp32.*, got 'fp8'",
         "ValueError: weights='ternary': weights are gathered as 'block8'",
         "ValueError: weights=Block.bits=2.*are gathered as 'block8'",
+        "ValueError: keep_weights=True keeps packed weights: say how they are packed",
         "TypeError: no module of this model is wrapped by .*fully_shard; for DDP",
         "TypeError: model must be a torch.nn.Module, got generator",
         "ValueError: precondition=.* is of exchanges of whole gradients",
@@ -673,3 +677,108 @@ def test_averages_that_somebody_reads_during_backward_are_there_in_time(gloo, ho
         assert all(seen) and bool(seen) == hooked
         for array, p in zip(got, model.parameters(), strict=True):
             assert np.allclose(array, chunk_of(p.grad.numpy(), 2, rank), rtol=1e-4, atol=1e-7)
+
+
+class Blocks(nn.Module):
+    """Three layers, which `recompute` calls once more in backward."""
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+        self.recompute = recompute
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh() if self.recompute is None else checkpoint(lambda x, own=layer: own(x).tanh(), x, use_reentrant=self.recompute)
+        return x
+
+
+def with_kept_weights(keep, recompute=None, between="", reshard=None):
+    """Train two steps; `between` forward and backward something happens to the weights. Return gradients, gathers, bytes."""
+    torch.manual_seed(0)
+    model, rank, grads = Blocks(recompute), dist.get_rank(), []
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model)
+    with gradcomp.fsdp.compress(model, Identity(), weights="block8", keep_weights=keep, min_numel=0) as state:
+        assert (", which backward takes from forward" in state.describe()) == keep
+        for step in range(2):
+            model.zero_grad()
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
+            loss = model(x).square().mean()
+            if between:
+                shards = [p.to_local() for p in model.parameters()]
+                before = [shard.detach().clone() for shard in shards]
+                for shard in shards:
+                    shard.data.mul_(1.5)
+                with torch.no_grad():  # an average of weights is looked at
+                    model(x)
+                for shard, old in zip(shards if between == "looked at" else [], before, strict=between == "looked at"):
+                    shard.data.copy_(old)
+            loss.backward()
+            grads.append([p.grad.to_local().numpy().tobytes() for p in model.parameters()])
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.to_local().sub_(p.grad.to_local(), alpha=0.1)
+        sent = state.weights_stats
+        return grads, sent.steps, sent.bytes_sent, sent.baseline_bytes
+
+
+@pytest.mark.parametrize("recompute", [None, False, True], ids=["plain", "recomputed", "reentrant"])
+def test_backward_decodes_what_forward_has_gathered(gloo, recompute):
+    """Half of the gathers, and to the bit what comes of weights that are never given away."""
+    cases = (True, None), (False, None), (True, False)  # kept?, given away after forward?
+    kept, twice, never = (gloo(2, with_kept_weights, keep, recompute, "", reshard) for keep, reshard in cases)
+    for one, other, whole in zip(kept, twice, never, strict=True):
+        assert one[0] == whole[0] == other[0]  # Block(8) rounds to the nearest: no draw tells forward from backward
+        if recompute:  # nothing says in a reentrant forward that there will be a backward: each gathers for itself
+            assert one[1:] == other[1:]
+        else:
+            assert (one[1], other[1], whole[1]) == (2 * 3, 4 * 3, 2 * 3) and 2 * one[2] == other[2] and one[3] == other[3]
+
+
+@pytest.mark.parametrize("between", ["looked at", "changed"])
+def test_gradients_are_of_the_weights_that_forward_has_used(gloo, between):
+    """Whatever happens to shards before backward, and whoever gathers them meanwhile without gradients."""
+    cases = (True, ""), (True, between), (False, between)
+    for usual, other, twice in zip(*(gloo(2, with_kept_weights, keep, None, then) for keep, then in cases), strict=True):
+        assert other[0][0] == usual[0][0] and other[1] + 2 * 3 == twice[1]
+        assert (other[0][1] == usual[0][1]) == (between == "looked at")
+
+
+def with_a_weight_that_is_nan_kept():
+    model, rank = wrap(fresh(), True, reshard_after_forward=True), dist.get_rank()
+    with gradcomp.fsdp.compress(model, "ternary", weights="block8", keep_weights=True, min_numel=0) as state:
+        if rank == 1:
+            model.first.weight.to_local().data[0, 0] = math.nan
+        loss_of(model, 0, rank).backward()
+        bad = bool(model.second.weight.grad.to_local().isnan().all())
+        if rank == 1:
+            model.first.weight.to_local().data[0, 0] = 0.5
+        model.zero_grad()
+        loss_of(model, 0, rank).backward()
+        good = bool(model.second.weight.grad.to_local().isfinite().all())
+    gathered = state.weights_stats.steps
+    model.zero_grad()
+    loss_of(model, 0, rank).backward()  # as torch does it
+    return bad, good, state.weights_stats.steps - gathered
+
+
+def test_weights_that_are_not_finite_are_not_kept_and_a_closed_state_gathers_nothing(gloo):
+    assert gloo(2, with_a_weight_that_is_nan_kept) == [(True, True, 0)] * 2
+
+
+def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):
+    reused, like = Reused(), (torch.float32, torch.device("cpu"))
+    first = reused.take(100, *like)
+    at, part = first.data_ptr(), first[20:30].view(2, 5)
+    del first
+    second = reused.take(100, *like)
+    assert second.data_ptr() != at
+    del part
+    assert reused.take(100, *like).data_ptr() == at and reused.take(101, *like).numel() == 101
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")  # a torch that does not tell: new memory always
+    blind = Reused()
+    held = [blind.take(100, *like) for _ in range(3)]
+    del held[0]
+    assert blind.take(100, *like).data_ptr() not in {one.data_ptr() for one in held}

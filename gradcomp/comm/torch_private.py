@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from gradcomp.errors import GradcompError
 
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]  # (values, dtype, device): flat memory
+
 FALLBACK_TIMEOUT_S = 300.0  # where a process group does not tell its own
 LONGEST_TIMEOUT_S = 1e6  # eleven days; longer ones overflow gloo's clocks
 
@@ -186,13 +188,19 @@ def sharded_modules(model: Any) -> list[Sharded]:
     return out
 
 
-def reduce_scatter_by(module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any, Any], None]) -> None:
-    """Have a module of a `fully_shard` model call ``call(output, input, group, op)`` in place of its reduce-scatter."""
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return how many tensors and views there are of the same memory, counted as torch does; 0 where it does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
+
+
+def reduce_scatter_by(module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any, Any], None], allocate: Allocate) -> None:
+    """Have a module of a `fully_shard` model call ``call(output, input, group, op)`` in place of its reduce-scatter, with memory of `allocate`."""
     from torch.distributed.fsdp._fully_shard import _fsdp_api
 
     class Called(_named(_fsdp_api, "ReduceScatter")):  # type: ignore[misc]
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
+            return allocate(size[0], dtype, device)
 
         def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
             call(output_tensor, input_tensor, group, op)
@@ -224,8 +232,16 @@ def _only_given(p: Any) -> bool:
     return not p.offload_to_cpu and p.sharded_param.grad is None and not hooked
 
 
-def all_gather_by(module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any], Callable[[], None] | None]) -> None:
-    """Have a module of a `fully_shard` model call ``call(output, input, group)`` in place of its all_gather of weights.
+def reshards_after_forward(module: Any) -> bool:
+    """Whether a module of a `fully_shard` model gives its weights away after forward, and gathers them from the same ranks for backward."""
+    one = module._get_fsdp_state()._fsdp_param_group
+    return bool(_named(one, "_reshard_after_forward")) and not getattr(one, "_use_post_forward_mesh", False)
+
+
+def all_gather_by(
+    module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any], Callable[[], None] | None], allocate: Allocate
+) -> None:
+    """Have a module of a `fully_shard` model call ``call(output, input, group)`` in place of its all_gather of weights, with memory of `allocate`.
 
     What that returns is called when the weights are needed; None: they are there.
     """
@@ -242,7 +258,7 @@ def all_gather_by(module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any],
 
     class Called(_named(_fsdp_api, "AllGather")):  # type: ignore[misc]
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            return torch.empty(*size, dtype=dtype, device=device)
+            return allocate(size[0], dtype, device)
 
         def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
             finish = call(output_tensor, input_tensor, group)

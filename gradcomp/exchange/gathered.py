@@ -98,24 +98,42 @@ class Gathered:
         self._work = self._comm.start_all_gather(send, self._arriving(room), Channel.SECOND)
         self._stats.add_bytes(self.sent_nbytes, self.sent_nbytes)
 
-    def finish(self, out: Tensor) -> None:
-        """Wait for all payloads and write the whole to ``(n,)``; NaN if some rank's values are not finite."""
+    def finish(self, out: Tensor, *, keep: bool = False) -> Tensor | None:
+        """Wait for all payloads and write the whole to ``(n,)``; NaN if some rank's values are not finite.
+
+        Returns:
+            With `keep` the payloads, for one more `again`; None without, and where some value is not finite.
+        """
         room = self._wait()
         with self._stats.timed("decode"):
-            self._decode(self._arriving(room), out)
+            finite = self._decode(self._arriving(room), out)
+        if keep and finite:
+            return room
+        self._rooms.give(room)
+        return None
+
+    def again(self, room: Tensor, out: Tensor) -> None:
+        """Write the whole once more, from payloads that `finish` has kept."""
+        with self._stats.timed("decode"):
+            self._sum(self._arriving(room), out)
         self._rooms.give(room)
 
-    def _decode(self, arrived: Tensor, out: Tensor) -> None:
+    def _decode(self, arrived: Tensor, out: Tensor) -> bool:
+        """Return whether all values are finite."""
         inbox = Inbox(arrived, self._stride, self._layouts, self._comm.rank, self._codec.validate_packed)
-        if inbox.accept(partial(self._header, nonfinite=False), 0) or self._bad:
-            out.fill_(float("nan"))
-            self._stats.nonfinite_buckets += 1
-            return
-        bad = self._kernels.sum_decode(self._codec.payloads([arrived], self._dtype), self._tables[0], out, out.numel())
-        bad |= self._kernels.sum_decode(plain_payloads([arrived], self._dtype), self._tables[1], out, out.numel())
+        bad = inbox.accept(partial(self._header, nonfinite=False), 0) or self._bad
         if bad:
+            self._stats.nonfinite_buckets += 1
+        elif self._sum(arrived, out):
             refuse_unflagged(inbox.tensors, inbox.layouts, ", weights")
-            out.fill_(float("nan"))  # values that the dtype cannot hold
+            bad = True  # values that the dtype cannot hold
+        if bad:
+            out.fill_(float("nan"))
+        return not bad
+
+    def _sum(self, arrived: Tensor, out: Tensor) -> bool:
+        bad = self._kernels.sum_decode(self._codec.payloads([arrived], self._dtype), self._tables[0], out, out.numel())
+        return bad | self._kernels.sum_decode(plain_payloads([arrived], self._dtype), self._tables[1], out, out.numel())
 
     def _arriving(self, room: Tensor) -> Tensor:
         return room[self._stride : (self._comm.world_size + 1) * self._stride]

@@ -29,6 +29,7 @@ def compress(
     options: Options | None = None,
     *,
     weights: Codec | str | None = None,
+    keep_weights: bool = False,
     residuals: str = "fp32",
     **changes: Unpack[Changes],
 ) -> FsdpState:
@@ -51,15 +52,17 @@ def compress(
         options: see `gradcomp.Options`; `min_numel`, `exclude`, `timeout_s` count here, of parameters as they were before they were sharded.
         weights: what the weights are gathered in for forward and backward: "block8", "block4", "bfloat16", or `Block` with a group of its
             own; as they are when None. Shards and what optimizers do stay exact (Wang et al. 2023, ZeRO++, section 3.1).
+        keep_weights: backward takes the weights that forward has gathered, which stay packed meanwhile: half of the gathers, for (N + 1) / N
+            bytes a value of the whole model on every rank with "block8" (ZeRO++, section 3.2, keeps a copy inside a machine).
         residuals: "fp32", or "bf16" for half of the memory, of codecs that leave some.
         changes: fields of `gradcomp.Options` to set.
 
     Raises:
         TypeError: no module, or none inside that `fully_shard` has wrapped.
-        ValueError: a codec that gathers; an option that is of other exchanges; several meshes in a module.
+        ValueError: a codec that gathers; an option that is of other exchanges; several meshes in a module; `keep_weights` without `weights`.
         UnsupportedTensor: parameters on a GPU.
         PeerMismatch: ranks with other parameters, codec or options.
         PeerLost: a rank did not answer.
     """
     packed = None if weights is None else weights_codec(weights)
-    return FsdpState(model, resolve(codec), Options.of(options, **changes), weights=packed, residuals=residuals)
+    return FsdpState(model, resolve(codec), Options.of(options, **changes), weights=packed, keep_weights=keep_weights, residuals=residuals)

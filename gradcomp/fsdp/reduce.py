@@ -47,9 +47,9 @@ class ReduceScatter:
         self._pending: tuple[BucketExchange, Tensor, int] | None = None
         self._failed: GradcompError | None = None
 
-    def fits(self, given: Tensor) -> bool:
-        """Whether these are the gradients of all trained parameters of the module."""
-        return given.numel() == self._comm.world_size * sum(part.room for part in self._trained())
+    def fits(self, numel: int) -> bool:
+        """Whether so many values are the gradients of all trained parameters of the module."""
+        return numel == self._comm.world_size * sum(part.room for part in self._trained())
 
     def start(self, output: Tensor, given: Tensor, factor: int) -> None:
         """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages of this rank's chunks to ``(k,)``."""

@@ -32,7 +32,8 @@ from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.fsdp.parts import Part
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import Kept
-from gradcomp.fsdp.weights import AllGather
+from gradcomp.fsdp.reused import Reused
+from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import of as kernels_of
 from gradcomp.payload.parameters import Parameter, describe_parameters
 
@@ -58,13 +59,15 @@ class FsdpState:
     """
 
     def __init__(
-        self, model: nn.Module, codec: Codec, options: Options, *, weights: Codec | None = None, residuals: str = "fp32"
+        self, model: nn.Module, codec: Codec, options: Options, *, weights: Codec | None = None, keep_weights: bool = False, residuals: str = "fp32"
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         _check(codec, options)
+        if keep_weights and weights is None:
+            raise ValueError("keep_weights=True keeps packed weights: say how they are packed, weights='block8'")
         self.codec, self.weights = codec, weights
-        self._kept = Kept(residuals)
+        self._kept, self._keeps = Kept(residuals), keep_weights
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
         sharded = torch_private.sharded_modules(model)
         if not sharded:
@@ -89,7 +92,7 @@ class FsdpState:
         self._backwards = 0
         self._closed = False
         groups: dict[int, TorchCommunicator] = {}
-        rooms = Rooms()
+        rooms, reused, self._forward = Rooms(), Reused(), Forward()
         try:
             for one in sharded:
                 if one.group.size() == 1:  # FSDP itself sends nothing then
@@ -98,13 +101,13 @@ class FsdpState:
                 if comm is None:
                     comm = groups[id(one.group)] = TorchCommunicator(one.group, timeout_s=options.timeout_s)
                     self._comms.append(comm)
-                    _agree(comm, codec, weights, residuals, options, gradients)
+                    _agree(comm, {"codec": codec, "weights": weights, "keep_weights": keep_weights, "residuals": residuals}, options, gradients)
                 own = [names[id(p)] for p in one.parameters]
                 self._reduces.append(self._reduce_scatter(one.module, _parts(one, own, order, gradients), comm))
-                torch_private.reduce_scatter_by(one.module, self._reduce_by(self._reduces[-1]))
+                torch_private.reduce_scatter_by(one.module, self._reduce_by(self._reduces[-1]), _unless_shards(reused, self._reduces[-1]))
                 if weights is not None:
-                    self._gathers.append(AllGather(one.module, _parts(one, own, order, values), weights, comm, self.weights_stats, rooms))
-                    torch_private.all_gather_by(one.module, self._gather_by(self._gathers[-1]))
+                    self._gathers.append(AllGather(one.module, _parts(one, own, order, values), weights, comm, self.weights_stats, rooms, self._forward if keep_weights else None))
+                    torch_private.all_gather_by(one.module, self._gather_by(self._gathers[-1]), reused.take)
         except BaseException:
             self.close()
             raise
@@ -119,7 +122,7 @@ class FsdpState:
             self._check_modules()
             self._finish()  # what went out before has had this module's backward to arrive
             factor = divisor(op, group.size())
-            if factor is None or not module.fits(given):
+            if factor is None or not module.fits(given.numel()):
                 self._say_plain("is divided by a factor of its own" if factor is None else "lacks that of some parameter")
                 self.plain += 1
                 reduce_scatter(output, given, group, op)
@@ -186,7 +189,8 @@ class FsdpState:
         packed = sum(part.parameter.compressed for part in parts)
         ranks = " and ".join(str(size) for size in sorted({comm.world_size for comm in self._comms})) or "1"
         said = f"{self.codec!r}: {packed} of {len(parts)} parameters of {len(self._reduces)} FSDP modules packed, over {ranks} ranks"
-        return said if self.weights is None else f"{said}; weights gathered as {self.weights!r}"
+        kept = ", which backward takes from forward" if self._keeps else ""
+        return said if self.weights is None else f"{said}; weights gathered as {self.weights!r}{kept}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs beside model and optimizer to go on bit for bit, under keys of its own: ranks' states may lie in one file."""
@@ -272,6 +276,7 @@ class FsdpState:
                 torch_private.reduce_scatter_as_before(reduce.module)
             for gather in self._gathers:
                 torch_private.all_gather_as_before(gather.module)
+            self._forward.close()
             for comm in self._comms:
                 comm.close()
 
@@ -299,15 +304,20 @@ def _check(codec: Codec, options: Options) -> None:
             raise ValueError(f"{name}={getattr(options, name)!r} is of exchanges of whole gradients; FSDP's reduce-scatter has none")
 
 
-def _agree(
-    comm: TorchCommunicator, codec: Codec, weights: Codec | None, residuals: str, options: Options, described: dict[str, Parameter]
-) -> None:
+def _unless_shards(reused: Reused, module: ReduceScatter) -> torch_private.Allocate:
+    """Return what gives memory for whole gradients again, and new memory for shards: these are somebody's ``.grad`` afterwards."""
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return reused.take(numel, dtype, device) if module.fits(numel) else torch.empty(numel, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _agree(comm: TorchCommunicator, given: dict[str, object], options: Options, described: dict[str, Parameter]) -> None:
     agree_on_words(
         comm,
         {
-            "codec": codec,
-            "weights": weights,
-            "residuals": residuals,
+            **given,
             "min_numel": options.min_numel,
             "parameters": [(p.name, p.shape, p.compressed) for p in described.values()],
         },

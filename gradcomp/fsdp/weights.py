@@ -1,13 +1,19 @@
-"""The all_gather of one FSDP module's weights: every rank's chunks packed to 8 bits, as long as forward or backward needs them."""
+"""The all_gather of one FSDP module's weights: every rank's chunks packed to 8 bits, as long as forward or backward needs them.
+
+Where they are kept, backward decodes what forward has gathered. That is right whatever has become of the weights in between: a gradient is of
+the weights that forward has used. All ranks decide alike, since they run the same program.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcomp.codecs import Block, Codec, Identity, resolve
+from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.gathered import Gathered, Rooms
@@ -30,6 +36,27 @@ def weights_codec(given: Codec | str) -> Codec:
     raise ValueError(f"weights={given!r}: weights are gathered as 'block8', 'block4', 'bfloat16' or Block(8, group=...); what is left out of them is lost")
 
 
+class Forward:
+    """Whether the forward pass that runs, or has run last, is one whose gradients will be asked for."""
+
+    def __init__(self) -> None:
+        self.with_gradients = False
+        self._handles: list[Any] = []
+
+    def watch(self, module: Any) -> None:
+        """Look whenever `module` is called, before it gathers its weights."""
+        look = torch.compiler.disable(self._look)  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_forward_pre_hook(look, prepend=True))
+
+    def _look(self, *_: object) -> None:
+        self.with_gradients = torch.is_grad_enabled()
+
+    def close(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
 class AllGather:
     """Weights of one FSDP module, gathered by all.
 
@@ -38,8 +65,13 @@ class AllGather:
         count: gathers so far.
     """
 
-    def __init__(self, module: object, parts: Sequence[Part], codec: Codec, comm: TorchCommunicator, stats: Stats, rooms: Rooms) -> None:
+    def __init__(
+        self, module: object, parts: Sequence[Part], codec: Codec, comm: TorchCommunicator, stats: Stats, rooms: Rooms, forward: Forward | None = None
+    ) -> None:
         self.module, self.count = module, 0
+        self._forward, self._kept = forward, None  # type: Forward | None, tuple[Gathered, Tensor] | None
+        if forward is not None:
+            forward.watch(module)
         self._parts, self._codec, self._comm, self._stats, self._rooms = list(parts), codec, comm, stats, rooms
         self._each = sum(part.room for part in parts)
         self._gathers: dict[tuple[torch.dtype, torch.device], Gathered] = {}
@@ -52,11 +84,24 @@ class AllGather:
     def start(self, output: Tensor, given: Tensor) -> Callable[[], None]:
         """Encode ``(k,)`` and send it; return what waits for the others and writes ``(N * k,)``."""
         gather = self._gather(given.dtype, given.device)
+        self._stats.baseline_bytes += (output.numel() - given.numel()) * given.element_size()
+        in_backward = torch_private.graph_task() >= 0
+        if in_backward and self._kept is not None and self._kept[0] is gather:
+            room, self._kept = self._kept[1], None
+            return lambda: gather.again(room, output)
+        keep = not in_backward and self._forward is not None and self._forward.with_gradients
+        keep = keep and torch_private.reshards_after_forward(self.module)
         self._guarded(lambda: gather.start(given, self.count))
         self.count += 1
         self._stats.steps += 1
-        self._stats.baseline_bytes += (output.numel() - given.numel()) * given.element_size()
-        return lambda: self._guarded(lambda: gather.finish(output))
+        return lambda: self._guarded(lambda: self._finish(gather, output, keep))
+
+    def _finish(self, gather: Gathered, output: Tensor, keep: bool) -> None:
+        room = gather.finish(output, keep=keep)
+        if keep and self._kept is not None:
+            self._rooms.give(self._kept[1])
+        if keep:
+            self._kept = None if room is None else (gather, room)
 
     def _gather(self, dtype: torch.dtype, device: torch.device) -> Gathered:
         if (dtype, device) not in self._gathers:

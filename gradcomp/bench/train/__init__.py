@@ -41,8 +41,8 @@ from gradcomp.plan.workload import Transport
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8, topk,
   block2:precondition, onebit:momentum,precondition,start_step=100, ternary:slice_numel=100000000, ...), with double for double buffering
-  (onebit:double); diloco:CODEC:H[,fragments=K,delay=D,start_step=N], local steps, of whose steps the mean counts; fsdp2, fsdp2:ternary and
-  fsdp2:ternary,weights=block8, fully_shard in place of DDP; module:factory, a function that registers a hook of your own with a DDP model
+  (onebit:double); diloco:CODEC:H[,fragments=K,delay=D,start_step=N,start_codec=CODEC], local steps, of whose steps the mean counts; fsdp2,
+  fsdp2:ternary and fsdp2:ternary,weights=block8[,keep], fully_shard in place of DDP; module:factory, a function that registers a hook of your own with a DDP model
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
@@ -103,8 +103,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--optimizer", choices=OPTIMIZERS, help="(sgd for images and mlp, adamw for text)")
     out.add_argument("--methods", nargs="+", default=list(methods.DEFAULT), metavar="METHOD", help="see below (%(default)s)")
     out.add_argument("--steps", type=int, default=30, metavar="N", help="of a run (30)")
+    out.add_argument("--batch", type=int, metavar="N", help="samples of a rank's minibatch (the workload's own)")
     out.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (0)")
-    out.add_argument("--curve", action="store_true", help="test ten times, and at the end: accuracy or loss in the table")
+    out.add_argument("--curve", action="store_true", help="test now and then, and at the end: accuracy or loss in the table")
+    out.add_argument("--points", type=int, default=10, metavar="N", help="tests of --curve and --target, the last at the end (10)")
     out.add_argument("--target", type=float, metavar="X", help="accuracy or loss whose time is wanted; with --curve's tests")
     out.add_argument("--hang", type=float, default=60.0, metavar="S", help="silence after which a method counts as hung (60)")
     out.add_argument("--json", type=Path, metavar="FILE", help="write every number, a row as soon as it is there")
@@ -125,7 +127,7 @@ def main(argv: list[str]) -> int:
         _check(args)
         for name in args.methods:
             methods.check(name)
-        workload = workloads.find(args.workload, args.data)
+        workload = workloads.find(args.workload, args.data, args.batch)
         optimizer = args.optimizer or workloads.OPTIMIZER.get(workload.name.partition(":")[0], "adamw")
         if optimizer not in workload.settings.rates:
             raise ValueError(f"{args.workload} has no rate for {optimizer}; it has {', '.join(workload.settings.rates)}")
@@ -163,6 +165,8 @@ def _check(args: argparse.Namespace) -> None:
     hosts_are_right = args.hosts == [0] or min(args.hosts) >= 2
     if not hosts_are_right or args.ranks < 2 or args.steps < 5 or not args.hang > 0:
         raise ValueError("--hosts takes 0 or numbers of at least 2, --ranks at least 2, --steps at least 5, --hang more than 0")
+    if (args.batch is not None and args.batch < 1) or args.points < 1:
+        raise ValueError("--batch and --points take at least 1")
 
 
 def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> None:
@@ -207,8 +211,8 @@ def _run_case(
             progress.update(bar, description=name, completed=number * args.steps)
             tasks = [
                 Task(
-                    name, args.workload, str(args.data), optimizer, args.steps, args.seed, curve and name not in (NONE, NOOP),
-                    cores[rank], INTERFACE if place.hosts is not None else "",
+                    name, args.workload, str(args.data), optimizer, args.steps, args.seed, args.batch,
+                    args.points if curve and name not in (NONE, NOOP) else 0, cores[rank], INTERFACE if place.hosts is not None else "",
                 )
                 for rank in range(ranks)
             ]  # fmt: skip

@@ -30,7 +30,8 @@ NOOP = "noop"  # under DDP, with a hook that averages nothing
 DOUBLE = "double"  # a codec's option: `DoubleBuffer` in place of DDP
 FSDP2 = "fsdp2"  # fully_shard in place of DDP: alone, or fsdp2:CODEC
 WEIGHTS = ",weights="  # and a codec for weights
-DILOCO = "diloco"  # local steps: diloco:CODEC:H, with options as fragments=K,delay=D,start_step=N
+KEEP = ",keep"  # and backward takes those of forward
+DILOCO = "diloco"  # local steps: diloco:CODEC:H, with options as fragments=K,delay=D,start_step=N,start_codec=CODEC
 POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
 
 Join = Callable[[DistributedDataParallel], Any]  # returns what has `stats` and `close`, or None
@@ -125,7 +126,7 @@ def check(name: str) -> None:
             codec_of(name)
     except ValueError as error:
         known = ", ".join([*(m for m in OTHERS if m not in (NONE, NOOP)), *(c for c in CODECS if c not in OTHERS)])
-        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, {DILOCO}:CODEC:H, {FSDP2}, {FSDP2}:CODEC[{WEIGHTS}CODEC], or module:factory for a hook of your own") from None
+        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, {DILOCO}:CODEC:H, {FSDP2}, {FSDP2}:CODEC[{WEIGHTS}CODEC[{KEEP}]], or module:factory for a hook of your own") from None
 
 
 def is_factory(name: str) -> bool:
@@ -144,23 +145,25 @@ def is_sharded(name: str) -> bool:
     return name.partition(":")[0] == FSDP2
 
 
-def sharded_of(name: str) -> tuple[Codec | None, Codec | None]:
-    """Return the codecs of gradients and of weights that a name of FSDP2 says; None for torch's own reduce-scatter and all_gather.
+def sharded_of(name: str) -> tuple[Codec | None, Codec | None, bool]:
+    """Return the codecs of gradients and of weights that a name of FSDP2 says, None for torch's own reduce-scatter and all_gather, and whether
+    weights are kept for backward.
 
     Raises:
         ValueError: there is no such codec, or it has residuals.
     """
     _, colon, rest = name.partition(":")
     if not colon:
-        return None, None
+        return None, None, False
     rest, _, weights = rest.partition(WEIGHTS)
+    weights, keep = weights.removesuffix(KEEP), weights.endswith(KEEP)
     codec = OVER_MPI[rest] if rest in OVER_MPI else parse(rest).codec
     if codec is None or codec.gathers_only:
-        raise ValueError(f"{name!r}: FSDP2 takes {FSDP2}:ternary, {FSDP2}:onebit, {FSDP2}:bf16, {FSDP2}:ternary{WEIGHTS}block8")
-    return codec, weights_codec(OVER_MPI.get(weights, weights)) if weights else None
+        raise ValueError(f"{name!r}: FSDP2 takes {FSDP2}:ternary, {FSDP2}:onebit, {FSDP2}:bf16, {FSDP2}:ternary{WEIGHTS}block8{KEEP}")
+    return codec, weights_codec(OVER_MPI.get(weights, weights)) if weights else None, keep
 
 
-def local_of(name: str) -> tuple[Codec, dict[str, int]]:
+def local_of(name: str) -> tuple[Codec, dict[str, Any]]:
     """Return the codec and the options of `gradcomp.DiLoCo` that a name says.
 
     Raises:
@@ -170,10 +173,11 @@ def local_of(name: str) -> tuple[Codec, dict[str, int]]:
     every, *words = rest.split(",")
     options = {"sync_every": every} | {key: value for key, _, value in (one.partition("=") for one in words)}
     codec = parse(word).codec
+    first = options.pop("start_codec", "")
     numbers = {key: int(value) for key, value in options.items() if value.isdigit()}
     if codec is None or len(numbers) < len(options) or not set(options) <= {"sync_every", "fragments", "delay", "start_step"}:
-        raise ValueError(f"{name!r} is not understood; {DILOCO}:ternary:30 and {DILOCO}:onebit:30,fragments=2,delay=5,start_step=100 are")
-    return codec, numbers
+        raise ValueError(f"{name!r} is not understood; {DILOCO}:ternary:30 and {DILOCO}:onebit:30,fragments=2,delay=5,start_step=100,start_codec=ternary are")
+    return codec, numbers | ({"start_codec": parse(first).codec} if first else {})
 
 
 def codec_of(name: str) -> tuple[Method, bool]:
@@ -226,7 +230,7 @@ def wrap(
         return Ready(wrapped, optimizers, (OTHERS.get(name) or factory(name))(wrapped))
     if is_local(name):
         codec, numbers = local_of(name)
-        local = DiLoCo(model, optimizers, codec, comm, **numbers)  # type: ignore[arg-type]
+        local = DiLoCo(model, optimizers, codec, comm, **numbers)
         return Ready(model, optimizers, local, local=local)
     method, double = codec_of(name)
     codec = method.codec  # type: ignore[assignment]
@@ -245,7 +249,7 @@ def wrap(
 
 
 def _shard(
-    model: nn.Module, codec: Codec | None, weights: Codec | None, make: Callable[[nn.Module], list[torch.optim.Optimizer]]
+    model: nn.Module, codec: Codec | None, weights: Codec | None, keep: bool, make: Callable[[nn.Module], list[torch.optim.Optimizer]]
 ) -> Ready:
     """Shard a model, its lists' and sequences' members as modules of their own, each of which asks for the next one's weights early."""
     before = model
@@ -258,5 +262,5 @@ def _shard(
                         before.set_modules_to_forward_prefetch([inner])  # type: ignore[operator]
                     before = inner
     fully_shard(model)
-    state = gradcomp.fsdp.compress(model, codec, weights=weights) if codec is not None else None
+    state = gradcomp.fsdp.compress(model, codec, weights=weights, keep_weights=keep) if codec is not None else None
     return Ready(model, make(model), state, sharded=True)

@@ -7,12 +7,15 @@ for all: their output is one.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import resource
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +38,6 @@ from gradcomp.plan.rates import calibrate
 
 MARK = "@gradcomp "
 WARM_UP = 3  # steps in which buckets are made and rebuilt, and whose seconds do not count
-POINTS = 10  # of a curve
 TELL_S = 0.5
 TIMEOUT_S = 300.0
 CALIBRATED = 1 << 20, 1 << 22  # values of a bucket that codecs are timed on, at least and at most
@@ -47,7 +49,8 @@ class Task:
 
     Attributes:
         method, workload, data, optimizer, steps, seed: as the command line has them.
-        curve: test now and then, and at the end.
+        batch: samples of a rank's minibatch; None: the workload's own.
+        points: tests on the way, the last at the end; 0 for none.
         cores: of this machine that the rank runs on.
         interface: whose counters say what was sent; "" for none.
     """
@@ -58,7 +61,8 @@ class Task:
     optimizer: str
     steps: int
     seed: int
-    curve: bool
+    batch: int | None
+    points: int
     cores: tuple[int, ...]
     interface: str
 
@@ -72,7 +76,7 @@ def tell(*, silent: bool = False, **words: Any) -> None:
 def train(task: Task, comm: Communicator | None = None, *, silent: bool = False) -> dict[str, Any]:
     """Train as a rank of the default process group, which there is, over `comm` if one is given; return what was measured."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    workload = workloads.find(task.workload, Path(task.data))
+    workload = workloads.find(task.workload, Path(task.data), task.batch)
     settings = workload.settings
     torch.manual_seed(task.seed)
     plain = workload.model()
@@ -89,7 +93,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
     curve: list[tuple[int, float, float]] = []
     sent = told = 0.0
     before: dict[str, float] = {}
-    points = {round(task.steps * (n + 1) / POINTS) for n in range(POINTS)} if task.curve else set()
+    points = {round(task.steps * (n + 1) / task.points) for n in range(task.points)}
     for step in range(task.steps):
         for group, rate in rates:
             group["lr"] = rate * rate_at(step, task.steps, settings)
@@ -127,7 +131,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "curve": curve,
     }
-    if task.curve:
+    if task.points:
         measure = result["measure"] = _measure(workload, plain, rank, ready)
         curve.append((task.steps, sum(seconds), measure))
     if state is not None and hasattr(state, "close"):
@@ -161,11 +165,29 @@ def _measure(workload: Workload, model: nn.Module, rank: int, ready: methods.Rea
     found = torch.zeros(1, dtype=torch.float64)
     if rank == 0 or ready.sharded:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), _heard():
             found[0] = workload.test(model, quick=quick)
         model.train()
     dist.broadcast(found, 0)
     return float(found[0])
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[None]:
+    """Have a test, which may take minutes, be no silence."""
+    over = threading.Event()
+
+    def speak() -> None:
+        while not over.wait(TELL_S):
+            tell()
+
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        over.set()
+        speaker.join()
 
 
 def _counted(state: Any) -> dict[str, float]:

@@ -161,7 +161,7 @@ def _wait(
             told = json.loads(line)
             if "result" in told:
                 results[rank] = told["result"]
-            elif rank == 0:
+            elif rank == 0 and "step" in told:
                 on_step(told["step"])
             continue
         statuses = [process.poll() for process in processes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Noise(Workload):
 
 
 def mlp() -> nn.Module:
-    """Return a perceptron of 25,223,178 values, 16.8 million of them in one tensor."""
+    """Return a perceptron of 25,214,986 values, 16.8 million of them in one tensor."""
     return nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
 
 
@@ -83,13 +84,25 @@ WORKLOADS: dict[str, Callable[[Path], Workload]] = {
 OPTIMIZER = {"lenet": "sgd", "resnet": "sgd", "resnet-11m": "sgd", "mlp": "sgd"}  # the others' is AdamW
 
 
-def find(name: str, folder: Path) -> Workload:
+def find(name: str, folder: Path, batch: int | None = None) -> Workload:
     """Return a workload by its name, or ``random:N`` for N values without a task.
+
+    Args:
+        name: of it.
+        folder: with its data.
+        batch: samples of a rank's minibatch; None: as many as it usually has.
 
     Raises:
         ValueError: there is none of that name, or N is too small.
         FileNotFoundError: its data is not in the folder.
     """
+    found = _find(name, folder)
+    if batch is not None:
+        found.settings = replace(found.settings, batch=batch, shared=False)
+    return found
+
+
+def _find(name: str, folder: Path) -> Workload:
     word, _, count = name.partition(":")
     if word == "random":
         if not count.isdigit() or int(count) < 1024:
