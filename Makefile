@@ -95,7 +95,7 @@ $(STAMP): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt
 		{ rm -rf $(VENV); echo 'python3 cannot make virtual environments; Debian: apt-get install python3-venv' >&2; exit 1; }
 	@echo 'installing into $(VENV) and building (the first time this fetches torch: a minute or several)'
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel cffi
-	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[bench,dev,docs,lightning,accelerate,transformers]'
+	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[bench,dev,docs,lightning,accelerate,transformers,ray]'
 	@touch $@
 
 mpi: $(MPI_STAMPS)

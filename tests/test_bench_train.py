@@ -325,6 +325,13 @@ def test_a_launched_job_measures_its_own_ranks(tmp_path):
     assert case["rows"][2]["sent_nbytes"] > 0 and done.stdout.count("step, ms") == 1
 
 
+def test_momenta_that_travel_are_clipped_as_others_are(tmp_path):
+    (tmp_path / "prose.txt").write_bytes(bytes(range(97, 123)) * (25 * (1 << 15) // 26))
+    words = ["--hosts", "0", "--workload", "gpt-1m", "--data", str(tmp_path), "--batch", "1", "--steps", "5"]
+    done = bench(*words, "--methods", "onebit:momentum,start_step=2", cwd=tmp_path)
+    assert done.returncode == 0 and "onebit:momentum" in done.stdout, done.stdout + done.stderr
+
+
 def test_a_test_that_takes_long_is_no_silence(capsys):
     with rank._heard():
         time.sleep(2.5 * rank.TELL_S)

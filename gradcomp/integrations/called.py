@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcomp.ddp import CompressionState
 from gradcomp.errors import GradcompError
@@ -22,17 +23,24 @@ class Watch:
     Args:
         state: of `model`.
         model: wrapped in DistributedDataParallel.
-        optimizers: whose steps are watched from now on; of others call `check`.
+        optimizers: whose steps are watched from now on; of others call `check`. None: all that have parameters of `model`.
     """
 
     def __init__(
-        self, state: CompressionState, model: nn.parallel.DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer] = ()
+        self,
+        state: CompressionState,
+        model: nn.parallel.DistributedDataParallel,
+        optimizers: Sequence[torch.optim.Optimizer] | None = (),
     ) -> None:
         self._state, self._forwards, self._synced = state, 0, 0
         self._seen: dict[int, tuple[int, int]] = {}
         self._begun = self._now()
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._forward)]
-        self._hooks += [one.register_step_pre_hook(self._before_step) for one in optimizers]
+        self._mine = {id(p) for p in model.parameters()}
+        if optimizers is None:
+            self._hooks.append(register_optimizer_step_pre_hook(self._before_any))
+        else:
+            self._hooks += [one.register_step_pre_hook(self._before_step) for one in optimizers]
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise GradcompError if gradients have been made since this optimizer's last step, and the hook was not called."""
@@ -59,6 +67,10 @@ class Watch:
         if torch.is_grad_enabled():
             self._forwards += 1
             self._synced += bool(module.require_backward_grad_sync)
+
+    def _before_any(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"]):
+            self._before_step(optimizer, args, kwargs)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("closure") is None and (len(args) < 2 or args[1] is None):  # a closure makes gradients yet

@@ -6,7 +6,7 @@ import re
 import warnings
 from importlib.metadata import version
 
-TRIED = {"lightning": ((2, 6), (2, 6)), "accelerate": ((1, 15), (1, 15)), "transformers": ((5, 23), (5, 23))}  # oldest and newest release; pyproject.toml has them as extras
+TRIED = {"lightning": ((2, 6), (2, 6)), "accelerate": ((1, 15), (1, 15)), "transformers": ((5, 23), (5, 23)), "ray": ((2, 60), (2, 60))}  # oldest and newest release; pyproject.toml has them as extras
 
 
 def missing(framework: str, error: ImportError) -> ImportError:

@@ -81,7 +81,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
     torch.manual_seed(task.seed)
     plain = workload.model()
     numel = sum(p.numel() for p in plain.parameters())
-    ready = methods.wrap(plain, task.method, lambda model: OPTIMIZERS[task.optimizer](model, settings.rates[task.optimizer]), comm)
+    ready = methods.wrap(plain, task.method, lambda model: _fused(OPTIMIZERS[task.optimizer](model, settings.rates[task.optimizer])), comm)
     state = ready.state
     rates = [(group, group["lr"]) for optimizer in ready.optimizers for group in optimizer.param_groups]
     batch = settings.batch_of(world)
@@ -139,6 +139,15 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
     return result
 
 
+def _fused(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Have torch's AdamW step in one pass, as whoever counts seconds would: several times as fast as its loop over operations."""
+    for optimizer in optimizers:
+        if type(optimizer) is torch.optim.AdamW:
+            for group in optimizer.param_groups:
+                group["fused"] = True
+    return optimizers
+
+
 def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch: Any) -> float:
     """Train on a minibatch; return when its gradients were averaged."""
     if ready.double is not None:  # nothing is clipped: averages come half a minibatch later
@@ -152,6 +161,8 @@ def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch:
         ready.local.average_gradients()
     averaged = time.perf_counter()
     if workload.settings.clip is not None:
+        if hasattr(ready.state, "materialize_gradients"):
+            ready.state.materialize_gradients()  # those that an optimizer would take straight from payloads
         nn.utils.clip_grad_norm_(plain.parameters(), workload.settings.clip)
     for optimizer in ready.optimizers:
         optimizer.step()

@@ -1,0 +1,176 @@
+"""Ray Train with compressed gradients: restarted by Ray after a failure, the plain run's weights to the last bit; what is refused and said."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+from gradcomp import GradcompError, UnsupportedTensor
+
+pytest.importorskip("ray.train")
+from gradcomp.integrations import ray as packed
+
+STEPS, FAILS = 6, 4  # of a run, and the one before which a worker dies once
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def minibatch(step, rank):
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(8, 40, generator=draw), torch.randn(8, 1, generator=draw)
+
+
+def advance(model, optimizer, step, rank):
+    x, y = minibatch(step, rank)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+PROGRAM = f'''
+import json, sys, tempfile
+import ray
+import ray.train.torch
+import torch
+from torch import nn
+from gradcomp.integrations import ray as packed
+
+{inspect.getsource(net)}
+{inspect.getsource(minibatch)}
+{inspect.getsource(advance)}
+
+def train(config):
+    torch.set_num_threads(1)
+    rank = ray.train.get_context().get_world_rank()
+    model = ray.train.torch.prepare_model(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = packed.register(model, "onebit", min_numel=0, optimizer=optimizer)
+    begun, checkpoint = 0, ray.train.get_checkpoint()
+    if checkpoint:
+        with checkpoint.as_directory() as folder:
+            saved = torch.load(f"{{folder}}/train.pt", weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            begun = saved["steps"]
+            assert packed.load(state, folder)
+    for step in range(begun, {STEPS}):
+        if step == {FAILS} and not checkpoint and rank == 1:
+            raise RuntimeError("this worker falls over once")
+        advance(model, optimizer, step, rank)
+        with tempfile.TemporaryDirectory() as folder:
+            if rank == 0:
+                torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": step + 1}}, f"{{folder}}/train.pt")
+            packed.save(state, folder)
+            weights = [p.tolist() for p in model.parameters()]
+            ray.train.report({{"begun": begun, "weights": weights}}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+ray.init(num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
+trainer = ray.train.torch.TorchTrainer(
+    train,
+    scaling_config=ray.train.ScalingConfig(num_workers=2),
+    run_config=ray.train.RunConfig(storage_path=sys.argv[1], failure_config=ray.train.FailureConfig(max_failures=1)),
+)
+print("@" + json.dumps(trainer.fit().metrics))
+'''
+
+
+def plain():
+    torch.set_num_threads(1)
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with gradcomp.ddp.register(model, "onebit", min_numel=0, optimizer=optimizer):
+        for step in range(STEPS):
+            advance(model, optimizer, step, dist.get_rank())
+    return [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_a_run_that_ray_restarts_is_the_plain_run(gloo, tmp_path):
+    """Residuals of both workers travel through Ray's checkpoints."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "kept")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    (line,) = [one[1:] for one in done.stdout.splitlines() if one.startswith("@")] or [done.stdout + done.stderr]
+    told = json.loads(line)
+    assert told["begun"] == FAILS
+    assert all(weights == told["weights"] for weights in gloo(2, plain))
+
+
+@pytest.mark.long
+def test_the_example_goes_on_where_it_was(tmp_path):
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    example = Path(__file__).parents[1] / "examples/ray_digits.py"
+    for epochs, expected in ((1, r"epoch 1: .*\n3\d.\d times"), (2, r"epoch 2: .*\n3\d.\d times"), (2, "nothing to do")):
+        command = [sys.executable, str(example), "--epochs", str(epochs), "--codec", "onebit", "--checkpoint", str(tmp_path)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0 and re.search(expected, done.stdout), done.stdout + done.stderr
+
+
+def refusals():
+    said = []
+    for model in (nn.Linear(4, 4), nn.Linear(4, 4, device="meta")):
+        try:
+            packed.register(model)
+        except (TypeError, UnsupportedTensor) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_is_refused(gloo):
+    for said in gloo(2, refusals):
+        assert re.search(r"must be what ray.train.torch.prepare_model returns.*got Linear.*gradcomp.fsdp.compress", said[0])
+        assert "this model is on meta: ScalingConfig(use_gpu=False)" in said[1]
+
+
+def test_one_worker_is_told_that_nothing_is_compressed(tmp_path):
+    with pytest.warns(UserWarning, match="Ray Train runs one worker.*num_workers=2"):
+        state = packed.register(nn.Linear(4, 4))
+    assert state is None
+    packed.save(state, tmp_path)
+    assert not packed.load(state, tmp_path) and not list(tmp_path.iterdir())
+
+
+def forgotten():
+    model = DistributedDataParallel(net())
+    with packed.register(model, "ternary", min_numel=0):
+        optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        other.step()  # of another model: nobody's business
+        x, y = minibatch(0, dist.get_rank())
+        nn.functional.mse_loss(model.module(x), y).backward()
+        try:
+            optimizer.step()
+        except GradcompError as error:
+            return str(error)
+
+
+def test_a_hook_that_was_not_called_is_found(gloo):
+    """Whatever optimizer steps: nobody had to name it."""
+    for said in gloo(2, forgotten):
+        assert "gradcomp was registered but not called in this step: no forward pass went through" in said
+
+
+def without_files(folder):
+    model = DistributedDataParallel(net())
+    with packed.register(model, "onebit", min_numel=0) as state, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return packed.load(state, folder), [str(one.message) for one in caught]
+
+
+def test_a_checkpoint_of_another_run_is_a_warning(gloo, tmp_path):
+    (found, said), (other, _) = gloo(2, without_files, str(tmp_path))
+    assert not found and not other and any("has no gradcomp state: residuals begin at zero" in one for one in said)
