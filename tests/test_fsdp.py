@@ -5,6 +5,7 @@ import copy
 import math
 import re
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ import gradcomp
 from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TopK
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.fsdp.reused import Reused
+from gradcomp.integrations import torchtitan
+from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.reference import codec as ref
 
 CODECS = {
@@ -392,14 +395,36 @@ def between_nodes(codec):
     return out
 
 
-def test_packed_between_nodes_and_plain_inside(gloo):
+def between_nodes_by_a_hook(codec, staged):
+    """The same, and nothing in the loop: `staged` as gradients of a GPU are."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
+    model, rank = wrap(fresh(), True, mesh=mesh["shard"]), dist.get_rank()
+    out = []
+    with mock.patch.object(torchtitan, "_on_the_host", return_value=not staged), ReplicaAverage(model, mesh["node"].get_group(), codec, min_numel=MIN_NUMEL) as replicas:
+        for step in range(2):
+            model.zero_grad()
+            model.set_requires_gradient_sync(False)  # twice half of it: averaged once
+            (loss_of(model, step, rank) / 2).backward()
+            model.set_requires_gradient_sync(True)
+            (loss_of(model, step, rank) / 2).backward()
+            out.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()})
+        assert replicas.averager.stats.steps == 2
+    model.zero_grad()
+    loss_of(model, 0, rank).backward()
+    assert replicas.averager.stats.steps == 2  # closed
+    return out
+
+
+@pytest.mark.parametrize("by", [(between_nodes,), (between_nodes_by_a_hook, False), (between_nodes_by_a_hook, True)], ids=["averager", "hook", "staged"])
+def test_packed_between_nodes_and_plain_inside(gloo, by):
     """`GradientAverager` takes shards as they are: with no loss it gives the mean over all four ranks, with 1 bit residuals of shards."""
-    for rank, got in enumerate(gloo(4, between_nodes, Identity())):
+    between, *how = by
+    for rank, got in enumerate(gloo(4, between, Identity(), *how)):
         for step, shards in enumerate(got):
             for name, arrays in gradients(step, 4).items():
                 assert np.allclose(shards[name], chunk_of(np.mean(arrays, 0), 2, rank % 2), rtol=1e-5, atol=1e-8), name
     residuals, owners = {}, {}
-    results = gloo(4, between_nodes, OneBit())
+    results = gloo(4, between, OneBit(), *how)
     for step in range(2):
         inside = {name: [np.mean(arrays[2 * n : 2 * n + 2], 0) for n in range(2)] for name, arrays in gradients(step, 4).items()}
         for shard in range(2):
@@ -477,6 +502,7 @@ def refusals():
         lambda: gradcomp.fsdp.compress(model, "ternary", Options(start_step=3)),
         lambda: gradcomp.fsdp.compress(model, "ternary", exclude="nothing"),
         lambda: gradcomp.fsdp.compress(model, "ternary" if dist.get_rank() else Identity()),
+        lambda: ReplicaAverage([fresh()], None),
     ):
         try:
             make()
@@ -499,6 +525,7 @@ def test_what_is_refused(gloo):
         "ValueError: start_step=3 is of exchanges",
         "ValueError: exclude='nothing' matches no parameter",
         "PeerMismatch: .*codec",
+        "TypeError: no module of this model is wrapped by .*fully_shard; without it there is gradcomp.GradientAverager",
     ]
 
 

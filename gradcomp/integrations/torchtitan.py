@@ -1,0 +1,123 @@
+"""torchtitan, and any FSDP2 trainer that averages over replicas in ``set_all_reduce_hook``: between machines gradients travel packed.
+
+Inside a machine torch reduce-scatters over its fast links as ever. What that leaves, a shard a rank, is averaged over the replicas of the model, once
+a backward pass. Gradients on a GPU are copied to the host for it, and back. torchtitan itself is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcomp.averager import GradientAverager
+from gradcomp.codecs import Codec
+from gradcomp.comm import torch_private
+from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.engine.options import Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from gradcomp.engine.options import Changes
+
+
+class ReplicaAverage:
+    """Averages gradients of `fully_shard` models over their replicas at the end of every backward pass that has reduced some. Collective.
+
+    ::
+
+        mesh = init_device_mesh("cuda", (machines, gpus), mesh_dim_names=("replica", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        replicas = ReplicaAverage(model, mesh["replica"].get_group(), "onebit")
+
+    It takes the place of what torchtitan's ``maybe_set_all_reduce_hook(model_parts)`` sets. Gradients that add up over several backward passes are averaged
+    once, if ``set_requires_gradient_sync`` leaves the exchange to the last of them. Residuals are as large as shards, on the host.
+
+    Args:
+        models: with FSDP modules inside, or a list of such (parts of a pipeline). Shards of a GPU are staged on the host.
+        group: the ranks that hold the same shards of other replicas.
+        codec: codec or name.
+        options: see `gradcomp.Options`.
+        changes: fields of it to set.
+
+    Attributes:
+        averager: the `gradcomp.GradientAverager` inside: `stats`, `describe`, `quality`, `log_to`, `state_dict`, `load_state_dict`.
+
+    Raises:
+        TypeError: no module that `fully_shard` has wrapped.
+        ValueError, PeerMismatch, PeerLost: as `gradcomp.GradientAverager`.
+    """
+
+    def __init__(
+        self,
+        models: nn.Module | Sequence[nn.Module],
+        group: Any,
+        codec: Codec | str = "onebit",
+        options: Options | None = None,
+        **changes: Unpack[Changes],
+    ) -> None:
+        parts = [models] if isinstance(models, nn.Module) else list(models)
+        self._modules = [one.module for part in parts for one in torch_private.sharded_modules(part)]
+        if not self._modules:
+            raise TypeError("no module of this model is wrapped by torch.distributed.fsdp.fully_shard; without it there is gradcomp.GradientAverager")
+        named = [(f"{n}.{name}" if n else name, p) for n, part in enumerate(parts) for name, p in part.named_parameters()]
+        self._staged = [(p, _mirror(p)) for _, p in named] if not _on_the_host(p for _, p in named) else []
+        given = [(name, mirror) for (name, _), (_, mirror) in zip(named, self._staged, strict=True)] if self._staged else named
+        comm = TorchCommunicator(group)
+        try:
+            self.averager = GradientAverager(given, codec, comm, options, **changes)
+        except BaseException:
+            comm.close()
+            raise
+        self._called_back = -1
+        for module in self._modules:
+            module.set_all_reduce_hook(self._reduced)
+
+    def close(self) -> None:
+        """Average no more; closing twice is harmless."""
+        for module in self._modules:
+            module.set_all_reduce_hook(None)
+        self._modules = []
+        self.averager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _reduced(self, shard: Tensor) -> None:
+        number = torch_private.graph_task()
+        if number != self._called_back:
+            self._called_back = number
+            torch_private.after_backward(self._average)  # behind FSDP's own, which was there first
+
+    def _average(self) -> None:
+        with torch.no_grad():
+            for p, mirror in self._staged:
+                if p.requires_grad:
+                    mirror.grad = None if p.grad is None else _local(p.grad).to("cpu", copy=True)
+            self.averager.average()
+            for p, mirror in self._staged:
+                if mirror.grad is not None:
+                    if p.grad is None:  # others have one
+                        p.grad = torch.zeros_like(p)
+                    _local(p.grad).copy_(mirror.grad)
+                    mirror.grad = None
+
+
+def _on_the_host(parameters: Iterable[nn.Parameter]) -> bool:
+    return all(p.device.type == "cpu" for p in parameters)
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _mirror(p: nn.Parameter) -> nn.Parameter:
+    """Return a parameter on the host with a shard's values, by which replicas are compared once."""
+    return nn.Parameter(_local(p.detach()).to("cpu", copy=True), requires_grad=p.requires_grad)
