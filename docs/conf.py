@@ -39,7 +39,7 @@ nb_execution_show_tb = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_mock_imports = ["mpi4py"]  # an extra; its class is documented without an MPI
+autodoc_mock_imports = ["mpi4py", "lightning", "accelerate", "transformers", "ray"]  # extras; what is ours is documented without them
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 

@@ -119,7 +119,7 @@ def test_every_public_name_is_documented(site):
     packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # after four lines of header
     entries = [line.split() for line in zlib.decompress(packed).decode().splitlines()]
     found = {words[0] for words in entries if words[1].startswith("py:")}
-    modules = {f"gradcomp.{n}" for n in ("amp", "codecs", "comm", "ddp", "fsdp", "local", "onebit_sgd", "optim", "plan", "server")}
+    modules = {f"gradcomp.{n}" for n in ("amp", "codecs", "comm", "ddp", "fsdp", "integrations", "local", "onebit_sgd", "optim", "plan", "server")}
     assert modules <= found
     assert not set(PUBLIC) - found - {"gradcomp.__version__"}
     assert {"gradcomp.Ternary", "gradcomp.PeerLost", "gradcomp.ddp.CompressionState.state_dict"} <= found
