@@ -17,7 +17,7 @@ from gradcomp.bench.accuracy.optimizers import exchanging_momentum
 from gradcomp.bench.accuracy.report import summarize
 from gradcomp.bench.accuracy.run import Job, finished, rate_at, run_all
 from gradcomp.bench.accuracy.workers import Apart, Workers
-from gradcomp.bench.accuracy.workloads import BLOCK, HELD_OUT_SHARE, Settings, cosine, square_root
+from gradcomp.bench.accuracy.workloads import BLOCK, HELD_OUT_SHARE, Images, Settings, cosine, square_root
 from gradcomp.bench.models import ByteGPT, SmallResNet
 from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
 
@@ -310,3 +310,16 @@ def test_wrong_usage(tmp_path, capsys):
     assert "prose.txt" in capsys.readouterr().err
     assert accuracy.main(["--data", str(tmp_path), "--methods", "nonsense"]) == 2
     assert "no method named 'nonsense'" in capsys.readouterr().err
+
+
+def test_a_quick_look_sees_images_of_every_class():
+    """CIFAR-10's test file has its classes in turns: every tenth image is an airplane."""
+    labels = torch.arange(1000) % 10
+    images = Images("turns", Settings(1, 1, None, 0.0, {}), nn.Identity, (labels, labels), (torch.eye(10)[labels], labels), flips=False)
+
+    class Always(nn.Module):
+        def forward(self, x):
+            return torch.eye(10)[3].expand(len(x), 10)
+
+    assert images.test(nn.Identity(), quick=True) == 100 and 2 < images.test(Always(), quick=True) < 25
+    assert images.test(Always()) == 10

@@ -182,7 +182,10 @@ class Images(Workload):
         return cross_entropy(model(minibatch[0]), minibatch[1])
 
     def test(self, model: nn.Module, *, quick: bool = False) -> float:
-        x, y = (part[:: 10 if quick else 1] for part in self._test)
+        x, y = self._test
+        if quick:  # not every tenth: some files have their classes in turns
+            some = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[: -(-len(y) // 10)]
+            x, y = x[some], y[some]
         pairs = zip(torch.split(x, 500), torch.split(y, 500), strict=True)
         return 100.0 * sum(float((model(a).argmax(1) == b).sum()) for a, b in pairs) / len(y)
 

@@ -84,7 +84,7 @@ def draw_steps(figure: Any, rows: Rows) -> None:
     for axes in (left, right):
         axes.use_sticky_edges = False  # or the longest bar would end at the frame
         axes.margins(x=0.03)
-    left.set_xlabel("milliseconds a step: alone (light), DDP's copies (dark), exposed exchange (colours)")
+    left.set_xlabel("milliseconds a step: alone (light),\nDDP's copies (dark), exposed exchange (colours)")
     starts = [0.0] * len(rows)
     for phase, color in PHASES.items():
         lengths = [1e3 * row["phases"].get(phase, 0.0) for row in rows][::-1]
@@ -92,7 +92,7 @@ def draw_steps(figure: Any, rows: Rows) -> None:
         starts = [a + b for a, b in zip(starts, lengths, strict=True)]
     for axes in (left, right):
         axes.set_xlim(left=0)
-    right.set_xlabel("milliseconds in codecs and waiting, slices and buckets overlap")
+    right.set_xlabel("milliseconds in codecs and waiting,\nslices and buckets overlap")
     right.legend(fontsize=7, loc="best")
 
 
