@@ -313,7 +313,7 @@ def test_where_a_method_stops_paying_is_said():
     assert crossings(cases[:1]) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_launched_job_measures_its_own_ranks(tmp_path):
     """Real machines: every rank starts its own processes, rank 0 has the table and the file."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m", "gradcomp.bench", "train"]

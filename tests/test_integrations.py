@@ -27,7 +27,7 @@ def test_a_missing_framework_names_the_extra(monkeypatch, framework):
 @pytest.mark.parametrize("framework", versions.TRIED)
 def test_extras_and_pins_are_what_was_tried(framework):
     oldest, (major, minor) = versions.TRIED[framework]
-    low, high = re.search(rf'^{framework} = \[.*"{framework}>=([\d.]+),<([\d.]+)', PYPROJECT, re.MULTILINE).groups()
+    low, high = re.search(rf'^{framework} = \[.*"{framework}(?:\[train\])?>=([\d.]+),<([\d.]+)', PYPROJECT, re.MULTILINE).groups()
     assert (low, high) == (".".join(map(str, oldest)), f"{major}.{minor + 1}")
     assert re.search(rf"^{framework}=={major}\.{minor}\.", CONSTRAINTS, re.MULTILINE)
 

@@ -209,16 +209,18 @@ class MpiCommunicator(Communicator):
         channels = self._open()
         deadline, pause, news_at = time.monotonic() + timeout_s, Pause(), 0.0
         while True:
+            now = time.monotonic()
+            news = now >= news_at
+            if news:  # before messages are looked at: what a rank has sent before it went is received first
+                news_at = now + NEWS_EVERY_S
+                read_news(self._mpi, channels, self._call)
             self._match(channels)
             found = self._arrived(channels, source)
             if found is not None:
                 if found.message.numel() > max_nbytes:
                     raise too_long(found.sender, found.message.numel(), max_nbytes)
                 return found.sender, found.message
-            now = time.monotonic()
-            if now >= news_at:
-                news_at = now + NEWS_EVERY_S
-                read_news(self._mpi, channels, self._call)
+            if news:
                 tell_gone(channels.gone, self._told, source)
             if now >= deadline:  # what is on its way goes on arriving, for a later call
                 raise no_message(source)

@@ -68,6 +68,8 @@ class Weights:
         """Return the fp32 weight on the CPU; it may be the parameter's own memory."""
         keeper = self._keepers.get(id(parameter))
         weight = parameter.detach() if keeper is None else keeper.fp32(parameter)
+        if weight.is_cuda:  # memory that a GPU writes to by itself
+            weight = torch.empty_like(weight, device="cpu", pin_memory=True).copy_(weight)
         return weight.to("cpu", torch.float32)
 
     def written(self, parameter: Tensor, weight: Tensor) -> Tensor:
