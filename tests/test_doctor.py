@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -198,6 +199,33 @@ def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(tmp_path):
     (text,) = wrongs(loop)
     assert "ranks 0 and 1: gloo takes lo, the loopback, which leads to no other host" in text
     assert loop["findings"][0]["do"] == "GLOO_SOCKET_IFNAME=eth0"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(WHY), reason=WHY)
+def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(tmp_path):
+    """torch asks it for the name of every first connection, helpers' too, for longer than their group takes to meet."""
+    with hosts.Hosts(2, Link(1e9)) as two, contextlib.ExitStack() as closing:
+        there = []
+        for number in range(2):
+            name = two.command(number)[3]
+            own = Path("/etc/netns") / name
+            own.mkdir(parents=True)
+            closing.callback(shutil.rmtree, own)
+            (own / "resolv.conf").write_text("nameserver 192.0.2.1\noptions timeout:3 attempts:1\n")  # an address of nobody
+            (own / "nsswitch.conf").write_text("hosts: files dns\n")
+            subprocess.run(["ip", "-n", name, "route", "add", "default", "via", two.address(1 - number)], check=True)
+            (tmp_path / str(number)).mkdir()
+            there.append(Machine(tmp_path / str(number), two.command(number)))
+            closing.callback(there[-1].close)
+        given = {"address": two.address(0), "GLOO_SOCKET_IFNAME": "eth0", "first": "from gradcomp.doctor import probe; probe.SETUP_S = 2.5"}
+        ranks = [there[k].start(k, 2, 29500, "--json", "-", **given) for k in range(2)]
+        (status, text, _), (other, *_) = [end(rank) for rank in ranks]
+    found = json.loads(text)
+    assert (status, other, wrongs(found)) == (0, 0, [])
+    assert set(found["lost_peer"]["seen"]["0"]) == {"silent", "killed"}
+    (said,) = [f for f in found["findings"] if "looked up" in f["text"]]
+    assert said["text"].startswith("ranks 0 and 1: the name of an address is looked up for 3") and "/etc/resolv.conf" in said["do"]
 
 
 # ---- ranks that are silent, or otherwise ---------------------------------------------------------------------------

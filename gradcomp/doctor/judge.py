@@ -21,6 +21,7 @@ from gradcomp.plan.links import format_rate, format_seconds
 FASTER = 2.0  # another interface with so many times the speed is the better one
 OUTLIER = 5.0  # a pair that is so many times slower than the middle of its kind
 SLOW_LINK = 0.1  # of what the interface says it does
+LOOKUP_S = 1.0  # for the name of one address
 CLOCK_S = 0.5  # logs of ranks cannot be put in order any more
 MUST_AGREE = ("gradcomp", "wire format", "torch")
 
@@ -102,6 +103,15 @@ def judge_network(cards: Sequence[Mapping[str, Any]], over: str) -> Iterator[Fin
         if len(there) > 1:
             text = f"{len(there)} hosts have the address {address}{of_mpi}: it leads from each of them to itself"
             yield Finding(level, "network", text, f"set {INTERFACE_VARIABLE} to an interface that joins the hosts")
+
+
+def judge_names(cards: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Name servers that do not answer: torch asks them at every start."""
+    slow = {card["rank"]: card["lookup_s"] for card in cards if card.get("lookup_s", 0.0) >= LOOKUP_S}
+    if slow:
+        text = f"{ranks_text(list(slow))}: the name of an address is looked up for {format_seconds(max(slow.values()))}, as torch does at every start"
+        fix = "mend the name server in /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' on every rank, or name the hosts in /etc/hosts as ::ffff:ADDRESS"
+        yield Finding("note", "network", text, fix)
 
 
 def cannot_connect(cards: Sequence[Mapping[str, Any]]) -> bool:

@@ -49,9 +49,16 @@ class Helper:
         os.close(commands)
         os.close(answers)
 
-    def start(self, host: str, port: int, prefix: str, member: int, members: int) -> None:
+    def connect(self, host: str, port: int, timeout_s: float) -> None:
+        """Have it connect to the store at an address meanwhile: a slow name server holds up every process that does."""
+        self._say(host, port, timeout_s)
+
+    def start(self, prefix: str, member: int, members: int) -> None:
         """Have it take part, as one of so many members; the last of them is lost."""
-        os.write(self._commands, json.dumps([host, port, prefix, member, members]).encode() + b"\n")
+        self._say(prefix, member, members)
+
+    def _say(self, *words: str | float) -> None:
+        os.write(self._commands, json.dumps(words).encode() + b"\n")
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
         """Return what it has to tell; where it tells nothing, why."""
@@ -124,24 +131,29 @@ def _help(parent: int, commands: int, answers: int) -> None:
                 os._exit(0)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno() if sys.__stderr__ else 2)  # what torch says of its sockets
         with os.fdopen(commands) as lines:
-            line = lines.readline()
-        if not line:  # this process is not needed
-            os._exit(0)
-        torch.set_num_threads(1)
-        try:
-            found = _take_part(*json.loads(line))
-        except Exception as error:  # noqa: BLE001 - told to the one that reports
-            found = {"failed": f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"}
+            where = lines.readline()
+            if not where:  # this process is not needed
+                os._exit(0)
+            torch.set_num_threads(1)
+            try:
+                host, port, timeout_s = json.loads(where)
+                store = open_store(host, port, serves=False, timeout_s=timeout_s)
+                line = lines.readline()
+                if not line:
+                    os._exit(0)
+                found = _take_part(store, *json.loads(line))
+            except Exception as error:  # noqa: BLE001 - told to the one that reports
+                found = {"failed": f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"}
         os.write(answers, json.dumps(found).encode())
         status = 0
     finally:
         os._exit(status)
 
 
-def _take_part(host: str, port: int, prefix: str, member: int, members: int) -> dict[str, Any]:
-    store = store_below(open_store(host, port, serves=False, timeout_s=SETUP_S), prefix)
-    open_group(store, member, members, SETUP_S)
+def _take_part(store: Any, prefix: str, member: int, members: int) -> dict[str, Any]:
+    open_group(store_below(store, prefix), member, members, SETUP_S)
     silent, killed = TorchCommunicator(timeout_s=PATIENCE_S), TorchCommunicator(timeout_s=KILLED_PATIENCE_S)
     killed.all_gather_bytes(b"ready", SETUP_S, Channel.FIRST)
     if member == members - 1:

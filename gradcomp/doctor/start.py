@@ -84,6 +84,8 @@ class Me:
             assert self.address is not None
             agent = os.environ.get(AGENT_STORE) == "True"
             host, port = self.address
+            if self.helper is not None:
+                self.helper.connect(host, port, wait_s)
             try:
                 self._store = open_store(host, port, serves=self.rank == 0 and not agent, timeout_s=wait_s)
             except ConnectionError as error:

@@ -17,6 +17,7 @@ from gradcomp.comm.notices import Notices
 from gradcomp.doctor import advise, judge
 from gradcomp.doctor.card import PROTOCOL, card
 from gradcomp.doctor.judge import Finding, ranks_text
+from gradcomp.doctor.names import Lookup
 from gradcomp.doctor.options import agreed
 from gradcomp.doctor.pairs import measure_all, rounds
 from gradcomp.doctor.probe import ENDED, SETUP_S, members_of, probe_here
@@ -45,7 +46,10 @@ def visit(me: Me, options: argparse.Namespace) -> Found | None:
         return _conclude([mine], options, me, begun, {}, apart_s=0.0)
     watch = Watch(me.rank, 2 * options.wait + options.seconds + BESIDE_S)
     watch.doing = "meeting the other ranks"
+    lookup = Lookup(me.address[0]) if me.address is not None else None
     notices = me.meet(options.wait)
+    if lookup is not None:
+        mine["lookup_s"] = lookup.seconds
     if me.rank:
         _answer(me, notices, mine, options, watch)
         return None
@@ -67,7 +71,7 @@ def _ask(me: Me, notices: Notices, mine: Found, options: argparse.Namespace, wat
     others = range(1, me.world_size)
     told: dict[int, bytes] = {}
     first_at = last_at = time.monotonic()
-    while len(told) < len(others) and time.monotonic() - begun < options.wait:
+    while len(told) < len(others) and time.monotonic() - first_at < options.wait:  # since others can connect
         news = notices.collect([r for r in others if r not in told], "card", 0.2)
         told |= news
         last_at = time.monotonic() if news else last_at
@@ -148,8 +152,7 @@ def _probe(me: Me, comm: Any, members: Sequence[int], left_s: float, notices: No
     try:
         if me.helper is None:
             return probe_here(comm, members)
-        assert me.address is not None
-        me.helper.start(*me.address, me.probe_prefix(), members.index(me.rank), len(members))
+        me.helper.start(me.probe_prefix(), members.index(me.rank), len(members))
         told = me.helper.answer(SETUP_S + 2 * PROBE_S)
         return {"lost": True} if me.rank == members[-1] and told == ENDED else told
     except (RuntimeError, ConnectionError, TimeoutError, OSError, GradcompError) as error:
@@ -176,7 +179,7 @@ def _conclude(
     ]
     probe = {"seen": {}, "skipped": ""} | _probes(seen)
     timeouts = Timeouts.here(me.over, options.timeout, options.torch_timeout, apart_s)
-    findings = [*more, *judge.judge_versions(cards), *judge.judge_network(cards, me.over), *judge.judge_cores(cards)]
+    findings = [*more, *judge.judge_versions(cards), *judge.judge_network(cards, me.over), *judge.judge_names(cards), *judge.judge_cores(cards)]
     failed = [one["failed"] for one in seen.values() if one["failed"]]
     findings += [Finding("wrong", "link", text, "look for a firewall between the hosts, and at the interfaces below 'network'") for text in failed[:1]]
     if not failed:

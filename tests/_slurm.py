@@ -1,0 +1,140 @@
+"""A Slurm of this machine's own: two nodes in network namespaces, with daemons, keys and configuration in a folder.
+
+Nothing is installed or written outside that folder but /etc/netns, which `ip netns` lays over a node's /etc and which goes again.
+"""
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from gradcomp.bench.train.hosts import Hosts, unavailable
+from gradcomp.plan.links import Link
+
+PROGRAMS = ("srun", "sbatch", "slurmctld", "slurmd", "munged")
+CONF = """\
+ClusterName=gradcomp
+SlurmctldHost={control}(10.77.0.1)
+AuthInfo=socket={here}/munge.socket
+SlurmUser=root
+StateSaveLocation={here}/state
+SlurmdSpoolDir={here}/spool.%n
+SlurmdPidFile={here}/slurmd.%n.pid
+SlurmctldPidFile={here}/slurmctld.pid
+SlurmdLogFile={here}/slurmd.%n.log
+SlurmctldLogFile={here}/slurmctld.log
+TmpFS={here}/tmp.%n
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP
+"""
+NODE = "NodeName=node{k} NodeAddr={address} NodeHostname={host} CPUs=2 RealMemory=100 State=UNKNOWN"
+START_S = 30.0
+
+
+def missing():
+    """Return why there can be no Slurm here, "" if there can."""
+    absent = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+    return f"{', '.join(absent)} not found: apt-get install slurm-wlm munge libpmix-dev" if absent else unavailable()
+
+
+class Slurm:
+    """The cluster, while a ``with`` block runs: `run` starts srun on its first node, `batch` a job."""
+
+    def __init__(self, folder):
+        self.folder, self._closing, self._hosts = Path(folder), contextlib.ExitStack(), None
+        self._started = []
+
+    def __enter__(self):
+        try:
+            self._start()
+        except BaseException:
+            self._closing.close()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self._closing.close()
+
+    def run(self, *words, timeout=100, **variables):
+        """Return the ended process of a command on node0, what it printed as text."""
+        command = [*self._hosts.command(0), *map(str, words)]
+        return subprocess.run(command, env=self._environment(**variables), capture_output=True, text=True, timeout=timeout, check=False)
+
+    def batch(self, *words, timeout=100, **variables):
+        """Submit with sbatch and return the state in which the job ends: sbatch's own --wait looks every half a minute."""
+        submitted = self.run("sbatch", "--parsable", *words, **variables)
+        assert submitted.returncode == 0, submitted.stderr
+        begun = time.monotonic()
+        while time.monotonic() - begun < timeout:
+            told = self.run("scontrol", "show", "job", "-o", submitted.stdout.strip()).stdout
+            (state,) = re.findall(r"JobState=(\w+)", told)
+            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return state
+            time.sleep(0.3)
+        raise TimeoutError(f"the job has not ended after {timeout} s:\n{told}")
+
+    def _environment(self, **more):
+        inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        path = f"{inherited['PATH']}:/usr/sbin:/sbin"
+        return inherited | {"PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in more.items()}
+
+    def _start(self):
+        hosts = self._hosts = self._closing.enter_context(Hosts(2, Link(math.inf)))
+        names = [hosts.command(k)[3] for k in range(2)]
+        known = "127.0.0.1 localhost\n" + "".join(f"{hosts.address(k)} node{k} {name}\n" for k, name in enumerate(names))
+        for k, name in enumerate(names):
+            own = Path("/etc/netns") / name
+            own.mkdir(parents=True)
+            self._closing.callback(shutil.rmtree, own)
+            (own / "hosts").write_text(known)
+            for what in ("spool", "tmp"):
+                (self.folder / f"{what}.node{k}").mkdir()
+        (self.folder / "state").mkdir()
+        nodes = "\n".join(NODE.format(k=k, address=hosts.address(k), host=name) for k, name in enumerate(names))
+        (self.folder / "slurm.conf").write_text(CONF.format(here=self.folder, control=names[0], nodes=nodes))
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(64))
+        key.chmod(0o400)
+        self.folder.chmod(0o755)
+        files = [f"--{what}={self.folder / f'munge.{what}'}" for what in ("socket", "pid-file", "log-file", "seed-file")]
+        self._daemon("munged", "--foreground", "--force", f"--key-file={key}", *files)
+        self._until(lambda: (self.folder / "munge.socket").exists(), "munged")
+        self._daemon(*hosts.command(0), "slurmctld", "-D")
+        for k in range(2):
+            self._daemon(*hosts.command(k), "slurmd", "-D", "-N", f"node{k}")
+        self._until(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout.split() == ["idle", "2"], "slurmctld and slurmd")
+
+    def _daemon(self, *words):
+        with open(self.folder / f"daemon{len(self._started)}.txt", "w") as out:
+            process = subprocess.Popen(words, env=self._environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        self._started.append(process)
+        self._closing.callback(self._end, process)
+
+    def _end(self, process):
+        for number, wait_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(wait_s)
+                return
+
+    def _until(self, is_there, what):
+        begun = time.monotonic()
+        while not is_there():
+            if time.monotonic() - begun > START_S or any(one.poll() is not None for one in self._started):
+                said = "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.txt")))
+                raise RuntimeError(f"{what} did not start:\n{said}")
+            time.sleep(0.1)
