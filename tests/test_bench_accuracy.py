@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from gradcomp import DiLoCo, GradientAverager, OneBit
 from gradcomp.bench import accuracy, paper
 from gradcomp.bench.accuracy.methods import parse
 from gradcomp.bench.accuracy.optimizers import exchanging_momentum
-from gradcomp.bench.accuracy.report import summarize
+from gradcomp.bench.accuracy.report import longest, summarize
 from gradcomp.bench.accuracy.run import Job, finished, rate_at, run_all
 from gradcomp.bench.accuracy.workers import Apart, Workers
 from gradcomp.bench.accuracy.workloads import BLOCK, HELD_OUT_SHARE, Images, Settings, cosine, square_root
@@ -303,6 +304,19 @@ def test_a_run_that_diverged_is_counted_and_not_averaged():
     results = {Job("w", "o", "m", 4, 10, 1.0, s): {"measure": m, "curve": [], "bits": 1.0} for s, m in kinds}
     (row,) = summarize(results)
     assert (row["mean"], row["diverged"], row["seeds"], row["to_fp32"]) == (3.0, 1, 3, None)
+
+
+def test_the_largest_h_that_costs_little_is_printed():
+    means = {"fp32": 1.0, "ternary:every=30,start_step=5": 1.03, "ternary:every=45,start_step=5": 1.05, "ternary:every=60,start_step=5": 1.2, "fp32:every=30": 1.5}
+    results = {Job("low", "o", m, 4, 10, 1.0, 0): {"measure": mean, "curve": [], "bits": 1.0} for m, mean in means.items()}
+    results |= {Job("high", "o", m, 4, 10, 1.0, 0): {"measure": 90 - mean, "curve": [], "bits": 1.0} for m, mean in means.items()}
+    settings = Settings(1, 1, None, 0.0, {})
+    workloads = {name: SimpleNamespace(lower_is_better=name == "low", settings=settings) for name in ("low", "high")}
+    lines = longest(summarize(results), workloads, 0.06)
+    assert len(lines) == 4
+    for line, name in zip(lines[::2], workloads, strict=True):
+        assert line.startswith(f"ternary:every=H,start_step=5, {name} under o, 4 workers, 10 steps: largest H within 0.06 of fp32 every step: 45 (30 costs 0.030, ")
+    assert all(line.endswith(": none (30 costs 0.500)") for line in lines[1::2])
 
 
 def test_wrong_usage(tmp_path, capsys):

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gradcomp.bench.about import about
 from gradcomp.bench.accuracy.methods import METHODS, PRESETS, parse
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
-from gradcomp.bench.accuracy.report import plot, summarize, tables
+from gradcomp.bench.accuracy.report import WITHIN, longest, plot, summarize, tables
 from gradcomp.bench.accuracy.run import Job, run_all
 from gradcomp.bench.accuracy.workloads import WORKLOADS, Workload
 
@@ -65,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each kind (3)")
     out.add_argument(
         "--factors", nargs="+", type=float, default=[1.0], metavar="X", help="of the workload's rate for fp32 (1)"
+    )
+    out.add_argument(
+        "--within", type=float, default=WITHIN, metavar="X", help=f"what the largest H of local steps that is printed may cost, beside fp32 every step ({WITHIN})"
     )
     out.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time, a core each (all)"
@@ -145,5 +148,7 @@ def run_and_show(
     console = Console()
     for title, table in tables(rows, workloads):
         console.print(title, table, sep="\n", highlight=False)
+    for line in longest(rows, workloads, arguments.get("within", WITHIN)):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"wrote {file}, {file.with_suffix('.png')}")
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from rich.table import Table
 
 from gradcomp.bench.accuracy.run import Job
 from gradcomp.bench.accuracy.workloads import Workload
+
+WITHIN = 0.05  # nats or points that local steps may cost
 
 Results = Mapping[Job, Mapping[str, Any]]
 
@@ -81,6 +84,23 @@ def tables(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload])
         out[case].add_row(row["method"], f"x {row['factor']:g}", f"{row['bits']:.2f}", *cells, *signed, seeds)
     titles = [f"{case[0]} under {case[1]}, {case[2]} workers, {case[3]} steps: " for case in out]
     return [(t + workloads[case[0]].measure, table) for t, (case, table) in zip(titles, out.items(), strict=True)]
+
+
+def longest(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload], within: float) -> list[str]:
+    """Return, of methods that differ in ``every=H`` alone, a line each: the largest H that costs at most `within` to fp32 every step."""
+    families: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in rows:
+        found = re.search(r"\bevery=(\d+)", row["method"])
+        if found is None or row["to_fp32"] is None or row["diverged"]:
+            continue
+        family = (*_case(row), row["factor"], row["method"].replace(found[0], "every=H"))
+        families.setdefault(family, {})[int(found[1])] = row["to_fp32"] * (1 if workloads[row["workload"]].lower_is_better else -1)
+    lines = []
+    for (workload, optimizer, workers, steps, _, method), costs in families.items():
+        near = max((h for h, cost in costs.items() if cost <= within), default=None)
+        told = ", ".join(f"{h} costs {cost:.3f}" for h, cost in sorted(costs.items()))
+        lines.append(f"{method}, {workload} under {optimizer}, {workers} workers, {steps} steps: largest H within {within:g} of fp32 every step: {near or 'none'} ({told})")
+    return lines
 
 
 def _cell(value: float | None, places: int, sign: str = "") -> str:
