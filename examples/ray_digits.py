@@ -44,7 +44,8 @@ def train(config: dict) -> None:
             begun = saved["epochs"]
             packed.load(state, folder)
     for epoch in range(begun, config["epochs"]):
-        loader.sampler.set_epoch(epoch) if workers > 1 else None
+        if workers > 1:
+            loader.sampler.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
             cross_entropy(model(images), labels).backward()
@@ -74,7 +75,8 @@ def main() -> None:
     args = parser.parse_args()
 
     ray.init(include_dashboard=False, logging_level="warning")
-    kept = (args.checkpoint or pathlib.Path(tempfile.mkdtemp())).resolve()
+    forgotten = tempfile.TemporaryDirectory()
+    kept = (args.checkpoint or pathlib.Path(forgotten.name)).resolve()
     last = kept / "last"
     config = {
         "codec": args.codec, "data": args.data and args.data.resolve(), "epochs": args.epochs, "lr": args.lr, "from": str(last.resolve()) if last.exists() else None,
@@ -94,6 +96,7 @@ def main() -> None:
     last.symlink_to(result.checkpoint.path)
     print(f"epoch {result.metrics['epoch']}: test accuracy {result.metrics['accuracy']:.2f} %")
     print(f"{result.metrics['ratio']:.1f} times fewer bytes than fp32")
+    forgotten.cleanup()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,22 @@
 """What all integrations share: versions, missing frameworks."""
 
+import gc
 import importlib
 import re
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp import ddp
+from gradcomp.errors import GradcompError
 from gradcomp.integrations import versions
+from gradcomp.integrations.called import Watch
 
 PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
 CONSTRAINTS = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
@@ -42,3 +50,30 @@ def test_other_versions_are_warned_of_with_the_range(framework):
         warnings.simplefilter("error")
         versions.warn_unless_tried(framework, f"{newest[0]}.{newest[1]}.7rc1")
         versions.warn_unless_tried(framework)  # the one of constraints.txt
+
+
+def watched_and_dropped():
+    """A program that trains one model after another in the same process: nothing of the first is left, nobody watches the second for it."""
+    from torch.optim import optimizer as of_torch
+
+    before = len(of_torch._global_optimizer_pre_hooks)
+
+    def train():
+        model = DistributedDataParallel(nn.Linear(64, 64))
+        state = ddp.register(model, "ternary")
+        Watch(state, model, None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        with pytest.raises(GradcompError, match="not called in this step: no forward pass"):
+            optimizer.step()
+        assert len(of_torch._global_optimizer_pre_hooks) == before + 1
+        return weakref.ref(state), weakref.ref(model.module.weight)
+
+    left = train()
+    gc.collect()
+    return [one() is None for one in left], len(of_torch._global_optimizer_pre_hooks) - before
+
+
+def test_what_watches_all_optimizers_ends_with_its_model(gloo):
+    assert gloo(2, watched_and_dropped) == [([True, True], 0)] * 2

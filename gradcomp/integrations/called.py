@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ class Watch:
         model: nn.parallel.DistributedDataParallel,
         optimizers: Sequence[torch.optim.Optimizer] | None = (),
     ) -> None:
-        self._state, self._forwards, self._synced = state, 0, 0
+        self._state, self._forwards, self._synced = weakref.ref(state), 0, 0
         self._seen: dict[int, tuple[int, int]] = {}
         self._begun = self._now()
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._forward)]
@@ -41,6 +42,7 @@ class Watch:
             self._hooks.append(register_optimizer_step_pre_hook(self._before_any))
         else:
             self._hooks += [one.register_step_pre_hook(self._before_step) for one in optimizers]
+        weakref.finalize(state, _remove, self._hooks)  # a hook of all optimizers would keep state and model for ever
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise GradcompError if gradients have been made since this optimizer's last step, and the hook was not called."""
@@ -57,11 +59,12 @@ class Watch:
 
     def close(self) -> None:
         """Watch no longer."""
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
 
     def _now(self) -> tuple[int, int]:
-        return self._state.step, self._state.stats.steps  # the second may be reset, the first loaded
+        state = self._state()
+        assert state is not None  # its hooks go with it
+        return state.step, state.stats.steps  # the second may be reset, the first loaded
 
     def _forward(self, module: Any, _: Any) -> None:
         if torch.is_grad_enabled():
@@ -92,6 +95,11 @@ class Watch:
             "DistributedDataParallel ran, but called another hook or none: the framework has replaced or dropped it, or the gradients "
             "are of a loss that does not come from this model. Register gradcomp last, on the model that trains"
         )
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
