@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp import ddp
 from gradcomp.errors import GradcompError
 from gradcomp.integrations import versions
-from gradcomp.integrations.called import Watch
 
 PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
 CONSTRAINTS = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
@@ -56,12 +54,13 @@ def watched_and_dropped():
     """A program that trains one model after another in the same process: nothing of the first is left, nobody watches the second for it."""
     from torch.optim import optimizer as of_torch
 
+    from gradcomp.integrations import ray as packed
+
     before = len(of_torch._global_optimizer_pre_hooks)
 
     def train():
         model = DistributedDataParallel(nn.Linear(64, 64))
-        state = ddp.register(model, "ternary")
-        Watch(state, model, None)
+        state = packed.register(model, "ternary")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()

@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import gc
 import statistics
 import time
+import warnings
 
 import pytest
 import torch
@@ -744,6 +746,113 @@ def test_inner_optimizers_that_are_refused():
     for wrong, words in (([], "several different ones"), ([optimizer, optimizer], "different"), ([optimizer, sgd(fresh())], "no parameter of this model")):
         with pytest.raises(ValueError, match=words):
             DiLoCo(model, wrong, "ternary", comm, sync_every=2)
+
+
+def test_an_inner_optimizer_that_was_swapped_is_refused_before_it_changes_anything():
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    local = DiLoCo(model, sgd(model), "ternary", comm, sync_every=2)
+    other, before = torch.optim.AdamW(model.parameters()), bits(model.parameters())
+    with pytest.raises(GradcompError, match=r"do not know \(AdamW\).*Make DiLoCo anew with"):
+        inner_step(model, other, 0, 0)
+    assert bits(model.parameters()) == before
+    another = fresh()
+    inner_step(another, sgd(another), 0, 0)  # of another model: nobody's business
+    state = local.state_dict()
+    local.close()
+    inner_step(model, other, 1, 0)  # it is over
+    (comm,) = LocalCommunicator.group(1)
+    with DiLoCo(model, other, "ternary", comm, sync_every=2) as again:
+        again.load_state_dict(state)
+        inner_step(model, other, 2, 0)
+        assert again.inner_steps == 1
+
+
+def test_an_optimizer_inside_of_the_inner_one_is_a_part_of_it():
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inside):
+            super().__init__(inside.param_groups, {})
+            self.inside = inside
+
+        def step(self, closure=None):
+            return self.inside.step(closure)
+
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    optimizer = Around(sgd(model))
+    with DiLoCo(model, optimizer, "ternary", comm, sync_every=2) as local:
+        for step in range(2):
+            inner_step(model, optimizer, step, 0)
+        assert (local.inner_steps, local.syncs) == (2, 1)
+
+
+def test_local_steps_that_are_dropped_watch_nobody():
+    from torch.optim import optimizer as of_torch
+
+    before = len(of_torch._global_optimizer_pre_hooks)
+    model = fresh()
+    (comm,) = LocalCommunicator.group(1)
+    local = DiLoCo(model, sgd(model), "ternary", comm, sync_every=2)
+    assert len(of_torch._global_optimizer_pre_hooks) == before + 1
+    del local
+    gc.collect()
+    assert len(of_torch._global_optimizer_pre_hooks) == before
+    inner_step(model, torch.optim.AdamW(model.parameters()), 0, 0)
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_gradients_that_add_up_are_no_inner_steps(itself):
+    """A sync falls behind optimizer steps and never between minibatches; who calls `step` after each of those is told."""
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    optimizer = sgd(model)
+    local = DiLoCo(model, optimizer, "ternary", comm, sync_every=4)
+    synced_at = []
+    with warnings.catch_warnings(record=True) as told, local if itself else contextlib.nullcontext():
+        warnings.simplefilter("always")
+        for minibatch in range(48):
+            before = local.syncs
+            model(torch.ones(2, model[0].in_features)).sum().backward()
+            if minibatch % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            if not itself:
+                local.step()
+            if local.syncs > before:
+                synced_at.append(minibatch)
+    local.close()
+    if itself:
+        assert local.inner_steps == 24 and synced_at == [7, 15, 23, 31, 39, 47] and not told
+    else:
+        (one,) = told
+        assert "called 16 times while the inner optimizer stepped 8 times: call it after optimizer.step()" in str(one.message) and one.filename == __file__
+
+
+def test_a_rank_that_has_made_fewer_steps_is_waited_for_until_it_leaves():
+    """Syncs are paired by their number: who has skipped a step makes one more before the next one; who ends early is named at once."""
+
+    def rank(comm):
+        model = fresh()
+        optimizer = sgd(model)
+        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=2, min_numel=0, timeout_s=60.0)
+        for step in range(4 if comm.rank else 5):
+            inner_step(model, optimizer, step, comm.rank)
+            if comm.rank or step != 1:  # a minibatch that rank 0 did not count
+                local.step()
+        anchors = bits(a for _, a in local._fragments[0].anchors)
+        assert local.syncs == 2
+        if comm.rank:
+            local.close()
+            return anchors, 0.0
+        local.step()
+        begun = time.monotonic()
+        with pytest.raises(PeerLost):
+            local.step()
+        local.close()
+        return anchors, time.monotonic() - begun
+
+    (anchors, seconds), (others, _) = run_local(2, rank)
+    assert anchors == others and seconds < 30
 
 
 @pytest.mark.timed

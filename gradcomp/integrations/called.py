@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcomp.ddp import CompressionState
+from gradcomp.engine.strangers import before_any_step
 from gradcomp.errors import GradcompError
 
 if TYPE_CHECKING:
@@ -33,16 +32,14 @@ class Watch:
         model: nn.parallel.DistributedDataParallel,
         optimizers: Sequence[torch.optim.Optimizer] | None = (),
     ) -> None:
-        self._state, self._forwards, self._synced = weakref.ref(state), 0, 0
+        self._state, self._forwards, self._synced = state, 0, 0
         self._seen: dict[int, tuple[int, int]] = {}
         self._begun = self._now()
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._forward)]
-        self._mine = {id(p) for p in model.parameters()}
         if optimizers is None:
-            self._hooks.append(register_optimizer_step_pre_hook(self._before_any))
+            self._hooks.append(before_any_step(model.parameters(), self._before_step))
         else:
             self._hooks += [one.register_step_pre_hook(self._before_step) for one in optimizers]
-        weakref.finalize(state, _remove, self._hooks)  # a hook of all optimizers would keep state and model for ever
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise GradcompError if gradients have been made since this optimizer's last step, and the hook was not called."""
@@ -59,21 +56,16 @@ class Watch:
 
     def close(self) -> None:
         """Watch no longer."""
-        _remove(self._hooks)
+        for hook in self._hooks:
+            hook.remove()
 
     def _now(self) -> tuple[int, int]:
-        state = self._state()
-        assert state is not None  # its hooks go with it
-        return state.step, state.stats.steps  # the second may be reset, the first loaded
+        return self._state.step, self._state.stats.steps  # the second may be reset, the first loaded
 
     def _forward(self, module: Any, _: Any) -> None:
         if torch.is_grad_enabled():
             self._forwards += 1
             self._synced += bool(module.require_backward_grad_sync)
-
-    def _before_any(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"]):
-            self._before_step(optimizer, args, kwargs)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("closure") is None and (len(args) < 2 or args[1] is None):  # a closure makes gradients yet
@@ -95,11 +87,6 @@ class Watch:
             "DistributedDataParallel ran, but called another hook or none: the framework has replaced or dropped it, or the gradients "
             "are of a loss that does not come from this model. Register gradcomp last, on the model that trains"
         )
-
-
-def _remove(hooks: list[Any]) -> None:
-    while hooks:
-        hooks.pop().remove()
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

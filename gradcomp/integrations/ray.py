@@ -32,7 +32,7 @@ except ImportError as error:
     raise missing("ray", error) from error
 
 warn_unless_tried("ray")
-_watches: weakref.WeakKeyDictionary[CompressionState, Watch] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[Watch]] = weakref.WeakKeyDictionary()  # the model keeps them
 
 
 def register(
@@ -82,7 +82,7 @@ def register(
         )
         return None
     state = ddp.register(model, codec, options, optimizer=optimizer, **changes)
-    _watches[state] = Watch(state, model, None)
+    _watches[state] = weakref.ref(Watch(state, model, None))
     return state
 
 
@@ -118,5 +118,7 @@ def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool
     """
     if state is None or not read(state, state._engine.comm, folder):
         return False
-    _watches[state].restart()
+    watch = _watches[state]()
+    if watch is not None:
+        watch.restart()
     return True

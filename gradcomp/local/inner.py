@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,10 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.buckets import check_optimizer
+from gradcomp.engine.strangers import before_any_step
+from gradcomp.errors import GradcompError
+
+COUNTED = 16  # calls of DiLoCo.step that are compared with steps at a time
 
 
 class Inner:
@@ -18,34 +23,71 @@ class Inner:
         given: one optimizer or a sequence of them.
         parameters: of the model.
 
+    Attributes:
+        steps: that all of them have made since `watch`, in any order.
+        then: called after each of those.
+
     Raises:
         ValueError: no optimizer, one twice, or one that updates none of the parameters.
     """
 
     def __init__(self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> None:
         self._optimizers = list(given) if isinstance(given, Sequence) else [given]
-        known = list(parameters)
+        self._known = known = list(parameters)
         if len({id(one) for one in self._optimizers}) < max(1, len(self._optimizers)):
             raise ValueError(f"inner_optimizer must be an optimizer or several different ones, got {given!r}")
         for one in self._optimizers:
             check_optimizer(one, known)
         self._stepped: set[int] = set()
+        self._inside: Any = None
+        self.then: Callable[[], None] | None = None
+        self._calls = self._before_calls = self.steps = 0
+        self._is_warned = False
         self.weights = Weights(self._optimizers)
 
     def before_step(self, call: Callable[..., None]) -> list[Any]:
         """Have `call` called before every step of each, with its arguments; return what removes that."""
         return [one.register_step_pre_hook(call) for one in self._optimizers]
 
-    def after_step(self, call: Callable[[], None]) -> list[Any]:
-        """Have `call` called when all of them have stepped, in any order; return what removes that."""
+    def watch(self) -> list[Any]:
+        """Count steps, and raise before one of another optimizer on these parameters; return what ends that."""
+        hooks = [one.register_step_pre_hook(self._begins) for one in self._optimizers]
+        hooks += [one.register_step_post_hook(self._ended) for one in self._optimizers]
+        return [*hooks, before_any_step(self._known, self._refuse)]
 
-        def stepped(optimizer: Any, *_: Any) -> None:
-            self._stepped.add(id(optimizer))
-            if len(self._stepped) == len(self._optimizers):
-                self._stepped.clear()
-                call()
+    def told(self, name: str) -> None:
+        """Take note that somebody says he has made an inner step; warn once if that is said about twice as often as it is so."""
+        self._calls += 1
+        if self._calls < COUNTED:
+            return
+        made, self._before_calls = self.steps - self._before_calls, self.steps
+        if 2 * made <= COUNTED and not self._is_warned:
+            self._is_warned = True
+            warnings.warn(
+                f"{name}.step() was called {COUNTED} times while the inner optimizer stepped {made} times: call it after optimizer.step() and not after every "
+                "minibatch, or H counts minibatches, and syncs fall between those whose gradients add up",
+                stacklevel=3,
+            )
+        self._calls = 0
 
-        return [one.register_step_post_hook(stepped) for one in self._optimizers]
+    def _begins(self, optimizer: Any, *_: Any) -> None:
+        self._inside = optimizer
+
+    def _ended(self, optimizer: Any, *_: Any) -> None:
+        self._inside = None
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self.steps += 1
+            if self.then is not None:
+                self.then()
+
+    def _refuse(self, optimizer: Any, *_: Any) -> None:
+        if self._inside is None and not any(optimizer is one for one in self._optimizers):  # one inside of ours is a part of it
+            raise GradcompError(
+                f"a step of an optimizer that local steps do not know ({type(optimizer).__name__}) on their parameters: it would not be counted, nor are split "
+                "weights its own. Make DiLoCo anew with the optimizer that trains, and load the old one's state_dict(); or close() it, if it is over"
+            )
 
 
 class Weights:

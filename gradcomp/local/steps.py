@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.options import Changes, Options, spell_out
+from gradcomp.engine.strangers import remove
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
@@ -123,10 +125,10 @@ class DiLoCo:
         self._gradients: GradientAverager | None = None
         self._start_stats = Stats()
         self._hooks: list[Any] = []
+        weakref.finalize(self, remove, self._hooks)
         self._reports: list[Telemetry] = []
         self._under_way: deque[tuple[int, int]] = deque()  # fragment, inner step at which its averages are applied
-        self._averaged = self._counts_itself = False
-        self.inner_steps = 0
+        self._averaged, self.inner_steps = False, 0
         outer, transform = outer_optimizer or self._default_outer, None
         try:
             outer_words = str(outer([nn.Parameter(torch.zeros(1))]))
@@ -139,6 +141,7 @@ class DiLoCo:
                     Fragment(named[part.start : part.stop], self._inner.weights, codec, plain, self._duplicate(), outer)
                 )
             self.check_replicas()
+            self._hooks += self._inner.watch()
             if self._start:
                 plain = replace(plain, precondition=None, transform=None)
                 first = options.start_codec or Identity()
@@ -161,8 +164,9 @@ class DiLoCo:
             ValueError: a parameter that is not what it was.
             GradcompError: called in a ``with`` block, where steps count by themselves.
         """
-        if self._counts_itself:
+        if self._inner.then is not None:
             raise GradcompError("step() in a with block, where the inner optimizer's steps count by themselves")
+        self._inner.told(type(self).__name__)
         self._count()
 
     def average_gradients(self) -> None:
@@ -368,9 +372,7 @@ class DiLoCo:
 
     def close(self) -> None:
         """Stop the threads and close the communicators; closing twice is harmless."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        remove(self._hooks)
         for fragment in self._fragments:
             fragment.close()
         if self._gradients is not None:
@@ -379,8 +381,7 @@ class DiLoCo:
 
     def __enter__(self) -> Self:
         """Count the inner optimizer's steps from now on."""
-        self._hooks += self._inner.after_step(self._count)
-        self._counts_itself = True
+        self._inner.then = self._count
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
