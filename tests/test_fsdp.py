@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradcomp
 from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TopK
+from gradcomp.comm import torch_private
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.fsdp.reused import Reused
 from gradcomp.integrations import torchtitan
@@ -555,6 +556,43 @@ def test_models_that_are_sharded_too_late_or_by_fsdp1(gloo):
     for late, first in gloo(2, misused):
         assert "fully_shard came after gradcomp.fsdp.compress for 1 modules (FSDPLinear" in late
         assert "FullyShardedDataParallel is FSDP1: wrap with torch.distributed.fsdp.fully_shard" in first
+
+
+def dropped(door):
+    """A training loop in which somebody takes the door away after a step."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    model = wrap(fresh(), True, **({"mesh": mesh["shard"]} if door == "replicas" else {}))
+    optimizer, told = torch.optim.SGD(model.parameters(), lr=0.1), []
+    opened = ReplicaAverage(model, mesh["replica"].get_group()) if door == "replicas" else gradcomp.fsdp.compress(model, "ternary")
+    del opened  # who registers in a function keeps nothing
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step, dist.get_rank()).backward()
+            before = model.first.weight.to_local().clone()
+            try:
+                optimizer.step()
+            except gradcomp.GradcompError as error:
+                told.append((step, str(error), torch.equal(before, model.first.weight.to_local())))
+            if step == 1:
+                for module in model.modules():
+                    if isinstance(module, FSDPModule) and door == "replicas":
+                        module.set_all_reduce_hook(lambda shard: None)
+                    elif isinstance(module, FSDPModule):
+                        torch_private.reduce_scatter_as_before(module)
+    return told, [str(one.message) for one in warned if "not called" in str(one.message)]
+
+
+@pytest.mark.parametrize("door", ["replicas", "compress"])
+def test_a_hook_that_somebody_replaces_is_found(gloo, door):
+    """Replicas would train apart: an error before the step. Gradients that torch reduces after all are right: one warning."""
+    for told, warned in gloo(2, dropped, door):
+        if door == "replicas":
+            assert [(step, unchanged) for step, _, unchanged in told] == [(2, True), (3, True)] and not warned
+            assert "not called in this step" in told[0][1] and "Make ReplicaAverage last" in told[0][1]
+        else:
+            assert not told and len(warned) == 1 and "call compress last" in warned[0]
 
 
 def alone():

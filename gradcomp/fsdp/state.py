@@ -25,6 +25,7 @@ from gradcomp.comm.torchdist import (
 )
 from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.options import Options
+from gradcomp.engine.watch import NOT_CALLED, Mine, Steps, before_any_step, remove
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.gathered import Rooms
 from gradcomp.exchange.stats import Stats
@@ -89,7 +90,8 @@ class FsdpState:
         self._pending: list[ReduceScatter] = []
         self._called_back = -1  # number of the backward pass at whose end pending averages are waited for
         self._reports: list[Telemetry] = []
-        self._backwards = 0
+        self._hooks: list[Any] = []
+        self._backwards = self._calls = 0
         self._closed = False
         groups: dict[int, TorchCommunicator] = {}
         rooms, reused, self._forward = Rooms(), Reused(), Forward()
@@ -111,6 +113,9 @@ class FsdpState:
         except BaseException:
             self.close()
             raise
+        mine = Mine(p for one in sharded if one.group.size() > 1 for p in one.parameters)
+        self._steps = Steps(mine, lambda: self._calls, self._missed)
+        self._hooks += [before_any_step(mine, self._steps.check), model.register_forward_pre_hook(self._hold)]
         if self._kept.nbytes > 1e6:
             logger.warning("gradcomp: residuals of %r take %.0f MB on every rank, which sharding does not divide ('bf16' takes half of 'fp32')", codec, self._kept.nbytes / 1e6)
 
@@ -119,6 +124,7 @@ class FsdpState:
 
     def _reduce_by(self, module: ReduceScatter) -> Any:
         def call(output: Tensor, given: Tensor, group: Any, op: Any) -> None:
+            self._calls += 1
             self._check_modules()
             self._finish()  # what went out before has had this module's backward to arrive
             factor = divisor(op, group.size())
@@ -178,6 +184,17 @@ class FsdpState:
         if late:
             raise GradcompError(f"fully_shard came after gradcomp.fsdp.compress for {len(late)} modules ({late[0]}, ...): shard all of them first")
         self._checked = True
+
+    def _hold(self, *_: Any) -> None:
+        """Keep this alive with the model, whatever becomes of what its modules call."""
+
+    def _missed(self) -> None:
+        remove(self._hooks)  # once is enough
+        warnings.warn(
+            f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly as ever. Somebody has called set_custom_reduce_scatter after "
+            "gradcomp.fsdp.compress: call compress last",
+            stacklevel=5,
+        )
 
     def _say_plain(self, why: str) -> None:
         if not self.plain:
@@ -272,6 +289,7 @@ class FsdpState:
         """Give torch's own reduce-scatter and all_gather back and close the communicators; closing twice is harmless."""
         if not self._closed:
             self._closed = True
+            remove(self._hooks)
             for reduce in self._reduces:
                 torch_private.reduce_scatter_as_before(reduce.module)
             for gather in self._gathers:

@@ -16,8 +16,8 @@ from gradcomp.comm.local import LocalCommunicator
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.ddp import CompressionState
 from gradcomp.engine.options import Options
+from gradcomp.engine.watch import NOT_CALLED
 from gradcomp.errors import GradcompError
-from gradcomp.integrations.called import NOT_CALLED
 from gradcomp.integrations.checkpoints import Stateful, read, write
 from gradcomp.integrations.versions import missing, warn_unless_tried
 from gradcomp.local.steps import DiLoCo

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradcomp.ddp import CompressionState
-from gradcomp.engine.strangers import before_any_step
+from gradcomp.engine.watch import NOT_CALLED, Mine, Steps, before_any_step
 from gradcomp.errors import GradcompError
 
 if TYPE_CHECKING:
     from torch import nn
-
-NOT_CALLED = "gradcomp was registered but not called in this step"
 
 
 class Watch:
@@ -33,26 +31,22 @@ class Watch:
         optimizers: Sequence[torch.optim.Optimizer] | None = (),
     ) -> None:
         self._state, self._forwards, self._synced = state, 0, 0
-        self._seen: dict[int, tuple[int, int]] = {}
-        self._begun = self._now()
+        mine = Mine(model.parameters())
+        self._steps = Steps(mine, self._now, self._missed)
         self._hooks: list[Any] = [model.register_forward_pre_hook(self._forward)]
         if optimizers is None:
-            self._hooks.append(before_any_step(model.parameters(), self._before_step))
+            self._hooks.append(before_any_step(mine, self.check))
         else:
-            self._hooks += [one.register_step_pre_hook(self._before_step) for one in optimizers]
+            self._hooks += [one.register_step_pre_hook(self.check) for one in optimizers]
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, *step: Any) -> None:
         """Raise GradcompError if gradients have been made since this optimizer's last step, and the hook was not called."""
-        now = self._now()
-        if self._seen.get(id(optimizer), self._begun) == now and _has_gradients(optimizer):
-            raise GradcompError(f"{NOT_CALLED}: {self._why()}. The optimizer has changed nothing yet")
-        self._seen[id(optimizer)] = now
+        self._steps.check(optimizer, *step)
         self._forwards = self._synced = 0
 
     def restart(self) -> None:
         """Take note that the state was loaded, which counts as no step."""
-        self._seen.clear()
-        self._begun = self._now()
+        self._steps.restart()
 
     def close(self) -> None:
         """Watch no longer."""
@@ -67,9 +61,8 @@ class Watch:
             self._forwards += 1
             self._synced += bool(module.require_backward_grad_sync)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("closure") is None and (len(args) < 2 or args[1] is None):  # a closure makes gradients yet
-            self.check(optimizer)
+    def _missed(self) -> None:
+        raise GradcompError(f"{NOT_CALLED}: {self._why()}. The optimizer has changed nothing yet")
 
     def _why(self) -> str:
         if not self._forwards:
@@ -87,7 +80,3 @@ class Watch:
             "DistributedDataParallel ran, but called another hook or none: the framework has replaced or dropped it, or the gradients "
             "are of a loss that does not come from this model. Register gradcomp last, on the model that trains"
         )
-
-
-def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -17,6 +17,8 @@ from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.engine.options import Options
+from gradcomp.engine.watch import NOT_CALLED, Mine, Steps, before_any_step, remove
+from gradcomp.errors import GradcompError
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -35,6 +37,7 @@ class ReplicaAverage:
 
     It takes the place of what torchtitan's ``maybe_set_all_reduce_hook(model_parts)`` sets. Gradients that add up over several backward passes are averaged
     once, if ``set_requires_gradient_sync`` leaves the exchange to the last of them. Residuals are as large as shards, on the host.
+    A step of an optimizer on gradients that were not averaged, since somebody has set another hook, is a GradcompError.
 
     Args:
         models: with FSDP modules inside, or a list of such (parts of a pipeline). Shards of a GPU are staged on the host.
@@ -72,7 +75,11 @@ class ReplicaAverage:
         except BaseException:
             comm.close()
             raise
-        self._called_back = -1
+        self._called_back, self._averages = -1, 0
+        mine = Mine(p for _, p in named)
+        self._steps = Steps(mine, lambda: self._averages, _missed)
+        self._hooks = [before_any_step(mine, self._steps.check)]
+        self._hooks += [part.register_forward_pre_hook(self._hold) for part in parts]
         for module in self._modules:
             module.set_all_reduce_hook(self._reduced)
 
@@ -81,6 +88,7 @@ class ReplicaAverage:
         for module in self._modules:
             module.set_all_reduce_hook(None)
         self._modules = []
+        remove(self._hooks)
         self.averager.close()
 
     def __enter__(self) -> Self:
@@ -95,7 +103,11 @@ class ReplicaAverage:
             self._called_back = number
             torch_private.after_backward(self._average)  # behind FSDP's own, which was there first
 
+    def _hold(self, *_: Any) -> None:
+        """Keep this alive with the model, whatever becomes of its all-reduce hooks."""
+
     def _average(self) -> None:
+        self._averages += 1
         with torch.no_grad():
             for p, mirror in self._staged:
                 if p.requires_grad:
@@ -107,6 +119,13 @@ class ReplicaAverage:
                         p.grad = torch.zeros_like(p)
                     _local(p.grad).copy_(mirror.grad)
                     mirror.grad = None
+
+
+def _missed() -> None:
+    raise GradcompError(
+        f"{NOT_CALLED}: FSDP has reduced gradients and called another all-reduce hook, or none, so replicas would train apart. Make ReplicaAverage last, "
+        "after torchtitan's maybe_set_all_reduce_hook and the like. The optimizer has changed nothing yet"
+    )
 
 
 def _on_the_host(parameters: Iterable[nn.Parameter]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.buckets import check_optimizer
-from gradcomp.engine.strangers import before_any_step
+from gradcomp.engine.watch import Mine, before_any_step
 from gradcomp.errors import GradcompError
 
 COUNTED = 16  # calls of DiLoCo.step that are compared with steps at a time
@@ -33,7 +33,8 @@ class Inner:
 
     def __init__(self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> None:
         self._optimizers = list(given) if isinstance(given, Sequence) else [given]
-        self._known = known = list(parameters)
+        known = list(parameters)
+        self._mine = Mine(known)
         if len({id(one) for one in self._optimizers}) < max(1, len(self._optimizers)):
             raise ValueError(f"inner_optimizer must be an optimizer or several different ones, got {given!r}")
         for one in self._optimizers:
@@ -53,7 +54,7 @@ class Inner:
         """Count steps, and raise before one of another optimizer on these parameters; return what ends that."""
         hooks = [one.register_step_pre_hook(self._begins) for one in self._optimizers]
         hooks += [one.register_step_post_hook(self._ended) for one in self._optimizers]
-        return [*hooks, before_any_step(self._known, self._refuse)]
+        return [*hooks, before_any_step(self._mine, self._refuse)]
 
     def told(self, name: str) -> None:
         """Take note that somebody says he has made an inner step; warn once if that is said about twice as often as it is so."""

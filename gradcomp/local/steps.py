@@ -18,7 +18,7 @@ from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.options import Changes, Options, spell_out
-from gradcomp.engine.strangers import remove
+from gradcomp.engine.watch import remove
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
