@@ -7,6 +7,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 3
 TORCH ?=
+RELEASE ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -16,7 +17,7 @@ TORCH_TESTS := allreduce amp averager codecs ddp double_buffer exchange fused hi
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs test quick test-torch promises test-long lint native-test native-test-aarch64 wheels build mpi clean distclean
+.PHONY: help demo docs test quick test-torch test-framework promises test-long lint native-test native-test-aarch64 wheels build mpi clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +25,7 @@ help:
 	@echo 'make test         build, ruff, mypy, pytest                        (PYTEST_ARGS="-k ddp")'
 	@echo 'make quick        what starts no processes, for the inner loop: a minute'
 	@echo 'make test-torch TORCH=2.15.0   the tests under another torch, in .venv-torch-2.15.0 (fetches several GB)'
+	@echo 'make test-framework RELEASE=lightning==2.5.0   the tests of an integration under another release of its framework'
 	@echo 'make promises     break each promise on purpose and see that a test notices'
 	@echo 'make test-long    the tests that take minutes: accuracy of whole trainings, whole tables on every transport'
 	@echo 'make native-test  the C tests under the address, undefined-behaviour and thread sanitizers'
@@ -65,6 +67,16 @@ test-torch: build
 		{ read ours; read theirs; echo "import site; site.addsitedir('$$ours')" > $$theirs/gradcomp-development.pth; }
 	$(VENV)-torch-$(TORCH)/bin/python -m pytest -q -m 'not long and not timed' -k 'not mpich and not openmpi' \
 		$(TORCH_TESTS:%=tests/test_%.py) $(PYTEST_ARGS)
+
+# That release into a folder that is looked through before .venv, which stays as it is; what it needs otherwise than .venv has it is named, too.
+FRAMEWORK = $(firstword $(subst ==, ,$(RELEASE)))
+test-framework: build
+	@test -n "$(RELEASE)" || { echo 'say which: make test-framework RELEASE="lightning==2.5.0 pytorch-lightning==2.5.0"' >&2; exit 2; }
+	rm -rf build/framework
+	$(BIN)/python -m pip install -q --no-deps --target build/framework $(RELEASE)
+	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -c 'import sys; import $(FRAMEWORK) as found; \
+		print("$(FRAMEWORK)", found.__version__, found.__file__); sys.exit("$(firstword $(RELEASE))" != "$(FRAMEWORK)==" + found.__version__)'
+	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -m pytest -q tests/test_$(FRAMEWORK).py $(PYTEST_ARGS)
 
 lint: build
 	$(BIN)/ruff check .

@@ -211,7 +211,7 @@ def test_commands_exist():
             assert words[1] in targets, f"{name_of(page)}: make {words[1]}"
             for word in words[2:]:
                 variable, _, value = word.partition("=")
-                assert variable in ("DEMO_ARGS", "TORCH")
+                assert variable in ("DEMO_ARGS", "RELEASE", "TORCH")
                 if variable == "DEMO_ARGS":
                     demo.parse_config(shlex.split(value))
             seen += 1

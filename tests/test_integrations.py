@@ -18,6 +18,7 @@ from gradcomp.integrations import versions
 
 PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
 CONSTRAINTS = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
+HOWTO = Path(__file__).parents[1] / "docs/howto"
 
 
 @pytest.mark.parametrize("framework", versions.TRIED)
@@ -33,9 +34,19 @@ def test_a_missing_framework_names_the_extra(monkeypatch, framework):
 @pytest.mark.parametrize("framework", versions.TRIED)
 def test_extras_and_pins_are_what_was_tried(framework):
     oldest, (major, minor) = versions.TRIED[framework]
-    low, high = re.search(rf'^{framework} = \[.*"{framework}(?:\[train\])?>=([\d.]+),<([\d.]+)', PYPROJECT, re.MULTILINE).groups()
-    assert (low, high) == (".".join(map(str, oldest)), f"{major}.{minor + 1}")
+    asked = re.findall(rf'^(\w+) = \[.*"{framework}(?:\[train\])?>=([\d.]+),<([\d.]+)', PYPROJECT, re.MULTILINE)
+    assert framework in {extra for extra, *_ in asked}  # transformers asks for accelerate, too
+    assert {(low, high) for _, low, high in asked} == {(".".join(map(str, oldest)), f"{major}.{minor + 1}")}
     assert re.search(rf"^{framework}=={major}\.{minor}\.", CONSTRAINTS, re.MULTILINE)
+
+
+@pytest.mark.parametrize("framework", versions.TRIED)
+def test_the_page_lists_releases_from_the_oldest_to_the_newest(framework):
+    text = (HOWTO / f"{framework}.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(rf"^Tried with {framework} ([\d., and]+\d)", text, re.MULTILINE | re.IGNORECASE)
+    releases = [tuple(map(int, one.split("."))) for one in re.findall(r"\d+\.\d+\.\d+", listed)]
+    assert releases == sorted(releases)
+    assert (releases[0][:2], releases[-1][:2]) == versions.TRIED[framework]
 
 
 @pytest.mark.parametrize("framework", versions.TRIED)

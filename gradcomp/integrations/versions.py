@@ -6,7 +6,12 @@ import re
 import warnings
 from importlib.metadata import version
 
-TRIED = {"lightning": ((2, 6), (2, 6)), "accelerate": ((1, 15), (1, 15)), "transformers": ((5, 23), (5, 23)), "ray": ((2, 60), (2, 60))}  # oldest and newest release; pyproject.toml has them as extras
+TRIED = {  # oldest and newest release; pyproject.toml has them as extras, docs/howto those in between
+    "lightning": ((2, 4), (2, 6)),
+    "accelerate": ((1, 6), (1, 15)),
+    "transformers": ((5, 18), (5, 23)),
+    "ray": ((2, 50), (2, 60)),
+}
 
 
 def missing(framework: str, error: ImportError) -> ImportError:
