@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.fsdp import fully_shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -252,6 +251,9 @@ def _shard(
     model: nn.Module, codec: Codec | None, weights: Codec | None, keep: bool, make: Callable[[nn.Module], list[torch.optim.Optimizer]]
 ) -> Ready:
     """Shard a model, its lists' and sequences' members as modules of their own, each of which asks for the next one's weights early."""
+    # here, since it takes as long to import as a third of torch, and most methods do without
+    from torch.distributed.fsdp import fully_shard
+
     before = model
     for outer in model.modules():
         if isinstance(outer, (nn.ModuleList, nn.Sequential)):
