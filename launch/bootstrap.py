@@ -8,6 +8,9 @@ a kill -9 or an ``os._exit`` at once and exactly, where mpirun's own status is t
 from __future__ import annotations
 
 import ctypes
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
 import os
 import resource
@@ -18,13 +21,14 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 PR_SET_PDEATHSIG = 1
 MACHINERY = (__file__, runpy.__file__, "<frozen runpy>")
+MPI = "mpi4py.MPI"  # whose import initialises the MPI
 
 
 class Recorder:
@@ -49,6 +53,32 @@ class Recorder:
             partial.replace(path)
         except OSError as error:
             print(f"gradcomp.launch: rank {self.rank} left no record: {error}", file=sys.stderr)
+
+
+class SegmentsNoted(importlib.abc.MetaPathFinder):
+    """Writes down, once, what shared memory this rank has mapped when its MPI is there: its next line may be its last."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return mpi4py's own spec with a loader that takes the note at its end; leave other modules to others."""
+        if fullname != MPI or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_note(module: ModuleType) -> None:
+                execute(module)
+                mapped_by = runpy.run_path(str(Path(__file__).with_name("segments.py")))["mapped_by"]
+                self.recorder.write("segments", files=sorted(mapped_by(os.getpid())))
+
+            spec.loader.exec_module = execute_and_note  # type: ignore[method-assign]
+        return spec
 
 
 def _is_private(folder: str) -> bool:
@@ -79,6 +109,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     recorder.owner = os.getpid()
     recorder.write("started")
+    sys.meta_path.insert(0, SegmentsNoted(recorder))
     run(program, recorder)
 
 

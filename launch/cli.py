@@ -210,6 +210,7 @@ def _run(command: list[str], program: list[str], environ: Mapping[str, str], gra
             dict(environ) | {name: str(folder) for name in SESSION_BASE if name not in environ},
             grace_s=grace_s,
             has_failed=lambda: records.first_failure(folder) is not None,
+            noted_segments=lambda: records.segments(folder),
         )
         if number:
             _say(f"stopped by {records.signal_name(number)}; every process has ended")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,3 +51,10 @@ def first_failure(folder: Path) -> Ended | None:
 def started(folder: Path) -> set[int]:
     """Return the ranks whose program was started."""
     return {int(path.suffix[1:]) for path in folder.glob("started.*")}
+
+
+def segments(folder: Path) -> set[tuple[str, int]]:
+    """Return path and inode of the shared memory that ranks of this host have noted."""
+    noted = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("segments.*")]
+    here = socket.gethostname()
+    return {(path, inode) for record in noted if record["host"] == here for path, inode in record["files"]}

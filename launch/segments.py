@@ -1,8 +1,9 @@
 """Remove the shared memory that a job's MPI leaves on this host when its ranks are killed.
 
 MPICH and Open MPI back it by files in /dev/shm, which outlive every process. Only a file that a process below the launcher
-was seen to have mapped, that did not exist before the job, and that belongs to this user, is removed; all of the job's
-processes have ended by then.
+had mapped, that did not exist before the job, and that belongs to this user, is removed; all of the job's processes have
+ended by then. A rank writes down what it has mapped as soon as its MPI is there, for it may end before the launcher's next
+look; the looks find what comes later. Uses the standard library alone: a rank runs this file too.
 """
 
 from __future__ import annotations
@@ -38,13 +39,19 @@ class Segments:
         mapped = {line for pid in self._pids() for line in _mapped(pid)}
         self._own |= {(path, inode) for path, inode in new if path in mapped}
 
-    def remove(self) -> None:
-        """Remove what is left; the job's processes must have ended."""
-        for path, _ in self._own & _segments():
+    def remove(self, noted: Iterable[tuple[str, int]] = ()) -> None:
+        """Remove what is left, path and inode `noted` by the ranks too; the job's processes must have ended."""
+        for path, _ in self._own.union(noted) & _segments():
             try:
                 os.unlink(path)
             except OSError:
                 pass  # somebody was quicker
+
+
+def mapped_by(pid: int) -> set[tuple[str, int]]:
+    """Return path and inode of the segments that a process has mapped."""
+    mapped = _mapped(pid)
+    return {(path, inode) for path, inode in _segments() if path in mapped}
 
 
 def _segments() -> set[tuple[str, int]]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,13 +22,18 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def supervise(
-    command: Sequence[str], environ: Mapping[str, str], *, grace_s: float, has_failed: Callable[[], bool]
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    grace_s: float,
+    has_failed: Callable[[], bool],
+    noted_segments: Callable[[], Iterable[tuple[str, int]]],
 ) -> tuple[int, int]:
     """Run `command` to its end; once a rank has failed or a signal has come, that end is near.
 
     A first SIGINT, SIGTERM or SIGHUP goes to the command's process group, a second kills at once. After `has_failed`
     the command has `grace_s` to end by itself and as long again after SIGTERM. Whatever is left then is killed, and its
-    shared memory is removed.
+    shared memory, what was seen of it and `noted_segments`, is removed.
 
     Returns:
         The command's status (128 + n after signal n), and the first signal this process was sent, or 0.
@@ -42,7 +47,7 @@ def supervise(
         finally:
             if process.poll() != 0 or signals or has_failed():
                 _kill_descendants(process)
-                segments.remove()
+                segments.remove(noted_segments())
         status = process.wait()
         return (status if status >= 0 else 128 - status), (signals[0] if signals else 0)
 

@@ -34,7 +34,7 @@ if "nompi" not in sys.argv:
     comm.Barrier()
 else:
     time.sleep(0.5)
-segments = {f"segment {line.split()[-1]}\\n" for line in open("/proc/self/maps") if "/dev/shm/" in line}
+segments = {f"segment {line.split()[5]}\\n" for line in open("/proc/self/maps") if "/dev/shm/" in line}
 os.write(1, "".join(segments).encode())
 os.write(1, b"ready\\n")  # one piece: print's newline may be parted from its text
 def fail():
@@ -77,13 +77,15 @@ def python(request):
 class Launch:
     """One run of the launcher whose processes can all be recognised."""
 
+    launcher = ("-m", "gradcomp.launch")
+
     def __init__(self, python, *arguments, cwd, **variables):
         self.mark = f"GRADCOMP_TEST_MARK={uuid.uuid4().hex}"
         self.scratch = cwd / "scratch"
         self.scratch.mkdir(exist_ok=True)
         kept = {k: v for k, v in os.environ.items() if k not in NAMES and k != "OMP_NUM_THREADS"}
         self.process = subprocess.Popen(
-            [python, "-m", "gradcomp.launch", *map(str, arguments)],
+            [python, *self.launcher, *map(str, arguments)],
             cwd=cwd,
             env=kept | dict([self.mark.split("=")]) | {"TMPDIR": str(self.scratch)} | variables,
             stdin=subprocess.DEVNULL,
@@ -114,8 +116,14 @@ class Launch:
         return found
 
 
-def launch(python, *arguments, cwd, **variables):
-    run = Launch(python, *arguments, cwd=cwd, **variables)
+class Sleeping(Launch):
+    """A launcher that a busy machine does not let look between a rank's first line and its last."""
+
+    launcher = ("-c", "from gradcomp.launch import cli, supervise; supervise.POLL_S = 2; raise SystemExit(cli.main())")
+
+
+def launch(python, *arguments, cwd, kind=Launch, **variables):
+    run = kind(python, *arguments, cwd=cwd, **variables)
     status, lines = run.end()
     assert run.left() == []
     return status, lines
@@ -184,6 +192,16 @@ ENDS = {
 }
 
 
+def segments_of(lines):
+    return {line.split()[1] for line in lines if line.startswith("segment /")}
+
+
+def test_shared_memory_that_the_launcher_had_no_time_to_see_is_removed(python, folder):
+    status, lines = launch(python, "-n", 3, "--grace", 1, "program.py", "_exit", cwd=folder, kind=Sleeping)
+    assert status == 5, lines
+    assert segments_of(lines) and not [path for path in segments_of(lines) if Path(path).exists()]
+
+
 @pytest.mark.parametrize("how", ENDS)
 def test_the_first_failing_rank_decides(python, folder, how):
     status, lines = launch(python, "-n", 3, "--grace", 1, "program.py", how, cwd=folder)
@@ -192,8 +210,7 @@ def test_the_first_failing_rank_decides(python, folder, how):
     assert lines[-1].endswith(last), lines
     summary = next(line for line in reversed(lines) if "failed first" in line)
     assert "rank 1 " in summary
-    segments = {line.split()[1] for line in lines if line.startswith("segment ")}
-    assert segments and not [path for path in segments if Path(path).exists()]
+    assert segments_of(lines) and not [path for path in segments_of(lines) if Path(path).exists()]
     if how == "raise":
         assert "runpy" not in "\n".join(lines) and "bootstrap.py" not in "\n".join(lines[-6:])
 
@@ -305,8 +322,11 @@ def test_only_shared_memory_of_the_job_itself_is_removed(tmp_path, monkeypatch):
     files["again"].unlink()
     (tmp_path / "in between").touch()  # so that its inode is not given out again
     appear("again")  # another job's, under the same name
-    job.remove()
+    job.remove([(str(files["other"]), files["other"].stat().st_ino + 1)])  # noted by a rank, and since then anew
     assert {n for n, path in files.items() if path.exists()} == {"before", "other", "again", "foreign"}
+    assert (str(files["other"]), files["other"].stat().st_ino) not in segments.mapped_by(1)
+    job.remove([(str(files["other"]), files["other"].stat().st_ino)])
+    assert not files["other"].exists()
 
 
 def test_descendants_finds_grandchildren():
