@@ -61,7 +61,7 @@ class DiLoCo:
             of the steps averaged in fp32; docs/explanation/accuracy.md).
         sync_every: H, inner steps from one sync of a parameter to the next; or a function of the round's number, which is asked about
             the first 64 rounds at once, so that ranks can compare them.
-        outer_optimizer: makes the optimizer of the anchors; None: SGD, 0.7, Nesterov momentum 0.9.
+        outer_optimizer: makes the optimizer of the anchors; None: SGD, 0.7, Nesterov momentum 0.9. For less than some hundred syncs try 1.0, 0.8.
         fragments: parts of the model that sync in turns, H / fragments steps apart (streaming).
         delay: inner steps that go on while a fragment is exchanged; less than H.
         alpha: share of a rank's own parameters that is kept when averages arrive `delay` steps late.
