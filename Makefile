@@ -107,14 +107,14 @@ $(STAMP): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt
 		{ rm -rf $(VENV); echo 'python3 cannot make virtual environments; Debian: apt-get install python3-venv' >&2; exit 1; }
 	@echo 'installing into $(VENV) and building (the first time this fetches torch: a minute or several)'
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel cffi
-	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[bench,dev,docs,lightning,accelerate,transformers,ray]'
+	$(BIN)/python -m pip install -q --no-compile --no-build-isolation -c constraints.txt -e '.[bench,dev,docs,lightning,accelerate,transformers,ray]'
 	@touch $@
 
 mpi: $(MPI_STAMPS)
 
 $(VENV)-%/.installed: $(STAMP) constraints.txt
 	$(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install -q -c constraints.txt mpi4py $*
+	$(VENV)-$*/bin/python -m pip install -q --no-compile -c constraints.txt mpi4py $*
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
 		> $$($(VENV)-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/gradcomp-development.pth
 	@touch $@
