@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ from gradcomp.exchange.averages import Averages
 from gradcomp.exchange.divided import Divided
 from gradcomp.exchange.quality import Probe
 from gradcomp.exchange.rotated import Rotated
+from gradcomp.exchange.second import Owned
 from gradcomp.exchange.sizing import BucketPlan
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.traffic import Memory, Second, Traffic
@@ -176,7 +178,7 @@ class BucketExchange:
         if here.second is None or here.flagged:  # every rank has seen the same flags, so all of them skip it
             return
         with self.stats.timed("owner"):
-            self._own_bad |= self._average(here, here.second)
+            self._own_bad |= self._average(here, here.second.owned)
             if here.second.inbox is not None:
                 if self._owner_transform is not None:  # goes with whole second phases
                     self._own_bad |= self._owner_transform.run(self.shard, self._owned_spans)
@@ -188,15 +190,19 @@ class BucketExchange:
         """Let go of the bucket that `encode` has read, where averages stay in `shard`."""
         self._buffer = self._values = self.shard
 
-    def average_shard(self) -> None:
-        """Wait for the first phase and average in `shard` what this rank owns (for an exchange among owners, in one slice)."""
+    def average_shard(self, out: Tensor | None = None) -> None:
+        """Wait for the first phase and average what this rank owns (for an exchange among owners, in one slice).
+
+        The averages come to stand in `shard`, or, where they stay, in `out`, ``(n,)`` float32 as `shard` is.
+        """
         self.receive()
         here = self._traffic[0]
         if not here.flagged and here.second is not None:
+            owned = here.second.owned if out is None else replace(here.second.owned, shard=out)
             with self.stats.timed("owner"):
-                self._flagged = self._average(here, here.second)
+                self._flagged = self._average(here, owned)
                 if self.plan.stays and isinstance(self._divided, Rotated):
-                    self._divided.multiply_owned(self.shard)
+                    self._divided.multiply_owned(owned.shard)
 
     def publish_shard(self, *, flagged: bool) -> None:
         """Encode what now stands in `shard`, start the second phase (which a flagged first phase does without)."""
@@ -298,9 +304,9 @@ class BucketExchange:
                 encoded=self._values, gradient=gradient, units=units, residual=residual,
             )  # fmt: skip
 
-    def _average(self, here: Traffic, second: Second) -> bool:
+    def _average(self, here: Traffic, owned: Owned) -> bool:
         """Average what this rank owns of a slice; True: an average is not finite."""
-        bad = self.plan.second_phase.average(self._kernels, second.owned)
+        bad = self.plan.second_phase.average(self._kernels, owned)
         if bad:
             refuse_unflagged(here.first.tensors, here.first.layouts, f", bucket {self._bucket}")
         return bad

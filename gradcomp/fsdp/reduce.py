@@ -74,8 +74,11 @@ class ReduceScatter:
         if self._pending is None:
             return
         (exchange, output, factor), self._pending = self._pending, None
+        first = output.numel() * self._comm.rank
+        places = sorted((piece.slot.offset - first, piece.data, piece.numel) for piece in exchange.plan.own_second.pieces)
+        as_they_are = (output.dtype, output.device) == (torch.float32, exchange.shard.device) and all(there == here for there, here, _ in places)
         try:
-            exchange.average_shard()
+            exchange.average_shard(output if as_they_are else None)
         except GradcompError as error:
             self._failed = error
             raise
@@ -84,10 +87,13 @@ class ReduceScatter:
             self._stats.nonfinite_buckets += 1
             return
         exchange.commit()
-        output.zero_()
-        first = output.numel() * self._comm.rank
-        for piece in exchange.plan.own_second.pieces:
-            output[piece.slot.offset - first :][: piece.numel].copy_(exchange.shard[piece.data : piece.data + piece.numel])
+        filled = 0
+        for there, here, numel in places:
+            output[filled:there].zero_()  # what chunks are padded with
+            if not as_they_are:
+                output[there : there + numel].copy_(exchange.shard[here : here + numel])
+            filled = there + numel
+        output[filled:].zero_()
         if factor != 1:
             output.mul_(factor)
 
