@@ -8,6 +8,7 @@ a kill -9 or an ``os._exit`` at once and exactly, where mpirun's own status is t
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -21,9 +22,10 @@ import stat
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
+from typing import Any
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 PR_SET_PDEATHSIG = 1
@@ -60,25 +62,48 @@ class SegmentsNoted(importlib.abc.MetaPathFinder):
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self.asks = self.is_done = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return mpi4py's own spec with a loader that takes the note at its end; leave other modules to others."""
-        if fullname != MPI or self not in sys.meta_path:
+        if fullname != MPI or self.asks or self.is_done:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self.asks = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.asks = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_note(module: ModuleType) -> None:
+            def execute_and_note(module: Any) -> None:
                 execute(module)
-                mapped_by = runpy.run_path(str(Path(__file__).with_name("segments.py")))["mapped_by"]
-                self.recorder.write("segments", files=sorted(mapped_by(os.getpid())))
+                self.is_done = True
+                if module.Is_initialized():
+                    self.note()
+                else:  # mpi4py.rc.initialize = False
+                    module.Init, module.Init_thread = self.noting(module.Init), self.noting(module.Init_thread)
 
             spec.loader.exec_module = execute_and_note  # type: ignore[method-assign]
         return spec
+
+    def noting(self, initialize: Callable[..., object]) -> Callable[..., object]:
+        """Return a function that initialises, and takes the note."""
+
+        @functools.wraps(initialize)
+        def initialize_and_note(*arguments: object, **named: object) -> object:
+            result = initialize(*arguments, **named)
+            self.note()
+            return result
+
+        return initialize_and_note
+
+    def note(self) -> None:
+        """Take the note."""
+        mapped_by = runpy.run_path(str(Path(__file__).with_name("segments.py")))["mapped_by"]
+        self.recorder.write("segments", files=sorted(mapped_by(os.getpid())))
 
 
 def _is_private(folder: str) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _expected import average
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -593,6 +594,39 @@ def test_a_hook_that_somebody_replaces_is_found(gloo, door):
             assert "not called in this step" in told[0][1] and "Make ReplicaAverage last" in told[0][1]
         else:
             assert not told and len(warned) == 1 and "call compress last" in warned[0]
+
+
+def stateful(door):
+    """Return what a model made on meta says in three steps that follow the making of its optimizer's state."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fully_shard(model, mesh=mesh["shard" if door == "replicas" else "replica"])
+    if door == "compress":
+        opened = gradcomp.fsdp.compress(model, "ternary")
+        model.to_empty(device="cpu")
+    else:
+        model.to_empty(device="cpu")
+        for layer in model:
+            nn.init.constant_(layer.weight, 0.1)
+            nn.init.zeros_(layer.bias)
+        opened = ReplicaAverage(model, mesh["replica"].get_group(), "ternary")
+    with opened, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        nn.init.constant_(model[0].weight, 0.1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        get_optimizer_state_dict(model, optimizer)
+        for _ in range(3):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(one.message) for one in warned if "not called" in str(one.message)]
+
+
+@pytest.mark.parametrize("door", ["replicas", "compress"])
+def test_a_step_that_makes_an_optimizers_state_is_none_and_meta_models_come_to_life(gloo, door):
+    for warned in gloo(2, stateful, door):
+        assert not warned
 
 
 def alone():

@@ -196,7 +196,10 @@ def segments_of(lines):
     return {line.split()[1] for line in lines if line.startswith("segment /")}
 
 
-def test_shared_memory_that_the_launcher_had_no_time_to_see_is_removed(python, folder):
+@pytest.mark.parametrize("first", ["", "import importlib.util; importlib.util.find_spec('mpi4py.MPI')", "import mpi4py; mpi4py.rc.initialize = False"], ids=["", "sought", "late"])
+def test_shared_memory_that_the_launcher_had_no_time_to_see_is_removed(python, folder, first):
+    program = folder / "program.py"
+    program.write_text(f"{first}\n{PROGRAM}".replace("comm = MPI", "MPI.Is_initialized() or MPI.Init()\n    comm = MPI"))
     status, lines = launch(python, "-n", 3, "--grace", 1, "program.py", "_exit", cwd=folder, kind=Sleeping)
     assert status == 5, lines
     assert segments_of(lines) and not [path for path in segments_of(lines) if Path(path).exists()]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from _ranks import run_local
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradcomp import (
     DiLoCo,
@@ -24,6 +25,7 @@ from gradcomp import (
     UnsupportedTensor,
 )
 from gradcomp.comm import LocalCommunicator
+from gradcomp.engine import watch
 from gradcomp.local.turns import Turns, cut
 from gradcomp.optim import SplitSGD
 
@@ -786,17 +788,107 @@ def test_an_optimizer_inside_of_the_inner_one_is_a_part_of_it():
         assert (local.inner_steps, local.syncs) == (2, 1)
 
 
-def test_local_steps_that_are_dropped_watch_nobody():
-    from torch.optim import optimizer as of_torch
+class Around(torch.optim.Optimizer):
+    """As SAM and Lookahead are written."""
 
-    before = len(of_torch._global_optimizer_pre_hooks)
+    def __init__(self, inside):
+        super().__init__(inside.param_groups, {})
+        self.inside, self.param_groups = inside, inside.param_groups
+
+    def step(self, closure=None):
+        return self.inside.step(closure)
+
+
+class Bare(Around):
+    """As accelerate's: without what Optimizer.__init__ makes."""
+
+    def __init__(self, inside):
+        self.inside, self.param_groups, self.state, self.defaults = inside, inside.param_groups, inside.state, {}
+
+    def step(self, closure=None):  # of its own, as zero_grad: torch's makes a step one with hooks
+        return self.inside.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.inside.zero_grad(set_to_none)
+
+
+class Shared(Around):
+    """As Lightning's: it has what the one inside has."""
+
+    def __init__(self, inside):
+        self.__dict__ = dict(inside.__dict__) | {"inside": inside}
+
+    step, zero_grad = Bare.step, Bare.zero_grad
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("given", ["inside", "around"])
+@pytest.mark.parametrize("kind", [Around, Bare, Shared])
+def test_optimizers_as_frameworks_wrap_them(kind, given, block):
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    inside = sgd(model)
+    around = kind(inside)
+    local = DiLoCo(model, inside if given == "inside" else around, "ternary", comm, sync_every=2)
+    with local if block else contextlib.nullcontext():
+        for step in range(2):
+            inner_step(model, around, step, 0)
+            if not block:
+                local.step()
+        assert (local.inner_steps, local.syncs) == (2, 1)
+    local.close()
+
+
+def test_an_optimizer_without_hooks_is_counted_by_who_calls_step():
+    class Foreign:
+        def __init__(self, inside):
+            self.param_groups, self.state, self._step = inside.param_groups, inside.state, inside.step
+            self.zero_grad = inside.zero_grad
+
+        def step(self):
+            self._step()
+
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    optimizer = Foreign(sgd(model))
+    local = DiLoCo(model, optimizer, "ternary", comm, sync_every=2)
+    with pytest.raises(TypeError, match=r"steps of Foreign cannot be counted.*call step\(\) after each"):
+        local.__enter__()
+    for step in range(2):
+        inner_step(model, optimizer, step, 0)
+        local.step()
+    assert (local.inner_steps, local.syncs) == (2, 1)
+    local.close()
+
+
+def test_parameters_may_be_swapped_and_local_steps_forgotten_during_a_step():
+    (comm,) = LocalCommunicator.group(1)
+    model = fresh()
+    local = DiLoCo(model, sgd(model), "ternary", comm, sync_every=2)
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+    other = fresh()
+    optimizer = sgd(other)
+    hooks = [register_optimizer_step_pre_hook(call) for call in (lambda *_: gc.collect() and None, lambda *_: None)]
+    gc.disable()
+    try:
+        del local, model
+        inner_step(other, optimizer, 0, 0)  # torch walks through its hooks while ours goes
+    finally:
+        gc.enable()
+        for hook in hooks:
+            hook.remove()
+
+
+def test_local_steps_that_are_dropped_watch_nobody():
+    before = len(watch._watchers)
     model = fresh()
     (comm,) = LocalCommunicator.group(1)
     local = DiLoCo(model, sgd(model), "ternary", comm, sync_every=2)
-    assert len(of_torch._global_optimizer_pre_hooks) == before + 1
+    assert len(watch._watchers) == before + 1
     del local
     gc.collect()
-    assert len(of_torch._global_optimizer_pre_hooks) == before
+    assert len(watch._watchers) == before
     inner_step(model, torch.optim.AdamW(model.parameters()), 0, 0)
 
 

@@ -19,7 +19,7 @@ class Lookup:
         threading.Thread(target=self._ask, args=(host,), name="gradcomp-lookup", daemon=True).start()
 
     def _ask(self, host: str) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):  # the second of a host's name that cannot be one
             address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
             socket.getnameinfo((f"::ffff:{address}", 0), 0)  # in the form in which torch asks: what /etc/hosts says of the other counts for nothing
         self._took_s = time.monotonic() - self._begun

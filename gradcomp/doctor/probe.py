@@ -58,7 +58,8 @@ class Helper:
         self._say(prefix, member, members)
 
     def _say(self, *words: str | float) -> None:
-        os.write(self._commands, json.dumps(words).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # it has gone, and its answer says why
+            os.write(self._commands, json.dumps(words).encode() + b"\n")
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
         """Return what it has to tell; where it tells nothing, why."""

@@ -14,45 +14,72 @@ NOT_CALLED = "gradcomp was registered but not called in this step"
 
 
 class Mine:
-    """Tensors by identity, without keeping them alive."""
+    """Tensors by identity. It keeps them: a weak reference to a parameter would keep `torch.utils.swap_tensors`, and with it ``to_empty``, from working."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._known = {id(one): weakref.ref(one) for one in tensors}
+        self._known = {id(one): one for one in tensors}
 
     def __contains__(self, tensor: Tensor) -> bool:
-        found = self._known.get(id(tensor))
-        return found is not None and found() is tensor
+        return id(tensor) in self._known
 
     def of(self, optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
         """Return those that an optimizer steps."""
         return (p for group in optimizer.param_groups for p in group["params"] if p in self)
 
 
-def before_any_step(mine: Mine, call: Callable[..., None]) -> Any:
+class Watcher:
+    """A method that is called before steps of optimizers of some parameters; neither is kept alive by this, and with its object this ends."""
+
+    def __init__(self, mine: Mine, call: Callable[..., None]) -> None:
+        self._mine = weakref.ref(mine)
+        self._method = weakref.WeakMethod(call, lambda _: self.remove())
+
+    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call it, if the step is of its parameters."""
+        method, mine = self._method(), self._mine()
+        if method is not None and mine is not None and any(True for _ in mine.of(optimizer)):
+            method(optimizer, args, kwargs)
+
+    def remove(self) -> None:
+        """End this; twice is harmless."""
+        _watchers.pop(id(self), None)
+
+
+_watchers: dict[int, Watcher] = {}
+_global: list[Any] = []  # the one hook of this process: torch walks through its own list, which nobody may change meanwhile
+
+
+def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for watcher in tuple(_watchers.values()):
+        watcher.before(optimizer, args, kwargs)
+
+
+def before_any_step(mine: Mine, call: Callable[..., None]) -> Watcher:
     """Have a method called, ``call(optimizer, args, kwargs)``, before each step of any optimizer of some of these parameters.
 
     Args:
-        mine: the parameters.
+        mine: the parameters, which the method's object keeps.
         call: of an object that is not kept alive by this, and with which this ends.
 
     Returns:
         What ends this before: ``.remove()``.
     """
-    method = weakref.WeakMethod(call, lambda _: handle.remove())
-
-    def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = method()
-        if found is not None and any(True for _ in mine.of(optimizer)):
-            found(optimizer, args, kwargs)
-
-    handle = register_optimizer_step_pre_hook(before)
-    return handle
+    if not _global:
+        _global.append(register_optimizer_step_pre_hook(_before))
+    watcher = Watcher(mine, call)
+    _watchers[id(watcher)] = watcher
+    return watcher
 
 
 def remove(hooks: list[Any]) -> None:
     """End what hooks call, and forget them."""
     while hooks:
         hooks.pop().remove()
+
+
+def _changes_nothing(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether a step is of rate 0: torch.distributed.checkpoint makes one, on gradients of its own, for the sake of the optimizer's state."""
+    return all("lr" in group and float(group["lr"]) == 0 for group in optimizer.param_groups)
 
 
 class Steps:
@@ -66,17 +93,17 @@ class Steps:
 
     def __init__(self, mine: Mine, now: Callable[[], object], missed: Callable[[], None]) -> None:
         self._mine, self._now, self._missed = mine, now, missed
-        self._seen: dict[int, object] = {}
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakref.WeakKeyDictionary()
         self._begun = now()
 
     def check(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """Look before a step of an optimizer; a hook for that. A closure makes gradients yet, and is not looked at."""
-        if (kwargs or {}).get("closure") is not None or (len(args) > 1 and args[1] is not None):
+        if (kwargs or {}).get("closure") is not None or (len(args) > 1 and args[1] is not None) or _changes_nothing(optimizer):
             return
         now = self._now()
-        if self._seen.get(id(optimizer), self._begun) == now and any(p.grad is not None for p in self._mine.of(optimizer)):
+        if self._seen.get(optimizer, self._begun) == now and any(p.grad is not None for p in self._mine.of(optimizer)):
             self._missed()
-        self._seen[id(optimizer)] = now
+        self._seen[optimizer] = now
 
     def restart(self) -> None:
         """Take note that a state was loaded, which counts as no step."""

@@ -92,7 +92,7 @@ class FsdpState:
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
-        self._closed = False
+        self._closed = self._is_told = False
         groups: dict[int, TorchCommunicator] = {}
         rooms, reused, self._forward = Rooms(), Reused(), Forward()
         try:
@@ -189,11 +189,13 @@ class FsdpState:
         """Keep this alive with the model, whatever becomes of what its modules call."""
 
     def _missed(self) -> None:
-        remove(self._hooks)  # once is enough
+        if self._is_told:
+            return
+        self._is_told = True
         warnings.warn(
             f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly as ever. Somebody has called set_custom_reduce_scatter after "
             "gradcomp.fsdp.compress: call compress last",
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def _say_plain(self, why: str) -> None:

@@ -78,7 +78,7 @@ class ReplicaAverage:
         self._called_back, self._averages = -1, 0
         mine = Mine(p for _, p in named)
         self._steps = Steps(mine, lambda: self._averages, _missed)
-        self._hooks = [before_any_step(mine, self._steps.check)]
+        self._hooks: list[Any] = [before_any_step(mine, self._steps.check)]
         self._hooks += [part.register_forward_pre_hook(self._hold) for part in parts]
         for module in self._modules:
             module.set_all_reduce_hook(self._reduced)

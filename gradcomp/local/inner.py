@@ -25,7 +25,6 @@ class Inner:
 
     Attributes:
         steps: that all of them have made since `watch`, in any order.
-        then: called after each of those.
 
     Raises:
         ValueError: no optimizer, one twice, or one that updates none of the parameters.
@@ -41,25 +40,40 @@ class Inner:
             check_optimizer(one, known)
         self._stepped: set[int] = set()
         self._inside: Any = None
-        self.then: Callable[[], None] | None = None
+        self._then: Callable[[], None] | None = None
+        self._hooked = [found for one in self._optimizers if (found := _with_hooks(one)) is not None]
         self._calls = self._before_calls = self.steps = 0
         self._is_warned = False
         self.weights = Weights(self._optimizers)
 
     def before_step(self, call: Callable[..., None]) -> list[Any]:
         """Have `call` called before every step of each, with its arguments; return what removes that."""
-        return [one.register_step_pre_hook(call) for one in self._optimizers]
+        return [one.register_step_pre_hook(call) for one in self._hooked]
 
     def watch(self) -> list[Any]:
         """Count steps, and raise before one of another optimizer on these parameters; return what ends that."""
-        hooks = [one.register_step_pre_hook(self._begins) for one in self._optimizers]
-        hooks += [one.register_step_post_hook(self._ended) for one in self._optimizers]
+        if len(self._hooked) < len(self._optimizers):
+            return []
+        hooks = [one.register_step_pre_hook(self._begins) for one in self._hooked]
+        hooks += [one.register_step_post_hook(self._ended) for one in self._hooked]
         return [*hooks, before_any_step(self._mine, self._refuse)]
+
+    @property
+    def then(self) -> Callable[[], None] | None:
+        """What is called after each step of all."""
+        return self._then
+
+    @then.setter
+    def then(self, call: Callable[[], None] | None) -> None:
+        if call is not None and len(self._hooked) < len(self._optimizers):
+            kinds = ", ".join(sorted({type(one).__name__ for one in self._optimizers if _with_hooks(one) is None}))
+            raise TypeError(f"steps of {kinds} cannot be counted, since it takes no hooks: call step() after each of them, without a with block")
+        self._then = call
 
     def told(self, name: str) -> None:
         """Take note that somebody says he has made an inner step; warn once if that is said about twice as often as it is so."""
-        self._calls += 1
-        if self._calls < COUNTED:
+        self._calls, self._inside = self._calls + 1, None  # a step that raised has not ended
+        if self._calls < COUNTED or len(self._hooked) < len(self._optimizers):
             return
         made, self._before_calls = self.steps - self._before_calls, self.steps
         if 2 * made <= COUNTED and not self._is_warned:
@@ -80,15 +94,31 @@ class Inner:
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
             self.steps += 1
-            if self.then is not None:
-                self.then()
+            if self._then is not None:
+                self._then()
 
     def _refuse(self, optimizer: Any, *_: Any) -> None:
-        if self._inside is None and not any(optimizer is one for one in self._optimizers):  # one inside of ours is a part of it
+        if self._inside is None and not any(_is_around(optimizer, one) for one in self._hooked):  # one inside of ours is a part of it
             raise GradcompError(
                 f"a step of an optimizer that local steps do not know ({type(optimizer).__name__}) on their parameters: it would not be counted, nor are split "
                 "weights its own. Make DiLoCo anew with the optimizer that trains, and load the old one's state_dict(); or close() it, if it is over"
             )
+
+
+def _with_hooks(optimizer: Any) -> Any:
+    """Return what an optimizer's hooks are registered on: itself, or what a wrapper that is none of torch's own kind has inside; None: nothing."""
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    return next((one for one in vars(optimizer).values() if hasattr(one, "_optimizer_step_pre_hooks")), None)
+
+
+def _is_around(optimizer: Any, one: Any) -> bool:
+    """Tell whether a step of `optimizer` is one of `one`: it is that, shares its hooks as a framework's wrapper does, or has it inside as SAM has."""
+    return (
+        optimizer is one
+        or getattr(optimizer, "_optimizer_step_pre_hooks", None) is one._optimizer_step_pre_hooks
+        or any(value is one for value in vars(optimizer).values())
+    )
 
 
 class Weights:
