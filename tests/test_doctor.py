@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from gradcomp.bench.train import hosts
 from gradcomp.doctor import advise, card, judge, pairs, probe, report, start, visit
 from gradcomp.doctor.__main__ import main
 from gradcomp.doctor.interfaces import Interface, gloo_takes, interfaces
+from gradcomp.doctor.names import Lookup
 from gradcomp.doctor.options import agreed, build_parser, parse
 from gradcomp.doctor.timeouts import Timeouts
 from gradcomp.plan.links import Link, Node
@@ -643,3 +645,34 @@ def test_the_report_with_and_without_rich():
 def test_entries_of_both_ends_are_one():
     merged = visit._merged([pair(0, 1, 0, failed="rank 0: late"), pair(0, 1, 1e9), pair(1, 2, 1e9), pair(1, 2, 1e9)])
     assert [(p["ranks"], p["failed"]) for p in merged] == [((0, 1), ""), ((1, 2), "")]
+
+
+def test_what_ended_a_helper_is_told_and_not_that_it_has_gone():
+    """A helper that found no store has said so and ended before it is told to start: a pipe without a reader."""
+    script = """
+import os, socket
+from gradcomp.doctor.probe import Helper
+with socket.socket() as nobody:
+    nobody.bind(("127.0.0.1", 0))
+    helper = Helper()
+    helper.connect("127.0.0.1", nobody.getsockname()[1], 0.5)
+    os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)
+helper.start("probe", 0, 2)
+print(helper.answer(5.0)["failed"])
+helper.end()
+"""
+    result = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "BrokenPipe" not in result.stdout and "Error: " in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_a_name_that_cannot_be_one_ends_the_look_up(host, monkeypatch):
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    lookup = Lookup(host)
+    for _ in range(100):
+        if lookup._took_s is not None:
+            break
+        time.sleep(0.05)
+    assert not failed and lookup.seconds == lookup._took_s

@@ -770,24 +770,6 @@ def test_an_inner_optimizer_that_was_swapped_is_refused_before_it_changes_anythi
         assert again.inner_steps == 1
 
 
-def test_an_optimizer_inside_of_the_inner_one_is_a_part_of_it():
-    class Around(torch.optim.Optimizer):
-        def __init__(self, inside):
-            super().__init__(inside.param_groups, {})
-            self.inside = inside
-
-        def step(self, closure=None):
-            return self.inside.step(closure)
-
-    (comm,) = LocalCommunicator.group(1)
-    model = fresh()
-    optimizer = Around(sgd(model))
-    with DiLoCo(model, optimizer, "ternary", comm, sync_every=2) as local:
-        for step in range(2):
-            inner_step(model, optimizer, step, 0)
-        assert (local.inner_steps, local.syncs) == (2, 1)
-
-
 class Around(torch.optim.Optimizer):
     """As SAM and Lookahead are written."""
 
@@ -871,13 +853,29 @@ def test_parameters_may_be_swapped_and_local_steps_forgotten_during_a_step():
     optimizer = sgd(other)
     hooks = [register_optimizer_step_pre_hook(call) for call in (lambda *_: gc.collect() and None, lambda *_: None)]
     gc.disable()
+    watching = len(watch._watchers)
     try:
+        model.kept = local
         del local, model
+        assert len(watch._watchers) == watching
         inner_step(other, optimizer, 0, 0)  # torch walks through its hooks while ours goes
+        assert len(watch._watchers) == watching - 1
     finally:
         gc.enable()
         for hook in hooks:
             hook.remove()
+
+
+def test_optimizers_that_follow_each_other_are_not_taken_for_one():
+    first, second = fresh().parameters(), fresh().parameters()
+    one, two = next(first), next(second)
+    missed = []
+    steps = watch.Steps(watch.Mine([one, two]), lambda: len(missed), lambda: missed.append(1))
+    steps._begun = None  # averages have come since
+    for parameter in (one, two):
+        parameter.grad = torch.ones_like(parameter)
+        steps.check(torch.optim.SGD([parameter], lr=0.1))  # at the place in memory of the one before
+    assert not missed
 
 
 def test_local_steps_that_are_dropped_watch_nobody():

@@ -98,10 +98,10 @@ class Steps:
 
     def check(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """Look before a step of an optimizer; a hook for that. A closure makes gradients yet, and is not looked at."""
-        if (kwargs or {}).get("closure") is not None or (len(args) > 1 and args[1] is not None) or _changes_nothing(optimizer):
+        if (kwargs or {}).get("closure") is not None or (len(args) > 1 and args[1] is not None):
             return
         now = self._now()
-        if self._seen.get(optimizer, self._begun) == now and any(p.grad is not None for p in self._mine.of(optimizer)):
+        if self._seen.get(optimizer, self._begun) == now and any(p.grad is not None for p in self._mine.of(optimizer)) and not _changes_nothing(optimizer):
             self._missed()
         self._seen[optimizer] = now
 

@@ -42,6 +42,7 @@ class Inner:
         self._inside: Any = None
         self._then: Callable[[], None] | None = None
         self._hooked = [found for one in self._optimizers if (found := _with_hooks(one)) is not None]
+        self._is_counted = len(self._hooked) == len(self._optimizers)
         self._calls = self._before_calls = self.steps = 0
         self._is_warned = False
         self.weights = Weights(self._optimizers)
@@ -52,7 +53,7 @@ class Inner:
 
     def watch(self) -> list[Any]:
         """Count steps, and raise before one of another optimizer on these parameters; return what ends that."""
-        if len(self._hooked) < len(self._optimizers):
+        if not self._is_counted:
             return []
         hooks = [one.register_step_pre_hook(self._begins) for one in self._hooked]
         hooks += [one.register_step_post_hook(self._ended) for one in self._hooked]
@@ -65,7 +66,7 @@ class Inner:
 
     @then.setter
     def then(self, call: Callable[[], None] | None) -> None:
-        if call is not None and len(self._hooked) < len(self._optimizers):
+        if call is not None and not self._is_counted:
             kinds = ", ".join(sorted({type(one).__name__ for one in self._optimizers if _with_hooks(one) is None}))
             raise TypeError(f"steps of {kinds} cannot be counted, since it takes no hooks: call step() after each of them, without a with block")
         self._then = call
@@ -73,7 +74,7 @@ class Inner:
     def told(self, name: str) -> None:
         """Take note that somebody says he has made an inner step; warn once if that is said about twice as often as it is so."""
         self._calls, self._inside = self._calls + 1, None  # a step that raised has not ended
-        if self._calls < COUNTED or len(self._hooked) < len(self._optimizers):
+        if self._calls < COUNTED or not self._is_counted:
             return
         made, self._before_calls = self.steps - self._before_calls, self.steps
         if 2 * made <= COUNTED and not self._is_warned:
