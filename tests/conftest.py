@@ -7,11 +7,15 @@ first of them, and a few rows, not the same ones, on each other one. ``--every-r
 import functools
 import os
 import pickle
+import signal
 
 import pytest
 from _ranks import MpiPool, RankPool, run_local, unpacked, with_communicator, with_mpi_beneath
 
 from gradcomp.kernels import native
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's "&" makes it so, and every program that a test interrupts would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=native.tiers())

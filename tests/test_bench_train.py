@@ -40,7 +40,7 @@ def refuses(model):
 ROOT = Path(__file__).parents[1]
 
 
-def bench(*words, cwd, timeout=240, python=sys.executable):
+def bench(*words, cwd, timeout=500, python=sys.executable):
     environment = mpi_environment() | {"PYTHONPATH": f"{cwd}:{ROOT}"}
     command = [python, "-m", "gradcomp.bench", "train", *words]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
@@ -66,6 +66,7 @@ SOME = ["fp32", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "dil
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a minute where nobody else computes
 @pytest.mark.parametrize("names", [SOME, pytest.param([*SOME, "bf16", "onebit:double", "fsdp2:ternary"], marks=pytest.mark.long)], ids=["some", "all"])
 def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
     """Over hosts where they can be made: bytes on the interface are those that gradcomp counts, and what TCP adds."""

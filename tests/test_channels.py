@@ -128,17 +128,18 @@ def test_a_store_that_blocks_holds_nobody_up():
 
         def check(self, keys):
             Blocked.calls += 1
-            time.sleep(1.0)
+            answers.wait(60)
 
         def add(self, key, value):
             raise RuntimeError("gone")
 
-    notes = Notes(Blocked(), 0)
+    notes, answers = Notes(Blocked(), 0), threading.Event()
     begun = time.monotonic()
     assert notes.look(0.05) is None and notes.look(0.05) is None
     notes.tell("anything")
-    assert time.monotonic() - begun < 0.8
+    assert time.monotonic() - begun < 20
     assert Blocked.calls == 1
+    answers.set()
 
 
 # ---- whose ranks -----------------------------------------------------------------------------------------------------
@@ -389,19 +390,22 @@ def test_the_timeout_is_the_process_groups_own(gloo):
 
 def not_everyone():
     if dist.get_rank() == 1:
-        time.sleep(0.4)
+        dist.barrier()  # rank 0 has given up
     begun = time.monotonic()
     try:
-        TorchCommunicator(timeout_s=0.2)
+        TorchCommunicator(timeout_s=0.2 if dist.get_rank() == 0 else 60)
     except PeerLost as error:
         return str(error), time.monotonic() - begun
+    finally:
+        if dist.get_rank() == 0:
+            dist.barrier()
 
 
 def test_who_has_not_registered_is_named(gloo):
     (first, _), (second, seconds) = gloo(2, not_everyone)
     assert first.endswith("rank 1 has not called register, or made its communicator")
     assert second.endswith("rank 0 gave up waiting before this rank came")
-    assert seconds < 0.15 + 5  # at once, on a busy machine too
+    assert seconds < 10  # at once, on a busy machine too
 
 
 def waits(how):
@@ -442,7 +446,7 @@ def test_waits_end_soon_when_a_rank_gives_up(how, wanted, gloo):
     """Here and on the peers, long before the timeout."""
     found, seconds, closed_s = gloo(2, waits, how)[0]
     assert found == [wanted] * 2
-    assert seconds < 5 and closed_s < 1
+    assert seconds < 10 and closed_s < 10
 
 
 def refuse(*_):

@@ -245,7 +245,7 @@ def test_a_refused_state_drops_no_average_that_is_under_way(ranks):
 
 def out_of_data(comm, skips):
     net = fresh_model()
-    buffer = DoubleBuffer(net, sgd(net), Identity(), comm, timeout_s=2)
+    buffer = DoubleBuffer(net, sgd(net), Identity(), comm, timeout_s=4)
     mine = 3 if comm.rank else 2
     steps = buffer.most(mine)
     for step in range(2):
@@ -260,7 +260,7 @@ def out_of_data(comm, skips):
         buffer.close()
         return bits(net)
     if comm.rank == 0:
-        time.sleep(3.5)
+        time.sleep(6)
         return None
     with pytest.raises(PeerLost) as caught:  # the first half is sent, the second is told
         buffer.step(loss_of(net), *minibatch(2, comm.rank))

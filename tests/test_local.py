@@ -450,7 +450,7 @@ def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
     def rank(comm):
         model = fresh()
         optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=2, min_numel=0, timeout_s=2.0)
+        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=2, min_numel=0, timeout_s=4.0)
         for step in range(2):
             inner_step(model, optimizer, step, comm.rank)
             local.step()
@@ -627,7 +627,7 @@ def test_an_exchange_that_fails_behind_steps_is_not_half_there():
     def rank(comm):
         model = fresh()
         optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=4, delay=2, min_numel=0, timeout_s=2.0)
+        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=4, delay=2, min_numel=0, timeout_s=4.0)
         for step in range(6):
             inner_step(model, optimizer, step, comm.rank)
             local.step()

@@ -321,12 +321,12 @@ channels.LEAVE_S = 15.0
 rank = MPI.COMM_WORLD.Get_rank()
 comm = MpiCommunicator(timeout_s=20)
 parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(300_000))) for i in range(6)]
-averager = gradcomp.GradientAverager(parameters, "ternary", comm, bucket_cap_mb=1, timeout_s=0.5)
+averager = gradcomp.GradientAverager(parameters, "ternary", comm, bucket_cap_mb=1, timeout_s=3.0)
 for _, p in parameters:
     p.grad = torch.ones_like(p)
 averager.average()
 if rank == 1:
-    time.sleep(1.5)  # longer than the others wait
+    time.sleep(4.5)  # longer than the others wait
 try:
     averager.average()
 except gradcomp.PeerLost:
@@ -406,7 +406,7 @@ begun = time.monotonic()
 try:
     gradcomp.all_reduce(torch.ones(1000), "ternary", comm, timeout_s=0.5)
 except gradcomp.PeerLost as error:
-    print("lost", error.phase, time.monotonic() - begun < 3, "at", time.time(), flush=True)
+    print("lost", error.phase, time.monotonic() - begun < 8, "at", time.time(), flush=True)
     {after}
 print("the other rank ends", flush=True)
 """

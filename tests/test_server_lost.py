@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from _ranks import run_local
-from _serving import Done, as_tensor, caught, play
+from _serving import Done, as_tensor, caught, meet, play
 
 from gradcomp.comm import LocalCommunicator, Work
 from gradcomp.errors import PeerLost
@@ -16,7 +16,7 @@ from gradcomp.server.messages import Kind, Message
 # ---- ranks that die or are silent (communicators of threads: a closed one is a dead rank) ----------------------------
 
 
-def worker_dies(comm, farewell):
+def worker_dies(comm, farewell, pushed):
     if comm.rank == 3:
         return serve(comm, 1, timeout_s=20)
     client = ParameterClient(comm, 1, timeout_s=20)
@@ -25,13 +25,15 @@ def worker_dies(comm, farewell):
     client.push_parameter("done", 1.0)
     client.pull_parameter("done", "sum")
     if comm.rank == 2:
-        time.sleep(0.2)
+        for _ in range(2):
+            pushed.acquire(timeout=20)
         if farewell:
             client.close()
         comm.abort()
         return None
     begun = time.monotonic()
     client.push_parameter("half", 1.0)
+    pushed.release()
     pull = caught(client.pull_parameter, "half", "sum")
     waited = time.monotonic() - begun
     again = caught(client.pull_parameter, "half", "sum")
@@ -44,7 +46,7 @@ def worker_dies(comm, farewell):
 
 @pytest.mark.parametrize("farewell", [False, True])
 def test_a_worker_that_goes_in_the_middle_of_a_round(farewell):
-    first, second, _, stats = run_local(4, worker_dies, farewell, timeout_s=40)
+    first, second, _, stats = run_local(4, worker_dies, farewell, threading.Semaphore(0), timeout_s=40)
     for waited, errors, done in (first, second):
         assert waited < 10
         for error in errors:
@@ -66,8 +68,9 @@ def server_dies(comm, how):
         else:
             time.sleep(1.2)
         return None
-    client = ParameterClient(comm, 1, timeout_s=0.4)
+    client = ParameterClient(comm, 1, timeout_s=20.0)
     client.init_parameter("x", [1])
+    client._requests.timeout_s = 0.4
     begun, error = time.monotonic(), None
     while error is None:
         error = caught(client.push_parameter, "x", 1.0) or caught(client.pull_parameter, "x", "sum")
@@ -81,7 +84,7 @@ def server_dies(comm, how):
 @pytest.mark.slow
 def test_a_server_that_is_lost_is_told_in_bounded_time(how):
     for waited, error, again in run_local(3, server_dies, how, timeout_s=40)[:2]:
-        assert waited < 4
+        assert waited < 10
         for e in (error, again):
             assert isinstance(e, PeerLost) and "server" in str(e) and e.phase in ("push", "pull") and e.bucket == -1
 
@@ -89,13 +92,14 @@ def test_a_server_that_is_lost_is_told_in_bounded_time(how):
 def late_worker(client, index):
     client.init_parameter("x", [1])
     if index == 1:
-        time.sleep(0.9)
+        meet(client)  # when the other has given it up
         client.push_parameter("x", 2.0)
         return client.pull_parameter("x", "sum")
     client._requests.timeout_s = 0.4
     client.push_parameter("x", 1.0)
     error = caught(client.pull_parameter, "x", "sum")
     client._requests.timeout_s = 20.0
+    meet(client)
     return error, float(client.pull_parameter("x", "sum")), float(client.pull_parameter("x", "sum"))
 
 
@@ -117,7 +121,7 @@ class Slow(LocalCommunicator):
         self.replies += 1
         if self.replies == 2:
             late = message.clone()
-            threading.Timer(0.5, lambda: LocalCommunicator.start_send(self, late, to)).start()
+            threading.Timer(0.8, lambda: LocalCommunicator.start_send(self, late, to)).start()
             return Done()
         return super().start_send(message, to)
 
@@ -125,10 +129,12 @@ class Slow(LocalCommunicator):
 def slow_server(comm):
     if comm.rank == 1:
         return serve(Slow(comm), 1, timeout_s=20)
-    client = ParameterClient(comm, 1, timeout_s=0.3)
+    client = ParameterClient(comm, 1, timeout_s=20.0)
     client.init_parameter("x", [1])
+    client._requests.timeout_s = 0.3
     error = caught(client.push_parameter, "x", 1.0)
-    time.sleep(0.3)  # the old reply is there now
+    client._requests.timeout_s = 20.0
+    time.sleep(1.0)  # the old reply is there now
     value = float(client.pull_parameter("x", "sum"))
     client.close()
     return error, value
@@ -175,12 +181,12 @@ def test_a_stuck_client_does_not_block_the_others():
 
 def never_close(comm):
     if comm.rank == 2:
-        return caught(serve, comm, 1, timeout_s=0.3)
-    client = ParameterClient(comm, 1, timeout_s=5)
+        return caught(serve, comm, 1, timeout_s=2.0)
+    client = ParameterClient(comm, 1, timeout_s=20)
     client.init_parameter("x", [1])
     if comm.rank == 0:
         client.close()
-    time.sleep(0.8)
+    time.sleep(3.0)
     return None
 
 
