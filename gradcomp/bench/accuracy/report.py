@@ -76,7 +76,7 @@ def tables(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload])
         if case not in out:
             out[case] = Table(box=box.SIMPLE)
             for column in ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds"):
-                out[case].add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+                out[case].add_column(column, justify="left" if column == "method" else "right", no_wrap=column != "method", overflow="fold")
         places = 3 if workloads[workload].lower_is_better else 2
         cells = [_cell(row[key], places) for key in ("mean", "deviation")]
         signed = [_cell(row[key], places, sign="+") for key in ("to_fp32", "to_bf16")]
