@@ -95,8 +95,8 @@ def late_worker(client, index):
         meet(client)  # when the other has given it up
         client.push_parameter("x", 2.0)
         return client.pull_parameter("x", "sum")
-    client._requests.timeout_s = 0.4
     client.push_parameter("x", 1.0)
+    client._requests.timeout_s = 0.4
     error = caught(client.pull_parameter, "x", "sum")
     client._requests.timeout_s = 20.0
     meet(client)
