@@ -9,6 +9,9 @@ WORKERS ?= 3
 TORCH ?=
 RELEASE ?=
 
+# Packages are installed without bytecode and compiled by the first import: without this, where a shell sets it, each of hundreds of ranks would compile torch.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MPIS := mpich openmpi
