@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from . import mpirun, records
 from .mpirun import Host, LaunchError
+from .ports import free_port
 from .supervise import supervise
 
 NAME = "gradcomp.launch"
@@ -141,7 +142,7 @@ def _environment(
     kept = {name: value for name, value in environ.items() if not mpirun.STALE.fullmatch(name)}
     added = {
         "MASTER_ADDR": kept.get("MASTER_ADDR") or (hosts[0].name if hosts else "127.0.0.1"),
-        "MASTER_PORT": kept.get("MASTER_PORT") or str(_free_port()),
+        "MASTER_PORT": kept.get("MASTER_PORT") or str(free_port()),
     }
     if kept.get("MASTER_PORT") and _is_taken(added["MASTER_ADDR"], added["MASTER_PORT"]):
         raise LaunchError(
@@ -156,13 +157,6 @@ def _environment(
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _is_taken(address: str, port: str) -> bool:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
+from gradcomp.launch.ports import free_port
 
 from gradcomp.comm import LocalCommunicator
 
@@ -125,8 +125,12 @@ class MpiPool(Pool):
         command = [*mpirun(flavour, world_size), os.path.join(here, "_mpi_serve.py"), address, key.hex()]
         with Listener(address, authkey=key) as listener:
             self.processes, self.calls = [subprocess.Popen(command, env=mpi_environment())], 0
-            listener._listener._socket.settimeout(60)
-            pipes = [listener.accept() for _ in range(world_size)]
+            listener._listener._socket.settimeout(200)  # two imports of torch a core
+            try:
+                pipes = [listener.accept() for _ in range(world_size)]
+            except BaseException:
+                self.processes[0].terminate()
+                raise
         self.pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
 
     def close(self):
@@ -206,8 +210,7 @@ def program(path, *arguments):
 
     rank, world, port = dist.get_rank(), dist.get_world_size(), [None]
     if rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = [server.getsockname()[1]]
+        port = [free_port()]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port[0]}

@@ -252,8 +252,14 @@ def listen():
     said, handler, log = [], logging.Handler(), logging.getLogger("gradcomp")
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
     log.addHandler(handler)
+    before = log.level
     log.setLevel(logging.INFO)
-    return said, lambda: log.removeHandler(handler)
+
+    def stop():
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+    return said, stop
 
 
 def register_auto(kind, options):

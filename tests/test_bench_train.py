@@ -56,10 +56,11 @@ def left_behind():
     def found():
         return {name for name in namespaces() if not Path("/proc", name.removeprefix(f"{hosts.PREFIX}-").split("-")[0]).exists()}
 
-    first = found()
-    if first:
-        time.sleep(2.0)
-    return sorted(first & found())
+    left, deadline = found(), time.monotonic() + 30
+    while left and time.monotonic() < deadline:
+        time.sleep(0.2)
+        left &= found()
+    return sorted(left)
 
 
 SOME = ["fp32", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "diloco:ternary:5"]
@@ -91,7 +92,7 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
         if not WHY:
             assert row["sent_nbytes"] == pytest.approx(numel * bits / 8, rel=0.12)
             if bits >= 16:  # the link is as slow as it was asked to be, but for what passes at once
-                assert row["exposed_seconds"] > 0.8 * row["sent_nbytes"] / 25e6
+                assert row["seconds"] > 0.8 * row["sent_nbytes"] / 25e6
     local = rows["diloco:ternary:5"]  # one sync in the five steps that count
     assert local["seconds"] > 0 and local["phases"]["encode"] > 0 and local["predicted_seconds"] > 0
     if not WHY:
@@ -152,6 +153,9 @@ def test_without_an_mpi_or_under_a_launcher_there_are_no_ranks_over_mpi(capsys, 
     monkeypatch.setenv("GRADCOMP_MPIRUN", "/bin/true")
     assert main(["--over", "mpi", *(["--hosts", "0"] if WHY else []), "--workload", "random:5000", "--steps", "5"]) == 2
     assert WHY or "knows MPICH and Open MPI from 5 on, not /bin/true (unknown 0)" in capsys.readouterr().err
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # which main sets, so that they are what they were afterwards
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert main(["--over", "mpi", "--workload", "random:5000", "--steps", "5"]) == 2
@@ -168,7 +172,7 @@ def test_an_interrupted_bench_removes_everything(tmp_path, flavour, number):
     command += ["--over", "mpi"] if flavour else []
     mark = f"{tmp_path}:{ROOT}"
     process = subprocess.Popen(command, cwd=tmp_path, env=mpi_environment() | {"PYTHONPATH": mark}, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while len(ranks_of(mark)) < 2 and time.monotonic() < deadline:
         time.sleep(0.2)
     time.sleep(1.0)
@@ -177,7 +181,9 @@ def test_an_interrupted_bench_removes_everything(tmp_path, flavour, number):
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode in (130, -number, 128 + number)
-    time.sleep(0.5)
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, found)) and time.monotonic() < deadline:  # mpiexec is waited for, not what it has started
+        time.sleep(0.05)
     assert not [pid for pid in found if is_alive(pid)]
     assert WHY or not [name for name in namespaces() if f"-{process.pid}-" in name]
 
@@ -333,10 +339,17 @@ def test_momenta_that_travel_are_clipped_as_others_are(gloo, tmp_path):
     assert first["measure"] == second["measure"] and first["measure"] > 0 and len(first["seconds"]) == 2
 
 
-def test_a_test_that_takes_long_is_no_silence(capsys):
+def test_a_test_that_takes_long_is_no_silence(capsys, monkeypatch):
+    monkeypatch.setattr(rank, "TELL_S", 0.01)
     with rank._heard():
-        time.sleep(2.5 * rank.TELL_S)
-    assert capsys.readouterr().out == 2 * f"{rank.MARK}{{}}\n"
+        told, deadline = "", time.monotonic() + 60
+        while told.count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            told += capsys.readouterr().out
+    told += capsys.readouterr().out
+    assert told == told.count("\n") * f"{rank.MARK}{{}}\n" and told.count("\n") >= 2
+    time.sleep(0.1)
+    assert capsys.readouterr().out == ""
 
 
 def test_cores_are_shared_out():

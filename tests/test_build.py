@@ -38,9 +38,8 @@ def test_one_version_everywhere():
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.7.1", "2.16.0", "3.0.0a0+git1234", "unknown"])
 def test_a_torch_that_was_not_tried_is_named(version):
-    with pytest.warns(UserWarning, match=re.escape(version)) as caught:
+    with pytest.warns(UserWarning, match=rf"2\.8 to 2\.15.*{re.escape(version)}|{re.escape(version)}.*2\.8 to 2\.15"):
         warn_about_torch(version)
-    assert "2.8 to 2.15" in str(caught[0].message)
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.15.1"])

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 import resource
 import threading
 import time
@@ -11,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from _held import descriptors, settled, steady
 from _ranks import run_local
 
 import gradcomp
 from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator, TorchCommunicator, torchdist
+from gradcomp.comm.base import RankGone
 from gradcomp.comm.gloo import _GlooWork
 from gradcomp.comm.meeting import Notes, meet, setup_timeout_s
 from gradcomp.comm.torch_private import group_timeout_s
@@ -77,7 +78,13 @@ def test_a_rank_that_made_fewer_communicators_is_met_in_the_next_process_group(g
 
 def test_a_meeting_names_who_is_missing_and_who_comes_later_fails_at_once():
     store = dist.HashStore()
-    waiting = at_once(*(lambda r=r: meet(store, r, 4, b"", 0.2, "called register") for r in (0, 2)))
+
+    def first_to_give_up():
+        while not store.check(["rank2"]):
+            time.sleep(0.001)
+        return meet(store, 0, 4, b"", 0.2, "called register")
+
+    waiting = at_once(first_to_give_up, lambda: meet(store, 2, 4, b"", 20, "called register"))
     for error in waiting:
         assert isinstance(error, PeerLost) and error.phase == "setup"
         assert error.detail == "ranks 1, 3 have not called register"
@@ -86,7 +93,7 @@ def test_a_meeting_names_who_is_missing_and_who_comes_later_fails_at_once():
     assert isinstance(late, PeerLost) and "rank 1 has not called register" in str(late)
     (last,) = at_once(lambda: meet(store, 1, 4, b"", 20, "called register"))
     assert isinstance(last, PeerLost) and "gave up waiting before this rank came" in str(last)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 15
 
 
 def test_a_store_that_does_not_answer_is_a_lost_peer():
@@ -149,8 +156,6 @@ def compare(how):
     rank = dist.get_rank()
     if how == "alone":  # as an MpiCommunicator in a script that torchrun started
         comm = LocalCommunicator.group(1)[0]
-    elif how == "one of them alone":
-        comm = TorchCommunicator(timeout_s=20) if rank == 0 else LocalCommunicator.group(2)[1]
     elif how == "numbered otherwise":
         comm = TorchCommunicator(timeout_s=20)
         comm.rank = 1 - rank
@@ -162,7 +167,7 @@ def compare(how):
         elif how == "in other clothes":
             comm.members = ()
     try:
-        same_ranks(comm, timeout_s=0.5 if how == "one of them alone" else 20)
+        same_ranks(comm, timeout_s=20)
     except (ValueError, PeerLost) as error:
         return type(error).__name__, str(error)
     return None
@@ -238,7 +243,7 @@ def two_users(comm):
 def test_a_second_user_of_a_communicator_is_refused_at_once(over):
     for at_once, *rest in over(2, two_users):
         assert rest == [[b"0", b"1"], 0.5, 0.5]
-        assert at_once < 5
+        assert at_once < 15
 
 
 def test_a_lease_is_claimed_once_and_given_back():
@@ -282,29 +287,6 @@ def test_a_duplicate_has_channels_of_its_own(over):
 # ---- gloo groups -----------------------------------------------------------------------------------------------------
 
 
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
-def settled(count, wanted):
-    """Return count() once it is `wanted`, or after a while."""
-    deadline = time.monotonic() + 5
-    while count() > wanted and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.02)
-    return count()
-
-
-def steady(count):
-    """Return count() once it has been the same for a while: a warm process still gives back what earlier tests held."""
-    seen, deadline = [], time.monotonic() + 5
-    while (len(seen) < 10 or len(set(seen[-10:])) > 1) and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.03)
-        seen.append(count())
-    return seen[-1]
-
-
 def made_and_dropped(close):
     """Return descriptors and gradcomp's threads before, with one communicator, and after four that came and went."""
     before = steady(descriptors), threading.active_count()
@@ -332,7 +314,7 @@ def test_a_communicator_gives_its_sockets_back_with_or_without_close(close, gloo
 
 def few_descriptors():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before, needed = descriptors(), 3 * (1 + 4)
+    before, needed = steady(descriptors), 3 * (1 + 4)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + needed - 1, hard))
     try:
         with pytest.raises(gradcomp.GradcompError, match=rf"3 gloo groups of 2 ranks need {needed} .*ulimit -n 65536"):
@@ -466,8 +448,8 @@ def fails_alone():
         averager.average()
     except (PeerLost, ValueError) as error:
         found = type(error).__name__, str(error), time.monotonic() - begun
+    dist.barrier()  # before the sockets close, which a peer might see first
     averager.close()
-    dist.barrier()
     return found
 
 
@@ -475,7 +457,7 @@ def test_a_rank_that_fails_alone_tells_its_peers_who_and_why(gloo):
     (kind, text, seconds), own = gloo(2, fails_alone)
     assert own[:2] == ("ValueError", "a codec of the user's")
     assert kind == "PeerLost" and text.endswith("rank 1 is gone: ValueError: a codec of the user's")
-    assert seconds < 6
+    assert seconds < 30
 
 
 def test_a_link_that_is_dropped_ends_its_threads():
@@ -498,7 +480,7 @@ def slow_outside(comm):
     inside = link.node_subset([2 * home, 2 * home + 1], 20)
     across = link.subset([comm.rank % 2, comm.rank % 2 + 2], 20)
     seconds = []
-    for one, nbytes in ((inside, 10_000), (across, 1000)):
+    for one, nbytes in ((inside, 1_000_000), (across, 1000)):
         begun = time.monotonic()
         one.all_gather_bytes(bytes(nbytes), 20)
         seconds.append(time.monotonic() - begun)
@@ -512,7 +494,7 @@ def slow_outside(comm):
 
 def test_a_link_slows_what_leaves_the_node():
     for inside, across, two in run_local(4, slow_outside):
-        assert inside < 0.6  # 0.8 s over the link
+        assert inside < 15  # 80 s over the link
         assert 0.08 <= across
         assert 0.16 <= two
 
@@ -552,17 +534,23 @@ class Ending:
         return self._completed.pop(0)
 
 
-@pytest.mark.parametrize(("ends", "completed", "raised"), [
-    (["Operation timed out!", ""], [False], None),  # still under way, then done
-    (["Operation timed out!", ""], [True], None),  # done between the end of its wait and the look at it: nothing is wrong
-    (["Operation timed out!", "Operation timed out!", ""], [False, True], None),
-    (["Connection closed by peer", "Connection closed by peer"], [True], ConnectionError),
-    (["Operation timed out!", "Connection closed by peer"], [True], ConnectionError),
-    (["Timed out waiting 30000ms", "Timed out waiting 30000ms"], [True], TimeoutError),  # gloo's own timeout
-    (["Connection closed by peer"], [False], ConnectionError),
+GONE = 1, "a codec of the user's"
+
+
+@pytest.mark.parametrize(("ends", "completed", "raised", "gone"), [
+    (["Operation timed out!", "", ""], [False, True], None, GONE),  # the other sent all, then gave up
+    (["Operation timed out!", *["Connection closed by peer"] * 3], [False, True, True], RankGone, GONE),
+    (["Operation timed out!"] * 2, [False, False], RankGone, GONE),
+    (["Operation timed out!", ""], [False], None, None),  # still under way, then done
+    (["Operation timed out!", ""], [True], None, None),  # done between the end of its wait and the look at it: nothing is wrong
+    (["Operation timed out!", "Operation timed out!", ""], [False, True], None, None),
+    (["Connection closed by peer", "Connection closed by peer"], [True], ConnectionError, None),
+    (["Operation timed out!", "Connection closed by peer"], [True], ConnectionError, None),
+    (["Timed out waiting 30000ms", "Timed out waiting 30000ms"], [True], TimeoutError, None),  # gloo's own timeout
+    (["Connection closed by peer"], [False], ConnectionError, None),
 ])  # fmt: skip
-def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, completed, raised):
-    groups = SimpleNamespace(pending=set(), broken="", notes=SimpleNamespace(look=lambda seconds: None))
+def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, completed, raised, gone):
+    groups = SimpleNamespace(pending=set(), broken="", notes=SimpleNamespace(look=lambda seconds: gone))
     work = _GlooWork(Ending(*ends, completed=completed), groups, ())
     if raised is None:
         work.wait(60.0)

@@ -245,7 +245,7 @@ def test_a_refused_state_drops_no_average_that_is_under_way(ranks):
 
 def out_of_data(comm, skips):
     net = fresh_model()
-    buffer = DoubleBuffer(net, sgd(net), Identity(), comm, timeout_s=4)
+    buffer = DoubleBuffer(net, sgd(net), Identity(), comm, timeout_s=60 if skips else 4)
     mine = 3 if comm.rank else 2
     steps = buffer.most(mine)
     for step in range(2):
@@ -652,6 +652,7 @@ def test_the_report_says_whether_it_pays(report, pays, text):
     assert 0 <= report.hidden <= 1
 
 
+@pytest.mark.timed
 def test_seconds_are_counted():
     def work(comm):
         net = fresh_model()

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import inspect
 import math
-import os
 import random
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
+from _held import descriptors
 from _ranks import run_local
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -466,7 +466,7 @@ def stage_threads():
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + 20
     while not condition() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
@@ -497,7 +497,7 @@ def test_what_is_dropped_without_close_gives_everything_back(fails):
 
 def dropped_over_gloo():
     def held():
-        return len(stage_threads()), len(os.listdir("/proc/self/fd"))
+        return len(stage_threads()), descriptors()
 
     def one():
         _, averager, fill = averager_of(None)
@@ -509,7 +509,7 @@ def dropped_over_gloo():
     before = held()  # a warm process may hold threads of tests before this one
     for _ in range(3):
         one()
-    wait_for(lambda: held() <= before)
+    wait_for(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
     return before, held()
 
 
@@ -530,7 +530,7 @@ def test_with_closes_and_tells_the_peers():
             begun = time.monotonic()
             with pytest.raises(PeerLost):
                 averager.average()
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < 15
         with pytest.raises((RuntimeError, PeerLost)):
             averager.average()
 
@@ -561,4 +561,4 @@ def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, stat
     finally:
         for rank in ranks:
             rank.kill()
-    assert max(took) < 8, took  # about 1.3 s where nobody else computes; the timeout is 60 s
+    assert max(took) < 14, took  # about 1.3 s where nobody else computes; the timeout is 60 s

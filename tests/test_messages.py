@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import os
 import socket
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _held import descriptors
 from _ranks import run_local
 
 from gradcomp import PeerLost
@@ -98,7 +98,7 @@ def silence(comm):
     took = time.monotonic() - begun
     comm.all_gather_bytes(b"end", 20)
     comm.start_send(torch.ones(1, dtype=torch.uint8), 1 - comm.rank).wait(20)
-    return 0.2 < took < 2, int(comm.receive(20, max_nbytes=1)[1])
+    return 0.2 < took < 20, int(comm.receive(20, max_nbytes=1)[1])
 
 
 def test_silence_is_a_timeout_and_can_be_waited_out(over):
@@ -200,41 +200,42 @@ def nothing_left():
     """Fail unless threads and file descriptors of before are all that is left soon afterwards."""
 
     def open_now():
-        return len(os.listdir("/proc/self/fd")), {t.name for t in threading.enumerate()}
+        return descriptors(), {t.name for t in threading.enumerate()}
 
     def left():
         now = open_now()
         return now[0] - before[0], now[1] - before[1]  # what an earlier test left may have gone meanwhile
 
-    before, deadline = open_now(), time.monotonic() + 5
+    before = open_now()
     yield
+    deadline = time.monotonic() + 20
     while (left()[0] > 0 or left()[1]) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
     assert left()[0] <= 0 and not left()[1]
 
 
-def boxes(comm, work, change=lambda rank, cards: cards, timeout_s=5.0):
+def boxes(comm, work, change=lambda rank, cards: cards, timeout_s=20.0):
     """Return work(mailbox, cards) of a rank; `change` sees, and may replace, the cards that it gets."""
     seen = []
 
     def share(card):
-        seen.append(change(comm.rank, [json.loads(c) for c in comm.all_gather_bytes(card, 5)]))
+        seen.append(change(comm.rank, [json.loads(c) for c in comm.all_gather_bytes(card, 20)]))
         return [json.dumps(c).encode() for c in seen[-1]]
 
     box = Mailbox(comm.rank, comm.world_size, share, timeout_s)
     try:
         return work(box, seen[-1])
     finally:
-        comm.all_gather_bytes(b"end", 5)
+        comm.all_gather_bytes(b"end", 20)
         box.close()
 
 
 def greetings(box, cards):
     if box._post.rank:
-        box.start_send(torch.tensor([box._post.rank], dtype=torch.uint8), 0).wait(5)
+        box.start_send(torch.tensor([box._post.rank], dtype=torch.uint8), 0).wait(20)
         return cards[0]["address"]
-    return sorted(int(box.receive(5, None, 1)[1]) for _ in range(box._post.world_size - 1))
+    return sorted(int(box.receive(20, None, 1)[1]) for _ in range(box._post.world_size - 1))
 
 
 @pytest.mark.parametrize(("interface", "address"), [("", "127.0.0.1"), ("lo", "127.0.0.1"), ("6", "::1")])
@@ -270,9 +271,10 @@ def test_an_interface_that_is_not_there_is_told_to_all_ranks(monkeypatch):
             assert "rank 0 cannot listen" in error and "GLOO_SOCKET_IFNAME=none7: no such interface" in error
 
 
-def caught(comm, change=lambda rank, cards: cards, timeout_s=5.0):
+def caught(comm, change=lambda rank, cards: cards, patience_s=20.0):
+    """Return what a rank is told; the last one fails at once, the others when their patience ends."""
     with pytest.raises(PeerLost) as error:
-        boxes(comm, lambda box, cards: None, change, timeout_s)
+        boxes(comm, lambda box, cards: None, change, 20.0 if comm.rank == comm.world_size - 1 else patience_s)
     return str(error.value)
 
 
@@ -288,7 +290,7 @@ def another_rank(rank, cards):
 @pytest.mark.parametrize(("world", "change"), [(2, another_key), (3, another_rank)])
 def test_a_rank_that_proves_nothing_is_refused(world, change):
     with nothing_left():
-        *others, last = run_local(world, caught, change, 0.5)
+        *others, last = run_local(world, caught, change, 3.0)
         assert "somebody else answers there, not rank" in last
         assert all(f"no connection with ranks [{world - 1}]" in error for error in others)
 
@@ -300,7 +302,7 @@ def among_strangers(comm):
     def change(rank, cards):
         if rank == 1 and "port" in cards[0]:
             there = cards[0]["address"], cards[0]["port"]
-            strangers.extend(socket.create_connection(there, 5) for _ in range(3))
+            strangers.extend(socket.create_connection(there, 20) for _ in range(3))
             strangers[1].sendall(handshake.MAGIC + (1).to_bytes(4, "little") + bytes(16))
             strangers[2].sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         return cards
@@ -309,12 +311,12 @@ def among_strangers(comm):
     found = boxes(comm, greetings, change)
     took = time.monotonic() - begun
     for stranger in strangers:
-        stranger.settimeout(2)
+        stranger.settimeout(20)
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(1000):  # an end, not a timeout
                 pass
         stranger.close()
-    return found, took < 3
+    return found, took < 9  # the silent one may stay for 10 s
 
 
 def test_strangers_neither_get_in_nor_hold_up_the_ranks():

@@ -19,7 +19,7 @@ SCATTER = {"identity": "fp32", "onebit": "requantize", "bf16": "bf16", "ternary"
 
 def exchange_of(comm, codec, slots, strategy, dtype=torch.float32, keeps_packed=True):
     plan = BucketPlan(codec, slots, strategy, comm.world_size, comm.rank)
-    return BucketExchange(plan, comm, dtype, Stats(), timeout_s=10, keeps_packed=keeps_packed)
+    return BucketExchange(plan, comm, dtype, Stats(), timeout_s=60, keeps_packed=keeps_packed)
 
 
 def averaged(comm, codec, values, strategy, dtype=torch.float32, keeps_packed=True):

@@ -6,7 +6,14 @@ import time
 
 import pytest
 
+from gradcomp.exchange import pipeline as pipelines
 from gradcomp.exchange.pipeline import Pipeline, Task
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Have a failure wait for stages at work as long as they take."""
+    monkeypatch.setattr(pipelines, "QUIET_S", 60.0)
 
 
 def test_every_stage_sees_tasks_in_order():
@@ -53,10 +60,12 @@ def test_a_failure_ends_pending_tasks_and_later_ones():
 
 
 def test_a_task_stuck_in_a_stage_does_not_keep_the_others_waiting():
-    pipeline, stuck, ended = Pipeline(2), threading.Event(), threading.Event()
-    pipeline.submit(Task([lambda: None, lambda: stuck.wait(30)], lambda error: ended.set()))
+    pipeline, entered, stuck, ended = Pipeline(2), threading.Event(), threading.Event(), threading.Event()
+    pipeline.submit(Task([lambda: None, lambda: (entered.set(), stuck.wait(60))], lambda error: ended.set()))
+    assert entered.wait(20)
+    begun = time.monotonic()
     pipeline.fail(RuntimeError("from outside"))
-    assert ended.wait(2)
+    assert ended.is_set() and time.monotonic() - begun < 30
     stuck.set()
     pipeline.close()
 
@@ -73,12 +82,20 @@ def test_no_thread_before_the_first_task_and_none_after_close():
     pipeline.close()
 
 
-def test_the_first_error_stays():
+def test_the_first_error_stays(patient):
     """A second failure (a peer that is lost because this rank gave up) must not hide the cause."""
     pipeline, ended, stuck = Pipeline(2), [], threading.Event()
-    pipeline.submit(Task([lambda: None, lambda: stuck.wait(5)], ended.append))
-    first = KeyError("first")
-    threading.Timer(0.1, lambda: (pipeline.fail(ValueError("second")), stuck.set())).start()
+    entered, first = threading.Event(), KeyError("first")
+    pipeline.submit(Task([lambda: None, lambda: (entered.set(), stuck.wait(20))], ended.append))
+    assert entered.wait(20)
+
+    def later():
+        while pipeline.error is None:
+            time.sleep(0.001)
+        threading.Timer(0.1, stuck.set).start()  # until then the first one waits for the stage
+        pipeline.fail(ValueError("second"))
+
+    threading.Thread(target=later, daemon=True).start()
     pipeline.fail(first)
     pipeline.fail(ValueError("third"))
     assert pipeline.error is first
@@ -89,18 +106,18 @@ def test_the_first_error_stays():
     pipeline.close()
 
 
-def test_a_task_ends_after_its_stage_has():
+def test_a_task_ends_after_its_stage_has(patient):
     """Whoever ends a task overwrites its buffer: a stage that decodes into it must have left it."""
     pipeline, order, entered, gate = Pipeline(2), [], threading.Event(), threading.Event()
 
     def decode():
         entered.set()
-        gate.wait(5)
+        gate.wait(20)
         order.append("decoded")
 
     pipeline._on_failure = lambda: threading.Timer(0.05, gate.set).start()  # as an abort ends a collective
     pipeline.submit(Task([lambda: None, decode], lambda error: order.append("ended")))
-    assert entered.wait(5)
+    assert entered.wait(20)
     pipeline.fail(RuntimeError("from outside"))
     assert order == ["decoded", "ended"]
     pipeline.close()
@@ -118,21 +135,23 @@ def test_close_ends_what_is_under_way_at_once():
     for task in range(3):
         stages = [lambda: None, collective, lambda: None]
         pipeline.submit(Task(stages, lambda error, t=task: ended.append((t, str(error)))))
-    assert entered.wait(5)
+    assert entered.wait(20)
     threads, begun = list(pipeline._threads), time.monotonic()
-    pipeline.close()
-    assert time.monotonic() - begun < 4  # close() itself waits for 5
+    pipeline.close(timeout_s=60)
+    assert time.monotonic() - begun < 30
     assert sorted(ended) == [(t, "gradcomp: this state is closed") for t in range(3)]
     assert not any(thread.is_alive() for thread in threads)
 
 
 def test_close_leaves_a_stage_that_will_not_end_behind():
-    pipeline, stuck = Pipeline(4), threading.Event()
-    pipeline.submit(Task([lambda: None, lambda: stuck.wait(30), lambda: None, lambda: None], lambda error: None))
-    while not pipeline._busy:
-        time.sleep(0.001)
+    pipeline, entered, stuck = Pipeline(4), threading.Event(), threading.Event()
+    stages = [lambda: None, lambda: (entered.set(), stuck.wait(60)), lambda: None, lambda: None]
+    pipeline.submit(Task(stages, lambda error: None))
+    assert entered.wait(20)
     threads = list(pipeline._threads)
     pipeline.close(timeout_s=0.1)
+    for number in (0, 2, 3):
+        threads[number].join(20)
     alive = [thread.is_alive() for thread in threads]
     stuck.set()
     assert alive == [False, True, False, False], "every thread but the stuck one is told to stop"
@@ -155,19 +174,19 @@ def test_a_pipeline_that_nobody_uses_frees_its_threads():
     assert alive() == 0
 
 
-def test_after_a_failure_no_task_ends_while_a_stage_is_at_work():
+def test_after_a_failure_no_task_ends_while_a_stage_is_at_work(patient):
     """The slices of one bucket are tasks of their own: the last one ends the bucket, which an earlier one may still write to."""
     pipeline, order = Pipeline(2), []
     writing, failed = threading.Event(), threading.Event()
 
     def write():
         writing.set()
-        failed.wait(5)
+        failed.wait(20)
         time.sleep(0.2)
         order.append("written")
 
     def fail():
-        writing.wait(5)
+        writing.wait(20)
         failed.set()
         raise KeyError("stage")
 

@@ -110,7 +110,7 @@ def test_it_calibrates_where_no_rates_are_given(answer, tmp_path):
     found = json.loads((tmp_path / "plan.json").read_text())
     beside = {"ternary all_gather", "outer step"}  # for what is said of local steps
     assert found["rates"].keys() == {"onebit all_gather", "onebit reduce_scatter", *beside}
-    assert 0 < found["rates"]["onebit all_gather"]["encode"]["per_value_s"] < 1e-7
+    assert 0 < found["rates"]["onebit all_gather"]["encode"]["per_value_s"] < 1e-5
 
 
 def test_rates_from_before_local_steps_are_not_taken_for_free(rates, capsys):

@@ -65,7 +65,7 @@ def test_the_exchange_is_that_of_every_step():
 
 
 def test_calibration_measures_the_outer_step(tmp_path):
-    rates = calibrate([TERNARY.after(LocalSteps(30)), ONEBIT], sizes=(1 << 10, 1 << 20), world_sizes=(2,), repeats=2)
+    rates = calibrate([TERNARY.after(LocalSteps(30)), ONEBIT], sizes=(1 << 10, 1 << 20), world_sizes=(2,), repeats=5)
     assert set(rates.stages) == {OUTER, TERNARY.name, ONEBIT.name}
     assert 0 < rates.outer_seconds(1 << 20) < rates.outer_seconds(1 << 24) < 60
     rates.save(tmp_path / "rates.json")

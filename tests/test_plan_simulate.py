@@ -260,6 +260,7 @@ def test_bad_descriptions_are_refused(make, message):
 # ---- rates ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timed
 def test_calibration_finds_rates_that_describe_a_stage(tmp_path):
     methods = [find_method(n) for n in ("ternary exact", "onebit all_gather", "bf16")]
     rates = calibrate(methods, sizes=(1 << 10, 1 << 20), repeats=5)

@@ -104,7 +104,10 @@ def test_a_run_that_ray_restarts_is_the_plain_run(gloo, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "kept")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140, check=False)
+        if "timed out during startup" not in done.stderr:  # Ray gives its own processes 30 s, whatever else computes
+            break
     (line,) = [one[1:] for one in done.stdout.splitlines() if one.startswith("@")] or [done.stdout + done.stderr]
     told = json.loads(line)
     assert told["begun"] == FAILS

@@ -7,7 +7,9 @@ since dropping it would block until the collective's timeout.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import os
 import resource
 import threading
@@ -25,6 +27,7 @@ from gradcomp.errors import GradcompError, PeerLost
 
 SLICE_S = 0.5  # longest wait that does not look whether this rank or a peer has given up
 LOOK_S = 0.2  # longest wait for the store to say so
+GRACE_S = 0.1  # what a peer sent before it gave up may still arrive
 CONNECT_S = 60.0  # longest wait for ranks that are all there
 OWN_DESCRIPTORS = 4  # of a gloo group, beside a socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
@@ -134,7 +137,7 @@ class _GlooWork(Work):
         while True:
             left = deadline - time.monotonic()
             try:
-                self._work.wait(timedelta(seconds=max(0.001, min(left, SLICE_S))))
+                self._work.wait(_patience(min(left, SLICE_S)))
             except RuntimeError as error:
                 if self._work.is_completed():  # it may have been done just after its wait ended: its own word counts
                     self._settle()
@@ -144,10 +147,16 @@ class _GlooWork(Work):
                 self._groups.pending.discard(self)
                 return
 
+    def _ends_yet(self) -> bool:
+        """Return whether the collective ends within GRACE_S: what it lacks may have come while this process stood still."""
+        with contextlib.suppress(RuntimeError):
+            self._work.wait(_patience(GRACE_S))
+        return self.is_done()
+
     def _settle(self) -> None:
         """Return if the collective, which has ended, was done; raise what has happened otherwise."""
         try:
-            self._work.wait(timedelta(seconds=SLICE_S))
+            self._work.wait(_patience(SLICE_S))
         except RuntimeError as error:
             self._look(error, ended=True, last=True)
         self._groups.pending.discard(self)
@@ -159,6 +168,8 @@ class _GlooWork(Work):
         ended = ended or not late
         gone = groups.notes.look(LOOK_S)
         if gone is not None:
+            if not ended and self._ends_yet():  # with what the other had sent before: how, the next wait says
+                return
             groups.broken = groups.broken or f"rank {gone[0]} is gone: {gone[1]}"
             raise RankGone(*gone) from error
         if groups.broken and not ended:
@@ -180,6 +191,11 @@ def _check_descriptors(groups: int, world_size: int) -> None:
             f"{groups} gloo groups of {world_size} ranks need {needed} file descriptors; this process has {opened} open and "
             f"may have {limit}: raise the limit on every rank, for instance ulimit -n {max(65536, 2 * (opened + needed))}"
         )
+
+
+def _patience(seconds: float) -> timedelta:
+    """Return at least that long, for torch, which drops what is less than a millisecond."""
+    return timedelta(milliseconds=max(1, math.ceil(1e3 * seconds)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,16 +20,18 @@ from typing import Any
 import torch
 
 from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.notices import Notices
 from gradcomp.comm.torch_private import store_below
 from gradcomp.comm.torchdist import TorchCommunicator, open_group, open_store
 from gradcomp.errors import GradcompError, PeerLost, peers_answer
 
-PATIENCE_S = 1.0  # timeout_s of the group that waits for a silent member
+PATIENCE_S = 1.0  # of those that wait for a silent member
 KILLED_PATIENCE_S = 10.0  # of the group that waits for one that is killed: no time-out, it has to hear of the end
 KILL_AFTER_S = 0.3
 LATE_S = 3.0  # after which an error is none in time
 SETUP_S = 6.0  # longest wait for the members to meet
 PR_SET_PDEATHSIG = 1
+GAVE_UP = "gave up"
 ENDED = {"failed": "it ended without a word"}  # as the one that is lost does
 
 
@@ -89,21 +91,22 @@ def members_of(hosts: Sequence[str]) -> list[int]:
     return sorted((firsts + (others if len(firsts) == 1 else []))[:3])
 
 
-def probe_here(comm: Communicator, ranks: Sequence[int]) -> dict[str, Any]:
-    """Take part in a probe of `ranks`, this one among them, of which the last is silent for a while; return what was seen."""
+def probe_here(comm: Communicator, ranks: Sequence[int], notices: Notices) -> dict[str, Any]:
+    """Take part in a probe of `ranks`, this one among them, of which the last is silent until the others say that they gave up."""
     inner = comm.subset(ranks, SETUP_S)
     try:
         is_lost = inner.rank == inner.world_size - 1
         inner.all_gather_bytes(b"ready", SETUP_S, Channel.FIRST)
         if not is_lost:
             seen, work = _wait(inner, PATIENCE_S)
+            notices.post(ranks[-1], GAVE_UP, b"")
             late = time.monotonic() + SETUP_S
             while work is not None and not work.is_done() and time.monotonic() < late:
                 time.sleep(0.01)  # an MPI does not come to its end with a collective under way
             return {"silent": seen}
-        time.sleep(PATIENCE_S + KILL_AFTER_S)
+        notices.collect(ranks[:-1], GAVE_UP, PATIENCE_S + LATE_S)
         with contextlib.suppress(ConnectionError, TimeoutError):  # so that nothing is left that the others began
-            inner.all_gather_bytes(bytes(8), PATIENCE_S, Channel.FIRST)
+            inner.all_gather_bytes(bytes(8), SETUP_S, Channel.FIRST)
         return {"lost": True}
     finally:
         inner.close()
@@ -155,7 +158,7 @@ def _help(parent: int, commands: int, answers: int) -> None:
 
 def _take_part(store: Any, prefix: str, member: int, members: int) -> dict[str, Any]:
     open_group(store_below(store, prefix), member, members, SETUP_S)
-    silent, killed = TorchCommunicator(timeout_s=PATIENCE_S), TorchCommunicator(timeout_s=KILLED_PATIENCE_S)
+    silent, killed = TorchCommunicator(timeout_s=SETUP_S), TorchCommunicator(timeout_s=KILLED_PATIENCE_S)
     killed.all_gather_bytes(b"ready", SETUP_S, Channel.FIRST)
     if member == members - 1:
         time.sleep(PATIENCE_S + KILL_AFTER_S)

@@ -151,7 +151,7 @@ def _probe(me: Me, comm: Any, members: Sequence[int], left_s: float, notices: No
         return {"skipped": "there was no time left for it (--seconds gives more)"}
     try:
         if me.helper is None:
-            return probe_here(comm, members)
+            return probe_here(comm, members, notices)
         me.helper.start(me.probe_prefix(), members.index(me.rank), len(members))
         told = me.helper.answer(SETUP_S + 2 * PROBE_S)
         return {"lost": True} if me.rank == members[-1] and told == ENDED else told

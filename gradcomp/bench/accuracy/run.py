@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing as mp
 import queue as queues
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from gradcomp.bench.accuracy.methods import parse
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS, exchanging_momentum
 from gradcomp.bench.accuracy.workers import Apart, Workers
 from gradcomp.bench.accuracy.workloads import WORKLOADS, Settings, Workload
+from gradcomp.bench.ranks import warm_context
 from gradcomp.errors import NotFinite
 
 POINTS = 20  # of a curve
@@ -160,7 +160,7 @@ def run_all(
     if left:
         if file.exists() and not (text := file.read_bytes()).endswith(b"\n"):
             file.write_bytes(text[: text.rfind(b"\n") + 1])
-        context = mp.get_context("spawn")
+        context = warm_context(__name__)
         todo, news = context.Queue(), context.Queue()
         for each in (*left, *[None] * processes):
             todo.put(each)

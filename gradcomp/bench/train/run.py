@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -105,7 +105,8 @@ def _run(
     said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     commands = _commands(given, place, address, port)
     tails: list[list[str]] = [[] for _ in commands]
-    processes = []
+    processes: list[subprocess.Popen[str]] = []
+    listeners = []
     try:
         for number, (command, environment) in enumerate(commands):
             process = subprocess.Popen(
@@ -113,8 +114,9 @@ def _run(
             )
             processes.append(process)
             for stream in (process.stdout, process.stderr):
-                threading.Thread(target=_listen, args=(stream, number, said, tails[number]), daemon=True).start()
-        return _wait(processes, said, tails, hang_s, on_step)
+                listeners.append(threading.Thread(target=_listen, args=(stream, number, said, tails[number]), daemon=True))
+                listeners[-1].start()
+        return _wait(processes, listeners, said, tails, hang_s, on_step)
     finally:
         _end(processes)
 
@@ -142,6 +144,7 @@ def _commands(given: Sequence[str], place: Place, address: str, port: int) -> li
 
 def _wait(
     processes: Sequence[subprocess.Popen[str]],
+    listeners: Sequence[threading.Thread],
     said: queue.SimpleQueue[tuple[int, str]],
     tails: Sequence[list[str]],
     hang_s: float,
@@ -170,7 +173,10 @@ def _wait(
             return Outcome([results[rank] for rank in range(len(processes))])
         if bad:
             failed_at = failed_at or now
-            if now - failed_at > ENDING_S or all(status is not None for status in statuses):
+            over = all(status is not None for status in statuses)
+            if over or now - failed_at > ENDING_S:
+                for listener in listeners if over else ():
+                    listener.join(ENDING_S)  # the last words of those that have ended may not be read yet
                 return Outcome(failed=_why({rank: _last(tails[rank], statuses[rank]) for rank in bad}))
         if now - heard > (hang_s if heard > begun else max(hang_s, STARTING_S)):
             return Outcome(failed=f"hung after {now - begun:.0f} s")
@@ -220,7 +226,5 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    port: int = importlib.import_module("gradcomp.launch.ports").free_port()
+    return port
