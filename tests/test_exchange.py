@@ -284,7 +284,7 @@ def test_requantized_mean_is_unbiased(world):
         return total / steps
 
     true = np.mean([gradient(r, numel).astype(np.float64) for r in range(world)], axis=0)
-    got = run_local(world, work)[0].numpy()
+    got = run_local(world, work, timeout_s=280)[0].numpy()
     scale = max(np.abs(gradient(r, numel)).max() for r in range(world))
     standard_error = scale / np.sqrt(steps)  # of one element, at most
     assert np.abs(got - true).max() < 5 * standard_error

@@ -1,5 +1,7 @@
 """fp32 inside nodes, packed between them: against the reference, over every communicator, and what goes wrong."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -146,7 +148,7 @@ def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):
         pools("gloo", 4, with_communicator, "gloo", by_host, ["a", "a", "a", "b"])
     for nodes, text in (([[0, 1, 2], [3]], "equally many"), ([[0, 1], [2]], "every rank below 4 once"), ([], "once")):
         with pytest.raises(ValueError, match=text):
-            run_local(4, find_nodes, nodes, 5)
+            run_local(4, find_nodes, nodes, 60)
 
 
 def described(comm, nodes):
@@ -211,7 +213,7 @@ def test_the_ends_of_the_scale(nodes):
         assert results[0][0][0][number].tobytes() == results[1][0][0][number].tobytes()
 
 
-def one_dies(comm, nodes):
+def one_dies(comm, nodes, told):
     """Rank 3 never comes to its second step."""
     named = parameters()
     averager = GradientAverager(named, "ternary", comm, exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=3)
@@ -222,18 +224,17 @@ def one_dies(comm, nodes):
             averager.average()
         except PeerLost as error:
             averager.close()
-            return error.waited_s < 5
-    if comm.rank == 3:
-        import time
-
-        time.sleep(4)
+            told.release()
+            return error.waited_s < 20
+    for _ in range(3):
+        told.acquire(timeout=60)
     averager.close()
     return None
 
 
 @pytest.mark.slow
 def test_a_silent_rank_is_lost_to_every_node():
-    assert run_local(4, one_dies, [[0, 1], [2, 3]]) == [True, True, True, None]
+    assert run_local(4, one_dies, [[0, 1], [2, 3]], threading.Semaphore(0)) == [True, True, True, None]
 
 
 class Scale:

@@ -71,6 +71,15 @@ def bits(tensors):
     return b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)
 
 
+def exact(state):
+    """Return a nested state with the bytes of its tensors instead of them."""
+    if isinstance(state, dict):
+        return {key: exact(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [exact(value) for value in state]
+    return bits([state]) if isinstance(state, torch.Tensor) else repr(state)
+
+
 def train(comm, codec, steps, kind=DiLoCo, **options):
     """Return this rank's weights after `steps` steps, and what all ranks agree on."""
     model = fresh()
@@ -430,10 +439,8 @@ def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_o
                 caught = error
         after = local.state_dict()["fragments"][0]
         assert bits(after["anchors"].values()) == bits(before["anchors"].values())
-        assert repr(after["outer"]) == repr(before["outer"])
-        assert {k: repr(v) for k, v in after["averager"].items() if k != "step"} == {
-            k: repr(v) for k, v in before["averager"].items() if k != "step"
-        }
+        for what in ("outer", "averager"):
+            assert exact({**after[what], "step": 0}) == exact({**before[what], "step": 0})
         local.restore()
         optimizer.state.clear()  # the inner momentum of that rank is NaN, too
         for step in range(6 + delay, 12 + delay):
@@ -451,7 +458,7 @@ def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
     def rank(comm):
         model = fresh()
         optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=2, min_numel=0, timeout_s=4.0)
+        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=2, min_numel=0, timeout_s=60.0)
         for step in range(2):
             inner_step(model, optimizer, step, comm.rank)
             local.step()
@@ -628,7 +635,7 @@ def test_an_exchange_that_fails_behind_steps_is_not_half_there():
     def rank(comm):
         model = fresh()
         optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=4, delay=2, min_numel=0, timeout_s=4.0)
+        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=4, delay=2, min_numel=0, timeout_s=60.0)
         for step in range(6):
             inner_step(model, optimizer, step, comm.rank)
             local.step()
@@ -853,6 +860,7 @@ def test_parameters_may_be_swapped_and_local_steps_forgotten_during_a_step():
     other = fresh()
     optimizer = sgd(other)
     hooks = [register_optimizer_step_pre_hook(call) for call in (lambda *_: gc.collect() and None, lambda *_: None)]
+    gc.collect()  # models of earlier tests
     gc.disable()
     watching = len(watch._watchers)
     try:
@@ -880,6 +888,7 @@ def test_optimizers_that_follow_each_other_are_not_taken_for_one():
 
 
 def test_local_steps_that_are_dropped_watch_nobody():
+    gc.collect()  # models of earlier tests
     before = len(watch._watchers)
     model = fresh()
     (comm,) = LocalCommunicator.group(1)
@@ -912,6 +921,7 @@ def test_gradients_that_add_up_are_no_inner_steps(itself):
             if local.syncs > before:
                 synced_at.append(minibatch)
     local.close()
+    told = [one for one in told if "inner optimizer" in str(one.message)]
     if itself:
         assert local.inner_steps == 24 and synced_at == [7, 15, 23, 31, 39, 47] and not told
     else:

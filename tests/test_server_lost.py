@@ -1,5 +1,6 @@
 """The parameter server when ranks die, fall silent or take no replies: named errors in bounded time."""
 
+import queue
 import threading
 import time
 
@@ -48,7 +49,7 @@ def worker_dies(comm, farewell, pushed):
 def test_a_worker_that_goes_in_the_middle_of_a_round(farewell):
     first, second, _, stats = run_local(4, worker_dies, farewell, threading.Semaphore(0), timeout_s=40)
     for waited, errors, done in (first, second):
-        assert waited < 10
+        assert waited < 15
         for error in errors:
             assert isinstance(error, PeerLost) and "rank 2" in str(error), error
         assert [e.phase for e in errors] == ["pull", "pull", "push", "push"]
@@ -56,20 +57,19 @@ def test_a_worker_that_goes_in_the_middle_of_a_round(farewell):
     assert stats.lost == ([] if farewell else [2])
 
 
-def server_dies(comm, how):
+def server_dies(comm, how, both):
     if comm.rank == 2:
         for _ in range(3):  # two inits and one push
-            rank, raw = comm.receive(10, max_nbytes=1000)
+            rank, raw = comm.receive(20, max_nbytes=1000)
             comm.start_send(
                 messages.pack(Message(Kind.OK, messages.request_number(raw), 0, body=as_tensor(bytes(8)))), rank
             )
         if how == "dies":
             comm.abort()
-        else:
-            time.sleep(1.2)
         return None
     client = ParameterClient(comm, 1, timeout_s=20.0)
     client.init_parameter("x", [1])
+    both.wait(20)
     client._requests.timeout_s = 0.4
     begun, error = time.monotonic(), None
     while error is None:
@@ -83,8 +83,8 @@ def server_dies(comm, how):
 @pytest.mark.parametrize("how", ["dies", "falls silent"])
 @pytest.mark.slow
 def test_a_server_that_is_lost_is_told_in_bounded_time(how):
-    for waited, error, again in run_local(3, server_dies, how, timeout_s=40)[:2]:
-        assert waited < 10
+    for waited, error, again in run_local(3, server_dies, how, threading.Barrier(2), timeout_s=40)[:2]:
+        assert waited < 15
         for e in (error, again):
             assert isinstance(e, PeerLost) and "server" in str(e) and e.phase in ("push", "pull") and e.bucket == -1
 
@@ -96,52 +96,51 @@ def late_worker(client, index):
         client.push_parameter("x", 2.0)
         return client.pull_parameter("x", "sum")
     client.push_parameter("x", 1.0)
-    client._requests.timeout_s = 0.4
-    error = caught(client.pull_parameter, "x", "sum")
-    client._requests.timeout_s = 20.0
+    pull = client._ask(Kind.PULL, "x", 0, None, "sum", room_nbytes=64)
+    error = caught(client._requests.wait, pull, time.monotonic() + 0.4)
     meet(client)
     return error, float(client.pull_parameter("x", "sum")), float(client.pull_parameter("x", "sum"))
 
 
 def test_a_silent_worker_is_named_and_may_still_come(over):
     (error, *after), late, _ = over(3, play, 1, late_worker)
-    assert isinstance(error, PeerLost) and error.phase == "pull" and 0.4 <= error.waited_s < 5
+    assert isinstance(error, PeerLost) and error.phase == "pull" and 0.4 <= error.waited_s < 15
     assert "ranks [1]" in str(error) and "'x'" in str(error)
     assert after == [3.0, 3.0] and float(late) == 3.0
 
 
 class Slow(LocalCommunicator):
-    """A server's communicator that delays one reply past the client's patience."""
+    """A server's communicator that keeps one reply back: it leaves when somebody calls what is in `held`."""
 
-    def __init__(self, comm):
+    def __init__(self, comm, held=None):
         self.__dict__.update(comm.__dict__)
-        self.replies = 0
+        self.replies, self.held = 0, held
 
     def start_send(self, message, to):
         self.replies += 1
         if self.replies == 2:
             late = message.clone()
-            threading.Timer(0.8, lambda: LocalCommunicator.start_send(self, late, to)).start()
+            self.held.put(lambda: LocalCommunicator.start_send(self, late, to))
             return Done()
         return super().start_send(message, to)
 
 
-def slow_server(comm):
+def slow_server(comm, held):
     if comm.rank == 1:
-        return serve(Slow(comm), 1, timeout_s=20)
+        return serve(Slow(comm, held), 1, timeout_s=20)
     client = ParameterClient(comm, 1, timeout_s=20.0)
     client.init_parameter("x", [1])
     client._requests.timeout_s = 0.3
     error = caught(client.push_parameter, "x", 1.0)
     client._requests.timeout_s = 20.0
-    time.sleep(1.0)  # the old reply is there now
+    held.get(timeout=20)()  # the old reply is there now
     value = float(client.pull_parameter("x", "sum"))
     client.close()
     return error, value
 
 
 def test_a_late_reply_is_not_taken_for_another():
-    error, value = run_local(2, slow_server, timeout_s=30)[0]
+    error, value = run_local(2, slow_server, queue.SimpleQueue(), timeout_s=60)[0]
     assert isinstance(error, PeerLost) and error.phase == "push" and "silent" in str(error)
     assert value == 1.0
 
@@ -154,15 +153,18 @@ class Stuck(Slow):
 
 
 class Never(Work):
+    def is_done(self):
+        return False
+
     def wait(self, timeout_s):
-        time.sleep(min(timeout_s, 0.1))
+        time.sleep(min(timeout_s, 15.0))
         raise TimeoutError
 
 
 def stuck_client(comm):
     if comm.rank == 2:
         return serve(Stuck(comm), 1, timeout_s=20)
-    client = ParameterClient(comm, 1, timeout_s=0.3 if comm.rank == 0 else 10.0)
+    client = ParameterClient(comm, 1, timeout_s=0.3 if comm.rank == 0 else 20.0)
     error = caught(client.init_parameter, "x", [1])
     if comm.rank == 1:
         client.init_parameter("a", [1], asynchronous=True, learning_rate=1.0, value=torch.zeros(1))
@@ -176,7 +178,7 @@ def stuck_client(comm):
 def test_a_stuck_client_does_not_block_the_others():
     begun = time.monotonic()
     stuck, other, _ = run_local(3, stuck_client, timeout_s=30)
-    assert isinstance(stuck, PeerLost) and other == 20.0 and time.monotonic() - begun < 10
+    assert isinstance(stuck, PeerLost) and other == 20.0 and time.monotonic() - begun < 18
 
 
 def never_close(comm):
@@ -186,7 +188,6 @@ def never_close(comm):
     client.init_parameter("x", [1])
     if comm.rank == 0:
         client.close()
-    time.sleep(3.0)
     return None
 
 

@@ -339,8 +339,8 @@ def send_garbage(client, index):
         garbage = [torch.empty(0, dtype=torch.uint8), torch.zeros(24, dtype=torch.uint8), push[:-1], push[:20]]
         garbage += [torch.randint(0, 256, (n,), generator=generator).to(torch.uint8) for n in (1, 23, 24, 25, 300)]
         for data in garbage:
-            comm.start_send(data, client._servers[0]).wait(5)
-            _, raw = comm.receive(5, client._servers[0], max_nbytes=10_000)
+            comm.start_send(data, client._servers[0]).wait(60)
+            _, raw = comm.receive(60, client._servers[0], max_nbytes=10_000)
             reply = messages.parse(raw)
             replies.append((reply.kind, messages.parse_error(reply.data(), "push", 0.0)))
     client.push_parameter("x", 1.0)
@@ -357,7 +357,7 @@ def test_hostile_bytes_get_an_error_reply_and_the_server_lives(over):
 
 def send_too_much(client, index):
     if index == 0:
-        client._requests._comm.start_send(torch.zeros(2000, dtype=torch.uint8), client._servers[0]).wait(5)
+        client._requests._comm.start_send(torch.zeros(2000, dtype=torch.uint8), client._servers[0]).wait(60)
     return meet(client)
 
 

@@ -29,7 +29,7 @@ def cluster(comm, servers, shard_nbytes, body, *args):
     """Serve, or return body(client, rank, *args) of a client that cuts keys into shards of that size."""
     if comm.rank >= WORKERS:
         return serve(comm, servers, timeout_s=20)
-    with ParameterClient(comm, servers, timeout_s=10, shard_nbytes=shard_nbytes) as client:
+    with ParameterClient(comm, servers, timeout_s=60, shard_nbytes=shard_nbytes) as client:
         return body(client, comm.rank, *args)
 
 
@@ -378,7 +378,7 @@ def test_clients_that_cut_otherwise_are_told():
 def unlike_shard_nbytes(comm):
     if comm.rank == 2:
         return serve(comm, 1, timeout_s=20)
-    with ParameterClient(comm, 1, timeout_s=10, shard_nbytes=256 << comm.rank) as client:
+    with ParameterClient(comm, 1, timeout_s=60, shard_nbytes=256 << comm.rank) as client:
         return caught(client.init_parameter, "x", [NUMEL])
 
 

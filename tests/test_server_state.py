@@ -22,7 +22,7 @@ ONEBIT = OneBit(group=20)
 def cluster(comm, servers, checkpoint, shard_nbytes, body, *args):
     if comm.rank >= WORKERS:
         return serve(comm, servers, timeout_s=20, checkpoint=checkpoint)
-    with ParameterClient(comm, servers, timeout_s=10, shard_nbytes=shard_nbytes) as client:
+    with ParameterClient(comm, servers, timeout_s=60, shard_nbytes=shard_nbytes) as client:
         return body(client, comm.rank, *args)
 
 
