@@ -81,9 +81,13 @@ class Hosts:
 
     def command(self, number: int) -> list[str]:
         """Return the words that run a program on a host, which has a name of its own."""
-        name = self._name(f"host{number}")
+        name = self.namespace(number)
         named = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
         return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, name]
+
+    def namespace(self, number: int) -> str:
+        """Return the name of a host's network namespace."""
+        return self._name(f"host{number}")
 
     def address(self, number: int) -> str:
         """Return a host's address."""

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradcomp.bench.train.forked import Forked
 from gradcomp.bench.train.hosts import INTERFACE, Hosts
 from gradcomp.bench.train.mpi import Mpiexec
 from gradcomp.bench.train.rank import MARK, Task, words
@@ -26,6 +27,9 @@ MASTER_PORT = 29500
 STARTING_S = 120.0  # for programs to start and find each other, on a machine that is busy
 ENDING_S = 5.0  # for ranks to end after one of them has failed, and after being told to
 POLL_S = 0.2
+
+
+Started = subprocess.Popen[str] | Forked
 
 
 @dataclass
@@ -103,16 +107,13 @@ def _run(
     given: Sequence[str], place: Place, address: str, port: int, hang_s: float, on_step: Callable[[int], None]
 ) -> Outcome:
     said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    commands = _commands(given, place, address, port)
-    tails: list[list[str]] = [[] for _ in commands]
-    processes: list[subprocess.Popen[str]] = []
+    tails: list[list[str]] = []
+    processes: list[Started] = []
     listeners = []
     try:
-        for number, (command, environment) in enumerate(commands):
-            process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-            )
+        for number, process in enumerate(_start(given, place, address, port)):
             processes.append(process)
+            tails.append([])
             for stream in (process.stdout, process.stderr):
                 listeners.append(threading.Thread(target=_listen, args=(stream, number, said, tails[number]), daemon=True))
                 listeners[-1].start()
@@ -121,29 +122,33 @@ def _run(
         _end(processes)
 
 
-def _commands(given: Sequence[str], place: Place, address: str, port: int) -> list[tuple[list[str], dict[str, str]]]:
-    """Return the words and variables of every process to start: each rank's, or the mpiexec that starts all of them."""
-    program = [sys.executable, "-m", "gradcomp.bench.train.rank"]
+def _start(given: Sequence[str], place: Place, address: str, port: int) -> Iterator[Started]:
+    """Start one process after the other: each rank, or the mpiexec that starts all of them."""
     shared = os.environ | {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's store belongs to the processes that it has started
     if place.rank is not None:
-        return [([*program, given[0]], shared)]
+        yield Forked(given[0], shared)
+        return
     interface = "lo" if place.hosts is None else INTERFACE
     shared |= {"GLOO_SOCKET_IFNAME": interface}
     if place.mpi is not None:
         words = place.mpi.command(len(given), apart=place.hosts is not None)
-        return [([*words, *program, *given], shared | place.mpi.environment(interface))]
-    return [
-        (
-            [*(place.hosts.command(rank) if place.hosts is not None else []), *program, one],
-            shared | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(given))},
+        yield subprocess.Popen(
+            [*words, sys.executable, "-m", "gradcomp.bench.train.rank", *given],
+            env=shared | place.mpi.environment(interface),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-        for rank, one in enumerate(given)
-    ]
+        return
+    for rank, one in enumerate(given):
+        host = "" if place.hosts is None else place.hosts.namespace(rank)
+        yield Forked(one, shared | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(given))}, host)
 
 
 def _wait(
-    processes: Sequence[subprocess.Popen[str]],
+    processes: Sequence[Started],
     listeners: Sequence[threading.Thread],
     said: queue.SimpleQueue[tuple[int, str]],
     tails: Sequence[list[str]],
@@ -208,7 +213,7 @@ def _listen(stream: Any, rank: int, said: queue.SimpleQueue[tuple[int, str]], ta
             del tail[:-50]
 
 
-def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+def _end(processes: Sequence[Started]) -> None:
     """End what still runs: each is the leader of a session of its own, with whatever it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
