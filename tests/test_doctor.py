@@ -273,7 +273,7 @@ def test_a_rank_that_stops_leaves_the_others_to_be_measured(machine):
     stops = "import os, signal; from gradcomp.doctor import visit; visit.measure_all = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)"
     port = free_port()
     patient = "from gradcomp.doctor import visit; visit.PAIRS_SHARE = 0.9"  # rank 2 waits for rank 1 first
-    ranks = [machine.start(k, 3, port, "--json", "-", "--seconds", "12", first=stops if k == 1 else patient) for k in range(3)]
+    ranks = [machine.start(k, 3, port, "--json", "-", "--seconds", "7", first=stops if k == 1 else patient) for k in range(3)]
     status, text, _ = end(ranks[0])
     found = json.loads(text)
     assert (status, found["silent"], wrongs(found)) == (1, [1], ["rank 1 fell silent while measuring"])

@@ -16,7 +16,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from _held import descriptors
+from _held import descriptors, steady
 from _ranks import run_local
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -505,8 +505,7 @@ def dropped_over_gloo():
         averager.average()
 
     one()
-    wait_for(lambda: not stage_threads())
-    before = held()  # a warm process may hold threads of tests before this one
+    before = steady(held)
     for _ in range(3):
         one()
     wait_for(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))

@@ -274,7 +274,7 @@ def test_requantized_mean_is_unbiased(world):
     """
     from _ranks import run_local
 
-    codec, numel, steps = Ternary(second_phase="requantize", clip_sigma=None), 64, 4000
+    codec, numel, steps = Ternary(second_phase="requantize", clip_sigma=None), 64, 1000
 
     def work(comm):
         total = torch.zeros(numel, dtype=torch.float64)
@@ -284,11 +284,11 @@ def test_requantized_mean_is_unbiased(world):
         return total / steps
 
     true = np.mean([gradient(r, numel).astype(np.float64) for r in range(world)], axis=0)
-    got = run_local(world, work, timeout_s=280)[0].numpy()
+    got = run_local(world, work)[0].numpy()
     scale = max(np.abs(gradient(r, numel)).max() for r in range(world))
     standard_error = scale / np.sqrt(steps)  # of one element, at most
     assert np.abs(got - true).max() < 5 * standard_error
-    assert abs((got * true).sum() / (true * true).sum() - 1) < 0.05
+    assert abs((got * true).sum() / (true * true).sum() - 1) < 0.03  # 0.003 and 0.016; with one stream for both 0.14 and 0.05
 
 
 def test_mixed_bucket_counts_every_byte():
