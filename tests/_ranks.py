@@ -159,6 +159,14 @@ def mpirun(flavour, world_size):
     return [str(Path(python).with_name("mpirun")), *options, "-n", str(world_size), python]
 
 
+def is_alive(pid):
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 _sessions = tempfile.TemporaryDirectory(prefix="gradcomp-test-")  # where Open MPI keeps files of jobs, killed ones too
 
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from _ranks import mpi_environment, mpi_python
+from _ranks import is_alive, mpi_environment, mpi_python
 
 from gradcomp import Block
 from gradcomp.bench.train import hosts, main, methods, rank, run, workloads
@@ -21,10 +22,14 @@ from gradcomp.plan.links import Link
 
 WHY = hosts.unavailable()  # "" where this machine lets us make hosts; elsewhere the bench is to say this, and nothing else happens
 HOOKS = '''
-import time
+import multiprocessing
 import torch
 
 def crashes(model):
+    child = multiprocessing.get_context("fork").Process(target=int)  # as a DataLoader with workers does
+    child.start()
+    child.join()
+    assert child.exitcode == 0
     def hook(state, bucket):
         raise RuntimeError("the hook fell over")
     model.register_comm_hook(None, hook)
@@ -197,16 +202,15 @@ def ranks_of(mark):
                 words, variables = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
             except OSError:
                 continue
-            if b"gradcomp.bench.train.rank" in words and f"PYTHONPATH={mark}\0".encode() in variables:
+            if b"gradcomp.bench.train.rank" in words and mark.encode() in variables:
                 found.append(int(folder.name))
     return found
 
 
-def is_alive(pid):
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def test_a_rank_whose_status_is_lost_with_its_server_is_ended_all_the_same():
+    rank = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    run._end([SimpleNamespace(pid=rank.pid, poll=lambda: run.LOST, wait=lambda timeout_s: None)])
+    assert rank.wait(20) < 0
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from _ranks import is_alive
 
 from gradcomp.bench import __main__ as dispatcher
 from gradcomp.bench import demo
@@ -174,6 +176,55 @@ def test_ranks_are_heard():
     heard = []
     run_ranks(3, _say_rank_then_fail, "nothing", on_message=heard.append)
     assert sorted(heard) == [0, 1, 2]
+
+
+KILLED = """
+import os, time
+import numpy
+from gradcomp.bench.ranks import run_ranks
+
+def body(rank, emit):
+    emit((os.getpid(), os.environ["SET_SINCE"], numpy.random.rand()))
+    time.sleep(100)
+
+if __name__ == "__main__":
+    for turn in "12":
+        os.environ["SET_SINCE"] = turn
+        said = []
+        def heard(message):
+            said.append(message)
+            if len(said) == 2:
+                print(*said[0], *said[1], flush=True)
+                if turn == "1":
+                    for pid, _, _ in said:
+                        os.kill(pid, 9)
+        try:
+            run_ranks(2, body, on_message=heard)
+        except Exception:
+            assert turn == "1"
+"""
+
+
+@pytest.mark.parametrize("folder", ["", "x" * 100], ids=["", "TMPDIR too long for a socket"])
+def test_ranks_of_a_program_that_is_killed_end_with_it(tmp_path, folder):
+    """They are not its own children, nor have they its variables by themselves."""
+    (tmp_path / "program.py").write_text(KILLED)
+    place = tmp_path / folder
+    place.mkdir(exist_ok=True)
+    run = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, env=os.environ | {"TMPDIR": str(place)}, stdout=subprocess.PIPE, text=True)
+    try:
+        ranks = []
+        for turn in "12":
+            one, its, drawn, two, theirs, other = run.stdout.readline().split()
+            assert its == theirs == turn and drawn != other
+            ranks += [one, two]
+    finally:
+        run.kill()
+        run.communicate()
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in ranks if is_alive(pid)]
 
 
 @pytest.mark.long

@@ -10,9 +10,12 @@ import multiprocessing
 import os
 import queue as queues
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
@@ -24,12 +27,43 @@ _POLL_S = 0.1
 
 
 def warm_context(*modules: str) -> Any:
-    """Return the context of `multiprocessing` whose processes are new, but have imported torch, gradcomp and `modules`."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", *IMPORTED, *modules])
-    return context
+    """Return the context of `multiprocessing` whose processes are new, but have imported torch, gradcomp and `modules`.
+
+    The first thing that such a process does is `become_rank`.
+    """
+    if sys.platform == "linux":  # elsewhere torch does not bear it
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["__main__", *IMPORTED, *modules])
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server imports what this process would
+        try:
+            forkserver.ensure_running()
+        except OSError:  # a TMPDIR too long for the address of its socket
+            pass
+        else:
+            return context
+        finally:
+            os.environ.pop("PYTHONPATH")
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
+    return multiprocessing.get_context("spawn")
+
+
+def become_rank(variables: Mapping[str, str]) -> None:
+    """Make this process, forked from a server that others have in common, one of its own.
+
+    It ends with the program that has started it, has `variables` as its environment, and NumPy draws other numbers than in its siblings.
+    """
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(variables)
+    np.random.seed()
+
+
+def _end_with(parent: Any) -> None:
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def run_ranks(world_size: int, body: Callable[..., None], *args: Any, on_message: Callable[[Any], None]) -> None:
@@ -53,7 +87,7 @@ def run_ranks(world_size: int, body: Callable[..., None], *args: Any, on_message
     messages: Any = warm.Queue()
     context = start_processes(  # type: ignore[no-untyped-call]
         _rank_main,
-        args=(world_size, store.port, messages, body, args),
+        args=(world_size, store.port, messages, body, args, dict(os.environ)),
         nprocs=world_size,
         join=False,
         daemon=True,
@@ -79,8 +113,15 @@ def _drain(messages: Any, on_message: Callable[[Any], None]) -> None:
 
 
 def _rank_main(
-    rank: int, world_size: int, port: int, messages: Any, body: Callable[..., None], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    port: int,
+    messages: Any,
+    body: Callable[..., None],
+    args: tuple[Any, ...],
+    variables: Mapping[str, str],
 ) -> None:
+    become_rank(variables)
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve

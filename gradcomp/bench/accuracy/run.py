@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import queue as queues
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gradcomp.bench.accuracy.methods import parse
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS, exchanging_momentum
 from gradcomp.bench.accuracy.workers import Apart, Workers
 from gradcomp.bench.accuracy.workloads import WORKLOADS, Settings, Workload
-from gradcomp.bench.ranks import warm_context
+from gradcomp.bench.ranks import become_rank, warm_context
 from gradcomp.errors import NotFinite
 
 POINTS = 20  # of a curve
@@ -164,7 +165,7 @@ def run_all(
         todo, news = context.Queue(), context.Queue()
         for each in (*left, *[None] * processes):
             todo.put(each)
-        ranks = [context.Process(target=_serve, args=(folder, todo, news), daemon=True) for _ in range(processes)]
+        ranks = [context.Process(target=_serve, args=(folder, todo, news, dict(os.environ)), daemon=True) for _ in range(processes)]
         for process in ranks:
             process.start()
         try:
@@ -202,9 +203,10 @@ def _collect(
         on_step(job, job.steps)
 
 
-def _serve(folder: Path, todo: Any, news: Any) -> None:
+def _serve(folder: Path, todo: Any, news: Any, variables: Mapping[str, str]) -> None:
     import traceback
 
+    become_rank(variables)
     torch.set_num_threads(1)
     loaded: dict[str, Workload] = {}
     while (job := todo.get()) is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import socket
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from gradcomp.bench.ranks import warm_context
+from gradcomp.bench.ranks import become_rank, warm_context
 from gradcomp.bench.train import rank
 
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
@@ -59,15 +60,15 @@ def _begin(word: str, variables: Mapping[str, str], host: str, out: Any, err: An
     for number, end in ((1, out), (2, err)):
         os.dup2(end.fileno(), number)
         end.close()
-    os.environ.clear()
-    os.environ.update(variables)
+    multiprocessing.current_process().daemon = False  # a hook may start processes of its own
     if host:
         _enter(host)
+    become_rank(variables)
     sys.exit(rank.main([word]))
 
 
 def _enter(host: str) -> None:
-    """Move this process, which has one thread yet, to a host and give it that host's name."""
+    """Move this process, which has no other thread yet, to a host and give it that host's name."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"{NAMESPACES}/{host}", encoding="ascii") as there:
         failed = libc.setns(there.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS)

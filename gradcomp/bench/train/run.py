@@ -27,6 +27,7 @@ MASTER_PORT = 29500
 STARTING_S = 120.0  # for programs to start and find each other, on a machine that is busy
 ENDING_S = 5.0  # for ranks to end after one of them has failed, and after being told to
 POLL_S = 0.2
+LOST = 255  # status of a forked process whose server has ended, while it may go on
 
 
 Started = subprocess.Popen[str] | Forked
@@ -180,8 +181,8 @@ def _wait(
             failed_at = failed_at or now
             over = all(status is not None for status in statuses)
             if over or now - failed_at > ENDING_S:
-                for listener in listeners if over else ():
-                    listener.join(ENDING_S)  # the last words of those that have ended may not be read yet
+                for listener in listeners if over else ():  # the last words of those that have ended may not be read yet
+                    listener.join(max(0.0, now + ENDING_S - time.monotonic()))
                 return Outcome(failed=_why({rank: _last(tails[rank], statuses[rank]) for rank in bad}))
         if now - heard > (hang_s if heard > begun else max(hang_s, STARTING_S)):
             return Outcome(failed=f"hung after {now - begun:.0f} s")
@@ -217,7 +218,7 @@ def _end(processes: Sequence[Started]) -> None:
     """End what still runs: each is the leader of a session of its own, with whatever it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
-            if process.poll() is None:
+            if process.poll() in (None, LOST):
                 try:
                     os.killpg(process.pid, number)
                 except ProcessLookupError:
