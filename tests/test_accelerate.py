@@ -206,6 +206,15 @@ def not_called():
             state.close()
             own.free_memory()
         model = net()
+        model, optimizer = own.prepare(model, sgd(model))
+        state = register(own, model, "ternary")
+        own.backward(loss_of(model, x, y))
+        optimizer.step()
+        with pytest.raises(GradcompError, match="a second step on gradients that were averaged once"):
+            optimizer.step()
+        state.close()
+        own.free_memory()
+        model = net()
         optimizer = own.prepare(sgd(model))
         local = local_steps(own, model, optimizer, "ternary", sync_every=2)
         with pytest.raises(GradcompError, match="was not called after it, so ranks never sync"):

@@ -194,7 +194,7 @@ class FsdpState:
         self._is_told = True
         warnings.warn(
             f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly as ever. Somebody has called set_custom_reduce_scatter after "
-            "gradcomp.fsdp.compress: call compress last",
+            "gradcomp.fsdp.compress: call compress last. Or this is a second step on gradients that were averaged once",
             stacklevel=6,
         )
 

@@ -69,7 +69,8 @@ class Watch:
             return (
                 "no forward pass went through the DistributedDataParallel model that it is registered on, so every rank would train "
                 "apart. The loop calls the module inside (model.module), or the framework has wrapped the model anew: call the "
-                "wrapped model, and register on the one that trains"
+                "wrapped model, and register on the one that trains. Or this is a second step on gradients that were averaged once: run "
+                "forward and backward before each"
             )
         if not self._synced:
             return (

@@ -124,7 +124,7 @@ class ReplicaAverage:
 def _missed() -> None:
     raise GradcompError(
         f"{NOT_CALLED}: FSDP has reduced gradients and called another all-reduce hook, or none, so replicas would train apart. Make ReplicaAverage last, "
-        "after torchtitan's maybe_set_all_reduce_hook and the like. The optimizer has changed nothing yet"
+        "after torchtitan's maybe_set_all_reduce_hook and the like. Or this is a second step on gradients that were averaged once. The optimizer has changed nothing yet"
     )
 
 
