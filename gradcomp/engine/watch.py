@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 NOT_CALLED = "gradcomp was registered but not called in this step"
+OR_TWICE = "Or this is a second step on gradients that were averaged once"
 
 
 class Mine:

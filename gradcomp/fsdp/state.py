@@ -25,7 +25,7 @@ from gradcomp.comm.torchdist import (
 )
 from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.options import Options
-from gradcomp.engine.watch import NOT_CALLED, Mine, Steps, before_any_step, remove
+from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.gathered import Rooms
 from gradcomp.exchange.stats import Stats
@@ -194,7 +194,7 @@ class FsdpState:
         self._is_told = True
         warnings.warn(
             f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly as ever. Somebody has called set_custom_reduce_scatter after "
-            "gradcomp.fsdp.compress: call compress last. Or this is a second step on gradients that were averaged once",
+            f"gradcomp.fsdp.compress: call compress last. {OR_TWICE}",
             stacklevel=6,
         )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradcomp.ddp import CompressionState
-from gradcomp.engine.watch import NOT_CALLED, Mine, Steps, before_any_step
+from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step
 from gradcomp.errors import GradcompError
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ class Watch:
             return (
                 "no forward pass went through the DistributedDataParallel model that it is registered on, so every rank would train "
                 "apart. The loop calls the module inside (model.module), or the framework has wrapped the model anew: call the "
-                "wrapped model, and register on the one that trains. Or this is a second step on gradients that were averaged once: run "
-                "forward and backward before each"
+                f"wrapped model, and register on the one that trains. {OR_TWICE}: run forward and backward before each"
             )
         if not self._synced:
             return (

@@ -17,7 +17,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.engine.options import Options
-from gradcomp.engine.watch import NOT_CALLED, Mine, Steps, before_any_step, remove
+from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
 from gradcomp.errors import GradcompError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class ReplicaAverage:
 def _missed() -> None:
     raise GradcompError(
         f"{NOT_CALLED}: FSDP has reduced gradients and called another all-reduce hook, or none, so replicas would train apart. Make ReplicaAverage last, "
-        "after torchtitan's maybe_set_all_reduce_hook and the like. Or this is a second step on gradients that were averaged once. The optimizer has changed nothing yet"
+        f"after torchtitan's maybe_set_all_reduce_hook and the like. {OR_TWICE}. The optimizer has changed nothing yet"
     )
 
 
