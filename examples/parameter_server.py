@@ -27,7 +27,7 @@ from gradcomp.bench.models import LeNet
 from gradcomp.comm import Communicator, LocalCommunicator, MpiCommunicator, TorchCommunicator
 from gradcomp.server import ParameterClient, serve
 
-CODEC = gradcomp.Ternary(clip_sigma=None, scale="shared", seed=0)
+CODEC = gradcomp.TernGrad(clip_sigma=None, scale="shared", seed=0)
 MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 
 

@@ -2,7 +2,7 @@
 
 One line after ``DistributedDataParallel(...)``::
 
-    state = gradcomp.ddp.register(model, "ternary")
+    state = gradcomp.ddp.register(model, "terngrad")
 
 Importing gradcomp starts no thread, no network and no MPI, and changes no environment variable.
 """
@@ -16,7 +16,7 @@ import torch
 from gradcomp import codecs, comm, local
 from gradcomp.allreduce import all_reduce, forget_buffers
 from gradcomp.averager import GradientAverager
-from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TopK
+from gradcomp.codecs import Block, Codec, Identity, OneBit, TernGrad, TopK
 from gradcomp.engine.options import Options
 from gradcomp.errors import (
     CorruptPayload,
@@ -55,7 +55,7 @@ __all__ = [
     "PeerMismatch",
     "Precondition",
     "RngKey",
-    "Ternary",
+    "TernGrad",
     "TopK",
     "Transform",
     "UnsupportedTensor",

@@ -41,7 +41,7 @@ def average(
         if strategy.exchange == "reduce_scatter":
             mean = ref.to_float32(ref.from_float32(mean, ref.BF16))
         return mean, None, None
-    if codec.name == "ternary":
+    if codec.name == "terngrad":
         clip = codec.clip_sigma or 0.0
         scales = [ref.ternary_scales(g, whole, clip) for g in grads]
         if codec.shares_scale:
@@ -72,7 +72,7 @@ def average(
             old = owner_residuals[k] if owner_residuals else None
             out[first:last], left = feed_back(Block(int(strategy.second_phase[5:])), part, piece, old)
             owners.append(left)
-        elif codec.name == "ternary":
+        elif codec.name == "terngrad":
             s = ref.ternary_scales(part, piece, 0.0)
             codes = ref.ternary_encode(part, s, piece, ref.Key(codec.seed, ranks[k], step, parameter, 1))
             out[first:last] = ref.ternary_sum_decode([codes], [s], piece, False)

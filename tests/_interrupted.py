@@ -25,7 +25,7 @@ def main(rank, store, how):
             p.grad = torch.ones_like(p)
     else:
         model = DistributedDataParallel(model)
-        state = gradcomp.ddp.register(model, "ternary", timeout_s=60)  # noqa: F841 - it lives as long as the program
+        state = gradcomp.ddp.register(model, "terngrad", timeout_s=60)  # noqa: F841 - it lives as long as the program
 
     def step():
         averager.rotate() if how == "rotate" else model(torch.ones(2, 64)).sum().backward()

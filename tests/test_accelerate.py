@@ -120,7 +120,7 @@ def compare_with_plain(codec, how, accumulate):
     state.close()
 
 
-@pytest.mark.parametrize(("codec", "how", "accumulate"), [("ternary", "sgd", 1), ("onebit", "sgd", 3), ("onebit", "split", 1)])
+@pytest.mark.parametrize(("codec", "how", "accumulate"), [("terngrad", "sgd", 1), ("onebit", "sgd", 3), ("onebit", "split", 1)])
 def test_weights_are_those_of_plain_ddp(gloo, codec, how, accumulate):
     gloo(2, compare_with_plain, codec, how, accumulate)
 
@@ -195,7 +195,7 @@ def not_called():
         for how, why in (("module", "no forward pass went through"), ("no_sync", "ran under no_sync"), ("wrapped again", "no forward pass went through")):
             model = net()
             model, optimizer = own.prepare(model, sgd(model))
-            state = register(own, model, "ternary")
+            state = register(own, model, "terngrad")
             before = [p.detach().clone() for p in model.parameters()]
             used = {"module": model.module, "no_sync": model, "wrapped again": own.prepare_model(model.module)}[how]
             with model.no_sync() if how == "no_sync" else contextlib.nullcontext():
@@ -207,7 +207,7 @@ def not_called():
             own.free_memory()
         model = net()
         model, optimizer = own.prepare(model, sgd(model))
-        state = register(own, model, "ternary")
+        state = register(own, model, "terngrad")
         own.backward(loss_of(model, x, y))
         optimizer.step()
         with pytest.raises(GradcompError, match="a second step on gradients that were averaged once"):
@@ -216,7 +216,7 @@ def not_called():
         own.free_memory()
         model = net()
         optimizer = own.prepare(sgd(model))
-        local = local_steps(own, model, optimizer, "ternary", sync_every=2)
+        local = local_steps(own, model, optimizer, "terngrad", sync_every=2)
         with pytest.raises(GradcompError, match="was not called after it, so ranks never sync"):
             epoch(own, model, optimizer, [(x, y)] * 2)
         local.close()
@@ -294,23 +294,23 @@ def refused():
         model = net()
         model, optimizer = own.prepare(model, sgd(model))
         with pytest.raises(ValueError, match="comm_hook=.*fp16.* leave it out"):
-            register(own, model, "ternary")
+            register(own, model, "terngrad")
     with accelerator() as own:
         model = net()
         with pytest.raises(TypeError, match="must be what accelerator.prepare\\(model\\) returns.*got Sequential"):
-            register(own, model, "ternary")
+            register(own, model, "terngrad")
         prepared, optimizer = own.prepare(model, sgd(model))
         with pytest.raises(ValueError, match="unknown codec 'ternari'"):
             register(own, prepared, "ternari")
         with pytest.raises(ValueError, match="auto.*optimizer"):
             register(own, prepared, "auto")
         with pytest.raises(TypeError, match="leave it out there"):
-            local_steps(own, prepared, optimizer, "ternary", sync_every=2)
+            local_steps(own, prepared, optimizer, "terngrad", sync_every=2)
         with pytest.raises(ValueError, match="sync_every"):
-            local_steps(own, net(), sgd(net()), "ternary", sync_every=0)
+            local_steps(own, net(), sgd(net()), "terngrad", sync_every=0)
         on_gpu = type("Accelerator", (), {"device": torch.device("cuda", 0)})()
         with pytest.raises(UnsupportedTensor, match="runs on cuda:0: Accelerator\\(cpu=True\\)"):
-            register(on_gpu, prepared, "ternary")
+            register(on_gpu, prepared, "terngrad")
         own.free_memory()
         model = net()
         prepared = own.prepare(model)
@@ -319,7 +319,7 @@ def refused():
     with accelerator() as own, pytest.raises(PeerMismatch, match="codec"):
         model = net()
         model, optimizer = own.prepare(model, sgd(model))
-        register(own, model, ["ternary", "onebit"][dist.get_rank()])
+        register(own, model, ["terngrad", "onebit"][dist.get_rank()])
         epoch(own, model, optimizer, loader(dist.get_rank(), 2))
 
 
@@ -340,7 +340,7 @@ def alone():
         model = net()
         model, optimizer = own.prepare(model, sgd(model))
         with pytest.warns(UserWarning, match="one process: there is nobody to send gradients to"):
-            assert register(own, model, "ternary") is None
+            assert register(own, model, "terngrad") is None
         epoch(own, model, optimizer, loader(0, 1))
     return rank
 

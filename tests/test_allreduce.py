@@ -29,11 +29,11 @@ def test_a_short_run_has_every_row(tmp_path, transport):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert [(r["nbytes"], r["codec"]) for r in rows] == [
-        (n, c) for n in (4096, 262144) for c in ("fp32", "ternary", "onebit")
+        (n, c) for n in (4096, 262144) for c in ("fp32", "terngrad", "onebit")
     ]
     for r in rows:
         assert r["transport"] == transport and r["seconds"] > 0 and r["busbw"] == r["algbw"]  # at N = 2
-        least = {"fp32": 0, "ternary": r["nbytes"] // 16, "onebit": r["nbytes"] // 32}[r["codec"]]
+        least = {"fp32": 0, "terngrad": r["nbytes"] // 16, "onebit": r["nbytes"] // 32}[r["codec"]]
         assert least <= r["sent_nbytes"] <= least + 100 * bool(least)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -59,7 +59,7 @@ def off_by_one_bit(comm):
     for make in (packed, spoiled):
         allreduce_ranks._packed = make
         try:
-            allreduce_ranks.measure_all("local", comm, library, [4096], ["ternary"], 2, rows.append)
+            allreduce_ranks.measure_all("local", comm, library, [4096], ["terngrad"], 2, rows.append)
         except SystemExit as error:
             rows.append(str(error))
         finally:
@@ -71,8 +71,8 @@ def test_a_result_that_differs_by_one_bit_ends_the_run():
     rows, _ = run_local(2, off_by_one_bit)
     assert [r if isinstance(r, str) else r.codec for r in rows] == [
         "fp32",
-        "ternary",
-        "ternary of 1024 values differs from what it should be",
+        "terngrad",
+        "terngrad of 1024 values differs from what it should be",
     ]
 
 
@@ -82,7 +82,7 @@ def test_verdicts():
             **{
                 "transport": "MPICH",
                 "world_size": 2,
-                "codec": "ternary",
+                "codec": "terngrad",
                 "nbytes": 4 << 20,
                 "seconds": 1.0,
                 "over_fp32": over_fp32,

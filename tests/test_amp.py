@@ -26,7 +26,7 @@ from gradcomp import (
     OneBit,
     PeerLost,
     PeerMismatch,
-    Ternary,
+    TernGrad,
     UnsupportedTensor,
 )
 from gradcomp.amp import DynamicLossScaler, DynamicLossScalingUpdater
@@ -768,8 +768,8 @@ def averaged(comm, codec, exchange, dtype, bad, steps):
 
 
 AVERAGED = [
-    (Ternary(), "reduce_scatter"),
-    (Ternary(scale="own"), "all_gather"),
+    (TernGrad(), "reduce_scatter"),
+    (TernGrad(scale="own"), "all_gather"),
     (OneBit(), "all_gather"),
     (OneBit(), "reduce_scatter"),
     (Identity(), "auto"),
@@ -791,7 +791,7 @@ def test_an_overflow_on_one_rank_is_everyones(codec, exchange, dtype, bad):
     expected = [(n in bad, 1024.0 / 2 ** sum(b <= n for b in bad)) for n in range(8)]
     for log, unchanged, _, _ in results:
         assert log == expected and unchanged == [True] * len(bad)
-    if dtype != torch.float16 and not isinstance(codec, Ternary):  # float16 rounds tiny values; ternary draws by step
+    if dtype != torch.float16 and not isinstance(codec, TernGrad):  # float16 rounds tiny values; ternary draws by step
         clean = run_local(2, averaged, codec, exchange, dtype, set(), 8 - len(bad))
         for mine, theirs in zip(results, clean, strict=True):
             assert mine[2] == theirs[2]
@@ -912,19 +912,19 @@ def by_hand(scaler_name, codec, bad, dtype):
         scaler.update()
         log.append(scaler.get_scale())
         now = snapshot(net, optimizer, state)
-        unchanged.append((now[0] == before[0], now[1] == before[1], codec == "ternary" or now[2] == before[2]))
+        unchanged.append((now[0] == before[0], now[1] == before[1], codec == "terngrad" or now[2] == before[2]))
     state.check_replicas()
     state.close()
     return log, unchanged, raw(net.parameters())
 
 
 @pytest.mark.parametrize("bad", WHEN.values(), ids=WHEN)
-@pytest.mark.parametrize("codec", ["ternary", "onebit"])
+@pytest.mark.parametrize("codec", ["terngrad", "onebit"])
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_overflows_under_ddp_leave_everything_alone(gloo, scaler, codec, bad):
     for log, unchanged, _ in gloo(2, by_hand, scaler, codec, bad, torch.float32):
         assert log == [1024.0 / 2 ** sum(b <= n for b in bad) for n in range(7)]
-        kept = codec == "ternary"
+        kept = codec == "terngrad"
         assert unchanged == [(True, True, True) if n in bad else (False, False, kept) for n in range(7)]
 
 

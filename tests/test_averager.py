@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Feedback, GradientAverager, Identity, OneBit, Ternary, UnsupportedTensor
+from gradcomp import Feedback, GradientAverager, Identity, OneBit, TernGrad, UnsupportedTensor
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
 from gradcomp.exchange.sizing import predict_bytes
 
@@ -64,7 +64,7 @@ def with_averager(comm, codec, cap, steps=4):
     return out, sent
 
 
-@pytest.mark.parametrize("codec", [Ternary(), Ternary(second_phase="requantize"), OneBit(), Identity()], ids=repr)
+@pytest.mark.parametrize("codec", [TernGrad(), TernGrad(second_phase="requantize"), OneBit(), Identity()], ids=repr)
 def test_same_run_over_threads_and_gloo_and_any_bucket_size(gloo, codec, one_thread):
     """Promise 2 over transports: LocalCommunicator and gloo give the same bits, whatever the buckets."""
     runs = {run_local(3, with_averager, codec, cap)[r][0] for cap in (0.01, 25) for r in range(3)}
@@ -89,7 +89,7 @@ def ddp_and_averager(codec):
     return bits(net), over_gloo(codec)[0]
 
 
-@pytest.mark.parametrize("codec", [Ternary(), OneBit()], ids=["ternary", "onebit"])
+@pytest.mark.parametrize("codec", [TernGrad(), OneBit()], ids=["terngrad", "onebit"])
 def test_averager_and_ddp_are_the_same_run(gloo, codec):
     for hook, averager in gloo(2, ddp_and_averager, codec):
         assert hook == averager
@@ -144,7 +144,7 @@ MIX = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32).bfloat16(), nn.Linear(
 
 def half_precision_mix(comm):
     net = copy.deepcopy(MIX)
-    averager = GradientAverager(net.named_parameters(), "ternary", comm, min_numel=0)
+    averager = GradientAverager(net.named_parameters(), "terngrad", comm, min_numel=0)
     for p in net.parameters():
         p.grad = torch.full_like(p, float(comm.rank))
     averager.average()
@@ -175,7 +175,7 @@ def bytes_counted(codec, exchange, world):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("codec", [Ternary(), Ternary(scale="own"), OneBit()], ids=["shared", "own", "onebit"])
+@pytest.mark.parametrize("codec", [TernGrad(), TernGrad(scale="own"), OneBit()], ids=["shared", "own", "onebit"])
 def test_predicted_bytes_are_the_bytes_sent(gloo, codec, exchange):
     for counted, predicted in gloo(3, bytes_counted, codec, exchange, 3):
         assert counted == predicted
@@ -208,14 +208,14 @@ def wire_bytes(codec, exchange):
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 def test_counted_bytes_are_the_bytes_of_the_buffers(gloo, exchange):
     """Promise 1. (Own scales: a scale round's all_reduce is counted by the ring formula instead.)"""
-    for sent, counted in gloo(2, wire_bytes, Ternary(scale="own"), exchange):
+    for sent, counted in gloo(2, wire_bytes, TernGrad(scale="own"), exchange):
         assert sent == counted
 
 
 def default_group():
     tensor = torch.full((2000,), float(dist.get_rank()))
     out = gradcomp.all_reduce(tensor, Identity())
-    again = gradcomp.all_reduce(torch.full((2000,), 1.0), Ternary(clip_sigma=None), key=1)
+    again = gradcomp.all_reduce(torch.full((2000,), 1.0), TernGrad(clip_sigma=None), key=1)
     return out is tensor, tensor.unique().tolist(), again.unique().tolist()
 
 
@@ -225,7 +225,7 @@ def test_all_reduce_over_the_default_group(gloo):
 
 def counted_steps(comm):
     x = torch.linspace(-1, 1, 1000)
-    codec = Ternary(clip_sigma=None)
+    codec = TernGrad(clip_sigma=None)
     implicit = [gradcomp.all_reduce(x.clone(), codec, comm, key=5) for _ in range(2)]
     explicit = [gradcomp.all_reduce(x.clone(), codec, comm, key=5, step=s) for s in range(2)]
     other_key = gradcomp.all_reduce(x.clone(), codec, comm, key=6)
@@ -257,7 +257,7 @@ def test_freezing_and_unfreezing_after_the_averager_was_made():
     def work(comm):
         net = copy.deepcopy(MODEL)
         net[0].requires_grad_(False)
-        averager = GradientAverager(net.named_parameters(), Ternary(), comm)
+        averager = GradientAverager(net.named_parameters(), TernGrad(), comm)
         net[2].requires_grad_(False)
         x, y = batch(0, comm.rank)
         nn.functional.cross_entropy(net(x), y).backward()
@@ -273,9 +273,9 @@ def test_freezing_and_unfreezing_after_the_averager_was_made():
 
 def test_no_group_is_a_clear_error():
     with pytest.raises(RuntimeError, match="init_process_group"):
-        gradcomp.all_reduce(torch.ones(4), "ternary")
+        gradcomp.all_reduce(torch.ones(4), "terngrad")
     with pytest.raises(RuntimeError, match="torchrun"):
-        GradientAverager(model().named_parameters(), "ternary")
+        GradientAverager(model().named_parameters(), "terngrad")
 
 
 def test_wrong_arguments():
@@ -284,19 +284,19 @@ def test_wrong_arguments():
     for options in ({"bucket_cap_mb": 0}, {"min_numel": -1}, {"start_step": -2}, {"exchange": "ring"}, {"timeout_s": -1}):
         (value,) = options.values()
         with pytest.raises(ValueError, match=str(value)):
-            GradientAverager(named, "ternary", comm, **options)
+            GradientAverager(named, "terngrad", comm, **options)
     with pytest.raises(ValueError, match="no parameters"):
-        GradientAverager([], "ternary", comm)
+        GradientAverager([], "terngrad", comm)
     with pytest.raises(ValueError, match="get_scale"):
-        GradientAverager(named, "ternary", comm, grad_scaler=3)
+        GradientAverager(named, "terngrad", comm, grad_scaler=3)
     with pytest.raises(ValueError, match="-5"):
-        gradcomp.all_reduce(torch.ones(4), Ternary(), comm, step=-5)
+        gradcomp.all_reduce(torch.ones(4), TernGrad(), comm, step=-5)
     with pytest.raises(ValueError, match="feedback"):
-        gradcomp.all_reduce(torch.ones(4), Ternary(), comm, feedback=gradcomp.Feedback({0: 4}))
+        gradcomp.all_reduce(torch.ones(4), TernGrad(), comm, feedback=gradcomp.Feedback({0: 4}))
     with pytest.raises(ValueError, match="-3"):
-        gradcomp.all_reduce(torch.ones(4), Ternary(), comm, key=-3)
+        gradcomp.all_reduce(torch.ones(4), TernGrad(), comm, key=-3)
     net = nn.Embedding(10, 4, sparse=True)
-    averager = GradientAverager(net.named_parameters(), "ternary", comm)
+    averager = GradientAverager(net.named_parameters(), "terngrad", comm)
     net(torch.tensor([1])).sum().backward()
     with pytest.raises(UnsupportedTensor, match="sparse"):
         averager.average()
@@ -305,7 +305,7 @@ def test_wrong_arguments():
         net.weight.grad_dtype = torch.bfloat16
         net.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
         with pytest.raises(UnsupportedTensor, match="bfloat16"):
-            GradientAverager(net.named_parameters(), "ternary", comm).average()
+            GradientAverager(net.named_parameters(), "terngrad", comm).average()
 
 
 def test_a_rank_that_leaves_is_peer_lost_on_the_others():
@@ -314,7 +314,7 @@ def test_a_rank_that_leaves_is_peer_lost_on_the_others():
             comm.abort()
             return "left"
         try:
-            gradcomp.all_reduce(torch.randn(100), "ternary", comm, timeout_s=5)
+            gradcomp.all_reduce(torch.randn(100), "terngrad", comm, timeout_s=5)
         except gradcomp.PeerLost as error:
             return error.phase
         return None
@@ -324,7 +324,7 @@ def test_a_rank_that_leaves_is_peer_lost_on_the_others():
 
 @pytest.mark.parametrize(
     ("codec", "shape", "bits"),
-    [(Ternary(group="row"), (4096, 1), 34), (OneBit(), (300, 9), 8.1), (OneBit(), (300, 16), None), (Ternary(), (9,), None)],
+    [(TernGrad(group="row"), (4096, 1), 34), (OneBit(), (300, 9), 8.1), (OneBit(), (300, 16), None), (TernGrad(), (9,), None)],
 )
 def test_scales_that_cost_more_than_codes_are_warned_of(codec, shape, bits):
     """A row of one element costs more in ternary than in fp32, and nothing said so."""

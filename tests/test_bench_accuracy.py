@@ -148,7 +148,7 @@ def test_methods_whose_momentum_travels():
     ):
         with pytest.raises(ValueError, match=said):
             parse(text)
-    assert parse("ternary:second=block4").codec.second_phase == "block4"
+    assert parse("terngrad:second=block4").codec.second_phase == "block4"
     assert parse("onebit:start=block4,start_step=3").options["start_codec"].name == "block4"
 
 
@@ -192,13 +192,13 @@ def test_exemptions_and_wrong_methods():
     assert {"head.weight", "embedding.weight", "norm.bias"} <= set(ends["exclude"]) and ends["start_step"] == 3
     assert "blocks.0.up.weight" not in ends["exclude"]
     wrong = [("twobit", "no method named"), ("onebit:exempt=all", "one of none"), ("onebit:x=1", "unknown")]
-    wrong += [("ternary:feedback=off", "for codecs that have"), ("onebit:feedback=no", "feedback=off is"), ("onebit:precondition,feedback=off", "forgotten")]
+    wrong += [("terngrad:feedback=off", "for codecs that have"), ("onebit:feedback=no", "feedback=off is"), ("onebit:precondition,feedback=off", "forgotten")]
     wrong += [("block2:rotate", "rotate is for onebit")]
     wrong += [("onebit:fragments=2", "every=H"), ("bf16:every=3", "need a codec"), ("onebit:every=3,feedback=off", "neither momentum")]
     for text, said in wrong:
         with pytest.raises(ValueError, match=said):
             parse(text)
-    assert parse("ternary:every=3,delay=1,outer_momentum=0.5").local == {"every": 3, "delay": 1, "outer_momentum": 0.5}
+    assert parse("terngrad:every=3,delay=1,outer_momentum=0.5").local == {"every": 3, "delay": 1, "outer_momentum": 0.5}
 
 
 def test_the_rate_rises_and_falls():
@@ -244,7 +244,7 @@ def test_a_table_of_small_runs_goes_on_where_it_was(data, capsys):
     first = (out / "runs.jsonl").read_text()
     assert len(first.splitlines()) == 4
     (out / "runs.jsonl").write_text(first + first.splitlines()[0][:50])  # killed while it wrote a line
-    assert accuracy.main([*words, "--methods", "fp32", "bf16", "onebit", "ternary:every=3"]) == 0
+    assert accuracy.main([*words, "--methods", "fp32", "bf16", "onebit", "terngrad:every=3"]) == 0
     assert (out / "runs.jsonl").read_text().startswith(first)
     printed = capsys.readouterr().out
     assert "held-out loss, nats a byte" in printed and "to bf16" in printed
@@ -252,7 +252,7 @@ def test_a_table_of_small_runs_goes_on_where_it_was(data, capsys):
     assert rows["fp32"]["to_fp32"] == 0 and rows["onebit"]["to_fp32"] != 0 and rows["onebit"]["seeds"] == 2
     assert rows["fp32"]["bits"] == pytest.approx(32, rel=0.01) and rows["bf16"]["bits"] == pytest.approx(16, rel=0.01)
     assert 1 < rows["onebit"]["bits"] < 4
-    assert rows["ternary:every=3"]["bits"] == pytest.approx(2 / 3, rel=0.1)
+    assert rows["terngrad:every=3"]["bits"] == pytest.approx(2 / 3, rel=0.1)
     assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -273,7 +273,7 @@ def test_a_paper_s_table_beside_what_was_published(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "2 workers, 3 steps" in printed and "published: Wen et al. 2017" in printed
     made = json.loads((tmp_path / "out" / "terngrad-lenet.json").read_text())
-    assert [(row["workers"], row["method"]) for row in made["rows"]] == [(2, "fp32"), (2, "ternary"), (4, "fp32"), (4, "ternary")]
+    assert [(row["workers"], row["method"]) for row in made["rows"]] == [(2, "fp32"), (2, "terngrad"), (4, "fp32"), (4, "terngrad")]
     assert made["machine"]["torch"] == torch.__version__ and made["arguments"]["steps"] == 3
     wrong = ["--data", str(tmp_path), "--workloads", "lenet-terngrad", "--methods", "fp32"]
     for more, said in ((["--optimizers", "lamb"], "no rate for lamb; it has sgd"), (["--optimizers", "sgd", "--workers", "3"], "3 workers cannot share")):
@@ -307,7 +307,7 @@ def test_a_run_that_diverged_is_counted_and_not_averaged():
 
 
 def test_the_largest_h_that_costs_little_is_printed():
-    means = {"fp32": 1.0, "ternary:every=30,start_step=5": 1.03, "ternary:every=45,start_step=5": 1.05, "ternary:every=60,start_step=5": 1.2, "fp32:every=30": 1.5}
+    means = {"fp32": 1.0, "terngrad:every=30,start_step=5": 1.03, "terngrad:every=45,start_step=5": 1.05, "terngrad:every=60,start_step=5": 1.2, "fp32:every=30": 1.5}
     results = {Job("low", "o", m, 4, 10, 1.0, 0): {"measure": mean, "curve": [], "bits": 1.0} for m, mean in means.items()}
     results |= {Job("high", "o", m, 4, 10, 1.0, 0): {"measure": 90 - mean, "curve": [], "bits": 1.0} for m, mean in means.items()}
     settings = Settings(1, 1, None, 0.0, {})
@@ -315,7 +315,7 @@ def test_the_largest_h_that_costs_little_is_printed():
     lines = longest(summarize(results), workloads, 0.06)
     assert len(lines) == 4
     for line, name in zip(lines[::2], workloads, strict=True):
-        assert line.startswith(f"ternary:every=H,start_step=5, {name} under o, 4 workers, 10 steps: largest H within 0.06 of fp32 every step: 45 (30 costs 0.030, ")
+        assert line.startswith(f"terngrad:every=H,start_step=5, {name} under o, 4 workers, 10 steps: largest H within 0.06 of fp32 every step: 45 (30 costs 0.030, ")
     assert all(line.endswith(": none (30 costs 0.500)") for line in lines[1::2])
 
 

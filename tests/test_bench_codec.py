@@ -36,7 +36,7 @@ def test_the_gain_of_a_second_thread(kernel, gain, memcpy, memset, outcome):
     by_name = {v.what: v for v in found}
     assert by_name[f"{kernel}, two threads over one, at least"].outcome == outcome
     assert all(v.outcome == "pass" for v in found if v.what.endswith("at most"))
-    assert by_name["ternary encode over torch, at least"].outcome == "pass"
+    assert by_name["terngrad encode over torch, at least"].outcome == "pass"
     assert sum(v.outcome != "pass" for v in found) == (outcome != "pass")
 
 

@@ -20,7 +20,7 @@ def row(method, seconds, **more):
 
 
 def train(**more):
-    rows = [row("none", 0.1), row("noop", 0.12), row("fp32", 1.1), row("ternary <&>", 0.2), {"method": "mine", "failed": "hung <after> 3 s"}]
+    rows = [row("none", 0.1), row("noop", 0.12), row("fp32", 1.1), row("terngrad <&>", 0.2), {"method": "mine", "failed": "hung <after> 3 s"}]
     case = {"ranks": 2, "link": "1gbit", "latency_s": 0.001, "rows": rows}
     machine = {"processor": "A & B", "cores": 2, "torch": "2.13"}
     return {"benchmark": "train", "arguments": {"workload": "mlp", "steps": 9}, "machine": machine, "cases": [case]} | more
@@ -57,7 +57,7 @@ def test_the_page_has_tables_and_pictures_and_needs_nothing_else(tmp_path, capsy
     seen = Well()
     seen.feed(text)
     assert not seen.open and (seen.tables, seen.pictures) == (3, 4)
-    for words in ("ternary &lt;&amp;&gt;", "hung &lt;after&gt; 3 s", "2 ranks, 1gbit, 1 ms", "10.0x", "A &amp; B", "s to target", "+0.0000", "88"):
+    for words in ("terngrad &lt;&amp;&gt;", "hung &lt;after&gt; 3 s", "2 ranks, 1gbit, 1 ms", "10.0x", "A &amp; B", "s to target", "+0.0000", "88"):
         assert words in text, words
     assert "<&>" not in text and not re.search(r"https?://(?!www\.w3\.org|purl\.org|creativecommons|matplotlib)", text)
 
@@ -71,7 +71,7 @@ def test_rows_and_pictures_beside_the_files(tmp_path):
     assert main([str(tmp_path), "--beside"]) == 0
     with (tmp_path / "a.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["method"] for row in rows] == ["none", "noop", "fp32", "ternary <&>", "mine"]
+    assert [row["method"] for row in rows] == ["none", "noop", "fp32", "terngrad <&>", "mine"]
     assert (rows[2]["link"], rows[2]["seconds"], rows[2]["first_phase_seconds"], rows[4]["failed"]) == ("1gbit", "1.1", "0.1", "hung <after> 3 s")
     for name in ("a", "c"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -68,12 +68,12 @@ def left_behind():
     return sorted(left)
 
 
-SOME = ["fp32", "ternary", "hooks:crashes", "hooks:hangs", "hooks:refuses", "diloco:ternary:5"]
+SOME = ["fp32", "terngrad", "hooks:crashes", "hooks:hangs", "hooks:refuses", "diloco:terngrad:5"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a minute where nobody else computes
-@pytest.mark.parametrize("names", [SOME, pytest.param([*SOME, "bf16", "onebit:double", "fsdp2:ternary"], marks=pytest.mark.long)], ids=["some", "all"])
+@pytest.mark.parametrize("names", [SOME, pytest.param([*SOME, "bf16", "onebit:double", "fsdp2:terngrad"], marks=pytest.mark.long)], ids=["some", "all"])
 def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
     """Over hosts where they can be made: bytes on the interface are those that gradcomp counts, and what TCP adds."""
     (tmp_path / "hooks.py").write_text(HOOKS)
@@ -87,7 +87,7 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
     assert rows["hooks:hangs"]["failed"].startswith("hung after ")
     assert all(word in done.stdout for word in ("hung after", "fp32 / it", "failed", "planner"))
     numel = 600_064 // 1024 * 1024
-    for name, bits in (("fp32", 32), ("bf16", 16), ("ternary", 2)):
+    for name, bits in (("fp32", 32), ("bf16", 16), ("terngrad", 2)):
         if name not in names:
             continue
         row = rows[name]
@@ -98,15 +98,15 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
             assert row["sent_nbytes"] == pytest.approx(numel * bits / 8, rel=0.12)
             if bits >= 16:  # the link is as slow as it was asked to be, but for what passes at once
                 assert row["seconds"] > 0.8 * row["sent_nbytes"] / 25e6
-    local = rows["diloco:ternary:5"]  # one sync in the five steps that count
+    local = rows["diloco:terngrad:5"]  # one sync in the five steps that count
     assert local["seconds"] > 0 and local["phases"]["encode"] > 0 and local["predicted_seconds"] > 0
     if not WHY:
-        assert local["sent_nbytes"] < 0.5 * rows["ternary"]["sent_nbytes"]
-    if "fsdp2:ternary" in names:
-        sharded, weights = rows["fsdp2:ternary"], numel * 4  # half of them, gathered before forward and before backward
+        assert local["sent_nbytes"] < 0.5 * rows["terngrad"]["sent_nbytes"]
+    if "fsdp2:terngrad" in names:
+        sharded, weights = rows["fsdp2:terngrad"], numel * 4  # half of them, gathered before forward and before backward
         assert sharded["phases"]["encode"] > 0 and sharded["predicted_seconds"] is None
         assert WHY or sharded["sent_nbytes"] == pytest.approx(weights + numel / 8, rel=0.12)  # and half of the gradients' codes
-    assert rows["fp32"]["predicted_seconds"] > 0 and 0 <= rows["ternary"]["hidden_share"] <= 1
+    assert rows["fp32"]["predicted_seconds"] > 0 and 0 <= rows["terngrad"]["hidden_share"] <= 1
     assert WHY or left_behind() == []
 
 
@@ -142,12 +142,12 @@ def test_a_rate_that_tc_refuses_is_said_and_leaves_nothing():
 def test_codecs_over_mpi_between_hosts(tmp_path, flavour):
     """mpiexec starts a rank on every host, and what it moves is on the interfaces: not in the memory that all of them share."""
     where = ["--hosts", "0"] if WHY else ["--hosts", "2", "--link", "200mbit"]
-    words = ["--over", "mpi", *where, "--workload", "random:600000", "--steps", "6", "--methods", "ternary", "--json", "out.json"]
+    words = ["--over", "mpi", *where, "--workload", "random:600000", "--steps", "6", "--methods", "terngrad", "--json", "out.json"]
     done = bench(*words, cwd=tmp_path, python=mpi_python(flavour))
     assert done.returncode == 0, done.stderr
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
     ternary = case["rows"][2]
-    assert [row["method"] for row in case["rows"]] == ["none", "noop", "ternary"] and ternary["phases"]["encode"] > 0
+    assert [row["method"] for row in case["rows"]] == ["none", "noop", "terngrad"] and ternary["phases"]["encode"] > 0
     assert ternary["sent_nbytes"] == pytest.approx(600_064 // 1024 * 1024 / 4, rel=0.12) and ternary["predicted_seconds"] > 0
 
 
@@ -250,9 +250,9 @@ def test_where_there_can_be_no_hosts_the_bench_says_so(monkeypatch, capsys):
 
 
 def test_every_method_and_workload_of_the_help_is_one(capsys):
-    for name in (*methods.OTHERS, "ternary", "block2:precondition", "ternary:second=block4", "onebit:double,start_step=2", "json:dumps", "fsdp2", "fsdp2:bf16", "fsdp2:onebit,weights=block8", "fsdp2:onebit,weights=block8,keep"):
+    for name in (*methods.OTHERS, "terngrad", "block2:precondition", "terngrad:second=block4", "onebit:double,start_step=2", "json:dumps", "fsdp2", "fsdp2:bf16", "fsdp2:onebit,weights=block8", "fsdp2:onebit,weights=block8,keep"):
         methods.check(name)
-    for name in ("fsdp2:topk", "fsdp2:", "fsdp2:ternery", "fsdp2:ternary,weights=onebit", "fsdp2,weights=block8", "fsdp2:ternary,keep"):
+    for name in ("fsdp2:topk", "fsdp2:", "fsdp2:ternery", "fsdp2:terngrad,weights=onebit", "fsdp2,weights=block8", "fsdp2:terngrad,keep"):
         with pytest.raises(ValueError, match="fsdp2|ternery"):
             methods.check(name)
     with pytest.raises(SystemExit):
@@ -268,20 +268,20 @@ def test_every_method_and_workload_of_the_help_is_one(capsys):
 def test_local_steps_are_named_with_their_options():
     codec, options = methods.local_of("diloco:onebit:30,fragments=2,delay=5,start_step=100")
     assert codec.name == "onebit" and options == {"sync_every": 30, "fragments": 2, "delay": 5, "start_step": 100}
-    first = methods.local_of("diloco:ternary:30,start_step=9,start_codec=block4")[1].pop("start_codec")
+    first = methods.local_of("diloco:terngrad:30,start_step=9,start_codec=block4")[1].pop("start_codec")
     assert repr(first) == repr(Block(4))
-    for name in ("diloco", "diloco:ternary:3,start_codec=twobit", "diloco:ternary", "diloco:ternary:x", "diloco:ternary:3,alpha=1", "diloco:bf16:3", "diloco:twobit:3"):
+    for name in ("diloco", "diloco:terngrad:3,start_codec=twobit", "diloco:terngrad", "diloco:terngrad:x", "diloco:terngrad:3,alpha=1", "diloco:bf16:3", "diloco:twobit:3"):
         with pytest.raises(ValueError):
             methods.check(name)
     methods.check("diloco:block4:30")
 
 
 def test_the_planner_knows_the_method_as_it_travels():
-    assert str(planned("ternary", 2).exchange) == "all_gather" and planned("ternary", 8).second_phase == "block4"
+    assert str(planned("terngrad", 2).exchange) == "all_gather" and planned("terngrad", 8).second_phase == "block4"
     assert planned("onebit:exchange=all_gather", 8).exchange == "all_gather"
-    local = planned("diloco:ternary:30,fragments=2,delay=5", 8)
+    local = planned("diloco:terngrad:30,fragments=2,delay=5", 8)
     assert local.local == LocalSteps(30, 2, 5) and (local.exchange, local.second_phase) == ("reduce_scatter", "block4")
-    assert planned("diloco:ternary:30,start_step=9", 2) is None  # two kinds of steps
+    assert planned("diloco:terngrad:30,start_step=9", 2) is None  # two kinds of steps
     assert planned("powersgd1", 2) is planned("block2:precondition", 2) is planned("onebit:double", 2) is None
 
 
@@ -313,12 +313,12 @@ def test_the_rank_that_failed_first_is_named_and_not_those_that_lost_it():
 
 def test_where_a_method_stops_paying_is_said():
     def rows(fp32, ternary, onebit=None):
-        out = [{"method": "none", "seconds": 0.1}, {"method": "fp32", "seconds": fp32}, {"method": "ternary", "seconds": ternary}]
+        out = [{"method": "none", "seconds": 0.1}, {"method": "fp32", "seconds": fp32}, {"method": "terngrad", "seconds": ternary}]
         return [*out, {"method": "onebit", "seconds": onebit} if onebit else {"method": "onebit", "failed": "hung"}]
 
     cases = [(2, "none", rows(1.0, 1.25, 0.5)), (2, "1gbit", rows(2.0, 1.0, 1.0)), (2, "100mbit", rows(9.0, 3.0)), (4, "1gbit", rows(1.0, 1.0))]
     assert crossings(cases) == [
-        "2 ranks, ternary: pays until none (whole step: 3.00x at 100mbit, 2.00x at 1gbit, 0.80x at none)",
+        "2 ranks, terngrad: pays until none (whole step: 3.00x at 100mbit, 2.00x at 1gbit, 0.80x at none)",
         "2 ranks, onebit: pays on all of them (whole step: 2.00x at 1gbit, 2.00x at none)",
     ]
     assert crossings(cases[:1]) == []
@@ -328,11 +328,11 @@ def test_where_a_method_stops_paying_is_said():
 def test_a_launched_job_measures_its_own_ranks(tmp_path):
     """Real machines: every rank starts its own processes, rank 0 has the table and the file."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m", "gradcomp.bench", "train"]
-    words = ["--workload", "random:50000", "--steps", "6", "--methods", "ternary", "--json", "out.json"]
+    words = ["--workload", "random:50000", "--steps", "6", "--methods", "terngrad", "--json", "out.json"]
     done = subprocess.run([*command, *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
-    assert (case["ranks"], case["link"], [row["method"] for row in case["rows"]]) == (2, "as it is", ["none", "noop", "ternary"])
+    assert (case["ranks"], case["link"], [row["method"] for row in case["rows"]]) == (2, "as it is", ["none", "noop", "terngrad"])
     assert case["rows"][2]["sent_nbytes"] > 0 and done.stdout.count("step, ms") == 1
 
 

@@ -221,7 +221,7 @@ def layers(rank):
 
 def two_users(comm):
     """Reproduction 2 of the findings: all_reduce while an exchange that rotate() began is under way."""
-    averager = gradcomp.GradientAverager(layers(comm.rank), "ternary", comm, bucket_cap_mb=0.01, min_numel=0)
+    averager = gradcomp.GradientAverager(layers(comm.rank), "terngrad", comm, bucket_cap_mb=0.01, min_numel=0)
     averager.rotate()
     x = torch.full((64,), float(comm.rank))
     begun = time.monotonic()
@@ -357,8 +357,8 @@ def test_another_timeout_on_some_rank_is_a_mismatch_on_every_rank(gloo):
 
 
 def own_timeout():
-    state = gradcomp.ddp.register(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), "ternary")
-    averager = gradcomp.GradientAverager(layers(0), "ternary", min_numel=0)
+    state = gradcomp.ddp.register(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), "terngrad")
+    averager = gradcomp.GradientAverager(layers(0), "terngrad", min_numel=0)
     found = {TorchCommunicator().timeout_s, state._engine.timeout_s, averager._engine.timeout_s}
     state.close()
     averager.close()
@@ -439,7 +439,7 @@ def fails_alone():
     """A bucket that one rank cannot take: its peer learns who and why."""
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.ones(64, 64)
-    averager = gradcomp.GradientAverager([("w", parameter)], gradcomp.Ternary(), timeout_s=60, min_numel=0)
+    averager = gradcomp.GradientAverager([("w", parameter)], gradcomp.TernGrad(), timeout_s=60, min_numel=0)
     averager.average()
     if dist.get_rank() == 1:
         averager._engine.codec.encode_body = refuse

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, RngKey, Ternary, TopK, UnsupportedTensor
+from gradcomp import Block, Identity, OneBit, RngKey, TernGrad, TopK, UnsupportedTensor
 from gradcomp.reference import codec as ref
 from gradcomp.reference import payload as ref_payload
 
@@ -28,7 +28,7 @@ def test_payloads_are_the_references(tier, dtype, group):
     torch.manual_seed(1)
     x = torch.randn(13, 77).to(dtype)
     key = RngKey(seed=5, rank=2, step=9, parameter=4, stream=1)
-    codec = Ternary(group=group, seed=5)
+    codec = TernGrad(group=group, seed=5)
     size = codec.group_numel((13, 77))
     scales = ref.ternary_scales(flat(x), ref.Piece(1001, size), 2.5)
     assert codec.encode(x, key=key).numpy().tobytes() == ref_payload.encode_ternary(
@@ -56,7 +56,7 @@ def test_identity_round_trip(dtype):
 )
 def test_ternary_decodes_to_scale_times_sign(numel, group, seed, magnitude):
     x = torch.from_numpy(np.random.default_rng(seed).standard_normal(numel).astype(np.float32)) * magnitude
-    codec = Ternary(group=group, clip_sigma=None, seed=seed)
+    codec = TernGrad(group=group, clip_sigma=None, seed=seed)
     payload = codec.encode(x)
     groups = math.ceil(numel / codec.group_numel((numel,)))
     assert payload.numel() == codec.payload_nbytes(numel, groups)
@@ -136,21 +136,21 @@ def test_untouched_rows_stay_exact(codec):
 def test_groups_without_deviation_are_kept(tier, dtype, scale):
     """Rows of one element, and constant gradients, decoded to zeros: such a weight never trained."""
     thin = torch.randn(4096, 1, generator=torch.Generator().manual_seed(1)).to(dtype)
-    codec = Ternary(group="row", scale=scale)
+    codec = TernGrad(group="row", scale=scale)
     assert torch.equal(codec.decode(codec.encode(thin)), thin.flatten().float())
     for group, x in (
         (64, torch.full((640,), -0.1)),
         ("tensor", torch.full((70_000,), 5.81)),
         ("tensor", torch.ones(1)),
     ):
-        codec, x = Ternary(group=group, scale=scale), x.to(dtype)
+        codec, x = TernGrad(group=group, scale=scale), x.to(dtype)
         assert torch.equal(codec.decode(codec.encode(x)), x.float())
 
 
 def test_encoding_again_without_a_key_warns_once(monkeypatch):
     """The same draws on 8 ranks: an average as noisy as one payload (std 0.458 where 8 ranks of their own give 0.162)."""
-    monkeypatch.setattr("gradcomp.codecs.ternary._encodings_without_key", itertools.count())
-    x, codec = torch.full((20_000,), 0.3), Ternary(clip_sigma=None)
+    monkeypatch.setattr("gradcomp.codecs.terngrad._encodings_without_key", itertools.count())
+    x, codec = torch.full((20_000,), 0.3), TernGrad(clip_sigma=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         codec.encode(x, key=RngKey(rank=1))
@@ -167,7 +167,7 @@ def test_encoding_again_without_a_key_warns_once(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("codec", [Ternary(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor"), TopK()])
+@pytest.mark.parametrize("codec", [TernGrad(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor"), TopK()])
 def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
     x = torch.randn(5000)
     x[4999] = bad
@@ -194,7 +194,7 @@ def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, codec, value
 
 
 @pytest.mark.parametrize(
-    "codec", [Ternary(group=64), OneBit(group=64), Block(4, group=64), Identity()], ids=lambda c: c.name
+    "codec", [TernGrad(group=64), OneBit(group=64), Block(4, group=64), Identity()], ids=lambda c: c.name
 )
 def test_encode_into_memory_of_the_callers(codec):
     x, key = torch.randn(1000), RngKey(step=3)
@@ -239,7 +239,7 @@ def test_signs_decode_to_one_and_lose_nothing(tier, dtype):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(
-    "codec", [Ternary(), Ternary(group=1000), OneBit(group=512), OneBit(group=100_003), Identity()]
+    "codec", [TernGrad(), TernGrad(group=1000), OneBit(group=512), OneBit(group=100_003), Identity()]
 )
 def test_threads_change_no_bit(codec, threads):
     torch.manual_seed(0)
@@ -262,42 +262,42 @@ def test_threads_change_no_bit(codec, threads):
 def test_flush_to_zero_in_the_callers_thread_changes_no_bit():
     """torch.set_flush_denormal sets the CPU's FTZ and DAZ flags, which would turn denormal gradients into 0."""
     x = torch.full((64,), 1e-41)
-    wanted = Ternary(clip_sigma=None).encode(x)
+    wanted = TernGrad(clip_sigma=None).encode(x)
     if not torch.set_flush_denormal(True):
         pytest.fail("this CPU cannot flush denormals")
     try:
-        got = Ternary(clip_sigma=None).encode(x)
+        got = TernGrad(clip_sigma=None).encode(x)
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(got, wanted)
-    assert Ternary().decode(wanted).abs().max() > 0
+    assert TernGrad().decode(wanted).abs().max() > 0
 
 
 def test_given_scale():
     x = torch.tensor([0.5, -2.0, 0.0, 1.0])
-    codec = Ternary(clip_sigma=None)
+    codec = TernGrad(clip_sigma=None)
     decoded = codec.decode(codec.encode(x, scale=1.0))
     assert decoded[1] == -1 and decoded[3] == 1 and decoded[2] == 0
     assert codec.decode(codec.encode(x, scale=0.0)).tolist() == [0.0] * 4
-    rows = Ternary(group=2, clip_sigma=None)
+    rows = TernGrad(group=2, clip_sigma=None)
     assert rows.decode(rows.encode(x, scale=torch.tensor([2.0, 1.0])))[1] == -2
 
 
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: Ternary(clip_sigma=0), "0"),
-        (lambda: Ternary(clip_sigma=-1.0), "-1.0"),
+        (lambda: TernGrad(clip_sigma=0), "0"),
+        (lambda: TernGrad(clip_sigma=-1.0), "-1.0"),
         (lambda: OneBit(values="signs"), "signs"),
-        (lambda: Ternary(clip_sigma=float("nan")), "nan"),
-        (lambda: Ternary(scale="global"), "global"),
-        (lambda: Ternary(group="column"), "column"),
-        (lambda: Ternary(group=0), "0"),
-        (lambda: Ternary(group=True), "True"),
-        (lambda: Ternary(second_phase="int8"), "int8"),
-        (lambda: Ternary(scale="own", second_phase="exact"), "own"),
-        (lambda: Ternary(seed=-1), "-1"),
-        (lambda: Ternary(seed=2**32), str(2**32)),
+        (lambda: TernGrad(clip_sigma=float("nan")), "nan"),
+        (lambda: TernGrad(scale="global"), "global"),
+        (lambda: TernGrad(group="column"), "column"),
+        (lambda: TernGrad(group=0), "0"),
+        (lambda: TernGrad(group=True), "True"),
+        (lambda: TernGrad(second_phase="int8"), "int8"),
+        (lambda: TernGrad(scale="own", second_phase="exact"), "own"),
+        (lambda: TernGrad(seed=-1), "-1"),
+        (lambda: TernGrad(seed=2**32), str(2**32)),
         (lambda: OneBit(second_phase="exact"), "exact"),
         (lambda: OneBit(group=-4), "-4"),
         (lambda: Block(3), "3"),
@@ -312,15 +312,15 @@ def test_given_scale():
         (lambda: OneBit(error_feedback="yes"), "yes"),
         (lambda: RngKey(rank=-1), "-1"),
         (lambda: RngKey(stream=2**31), str(2**31)),
-        (lambda: Ternary().encode(torch.ones(3), scale=-1.0), "-1.0"),
-        (lambda: Ternary().encode(torch.ones(3), scale=float("inf")), "inf"),
-        (lambda: Ternary().encode(torch.ones(3), scale=torch.ones(2)), "2"),
-        (lambda: Ternary().encode(torch.ones(3), residual=torch.ones(3)), "residual"),
+        (lambda: TernGrad().encode(torch.ones(3), scale=-1.0), "-1.0"),
+        (lambda: TernGrad().encode(torch.ones(3), scale=float("inf")), "inf"),
+        (lambda: TernGrad().encode(torch.ones(3), scale=torch.ones(2)), "2"),
+        (lambda: TernGrad().encode(torch.ones(3), residual=torch.ones(3)), "residual"),
         (lambda: OneBit().encode(torch.ones(3), scale=1.0), "1.0"),
         (lambda: OneBit().encode(torch.ones(3), residual=torch.ones(4)), "4"),
         (lambda: OneBit(error_feedback=False).encode(torch.ones(3), residual=torch.ones(3)), "residual"),
-        (lambda: Ternary().decode(Ternary().encode(torch.ones(3)), out=torch.ones(4)), "4"),
-        (lambda: Ternary().payload_nbytes(-1), "-1"),
+        (lambda: TernGrad().decode(TernGrad().encode(torch.ones(3)), out=torch.ones(4)), "4"),
+        (lambda: TernGrad().payload_nbytes(-1), "-1"),
         (lambda: gradcomp.codecs.resolve("fp8"), "fp8"),
     ],
 )
@@ -341,7 +341,7 @@ def test_wrong_arguments_are_value_errors_with_the_value(make, word):
         (torch.ones(3, device="meta"), "meta"),
     ],
 )
-@pytest.mark.parametrize("codec", [Ternary(), OneBit(), Identity()])
+@pytest.mark.parametrize("codec", [TernGrad(), OneBit(), Identity()])
 def test_unsupported_tensors_are_named(codec, tensor, word):
     with pytest.raises(UnsupportedTensor, match=word):
         codec.encode(tensor)

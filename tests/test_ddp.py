@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Identity, OneBit, PeerMismatch, Ternary, UnsupportedTensor
+from gradcomp import Identity, OneBit, PeerMismatch, TernGrad, UnsupportedTensor
 
 
 def small_model(dtype=torch.float32, seed=0):
@@ -59,7 +59,7 @@ def identity_and_plain():
 def with_and_without_slices():
     return [
         [trained(codec, slice_numel=numel, exchange=exchange) for numel in (None, 256)]
-        for codec in (Ternary(), OneBit())
+        for codec in (TernGrad(), OneBit())
         for exchange in ("all_gather", "reduce_scatter")
     ]
 
@@ -78,9 +78,9 @@ def test_identity_equals_no_hook_bit_for_bit(ranks):
 
 
 CODECS = {
-    "ternary": Ternary(),
-    "own": Ternary(scale="own"),
-    "requantize": Ternary(second_phase="requantize"),
+    "terngrad": TernGrad(),
+    "own": TernGrad(scale="own"),
+    "requantize": TernGrad(second_phase="requantize"),
     "onebit": OneBit(),
 }
 
@@ -112,11 +112,11 @@ def test_static_graph_and_find_unused_parameters(ranks):
 
 def by_hand():
     model = DDP(small_model())
-    state = gradcomp.ddp.CompressionState(model, "ternary", min_numel=0)
+    state = gradcomp.ddp.CompressionState(model, "terngrad", min_numel=0)
     model.register_comm_hook(state, gradcomp.ddp.compression_hook)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 4)
     state.close()
-    return bits(model), trained("ternary")
+    return bits(model), trained("terngrad")
 
 
 def test_plain_register_comm_hook_is_the_same(ranks):
@@ -144,7 +144,7 @@ def test_no_sync_accumulates_and_skips_the_hook(ranks):
 
 def half(name):
     dtype = getattr(torch, name)
-    return trained(Ternary(), dtype=dtype), trained(OneBit(), dtype=dtype), trained(Identity(), dtype=dtype)
+    return trained(TernGrad(), dtype=dtype), trained(OneBit(), dtype=dtype), trained(Identity(), dtype=dtype)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
@@ -158,7 +158,7 @@ def several_models():
     results = []
     for together in (True, False):
         models = [DDP(small_model(seed=s)) for s in (1, 2)]
-        states = [gradcomp.ddp.register(m, c, min_numel=0) for m, c in zip(models, (Ternary(), OneBit()))]
+        states = [gradcomp.ddp.register(m, c, min_numel=0) for m, c in zip(models, (TernGrad(), OneBit()))]
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
         for step in range(3):
             x, y = batch(step, dist.get_rank())
@@ -215,7 +215,7 @@ class Stack(nn.Module):
 
 def many_buckets(name, steps):
     model = DDP(Stack(), bucket_cap_mb=0.01)
-    codec = Ternary(clip_sigma=None) if name == "ternary" else OneBit()
+    codec = TernGrad(clip_sigma=None) if name == "terngrad" else OneBit()
     state = gradcomp.ddp.register(model, codec, min_numel=0)
     wrong = 0
     for step in range(steps):
@@ -223,7 +223,7 @@ def many_buckets(name, steps):
         model(torch.tensor(float((dist.get_rank() + 1) * (1 + step % 3)))).backward()
         for i, weight in enumerate(model.module.weights):
             if (
-                name == "ternary"
+                name == "terngrad"
             ):  # shared scale 4 c: rank r's code is 1 with probability (r + 1) / 4; sums are of c * k
                 quantum = torch.tensor(4.0 * (1 + step % 3) * (i + 1)) / 4
                 levels = weight.grad / quantum
@@ -237,7 +237,7 @@ def many_buckets(name, steps):
 
 
 @pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["onebit", "ternary"])
+@pytest.mark.parametrize("name", ["onebit", "terngrad"])
 def test_forty_layers_in_small_buckets(ranks, name, steps):
     """Chained collectives in Future.then hang here; FIFO stages do not, and every value is the exact expectation."""
     for wrong, buckets in ranks(4, many_buckets, name, steps):
@@ -250,7 +250,7 @@ def test_forty_layers_in_small_buckets(ranks, name, steps):
 
 def resume(name):
     """Train 6 steps; and 3 steps, save, load into fresh objects, 3 more."""
-    make = {"ternary": Ternary, "onebit": OneBit}[name]
+    make = {"terngrad": TernGrad, "onebit": OneBit}[name]
 
     def fresh():
         model = DDP(small_model())
@@ -286,7 +286,7 @@ def resume(name):
     return whole == resumed, refused
 
 
-@pytest.mark.parametrize("name", ["ternary", "onebit"])
+@pytest.mark.parametrize("name", ["terngrad", "onebit"])
 def test_resumed_run_equals_the_uninterrupted_one(ranks, name):
     assert ranks(2, resume, name) == [(True, True)] * 2
 
@@ -294,7 +294,7 @@ def test_resumed_run_equals_the_uninterrupted_one(ranks, name):
 def warm_start():
     """start_step: plain averages before it, compressed ones after."""
     model, plain = DDP(small_model()), DDP(small_model())
-    state = gradcomp.ddp.register(model, Ternary(), min_numel=0, start_step=2)
+    state = gradcomp.ddp.register(model, TernGrad(), min_numel=0, start_step=2)
     equal, sent = [], []
     for step in range(4):
         for m in (model, plain):
@@ -313,7 +313,7 @@ def test_start_step(ranks):
 
 def exclusion():
     model = DDP(small_model())
-    state = gradcomp.ddp.register(model, Ternary(), min_numel=1000, exclude=("4.*", "0.weight"))
+    state = gradcomp.ddp.register(model, TernGrad(), min_numel=1000, exclude=("4.*", "0.weight"))
     plain = DDP(small_model())
     for m in (model, plain):
         x, y = batch(0, dist.get_rank())
@@ -324,7 +324,7 @@ def exclusion():
     text = state.describe()
     state.close()
     try:
-        gradcomp.ddp.register(DDP(small_model()), Ternary(), exclude=("nothing.*",))
+        gradcomp.ddp.register(DDP(small_model()), TernGrad(), exclude=("nothing.*",))
     except ValueError as error:
         return out, text, str(error)
     return out, text, ""
@@ -339,7 +339,7 @@ def test_exclude_and_min_numel_travel_as_fp32(ranks):
 
 def overflow(codec_name):
     """One rank overflows once: every rank skips that step, residuals survive, the next step is good."""
-    codec = {"onebit": OneBit(), "ternary": Ternary()}[codec_name]
+    codec = {"onebit": OneBit(), "terngrad": TernGrad()}[codec_name]
     model = DDP(small_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -365,7 +365,7 @@ def overflow(codec_name):
     return log, finite
 
 
-@pytest.mark.parametrize("name", ["onebit", "ternary"])
+@pytest.mark.parametrize("name", ["onebit", "terngrad"])
 def test_recovers_on_the_step_after_an_overflow(ranks, name):
     """Stock PowerSGD with GradScaler never recovers from one Inf batch."""
     for log, finite in ranks(2, overflow, name):
@@ -450,7 +450,7 @@ def checkpointing():
     out = []
     for reentrant, cap in ((True, 0.01), (True, 25), (False, 25)):
         model = DDP(Checkpointed(reentrant), bucket_cap_mb=cap)
-        state = gradcomp.ddp.register(model, Ternary(), min_numel=0)
+        state = gradcomp.ddp.register(model, TernGrad(), min_numel=0)
         for step in range(3):
             model.zero_grad()
             x, _ = batch(step, dist.get_rank())
@@ -468,11 +468,11 @@ def test_reentrant_checkpointing_is_one_step_a_backward(ranks):
 
 def close_in_any_order():
     models = [DDP(small_model()) for _ in range(2)]
-    states = [gradcomp.ddp.register(m, "ternary", timeout_s=20) for m in models]
+    states = [gradcomp.ddp.register(m, "terngrad", timeout_s=20) for m in models]
     for state in states if dist.get_rank() == 0 else reversed(states):
         state.close()
     models = [DDP(small_model()) for _ in range(2)]
-    states = [gradcomp.ddp.register(m, c, timeout_s=20) for m, c in zip(models, ("ternary", "onebit"))]
+    states = [gradcomp.ddp.register(m, c, timeout_s=20) for m, c in zip(models, ("terngrad", "onebit"))]
     for model in models:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     for state in states:
@@ -587,7 +587,7 @@ def test_resume_without_the_scaler(ranks):
 
 def twice():
     model = DDP(small_model())
-    state = gradcomp.ddp.register(model, "ternary")
+    state = gradcomp.ddp.register(model, "terngrad")
     try:
         gradcomp.ddp.register(model, "onebit")
     except RuntimeError as error:
@@ -604,7 +604,7 @@ def test_registering_twice_is_refused_and_leaves_the_first(ranks):
 
 def twice_over_a_communicator_of_ones_own():
     model = DDP(small_model())
-    state = gradcomp.ddp.register(model, "ternary")
+    state = gradcomp.ddp.register(model, "terngrad")
     comm = gradcomp.comm.TorchCommunicator()
     with pytest.raises(RuntimeError, match="hook"):
         gradcomp.ddp.register(model, "onebit", comm=comm)
@@ -688,7 +688,7 @@ def joined():
     from torch.distributed.algorithms.join import Join
 
     model = DDP(small_model())
-    state = gradcomp.ddp.register(model, Ternary(), min_numel=0)
+    state = gradcomp.ddp.register(model, TernGrad(), min_numel=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Join([model]):
         for step in range(3 if dist.get_rank() == 0 else 5):
@@ -721,7 +721,7 @@ def test_world_size_one_passes_through(ranks):
 
 def drift():
     model = DDP(small_model())
-    state = gradcomp.ddp.register(model, "ternary")
+    state = gradcomp.ddp.register(model, "terngrad")
     state.check_replicas()
     if dist.get_rank() == 1:
         with torch.no_grad():
@@ -742,8 +742,8 @@ def test_check_replicas_names_tensor_and_rank(ranks):
 
 
 MISMATCHES = {
-    "codec": ({"codec": "ternary"}, {"codec": "onebit"}),
-    "codec_options": ({"codec": Ternary(seed=1)}, {"codec": Ternary(seed=2)}),
+    "codec": ({"codec": "terngrad"}, {"codec": "onebit"}),
+    "codec_options": ({"codec": TernGrad(seed=1)}, {"codec": TernGrad(seed=2)}),
     "exchange": ({"exchange": "all_gather"}, {"exchange": "reduce_scatter"}),
     "start_step": ({"start_step": 0}, {"start_step": 10}),
     "min_numel": ({"min_numel": 1}, {"min_numel": 2}),
@@ -753,7 +753,7 @@ MISMATCHES = {
 
 
 def mismatch(field):
-    options = dict({"codec": "ternary"}, **MISMATCHES[field][dist.get_rank() % 2])
+    options = dict({"codec": "terngrad"}, **MISMATCHES[field][dist.get_rank() % 2])
     model = DDP(small_model())
     state = gradcomp.ddp.register(model, options.pop("codec"), timeout_s=20, **options)
     errors = []
@@ -780,7 +780,7 @@ def other_model(what):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(size, 64), nn.Linear(64, 64))
     cap = 0.01 if what == "buckets" and dist.get_rank() == 1 else 25
-    averager = gradcomp.GradientAverager(model.named_parameters(), "ternary", bucket_cap_mb=cap, timeout_s=20)
+    averager = gradcomp.GradientAverager(model.named_parameters(), "terngrad", bucket_cap_mb=cap, timeout_s=20)
     try:
         averager.average()
     except PeerMismatch as error:
@@ -805,15 +805,15 @@ def bad_arguments():
             out[name] = (type(error).__name__, str(error))
 
     model = DDP(small_model())
-    attempt("not ddp", lambda: gradcomp.ddp.register(small_model(), "ternary"))
+    attempt("not ddp", lambda: gradcomp.ddp.register(small_model(), "terngrad"))
     attempt("codec", lambda: gradcomp.ddp.register(model, "quaternary"))
-    attempt("exchange", lambda: gradcomp.ddp.register(model, "ternary", exchange="ring"))
-    attempt("min_numel", lambda: gradcomp.ddp.register(model, "ternary", min_numel=-1))
-    attempt("timeout", lambda: gradcomp.ddp.register(model, "ternary", timeout_s=0))
-    attempt("scaler", lambda: gradcomp.ddp.register(model, "ternary", grad_scaler=3))
-    attempt("double", lambda: gradcomp.ddp.register(DDP(small_model(torch.float64)), "ternary"))
+    attempt("exchange", lambda: gradcomp.ddp.register(model, "terngrad", exchange="ring"))
+    attempt("min_numel", lambda: gradcomp.ddp.register(model, "terngrad", min_numel=-1))
+    attempt("timeout", lambda: gradcomp.ddp.register(model, "terngrad", timeout_s=0))
+    attempt("scaler", lambda: gradcomp.ddp.register(model, "terngrad", grad_scaler=3))
+    attempt("double", lambda: gradcomp.ddp.register(DDP(small_model(torch.float64)), "terngrad"))
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)
-    attempt("optimizer", lambda: gradcomp.ddp.register(model, "ternary", optimizer=stranger))
+    attempt("optimizer", lambda: gradcomp.ddp.register(model, "terngrad", optimizer=stranger))
     return out
 
 
@@ -831,7 +831,7 @@ def test_wrong_arguments(ranks):
 
 def sparse():
     model = DDP(nn.Embedding(100, 16, sparse=True))
-    state = gradcomp.ddp.register(model, "ternary")
+    state = gradcomp.ddp.register(model, "terngrad")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -849,7 +849,7 @@ def only_one_registers():
         return "phase=setup"
     begun = time.monotonic()
     try:
-        gradcomp.ddp.register(model, "ternary", timeout_s=1)
+        gradcomp.ddp.register(model, "terngrad", timeout_s=1)
     except gradcomp.PeerLost as error:
         return f"phase={error.phase}" if time.monotonic() - begun < 20 else "late"
     finally:
@@ -869,7 +869,7 @@ def test_sparse_gradients_are_refused_by_name(ranks):
 def users_exception():
     """An exception of the user's in the middle of backward: it comes out as itself, and nothing hangs."""
     model = DDP(small_model(), bucket_cap_mb=0.01)
-    state = gradcomp.ddp.register(model, "ternary", min_numel=0, timeout_s=20)
+    state = gradcomp.ddp.register(model, "terngrad", min_numel=0, timeout_s=20)
     x, y = batch(0, dist.get_rank())
     nn.functional.cross_entropy(model(x), y).backward()
 

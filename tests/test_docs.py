@@ -171,7 +171,7 @@ def test_figures_that_decide_stand_on_the_pages_that_they_link_to():
 @pytest.mark.parametrize(
     ("row", "family", "codecs"),
     [
-        ("`torch.optim.SGD`", "sgd", ["ternary", "onebit"]),
+        ("`torch.optim.SGD`", "sgd", ["terngrad", "onebit"]),
         ("Adam, AdamW", "adam", ["block4", "block2", "onebit"]),
         ("`OneBitAdam`", "onebitadam", ["onebit"]),
     ],
@@ -321,7 +321,7 @@ def test_codec_methods_have_their_arguments(method):
 
 def test_signatures_are_those_of_the_code():
     """Defaults on the page are the code's."""
-    shown = {"Ternary": gradcomp.Ternary, "OneBit": gradcomp.OneBit, "RngKey": gradcomp.RngKey}
+    shown = {"TernGrad": gradcomp.TernGrad, "OneBit": gradcomp.OneBit, "RngKey": gradcomp.RngKey}
     shown |= {"register": gradcomp.ddp.register, "GradientAverager": gradcomp.GradientAverager}
     shown |= {"all_reduce": gradcomp.all_reduce, "TorchCommunicator": comm.TorchCommunicator}
     shown |= {n: getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}

@@ -176,7 +176,7 @@ def foreign_communicator(kind):
     rank = dist.get_rank()
     comm = LocalCommunicator.group(1)[0] if kind == "alone" else LocalCommunicator.group(2)[1 - rank]
     with pytest.raises(ValueError, match="other ranks than the process group") as caught:
-        gradcomp.ddp.register(model, "ternary", comm=comm)
+        gradcomp.ddp.register(model, "terngrad", comm=comm)
     backward(model)  # no hook was left behind
     return "LocalCommunicator" in str(caught.value), len(model._forward_pre_hooks)
 
@@ -188,10 +188,10 @@ def test_a_communicator_of_other_ranks_is_refused(gloo, kind):
 
 def averages_alone():
     with pytest.warns(UserWarning, match="averages over 1 rank, LocalCommunicator says, where torch.distributed has 2"):
-        GradientAverager(copy.deepcopy(MODEL), "ternary", LocalCommunicator.group(1)[0])
+        GradientAverager(copy.deepcopy(MODEL), "terngrad", LocalCommunicator.group(1)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        GradientAverager(copy.deepcopy(MODEL), "ternary", LocalCommunicator.group(2)[0]).close()
+        GradientAverager(copy.deepcopy(MODEL), "terngrad", LocalCommunicator.group(2)[0]).close()
 
 
 def test_an_averager_that_is_alone_says_so(gloo):
@@ -200,7 +200,7 @@ def test_an_averager_that_is_alone_says_so(gloo):
 
 def unequal(comm, way):
     model = copy.deepcopy(OTHER if comm.rank == 2 else MODEL)
-    averager = GradientAverager(model, "ternary", comm, min_numel=0, timeout_s=20)
+    averager = GradientAverager(model, "terngrad", comm, min_numel=0, timeout_s=20)
     with contextlib.closing(averager):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -239,10 +239,10 @@ def test_ranks_with_other_keys_are_told():
 
 def test_steps_that_would_repeat_draws_are_refused():
     comm = LocalCommunicator.group(1)[0]
-    gradcomp.all_reduce(torch.ones(4), "ternary", comm, step=2**32 - 1)
+    gradcomp.all_reduce(torch.ones(4), "terngrad", comm, step=2**32 - 1)
     for step in (2**32, -1, True, 1.0):
         with pytest.raises(ValueError, match="step must be"):
-            gradcomp.all_reduce(torch.ones(4), "ternary", comm, step=step)
+            gradcomp.all_reduce(torch.ones(4), "terngrad", comm, step=step)
 
 
 def many_shapes(comm):
@@ -340,11 +340,11 @@ def hook_is_taken():
         mixed = DDP(copy.deepcopy(MODEL))
         mixed.mixed_precision = precision
     with pytest.raises(ValueError, match="mixed_precision"):
-        gradcomp.ddp.register(mixed, "ternary")
+        gradcomp.ddp.register(mixed, "terngrad")
     module = copy.deepcopy(MODEL)
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
     with pytest.raises(ValueError, match="optimizers in backward"):
-        gradcomp.ddp.register(DDP(module), "ternary")
+        gradcomp.ddp.register(DDP(module), "terngrad")
 
 
 def test_who_has_taken_the_hook_is_named(gloo):
@@ -353,7 +353,7 @@ def test_who_has_taken_the_hook_is_named(gloo):
 
 def joins():
     model = DDP(copy.deepcopy(MODEL))
-    state = gradcomp.ddp.register(model, "ternary", timeout_s=20)
+    state = gradcomp.ddp.register(model, "terngrad", timeout_s=20)
     with pytest.raises(GradcompError, match="divide_by_"), Join([model], divide_by_initial_world_size=False):
         backward(model)
     state.close()
@@ -367,7 +367,7 @@ def unfrozen():
     module = copy.deepcopy(MODEL)
     module[2].requires_grad_(False)
     model = DDP(module)
-    state = gradcomp.ddp.register(model, "ternary")
+    state = gradcomp.ddp.register(model, "terngrad")
     backward(model)
     module[2].requires_grad_(True)
     with torch.no_grad():
@@ -379,7 +379,7 @@ def unfrozen():
 
 def grown():
     model = DDP(copy.deepcopy(MODEL))
-    state = gradcomp.ddp.register(model, "ternary")
+    state = gradcomp.ddp.register(model, "terngrad")
     backward(model)
     model.module.append(nn.Identity())
     backward(model)
@@ -400,7 +400,7 @@ def test_a_layer_that_comes_after_wrapping_is_named(gloo):
 
 def test_a_layer_that_comes_after_its_averager_is_named():
     net = copy.deepcopy(MODEL)
-    averager = GradientAverager(net, "ternary", LocalCommunicator.group(1)[0])
+    averager = GradientAverager(net, "terngrad", LocalCommunicator.group(1)[0])
     averager.average()
     net[0].extra = nn.Parameter(torch.zeros(3))
     with pytest.raises(GradcompError, match=r"'0\.extra' has come"):
@@ -438,7 +438,7 @@ def test_profiles_and_logs_name_gradcomp(gloo):
 def torch_loses_a_peer(steps):
     """Rank 0 leaves: rank 1 waits for it in torch's own broadcasts, of rebuilt buckets or of buffers."""
     model = DDP(nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8)))
-    state = gradcomp.ddp.register(model, "ternary", min_numel=0, timeout_s=20)
+    state = gradcomp.ddp.register(model, "terngrad", min_numel=0, timeout_s=20)
     for _ in range(steps):
         backward(model)
     if dist.get_rank() == 0:
@@ -474,10 +474,10 @@ def refused_registration(given):
     model.register_comm_hook = refuse
     options = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]], "timeout_s": 20}
     with pytest.raises(RuntimeError, match="no hook") as caught:  # its traceback keeps alive what was made
-        gradcomp.ddp.register(model, "ternary", comm=comm, **options)
+        gradcomp.ddp.register(model, "terngrad", comm=comm, **options)
     left = max(0, descriptors() - before), len(model._forward_pre_hooks), len(model._forward_hooks)
     del model.register_comm_hook
-    state = gradcomp.ddp.register(model, "ternary", comm=comm, **options)  # a communicator that was given works on
+    state = gradcomp.ddp.register(model, "terngrad", comm=comm, **options)  # a communicator that was given works on
     backward(model)
     state.close()
     return left, str(caught.value)
@@ -495,8 +495,8 @@ def does_something_else(comm, what):
     if comm.rank == 1:
         return
     if what == "all_reduce":
-        gradcomp.all_reduce(torch.ones(8), "ternary", comm, timeout_s=0.2)
-    averager = GradientAverager(copy.deepcopy(MODEL), "ternary", comm, timeout_s=0.2)
+        gradcomp.all_reduce(torch.ones(8), "terngrad", comm, timeout_s=0.2)
+    averager = GradientAverager(copy.deepcopy(MODEL), "terngrad", comm, timeout_s=0.2)
     getattr(averager, what)()
 
 

@@ -20,7 +20,7 @@ MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist"  # not part of t
 
 
 EXAMPLE_ROWS = [
-    ("ternary", 15.0),
+    ("terngrad", 15.0),
     *(pytest.param(*row, marks=pytest.mark.long) for row in [("onebit", 28.0), ("none", None)]),
 ]
 
@@ -64,7 +64,7 @@ def torchrun(request, gloo):
 
 @pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("codec", ["ternary", *(pytest.param(c, marks=pytest.mark.long) for c in ("onebit", "fp32"))])
+@pytest.mark.parametrize("codec", ["terngrad", *(pytest.param(c, marks=pytest.mark.long) for c in ("onebit", "fp32"))])
 def test_mpi_example_trains_on_four_ranks(pools, flavour, codec, launched):
     script, options = EXAMPLE.with_name("mpi_train.py"), ["--codec", codec, "--epochs", "3"]
     if launched:
@@ -76,7 +76,7 @@ def test_mpi_example_trains_on_four_ranks(pools, flavour, codec, launched):
         out = "".join(pools(flavour, 4, program, str(script), *options))
     assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 70.0, out  # 10 is chance
     (ratio,) = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes than fp32; replicas are equal", out)]
-    least, most = {"ternary": (10, 11), "onebit": (29, 31), "fp32": (0.99, 1.01)}[codec]
+    least, most = {"terngrad": (10, 11), "onebit": (29, 31), "fp32": (0.99, 1.01)}[codec]
     assert least < ratio < most, out
 
 

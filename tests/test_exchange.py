@@ -8,7 +8,7 @@ import torch
 from _expected import average
 
 import gradcomp
-from gradcomp import Block, Feedback, Identity, OneBit, PeerLost, PeerMismatch, Ternary
+from gradcomp import Block, Feedback, Identity, OneBit, PeerLost, PeerMismatch, TernGrad
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.second import owners_feed_back
@@ -20,15 +20,15 @@ from gradcomp.payload.pieces import Slot
 
 CODECS = {
     "identity": Identity(),
-    "ternary": Ternary(seed=3),
-    "ternary-requantize": Ternary(second_phase="requantize", clip_sigma=None),
-    "ternary-own": Ternary(scale="own"),
-    "ternary-own-bf16": Ternary(scale="own", second_phase="bf16"),
-    "ternary-row": Ternary(group="row"),
-    "ternary-block": Ternary(group=24, second_phase="requantize"),
-    "ternary-fp32": Ternary(second_phase="fp32"),
-    "ternary-block4": Ternary(second_phase="block4"),
-    "ternary-row-block2": Ternary(scale="own", group="row", second_phase="block2"),
+    "terngrad": TernGrad(seed=3),
+    "terngrad-requantize": TernGrad(second_phase="requantize", clip_sigma=None),
+    "terngrad-own": TernGrad(scale="own"),
+    "terngrad-own-bf16": TernGrad(scale="own", second_phase="bf16"),
+    "terngrad-row": TernGrad(group="row"),
+    "terngrad-block": TernGrad(group=24, second_phase="requantize"),
+    "terngrad-fp32": TernGrad(second_phase="fp32"),
+    "terngrad-block4": TernGrad(second_phase="block4"),
+    "terngrad-row-block2": TernGrad(scale="own", group="row", second_phase="block2"),
     "onebit": OneBit(),
     "onebit-block8": OneBit(second_phase="block8"),
     "onebit-tensor": OneBit(group="tensor"),
@@ -145,7 +145,7 @@ def other_scales(comm):
 
         comm.start_max = start_max_and_double
     with pytest.raises(PeerMismatch, match="scale"):
-        gradcomp.all_reduce(torch.randn(100), "ternary", comm)
+        gradcomp.all_reduce(torch.randn(100), "terngrad", comm)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -156,7 +156,7 @@ def test_scales_that_are_not_shared_are_noticed(world):
 
 
 def unlike(comm, what):
-    codec = {"codec": ["ternary", "onebit"], "seed": [Ternary(seed=1), Ternary(seed=2)]}.get(what, ["ternary"] * 2)
+    codec = {"codec": ["terngrad", "onebit"], "seed": [TernGrad(seed=1), TernGrad(seed=2)]}.get(what, ["terngrad"] * 2)
     size = [100, 101 if what == "numel" else 100]
     with pytest.raises(PeerMismatch) as error:
         gradcomp.all_reduce(torch.ones(size[comm.rank]), codec[comm.rank], comm, step=comm.rank * (what == "step"))
@@ -172,11 +172,11 @@ def test_all_reduce_keeps_to_its_timeout():
     comm = gradcomp.comm.LocalCommunicator.group(2)[0]
     for timeout_s in (0.5, 0.1):
         with pytest.raises(PeerLost) as error:
-            gradcomp.all_reduce(torch.ones(10), "ternary", comm, timeout_s=timeout_s)
+            gradcomp.all_reduce(torch.ones(10), "terngrad", comm, timeout_s=timeout_s)
         assert error.value.waited_s < timeout_s + 10
 
 
-@pytest.mark.parametrize("name", ["ternary", "ternary-requantize", "ternary-own", "onebit", "identity"])
+@pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "terngrad-own", "onebit", "identity"])
 @pytest.mark.parametrize("world", [1, 4, 8, 33, 64])
 def test_average_at_many_world_sizes(world, name):
     from _ranks import run_local
@@ -190,7 +190,7 @@ def test_average_at_many_world_sizes(world, name):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("name", ["ternary", "ternary-requantize", "onebit", "identity"])
+@pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "onebit", "identity"])
 @pytest.mark.parametrize("numel", [0, 1, 7, 9, 63, 130])
 def test_odd_sizes(numel, name, exchange):
     from _ranks import run_local
@@ -203,14 +203,14 @@ def test_odd_sizes(numel, name, exchange):
 def test_exact_and_all_gather_agree_bit_for_bit():
     from _ranks import run_local
 
-    codec = Ternary()
+    codec = TernGrad()
     gather = run_local(4, average_over, codec, (50, 50), "all_gather", 2)
     scatter = run_local(4, average_over, codec, (50, 50), "reduce_scatter", 2)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(gather[0], scatter[3]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["ternary", "ternary-own", "ternary-requantize", "onebit", "identity"])
+@pytest.mark.parametrize("name", ["terngrad", "terngrad-own", "terngrad-requantize", "onebit", "identity"])
 def test_one_bad_rank_is_everyones_verdict(over, name, value):
     """Promise 6: NaN on one rank is NaN on all, and the residuals stay as they were."""
     for before, after in over(3, bad_step, CODECS[name], value):
@@ -251,7 +251,7 @@ def test_overflow_of_the_mean_reaches_every_rank():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["identity", "ternary", "onebit"])
+@pytest.mark.parametrize("name", ["identity", "terngrad", "onebit"])
 def test_half_precision_results_are_rounded_once(name, dtype):
     from _ranks import run_local
 
@@ -274,7 +274,7 @@ def test_requantized_mean_is_unbiased(world):
     """
     from _ranks import run_local
 
-    codec, numel, steps = Ternary(second_phase="requantize", clip_sigma=None), 64, 1000
+    codec, numel, steps = TernGrad(second_phase="requantize", clip_sigma=None), 64, 1000
 
     def work(comm):
         total = torch.zeros(numel, dtype=torch.float64)
@@ -297,7 +297,7 @@ def test_mixed_bucket_counts_every_byte():
     for world in (2, 4, 8):
         for exchange in ("all_gather", "reduce_scatter"):
             plans = [
-                BucketPlan(Ternary(), slots, choose(Ternary(), world, exchange), world, r) for r in range(world)
+                BucketPlan(TernGrad(), slots, choose(TernGrad(), world, exchange), world, r) for r in range(world)
             ]
             assert sum(p.sent_nbytes for p in plans) == sum(p.received_nbytes for p in plans)
 
@@ -352,7 +352,7 @@ def test_steady_state_allocates_no_tensor():
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("name", ["ternary", "ternary-requantize", "ternary-own", "onebit"])
+@pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "terngrad-own", "onebit"])
 @pytest.mark.parametrize("world", [2, 8])
 def test_memory_is_the_payloads_and_one_shard(world, name, exchange):
     """What an exchange holds beyond the residual planes: payloads sent and received, and at most one fp32 shard."""
@@ -373,17 +373,17 @@ def test_memory_is_the_payloads_and_one_shard(world, name, exchange):
 
 
 def test_predicted_bytes_baseline_is_a_ring():
-    count = predict_bytes(Ternary(), [("w", (1000, 1000))], 8)
+    count = predict_bytes(TernGrad(), [("w", (1000, 1000))], 8)
     assert count.baseline == 2 * 7 * 4 * 1000000 // 8
     assert count.baseline / count.sent > 8
-    assert predict_bytes(Ternary(), [("w", (1000, 1000))], 1).sent == 0
+    assert predict_bytes(TernGrad(), [("w", (1000, 1000))], 1).sent == 0
 
 
 def test_unknown_exchange_is_a_value_error():
     with pytest.raises(ValueError, match="ring"):
-        choose(Ternary(), 4, "ring")
+        choose(TernGrad(), 4, "ring")
 
 
 def test_layout_without_elements():
-    layout = PayloadLayout(Ternary.form, [])
+    layout = PayloadLayout(TernGrad.form, [])
     assert layout.nbytes == 32 and layout.scale_count == 0 and len(layout.packed) == 0

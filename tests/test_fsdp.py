@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TopK
+from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, TernGrad, TopK
 from gradcomp.comm import torch_private
 from gradcomp.exchange.sizing import Strategy, choose
 from gradcomp.fsdp.reused import Reused
@@ -30,8 +30,8 @@ from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.reference import codec as ref
 
 CODECS = {
-    "ternary": Ternary(seed=3),
-    "ternary-own": Ternary(scale="own"),
+    "terngrad": TernGrad(seed=3),
+    "terngrad-own": TernGrad(scale="own"),
     "identity": Identity(),
     "bf16": Identity("bf16"),
     "onebit": OneBit(),
@@ -146,7 +146,7 @@ def sent(codec):
 
 def test_what_is_sent(gloo):
     """One phase of 2 bits, where gloo's own reduce-scatter sends a ring all_reduce in fp32."""
-    for codec, bits in ((Ternary(), 2), (Identity("bf16"), 16), (Identity(), 32)):
+    for codec, bits in ((TernGrad(), 2), (Identity("bf16"), 16), (Identity(), 32)):
         for bytes_sent, baseline in gloo(2, sent, codec):
             assert bytes_sent == pytest.approx(1024 * 512 / 2 * bits / 8, rel=0.003)
             assert baseline == 1024 * 512 * 4
@@ -154,7 +154,7 @@ def test_what_is_sent(gloo):
 
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}])
 def test_options_of_fully_shard(gloo, options):
-    plain, other = (gloo(2, trained, Ternary(seed=3), 2, True, o) for o in ({}, options))
+    plain, other = (gloo(2, trained, TernGrad(seed=3), 2, True, o) for o in ({}, options))
     for (a, *_), (b, *_) in zip(plain, other, strict=True):
         assert all(x[name].tobytes() == y[name].tobytes() for x, y in zip(a, b, strict=True) for name in x)
 
@@ -181,7 +181,7 @@ def test_gradients_in_half_precision(gloo, dtype, most):
 
 
 def test_a_value_that_is_not_finite_is_nan_on_every_rank_and_leaves_no_trace(gloo):
-    for codec in (Ternary(seed=3), OneBit()):
+    for codec in (TernGrad(seed=3), OneBit()):
         for got, *_ in gloo(2, trained, codec, 3, True, None, None, (1, 1)):
             assert all(np.isnan(shard).all() for shard in got[1].values())
             assert all(np.isfinite(shard).all() for shard in got[2].values())
@@ -194,7 +194,7 @@ def test_a_value_that_is_not_finite_is_nan_on_every_rank_and_leaves_no_trace(glo
 
 def accumulated():
     model, rank = wrap(fresh(), True), dist.get_rank()
-    with gradcomp.fsdp.compress(model, Ternary(seed=3), min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.compress(model, TernGrad(seed=3), min_numel=MIN_NUMEL) as state:
         for micro in range(3):
             model.set_requires_gradient_sync(micro == 2)
             loss_of(model, micro, rank).backward()
@@ -205,12 +205,12 @@ def test_gradients_that_accumulate_are_exchanged_once(gloo):
     grads = gradients(0, 2, count=3)
     for rank, (got, steps) in enumerate(gloo(2, accumulated)):
         assert steps == 4  # modules
-        assert all(got[name].tobytes() == w.tobytes() for name, w in expected(Ternary(seed=3), grads, 0, 2, rank).items())
+        assert all(got[name].tobytes() == w.tobytes() for name, w in expected(TernGrad(seed=3), grads, 0, 2, rank).items())
 
 
 def without_some(finely):
     model, rank = wrap(fresh(), finely), dist.get_rank()
-    with gradcomp.fsdp.compress(model, Ternary(), min_numel=MIN_NUMEL) as state, warnings.catch_warnings(record=True) as said:
+    with gradcomp.fsdp.compress(model, TernGrad(), min_numel=MIN_NUMEL) as state, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in range(2):
             loss_of(model, step, rank, everything=False).backward()
@@ -230,7 +230,7 @@ def with_frozen():
     """Parameters are frozen after the first step, and thawed again: the others' gradients are those of their own numbers."""
     out, rank = [], dist.get_rank()
     model = wrap(fresh(), False)
-    with gradcomp.fsdp.compress(model, Ternary(seed=3), min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.compress(model, TernGrad(seed=3), min_numel=MIN_NUMEL) as state:
         for step, frozen in enumerate((False, True, False)):
             model.second.weight.requires_grad_(not frozen)
             model.zero_grad()
@@ -243,7 +243,7 @@ def test_parameters_that_are_frozen_on_the_way(gloo):
     for rank, (got, plain) in enumerate(gloo(2, with_frozen)):
         assert plain == 0 and "second.weight" not in got[1]
         for step, shards in enumerate(got):
-            wanted = expected(Ternary(seed=3), gradients(step, 2), step, 2, rank)
+            wanted = expected(TernGrad(seed=3), gradients(step, 2), step, 2, rank)
             assert all(shard.tobytes() == wanted[name].tobytes() for name, shard in shards.items()), step
 
 
@@ -278,7 +278,7 @@ def resumed(codec, residuals, folder):
     return out
 
 
-@pytest.mark.parametrize(("codec", "residuals"), [("ternary", "fp32"), ("onebit", "fp32"), (Block(2), "bf16")], ids=str)
+@pytest.mark.parametrize(("codec", "residuals"), [("terngrad", "fp32"), ("onebit", "fp32"), (Block(2), "bf16")], ids=str)
 def test_a_resumed_run_is_the_same_run_in_another_wrapping(gloo, codec, residuals, tmp_path):
     assert gloo(2, resumed, codec, residuals, str(tmp_path)) == [[True] * 3] * 2
 
@@ -328,7 +328,7 @@ def misloaded():
         for bad in (
             {"version": 1, "steps": 3},
             7,
-            {**good, "codec": "Ternary()"},
+            {**good, "codec": "TernGrad()"},
             {**good, "steps": [["first.weight", -1]]},
             {**good, "steps": good["steps"][1:]},
             {**good, "residual": {rank: nan}},
@@ -351,7 +351,7 @@ def test_states_that_are_refused(gloo):
     wanted = [
         "not a state of gradcomp.fsdp that",
         "not a state of gradcomp.fsdp that",
-        "this state has codec 'Ternary",
+        "this state has codec 'TernGrad",
         "other parameters",
         "other parameters: 'few.bias' is on one side only",
         "residual of 'first.weight' is no finite tensor of .37, 40.",
@@ -367,7 +367,7 @@ def test_states_that_are_refused(gloo):
 def in_two_dimensions():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, rank = fully_shard(fresh(), mesh=mesh), dist.get_rank()
-    with gradcomp.fsdp.compress(model, Ternary(seed=3), min_numel=MIN_NUMEL):
+    with gradcomp.fsdp.compress(model, TernGrad(seed=3), min_numel=MIN_NUMEL):
         loss_of(model, 0, rank).backward()
         return {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
 
@@ -377,7 +377,7 @@ def test_replicas_average_shards_as_torch_does(gloo):
     grads, results = gradients(0, 4), gloo(4, in_two_dimensions)
     for rank, got in enumerate(results):
         place = rank % 2
-        sides = [expected(Ternary(seed=3), {k: v[2 * r : 2 * r + 2] for k, v in grads.items()}, 0, 2, place) for r in range(2)]
+        sides = [expected(TernGrad(seed=3), {k: v[2 * r : 2 * r + 2] for k, v in grads.items()}, 0, 2, place) for r in range(2)]
         for name, shard in got.items():
             assert np.allclose(shard, (sides[0][name] + sides[1][name]) / 2, rtol=1e-6, atol=1e-9), (rank, name)
 
@@ -476,7 +476,7 @@ def beside_tensor_parallelism(codec):
 
 def test_beside_tensor_parallelism_a_ranks_part_is_a_tensor_of_its_own(gloo):
     plain = gloo(4, beside_tensor_parallelism, None)
-    for codec in (Identity(), Ternary(), "onebit"):
+    for codec in (Identity(), TernGrad(), "onebit"):
         for got, wanted in zip(gloo(4, beside_tensor_parallelism, codec), plain, strict=True):
             for step in range(2):
                 for a, b in zip(got[step], wanted[step], strict=True):
@@ -485,7 +485,7 @@ def test_beside_tensor_parallelism_a_ranks_part_is_a_tensor_of_its_own(gloo):
                         assert np.allclose(a, b, rtol=1e-5, atol=1e-8)
                     else:
                         assert np.corrcoef(a.ravel(), b.ravel())[0, 1] > 0.5
-                    if isinstance(codec, Ternary):
+                    if isinstance(codec, TernGrad):
                         assert len(np.unique(np.abs(a))) <= 3  # 0, half a scale, a scale
 
 
@@ -495,15 +495,15 @@ def refusals():
     for make in (
         lambda: gradcomp.fsdp.compress(model, TopK()),
         lambda: gradcomp.fsdp.compress(model, Block(4), residuals="fp8"),
-        lambda: gradcomp.fsdp.compress(model, weights="ternary"),
+        lambda: gradcomp.fsdp.compress(model, weights="terngrad"),
         lambda: gradcomp.fsdp.compress(model, weights=Block(2)),
         lambda: gradcomp.fsdp.compress(model, keep_weights=True),
-        lambda: gradcomp.fsdp.compress(fresh(), "ternary"),
-        lambda: gradcomp.fsdp.compress(model.parameters(), "ternary"),
-        lambda: gradcomp.fsdp.compress(model, "ternary", precondition=True),
-        lambda: gradcomp.fsdp.compress(model, "ternary", Options(start_step=3)),
-        lambda: gradcomp.fsdp.compress(model, "ternary", exclude="nothing"),
-        lambda: gradcomp.fsdp.compress(model, "ternary" if dist.get_rank() else Identity()),
+        lambda: gradcomp.fsdp.compress(fresh(), "terngrad"),
+        lambda: gradcomp.fsdp.compress(model.parameters(), "terngrad"),
+        lambda: gradcomp.fsdp.compress(model, "terngrad", precondition=True),
+        lambda: gradcomp.fsdp.compress(model, "terngrad", Options(start_step=3)),
+        lambda: gradcomp.fsdp.compress(model, "terngrad", exclude="nothing"),
+        lambda: gradcomp.fsdp.compress(model, "terngrad" if dist.get_rank() else Identity()),
         lambda: ReplicaAverage([fresh()], None),
     ):
         try:
@@ -516,9 +516,9 @@ def refusals():
 
 def test_what_is_refused(gloo):
     wanted = [
-        "ValueError: TopK.* goes to all ranks whole.*Ternary",
+        "ValueError: TopK.* goes to all ranks whole.*TernGrad",
         "ValueError: residuals must be one of .*fp32.*, got 'fp8'",
-        "ValueError: weights='ternary': weights are gathered as 'block8'",
+        "ValueError: weights='terngrad': weights are gathered as 'block8'",
         "ValueError: weights=Block.bits=2.*are gathered as 'block8'",
         "ValueError: keep_weights=True keeps packed weights: say how they are packed",
         "TypeError: no module of this model is wrapped by .*fully_shard; for DDP",
@@ -539,7 +539,7 @@ def misused():
     inner = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 4))
     fully_shard(inner[0])
     said = []
-    with gradcomp.fsdp.compress(inner, "ternary"):
+    with gradcomp.fsdp.compress(inner, "terngrad"):
         fully_shard(inner[1])
         fully_shard(inner)
         try:
@@ -564,7 +564,7 @@ def dropped(door):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
     model = wrap(fresh(), True, **({"mesh": mesh["shard"]} if door == "replicas" else {}))
     optimizer, told = torch.optim.SGD(model.parameters(), lr=0.1), []
-    opened = ReplicaAverage(model, mesh["replica"].get_group()) if door == "replicas" else gradcomp.fsdp.compress(model, "ternary")
+    opened = ReplicaAverage(model, mesh["replica"].get_group()) if door == "replicas" else gradcomp.fsdp.compress(model, "terngrad")
     del opened  # who registers in a function keeps nothing
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -603,14 +603,14 @@ def stateful(door):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     fully_shard(model, mesh=mesh["shard" if door == "replicas" else "replica"])
     if door == "compress":
-        opened = gradcomp.fsdp.compress(model, "ternary")
+        opened = gradcomp.fsdp.compress(model, "terngrad")
         model.to_empty(device="cpu")
     else:
         model.to_empty(device="cpu")
         for layer in model:
             nn.init.constant_(layer.weight, 0.1)
             nn.init.zeros_(layer.bias)
-        opened = ReplicaAverage(model, mesh["replica"].get_group(), "ternary")
+        opened = ReplicaAverage(model, mesh["replica"].get_group(), "terngrad")
     with opened, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         nn.init.constant_(model[0].weight, 0.1)
@@ -631,7 +631,7 @@ def test_a_step_that_makes_an_optimizers_state_is_none_and_meta_models_come_to_l
 
 def alone():
     model = wrap(fresh(), True)
-    with gradcomp.fsdp.compress(model, "ternary") as state:
+    with gradcomp.fsdp.compress(model, "terngrad") as state:
         loss_of(model, 0, 0).backward()
         return state.describe(), state.stats.bytes_sent, model.first.weight.grad.to_local()
 
@@ -658,7 +658,7 @@ def with_packed_weights(finely, weights, policy, prefetched):
     model, rank = fresh(), dist.get_rank()
     whole = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     model = wrap(model, finely, **({"mp_policy": policy} if policy else {}))
-    with gradcomp.fsdp.compress(model, Ternary(seed=3), weights=weights, min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.compress(model, TernGrad(seed=3), weights=weights, min_numel=MIN_NUMEL) as state:
         if prefetched:
             model.first.set_modules_to_forward_prefetch([model.second])
             model.second.set_modules_to_forward_prefetch([model.few, model.unused])
@@ -708,7 +708,7 @@ def test_weights_that_arrive_early_are_the_same(gloo):
 
 def bytes_of_weights(weights):
     model = fully_shard(nn.Linear(1024, 512, bias=False))
-    with gradcomp.fsdp.compress(model, "ternary", weights=weights) as state:
+    with gradcomp.fsdp.compress(model, "terngrad", weights=weights) as state:
         with torch.no_grad():
             model(torch.randn(4, 1024))
         return state.weights_stats.bytes_sent, state.weights_stats.compression_ratio
@@ -723,7 +723,7 @@ def test_what_weights_send(gloo):
 
 def with_a_weight_that_is_nan():
     model, rank = wrap(fresh(), True), dist.get_rank()
-    with gradcomp.fsdp.compress(model, "ternary", weights="block8", min_numel=0) as state, torch.no_grad():
+    with gradcomp.fsdp.compress(model, "terngrad", weights="block8", min_numel=0) as state, torch.no_grad():
         if rank == 1:
             model.first.weight.to_local()[0, 0] = math.nan
         bad = model(torch.ones(1, 40)).isnan().all().item()
@@ -847,7 +847,7 @@ def test_gradients_are_of_the_weights_that_forward_has_used(gloo, between):
 
 def with_a_weight_that_is_nan_kept():
     model, rank = wrap(fresh(), True, reshard_after_forward=True), dist.get_rank()
-    with gradcomp.fsdp.compress(model, "ternary", weights="block8", keep_weights=True, min_numel=0) as state:
+    with gradcomp.fsdp.compress(model, "terngrad", weights="block8", keep_weights=True, min_numel=0) as state:
         if rank == 1:
             model.first.weight.to_local().data[0, 0] = math.nan
         loss_of(model, 0, rank).backward()

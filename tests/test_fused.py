@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradcomp import GradcompError, OneBit, PeerMismatch, Ternary
+from gradcomp import GradcompError, OneBit, PeerMismatch, TernGrad
 from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, fp32_state_dict, split_parameters
 
 OPTIMIZERS = {
@@ -20,12 +20,12 @@ OPTIMIZERS = {
     "nvlamb": lambda p: SplitLAMB(p, lr=0.01, variant="nvlamb"),
 }
 CODECS = {
-    "ternary exact": (lambda: Ternary(), "reduce_scatter"),
-    "ternary gather": (lambda: Ternary(group="row"), "all_gather"),
-    "ternary own": (lambda: Ternary(scale="own"), "all_gather"),
-    "ternary requantize": (lambda: Ternary(second_phase="requantize"), "reduce_scatter"),
-    "ternary bf16": (lambda: Ternary(second_phase="bf16"), "reduce_scatter"),
-    "ternary fp32": (lambda: Ternary(second_phase="fp32"), "reduce_scatter"),
+    "terngrad exact": (lambda: TernGrad(), "reduce_scatter"),
+    "terngrad gather": (lambda: TernGrad(group="row"), "all_gather"),
+    "terngrad own": (lambda: TernGrad(scale="own"), "all_gather"),
+    "terngrad requantize": (lambda: TernGrad(second_phase="requantize"), "reduce_scatter"),
+    "terngrad bf16": (lambda: TernGrad(second_phase="bf16"), "reduce_scatter"),
+    "terngrad fp32": (lambda: TernGrad(second_phase="fp32"), "reduce_scatter"),
     "onebit gather": (lambda: OneBit(), "all_gather"),
     "onebit scatter": (lambda: OneBit(group=33), "reduce_scatter"),
     "identity": (lambda: "identity", "reduce_scatter"),
@@ -142,7 +142,7 @@ def _both(codec, make, steps, options):
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("rounding", ["truncate", "nearest"])
 def test_every_optimizer(gloo, make, rounding):
-    for differ, packed, _, line in gloo(2, _both, "ternary exact", make, 4, {"rounding": rounding}):
+    for differ, packed, _, line in gloo(2, _both, "terngrad exact", make, 4, {"rounding": rounding}):
         assert differ == []
         assert packed == (0 if make == "nvlamb" else 4 * 8)
         assert ("updates are not fused: SplitLAMB with these options needs the gradients twice" in line) == (
@@ -199,7 +199,7 @@ def write_one(step, net, optimizer, state):
 @pytest.mark.parametrize("between", [clip, clip_some, write_one])
 @pytest.mark.parametrize("make", ["momentum", "lamb"])
 def test_materialized_and_replaced_gradients(gloo, between, make):
-    for differ, _, _, _ in gloo(2, _both, "ternary exact", make, 4, {"between": between}):
+    for differ, _, _, _ in gloo(2, _both, "terngrad exact", make, 4, {"between": between}):
         assert differ == []
 
 
@@ -440,12 +440,12 @@ def _poisoned(codec, value, exchange):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("codec", ["ternary", "onebit", "identity"])
+@pytest.mark.parametrize("codec", ["terngrad", "onebit", "identity"])
 @pytest.mark.parametrize(("value", "flagged"), [(float("nan"), 1), (float("inf"), 1), (3.3e38, 0)])
 def test_values_that_are_not_finite_or_nearly(gloo, codec, exchange, value, flagged):
     for equal, buckets in gloo(2, _poisoned, codec, value, exchange):
         assert equal
-        assert buckets == (flagged if codec == "ternary" else 1)  # the others' sums overflow
+        assert buckets == (flagged if codec == "terngrad" else 1)  # the others' sums overflow
 
 
 # ---- registering, checking, resuming ------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ def _lines():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 2))
         model = DDP(net)
-        state = gradcomp.ddp.register(model, "ternary", optimizer=optimizer_of(net), min_numel=0, **options)
+        state = gradcomp.ddp.register(model, "terngrad", optimizer=optimizer_of(net), min_numel=0, **options)
         text = state.describe()
         state.close()
         return text
@@ -495,11 +495,11 @@ def _different(how):
     optimizer = SplitSGD(split, lr=0.1, momentum=0.9 if how == "momentum" and rank else 0.0)
     if how == "passed":
         with pytest.raises(PeerMismatch, match="optimizer"):
-            gradcomp.ddp.register(model, "ternary", optimizer=optimizer if rank else None, timeout_s=60)
+            gradcomp.ddp.register(model, "terngrad", optimizer=optimizer if rank else None, timeout_s=60)
             model(torch.ones(1, 9).bfloat16()).sum().backward()
         return "passed"
     with pytest.raises(PeerMismatch) as error:
-        gradcomp.ddp.register(model, "ternary", optimizer=optimizer)
+        gradcomp.ddp.register(model, "terngrad", optimizer=optimizer)
     return error.value.field
 
 
@@ -520,7 +520,7 @@ def _split_too_late():
         split_parameters(model)
     split_parameters(net)  # which cannot know
     with pytest.raises(ValueError, match=r"'weight' has become torch.bfloat16 after DistributedDataParallel was made"):
-        gradcomp.ddp.register(model, "ternary")
+        gradcomp.ddp.register(model, "terngrad")
 
 
 def test_a_split_after_ddp_is_refused(gloo):
@@ -536,7 +536,7 @@ def _replicas():
     torch.manual_seed(0)
     net = nn.Linear(9, 9)
     optimizer = SplitSGD(split_parameters(net), lr=0.1)
-    state = gradcomp.ddp.register(DDP(net), "ternary", optimizer=optimizer)
+    state = gradcomp.ddp.register(DDP(net), "terngrad", optimizer=optimizer)
     state.check_replicas()
     if torch.distributed.get_rank():
         optimizer.trail(net.bias)[3] += 1
@@ -584,7 +584,7 @@ def _resumed(codec):
     return weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("codec", ["ternary exact", "onebit gather"])
+@pytest.mark.parametrize("codec", ["terngrad exact", "onebit gather"])
 def test_a_resumed_fused_run_equals_the_uninterrupted_one(gloo, codec):
     assert gloo(2, _resumed, codec) == [True, True]
 
@@ -632,12 +632,12 @@ def _overflows(kind, codec, make):
 
 @pytest.mark.parametrize("kind", ["torch", "ours"])
 @pytest.mark.parametrize("make", ["momentum", "adamw", "lamb"])
-@pytest.mark.parametrize("codec", ["onebit", "ternary"])
+@pytest.mark.parametrize("codec", ["onebit", "terngrad"])
 def test_overflows_leave_weights_trails_state_and_residuals(gloo, kind, make, codec):
     for unchanged, scales in gloo(2, _overflows, kind, codec, make):
         for step, (weights, residual) in enumerate(unchanged):
             assert weights is (step in (0, 3, 4, 5)), step
-            assert residual is (step in (0, 3, 4, 5) or codec == "ternary"), step
+            assert residual is (step in (0, 3, 4, 5) or codec == "terngrad"), step
         assert scales == [32.0] * 3 + [16.0, 8.0, 4.0] + [4.0] * 3
 
 
@@ -649,7 +649,7 @@ def _scaler_that_nobody_told():
 
     model = DDP(nn.Linear(9, 9))
     optimizer, scaler = SplitSGD(model.parameters(), lr=0.1), DynamicLossScaler()
-    state = gradcomp.ddp.register(model, "ternary", optimizer=optimizer, min_numel=0)
+    state = gradcomp.ddp.register(model, "terngrad", optimizer=optimizer, min_numel=0)
     scaler.scale(model(torch.ones(2, 9)).sum()).backward()
     before = model.module.weight.detach().clone()
     with pytest.raises(GradcompError, match=r"materialize_gradients\(\)"):

@@ -10,7 +10,7 @@ from _ranks import run_local
 from test_exchange import CODECS
 from torch import nn
 
-from gradcomp import GradientAverager, PeerLost, PeerMismatch, Ternary
+from gradcomp import GradientAverager, PeerLost, PeerMismatch, TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.nodes import find_nodes
 
@@ -66,7 +66,7 @@ def test_average_is_the_references(over, name):
     check(results, CODECS[name], nodes, 2)
 
 
-@pytest.mark.parametrize("name", ["ternary", "ternary-requantize", "onebit", "identity"])
+@pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "onebit", "identity"])
 @pytest.mark.parametrize(
     "nodes", [[[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]], ids=["2x3", "5x2"]
 )
@@ -75,7 +75,7 @@ def test_average_at_other_sizes(name, nodes):
     check(results, CODECS[name], nodes, 3)
 
 
-@pytest.mark.parametrize("name", ["ternary", "ternary-requantize", "onebit"])
+@pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "onebit"])
 def test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace(over, name):
     nodes = [[0, 1], [2, 3]]
     results = over(4, averages, CODECS[name], nodes, 3, 2)
@@ -85,7 +85,7 @@ def test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace(over, name):
 def large(comm, nodes):
     """Values whose sum inside one node, and only there, is too large for fp32."""
     named = parameters()
-    averager = GradientAverager(named, "ternary", comm, exchange="hierarchical", nodes=nodes, min_numel=0)
+    averager = GradientAverager(named, "terngrad", comm, exchange="hierarchical", nodes=nodes, min_numel=0)
     for _, p in named:
         p.grad = torch.zeros_like(p)
     if comm.rank in nodes[1]:
@@ -101,7 +101,7 @@ def test_a_nodes_sum_that_overflows_is_nan_on_all():
 
 def flat_bytes(comm):
     named = parameters()
-    averager = GradientAverager(named, Ternary(), comm, min_numel=0)
+    averager = GradientAverager(named, TernGrad(), comm, min_numel=0)
     for _, p in named:
         p.grad = torch.ones_like(p)
     averager.average()
@@ -114,7 +114,7 @@ def test_bytes_between_nodes_fall_by_the_ranks_of_a_node():
     flat = sum(run_local(2, flat_bytes))
     for size in (2, 4):
         nodes = [list(range(size)), list(range(size, 2 * size))]
-        results = run_local(2 * size, averages, Ternary(), nodes, 1)
+        results = run_local(2 * size, averages, TernGrad(), nodes, 1)
         between = sum(sent for _, sent, _ in results)
         assert between < flat + 2 * size * 4 * 32 + 2 * size * 4 * 8 * len(SHAPES), (between, flat)
         assert all(inside > 0 for _, _, inside in results)
@@ -152,7 +152,7 @@ def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):
 
 
 def described(comm, nodes):
-    averager = GradientAverager(parameters(), "ternary", comm, exchange="hierarchical", nodes=nodes)
+    averager = GradientAverager(parameters(), "terngrad", comm, exchange="hierarchical", nodes=nodes)
     try:
         return averager.describe()
     finally:
@@ -174,7 +174,7 @@ def others(comm, exchanges, nodes):
         p.grad = torch.ones_like(p)
     with pytest.raises(PeerMismatch) as error:
         averager = GradientAverager(
-            named, "ternary", comm, exchange=exchanges[comm.rank], nodes=nodes[comm.rank], timeout_s=20
+            named, "terngrad", comm, exchange=exchanges[comm.rank], nodes=nodes[comm.rank], timeout_s=20
         )
         try:
             averager.average()
@@ -199,13 +199,13 @@ def test_ranks_that_ask_for_other_nodes_are_a_mismatch_everywhere(over, exchange
 def test_nodes_need_the_hierarchical_exchange():
     comm = LocalCommunicator.group(2)[0]
     with pytest.raises(ValueError, match="nodes= needs exchange='hierarchical', got exchange='auto'"):
-        GradientAverager(parameters(), "ternary", comm, nodes=[[0], [1]])
+        GradientAverager(parameters(), "terngrad", comm, nodes=[[0], [1]])
 
 
 @pytest.mark.parametrize("nodes", [[[0, 1]], [[0], [1]]], ids=["one node", "nodes of one rank"])
 def test_the_ends_of_the_scale(nodes):
     """On one node nothing is packed; with one rank a node everything is."""
-    results = run_local(2, averages, Ternary(), nodes, 1)
+    results = run_local(2, averages, TernGrad(), nodes, 1)
     for number in range(len(SHAPES)):
         mean = (gradient(0, number, 0) + gradient(1, number, 0)) / np.float32(2)
         exact = np.array_equal(results[0][0][0][number], mean)
@@ -216,7 +216,7 @@ def test_the_ends_of_the_scale(nodes):
 def one_dies(comm, nodes, told):
     """Rank 3 never comes to its second step."""
     named = parameters()
-    averager = GradientAverager(named, "ternary", comm, exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=3)
+    averager = GradientAverager(named, "terngrad", comm, exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=3)
     for _ in range(1 if comm.rank == 3 else 2):
         for _, p in named:
             p.grad = torch.ones_like(p)
@@ -275,7 +275,7 @@ def resumed(comm, codec, nodes, cut, options):
 
 
 @pytest.mark.parametrize("options", [{"min_numel": 0}, {"min_numel": 60, "start_step": 1}, {"scaled": True}])
-@pytest.mark.parametrize("name", ["onebit", "ternary-requantize"])
+@pytest.mark.parametrize("name", ["onebit", "terngrad-requantize"])
 def test_a_resumed_run_equals_the_uninterrupted_one(name, options):
     nodes = [[0, 1], [2, 3]]
     whole = run_local(4, resumed, CODECS[name], nodes, None, options)

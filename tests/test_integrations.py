@@ -72,7 +72,7 @@ def watched_and_dropped():
 
     def train():
         model = DistributedDataParallel(nn.Linear(64, 64))
-        state = packed.register(model, "ternary")
+        state = packed.register(model, "terngrad")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()

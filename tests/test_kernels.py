@@ -737,7 +737,7 @@ def test_overflow_of_the_output_dtype_is_flagged(dtype: int, largest: int, numbe
 @kernel_settings
 @given(numel=st.sampled_from([*LENGTHS[1:], 1000, 1030]), start=st.sampled_from([0, 8]), seed=SEEDS)
 def test_validators_find_a_single_bad_bit(numel: int, start: int, seed: int) -> None:
-    """Ternary `11`, every padding bit, a lane just above the range; anywhere, in the second of two segments."""
+    """TernGrad `11`, every padding bit, a lane just above the range; anywhere, in the second of two segments."""
     rng = np.random.default_rng(seed)
     parts = [Piece(0, 64, 64, 0), Piece(start, numel, 7, 1)]
     world = int(rng.choice([1, 2, 3, 5, 9, 60, 100, 129, 300, 32767]))

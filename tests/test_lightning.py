@@ -120,7 +120,7 @@ def compare_with_plain(codec, accumulate, clip, folder):
     return strategy.compression.stats.compression_ratio
 
 
-@pytest.mark.parametrize(("codec", "accumulate", "clip"), [("ternary", 1, None), ("onebit", 3, 0.5)])
+@pytest.mark.parametrize(("codec", "accumulate", "clip"), [("terngrad", 1, None), ("onebit", 3, 0.5)])
 def test_weights_are_those_of_plain_ddp(gloo, tmp_path, codec, accumulate, clip):
     assert gloo(2, compare_with_plain, codec, accumulate, clip, str(tmp_path))[0] > 7
 
@@ -199,7 +199,7 @@ def by_hand(how):
 def not_called(folder):
     for how in ("no_sync", "grad"):
         with pytest.raises(GradcompError, match="gradcomp was registered but not called in this step: .*another hook or none.*changed nothing yet"):
-            fit("ternary", 1, folder, changed=lambda how=how: by_hand(how))
+            fit("terngrad", 1, folder, changed=lambda how=how: by_hand(how))
 
 
 def test_a_step_without_the_hook_is_an_error(gloo, tmp_path):
@@ -253,9 +253,9 @@ def test_auto_and_split_optimizers(gloo, tmp_path):
 
 
 def alone(folder):
-    said = fit("ternary", 1, folder)[3]
+    said = fit("terngrad", 1, folder)[3]
     assert any("on one device: there is nobody to send gradients to" in one for one in said), said
-    fit("ternary", 1, folder)
+    fit("terngrad", 1, folder)
 
 
 def test_one_device_trains_and_says_that_nothing_is_compressed(gloo, tmp_path):
@@ -287,12 +287,12 @@ def refused():
     ):
         with pytest.raises(error, match=match):
             CompressedDDPStrategy(**arguments)
-    on_gpu = CompressedDDPStrategy("ternary", parallel_devices=[torch.device("cuda", 0)])
+    on_gpu = CompressedDDPStrategy("terngrad", parallel_devices=[torch.device("cuda", 0)])
     with cluster(0, 1), pytest.raises(UnsupportedTensor, match="runs on cuda:0: Trainer"):
         on_gpu.cluster_environment = type("Environment", (), {"local_rank": lambda self: 0})()
         on_gpu.setup_environment()
     with pytest.raises(MisconfigurationException, match="gpu"):  # Lightning's own words, where there is none
-        Trainer(accelerator="gpu", devices=1, strategy=CompressedDDPStrategy("ternary"))
+        Trainer(accelerator="gpu", devices=1, strategy=CompressedDDPStrategy("terngrad"))
 
 
 def test_what_is_refused(gloo):

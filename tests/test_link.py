@@ -66,7 +66,7 @@ def test_two_channels_share_the_link():
 def average(comm, slow):
     link = LinkCommunicator(comm, bits_per_s=1e8, latency_s=1e-4) if slow else comm
     x = torch.randn(5000, generator=torch.Generator().manual_seed(comm.rank))
-    gradcomp.all_reduce(x, gradcomp.Ternary(), link)
+    gradcomp.all_reduce(x, gradcomp.TernGrad(), link)
     return x
 
 

@@ -21,7 +21,7 @@ from gradcomp import (
     NotFinite,
     PeerLost,
     PeerMismatch,
-    Ternary,
+    TernGrad,
     TopK,
     UnsupportedTensor,
 )
@@ -185,7 +185,7 @@ def packed(comm, codec, fragments, shard_outer):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("codec", "fragments", "shard_outer"), [
-    (codec, fragments, shares) for codec in ("ternary", "onebit", "block2", "block4", "topk")
+    (codec, fragments, shares) for codec in ("terngrad", "onebit", "block2", "block4", "topk")
     for fragments, shares in ((1, False), (2, False), (2, True)) if not (shares and codec == "topk")
 ])  # fmt: skip
 def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments, shard_outer):
@@ -211,7 +211,7 @@ def test_two_savings_multiply():
             assert (local.inner_steps, local.syncs) == (60, 2)
             return 30 * local.stats.baseline_bytes / (local.stats.bytes_sent + local.stats.setup_bytes)
 
-    for world, codec, least in ((2, "ternary", 470), (2, "onebit", 900), (2, "topk", 5500), (4, Ternary(second_phase="block2"), 470), (4, "onebit", 900)):
+    for world, codec, least in ((2, "terngrad", 470), (2, "onebit", 900), (2, "topk", 5500), (4, TernGrad(second_phase="block2"), 470), (4, "onebit", 900)):
         assert min(run_local(world, rank, codec)) >= least
 
 
@@ -260,7 +260,7 @@ def test_start_averages_gradients_every_step():
     def rank(comm):
         model = fresh()
         optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "ternary", comm, sync_every=5, start_step=4, min_numel=0)
+        local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=5, start_step=4, min_numel=0)
         seen = []
         for step in range(9):
             optimizer.zero_grad()
@@ -357,7 +357,7 @@ def part_of(comm, codec, options, first, steps, saved):
 
 
 @pytest.mark.parametrize(("codec", "options"), [
-    (codec, options) for codec in ("ternary", "onebit", "block2", "topk") for options in (
+    (codec, options) for codec in ("terngrad", "onebit", "block2", "topk") for options in (
         {"sync_every": 5}, {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3}, {"sync_every": 4, "start_step": 6},
         {"sync_every": 5, "shard_outer": True},
     ) if not (codec == "topk" and "shard_outer" in options)
@@ -416,7 +416,7 @@ def test_states_of_other_models_are_refused():
 
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize(("codec", "shard_outer"), [
-    *((codec, shares) for codec in ("ternary", "onebit", "identity") for shares in (False, True)), ("topk", False),
+    *((codec, shares) for codec in ("terngrad", "onebit", "identity") for shares in (False, True)), ("topk", False),
 ])  # fmt: skip
 def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_outer):
     def rank(comm):
@@ -486,7 +486,7 @@ def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
     ("fragments", {"fragments": 1}, {"fragments": 2}),
     ("delay", {"delay": 1}, {"delay": 2}),
     ("alpha", {"alpha": 0.5}, {"alpha": 0.25}),
-    ("codec", {"codec": "ternary"}, {"codec": "onebit"}),
+    ("codec", {"codec": "terngrad"}, {"codec": "onebit"}),
     ("start_step", {"start_step": 0}, {"start_step": 3}),
     ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=0.5)}),
     ("shard_outer", {}, {"shard_outer": True}),
@@ -494,7 +494,7 @@ def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
 ])  # fmt: skip
 def test_ranks_with_other_settings_are_told_apart(field, mine, theirs):
     def rank(comm):
-        given = {"codec": "ternary", "sync_every": 4} | (theirs if comm.rank else mine)
+        given = {"codec": "terngrad", "sync_every": 4} | (theirs if comm.rank else mine)
         model = fresh()
         codec = given.pop("codec")
         with pytest.raises(PeerMismatch) as caught:
@@ -521,7 +521,7 @@ def test_models_that_differ_are_named():
         with torch.no_grad():
             model[2].bias += comm.rank
         with pytest.raises(PeerMismatch, match="2.bias"):
-            DiLoCo(model, sgd(model), "ternary", comm, sync_every=4)
+            DiLoCo(model, sgd(model), "terngrad", comm, sync_every=4)
         return True
 
     assert run_local(2, rank) == [True, True]
@@ -551,18 +551,18 @@ def test_wrong_arguments_are_named(options, error, said):
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     with pytest.raises(error, match=said):
-        DiLoCo(model, sgd(model), "ternary", comm, **options)
+        DiLoCo(model, sgd(model), "terngrad", comm, **options)
     with pytest.raises(TypeError, match="nn.Module"):
-        DiLoCo([model], sgd(model), "ternary", comm, sync_every=2)
+        DiLoCo([model], sgd(model), "terngrad", comm, sync_every=2)
     with pytest.raises(ValueError, match="no parameter of this model"):
-        DiLoCo(model, sgd(fresh()), "ternary", comm, sync_every=2)
+        DiLoCo(model, sgd(fresh()), "terngrad", comm, sync_every=2)
 
 
 def test_parameters_that_are_no_longer_what_they_were():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     optimizer = sgd(model)
-    local = DiLoCo(model, optimizer, "ternary", comm, sync_every=1)
+    local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=1)
     model[0].weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"0\.weight is not trained"):
         local.step()
@@ -577,7 +577,7 @@ def test_parameters_that_take_no_part_are_named():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     model[0].weight.requires_grad_(False)
-    local = DiLoCo(model, sgd(model), "ternary", comm, sync_every=2)
+    local = DiLoCo(model, sgd(model), "terngrad", comm, sync_every=2)
     local.step()
     model[0].weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"0\.weight was not trained"):
@@ -589,7 +589,7 @@ def test_parameters_that_take_no_part_are_named():
         local.step()
     local.close()
     with pytest.raises(UnsupportedTensor, match="float64"):
-        DiLoCo(fresh().double(), sgd(model), "ternary", comm, sync_every=2)
+        DiLoCo(fresh().double(), sgd(model), "terngrad", comm, sync_every=2)
 
 
 def test_a_start_that_is_interrupted_goes_on_from_where_it_was():
@@ -702,7 +702,7 @@ def test_steps_count_once_in_a_with_block():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     optimizer = sgd(model)
-    with DiLoCo(model, optimizer, "ternary", comm, sync_every=2, fragments=2) as local:
+    with DiLoCo(model, optimizer, "terngrad", comm, sync_every=2, fragments=2) as local:
         inner_step(model, optimizer, 0, 0)
         with pytest.raises(GradcompError, match="by themselves"):
             local.step()
@@ -727,7 +727,7 @@ def test_two_optimizers_share_a_model(rest):
     def run(comm, first, counts):
         model = fresh()
         optimizers = pair(model, rest)
-        local = DiLoCo(model, optimizers, "ternary", comm, sync_every=2, start_step=2)
+        local = DiLoCo(model, optimizers, "terngrad", comm, sync_every=2, start_step=2)
         with local if counts else contextlib.nullcontext():
             for step in range(6):
                 x = torch.randn(8, model[0].in_features, generator=torch.Generator().manual_seed(10 * step + comm.rank))
@@ -755,13 +755,13 @@ def test_inner_optimizers_that_are_refused():
     optimizer = sgd(model)
     for wrong, words in (([], "several different ones"), ([optimizer, optimizer], "different"), ([optimizer, sgd(fresh())], "no parameter of this model")):
         with pytest.raises(ValueError, match=words):
-            DiLoCo(model, wrong, "ternary", comm, sync_every=2)
+            DiLoCo(model, wrong, "terngrad", comm, sync_every=2)
 
 
 def test_an_inner_optimizer_that_was_swapped_is_refused_before_it_changes_anything():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
-    local = DiLoCo(model, sgd(model), "ternary", comm, sync_every=2)
+    local = DiLoCo(model, sgd(model), "terngrad", comm, sync_every=2)
     other, before = torch.optim.AdamW(model.parameters()), bits(model.parameters())
     with pytest.raises(GradcompError, match=r"do not know \(AdamW\).*Make DiLoCo anew with"):
         inner_step(model, other, 0, 0)
@@ -772,7 +772,7 @@ def test_an_inner_optimizer_that_was_swapped_is_refused_before_it_changes_anythi
     local.close()
     inner_step(model, other, 1, 0)  # it is over
     (comm,) = LocalCommunicator.group(1)
-    with DiLoCo(model, other, "ternary", comm, sync_every=2) as again:
+    with DiLoCo(model, other, "terngrad", comm, sync_every=2) as again:
         again.load_state_dict(state)
         inner_step(model, other, 2, 0)
         assert again.inner_steps == 1
@@ -819,7 +819,7 @@ def test_optimizers_as_frameworks_wrap_them(kind, given, block):
     model = fresh()
     inside = sgd(model)
     around = kind(inside)
-    local = DiLoCo(model, inside if given == "inside" else around, "ternary", comm, sync_every=2)
+    local = DiLoCo(model, inside if given == "inside" else around, "terngrad", comm, sync_every=2)
     with local if block else contextlib.nullcontext():
         for step in range(2):
             inner_step(model, around, step, 0)
@@ -841,7 +841,7 @@ def test_an_optimizer_without_hooks_is_counted_by_who_calls_step():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     optimizer = Foreign(sgd(model))
-    local = DiLoCo(model, optimizer, "ternary", comm, sync_every=2)
+    local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=2)
     with pytest.raises(TypeError, match=r"steps of Foreign cannot be counted.*call step\(\) after each"):
         local.__enter__()
     for step in range(2):
@@ -854,7 +854,7 @@ def test_an_optimizer_without_hooks_is_counted_by_who_calls_step():
 def test_parameters_may_be_swapped_and_local_steps_forgotten_during_a_step():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
-    local = DiLoCo(model, sgd(model), "ternary", comm, sync_every=2)
+    local = DiLoCo(model, sgd(model), "terngrad", comm, sync_every=2)
     for parameter in model.parameters():
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
     other = fresh()
@@ -892,7 +892,7 @@ def test_local_steps_that_are_dropped_watch_nobody():
     before = len(watch._watchers)
     model = fresh()
     (comm,) = LocalCommunicator.group(1)
-    local = DiLoCo(model, sgd(model), "ternary", comm, sync_every=2)
+    local = DiLoCo(model, sgd(model), "terngrad", comm, sync_every=2)
     assert len(watch._watchers) == before + 1
     del local
     gc.collect()
@@ -906,7 +906,7 @@ def test_gradients_that_add_up_are_no_inner_steps(itself):
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     optimizer = sgd(model)
-    local = DiLoCo(model, optimizer, "ternary", comm, sync_every=4)
+    local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=4)
     synced_at = []
     with warnings.catch_warnings(record=True) as told, local if itself else contextlib.nullcontext():
         warnings.simplefilter("always")
@@ -966,9 +966,9 @@ def test_a_sync_takes_little_more_than_its_exchange():
         with torch.no_grad():
             model.weight.fill_(0.5)
         found = {}
-        local = DiLoCo(model, sgd(model), "ternary", comm.duplicate(60.0), sync_every=1)
+        local = DiLoCo(model, sgd(model), "terngrad", comm.duplicate(60.0), sync_every=1)
         other = copy.deepcopy(model)
-        averager = GradientAverager(other, "ternary", comm, transactional=True)
+        averager = GradientAverager(other, "terngrad", comm, transactional=True)
         noise = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(comm.rank))
         for what in ["sync", "exchange"] * 7:
             with torch.no_grad():

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerMismatch, Ternary
+from gradcomp import GradcompError, GradientAverager, Identity, OneBit, PeerMismatch, TernGrad
 from gradcomp.optim import SplitSGD, split_parameters
 from gradcomp.payload.order import storage_order, storage_shape, storage_view
 
@@ -112,7 +112,7 @@ def test_checkpoints_keep_to_their_memory_format():
 
 
 def formats_differ(comm):
-    return averaged(comm, ("rows", "last")[comm.rank], Ternary(), "auto")
+    return averaged(comm, ("rows", "last")[comm.rank], TernGrad(), "auto")
 
 
 def test_ranks_with_other_formats_are_told():
@@ -159,7 +159,7 @@ def under_ddp():
         model = copy.deepcopy(MODELS["last"])
         optimizer = SplitSGD(split_parameters(model), lr=0.1)
         model = DDP(model)
-        state = gradcomp.ddp.register(model, "ternary", min_numel=0, optimizer=optimizer if optimize else None)
+        state = gradcomp.ddp.register(model, "terngrad", min_numel=0, optimizer=optimizer if optimize else None)
         fused.append(train(model, optimizer))
         model(images(9).bfloat16()).sum().backward()
         state.materialize_gradients()

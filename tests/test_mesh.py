@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, Ternary, UnsupportedTensor
+from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, TernGrad, UnsupportedTensor
 from gradcomp.comm import TorchCommunicator
 from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
@@ -108,7 +108,7 @@ class Squares:
 
 
 @pytest.mark.parametrize("transform", [None, AggregateAdagrad()], ids=["plain", "adagrad"])
-@pytest.mark.parametrize("codec", [Identity(), OneBit(), Ternary()], ids=repr)
+@pytest.mark.parametrize("codec", [Identity(), OneBit(), TernGrad()], ids=repr)
 def test_gradients_equal_the_exact_expectation(gloo, codec, transform):
     states = gloo(4, against_the_expectation, codec, transform)
     assert states[0] == states[2] and states[1] == states[3], "columns of the mesh hold the same shards"
@@ -186,7 +186,7 @@ def other_cuts():
     group, column = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
     shape = (32, 64) if column else (64, 32)
     p = nn.Parameter(DTensor.from_local(torch.zeros(shape), mesh["tp"], [Shard(1 - column)]))
-    averager = GradientAverager([("w", p)], "ternary", TorchCommunicator(group, timeout_s=20), timeout_s=20)
+    averager = GradientAverager([("w", p)], "terngrad", TorchCommunicator(group, timeout_s=20), timeout_s=20)
     p.grad = DTensor.from_local(torch.ones(shape), mesh["tp"], [Shard(1 - column)])
     return mismatch(averager.average)
 

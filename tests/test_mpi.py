@@ -295,14 +295,14 @@ def test_every_thread_level_works_or_says_what_to_set(tmp_path, flavour, level):
 
 def gives_up(comm):
     """Rank 1 gives up; the others learn of it long before their timeout."""
-    gradcomp.all_reduce(torch.ones(100), "ternary", comm)
+    gradcomp.all_reduce(torch.ones(100), "terngrad", comm)
     torch.distributed.barrier()  # what has not come half a second after the end is lost
     if comm.rank == 1:
         comm.abort("no memory left")
         return None
     begun = time.monotonic()
     with pytest.raises(PeerLost) as error:
-        gradcomp.all_reduce(torch.ones(100), "ternary", comm, timeout_s=50)
+        gradcomp.all_reduce(torch.ones(100), "terngrad", comm, timeout_s=50)
     return time.monotonic() - begun < 25, error.value.phase, "rank 1 is gone: no memory left" in str(error.value)
 
 
@@ -322,7 +322,7 @@ channels.LEAVE_S = 15.0
 rank = MPI.COMM_WORLD.Get_rank()
 comm = MpiCommunicator(timeout_s=20)
 parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(300_000))) for i in range(6)]
-averager = gradcomp.GradientAverager(parameters, "ternary", comm, bucket_cap_mb=1, timeout_s=60 if rank else 3.0)
+averager = gradcomp.GradientAverager(parameters, "terngrad", comm, bucket_cap_mb=1, timeout_s=60 if rank else 3.0)
 def other(what):  # waits for what the other rank has to say: a file
     deadline = time.monotonic() + 60
     while not os.path.exists(f"{__file__}.{what}") and time.monotonic() < deadline:
@@ -370,7 +370,7 @@ parameters = [("p", torch.nn.Parameter(torch.zeros(5000)))]
 parameters[0][1].grad = torch.ones(5000)
 try:
     averager = gradcomp.GradientAverager(
-        parameters, "ternary", MpiCommunicator(), exchange="hierarchical" if rank else "auto", timeout_s=20
+        parameters, "terngrad", MpiCommunicator(), exchange="hierarchical" if rank else "auto", timeout_s=20
     )
     try:
         averager.average()
@@ -389,7 +389,7 @@ def test_a_mismatch_that_all_ranks_catch_ends_the_job_well_and_soon(tmp_path, fl
 
 def mismatched(comm):
     with pytest.raises(PeerMismatch, match="codec"):
-        gradcomp.all_reduce(torch.ones(100), ["ternary", "onebit"][comm.rank], comm)
+        gradcomp.all_reduce(torch.ones(100), ["terngrad", "onebit"][comm.rank], comm)
 
 
 def test_a_mismatch_leaves_mpi_usable(mpi):
@@ -407,7 +407,7 @@ logging.basicConfig(level=logging.INFO, filename=f"{{__file__}}.log")  # what is
 channels.LEAVE_S = 1.5
 rank = MPI.COMM_WORLD.Get_rank()
 comm = MpiCommunicator(timeout_s=20, abort={abort})
-gradcomp.all_reduce(torch.ones(1000), "ternary", comm, timeout_s=20)
+gradcomp.all_reduce(torch.ones(1000), "terngrad", comm, timeout_s=20)
 print(f"rank {{rank}} at {{time.time()}}", flush=True)
 if rank == 1:
     time.sleep({sleep})
@@ -415,7 +415,7 @@ if rank == 1:
     sys.exit(0)
 begun = time.monotonic()
 try:
-    gradcomp.all_reduce(torch.ones(1000), "ternary", comm, timeout_s=0.5)
+    gradcomp.all_reduce(torch.ones(1000), "terngrad", comm, timeout_s=0.5)
 except gradcomp.PeerLost as error:
     with open(f"{{__file__}}.heard", "w") as heard:
         print("lost", error.phase, time.monotonic() - begun < 8, file=heard)

@@ -6,7 +6,7 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import CorruptPayload, GradientAverager, Identity, OneBit, PeerLost, Ternary
+from gradcomp import CorruptPayload, GradientAverager, Identity, OneBit, PeerLost, TernGrad
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy
@@ -14,7 +14,7 @@ from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import native
 from gradcomp.payload.pieces import Slot
 
-SCATTER = {"identity": "fp32", "onebit": "requantize", "bf16": "bf16", "ternary": "exact"}
+SCATTER = {"identity": "fp32", "onebit": "requantize", "bf16": "bf16", "terngrad": "exact"}
 
 
 def exchange_of(comm, codec, slots, strategy, dtype=torch.float32, keeps_packed=True):
@@ -68,7 +68,7 @@ def test_averages_stay_packed_up_to_the_bound_and_not_at_it(world):
 @pytest.mark.parametrize("name", SCATTER)
 def test_owners_means_are_bounded_one_by_one(name):
     """Of a reduce_scatter each average arrives as one payload, so eight large ones are no reason to unpack."""
-    codec = {"identity": Identity(), "onebit": OneBit(), "bf16": OneBit(second_phase="bf16"), "ternary": Ternary()}[
+    codec = {"identity": Identity(), "onebit": OneBit(), "bf16": OneBit(second_phase="bf16"), "terngrad": TernGrad()}[
         name
     ]
     strategy = Strategy("reduce_scatter", SCATTER[name])
@@ -104,7 +104,7 @@ def unflagged(comm, codec, value, strategy, keeps_packed, hides):
 
 @pytest.mark.parametrize("keeps_packed", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("codec", [Identity(), OneBit(error_feedback=False), Ternary()], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [Identity(), OneBit(error_feedback=False), TernGrad()], ids=lambda c: c.name)
 def test_a_plain_nan_without_a_flag_is_corrupt(codec, value, keeps_packed):
     """max(x, nan) is x, so a NaN passed for a small value: the packed bucket was kept, and weights became NaN."""
     results = run_local(2, unflagged, codec, value, Strategy("all_gather"), keeps_packed, 3)
@@ -116,7 +116,7 @@ def test_an_owner_refuses_a_plain_nan_without_a_flag(second):
     """Rank 0 owns the first half of every tensor; it must not hand the NaN on as a mean."""
 
     def work(comm):
-        codec = Identity() if second == "fp32" else Ternary()
+        codec = Identity() if second == "fp32" else TernGrad()
         try:
             return unflagged(comm, codec, float("nan"), Strategy("reduce_scatter", second), True, 3)
         except PeerLost:
@@ -168,7 +168,7 @@ def denormal_averages(comm, codec, exchange, dtype, flushes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("codec", [Identity(), Ternary(), OneBit()], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [Identity(), TernGrad(), OneBit()], ids=lambda c: c.name)
 def test_averages_do_not_depend_on_flushing_denormals(codec, exchange, dtype):
     """Kernels keep denormals whatever the caller's thread has set."""
     kept, flushed = (run_local(2, denormal_averages, codec, exchange, dtype, flushes) for flushes in (False, True))
@@ -182,8 +182,8 @@ def test_rescaling_and_given_scales_keep_denormals():
     assert torch.set_flush_denormal(True)
     try:
         native.rescale(plane, 0.25)
-        payload = Ternary().encode(torch.ones(8), scale=scale)
+        payload = TernGrad().encode(torch.ones(8), scale=scale)
     finally:
         torch.set_flush_denormal(False)
     assert plane.eq(2.0**-132).all()
-    assert Ternary().decode(payload).eq(2.0**-130).all()
+    assert TernGrad().decode(payload).eq(2.0**-130).all()

@@ -73,7 +73,7 @@ def test_the_program_answers_and_writes(tmp_path, rates):
     [
         ([], "onebit", {"Adam and its relatives", "SGD"}),
         (["--optimizer", "adamw"], "block4", {"adamw"}),
-        (["--optimizer", "sgd"], "ternary", {"sgd"}),
+        (["--optimizer", "sgd"], "terngrad", {"sgd"}),
         (["--optimizer", "adamw", "--tolerance", "0.05"], "block2", {"adamw"}),
         (["--optimizer", "sgd", "--tolerance-points", "1.8"], "onebit", {"sgd"}),
         (["--optimizer", "muon"], "block4", {"muon"}),
@@ -92,9 +92,9 @@ def test_losses_stand_beside_the_seconds(answer, tmp_path, rates, words, chosen,
         loss = found["losses"]["onebit all_gather"]["adamw"]
         assert loss["loss"] == pytest.approx(expected("adam", OneBit()).loss) and loss["unit"] == "nats" and loss["seeds"] == 3
         said = " ".join(out.stdout.split())
-        assert "of a byte GPT of 0.87 M parameters on prose under AdamW, N = 4, 2,000 steps, 3 seeds: ternary" in said
-        assert "ternary -0.020 nats with precondition=True (decides nothing: runs of 600 steps" in said
-        assert not any(name.startswith("ternary exact") for name in found["permitted"])
+        assert "of a byte GPT of 0.87 M parameters on prose under AdamW, N = 4, 2,000 steps, 3 seeds: terngrad" in said
+        assert "terngrad -0.020 nats with precondition=True (decides nothing: runs of 600 steps" in said
+        assert not any(name.startswith("terngrad exact") for name in found["permitted"])
     assert ("Name the optimizer" in out.stdout) == (not words)
 
 
@@ -108,7 +108,7 @@ def test_it_calibrates_where_no_rates_are_given(answer, tmp_path):
     out = answer("--model", "lenet", "--nodes", "2", "--codec", "fp32,onebit", "--json", tmp_path / "plan.json")
     assert out.returncode == 0, out.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
-    beside = {"ternary all_gather", "outer step"}  # for what is said of local steps
+    beside = {"terngrad all_gather", "outer step"}  # for what is said of local steps
     assert found["rates"].keys() == {"onebit all_gather", "onebit reduce_scatter", *beside}
     assert 0 < found["rates"]["onebit all_gather"]["encode"]["per_value_s"] < 1e-5
 
@@ -261,10 +261,10 @@ def test_node_counts(text, expected):
 
 
 def test_nodes_of_several_ranks_have_hierarchical_ways(capsys, tmp_path):
-    words = ["--model", "lenet", "--link", "100mbit", "--nodes", "2,4", "--codec", "fp32,ternary", "--frame-time", "1ms"]
+    words = ["--model", "lenet", "--link", "100mbit", "--nodes", "2,4", "--codec", "fp32,terngrad", "--frame-time", "1ms"]
     assert plan.main([*words, "--ranks-per-node", "4", "--inside", "10gbit", "--json", str(tmp_path / "x.json")]) == 0
     shown = capsys.readouterr().out
-    assert "ternary hierarchical" in shown and "4 ranks a node, 10 Gbit/s, 0 s inside" in shown
+    assert "terngrad hierarchical" in shown and "4 ranks a node, 10 Gbit/s, 0 s inside" in shown
     found = json.loads((tmp_path / "x.json").read_text())
     assert (found["ranks_per_node"], found["inside_bits_per_s"], found["rows"][0]["ranks"]) == (4, 1e10, 8)
     assert plan.main([*words]) == 0

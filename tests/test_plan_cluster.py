@@ -9,7 +9,7 @@ import sys
 import pytest
 from _ranks import run_local
 
-from gradcomp import Identity, OneBit, PeerMismatch, Ternary
+from gradcomp import Identity, OneBit, PeerMismatch, TernGrad
 from gradcomp.bench import cluster, cluster_validate
 from gradcomp.bench import plan as bench_plan
 from gradcomp.plan import Link, Rates, Transport, calibrate, find_model, simulate
@@ -38,7 +38,7 @@ def test_alpha_and_beta_are_found(alpha, beta, seconds):
     [
         (Identity(), 2, "all_gather", ""),
         (Identity(), 4, "reduce_scatter", "fp32"),
-        (Ternary(), 4, "reduce_scatter", "exact"),
+        (TernGrad(), 4, "reduce_scatter", "exact"),
         (OneBit(), 2, "all_gather", ""),
     ],
 )
@@ -117,7 +117,7 @@ def measure_quickly(rank, emit):
         (512, 262_144),  # so many that codecs take longer than calls do, a busy machine's too
     )
     comm = cluster.TorchCommunicator(timeout_s=60)
-    methods = [cluster.strategy_method("ternary", Ternary(), 2)]
+    methods = [cluster.strategy_method("terngrad", TernGrad(), 2)]
     found = cluster.measure(comm, methods)
     everyone = cluster.gather(comm, repr(found))
     seconds, parts = cluster_validate.train(comm, OneBit(), Link(1e9, 1e-3), 2)
@@ -135,7 +135,7 @@ def test_all_ranks_measure_the_same():
     assert everyone[0] == everyone[1] and found.ranks == 2
     assert set(found.transport.alpha_s) == set(cluster.KINDS)
     assert found.t_frame > 0 and 0 < found.forward_share < 1
-    assert found.rates.stages["ternary"]["encode"].per_value_s > 0
+    assert found.rates.stages["terngrad"]["encode"].per_value_s > 0
     assert 2e-3 < seconds < 5  # one latency at least for gathering, and a step
 
 

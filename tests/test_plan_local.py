@@ -14,7 +14,7 @@ from gradcomp.plan.tolerance import Tolerance
 from gradcomp.plan.words import rare
 
 WORK = Workload((("w", (1024, 1024)),), minibatch=1.0, t_frame=0.1, t_update=0.01, weak=True)
-TERNARY, ONEBIT = find_method("ternary all_gather"), find_method("onebit reduce_scatter")
+TERNARY, ONEBIT = find_method("terngrad all_gather"), find_method("onebit reduce_scatter")
 SLOW = Link(1e6)
 NBYTES = 1024 * 1024 / 4 + 32 + 4  # a payload of one rank
 RATES = Rates({OUTER: {"apply": StageRate(0.5)}, **{m.name: {"encode": StageRate(0.25)} for m in METHODS if m.codec}})
@@ -92,7 +92,7 @@ FREE = Rates({m.name: dict.fromkeys(STAGES, StageRate(1e-5)) for m in METHODS if
 def test_a_step_that_waits_for_the_network_mentions_them_with_their_price():
     slow = predict(WORK, Link(1e6), [4], rates=FREE, optimizer="adamw")
     row = expected("adam", rare(4, Node()).codec, every=30)
-    assert "local steps (--every 30, gradcomp.DiLoCo) with ternary" in slow.sentence and f"{row.cost} with {row.given()}" in slow.sentence
+    assert "local steps (--every 30, gradcomp.DiLoCo) with terngrad" in slow.sentence and f"{row.cost} with {row.given()}" in slow.sentence
     late = simulate(WORK, rare(4, Node()), 4, Link(1e6), rates=FREE).seconds  # and a tenth of the run in fp32
     whole = 0.9 * late + 0.1 * slow.result("fp32", 4).seconds
     assert f"{slow.result(slow.method.name, 4).seconds / whole:.2g} times as fast, and cost" in slow.sentence
@@ -106,7 +106,7 @@ def test_asked_for_they_are_recommended_by_seconds_or_by_what_they_cost():
     chosen = [TERNARY, TERNARY.after(LocalSteps(30)), METHODS[0], METHODS[0].after(LocalSteps(30))]
     found = predict(WORK, Link(1e6), [2], rates=FREE, methods=chosen)
     assert found.method == chosen[1] and found.sentence.startswith("Exchange rarely: over 1 Mbit/s")
-    assert "ternary every 30 costs" in found.sentence
+    assert "terngrad every 30 costs" in found.sentence
     careful = predict(WORK, Link(1e6), [2], rates=FREE, methods=chosen, optimizer="adamw")
     assert careful.method == METHODS[0] and careful.permitted == ("fp32",)
     assert predict(WORK, Link(1e6), [2], rates=FREE, methods=chosen, optimizer="lion").permitted == ("fp32",)
@@ -136,9 +136,9 @@ def test_post_processing_is_shared_out_with_what_is_exchanged():
 
 def test_nodes_of_several_ranks_are_offered_one_exchange_a_node():
     node = Node(2, Link(1e10))
-    assert rare(2, node).name == "ternary hierarchical every 30" and rare(2, Node()).name == "ternary all_gather every 30"
+    assert rare(2, node).name == "terngrad hierarchical every 30" and rare(2, Node()).name == "terngrad all_gather every 30"
     found = predict(WORK, Link(1e6), [2], node=node, methods=METHODS[:1])  # calibrates what it mentions
-    assert "local steps" in found.sentence and {OUTER, "identity", "ternary all_gather"} <= set(found.rates.stages)
+    assert "local steps" in found.sentence and {OUTER, "identity", "terngrad all_gather"} <= set(found.rates.stages)
     late = simulate(WORK, rare(2, node), 2, Link(1e6), node=node, rates=found.rates)
     assert f"would take {format_seconds(late.seconds)} a step" in found.sentence
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradcomp import Block, OneBit, Ternary
+from gradcomp import Block, OneBit, TernGrad
 from gradcomp.exchange.routes import NodeRoute
 from gradcomp.exchange.slices import Slicing
 from gradcomp.payload.pieces import Slot
@@ -182,15 +182,15 @@ def test_double_buffering_hides_what_backward_cannot():
 @pytest.mark.parametrize("stragglers", [Stragglers(jitter=0.2), Stragglers(slow_share=0.1, slow_factor=2.0)])
 def test_stragglers_slow_everyone(stragglers):
     work = Workload(MANY, 320, 1e-3, 2e-3)
-    calm = simulate(work, "ternary exact", 10, Link(1e9, 1e-4), rates=RATES)
-    found = simulate(work, "ternary exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers)
+    calm = simulate(work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES)
+    found = simulate(work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers)
     assert found.seconds > 1.1 * calm.seconds
     assert found.straggler_seconds > 0.1 * calm.compute_seconds
     assert found.seconds == pytest.approx(found.compute_seconds + found.straggler_seconds + found.exposed_seconds)
-    assert found == simulate(work, "ternary exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers)
+    assert found == simulate(work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers)
     if stragglers.jitter:
         other = replace(stragglers, seed=1)
-        assert found != simulate(work, "ternary exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=other)
+        assert found != simulate(work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=other)
 
 
 def test_one_slow_node_sets_the_pace():
@@ -262,7 +262,7 @@ def test_bad_descriptions_are_refused(make, message):
 
 @pytest.mark.timed
 def test_calibration_finds_rates_that_describe_a_stage(tmp_path):
-    methods = [find_method(n) for n in ("ternary exact", "onebit all_gather", "bf16")]
+    methods = [find_method(n) for n in ("terngrad exact", "onebit all_gather", "bf16")]
     rates = calibrate(methods, sizes=(1 << 10, 1 << 20), repeats=5)
     small, large = (rates.stage_seconds(methods[0], 4, n, n // 4) for n in (1 << 10, 1 << 22))
     assert len(small) == 4 and min(small) >= 0 and 10 * sum(small) < sum(large) < 10
@@ -373,7 +373,7 @@ def test_every_block_is_a_candidate():
     [
         ("adamw", "block4", " It costs +0.001 nats (a byte GPT"),
         ("NAdam", "block4", " It costs +0.001 nats (a byte GPT"),
-        ("SGD", "ternary", " It costs +0.13 points of test error (LeNet on MNIST"),
+        ("SGD", "terngrad", " It costs +0.13 points of test error (LeNet on MNIST"),
         ("muon", "block4", " What it costs in accuracy under muon was not measured."),
     ],
 )
@@ -403,7 +403,7 @@ def test_why_a_faster_codec_is_left_out():
     adam, sgd = ask("adamw").sentence, ask("sgd").sentence
     onebit = expected("adam", OneBit())
     assert f"costs {onebit.cost} with {onebit.given()}; not recommended." in adam
-    assert "ternary requantize would be" in adam and "was not measured under adamw; not recommended." in adam
+    assert "terngrad requantize would be" in adam and "was not measured under adamw; not recommended." in adam
     assert "costs +1.70 points of test error; not recommended." in sgd and "block2 reduce_scatter would be" in sgd
 
 
@@ -466,20 +466,20 @@ def test_parameters_without_values_still_compute():
 
 
 def test_a_second_phase_in_one_piece_follows_the_last_slice():
-    """`Ternary`'s means of a whole tensor have one scale, so 8 ranks wait for all of the first phase; rows do not."""
+    """`TernGrad`'s means of a whole tensor have one scale, so 8 ranks wait for all of the first phase; rows do not."""
     workload = Workload((("w", (4096, 4096)),), minibatch=1.0, t_frame=0.0, weak=True)
-    rates = Rates({name: {s: StageRate(per_value_s=1e-9) for s in ("encode", "owner", "decode")} for name in ("ternary block4", "block4 reduce_scatter")})
+    rates = Rates({name: {s: StageRate(per_value_s=1e-9) for s in ("encode", "owner", "decode")} for name in ("terngrad block4", "block4 reduce_scatter")})
     work = {}
     for name in rates.stages:
         method = find_method(name)
-        codec = method.codec if name.startswith("ternary") else Block(4, group=512)
+        codec = method.codec if name.startswith("terngrad") else Block(4, group=512)
         method = replace(method, codec=codec)
         (bucket,) = plan_buckets(method, workload.parameters, 8)
-        assert bucket.slices == 8 and bucket.whole_second is name.startswith("ternary")
+        assert bucket.slices == 8 and bucket.whole_second is name.startswith("terngrad")
         work[name] = _slice_work(method, bucket, 8, 8, rates)
     for name, slices in work.items():
         sent = [one.stages[2].collective is not None for one in slices]
-        assert sent == [not name.startswith("ternary")] * 7 + [True]
+        assert sent == [not name.startswith("terngrad")] * 7 + [True]
         assert sum(one.stages[1].seconds for one in slices) == pytest.approx(4096**2 * 1e-9)
 
 
@@ -505,13 +505,13 @@ def test_ranks_of_a_node_share_its_link():
 def test_a_hierarchical_exchange_by_hand():
     """2 nodes of 4 ranks, 1 Gbit/s between and 8 Gbit/s inside: 12.6 MB to the node's ranks, 2 bits of a quarter between nodes, 12.6 MB back."""
     work = Workload(WEIGHT, minibatch=1.0, t_frame=0.0, weak=True)
-    (bucket,) = plan_buckets(find_method("ternary hierarchical"), WEIGHT, 8, node_ranks=4)
+    (bucket,) = plan_buckets(find_method("terngrad hierarchical"), WEIGHT, 8, node_ranks=4)
     numel = 1024 * 4096
     inside, scale, packed, *_, back = bucket.collectives
     assert (inside.nbytes, inside.leaving_nbytes, inside.staying_nbytes) == (3 * numel, 0, 3 * numel)
     assert (back.nbytes, back.leaving_nbytes, back.staying_nbytes) == (3 * numel, 0, 3 * numel)
     assert packed.kind == "all_gather" and packed.leaving_nbytes == 4 * packed.nbytes == pytest.approx(numel / 4, rel=0.01)
-    found = simulate(work, "ternary hierarchical", 2, Link(1e9, 1e-3), node=FOUR)
+    found = simulate(work, "terngrad hierarchical", 2, Link(1e9, 1e-3), node=FOUR)
     by_hand = 2 * 3 * numel / 1e9 + 4e-6 + 2e-3 + packed.leaving_nbytes * 8e-9 + 1e-3 + scale.leaving_nbytes * 8e-9
     assert found.seconds == pytest.approx(by_hand, rel=1e-6)
     assert found.sent_nbytes == packed.leaving_nbytes + scale.leaving_nbytes and found.ranks == 8
@@ -524,7 +524,7 @@ class _Places:
     """What `NodeRoute.plan` asks of communicators."""
 
     def __init__(self, nodes, ranks):
-        self._codec, self._slicing = Ternary(), Slicing(0)
+        self._codec, self._slicing = TernGrad(), Slicing(0)
         self._nodes = SimpleNamespace(inside=SimpleNamespace(world_size=ranks, rank=0), across=SimpleNamespace(world_size=nodes, rank=0))
 
 
@@ -544,7 +544,7 @@ def test_averaging_inside_nodes_first_pays_where_links_are_slow_and_ranks_many()
     work = Workload((("w", (4096, 4096)),), 64, 1e-4)
     found = predict(work, Link(1e8), [4], node=Node(8, Link(1e11)), rates=RATES)
     seconds = {row.method.name: row.result.seconds for row in found.rows}
-    assert seconds["ternary hierarchical"] < 0.5 * seconds["ternary exact"] and "ternary hierarchical" in found.permitted
+    assert seconds["terngrad hierarchical"] < 0.5 * seconds["terngrad exact"] and "terngrad hierarchical" in found.permitted
     assert found.method.exchange == "hierarchical"
     assert not any(row.method.exchange == "hierarchical" for row in predict(work, Link(1e8), [4], rates=RATES).rows)
     adamw = predict(work, Link(1e8), [4], node=Node(8), rates=RATES, optimizer="adamw")
@@ -570,6 +570,6 @@ def test_slices_between_nodes():
 
 def test_rates_of_another_way_of_the_codec_stand_in_for_missing_ones():
     """Files of before a method was there do not make it free."""
-    rates = Rates({"ternary requantize": {"encode": StageRate(per_value_s=1.0)}})
-    assert rates.stage_seconds(find_method("ternary block4"), 8, 10, 2)[1] == 10.0
+    rates = Rates({"terngrad requantize": {"encode": StageRate(per_value_s=1.0)}})
+    assert rates.stage_seconds(find_method("terngrad block4"), 8, 10, 2)[1] == 10.0
     assert rates.stage_seconds(find_method("onebit reduce_scatter"), 8, 10, 2) == (0.0,) * 4

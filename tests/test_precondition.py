@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Block, GradientAverager, Identity, OneBit, PeerMismatch, Precondition, Ternary
+from gradcomp import Block, GradientAverager, Identity, OneBit, PeerMismatch, Precondition, TernGrad
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad
@@ -29,9 +29,9 @@ CODECS = {
     "block2": Block(2),
     "block4": Block(4, group=100),
     "onebit": OneBit(),
-    "ternary": Ternary(seed=3),
-    "ternary-own": Ternary(scale="own"),
-    "ternary-block4": Ternary(second_phase="block4"),
+    "terngrad": TernGrad(seed=3),
+    "terngrad-own": TernGrad(scale="own"),
+    "terngrad-block4": TernGrad(second_phase="block4"),
     "identity": Identity(),
 }
 
@@ -176,7 +176,7 @@ def test_small_elements_beside_large_ones_keep_their_direction():
             sent.append(p.grad / size)
         return float(torch.cosine_similarity(torch.stack(exact[100:]).flatten(), torch.stack(sent[100:]).flatten(), dim=0))
 
-    for codec, least, most in ((Block(2), 0.8, 0.4), (Ternary(scale="own", clip_sigma=None), 0.4, 0.3)):
+    for codec, least, most in ((Block(2), 0.8, 0.4), (TernGrad(scale="own", clip_sigma=None), 0.4, 0.3)):
         plain, units = (run_local(2, lambda comm, c=codec, p=p: cosine(comm, c, p))[0] for p in (None, True))
         assert units > least and plain < most, (codec, plain, units)
 

@@ -8,7 +8,7 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import Block, GradientAverager, OneBit, Precondition, Ternary
+from gradcomp import Block, GradientAverager, OneBit, Precondition, TernGrad
 
 SHAPES = {"a.weight": (20, 50), "b.weight": (30, 40), "bias": (7,)}
 
@@ -61,7 +61,7 @@ def test_a_codec_with_residuals(codec):
 
 def test_a_codec_without_residuals():
     def run(comm):
-        return averaged(comm, Ternary(scale="own", seed=5), 1).quality()
+        return averaged(comm, TernGrad(scale="own", seed=5), 1).quality()
 
     for rank, quality in enumerate(run_local(2, run)):
         for name, row in quality.rows.items():

@@ -50,11 +50,11 @@ def test_promised_ratios_hold(rows):
 def test_ratios_are_near_the_bits_of_the_design(rows):
     bits = {  # DESIGN section 6: bits sent per element and rank, N = 8
         "fp32 (Identity)": 7 / 8 * 64,
-        "ternary all_gather": 7 * 2,
-        "ternary exact": 7 / 8 * (2 + 5),
-        "ternary block4": 7 / 8 * (2 + 4),
-        "ternary requantize": 7 / 8 * (2 + 2),
-        "ternary own requantize": 7 / 8 * (2 + 2),
+        "terngrad all_gather": 7 * 2,
+        "terngrad exact": 7 / 8 * (2 + 5),
+        "terngrad block4": 7 / 8 * (2 + 4),
+        "terngrad requantize": 7 / 8 * (2 + 2),
+        "terngrad own requantize": 7 / 8 * (2 + 2),
         "onebit all_gather": 7,
         "onebit reduce_scatter": 7 / 8 * 2,
         **{f"block{bits} all_gather": 7 * bits for bits in (2, 4, 8)},
@@ -72,7 +72,7 @@ def test_ratios_are_near_the_bits_of_the_design(rows):
 
 @pytest.mark.parametrize(
     ("scheme", "world_size", "failing"),
-    [("ternary requantize", 8, "at least 15x"), ("onebit reduce_scatter", 64, "flat"), ("ternary exact", 16, "follows")],
+    [("terngrad requantize", 8, "at least 15x"), ("onebit reduce_scatter", 64, "flat"), ("terngrad exact", 16, "follows")],
 )
 def test_a_broken_promise_fails(rows, scheme, world_size, failing):
     worse = [

@@ -150,7 +150,7 @@ def test_one_worker_is_told_that_nothing_is_compressed(tmp_path):
 
 def forgotten():
     model = DistributedDataParallel(net())
-    with packed.register(model, "ternary", min_numel=0):
+    with packed.register(model, "terngrad", min_numel=0):
         optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         other.step()  # of another model: nobody's business
         x, y = minibatch(0, dist.get_rank())

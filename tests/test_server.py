@@ -16,7 +16,7 @@ from _ranks import run_local
 from _serving import caught, flipped, meet, noise, play, same_bits
 
 import gradcomp
-from gradcomp import OneBit, RngKey, Ternary
+from gradcomp import OneBit, RngKey, TernGrad
 from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
 from gradcomp.payload import wire
 from gradcomp.reference import codec as reference
@@ -104,7 +104,7 @@ def test_max_propagates_nan_and_is_exact():
 def terngrad_step(client, index, numel, seed, step, parameter, codec):
     """Return the average by the seed's protocol: agree on the largest |g|, push codes, pull their average."""
     gradient = noise(numel, "g", index)
-    ternary = Ternary(clip_sigma=None, seed=seed)
+    ternary = TernGrad(clip_sigma=None, seed=seed)
     client.init_parameter("max_abs_grad", [1], "float32")
     client.push_parameter("max_abs_grad", float(gradient.abs().max()) if numel else 0.0)
     scale = client.pull_parameter("max_abs_grad", "max")
@@ -120,7 +120,7 @@ def all_reduced(comm, grads, codec, **options):
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("numel", [1, 7, 1000, 70_001])
-@pytest.mark.parametrize("codec", [None, Ternary(clip_sigma=None, seed=5)])
+@pytest.mark.parametrize("codec", [None, TernGrad(clip_sigma=None, seed=5)])
 def test_terngrad_step_equals_all_reduce_bit_for_bit(workers, numel, codec):
     check_terngrad_step(run_local, workers, numel, codec)
 
@@ -135,7 +135,7 @@ def check_terngrad_step(run, workers, numel, codec):
     for exchange in ("all_gather", "reduce_scatter"):
         wanted = run_local(
             workers,
-            lambda c, e=exchange: all_reduced(c, grads, Ternary(clip_sigma=None, seed=5), key=3, step=7, exchange=e),
+            lambda c, e=exchange: all_reduced(c, grads, TernGrad(clip_sigma=None, seed=5), key=3, step=7, exchange=e),
         )
         assert all(same_bits(g, wanted[0]) for g in got)
     assert bool((got[0] != 0).any())
@@ -144,7 +144,7 @@ def check_terngrad_step(run, workers, numel, codec):
 def test_terngrad_step_of_one_worker_is_its_own_code():
     got = run_local(2, play, 1, terngrad_step, 100, 0, 0, 0, None)[0]
     gradient = noise(100, "g", 0)
-    ternary = Ternary(clip_sigma=None)
+    ternary = TernGrad(clip_sigma=None)
     assert same_bits(got, ternary.decode(ternary.encode(gradient, scale=float(gradient.abs().max()))))
 
 
@@ -176,7 +176,7 @@ def encode_rounds(codec, numel, workers, rounds):
 
 @pytest.mark.parametrize("given", [True, False])
 def test_own_scales_average_as_an_exchange_does(given):
-    codec = Ternary(scale="own", seed=9)
+    codec = TernGrad(scale="own", seed=9)
     payloads = encode_rounds(codec, 999, 3, 3)
     got = run_local(4, play, 1, push_payloads, codec, codec if given else None, payloads)[:3]
     for r in range(3):
@@ -187,7 +187,7 @@ def test_own_scales_average_as_an_exchange_does(given):
 
 def test_equal_scales_count_as_shared_only_without_a_codec():
     """Own scales that happen to be equal keep the arithmetic of own scales when the key has its codec."""
-    own = Ternary(scale="own", clip_sigma=None)
+    own = TernGrad(scale="own", clip_sigma=None)
     payloads = [[own.encode(noise(500, k), scale=0.3, key=RngKey(0, k)) for k in range(3)]]
     headers_only = run_local(4, play, 1, push_payloads, own, None, payloads)[0][0]
     as_own = run_local(4, play, 1, push_payloads, own, own, payloads)[0][0]
@@ -237,11 +237,11 @@ def test_identity_payloads_average_like_values():
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("codec", [Ternary(seed=4, group=64), Ternary(scale="own", seed=4)])
+@pytest.mark.parametrize("codec", [TernGrad(seed=4, group=64), TernGrad(scale="own", seed=4)])
 def test_compressed_ternary_is_the_mean_encoded_again(servers, codec):
     """The same bytes on every worker and with any number of servers, drawn from stream 2."""
-    payloads = encode_rounds(Ternary(scale="own", seed=4, group=codec.group), 999, 2, 2)
-    own = Ternary(scale="own", seed=4, group=codec.group)
+    payloads = encode_rounds(TernGrad(scale="own", seed=4, group=codec.group), 999, 2, 2)
+    own = TernGrad(scale="own", seed=4, group=codec.group)
     got = run_local(2 + servers, play, servers, push_compressed, codec, own, payloads)[:2]
     for r in range(2):
         mean = torch.from_numpy(reference.float_average([own.decode(p).numpy() for p in payloads[r]]))
@@ -281,7 +281,7 @@ def test_without_error_feedback_the_server_keeps_nothing():
 
 
 def test_one_nan_is_everybodys_nan_for_one_round():
-    codec = Ternary(clip_sigma=None)
+    codec = TernGrad(clip_sigma=None)
     payloads = [[codec.encode(noise(50, k), scale=2.0, key=RngKey(0, k)) for k in range(3)] for _ in range(3)]
     bad = noise(50, 1)
     bad[7] = float("inf")
@@ -379,7 +379,7 @@ def test_a_waiting_pull_hears_of_another_method_at_once():
 
 
 def disagree_compressed(client, index):
-    codec = Ternary(clip_sigma=None)
+    codec = TernGrad(clip_sigma=None)
     client.init_parameter("x", [codec.payload_nbytes(8)], "uint8")
     client.push_parameter("x", codec.encode(torch.ones(8), scale=1.0))
     caught(client.pull_parameter, "x", "decode_average", compressed=bool(index))
@@ -444,7 +444,7 @@ def test_a_push_returns_its_staleness_and_nan_leaves_no_trace():
 
 
 def descend_packed(client, index):
-    codec = Ternary(clip_sigma=None)
+    codec = TernGrad(clip_sigma=None)
     start = torch.ones(4, 8)
     options = {"asynchronous": True, "learning_rate": -0.5, "value": start}
     client.init_parameter("w", [codec.payload_nbytes(32)], "uint8", codec=codec, **options)
@@ -461,7 +461,7 @@ def descend_packed(client, index):
 
 
 def test_asynchronous_packed_gradients():
-    codec = Ternary(clip_sigma=None)
+    codec = TernGrad(clip_sigma=None)
     steps = [codec.decode(codec.encode(noise(32, k), key=RngKey(rank=k))).view(4, 8) for k in range(2)]
     orders = [(torch.ones(4, 8) + a * -0.5) + b * -0.5 for a, b in (steps, steps[::-1])]
     for wrong, got in run_local(3, play, 1, descend_packed)[:2]:

@@ -10,7 +10,7 @@ from _ranks import run_local
 from _serving import caught, meet, noise, play, same_bits
 
 import gradcomp
-from gradcomp import Ternary
+from gradcomp import TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, GradcompError, PeerMismatch
 from gradcomp.server import ParameterClient, Pending, reduce, requests, rounds, serve
@@ -92,7 +92,7 @@ def test_raw_codes_that_are_none_and_scales_that_are_none():
         assert flagged.shape == (2, 8) and bool(torch.isnan(flagged).all())
         assert isinstance(negative, ValueError) and "-1.0" in str(negative)
         assert (code is None) == (index == 0) and isinstance(pull, CorruptPayload) and pull.check == "code"
-        decoded = Ternary().decode(after)
+        decoded = TernGrad().decode(after)
         assert decoded.numel() == 16 and set(decoded.abs().tolist()) <= {0.0, 2.0} and decoded[0] == 2.0
 
 
@@ -103,7 +103,7 @@ def init_wrongly(client, index):
         caught(client.init_parameter, "x", [2, 2], **raw),
         caught(client.init_parameter, "x", [2, 2], "uint8", scale_key="nobody"),
         caught(client.init_parameter, "x", [2, 2], "float32", scale_key="flat"),
-        caught(client.init_parameter, "x", [2, 2], "uint8", codec="ternary", scale_key="flat"),
+        caught(client.init_parameter, "x", [2, 2], "uint8", codec="terngrad", scale_key="flat"),
         caught(client.init_parameter, "x", [2, 2], "uint8", type="float32"),
     ]
 
@@ -269,7 +269,7 @@ def fail_once(monkeypatch, owner, name, error):
 
 
 def use_failing(client, index, key, method):
-    codec = Ternary(clip_sigma=None)
+    codec = TernGrad(clip_sigma=None)
     client.init_parameter("float", [4])
     client.init_parameter("packed", [codec.payload_nbytes(4)], "uint8", codec=codec)
     values = {"float": torch.ones(4), "packed": codec.encode(torch.ones(4), scale=1.0)}

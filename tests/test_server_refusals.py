@@ -10,7 +10,7 @@ from _serving import Done, as_tensor, caught, flipped, meet, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcomp import OneBit, RngKey, Ternary
+from gradcomp import OneBit, RngKey, TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
 from gradcomp.reference import payload as ref_payload
@@ -22,14 +22,14 @@ from gradcomp.server.spec import make_spec, pack_spec, parse_spec
 
 # ---- what clients must agree on ------------------------------------------------------------------------------------
 
-CODEC = Ternary(clip_sigma=None)
+CODEC = TernGrad(clip_sigma=None)
 ASYNCHRONOUS = {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(64)}
 DIFFERENCES = [
     ("shape", ([4], "float32", {}), ([2, 2], "float32", {})),
     ("dtype", ([64], "float32", {}), ([64], "uint8", {})),
-    ("codec", ([64], "uint8", {"codec": "onebit"}), ([64], "uint8", {"codec": "ternary"})),
-    ("codec", ([64], "uint8", {}), ([64], "uint8", {"codec": "ternary"})),
-    ("codec_options", ([64], "uint8", {"codec": Ternary(seed=1)}), ([64], "uint8", {"codec": Ternary(seed=2)})),
+    ("codec", ([64], "uint8", {"codec": "onebit"}), ([64], "uint8", {"codec": "terngrad"})),
+    ("codec", ([64], "uint8", {}), ([64], "uint8", {"codec": "terngrad"})),
+    ("codec_options", ([64], "uint8", {"codec": TernGrad(seed=1)}), ([64], "uint8", {"codec": TernGrad(seed=2)})),
     ("asynchronous", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {})),
     ("learning_rate", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {**ASYNCHRONOUS, "learning_rate": 0.25})),
 ]
@@ -82,14 +82,14 @@ def push_unlike(client, index, payloads, codec):
         (
             "codec",
             None,
-            lambda k: [Ternary(group=4), OneBit(group="tensor")][k].encode(torch.ones(16 if k == 0 else 96)),
+            lambda k: [TernGrad(group=4), OneBit(group="tensor")][k].encode(torch.ones(16 if k == 0 else 96)),
         ),
     ],
 )
 def test_payloads_of_one_round_must_be_alike(field, codec, make):
     payloads = [make(0), make(1)]
     if field == "codec":  # pad neither: choose sizes that are equal
-        payloads = [Ternary(group="tensor").encode(torch.ones(32)), OneBit(group="tensor").encode(torch.ones(32))]
+        payloads = [TernGrad(group="tensor").encode(torch.ones(32)), OneBit(group="tensor").encode(torch.ones(32))]
         assert payloads[0].numel() == payloads[1].numel()
     results = run_local(3, play, 1, push_unlike, payloads, codec)[:2]
     assert sum(push is not None for push, _ in results) == 1
@@ -196,7 +196,7 @@ WRONG = [
     ("init_parameter", ("k", [1.5]), {}, "1.5"),
     ("init_parameter", ("k", [1] * 9), {}, "8 dimensions"),
     ("init_parameter", ("k", [2**40]), {}, str(2**40)),
-    ("init_parameter", ("k", [1]), {"codec": "ternary"}, "uint8"),
+    ("init_parameter", ("k", [1]), {"codec": "terngrad"}, "uint8"),
     ("init_parameter", ("k", [1], "uint8"), {"codec": "zip"}, "zip"),
     ("init_parameter", ("k", [99], "uint8"), {"codec": OneBit(rotate=True)}, "goes with no server"),
     ("init_parameter", ("k", [1]), {"asynchronous": True}, "learning_rate"),

@@ -10,7 +10,7 @@ from _ranks import run_local
 from _serving import caught, flipped, meet, noise, same_bits
 
 import gradcomp
-from gradcomp import Identity, OneBit, RngKey, Ternary, TopK
+from gradcomp import Identity, OneBit, RngKey, TernGrad, TopK
 from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, PeerMismatch
 from gradcomp.payload import wire
@@ -94,7 +94,7 @@ def test_shards_go_round_the_servers():
 
 
 @pytest.mark.parametrize(
-    "codec", [Ternary(), Ternary(group=64), Ternary(group=20), OneBit(group=56), OneBit(group="tensor"), Identity(), TopK()]
+    "codec", [TernGrad(), TernGrad(group=64), TernGrad(group=20), OneBit(group=56), OneBit(group="tensor"), Identity(), TopK()]
 )
 @pytest.mark.parametrize("numel", [999, 1000, 64, 65])
 def test_a_payload_that_was_cut_and_joined_decodes_to_the_same(codec, numel):
@@ -163,7 +163,7 @@ def average_payloads(client, index, codec, named, compressed, numel=NUMEL):
     return out
 
 
-CODECS = [Ternary(scale="own", group=20, seed=3), OneBit(group=56), Identity()]
+CODECS = [TernGrad(scale="own", group=20, seed=3), OneBit(group=56), Identity()]
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -179,7 +179,7 @@ def test_packed_averages_of_a_cut_key_have_the_bits_of_a_whole_one(codec, named,
 
 
 def average_shared(client, index, compressed):
-    codec = Ternary(clip_sigma=None, seed=5)
+    codec = TernGrad(clip_sigma=None, seed=5)
     client.init_parameter("scale", [1])
     gradient = noise(NUMEL, "shared", index)
     client.push_parameter("scale", float(gradient.abs().max()))
@@ -193,7 +193,7 @@ def average_shared(client, index, compressed):
 def test_one_shared_scale_over_all_shards_equals_all_reduce():
     cut, _ = run(average_shared, False)
     grads = [noise(NUMEL, "shared", k) for k in range(2)]
-    codec = Ternary(clip_sigma=None, seed=5)
+    codec = TernGrad(clip_sigma=None, seed=5)
     wanted = run_local(2, lambda c: gradcomp.all_reduce(grads[c.rank].clone(), codec, c, key=0, step=0))
     assert all(same_bits(got, wanted[0]) for got in cut)
 
@@ -203,7 +203,7 @@ def test_a_scale_group_that_is_cut_is_packed_again_shard_by_shard():
     mean = run(average_shared, False)[0][0]
     first, second = (run(average_shared, True, servers=n)[0] for n in (1, 3))
     assert torch.equal(first[0], first[1]) and torch.equal(first[0], second[0])
-    header, decoded = wire.parse(first[0].numpy()), Ternary().decode(first[0])
+    header, decoded = wire.parse(first[0].numpy()), TernGrad().decode(first[0])
     assert (header.numel, header.group_numel, header.scale_count) == (NUMEL, 64, 16)
     for begin in range(0, NUMEL, 64):
         scale = mean[begin : begin + 64].abs().max()
@@ -211,7 +211,7 @@ def test_a_scale_group_that_is_cut_is_packed_again_shard_by_shard():
 
 
 def average_nan(client, index):
-    codec = Ternary(clip_sigma=None, scale="own", group=20)
+    codec = TernGrad(clip_sigma=None, scale="own", group=20)
     gradient = noise(NUMEL, index)
     if index:
         gradient[777] = float("nan")
@@ -244,7 +244,7 @@ def test_raw_codes_are_cut_as_well():
 
 def descend(client, index, packed):
     start = noise(NUMEL, "start").view(25, 40)
-    codec = Ternary(group=20)
+    codec = TernGrad(group=20)
     options = {"asynchronous": True, "learning_rate": -0.5, "value": start}
     payload = codec.encode(noise(NUMEL, "step"), key=RngKey())
     if packed:
@@ -265,7 +265,7 @@ def descend(client, index, packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_asynchronous_keys_are_cut_and_nan_leaves_no_trace_in_any_shard(packed):
-    codec = Ternary(group=20)
+    codec = TernGrad(group=20)
     step = codec.decode(codec.encode(noise(NUMEL, "step"), key=RngKey())).view(25, 40) * -0.5
     wanted = noise(NUMEL, "start").view(25, 40) + step
     wanted = wanted + step if packed else wanted
@@ -332,7 +332,7 @@ def test_later_shards_take_a_push_that_the_first_has_taken():
 
 
 def damage(client, index, damaged):
-    codec = Ternary(clip_sigma=None, scale="own", group=20)
+    codec = TernGrad(clip_sigma=None, scale="own", group=20)
     good = codec.encode(torch.ones(NUMEL), scale=1.0)
     client.init_parameter("p", good.shape, "uint8", codec=codec)
     early = caught(client.pull_parameter, "p", "decode_average")

@@ -8,7 +8,7 @@ import torch
 from _ranks import run_local
 from _serving import caught, meet, noise, same_bits
 
-from gradcomp import OneBit, RngKey, Ternary
+from gradcomp import OneBit, RngKey, TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, PeerMismatch
 from gradcomp.server import ParameterClient, serve
@@ -118,7 +118,7 @@ def init_otherwise(client, index):
         learning_rate=-0.1,
         value=torch.zeros(NUMEL + 1),
     )
-    return error, caught(client.init_parameter, "packed", [80], "uint8", codec="ternary")
+    return error, caught(client.init_parameter, "packed", [80], "uint8", codec="terngrad")
 
 
 def test_keys_must_be_as_they_were(tmp_path):
@@ -199,7 +199,7 @@ def test_a_file_that_cannot_be_written(tmp_path):
 
 
 def use_ternary(client, index):
-    codec = Ternary(clip_sigma=None)
+    codec = TernGrad(clip_sigma=None)
     client.init_parameter("t", [codec.payload_nbytes(8)], "uint8", codec=codec)
     client.push_parameter("t", codec.encode(torch.ones(8), scale=1.0, key=RngKey(rank=index)))
     return client.pull_parameter("t", "decode_average").tolist()

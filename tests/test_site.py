@@ -122,7 +122,7 @@ def test_every_public_name_is_documented(site):
     modules = {f"gradcomp.{n}" for n in ("amp", "codecs", "comm", "ddp", "fsdp", "integrations", "local", "onebit_sgd", "optim", "plan", "server")}
     assert modules <= found
     assert not set(PUBLIC) - found - {"gradcomp.__version__"}
-    assert {"gradcomp.Ternary", "gradcomp.PeerLost", "gradcomp.ddp.CompressionState.state_dict"} <= found
+    assert {"gradcomp.TernGrad", "gradcomp.PeerLost", "gradcomp.ddp.CompressionState.state_dict"} <= found
 
 
 def test_marks_of_blocks_are_written_out(site, pages):
@@ -150,5 +150,5 @@ def test_the_notebook_is_committed_without_outputs_and_has_run(site, pages):
     for name in ("Block(8)", "Block(4)", "Block(2)", "OneBit", "TopK"):
         _, once, final, plain = rows[name]
         assert final < once < 1 and 2 * final < plain, name  # what its words say of error feedback
-    assert rows["Ternary"][2] == rows["Ternary"][3]
+    assert rows["TernGrad"][2] == rows["TernGrad"][3]
     assert min(rows, key=lambda name: rows[name][0]) == "TopK"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from _ranks import run_local
 
-from gradcomp import Block, Feedback, GradientAverager, Identity, OneBit, PeerMismatch, Ternary
+from gradcomp import Block, Feedback, GradientAverager, Identity, OneBit, PeerMismatch, TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
@@ -18,11 +18,11 @@ from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.payload.pieces import Slot, whole_pieces
 
 CODECS = {
-    "ternary": Ternary(seed=3),
-    "ternary-own": Ternary(scale="own"),
-    "ternary-row": Ternary(group="row", second_phase="requantize"),
-    "ternary-block4": Ternary(second_phase="block4"),
-    "ternary-bf16": Ternary(second_phase="bf16"),
+    "terngrad": TernGrad(seed=3),
+    "terngrad-own": TernGrad(scale="own"),
+    "terngrad-row": TernGrad(group="row", second_phase="requantize"),
+    "terngrad-block4": TernGrad(second_phase="block4"),
+    "terngrad-bf16": TernGrad(second_phase="bf16"),
     "onebit": OneBit(),
     "onebit-tensor": OneBit(group="tensor"),
     "onebit-sign": OneBit(values="sign"),
@@ -115,7 +115,7 @@ def test_an_averager_gives_the_same_with_slices(options, dtype):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("name", ["ternary", "onebit", "ternary-block4"])
+@pytest.mark.parametrize("name", ["terngrad", "onebit", "terngrad-block4"])
 @pytest.mark.parametrize("where", [0, 95_000, 190_000])
 def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
     """The whole bucket is NaN on all ranks, residuals stay, and the next step is as if nothing had been."""
@@ -177,7 +177,7 @@ def test_a_cut_covers_every_element_once(count):
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("name", ["ternary", "ternary-own", "onebit", "onebit-tensor"])
+@pytest.mark.parametrize("name", ["terngrad", "terngrad-own", "onebit", "onebit-tensor"])
 def test_every_row_is_encoded_once_and_before_it_is_sent(name, exchange):
     codec, world = CODECS[name], 4
     plan = plan_of(codec, exchange, world, 1, Slicing(10_000))
@@ -195,11 +195,11 @@ def test_every_row_is_encoded_once_and_before_it_is_sent(name, exchange):
 def test_second_phases_whose_scales_span_slices_go_whole():
     """So that no value depends on slices: a tensor's one scale of means needs all of them."""
     slicing, counts = Slicing(40_000), {}
-    for name in ("ternary", "ternary-own", "ternary-block4", "ternary-row", "ternary-bf16", "onebit", "onebit-tensor", "block2"):
+    for name in ("terngrad", "terngrad-own", "terngrad-block4", "terngrad-row", "terngrad-bf16", "onebit", "onebit-tensor", "block2"):
         plan = plan_of(CODECS[name], "reduce_scatter", 4, 0, slicing)
         counts[name] = [len(one.second) for one in plan.slices]
-    last_alone = [0] * (len(counts["ternary"]) - 1) + [4]
-    assert {name for name, found in counts.items() if found == last_alone} == {"ternary-own", "ternary-block4", "onebit-tensor"}
+    last_alone = [0] * (len(counts["terngrad"]) - 1) + [4]
+    assert {name for name, found in counts.items() if found == last_alone} == {"terngrad-own", "terngrad-block4", "onebit-tensor"}
     assert all(set(found) == {4} for name, found in counts.items() if found != last_alone)
     owner = BucketPlan(
         OneBit(), slots_of(OneBit()), Strategy("reduce_scatter", "requantize"), 4, 0, slicing=Slicing(40_000, whole_second=True)
@@ -211,7 +211,7 @@ def test_slices_cost_less_than_a_percent_and_small_buckets_none():
     """Headers and scales of slices as large as they are by default, at up to 64 ranks."""
     assert [Slicing().count(n, 2) for n in (0, 1, 2 * SLICE_NUMEL - 1, 2 * SLICE_NUMEL, 16 * SLICE_NUMEL)] == [1, 1, 1, 2, 16]
     numel = 16 * SLICE_NUMEL
-    for codec, world in itertools.product((Ternary(), OneBit(), Block(2), Identity()), (2, 8, 64)):
+    for codec, world in itertools.product((TernGrad(), OneBit(), Block(2), Identity()), (2, 8, 64)):
         slot = Slot(0, numel, codec.group_numel((4096, 4096)), True, 0)
         whole, sliced = (
             BucketPlan(codec, [slot], choose(codec, world), world, 0, slicing=s).sent_nbytes for s in (WHOLE, Slicing())
@@ -267,7 +267,7 @@ def test_all_reduce_goes_in_slices():
 
     def work(comm):
         tensor = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
-        gradcomp.all_reduce(tensor, Ternary(), comm, timeout_s=60)
+        gradcomp.all_reduce(tensor, TernGrad(), comm, timeout_s=60)
         call = comm.kept["all_reduce", 0]
         return tensor, [len(made.slices) for made in call.exchanges.values()]
 
@@ -277,7 +277,7 @@ def test_all_reduce_goes_in_slices():
     def whole(comm):
         tensor = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
         slot = Slot(0, numel, numel, True, 0)
-        made = BucketExchange(BucketPlan(Ternary(), [slot], choose(Ternary(), 2), 2, comm.rank), comm, torch.float32, Stats())
+        made = BucketExchange(BucketPlan(TernGrad(), [slot], choose(TernGrad(), 2), 2, comm.rank), comm, torch.float32, Stats())
         run_stages(made, tensor, 0)
         return tensor
 
@@ -293,7 +293,7 @@ def test_all_reduce_without_residuals_sends_exact_sums_at_every_size():
         gradcomp.all_reduce(tensor, codec, comm, timeout_s=60)
         return tensor
 
-    exact, found, four = (run_local(8, work, c)[0] for c in (Ternary(second_phase="exact"), Ternary(), Ternary(second_phase="block4")))
+    exact, found, four = (run_local(8, work, c)[0] for c in (TernGrad(second_phase="exact"), TernGrad(), TernGrad(second_phase="block4")))
     assert torch.equal(exact, found) and not torch.equal(exact, four)
 
 
@@ -303,13 +303,13 @@ def test_a_failed_all_reduce_keeps_no_buffers():
 
     def work(comm):
         tensor, errors = torch.randn(2 * SLICE_NUMEL, generator=torch.Generator().manual_seed(comm.rank)), 0
-        gradcomp.all_reduce(tensor.clone(), Ternary(), comm, timeout_s=60)
+        gradcomp.all_reduce(tensor.clone(), TernGrad(), comm, timeout_s=60)
         try:
-            gradcomp.all_reduce(tensor.clone(), Ternary(), comm, timeout_s=60, step=5 + comm.rank)
+            gradcomp.all_reduce(tensor.clone(), TernGrad(), comm, timeout_s=60, step=5 + comm.rank)
         except PeerMismatch:
             errors += 1
         kept = len(comm.kept["all_reduce", 0].exchanges)
-        gradcomp.all_reduce(tensor, Ternary(), comm, timeout_s=60, step=9)
+        gradcomp.all_reduce(tensor, TernGrad(), comm, timeout_s=60, step=9)
         return errors, kept, tensor
 
     (first, kept, a), (second, _, b) = run_local(2, work)

@@ -124,11 +124,11 @@ def logged(kind):
         state = gradcomp.ddp.register(model, "onebit", quality_every=2)
     elif kind == "fsdp":
         model = fully_shard(model)
-        state = gradcomp.fsdp.compress(model, "ternary")
+        state = gradcomp.fsdp.compress(model, "terngrad")
     elif kind == "averager":
-        state = gradcomp.GradientAverager(model, "ternary")
+        state = gradcomp.GradientAverager(model, "terngrad")
     else:
-        state = gradcomp.DiLoCo(model, optimizer, "ternary", sync_every=2, fragments=2)
+        state = gradcomp.DiLoCo(model, optimizer, "terngrad", sync_every=2, fragments=2)
     state.log_to(note, every=1 if kind == "local" else 2)
     with state:
         for _ in range(4):

@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import Block, CorruptPayload, Feedback, GradientAverager, OneBit, Options, Ternary, TopK
+from gradcomp import Block, CorruptPayload, Feedback, GradientAverager, OneBit, Options, TernGrad, TopK
 from gradcomp.codecs import KINDS as CODECS
 from gradcomp.codecs import resolve
 from gradcomp.exchange.bucket import BucketExchange
@@ -322,7 +322,7 @@ def test_message_sizes(numel, nbytes):
 
 
 @pytest.mark.parametrize(
-    ("codec", "ranks"), [(OneBit(), 13), (Ternary(second_phase="requantize"), 26), (Block(2), 26), (Ternary(), 38), (Block(4), 51)], ids=str
+    ("codec", "ranks"), [(OneBit(), 13), (TernGrad(second_phase="requantize"), 26), (Block(2), 26), (TernGrad(), 38), (Block(4), 51)], ids=str
 )
 def test_from_how_many_ranks_on_dense_codecs_send_less(codec, ranks):
     """All ranks get all payloads, so bytes grow with ranks: docs/howto/local-steps.md has these numbers."""

@@ -12,14 +12,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, Ternary
+from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, TernGrad
 from gradcomp.exchange.sizing import choose, predict_bytes
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad, MomentumAdagrad, warm_start_steps
 from gradcomp.optim import SplitSGD, split_parameters
 from gradcomp.payload.ownership import ByElements
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
-CODECS = [Identity(), OneBit(), Ternary(), Ternary(scale="own", second_phase="bf16")]
+CODECS = [Identity(), OneBit(), TernGrad(), TernGrad(scale="own", second_phase="bf16")]
 
 
 def parameters():
@@ -129,7 +129,7 @@ def test_local_adagrad_comes_before_the_codes(exchange):
 
 def test_local_adagrad_and_ternary_share_the_scale_of_what_is_encoded():
     def run(comm):
-        return averages(comm, Ternary(clip_sigma=None), 1, transform=LocalAdagrad())[0]
+        return averages(comm, TernGrad(clip_sigma=None), 1, transform=LocalAdagrad())[0]
 
     for out in run_local(3, run):  # after the first step every value is +-1, so every code is +-1 and nothing is lost
         signs = sum(gradient("v", 0, k).sign() for k in range(3)) / 3
@@ -310,7 +310,7 @@ def resumed(comm, codec, transform, tmp_path):
 
 
 @pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad(eps=1e-6)], ids=repr)
-@pytest.mark.parametrize("codec", [OneBit(), Ternary()], ids=repr)
+@pytest.mark.parametrize("codec", [OneBit(), TernGrad()], ids=repr)
 def test_a_resumed_run_equals_the_uninterrupted_one(codec, transform, tmp_path):
     states = run_local(3, resumed, codec, transform, tmp_path)
     if transform.place == "owner":
@@ -445,7 +445,7 @@ def test_warm_starts_that_cannot_be(samples, each, name):
     ("codec", "options", "error", "text"),
     [
         (OneBit(), {"exchange": "all_gather"}, ValueError, "owner transform needs"),
-        (Ternary(second_phase="exact"), {}, ValueError, "exact"),
+        (TernGrad(second_phase="exact"), {}, ValueError, "exact"),
         (OneBit(), {"exchange": "hierarchical"}, ValueError, "hierarchical"),
         (OneBit(), {"transform": "adagrad"}, TypeError, "str"),
         (OneBit(), {"transform": AggregateAdagrad}, TypeError, "transform must be"),
@@ -521,7 +521,7 @@ def under_ddp(codec, dtype, fused, steps=3):
     return b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters())
 
 
-@pytest.mark.parametrize("codec", [OneBit(), Ternary(), Identity()], ids=repr)
+@pytest.mark.parametrize("codec", [OneBit(), TernGrad(), Identity()], ids=repr)
 def test_under_ddp_with_every_weight_format(ranks, codec):
     for dtype in (torch.float32, torch.bfloat16):
         assert len(set(ranks(2, under_ddp, codec, dtype, False))) == 1

@@ -134,7 +134,7 @@ def compare_with_plain(codec, accumulate, how, folder):
     trainer.compression.close()
 
 
-@pytest.mark.parametrize(("codec", "accumulate", "how"), [("ternary", 1, "sgd"), ("onebit", 3, "sgd"), ("onebit", 1, "split")])
+@pytest.mark.parametrize(("codec", "accumulate", "how"), [("terngrad", 1, "sgd"), ("onebit", 3, "sgd"), ("onebit", 1, "split")])
 def test_weights_are_those_of_plain_ddp(gloo, tmp_path, codec, accumulate, how):
     gloo(2, compare_with_plain, codec, accumulate, how, str(tmp_path))
 

@@ -7,7 +7,7 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import Block, GradientAverager, Identity, OneBit, Options, PeerMismatch, Ternary
+from gradcomp import Block, GradientAverager, Identity, OneBit, Options, PeerMismatch, TernGrad
 from gradcomp.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 START = 4
@@ -60,7 +60,7 @@ def test_what_codes_leave_out_goes_over_to_the_codec_that_follows(codec, world):
     assert sent[START] < 0.7 * sent[0]
 
 
-@pytest.mark.parametrize("codec", [OneBit(), Ternary()], ids=repr)
+@pytest.mark.parametrize("codec", [OneBit(), TernGrad()], ids=repr)
 @pytest.mark.parametrize("options", [{"precondition": True}, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}], ids=str)
 def test_it_goes_with_other_options_and_replicas_stay_equal(codec, options):
     def one(comm):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcomp import Block, CorruptPayload, Identity, OneBit, RngKey, Ternary, TopK, UnsupportedTensor
+from gradcomp import Block, CorruptPayload, Identity, OneBit, RngKey, TernGrad, TopK, UnsupportedTensor
 from gradcomp.kernels import HOST
 from gradcomp.payload import wire
 from gradcomp.payload.layout import PayloadLayout
@@ -17,7 +17,7 @@ from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.reference import payload as ref_payload
 
 CODECS = {
-    "ternary": Ternary(group=10),
+    "terngrad": TernGrad(group=10),
     "onebit": OneBit(group=10),
     "block2": Block(2, group=10),
     "block4": Block(4, group=10),
@@ -92,23 +92,23 @@ def test_every_truncation_and_extension_is_refused(name):
 )
 def test_lying_headers_with_a_right_checksum(fields, check):
     with pytest.raises(CorruptPayload) as error:
-        CODECS["ternary"].decode(resealed(payload("ternary"), **fields))
+        CODECS["terngrad"].decode(resealed(payload("terngrad"), **fields))
     assert error.value.check in check.split("|")
 
 
 def test_group_numel_of_payloads_without_groups():
-    for name in ("identity", "ternary"):
-        data = payload(name, 0 if name == "ternary" else 37)
+    for name in ("identity", "terngrad"):
+        data = payload(name, 0 if name == "terngrad" else 37)
         with pytest.raises(CorruptPayload, match="group_numel"):
             CODECS[name].decode(resealed(data, group_numel=5))
 
 
 def test_lying_numel_allocates_nothing():
-    lie = resealed(payload("ternary"), numel=2**32 - 1)
+    lie = resealed(payload("terngrad"), numel=2**32 - 1)
     tracemalloc.start()
     before = torch.ones(1)
     with pytest.raises(CorruptPayload):
-        CODECS["ternary"].decode(lie)
+        CODECS["terngrad"].decode(lie)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     assert before.item() == 1
@@ -139,17 +139,17 @@ def set_scale(value):
 @pytest.mark.parametrize(
     ("name", "change", "check"),
     [
-        ("ternary", set_last(0b01010111), "code"),  # element 36 is 11
-        ("ternary", set_last(0b01010000), "padding"),  # -1, then 00 as padding
+        ("terngrad", set_last(0b01010111), "code"),  # element 36 is 11
+        ("terngrad", set_last(0b01010000), "padding"),  # -1, then 00 as padding
         ("onebit", set_last(0b11100000), "padding"),  # 37 elements leave 3 bits
         ("block2", set_last(0b11000000), "padding"),
         ("block4", set_last(0b00001111), "code"),  # element 36 is 15
         ("block4", set_last(0b00010111), "padding"),
         ("block8", set_last(0xFF), "code"),
         ("block8", set_scale(-1.0), "scale"),
-        ("ternary", set_scale(float("nan")), "scale"),
-        ("ternary", set_scale(float("inf")), "scale"),
-        ("ternary", set_scale(-1.0), "scale"),
+        ("terngrad", set_scale(float("nan")), "scale"),
+        ("terngrad", set_scale(float("inf")), "scale"),
+        ("terngrad", set_scale(-1.0), "scale"),
         ("onebit", set_scale(float("inf")), "scale"),
     ],
 )
@@ -202,7 +202,7 @@ def test_any_header_with_a_right_checksum_is_safe(name, fields, tail, cut):
 
 def test_segmented_payloads_need_their_layout():
     slots = [Slot(0, 50, 50, True, 0), Slot(1, 20, 20, False, 50)]
-    codec = Ternary()
+    codec = TernGrad()
     layout = PayloadLayout(codec.form, whole_pieces(slots))
     x, data = torch.randn(70), torch.zeros(layout.nbytes, dtype=torch.uint8)
     scale = torch.tensor([2.0])
@@ -215,7 +215,7 @@ def test_segmented_payloads_need_their_layout():
     assert torch.equal(out[50:], x[50:])
     assert set(out[:50].tolist()) <= {-2.0, 0.0, 2.0}
     with pytest.raises(CorruptPayload):
-        codec.decode(payload("ternary"), layout=layout)
+        codec.decode(payload("terngrad"), layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -224,4 +224,4 @@ def test_segmented_payloads_need_their_layout():
 )
 def test_payloads_that_are_no_bytes(bad):
     with pytest.raises(UnsupportedTensor):
-        Ternary().decode(bad)
+        TernGrad().decode(bad)

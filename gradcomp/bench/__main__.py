@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = {
-    "demo": "train LeNet with 2 ranks in fp32, ternary and onebit: accuracy, bytes and seconds in one table",
+    "demo": "train LeNet with 2 ranks in fp32, terngrad and onebit: accuracy, bytes and seconds in one table",
     "codec": "GB/s of every kernel beside memcpy and the same codec in torch and NumPy",
     "accuracy": "what compression costs in accuracy: methods x optimizers x workloads, N workers, several seeds",
     "paper": "tables of the papers, made again: TernGrad's LeNet, 1 bit with and without error feedback",

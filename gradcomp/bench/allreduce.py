@@ -121,7 +121,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     """Return one line for each requirement that was measured, "pass" or "FAIL" first."""
     out = []
     for r in rows:
-        if r.transport != "gloo" and r.world_size == 2 and r.codec == "ternary" and r.nbytes in LIMITS:
+        if r.transport != "gloo" and r.world_size == 2 and r.codec == "terngrad" and r.nbytes in LIMITS:
             word = "pass" if r.over_fp32 <= LIMITS[r.nbytes] else "FAIL"
             out.append(
                 f"{word}  {r.transport}, N = 2, {show_size(r.nbytes)}: ternary takes {r.over_fp32:.2f}x the time of "
@@ -163,7 +163,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sizes", type=lambda s: [parse_size(v) for v in s.split(",")], default=SIZES, help="like 4K,1M,256M"
     )
-    parser.add_argument("--codecs", default="ternary,onebit")
+    parser.add_argument("--codecs", default="terngrad,onebit")
     parser.add_argument("--threads", type=int, default=1, help="kernel threads a rank")
     parser.add_argument("--repeat", type=int, default=40, help="repetitions at the small sizes; the median is shown")
     parser.add_argument("--check", action="store_true", help="print pass or fail, exit status 1 when one fails")
@@ -173,7 +173,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.over, args.codecs = args.over.split(","), args.codecs.split(",")
     if set(args.over) - {"gloo", "mpi"}:
         parser.error(f"--over takes gloo and mpi, got {','.join(args.over)}")
-    if set(args.codecs) - {"ternary", "onebit"}:
+    if set(args.codecs) - {"terngrad", "onebit"}:
         parser.error(f"--codecs takes ternary and onebit, got {','.join(args.codecs)}")
     if min(args.ranks) < 2 or args.threads < 1 or args.repeat < 1:
         parser.error("there must be at least 2 ranks, 1 thread and 1 repetition")

@@ -52,7 +52,7 @@ class Comparison:
 
 def codecs() -> dict[str, Codec]:
     """Return the codecs that are compared, by name."""
-    return {"fp32": gradcomp.Identity(), "ternary": gradcomp.Ternary(), "onebit": gradcomp.OneBit()}
+    return {"fp32": gradcomp.Identity(), "terngrad": gradcomp.TernGrad(), "onebit": gradcomp.OneBit()}
 
 
 def validate(console: Console) -> list[Comparison]:

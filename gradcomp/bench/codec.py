@@ -30,11 +30,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # At most this many memcpys of the fp32 buffer, one thread, 64 Mi elements, fp32, the best tier.
 LIMITS = {
-    "ternary encode": 3.0,
+    "terngrad encode": 3.0,
     "absmax + moments": 1.2,
-    "ternary decode 1": 1.2,
-    "ternary decode 4 shared": 1.9,
-    "ternary decode 4 own": 1.9,
+    "terngrad decode 1": 1.2,
+    "terngrad decode 4 shared": 1.9,
+    "terngrad decode 4 own": 1.9,
     "onebit encode": 2.3,
     "onebit encode, one tensor": 2.6,
     "onebit decode 1": 1.2,
@@ -44,11 +44,11 @@ LIMITS = {
     "topk decode 1": 1.2,
 }
 AIMS = {
-    "ternary encode": 2.0,
+    "terngrad encode": 2.0,
     "absmax + moments": 0.9,
-    "ternary decode 1": 0.7,
-    "ternary decode 4 shared": 1.3,
-    "ternary decode 4 own": 1.3,
+    "terngrad decode 1": 0.7,
+    "terngrad decode 4 shared": 1.3,
+    "terngrad decode 4 own": 1.3,
     "onebit encode": 1.6,
     "onebit encode, one tensor": 2.2,
     "onebit decode 1": 0.7,
@@ -57,14 +57,14 @@ AIMS = {
     "topk encode": 2.0,
     "topk decode 1": 0.8,
 }
-THREAD_GAIN = {"ternary encode": 1.7, "onebit encode": 1.7}  # of two threads over one; 1.25 for the rest
+THREAD_GAIN = {"terngrad encode": 1.7, "onebit encode": 1.7}  # of two threads over one; 1.25 for the rest
 # Bytes of memory an element. Next to all of a decoder's are stores: memset is its roof, memcpy that of all others.
 TRAFFIC = {
-    "ternary encode": 4.25,
+    "terngrad encode": 4.25,
     "absmax + moments": 4.0,
-    "ternary decode 1": 4.25,
-    "ternary decode 4 shared": 5.0,
-    "ternary decode 4 own": 5.0,
+    "terngrad decode 1": 4.25,
+    "terngrad decode 4 shared": 5.0,
+    "terngrad decode 4 own": 5.0,
     "onebit encode": 12.125,
     "onebit encode, one tensor": 16.125,
     "onebit decode 1": 4.125,
@@ -73,7 +73,7 @@ TRAFFIC = {
     "topk encode": 12 + 81 / 4096,
     "topk decode 1": 4 + 81 / 4096,
 }
-WRITERS = ("ternary decode 1", "ternary decode 4 shared", "onebit decode 1", *(f"block{bits} decode 1" for bits in (2, 4, 8)), "topk decode 1")
+WRITERS = ("terngrad decode 1", "terngrad decode 4 shared", "onebit decode 1", *(f"block{bits} decode 1" for bits in (2, 4, 8)), "topk decode 1")
 TORCH_GAIN = 30.0  # ternary encode over the same in torch operations
 
 
@@ -228,7 +228,7 @@ def verdicts(rows: list[Row], gains: dict[str, float], memory: Memory) -> list[V
             outcome = "roof"
         out.append(Verdict(f"{kernel}, two threads over one, at least", two / one, least, None, outcome))
     gain = gains["torch"]
-    out.append(Verdict("ternary encode over torch, at least", gain, TORCH_GAIN, None, _word(gain >= TORCH_GAIN)))
+    out.append(Verdict("terngrad encode over torch, at least", gain, TORCH_GAIN, None, _word(gain >= TORCH_GAIN)))
     return out
 
 
@@ -278,7 +278,7 @@ def show(rows: list[Row], gains: dict[str, float]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"ternary encode, one thread: {gains['torch']:.0f}x torch operations, {gains['numpy']:.0f}x NumPy "
+        f"terngrad encode, one thread: {gains['torch']:.0f}x torch operations, {gains['numpy']:.0f}x NumPy "
         "(the same codec, its own random numbers)"
     )
 
@@ -366,7 +366,7 @@ def main(argv: list[str] | None = None) -> int:
         results = verdicts(rows, gains, memory)
         show_verdicts(results, memory)
     if args.json:
-        found = {"rows": [asdict(r) for r in rows], "ternary_encode_over": gains, "check": [asdict(v) for v in results]}
+        found = {"rows": [asdict(r) for r in rows], "terngrad_encode_over": gains, "check": [asdict(v) for v in results]}
         args.json.write_text(json.dumps(found, indent=2))
     if args.plot:
         plot(rows, args.plot)

@@ -1,4 +1,4 @@
-"""Train LeNet on real images with 2 ranks through DDP in fp32, ternary and onebit, and compare them in one table.
+"""Train LeNet on real images with 2 ranks through DDP in fp32, terngrad and onebit, and compare them in one table.
 
 ``python -m gradcomp.bench demo`` starts the ranks itself (gloo, this machine, one torch thread each), prints one table
 and writes demo.json and demo.png.
@@ -34,7 +34,7 @@ PHASES = {
     "owner": ("owner",),
     "decode": ("decode",),
 }
-COLORS = {"fp32": "#444444", "ternary": "#0072b2", "onebit": "#d55e00"}
+COLORS = {"fp32": "#444444", "terngrad": "#0072b2", "onebit": "#d55e00"}
 SHORT_STEPS = 40
 
 

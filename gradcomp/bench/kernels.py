@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp import Block, OneBit, RngKey, Ternary
+from gradcomp import Block, OneBit, RngKey, TernGrad
 from gradcomp.codecs import KINDS, Codec, Identity
 from gradcomp.kernels import HOST, NO_RESIDUALS, Payloads, Residuals, native
 from gradcomp.kernels.tables import BLOCK
@@ -49,7 +49,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     def payloads(codec: Codec, count: int) -> tuple[PayloadLayout, list[Tensor]]:
         layout = _layout(codec, numel)
         made = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(count)]
-        if layout.form.code == Ternary.form.code:
+        if layout.form.code == TernGrad.form.code:
             for number, payload in enumerate(made):
                 one = torch.tensor([float(scale)])
                 codec.place_scales(HOST, layout, one, payload)
@@ -57,11 +57,11 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
                 codec.encode_body(HOST, x, layout, payload, key)
         return layout, made
 
-    ternary = Ternary(clip_sigma=None)
+    ternary = TernGrad(clip_sigma=None)
     layout, sent = payloads(ternary, 4)
     target, fp32 = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty(numel, dtype=dtype)
     target[: 32 + 4] = sent[0][: 32 + 4]
-    scales, blocks, clipping = torch.empty(1), ternary.scratch(HOST, layout), Ternary()
+    scales, blocks, clipping = torch.empty(1), ternary.scratch(HOST, layout), TernGrad()
     key = RngKey(seed=1, rank=0, step=5)
 
     def codes(rank: int) -> NDArray[np.uint8]:
@@ -75,7 +75,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
         return (fp32[:n].view(torch.uint16) if dtype == torch.bfloat16 else fp32[:n]).numpy()
 
     add(
-        "ternary encode",
+        "terngrad encode",
         lambda: ternary.encode_body(HOST, x, layout, target, key),
         lambda: target.numpy()[36 : 36 + n // 4],
         lambda: codes(0)[: n // 4],
@@ -89,7 +89,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     for count, shared in ((1, True), (4, True), (4, False)):
         source = Payloads(sent[:count], "ternary", dtype, shared=shared)
         add(
-            f"ternary decode {count}" + (" shared" if shared else " own") * (count > 1),
+            f"terngrad decode {count}" + (" shared" if shared else " own") * (count > 1),
             lambda p=source: HOST.sum_decode(p, layout.packed, fp32),  # type: ignore[misc]
             head,
             lambda c=count, s=shared: decoded(s, c),  # type: ignore[misc]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcomp.bench.codec import Memcpy, seconds, threads
-from gradcomp.codecs import Ternary
+from gradcomp.codecs import TernGrad
 from gradcomp.kernels import HOST
 from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, join, split, split_parameters
 from gradcomp.payload.layout import PayloadLayout
@@ -124,7 +124,7 @@ def unfused(numel: int) -> Contender:
 
 def from_payloads(numel: int) -> list[Contender]:
     """A step from two ternary payloads: decoded first, and straight."""
-    codec, slot = Ternary(scale="own"), Slot(0, numel, numel, True, 0)
+    codec, slot = TernGrad(scale="own"), Slot(0, numel, numel, True, 0)
     layout = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False)
     payloads = [codec.encode(torch.randn(numel)) for _ in range(2)]
     source = codec.payloads(payloads, torch.bfloat16)

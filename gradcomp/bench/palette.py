@@ -9,10 +9,10 @@ from gradcomp.plan.costs import METHODS
 _CHOSEN = {
     "fp32": "#444444",
     "bf16": "#999999",
-    "ternary all_gather": "#56b4e9",
-    "ternary exact": "#009e73",
-    "ternary requantize": "#0072b2",
-    "ternary own requantize": "#cc79a7",
+    "terngrad all_gather": "#56b4e9",
+    "terngrad exact": "#009e73",
+    "terngrad requantize": "#0072b2",
+    "terngrad own requantize": "#cc79a7",
     "onebit all_gather": "#e69f00",
     "onebit reduce_scatter": "#d55e00",
 }

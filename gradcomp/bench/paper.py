@@ -41,7 +41,7 @@ TABLES = {
         "LeNet on MNIST, 10,000 steps of 64 images, 2 and 4 workers",
         "lenet-terngrad",
         "sgd",
-        ("fp32", "ternary"),
+        ("fp32", "terngrad"),
         (2, 4),
         10_000,
         "Wen et al. 2017 (TernGrad), read off a figure, within 0.03: baseline 99.20 %, TernGrad with 2 workers 99.22, with 4 workers 99.08",

@@ -68,7 +68,7 @@ examples:
     python -m gradcomp.plan --model bert --link 25gbe --nodes 1:16 --ranks-per-node 8 --inside 100gbit
 
   machines in different buildings: 30 steps on one's own, then an exchange that may be 5 steps late
-    python -m gradcomp.plan --model gpt2 --link 100mbit --latency 10ms --nodes 2:8 --codec fp32,ternary --every 30 --delay 5
+    python -m gradcomp.plan --model gpt2 --link 100mbit --latency 10ms --nodes 2:8 --codec fp32,terngrad --every 30 --delay 5
 
   what this machine can do, with 2 ranks that measure at once; and how far predictions are off:
     python -m gradcomp.plan --measure --ranks 2

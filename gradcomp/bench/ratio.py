@@ -54,12 +54,12 @@ class Scheme:
 
 
 FLOORS = {
-    "ternary exact": 8.0,
-    "ternary requantize": 15.0,
-    "ternary own requantize": 15.0,
+    "terngrad exact": 8.0,
+    "terngrad requantize": 15.0,
+    "terngrad own requantize": 15.0,
     "onebit reduce_scatter": 26.0,
 }
-OWN = gradcomp.Ternary(scale="own", second_phase="requantize")
+OWN = gradcomp.TernGrad(scale="own", second_phase="requantize")
 
 
 def _schemes() -> list[Scheme]:
@@ -68,8 +68,8 @@ def _schemes() -> list[Scheme]:
     for method in METHODS:
         if method.codec is not None:
             named.append((method.name, method.codec, method.exchange))
-        if method.name == "ternary requantize":
-            named.append(("ternary own requantize", OWN, method.exchange))
+        if method.name == "terngrad requantize":
+            named.append(("terngrad own requantize", OWN, method.exchange))
     return [Scheme(name, codec, exchange, FLOORS.get(name)) for name, codec, exchange in named]
 
 
@@ -183,7 +183,7 @@ def check_ratios(rows: Sequence[Row]) -> list[Check]:
         found = ratios[scheme.name, 8]
         name = f"{scheme.name} on ResNet-50 at N = 8 at least {scheme.floor:g}x"
         checks.append(Check(name, found >= scheme.floor, f"{found:.2f}x"))
-        if scheme.name == "ternary exact":
+        if scheme.name == "terngrad exact":
             offs = [abs(ratios[scheme.name, n] * (2 + (2 * n).bit_length()) / 64 - 1) for n in sizes]
             name = f"{scheme.name} follows 64 / (2 + ceil(log2(2N + 1))) from N = 8 to 64 within {FLATNESS:.0%}"
         else:

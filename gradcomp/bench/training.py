@@ -27,7 +27,7 @@ from gradcomp.bench.models import LeNet
 from gradcomp.bench.ranks import Emit, run_ranks
 from gradcomp.comm.rounds import ring_bytes
 
-CODECS = ("fp32", "ternary", "onebit")
+CODECS = ("fp32", "terngrad", "onebit")
 MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4
 DECAY_POWER = 0.5
@@ -189,7 +189,7 @@ def _run(rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str
 def _register(model: DistributedDataParallel, codec: str, seed: int) -> gradcomp.ddp.CompressionState | None:
     if codec == "fp32":
         return None
-    return gradcomp.ddp.register(model, gradcomp.Ternary(seed=seed) if codec == "ternary" else gradcomp.OneBit())
+    return gradcomp.ddp.register(model, gradcomp.TernGrad(seed=seed) if codec == "terngrad" else gradcomp.OneBit())
 
 
 def _accuracy(rank: int, ranks: int, model: torch.nn.Module, data: ImageData, limit: int) -> float:

@@ -66,7 +66,7 @@ class Codec(ABC):
 
     Attributes:
         form: how its codes stand in a payload.
-        name: what `gradcomp.codecs.resolve` knows it by: its form's name.
+        name: what `gradcomp.codecs.resolve` knows it by: its form's name, or its own where codecs share a form.
         shares_scale: the ranks agree on one scale per group before they encode (a scale round).
         error_feedback: encoding takes and returns residuals.
         seed: of the random numbers, for codecs that draw some.
@@ -125,7 +125,7 @@ class Codec(ABC):
             residual: ``(x.numel(),)`` or `x`'s shape, float32, contiguous; what earlier encodings left over. Replaced in
                 place by what this one leaves over, or left as it was if its sum with `x` is not finite. Error-feedback
                 codecs only.
-            scale: the scale to use instead of measuring one: a number, or ``(groups,)`` float32. Ternary only.
+            scale: the scale to use instead of measuring one: a number, or ``(groups,)`` float32. TernGrad only.
             key: which random numbers to draw; all zeros by default.
             out: ``(payload_nbytes,)`` uint8, contiguous, CPU, written in place; allocated when None.
 

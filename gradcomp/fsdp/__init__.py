@@ -25,7 +25,7 @@ __all__ = ["FsdpState", "compress"]
 
 def compress(
     model: nn.Module,
-    codec: Codec | str = "ternary",
+    codec: Codec | str = "terngrad",
     options: Options | None = None,
     *,
     weights: Codec | str | None = None,
@@ -40,14 +40,14 @@ def compress(
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        state = gradcomp.fsdp.compress(model, "ternary")
+        state = gradcomp.fsdp.compress(model, "terngrad")
 
     Training goes on as before: gradients come out averaged, a shard a rank. What is packed depends on parameters and the number of
     ranks alone, so another wrapping of the same model gives the same bits.
 
     Args:
         model: with FSDP modules inside, or one itself; each may share its parameters out over another group of ranks.
-        codec: codec or name. `Ternary` and `Identity("bf16")` need no memory; residuals of `OneBit` and `Block` are on every rank as large
+        codec: codec or name. `TernGrad` and `Identity("bf16")` need no memory; residuals of `OneBit` and `Block` are on every rank as large
             as whole gradients, which FSDP is there to avoid: how large is logged.
         options: see `gradcomp.Options`; `min_numel`, `exclude`, `timeout_s` count here, of parameters as they were before they were sharded.
         weights: what the weights are gathered in for forward and backward: "block8", "block4", "bfloat16", or `Block` with a group of its

@@ -317,7 +317,7 @@ def _parts(one: torch_private.Sharded, names: Sequence[str], order: dict[str, in
 
 def _check(codec: Codec, options: Options) -> None:
     if codec.gathers_only:
-        raise ValueError(f"{codec!r} goes to all ranks whole; FSDP's reduce-scatter sends each owner its own: take Ternary(), OneBit() or Block()")
+        raise ValueError(f"{codec!r} goes to all ranks whole; FSDP's reduce-scatter sends each owner its own: take TernGrad(), OneBit() or Block()")
     defaults = Options()
     for name in ("start_step", "start_codec", "exchange", "transform", "precondition", "grad_scaler", "transactional", "slice_numel"):
         if getattr(options, name) != getattr(defaults, name):

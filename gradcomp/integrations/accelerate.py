@@ -53,7 +53,7 @@ def register(
     ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        state = register(accelerator, model, "ternary")
+        state = register(accelerator, model, "terngrad")
 
     A step of a prepared optimizer before which gradcomp was not called is a GradcompError.
 
@@ -95,7 +95,7 @@ def local_steps(
     ::
 
         optimizer, loader = accelerator.prepare(optimizer, loader)  # not the model: DDP would average gradients every step
-        with local_steps(accelerator, model, optimizer, "ternary", sync_every=30):
+        with local_steps(accelerator, model, optimizer, "terngrad", sync_every=30):
             ...  # steps of the optimizer count by themselves, also under accelerator.accumulate
 
     Weights of rank 0 go to all first, as DDP would. `save_state` and `load_state` carry every rank's model, optimizer and local state.

@@ -40,7 +40,7 @@ class DiLoCo:
 
     ::
 
-        diloco = gradcomp.DiLoCo(model, optimizer, "ternary", sync_every=30)
+        diloco = gradcomp.DiLoCo(model, optimizer, "terngrad", sync_every=30)
         for x, y in loader:
             loss_of(model, x, y).backward()
             optimizer.step()

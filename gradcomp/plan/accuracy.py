@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary
+from gradcomp.codecs import Block, Codec, Identity, OneBit, TernGrad
 
 ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
 TOLERANCES: Mapping[str, float] = {"nats": 0.01, "points": 0.3}  # about the deviation over three seeds
@@ -152,23 +152,23 @@ _SHORT_RUNS = "runs of 600 steps lose more with it than with Block(4) (one seed)
 TABLE = (
     Measured(_GPT, Block(8), 8.2, 1.3424),
     Measured(_GPT, Block(4), 4.2, 1.3440),
-    Measured(_GPT, Ternary(), 3.0, 1.3490, doubt=_SHORT_RUNS),  # sums of 4 ranks
-    Measured(_GPT, Ternary(), 3.0, 1.3228, precondition=True, doubt=_SHORT_RUNS),
-    Measured(_GPT, Ternary(second_phase="block4"), 3.0, 1.3620),  # means, as from 8 ranks on
+    Measured(_GPT, TernGrad(), 3.0, 1.3490, doubt=_SHORT_RUNS),  # sums of 4 ranks
+    Measured(_GPT, TernGrad(), 3.0, 1.3228, precondition=True, doubt=_SHORT_RUNS),
+    Measured(_GPT, TernGrad(second_phase="block4"), 3.0, 1.3620),  # means, as from 8 ranks on
     Measured(_GPT, Block(2), 2.2, 1.3700, precondition=True),
     Measured(_GPT, OneBit(), 1.4, 1.4153, precondition=True, start=1 / 6, start_codec=Block(4)),
     Measured(_GPT_MOMENTUM, OneBit(), 1.4, 1.3091, precondition=True, start=1 / 6, start_codec=Block(4)),
     Measured(_GPT_SKETCH, Block(2), 2.0, 1.437),
     Measured(_GPT_SHORT, OneBit(), 1.0, 2.468),
     Measured(_GPT, Identity(), 32.0, 1.3925, start=1 / 10, every=30),
-    Measured(_GPT, Ternary(), 2.0, 1.3719, start=1 / 10, every=30),
+    Measured(_GPT, TernGrad(), 2.0, 1.3719, start=1 / 10, every=30),
     Measured(_GPT, OneBit(rotate=True), 1.6, 1.3719, start=1 / 10, every=30),
     Measured(_GPT_SEED_0, OneBit(), 1.0, 1.5896, start=1 / 10, every=30),
-    Measured(_FASHION, Ternary(), 2.0, 88.16),
-    Measured(_MNIST, Ternary(), 2.0, 98.66),
-    Measured(_DIGITS, Ternary(), 2.0, 98.07),
-    Measured(_CIFAR, Ternary(), 2.0, 59.13),
-    Measured(_FASHION_8, Ternary(), 3.0, 89.44),  # "block4": see `Codec.resolved_second_phase`
+    Measured(_FASHION, TernGrad(), 2.0, 88.16),
+    Measured(_MNIST, TernGrad(), 2.0, 98.66),
+    Measured(_DIGITS, TernGrad(), 2.0, 98.07),
+    Measured(_CIFAR, TernGrad(), 2.0, 59.13),
+    Measured(_FASHION_8, TernGrad(), 3.0, 89.44),  # "block4": see `Codec.resolved_second_phase`
     Measured(_FASHION, OneBit(), 1.1, 86.42),
     Measured(_MNIST, OneBit(), 1.1, 98.60),
     Measured(_DIGITS, OneBit(), 1.1, 98.37),

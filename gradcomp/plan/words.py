@@ -73,7 +73,7 @@ def accuracy(
 
 def rare(n: int, node: Node) -> Method:
     """Return what is mentioned where the network takes two thirds of every step: ternary as it comes, after H steps on one's own."""
-    method = find_method("ternary hierarchical")
+    method = find_method("terngrad hierarchical")
     return (method if node.ranks > 1 else between(method, n)).after(RARELY)
 
 
@@ -93,5 +93,5 @@ def rarely(tolerance: Tolerance, method: Method, result: Simulation, seconds: fl
     costs = f"cost {', '.join(named)}" if named else "cost an accuracy that was not measured"
     return (
         f" The network takes {result.exposed_seconds / result.seconds:.0%} of that step: local steps (--every {RARELY.every}, "
-        f"gradcomp.DiLoCo) with ternary would take {format_seconds(instead_s)} a step, {ratio:.2g} times as fast, and {costs}."
+        f"gradcomp.DiLoCo) with terngrad would take {format_seconds(instead_s)} a step, {ratio:.2g} times as fast, and {costs}."
     )

@@ -11,12 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from gradcomp.codecs import Ternary
+from gradcomp.codecs import TernGrad
 from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES
 
-CODES_A_BYTE = 8 // Ternary.form.bits
-_START = HEADER_NBYTES + 4 * Ternary.form.scales_per_group  # of the codes in a payload
+CODES_A_BYTE = 8 // TernGrad.form.bits
+_START = HEADER_NBYTES + 4 * TernGrad.form.scales_per_group  # of the codes in a payload
 
 
 class RawCodes:
@@ -35,7 +35,7 @@ class RawCodes:
         ValueError: more codes than a payload holds.
     """
 
-    codec = Ternary(clip_sigma=None, scale="shared")
+    codec = TernGrad(clip_sigma=None, scale="shared")
 
     def __init__(self, shape: tuple[int, ...], scale_key: str | None) -> None:
         self.scale_key = scale_key
@@ -62,6 +62,6 @@ class RawCodes:
         group_numel = max(1, self._numel)
         wire.seal(
             payload.numpy(),
-            wire.Header(Ternary.form.code, 0, flags, self._numel, group_numel, scales, step % 2**32, 0),
+            wire.Header(TernGrad.form.code, 0, flags, self._numel, group_numel, scales, step % 2**32, 0),
         )
         return payload

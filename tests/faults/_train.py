@@ -25,7 +25,7 @@ def main(store, rank, world, fault, timeout_s):
     rank = comm.rank if comm else int(rank)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     model = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]), bucket_cap_mb=0.01)
-    codec = "onebit" if fault == "die" else "ternary"
+    codec = "onebit" if fault == "die" else "terngrad"
     state = gradcomp.ddp.register(model, codec, comm=comm, min_numel=0, timeout_s=timeout_s)
     step = 0
 

@@ -40,7 +40,7 @@ methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,st
 
 examples:
   python -m gradcomp.bench accuracy --data ../shared/data --workloads gpt-1m --optimizers adamw --seeds 3
-  python -m gradcomp.bench accuracy --data DIR --methods fp32 ternary onebit --factors 0.5 1 2
+  python -m gradcomp.bench accuracy --data DIR --methods fp32 terngrad onebit --factors 0.5 1 2
 """
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TopK
+from gradcomp.codecs import Block, Codec, Identity, OneBit, TernGrad, TopK
 
 PRESETS: dict[str, Callable[[str, nn.Parameter], bool]] = {  # what travels in fp32, as patterns of names and of shapes
     "none": lambda name, parameter: False,
@@ -56,8 +56,8 @@ LOCAL = {"every": int, "fragments": int, "delay": int, "alpha": float, "outer_lr
 METHODS: dict[str, Callable[[], Method]] = {
     "fp32": lambda: Method("fp32", Identity()),
     "bf16": lambda: Method("bf16", None, torch.bfloat16),
-    "ternary": lambda: Method("ternary", Ternary()),
-    "ternary-requantize": lambda: Method("ternary-requantize", Ternary(scale="own", second_phase="requantize")),
+    "terngrad": lambda: Method("terngrad", TernGrad()),
+    "terngrad-requantize": lambda: Method("terngrad-requantize", TernGrad(scale="own", second_phase="requantize")),
     "onebit": lambda: Method("onebit", OneBit()),
     "block2": lambda: Method("block2", Block(2)),
     "block4": lambda: Method("block4", Block(4)),

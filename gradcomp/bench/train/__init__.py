@@ -40,9 +40,9 @@ from gradcomp.plan.workload import Transport
 
 EPILOG = f"""
 methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8, topk,
-  block2:precondition, onebit:momentum,precondition,start_step=100, ternary:slice_numel=100000000, ...), with double for double buffering
+  block2:precondition, onebit:momentum,precondition,start_step=100, terngrad:slice_numel=100000000, ...), with double for double buffering
   (onebit:double); diloco:CODEC:H[,fragments=K,delay=D,start_step=N,start_codec=CODEC], local steps, of whose steps the mean counts; fsdp2,
-  fsdp2:ternary and fsdp2:ternary,weights=block8[,keep], fully_shard in place of DDP; module:factory, a function that registers a hook of your own with a DDP model
+  fsdp2:terngrad and fsdp2:terngrad,weights=block8[,keep], fully_shard in place of DDP; module:factory, a function that registers a hook of your own with a DDP model
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
@@ -56,9 +56,9 @@ columns: step, p95     milliseconds of the slowest rank, median and 95th percent
 examples:
   python -m gradcomp.bench train --hosts 2 --link 1gbit --workload mlp
   python -m gradcomp.bench train --hosts 4 --link 100mbit --workload gpt-1m --data DIR --steps 200 --target 2.5
-  python -m gradcomp.bench train --hosts 2 4 --link 100mbit 1gbit 10gbit none --methods fp32 ternary onebit    # where does it stop paying?
+  python -m gradcomp.bench train --hosts 2 4 --link 100mbit 1gbit 10gbit none --methods fp32 terngrad onebit    # where does it stop paying?
   python -m gradcomp.launch -n 4 --hostfile hosts -m gradcomp.bench train --workload mlp      # real machines, their own links
-  python -m gradcomp.bench train --hosts 0 --workload lenet --data DIR --methods fp32 ternary powersgd4
+  python -m gradcomp.bench train --hosts 0 --workload lenet --data DIR --methods fp32 terngrad powersgd4
 """
 
 

@@ -85,7 +85,7 @@ OTHERS: dict[str, Join] = {
     "powersgd4": _powersgd(4),
 }
 OVER_MPI = {"fp32": Identity(), "bf16": Identity("bf16")}  # what DDP's own all_reduce would do, exchanged over MPI as codecs are
-DEFAULT = ("fp32", "bf16", "ternary", "block2", "block4", "onebit")
+DEFAULT = ("fp32", "bf16", "terngrad", "block2", "block4", "onebit")
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def sharded_of(name: str) -> tuple[Codec | None, Codec | None, bool]:
     weights, keep = weights.removesuffix(KEEP), weights.endswith(KEEP)
     codec = OVER_MPI[rest] if rest in OVER_MPI else parse(rest).codec
     if codec is None or codec.gathers_only:
-        raise ValueError(f"{name!r}: FSDP2 takes {FSDP2}:ternary, {FSDP2}:onebit, {FSDP2}:bf16, {FSDP2}:ternary{WEIGHTS}block8{KEEP}")
+        raise ValueError(f"{name!r}: FSDP2 takes {FSDP2}:terngrad, {FSDP2}:onebit, {FSDP2}:bf16, {FSDP2}:terngrad{WEIGHTS}block8{KEEP}")
     return codec, weights_codec(OVER_MPI.get(weights, weights)) if weights else None, keep
 
 
@@ -175,7 +175,7 @@ def local_of(name: str) -> tuple[Codec, dict[str, Any]]:
     first = options.pop("start_codec", "")
     numbers = {key: int(value) for key, value in options.items() if value.isdigit()}
     if codec is None or len(numbers) < len(options) or not set(options) <= {"sync_every", "fragments", "delay", "start_step"}:
-        raise ValueError(f"{name!r} is not understood; {DILOCO}:ternary:30 and {DILOCO}:onebit:30,fragments=2,delay=5,start_step=100,start_codec=ternary are")
+        raise ValueError(f"{name!r} is not understood; {DILOCO}:terngrad:30 and {DILOCO}:onebit:30,fragments=2,delay=5,start_step=100,start_codec=ternary are")
     return codec, numbers | ({"start_codec": parse(first).codec} if first else {})
 
 

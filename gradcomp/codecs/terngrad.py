@@ -1,4 +1,4 @@
-"""Ternary codes: sign(x) with probability |x| / S, else 0, in two bits.
+"""TernGrad codes: sign(x) with probability |x| / S, else 0, in two bits.
 
 Implements Wen, Xu, Yan, Wu, Wang, Chen, Li 2017, "TernGrad", equations 3-5, with gradient clipping (equation 9: at
 clip_sigma standard deviations) and scaler sharing (section 3.2). Deviations: where the mean of a group exceeds
@@ -27,14 +27,14 @@ from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import RngKey, check_uint32
 
 SAME_DRAWS = (
-    "Ternary.encode without key= draws the same random numbers at every call and on every rank: what is rounded up once is "
+    "TernGrad.encode without key= draws the same random numbers at every call and on every rank: what is rounded up once is "
     "rounded up always, and the error of an average does not fall with the number of payloads. Pass "
     "key=gradcomp.RngKey(seed=..., rank=..., step=..., parameter=...)"
 )
 _encodings_without_key = itertools.count()  # one draws numbers of its own, the second the same again
 
 
-class Ternary(ScaledCodec):
+class TernGrad(ScaledCodec):
     """TernGrad: 2 bits a value, unbiased, no residual.
 
     Args:
@@ -53,6 +53,7 @@ class Ternary(ScaledCodec):
     """
 
     form = TERNARY
+    name = "terngrad"
     can_share_scale = True
     reach = 1.0
 
@@ -117,7 +118,7 @@ class Ternary(ScaledCodec):
     ) -> Tensor:
         if residual is not None:
             raise ValueError(
-                "ternary takes no residual: its codes are unbiased and error feedback makes the residual grow "
+                "terngrad takes no residual: its codes are unbiased and error feedback makes the residual grow "
                 "(64 to 105 times the gradient after 200 steps); use OneBit for error feedback"
             )
         if key is None:
