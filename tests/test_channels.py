@@ -3,6 +3,8 @@
 import gc
 import logging
 import resource
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from _held import descriptors, settled, steady
 from _ranks import run_local
+from gradcomp.launch.ports import free_port
 
 import gradcomp
 from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator, TorchCommunicator, torchdist
@@ -354,6 +357,37 @@ def other_timeouts():
 
 def test_another_timeout_on_some_rank_is_a_mismatch_on_every_rank(gloo):
     assert gloo(2, other_timeouts) == [("timeout_s", 1, 20.0, 21.0)] * 2
+
+
+LEAVES = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from gradcomp import PeerMismatch
+from gradcomp.comm import TorchCommunicator
+
+rank = int(sys.argv[1])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+if rank == 0:
+    time.sleep(1)  # the other one waits, and looks every 50 ms
+try:
+    TorchCommunicator(timeout_s=20 + rank)
+except PeerMismatch as error:
+    print(error.field, flush=True)
+os._exit(0)  # with the store
+"""
+
+
+@pytest.mark.slow
+def test_a_mismatch_is_told_before_the_store_goes():
+    """The rank that hosts the store left with it as soon as it knew: PeerLost on the other one."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVES, str(rank), str(port)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert [process.communicate(timeout=90)[0] for process in ranks] == ["timeout_s\n"] * 2
 
 
 def own_timeout():

@@ -227,6 +227,43 @@ def test_ranks_of_a_program_that_is_killed_end_with_it(tmp_path, folder):
     assert not [pid for pid in ranks if is_alive(pid)]
 
 
+EARLY = """
+import signal, sys, time
+from gradcomp.bench.ranks import become_rank, warm_context
+
+def body(said):
+    become_rank({})
+    said.put(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+if __name__ == "__main__":
+    context = warm_context()
+    try:
+        print("started", flush=True)
+        time.sleep(100)
+    except KeyboardInterrupt:
+        said = context.Queue()
+        context.Process(target=body, args=(said,), daemon=True).start()
+        print(said.get(), flush=True)
+"""
+
+
+def test_an_interrupt_while_the_server_of_ranks_imports_torch_prints_nothing(tmp_path):
+    """Ctrl-C in the first three seconds of a bench printed a traceback of that server, which is of the same terminal."""
+    (tmp_path / "program.py").write_text(EARLY)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    run = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, start_new_session=True, **pipes)
+    try:
+        assert run.stdout.readline() == "started\n"
+        time.sleep(0.3)
+        os.killpg(run.pid, signal.SIGINT)
+        out, errors = run.communicate(timeout=120)
+        assert errors == ""
+        assert out == "False\n", "a rank can be interrupted"
+    finally:
+        run.kill()
+        run.wait()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "margin"),

@@ -9,10 +9,11 @@ import gc
 import multiprocessing
 import os
 import queue as queues
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def warm_context(*modules: str) -> Any:
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server imports what this process would
         try:
-            forkserver.ensure_running()
+            _start_server()
         except OSError:  # a TMPDIR too long for the address of its socket
             pass
         else:
@@ -49,11 +50,24 @@ def warm_context(*modules: str) -> Any:
     return multiprocessing.get_context("spawn")
 
 
+def _start_server() -> None:
+    """Start the server with interrupts blocked: it ignores them, but not before it has imported all."""
+    resource_tracker.ensure_running()  # which would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def become_rank(variables: Mapping[str, str]) -> None:
     """Make this process, forked from a server that others have in common, one of its own.
 
-    It ends with the program that has started it, has `variables` as its environment, and NumPy draws other numbers than in its siblings.
+    It ends with the program that has started it, can be interrupted, has `variables` as its environment, and NumPy draws other numbers than
+    in its siblings.
     """
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     os.environ.clear()
     os.environ.update(variables)

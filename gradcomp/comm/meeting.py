@@ -8,6 +8,7 @@ has given up or closed its communicator.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import json
 import os
 import threading
@@ -58,7 +59,8 @@ def meet(
 ) -> list[bytes]:
     """Return every rank's `mine`. Collective over the ranks of `store`, which serves one meeting.
 
-    All ranks get the answer, or all get an error: who comes after somebody has given up fails at once.
+    All ranks get the answer, or all get an error: who comes after somebody has given up fails at once. Who leaves because
+    of the answer calls `see_off` before.
 
     Args:
         what: what a rank that is missing has not done ("called register").
@@ -89,7 +91,7 @@ def meet(
         if end == b"all":
             found = [bytes(store.get(f"rank{r}")) for r in range(world_size)]
             if store.add("read", 1) == world_size:
-                for key in ("count", "end", "read", *(f"rank{r}" for r in range(world_size))):
+                for key in ("count", "end", *(f"rank{r}" for r in range(world_size)), "read"):
                     store.delete_key(key)
             return found
         missing = [r for r in range(world_size) if not store.check([f"rank{r}"])]
@@ -107,6 +109,14 @@ def _unanswered(text: str) -> str:
         "the ranks' store does not answer: the process that hosts it (rank 0, or the launcher) has ended; read its output "
         f"[{text}]"
     )
+
+
+def see_off(store: Any) -> None:
+    """Wait until every rank has the answer of a meeting, for TELL_S at most: the store may go with the process that hosts it."""
+    deadline = time.monotonic() + TELL_S
+    with contextlib.suppress(RuntimeError):  # it has gone
+        while store.check(["read"]) and time.monotonic() < deadline:
+            time.sleep(0.005)
 
 
 class Notes:
