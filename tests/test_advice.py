@@ -20,7 +20,7 @@ from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import Gradient
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
 from gradcomp.optim import OneBitAdam, SplitAdamW, SplitLAMB, SplitSGD, ZeroOneAdam, split_parameters
-from gradcomp.plan.accuracy import TABLE, TOLERANCES, expected, family_of, family_of_name, ways, within
+from gradcomp.plan.accuracy import DECAYS, TABLE, TOLERANCES, expected, family_of, family_of_name, ways, within
 from gradcomp.plan.advice import settle, warning_of, written
 
 ROOT = Path(__file__).parents[1]
@@ -230,8 +230,29 @@ def test_what_the_user_says_counts(options, changes, bits, preconditioned):
 
 def test_a_codec_that_is_named_is_left_alone():
     codec = OneBit()
-    assert settle(codec, None, {"start_step": 2}, None, [], 2) == (codec, Options(start_step=2), "")
-    assert settle("onebit", Options(start_step=2), {}, torch.optim.Rprop(NET.parameters()), [], 2)[0] == "onebit"
+    found, options, said = settle(codec, None, {"start_step": 2}, None, [], 2)
+    assert (repr(found), options, said) == (repr(codec), Options(start_step=2), "")
+    rprop = torch.optim.Rprop(NET.parameters())
+    assert repr(settle("onebit", Options(start_step=2), {}, rprop, [], 2)[0]) == repr(codec)
+
+
+@pytest.mark.parametrize("codec", [OneBit(), Block(2), "ternary", OneBit(second_phase="block4")], ids=str)
+def test_a_residual_decay_that_nobody_named_is_the_optimizers(codec):
+    adam, sgd = torch.optim.AdamW(NET.parameters()), torch.optim.SGD(NET.parameters(), lr=0.1)
+    found, options, said = settle(codec, None, {"start_step": 2, "start_codec": "block4"}, adam, [], 2)
+    assert found.decay == options.start_codec.decay == DECAYS["adam"] < 1
+    assert said == f"residual_decay={found.decay:g} for AdamW"
+    for optimizer in (sgd, None):
+        found, _, said = settle(codec, None, {}, optimizer, [], 2)
+        assert (found.decay, found.residual_decay, said) == (1.0, 1.0, "")
+
+
+def test_a_residual_decay_that_is_named_counts():
+    adam = torch.optim.AdamW(NET.parameters())
+    named = OneBit(residual_decay=0.5)
+    assert settle(named, None, {}, adam, [], 2)[0] is named
+    assert settle(OneBit(residual_decay=1.0), None, {}, adam, [], 2)[0].decay == 1.0
+    assert settle(TernGrad(), None, {}, adam, [], 2)[0].decay == 1.0
 
 
 def test_thin_rows_get_blocks():
@@ -368,7 +389,7 @@ def test_an_averager_warns_of_what_is_known_to_lose(codec, kind, options, says):
     said, stop = listen()
     run_local(2, with_averager, codec, kind, options)
     stop()
-    said = [entry for entry in said if not entry[1].startswith("nothing was compressed")]  # of one step, a warm-up
+    said = [entry for entry in said if entry[0] == "WARNING" and not entry[1].startswith("nothing was compressed")]
     assert len(said) == (says is not None)
     assert says is None or (said[0][0] == "WARNING" and re.search(says, said[0][1])), said
 

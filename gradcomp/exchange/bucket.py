@@ -327,7 +327,7 @@ class BucketExchange:
         if not feedback:
             return NO_RESIDUALS
         old, new = feedback.tensors(indices)
-        return (old, new) if self._divided is None else (None, new)
+        return Residuals(old if self._divided is None else None, new, self.stats.add_dropped)
 
     def _take(self, here: Traffic) -> None:
         """Take in the averages that a slice brings; those that may stay packed all at once, with the last."""
