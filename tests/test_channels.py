@@ -101,7 +101,7 @@ def test_a_store_that_does_not_answer_is_a_lost_peer():
         def set(self, key, value):
             raise RuntimeError("Connection reset by peer\nat TCPStore.cpp")
 
-    with pytest.raises(PeerLost, match="store does not answer: Connection reset by peer$"):
+    with pytest.raises(PeerLost, match="store does not answer: .*; read its output .Connection reset by peer.$"):
         meet(Gone(), 0, 2, b"", 1, "come")
 
 
@@ -125,7 +125,7 @@ def test_the_first_note_stays():
     assert notes[0].look(5) is None
     notes[1].tell("out of memory")
     notes[2].tell("lost rank 1")
-    assert notes[0].look(5) == (1, "out of memory") == notes[2].look(5)
+    assert notes[0].look(5) == (1, "gave up because of out of memory") == notes[2].look(5)
     assert notes[1].look(5) is None
 
 
@@ -420,7 +420,7 @@ def waits(how):
 @pytest.mark.parametrize(
     ("how", "wanted"),
     [
-        ("tells", ("RankGone", "rank 1 is gone: UnsupportedTensor: the gradient of 'w' is sparse")),
+        ("tells", ("RankGone", "rank 1 gave up because of UnsupportedTensor: the gradient of 'w' is sparse")),
         ("aborts", ("ConnectionError", "this rank has given up: another stage failed")),
     ],
 )
@@ -456,7 +456,7 @@ def fails_alone():
 def test_a_rank_that_fails_alone_tells_its_peers_who_and_why(gloo):
     (kind, text, seconds), own = gloo(2, fails_alone)
     assert own[:2] == ("ValueError", "a codec of the user's")
-    assert kind == "PeerLost" and text.endswith("rank 1 is gone: ValueError: a codec of the user's")
+    assert kind == "PeerLost" and text.endswith("rank 1 gave up because of ValueError: a codec of the user's")
     assert seconds < 30
 
 
@@ -550,12 +550,34 @@ GONE = 1, "a codec of the user's"
     (["Connection closed by peer"], [False], ConnectionError, None),
 ])  # fmt: skip
 def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, completed, raised, gone):
-    groups = SimpleNamespace(pending=set(), broken="", notes=SimpleNamespace(look=lambda seconds: gone))
+    notes, lost = SimpleNamespace(look=lambda seconds: gone, look_for_cause=lambda seconds: gone), []
+    groups = SimpleNamespace(pending=set(), broken="", notes=notes, lose=lost.append)
     work = _GlooWork(Ending(*ends, completed=completed), groups, ())
     if raised is None:
         work.wait(60.0)
-        assert not groups.pending and not groups.broken
+        assert not groups.pending and not lost
     else:
         with pytest.raises(raised):
             work.wait(60.0)
-        assert groups.broken
+        assert lost
+
+
+def closes():
+    """Rank 1 closes while rank 0 waits for it, and stays alive: nothing but its word tells rank 0 who has left."""
+    comm = TorchCommunicator(timeout_s=40)
+    if comm.rank == 1:
+        comm.close()
+        found = None
+    else:
+        with pytest.raises(RankGone) as error:
+            comm.all_gather_bytes(b"x", 30, Channel.FIRST)
+        found = error.value.rank, str(error.value)
+    dist.barrier()
+    return found
+
+
+def test_a_rank_that_closes_is_named_to_its_peers(gloo):
+    """It was gloo's "Connection closed by peer" alone, without a number."""
+    rank, text = gloo(2, closes)[0]
+    assert rank == 1 and text.startswith("rank 1 closed its communicator"), text
+    assert text.endswith("]") and "onnection" in text.partition(" [")[2], "gloo's own words come last"

@@ -106,8 +106,8 @@ class TorchCommunicator(Communicator):
             if theirs_s != first_s:
                 raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
         prefix = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
-        self._groups = Groups(private.store_below(store, prefix), self.rank, self.world_size, timeout_s)
-        self._end = weakref.finalize(self, self._groups.close)
+        self._groups = Groups(private.store_below(store, prefix), self.rank, self.world_size, timeout_s, dist.group.WORLD)
+        self._end = weakref.finalize(self, self._groups.drop)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)
 
@@ -148,7 +148,7 @@ class TorchCommunicator(Communicator):
 
     def abort(self, reason: str = "") -> None:
         """End every wait on this communicator within about a second, here and on the peers, which are told `reason`."""
-        self._groups.give_up(reason or "it has given up")
+        self._groups.give_up(reason)
         if self._mailbox is not None:
             self._mailbox.close()
 
@@ -156,7 +156,8 @@ class TorchCommunicator(Communicator):
         """Give sockets and threads back."""
         if self._mailbox is not None:
             self._mailbox.close()
-        self._end()
+        self._end.detach()
+        self._groups.close()
 
     def _mail(self) -> Mailbox:
         if self._mailbox is None:

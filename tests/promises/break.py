@@ -209,8 +209,8 @@ BREAKS = [
     Break(
         "no false alarm: a collective that ends just after a wait did taken for a failure",
         "gradcomp/comm/gloo.py",
-        "                    self._settle()\n                    return\n",
-        "                    self._look(error, ended=True, last=True)\n",
+        "                    self._settle(timeout_s)\n                    return\n",
+        "                    self._look(error, timeout_s, ended=True, last=True)\n",
         "tests/test_channels.py::test_a_collective_that_ends_just_after_a_wait_did_is_no_failure",
     ),
     Break(
