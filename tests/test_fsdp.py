@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import os
 import re
 import warnings
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _expected import average
+from _ranks import RankFailed
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -865,6 +867,59 @@ def with_a_weight_that_is_nan_kept():
 
 def test_weights_that_are_not_finite_are_not_kept_and_a_closed_state_gathers_nothing(gloo):
     assert gloo(2, with_a_weight_that_is_nan_kept) == [(True, True, 0)] * 2
+
+
+def lost_in_backward(folder, weights):
+    """Rank 2 dies in backward between the reduce-scatters of the last layer and of the one before it.
+
+    The others save what they caught and their gradients, before and after a step.
+    """
+    rank = dist.get_rank()
+    model = Blocks()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for layer in model.layers:  # none is gathered for backward before its turn
+        layer.set_modules_to_backward_prefetch([layer])
+    state = gradcomp.fsdp.compress(model, OneBit(), weights=weights, min_numel=0, timeout_s=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def die(module, args, out):
+        out.register_hook(lambda _: os._exit(1))
+
+    if rank == 2:
+        model.layers[1].register_forward_hook(die)
+    raised = None
+    try:
+        model(torch.randn(8, 40)).square().mean().backward()
+    except (RuntimeError, gradcomp.GradcompError) as error:
+        raised = type(error).__name__
+
+    def found():
+        return [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+
+    before = found()
+    optimizer.step()
+    torch.save((raised, before, found()), f"{folder}/{rank}")
+    state.close()
+
+
+@pytest.mark.parametrize(("weights", "raised"), [("block8", "PeerLost"), (None, "RuntimeError")])
+def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights, raised):
+    """Uninitialised memory stayed in ``.grad`` (mean sizes of 1e33), and the optimizer applied it.
+
+    Without `weights` torch's own all_gather raises its RuntimeError, and nobody finishes what is under
+    way; averages of modules that were complete are replaced at the optimizer's step then.
+    """
+    with pytest.raises(RankFailed, match="rank 2 gave no result"):
+        gloo(3, lost_in_backward, str(tmp_path), weights)
+    for rank in range(2):
+        got, before, after = torch.load(tmp_path / str(rank))
+        assert got == raised
+        assert all(grad is None or grad.isnan().all() for grad in after), after
+        unfinished = before if raised == "PeerLost" else before[:4]
+        assert all(grad is None or grad.isnan().all() for grad in unfinished), before
+        assert sum(grad is not None for grad in after) >= 2
 
 
 def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
@@ -52,7 +52,11 @@ class ReduceScatter:
         return numel == self._comm.world_size * sum(part.room for part in self._trained())
 
     def start(self, output: Tensor, given: Tensor, factor: int) -> None:
-        """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages of this rank's chunks to ``(k,)``."""
+        """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages of this rank's chunks to ``(k,)``.
+
+        Until then these are NaN: torch puts them into ``.grad`` at once, and whatever ends the backward pass may keep `finish` from being called.
+        """
+        output.fill_(float("nan"))
         if self._failed is not None:
             raise self._failed
         exchange = self._exchange(given.dtype, given.device, self._trained())
@@ -100,6 +104,10 @@ class ReduceScatter:
     def comes_late(self, dtype: torch.dtype) -> bool:
         """Whether torch leaves what `finish` writes alone until the backward pass is over."""
         return torch_private.leaves_shards_alone(self.module, dtype)
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return those whose gradients are averaged, sharded as ``model.parameters()`` has them."""
+        return [part.sharded for part in self._trained()]
 
     def _trained(self) -> list[Part]:
         return [part for part in self.parts if part.sharded.requires_grad]

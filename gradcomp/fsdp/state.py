@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from gradcomp.comm.torchdist import (
     reduce_scatter,
 )
 from gradcomp.engine.agree import agree_on_words
+from gradcomp.engine.buckets import poison
 from gradcomp.engine.options import Options
 from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
 from gradcomp.errors import GradcompError
@@ -115,7 +117,7 @@ class FsdpState:
             raise
         mine = Mine(p for one in sharded if one.group.size() > 1 for p in one.parameters)
         self._steps = Steps(mine, lambda: self._calls, self._missed)
-        self._hooks += [before_any_step(mine, self._steps.check), model.register_forward_pre_hook(self._hold)]
+        self._hooks += [before_any_step(mine, self._before_step), model.register_forward_pre_hook(self._hold)]
         if self._kept.nbytes > 1e6:
             logger.warning("gradcomp: residuals of %r take %.0f MB on every rank, which sharding does not divide ('bf16' takes half of 'fp32')", codec, self._kept.nbytes / 1e6)
 
@@ -139,16 +141,16 @@ class FsdpState:
             if factor != 1 or not module.comes_late(given.dtype):
                 self._finish()
 
-        return call
+        return self._poisoned_on_failure()(call)
 
     def _gather_by(self, module: AllGather) -> Any:
         def call(output: Tensor, given: Tensor, group: Any) -> Callable[[], None] | None:
             if module.fits(given, group.size()):
-                return module.start(output, given)
+                return self._poisoned_on_failure()(module.start(output, given))
             all_gather(output, given, group)
             return None
 
-        return call
+        return self._poisoned_on_failure()(call)
 
     def log_to(self, target: Any, *, every: int = 10, prefix: str = "gradcomp") -> None:
         """As `gradcomp.ddp.CompressionState.log_to`, of `stats`: a step of a report is a module's, `every` counts backward passes."""
@@ -170,10 +172,28 @@ class FsdpState:
             self.stats.add_seconds("exposed", time.perf_counter() - begun)
 
     def _end_backward(self) -> None:
-        self._finish()
+        with self._poisoned_on_failure():
+            self._finish()
         self._backwards += 1
         for report in self._reports:
             report.step(self._backwards)
+
+    @contextlib.contextmanager
+    def _poisoned_on_failure(self) -> Iterator[None]:
+        """Leave no gradient of this rank, and none of an unfinished step, that an optimizer could apply."""
+        try:
+            yield
+        except BaseException:
+            self._poison()
+            raise
+
+    def _poison(self) -> None:
+        poison(p for module in self._reduces for p in module.trained_parameters())
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._pending and torch_private.graph_task() < 0:  # torch itself has ended the backward pass with an error
+            self._poison()
+        self._steps.check(optimizer, args, kwargs)
 
     def _check_modules(self) -> None:
         """Raise GradcompError, at the first step, if modules were sharded after `compress`: theirs would travel as torch sends them."""
