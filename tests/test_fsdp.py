@@ -869,6 +869,43 @@ def test_weights_that_are_not_finite_are_not_kept_and_a_closed_state_gathers_not
     assert gloo(2, with_a_weight_that_is_nan_kept) == [(True, True, 0)] * 2
 
 
+class Either(nn.Module):
+    """Two layers of one shape, the second one first where a rank says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(40, 40), nn.Linear(40, 40)
+
+    def forward(self, x, swapped):
+        first, second = (self.right, self.left) if swapped else (self.left, self.right)
+        return second(first(x).tanh())
+
+
+def in_another_order(codec, weights):
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = wrap(Either(), True)
+    with gradcomp.fsdp.compress(model, codec, weights=weights, min_numel=0, timeout_s=20) as state:
+        model(torch.randn(8, 40), False).square().mean().backward()
+        draws = state.stats.steps
+        try:
+            model(torch.randn(8, 40), rank == 2).square().mean().backward()
+        except PeerMismatch as error:
+            return draws, error.field, error.rank, str(error)
+        return draws, [p.grad.to_local().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("codec", "weights"), [("terngrad", None), ("onebit", None), ("onebit", "block8")])
+def test_modules_of_one_shape_in_another_order_are_refused_on_every_rank(gloo, codec, weights):
+    """Payloads did not say whose they were: a rank averaged gradients of one module with another's, without an error."""
+    for rank, (draws, *got) in enumerate(gloo(3, in_another_order, codec, weights)):
+        assert draws == 2
+        assert len(got) == 3, "averaged"
+        field, peer, said = got
+        assert field == "module" and peer == (0 if rank == 2 else 2)
+        assert re.search("'module': (left there, right|right there, left) expected", said), said
+
+
 def lost_in_backward(folder, weights):
     """Rank 2 dies in backward between the reduce-scatters of the last layer and of the one before it.
 

@@ -14,7 +14,7 @@ from gradcomp.errors import GradcompError
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
-from gradcomp.fsdp.parts import Part, slots_of
+from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import Carried, Kept
 from gradcomp.kernels import native
 from gradcomp.payload.ownership import BySlots
@@ -118,7 +118,7 @@ class ReduceScatter:
         kind = dtype, device, tuple(part.number for part in trained)
         if kind not in self._exchanges:
             self._exchanges[kind] = BucketExchange(
-                self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device,
+                self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device, module=number_of(self.parts),
                 feedback=Carried(trained, self._kept) if self._kept is not None else None,
             )  # fmt: skip
         return self._exchanges[kind]

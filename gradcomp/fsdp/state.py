@@ -28,11 +28,11 @@ from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.buckets import poison
 from gradcomp.engine.options import Options
 from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.gathered import Rooms
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
-from gradcomp.fsdp.parts import Part
+from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import Kept
 from gradcomp.fsdp.reused import Reused
@@ -82,8 +82,10 @@ class FsdpState:
         self._model, self._known = weakref.ref(model), {id(one.module) for one in sharded}
         self._checked, self._split = False, any(one.is_split for one in sharded)
         names = {id(p): name for name, p in model.named_parameters()}
+        called = {id(module): name for name, module in model.named_modules()}
         wholes = [(names[id(p)], shape) for one in sharded for p, shape in zip(one.parameters, one.shapes, strict=True)]
         order = {name: n for n, name in enumerate(sorted(name for name, _ in wholes))}
+        self._module_names: dict[object, str] = {}
         gradients = _described(wholes, codec, options)
         values = _described(wholes, weights, options) if weights is not None else {}
         self._comms: list[TorchCommunicator] = []
@@ -107,6 +109,7 @@ class FsdpState:
                     self._comms.append(comm)
                     _agree(comm, {"codec": codec, "weights": weights, "keep_weights": keep_weights, "residuals": residuals}, options, gradients)
                 own = [names[id(p)] for p in one.parameters]
+                self._module_names[number_of(_parts(one, own, order, gradients))] = called[id(one.module)] or "(the model)"
                 self._reduces.append(self._reduce_scatter(one.module, _parts(one, own, order, gradients), comm))
                 torch_private.reduce_scatter_by(one.module, self._reduce_by(self._reduces[-1]), _unless_shards(reused, self._reduces[-1]))
                 if weights is not None:
@@ -183,8 +186,11 @@ class FsdpState:
         """Leave no gradient of this rank, and none of an unfinished step, that an optimizer could apply."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._poison()
+            if isinstance(error, PeerMismatch) and error.field == "module":
+                expected, got = (self._module_names.get(number, number) for number in (error.expected, error.got))
+                raise PeerMismatch("module", error.rank, expected, got) from error
             raise
 
     def _poison(self) -> None:
