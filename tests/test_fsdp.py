@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _expected import average
-from _ranks import RankFailed
+from _ranks import RankFailed, run_local
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,10 +25,13 @@ from torch.utils.checkpoint import checkpoint
 import gradcomp
 from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, TernGrad, TopK
 from gradcomp.comm import torch_private
+from gradcomp.exchange.gathered import Gathered, Rooms
 from gradcomp.exchange.sizing import Strategy, choose
+from gradcomp.exchange.stats import Stats
 from gradcomp.fsdp.reused import Reused
 from gradcomp.integrations import torchtitan
 from gradcomp.integrations.torchtitan import ReplicaAverage
+from gradcomp.payload.pieces import Slot
 from gradcomp.reference import codec as ref
 
 CODECS = {
@@ -957,6 +960,30 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights, 
         unfinished = before if raised == "PeerLost" else before[:4]
         assert all(grad is None or grad.isnan().all() for grad in unfinished), before
         assert sum(grad is not None for grad in after) >= 2
+
+
+def gathered_bytes(comm, fill, bad):
+    """Return the payloads of both ranks after a gather whose buffer had `fill` in every byte before."""
+    codec, numels = Block(8, error_feedback=False), (190, 77)
+    slots = [[Slot(rank, numel, 10, True, 190 * rank)] for rank, numel in enumerate(numels)]
+    rooms = Rooms()
+    rooms.give(torch.full((4096,), fill, dtype=torch.uint8))
+    gather = Gathered(codec, slots, 190 * comm.rank, comm, Stats(), rooms, timeout_s=20)
+    values = torch.randn(numels[comm.rank], generator=torch.Generator().manual_seed(comm.rank))
+    if bad:
+        values[5] = math.nan
+    gather.start(values, 3)
+    gather.finish(torch.empty(267))
+    (room,) = rooms._free
+    nbytes = gather.sent_nbytes
+    return room[nbytes : 3 * nbytes].tolist()
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "nan"])
+def test_bytes_of_weights_do_not_depend_on_the_memory_used(bad):
+    """The shorter chunk's message ended in whatever the buffer had held: other values of this process."""
+    (first, _), (second, _) = (run_local(2, gathered_bytes, fill, bad) for fill in (0xA5, 0x00))
+    assert first == second and len(first) > 2 * 190
 
 
 def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):

@@ -436,7 +436,7 @@ def test_header_is_laid_out_as_drawn() -> None:
     payload, _ = payloads()["ternary"]
     assert len(payload) == 32 + 2 * 4 + 3
     assert payload[:4] == b"GCMP"
-    assert list(payload[4:8]) == [ref_payload.VERSION, ref_payload.TERNARY, ref.F32, 0]
+    assert list(payload[4:8]) == [2, ref_payload.TERNARY, ref.F32, 0]
     assert struct.unpack_from("<5I", payload, 8) == (9, 5, 2, KEY.step, KEY.stream)
     assert seal(payload) == payload
     assert struct.unpack_from("<2f", payload, 32) == (1, 2)

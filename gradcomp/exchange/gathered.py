@@ -98,6 +98,7 @@ class Gathered:
             key = RngKey(seed=self._codec.seed, rank=self._comm.rank, step=self._step, stream=STREAM_SECOND)
             self._bad = self._codec.encode_body(self._kernels, values, self._own, send, key)
             wire.seal(send.numpy()[: self._own.nbytes], self._header(self._own, nonfinite=self._bad))
+            send[self._own.nbytes :].zero_()  # what goes out depends on the values alone
         self._work = self._comm.start_all_gather(send, self._arriving(room), Channel.SECOND)
         self._stats.add_bytes(self.sent_nbytes, self.sent_nbytes)
 
