@@ -5,6 +5,7 @@ import copy
 import math
 import os
 import re
+import tracemalloc
 import warnings
 from unittest import mock
 
@@ -322,50 +323,102 @@ def test_what_other_ranks_owed_is_owed_by_more_of_them(gloo, tmp_path):
                 assert torch.equal(tensor, wanted) and tensor.abs().sum() > 0, name
 
 
-def misloaded():
+def misloaded(residuals):
     model = wrap(fresh(), True)
-    with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL, residuals=residuals) as state:
         good = state.state_dict()
         rank = str(dist.get_rank())
-        nan = {**good["residual"][rank], "first.weight": torch.full((37, 40), math.nan)}
         few = dict(list(good["residual"][rank].items())[1:])
+
+        def other(value):
+            return {**good, "residual": {rank: {**good["residual"][rank], "first.weight": value}}}
+
+        def late(step):
+            return {**good, "steps": [["few.bias", step], *good["steps"][1:]]}
+
         said = []
+        tracemalloc.start()
         for bad in (
             {"version": 1, "steps": 3},
             7,
             {**good, "codec": "TernGrad()"},
-            {**good, "steps": [["first.weight", -1]]},
+            late(-1),
+            late(1.5),
+            late(2**70),
+            late(True),
+            {**good, "steps": [[7, 0], *good["steps"]]},
+            {**good, "steps": [*good["steps"], good["steps"][0]]},
+            {**good, "steps": 3},
             {**good, "steps": good["steps"][1:]},
-            {**good, "residual": {rank: nan}},
+            other(torch.full((37, 40), math.nan)),
+            other(torch.full((37, 40), 1e39, dtype=torch.float64)),
+            other(torch.zeros(37, 40, dtype=torch.complex64)),
+            other(torch.zeros(37, 40, dtype=torch.int64)),
+            other(torch.zeros(37, 40, device="meta")),
+            other(torch.zeros(37, 40).to_sparse()),
+            other([0.0]),
             {**good, "residual": {rank: few}},
+            {**good, "residual": {rank: 3}},
             {**good, "residual": {}},
+            {**good, "world_size": 10**6},
+            {**good, "world_size": 0},
+            {**good, "world_size": 2.0},
+            {**good, "world_size": True},
             [],
             [good, {**good, "world_size": 3}],
+            [good, {**good, "steps": late(1)["steps"]}],
         ):
             try:
                 state.load_state_dict(bad)
             except ValueError as error:
                 said.append(str(error))
+        assert tracemalloc.get_traced_memory()[1] < 2e6
+        tracemalloc.stop()
         with pytest.raises(ValueError, match="is no checkpoint of torch.distributed.checkpoint"):
             state.load("/nowhere")
-        assert [n for _, n in state.state_dict()["steps"]] == [0] * 8
+        after = state.state_dict()
+        assert [n for _, n in after["steps"]] == [0] * 8 and not any(t.any() for t in after["residual"][rank].values())
+        if residuals == "bf16":
+            largest = other(torch.full((37, 40), torch.finfo(torch.float32).max))
+            with pytest.raises(ValueError, match="residual of 'first.weight' has values that are not finite in torch.bfloat16"):
+                state.load_state_dict(largest)
         return said
 
 
-def test_states_that_are_refused(gloo):
+@pytest.mark.parametrize("residuals", ["fp32", "bf16"])
+def test_states_that_are_refused(gloo, residuals):
+    """float64 residuals of 1e39 became Inf, and every later gradient NaN; 10**9 ranks took 3 GB and a minute."""
     wanted = [
         "not a state of gradcomp.fsdp that",
         "not a state of gradcomp.fsdp that",
         "this state has codec 'TernGrad",
-        "other parameters",
+        "step -1 of 'few.bias', an integer of at least 0 and below 2.32",
+        "step 1.5 of 'few.bias', an integer",
+        f"step {2**70} of 'few.bias', an integer",
+        "step True of 'few.bias', an integer",
+        "other parameters: 7 is on one side only",
+        "steps must be pairs of name and step, each name once",
+        "steps must be pairs of name and step, each name once: 3",
         "other parameters: 'few.bias' is on one side only",
-        "residual of 'first.weight' is no finite tensor of .37, 40.",
+        "residual of 'first.weight' has values that are not finite in torch.",
+        "residual of 'first.weight' is torch.float64 on cpu; float32 or bfloat16 expected",
+        "residual of 'first.weight' is torch.complex64",
+        "residual of 'first.weight' is torch.int64",
+        "residual of 'first.weight' is torch.float32 on meta",
+        "residual of 'first.weight' must be a tensor of .37, 40., got tensor.indices",
+        "residual of 'first.weight' must be a tensor of .37, 40., got .0.0.",
         "residuals do not fit this model and codec",
+        "no residuals by rank and name",
         "residuals of rank . are missing",
+        "residuals of rank . are missing: the run had 1000000 ranks, this one has 2",
+        "world_size 0, a positive integer expected",
+        "world_size 2.0, a positive integer expected",
+        "world_size True, a positive integer expected",
         "states of .. ranks",
         "states of .2, 3. ranks",
+        "states of different steps",
     ]
-    for said in gloo(2, misloaded):
+    for said in gloo(2, misloaded, residuals):
         assert len(said) == len(wanted) and all(re.search(w, s) for w, s in zip(wanted, said, strict=True)), said
 
 

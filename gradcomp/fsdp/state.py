@@ -38,6 +38,7 @@ from gradcomp.fsdp.residuals import Kept
 from gradcomp.fsdp.reused import Reused
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import of as kernels_of
+from gradcomp.memory.parts import STEPS
 from gradcomp.payload.parameters import Parameter, describe_parameters
 
 if TYPE_CHECKING:
@@ -255,6 +256,8 @@ class FsdpState:
             self._check_state(one)
         if not states or any(one["world_size"] != states[0]["world_size"] for one in states):
             raise ValueError(f"states of {sorted({one['world_size'] for one in states})} ranks: those of one run are needed")
+        if any(one["steps"] != states[0]["steps"] for one in states):
+            raise ValueError("states of different steps: those of one run, saved at the same step, are needed")
         residuals = {rank: values for one in states for rank, values in one["residual"].items()}
         self._load(states[0], lambda rank: residuals[rank], set(residuals))
 
@@ -266,8 +269,15 @@ class FsdpState:
         Raises:
             ValueError: as `load_state_dict`; no such folder or key.
         """
-        part = f"{prefix}.residual."
-        state = read_checkpoint(checkpoint_id, lambda key: key.startswith(f"{prefix}.") and not key.startswith(part))
+        part, ranks = f"{prefix}.residual.", set()
+
+        def is_wanted(key: str) -> bool:
+            if key.startswith(part):
+                ranks.add(key.removeprefix(part).partition(".")[0])
+                return False
+            return key.startswith(f"{prefix}.")
+
+        state = read_checkpoint(checkpoint_id, is_wanted)
         state = {key.removeprefix(f"{prefix}."): value for key, value in state.items()} | {"residual": {}}
         self._check_state(state)
 
@@ -275,7 +285,7 @@ class FsdpState:
             found = read_checkpoint(checkpoint_id, lambda key: key.startswith(f"{part}{rank}."))
             return {key.removeprefix(f"{part}{rank}."): value for key, value in found.items()}
 
-        self._load(state, read, {str(rank) for rank in range(state["world_size"])} if self._kept.nbytes else set())
+        self._load(state, read, ranks)
 
     def _load(self, state: dict[str, Any], residual: Callable[[str], dict[str, Tensor]], ranks: set[str]) -> None:
         """Take steps, and the residuals of this rank or the mean of all ranks'."""
@@ -283,13 +293,14 @@ class FsdpState:
             old = state["world_size"]
             if self._split and old != group_size():
                 raise ValueError(f"residuals of {old} ranks with tensor parallelism do not fit {group_size()}: resume with as many, on the same mesh")
-            wanted = {str(group_rank())} if old == group_size() else {str(rank) for rank in range(old)}
-            if not wanted <= ranks:
+            wanted = range(group_rank(), group_rank() + 1) if old == group_size() else range(old)
+            missing = next((rank for rank in wanted if str(rank) not in ranks), None)
+            if missing is not None:
                 raise ValueError(
-                    f"residuals of rank {min(wanted - ranks)} are missing: the run had {old} ranks, this one has {group_size()}; give "
+                    f"residuals of rank {missing} are missing: the run had {old} ranks, this one has {group_size()}; give "
                     "load_state_dict a list of all ranks' states, or load() a checkpoint of torch.distributed.checkpoint"
                 )
-            self._kept.load(residual(rank) for rank in sorted(wanted))
+            self._kept.load(residual(str(rank)) for rank in wanted)
         steps = dict(state["steps"])
         for module in self._reduces:
             module.steps = max(steps[part.parameter.name] for part in module.parts)
@@ -300,15 +311,23 @@ class FsdpState:
         for key, mine in self._origin().items():
             if state.get(key) != mine:
                 raise ValueError(f"this state has {key} {state.get(key)!r}, here it is {mine!r}")
-        mine = {part.parameter.name for module in self._reduces for part in module.parts}
+        world, residual = state.get("world_size"), state.get("residual")
+        if type(world) is not int or world < 1:
+            raise ValueError(f"this state has world_size {world!r}, a positive integer expected")
+        if not isinstance(residual, dict) or not all(isinstance(one, dict) for one in residual.values()):
+            raise ValueError(f"this state has no residuals by rank and name: {residual!r}"[:200])
         try:
-            theirs = {name for name, step in state["steps"] if step >= 0}
-            fits = state["world_size"] == 1 or not mine or theirs == mine
-            fits &= isinstance(state["residual"], dict) and state["world_size"] > 0
+            steps = dict(state["steps"])
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"not a state of gradcomp.fsdp: {state!r}"[:200]) from None
-        if not fits:
-            raise ValueError(f"this state is of other parameters: {min(theirs ^ mine, default='')!r} is on one side only")
+            steps = None
+        if steps is None or len(steps) != len(state["steps"]):
+            raise ValueError(f"this state's steps must be pairs of name and step, each name once: {state.get('steps')!r}"[:200])
+        for name, step in steps.items():
+            if type(step) is not int or not 0 <= step < STEPS:
+                raise ValueError(f"this state has step {step!r} of {name!r}, an integer of at least 0 and below 2^32 expected")
+        mine = {part.parameter.name for module in self._reduces for part in module.parts}
+        if steps and mine and steps.keys() != mine:
+            raise ValueError(f"this state is of other parameters: {min(steps.keys() ^ mine, default='', key=str)!r} is on one side only")
 
     def _origin(self) -> dict[str, Any]:
         return {"version": STATE_VERSION, "codec": repr(self.codec)}
