@@ -96,8 +96,11 @@ def chunk_of(array, world, rank):
     return array[rank * rows : (rank + 1) * rows]
 
 
-def expected(codec, grads, step, world, rank, residuals=None):
-    """Return this rank's shards from the reference: every chunk is a tensor of its own. `residuals`: of all ranks, by name, renewed."""
+def expected(codec, grads, step, world, rank, residuals=None, ranks=None):
+    """Return this rank's shards from the reference: every chunk is a tensor of its own.
+
+    residuals: of all ranks, by name, renewed. ranks: whose random numbers are drawn.
+    """
     out, residuals = {}, {} if residuals is None else residuals
     for number, name in enumerate(sorted(grads)):
         chunks = [chunk_of(g, world, rank) for g in grads[name]]
@@ -109,7 +112,7 @@ def expected(codec, grads, step, world, rank, residuals=None):
             strategy = Strategy("all_gather")  # one phase
             old = residuals.get((name, rank))
             mean, residuals[name, rank], _ = average(
-                flat, codec, strategy, step=step, parameter=number * world + rank, shape=whole.shape, residuals=old
+                flat, codec, strategy, step=step, parameter=number * world + rank, shape=whole.shape, residuals=old, ranks=ranks
             )
         out[name] = mean.reshape(chunks[0].shape)
     return out
@@ -435,9 +438,31 @@ def test_replicas_average_shards_as_torch_does(gloo):
     grads, results = gradients(0, 4), gloo(4, in_two_dimensions)
     for rank, got in enumerate(results):
         place = rank % 2
-        sides = [expected(TernGrad(seed=3), {k: v[2 * r : 2 * r + 2] for k, v in grads.items()}, 0, 2, place) for r in range(2)]
+        sides = [expected(TernGrad(seed=3), {k: v[2 * r : 2 * r + 2] for k, v in grads.items()}, 0, 2, place, ranks=[2 * r, 2 * r + 1]) for r in range(2)]
         for name, shard in got.items():
             assert np.allclose(shard, (sides[0][name] + sides[1][name]) / 2, rtol=1e-6, atol=1e-9), (rank, name)
+
+
+def squared_error(replicas):
+    """Return the squared error of a ternary average of four ranks with the same data, over the gradient's square."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicas else None
+    model = fully_shard(nn.Linear(128, 128, bias=False), **({"mesh": mesh} if mesh else {}))
+    x = torch.randn(16, 128)
+    with gradcomp.fsdp.compress(model, TernGrad(clip_sigma=None)) as state:
+        model(x).square().mean().backward()
+        noisy = model.weight.grad.full_tensor()
+        assert state.plain == 0
+    model.zero_grad()
+    model(x).square().mean().backward()
+    exact = model.weight.grad.full_tensor()
+    return ((noisy - exact).square().sum() / exact.square().sum()).item()
+
+
+def test_replicas_draw_random_numbers_of_their_own(gloo):
+    """Ternary's noise averages out over all ranks: both replicas drew the same numbers, and it was twice as large."""
+    flat, replicated = (gloo(4, squared_error, replicas)[0] for replicas in (False, True))
+    assert replicated == pytest.approx(flat, rel=0.1)
 
 
 def between_nodes(codec):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
-from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.comm.torchdist import TorchCommunicator, group_rank
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.sizing import BucketPlan, Strategy
@@ -119,6 +119,7 @@ class ReduceScatter:
         if kind not in self._exchanges:
             self._exchanges[kind] = BucketExchange(
                 self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device, module=number_of(self.parts),
+                draw_rank=group_rank(),  # replicas of a shard draw other numbers
                 feedback=Carried(trained, self._kept) if self._kept is not None else None,
             )  # fmt: skip
         return self._exchanges[kind]
