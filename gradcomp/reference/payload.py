@@ -44,7 +44,7 @@ TOPK = 9
 SCALES_PER_GROUP = {IDENTITY: 0, TERNARY: 1, ONEBIT: 2, LANES: 1, BF16_VALUES: 0, **dict.fromkeys(BLOCKS, 1), TOPK: 2}
 CODE_BITS = {IDENTITY: 32, TERNARY: 2, ONEBIT: 1, BF16_VALUES: 16, **BLOCKS}  # those of LANES depend on the world size
 NONFINITE, SEGMENTED = 1, 2  # header flags
-MAGIC, VERSION = 0x504D4347, 1  # the bytes "GCMP"
+MAGIC, VERSION = 0x504D4347, 2  # the bytes "GCMP"
 HEADER = struct.Struct("<IBBBBIIIIII")  # 32 bytes; the last field is the checksum
 MAX_NUMEL = 2**32 - 4096
 
@@ -60,7 +60,10 @@ def crc32c(data: bytes, crc: int = 0) -> int:
 
 
 class Header(NamedTuple):
-    """The fields of a payload's header after magic and version, before the checksum."""
+    """The fields of a payload's header after magic and version, before the checksum.
+
+    Bits 0 to 7 of `stream` number the random numbers, bits 8 to 30 the FSDP module.
+    """
 
     codec: int
     dtype: int
