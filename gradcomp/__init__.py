@@ -2,7 +2,7 @@
 
 One line after ``DistributedDataParallel(...)``::
 
-    state = gradcomp.ddp.register(model, "terngrad")
+    state = gradcomp.ddp.register(model, "ternary")
 
 Importing gradcomp starts no thread, no network and no MPI, and changes no environment variable.
 """
