@@ -495,10 +495,12 @@ def _copied():
     file = io.BytesIO()
     torch.save(net.weight.grad, file)
     file.seek(0)
-    for one in (copy.deepcopy(net.weight.grad), net.weight.grad.clone(), torch.load(file), net.weight.grad * 2):
+    for one in (copy.deepcopy(net.weight.grad), net.weight.grad.clone(), torch.load(file), net.weight.grad * 2, net.weight.grad.double()):
         assert type(one) is torch.Tensor
         assert one.isnan().all()
         one.zero_()
+    assert net.weight.grad.to_sparse().layout == torch.sparse_coo
+    assert net.weight.grad.to("meta").is_meta
     before = net.weight.detach().clone()
     optimizer.step()
     moved = (before - net.weight).unique().tolist()

@@ -994,6 +994,19 @@ def test_tensor_subclasses_are_refused():
         SplitSGD([nn.Parameter(torch.zeros(3).as_subclass(Wrapped))], lr=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_negative_views_are_refused(dtype):
+    """Their memory holds -p: a step took the gradient's sign for the other one, -1 went to -0.5 in place of -1.5."""
+    p = nn.Parameter(torch._neg_view(torch.ones(4, dtype=dtype)))
+    with pytest.raises(UnsupportedTensor, match=r"parameter 0 of the group is a negative view .* p\.data\.resolve_neg\(\)"):
+        SplitSGD([p], lr=0.5)
+    p.data = p.data.resolve_neg()
+    optimizer = SplitSGD([p], lr=0.5)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.tolist() == [-1.5] * 4
+
+
 def test_state_of_another_optimizer_is_refused():
     net = model()
     adam = torch.optim.AdamW(model().parameters())
