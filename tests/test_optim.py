@@ -25,6 +25,7 @@ from gradcomp.optim import (
     split,
     split_parameters,
 )
+from gradcomp.optim.placeholder import Placeholder
 from gradcomp.reference import optim as ref
 
 ROUNDINGS = ["truncate", "nearest"]
@@ -468,9 +469,9 @@ def test_bad_options_are_named(cls, options, text):
 
 def placeholder(shape):
     """What fused updates leave in p.grad, of a backward before."""
-    gradient = torch.full((), float("nan")).expand(shape)
-    gradient._gradcomp_packed = True
-    return gradient
+    parameter = nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.zeros(shape)
+    return Placeholder.stand_for(parameter)
 
 
 @every_optimizer
