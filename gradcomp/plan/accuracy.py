@@ -150,7 +150,7 @@ _FASHION_8 = replace(
     _FASHION, world_size=8, steps=1000, fp32=89.46, what=" on Fashion-MNIST, 8 ranks", source="docs/explanation/accuracy.md"
 )
 _CIFAR = replace(_FASHION, who="a small ResNet", what=" on CIFAR-10", steps=1000, fp32=57.76, source="docs/explanation/accuracy.md")
-_DIGITS = replace(_FASHION, what=" on scikit-learn's digits", steps=250, fp32=97.63, source="README.md")
+_DIGITS = replace(_FASHION, what=" on scikit-learn's digits", steps=250, fp32=97.63, source="docs/explanation/codecs.md")
 _SHORT_RUNS = "runs of 600 steps lose more with it than with Block(4) (one seed)"
 TABLE = (
     Measured(_GPT, Block(8), 8.2, 1.3424),
