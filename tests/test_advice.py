@@ -337,20 +337,19 @@ def test_ranks_that_choose_apart_are_told(gloo):
         assert "codec" in said
 
 
-def register_wrongly():
-    out, model = [], DDP(net())
-    for call in (gradcomp.ddp.register, gradcomp.ddp.CompressionState):
-        with pytest.raises(ValueError, match='codec="auto" chooses by the optimizer: pass optimizer=') as caught:
-            call(model, "auto")
-        out.append(str(caught.value))
-    gradcomp.ddp.register(model, "terngrad").close()  # nothing was taken
-    return out
+def register_without_an_optimizer():
+    state = gradcomp.ddp.register(DDP(net()), "auto")
+    line = state.describe()
+    state.close()
+    return line
 
 
-def test_auto_needs_an_optimizer(gloo):
-    assert len(gloo(1, register_wrongly)[0]) == 2
-    with pytest.raises(ValueError, match='codec="auto" chooses by the optimizer: pass optimizer='):
-        GradientAverager(NET, "auto", LocalCommunicator.group(1)[0])
+def test_auto_without_an_optimizer_is_safe_for_every_one_and_says_so(gloo):
+    says = "auto: Block(4), which is safe for every optimizer; pass optimizer= for fewer bytes"
+    assert says in gloo(2, register_without_an_optimizer)[0]
+    averager = GradientAverager(NET, "auto", LocalCommunicator.group(1)[0])
+    assert says in averager.describe()
+    averager.close()
     with pytest.raises(ValueError, match=r"unknown codec 'auto'.*register and GradientAverager"):
         gradcomp.all_reduce(torch.ones(4), "auto", LocalCommunicator.group(1)[0])
 

@@ -14,7 +14,7 @@ from gradcomp.payload.parameters import THIN_GROUP_NUMEL, describe_parameters
 from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, decayed, family_of, within, written
 
 AUTO = "auto"
-FALLBACK = Block(4)  # for optimizers that are not in the table
+FALLBACK = Block(4)  # for optimizers that are not known or not in the table: it trains under all that were tried
 BLOCK = 128  # the shortest rows that were measured
 
 
@@ -46,7 +46,7 @@ def settle(
 
     Raises:
         TypeError: an option that there is not; an optimizer's class or name in place of an optimizer.
-        ValueError: an option out of its range, or that does not go with the optimizer; (auto) no optimizer.
+        ValueError: an option out of its range, or that does not go with the optimizer.
     """
     family = None if optimizer is None else family_of(optimizer)
     mine = Options.of(options, **changes).under(optimizer)
@@ -58,9 +58,8 @@ def settle(
         said = f"residual_decay={found.decay:g} for {type(optimizer).__name__}" if found.decay != known.decay else ""
         return found, mine, said
     if optimizer is None:
-        raise ValueError(
-            'codec="auto" chooses by the optimizer: pass optimizer=, the one that trains this model, or name a codec'
-        )
+        best = decayed(_not_thin(FALLBACK, mine, sources), None)
+        return best, mine, f"auto: {written(best)}, which is safe for every optimizer; pass optimizer= for fewer bytes"
     given = {f.name for f in fields(Options) if options is not None and getattr(options, f.name) != f.default}
     name = type(optimizer).__name__
     ranks = world_size if mine.nodes is None else len(mine.nodes)
