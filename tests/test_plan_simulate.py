@@ -368,6 +368,9 @@ def test_every_block_is_a_candidate():
     assert {f"block{bits} {how}" for bits in (2, 4, 8) for how in ("all_gather", "reduce_scatter")} <= {m.name for m in METHODS}
 
 
+UNMEASURED = {m.name for m in METHODS if m.name.startswith("ternary")}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "codec", "costs"),
     [
@@ -381,7 +384,7 @@ def test_what_loses_too_much_is_not_recommended(optimizer, codec, costs):
     fast, kept = ask(), ask(optimizer)
     assert fast.method.name.startswith("onebit") and kept.method.name.startswith(codec) and costs in kept.sentence
     assert 1 < kept.speedup < fast.speedup
-    assert set(kept.permitted) < set(fast.permitted) == {m.name for m in METHODS} - {"topk all_gather"}
+    assert set(kept.permitted) < set(fast.permitted) == {m.name for m in METHODS} - {"topk all_gather"} - UNMEASURED
     assert {"fp32", "bf16"} < set(kept.permitted) and not any(n.startswith("onebit") for n in kept.permitted)
     times = kept.result(kept.method.name, 4).seconds / fast.result(fast.method.name, 4).seconds
     assert f" {fast.method.name} would be {times:.2g} times as fast a step and " in kept.sentence

@@ -73,7 +73,8 @@ def test_every_truncation_and_extension_is_refused(name):
     ("fields", "check"),
     [
         ({"magic": 0x12345678}, "magic"),
-        ({"version": 2}, "version"),
+        ({"version": 1}, "version"),
+        ({"version": 3}, "version"),
         ({"codec": 3}, "codec"),
         ({"codec": 77}, "codec"),
         ({"dtype": 3}, "dtype"),

@@ -118,7 +118,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     encoded = ref.onebit_encode(plain, ref.Piece(n, GROUP), old[:n].numpy())
     add(
         "onebit encode",
-        lambda: onebit.encode_body(HOST, x, one, bit, KEY, (old, new)),
+        lambda: onebit.encode_body(HOST, x, one, bit, KEY, Residuals(old, new)),
         lambda: new[: n // GROUP * GROUP].numpy(),
         lambda: encoded[2][: n // GROUP * GROUP],
     )
@@ -162,9 +162,10 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
     """Return encode and decode of a codec; what the portable tier makes is the reference."""
     layout, key = _layout(codec, x.numel()), KEY
     payload, out = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.empty_like(x)
-    residuals: Residuals = NO_RESIDUALS
+    residuals = NO_RESIDUALS
     if codec.error_feedback:
-        residuals = (torch.randn(x.numel(), generator=torch.Generator().manual_seed(1)), torch.zeros(x.numel()))
+        old = torch.randn(x.numel(), generator=torch.Generator().manual_seed(1))
+        residuals = Residuals(old, torch.zeros(x.numel()))
     if codec.measures:
         scales = torch.empty(layout.group_count)
         codec.measure(HOST, x, layout, codec.scratch(HOST, layout), scales)

@@ -145,6 +145,15 @@ def graph_task() -> int:
     return int(_named(torch._C, "_current_graph_task_id")())
 
 
+def accumulates(leaf: torch.Tensor) -> bool:
+    """Return whether the backward pass that runs now adds to a leaf's `grad`; `torch.autograd.grad` does not."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(_named(torch._C, "_will_engine_execute_node")(node))
+    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for
+        return False
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have the backward pass that runs now call `callback` at its end; what that raises comes out of ``backward()``."""
     _named(torch.autograd.Variable._execution_engine, "queue_callback")(callback)

@@ -18,7 +18,7 @@ from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.gathered import Gathered, Rooms
 from gradcomp.exchange.stats import Stats
-from gradcomp.fsdp.parts import Part, slots_of
+from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.kernels import native
 
 
@@ -108,7 +108,7 @@ class AllGather:
             comm = self._comm
             self._gathers[dtype, device] = Gathered(
                 self._codec, slots_of(self._parts, comm.world_size), comm.rank * self._each, comm, self._stats, self._rooms,
-                dtype=dtype, device=device, timeout_s=comm.timeout_s,
+                dtype=dtype, device=device, timeout_s=comm.timeout_s, module=number_of(self._parts),
             )  # fmt: skip
         return self._gathers[dtype, device]
 
