@@ -910,17 +910,22 @@ def with_kept_weights(keep, recompute=None, between="", reshard=None):
             model.zero_grad()
             x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
             loss = model(x).square().mean()
-            if between:
+            if between in ("looked at", "changed"):
                 shards = [p.to_local() for p in model.parameters()]
                 before = [shard.detach().clone() for shard in shards]
                 for shard in shards:
                     shard.data.mul_(1.5)
-                with torch.no_grad():  # an average of weights is looked at
-                    model(x)
-                for shard, old in zip(shards if between == "looked at" else [], before, strict=between == "looked at"):
-                    shard.data.copy_(old)
+                if between == "looked at":  # an average of weights is
+                    with torch.no_grad():
+                        model(x)
+                    for shard, old in zip(shards, before, strict=True):
+                        shard.data.copy_(old)
             loss.backward()
             grads.append([p.grad.to_local().numpy().tobytes() for p in model.parameters()])
+            if between == "evaluated":  # backward and step: with gradients on, no checkpoints, and no backward
+                model.recompute = None
+                model(x)
+                model.recompute = recompute
             with torch.no_grad():
                 for p in model.parameters():
                     p.to_local().sub_(p.grad.to_local(), alpha=0.1)
@@ -943,11 +948,18 @@ def test_backward_decodes_what_forward_has_gathered(gloo, recompute):
 
 @pytest.mark.parametrize("between", ["looked at", "changed"])
 def test_gradients_are_of_the_weights_that_forward_has_used(gloo, between):
-    """Whatever happens to shards before backward, and whoever gathers them meanwhile without gradients."""
+    """Whatever happens to shards before backward; who gathers them meanwhile without gradients has them gathered once more."""
     cases = (True, ""), (True, between), (False, between)
     for usual, other, twice in zip(*(gloo(2, with_kept_weights, keep, None, then) for keep, then in cases), strict=True):
-        assert other[0][0] == usual[0][0] and other[1] + 2 * 3 == twice[1]
+        assert other[0][0] == usual[0][0] and other[1] + (2 * 3 if between == "changed" else 0) == twice[1]
         assert (other[0][1] == usual[0][1]) == (between == "looked at")
+
+
+def test_weights_kept_by_a_forward_without_backward_are_not_the_next_steps(gloo):
+    """A reentrant checkpoint's forward gathers for itself; its backward took the weights of the evaluation before it."""
+    kept, never = (gloo(2, with_kept_weights, keep, True, "evaluated") for keep in (True, False))
+    for one, other in zip(kept, never, strict=True):
+        assert one[0] == other[0]
 
 
 def with_a_weight_that_is_nan_kept():
