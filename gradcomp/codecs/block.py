@@ -54,6 +54,8 @@ class Block(FeedbackCodec):
         self.bits = bits
         self.form = BLOCKS[bits]
         self.reach = {2: 2.0, 4: 7.5, 8: 127.5}[bits]  # half a step beyond the outermost level
+        top = 2 * self.reach - 1
+        self.most = torch.tensor(torch.finfo(torch.float32).max / top).item()  # largest scale that is written
 
     def of_groups(
         self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
@@ -90,5 +92,5 @@ class Block(FeedbackCodec):
         return Payloads(tensors, self.form.kernel, dtype, code_bits=self.bits)
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
-        HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True)
+        HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True, most=self.most)
         HOST.validate(payload, self.form.kernel, layout.packed, self.bits)

@@ -7,6 +7,7 @@ take none. `gradcomp.kernels.of` returns the set of a device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -155,8 +156,11 @@ class Kernels(Protocol):
         """Raise CorruptPayload for codes and padding that an encoder does not write (`limits`: of lanes, ranks
         and bits; of blocks, bits)."""
 
-    def validate_scales(self, payload: Tensor, first: int, count: int, *, non_negative: bool) -> None:
-        """Raise CorruptPayload unless `count` scales from byte `first` are finite and, if asked for, not negative."""
+    def validate_scales(
+        self, payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
+    ) -> None:
+        """Raise CorruptPayload unless `count` scales from byte `first` are finite, at most `most` and, if asked for, not
+        negative."""
 
     def are_finite(self, values: Tensor) -> bool:
         """Return whether all float32 values are finite."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from gradcomp.reference.codec import (
     BF16,
+    BLOCK_ZEROS,
     F16,
     F32,
     SOURCE_DTYPES,
@@ -124,6 +125,9 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
         require("value", np.isfinite(to_float32(codes.view("<f4" if codec == IDENTITY else "<u2"))).all(), "NaN or Inf")
     else:
         require("scale", np.isfinite(scales).all() and (codec == ONEBIT or not np.signbit(scales).any()), scales)
+        if codec in BLOCKS:
+            most = np.finfo(np.float32).max / np.float32(2 * BLOCK_ZEROS[BLOCKS[codec]])
+            require("scale", (scales <= most).all(), scales)
         if codec == TOPK:
             topk_decode(codes, scales, piece)  # it checks what it reads
             return header, scales, codes

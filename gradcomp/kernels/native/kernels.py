@@ -8,6 +8,7 @@ C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtyp
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -175,9 +176,15 @@ def validate(payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
         run(name, table, lambda rows, count, _: function(source, *limits, rows, count))
 
 
-def validate_scales(payload: Tensor, first: int, count: int, *, non_negative: bool) -> None:
+def validate_scales(
+    payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
+) -> None:
     """See `Kernels.validate_scales`."""
     check(lib.gc_scales_validate(bytes_of(payload) + first, count, non_negative), "gc_scales_validate")
+    if most < math.inf and count:
+        scales = payload.numpy()[first : first + 4 * count].view(np.float32)  # wherever in memory they begin
+        if scales.max() > most:
+            check(lib.GC_BAD_SCALE, "gc_scales_validate")
 
 
 def are_finite(values: Tensor) -> bool:
