@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gradcomp import interrupt
+
+interrupt.begin()
+
 import torch
 
 from gradcomp import codecs, comm, local

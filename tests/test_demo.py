@@ -16,7 +16,7 @@ from _ranks import is_alive
 from gradcomp.bench import __main__ as dispatcher
 from gradcomp.bench import demo
 from gradcomp.bench.ranks import RANK_ERRORS, run_ranks
-from gradcomp.bench.training import RunResult, TrainConfig, batch_indices, curve_steps
+from gradcomp.bench.training import Alone, RunResult, TrainConfig, batch_indices, curve_steps
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +43,10 @@ def test_demo_trains_all_three_and_reports(tmp_path):
     assert codecs["fp32"]["compression_ratio"] == 1.0
     assert 15.0 < codecs["terngrad"]["compression_ratio"] < 16.0
     assert 28.0 < codecs["onebit"]["compression_ratio"] < 32.0
+    assert "statis" not in done.stdout, "phases are shown with --phases alone"
     for name, row in codecs.items():
         assert name in done.stdout and f"{row['compression_ratio']:.1f}x" in done.stdout
+        assert f"{row['predicted_seconds_per_step'] * 1e3:.1f} ms" in done.stdout
         assert 0.0 < row["seconds_per_step"] < 10.0
         [curve] = row["curves"]
         assert [step for step, _, _ in curve] == curve_steps(12)
@@ -78,11 +80,22 @@ def test_report_holds_means_spreads_and_phases():
     assert onebit["phase_seconds_per_step"]["exchange"] == pytest.approx(0.03)  # scale round and both phases
     assert onebit["phase_seconds_per_step"]["encode"] == pytest.approx(0.01)
     assert report["codecs"]["fp32"]["phase_seconds_per_step"] == {}
+    for codec, seconds in (("fp32", 0.1), ("onebit", 0.03)):
+        report["codecs"][codec]["predicted_seconds_per_step"] = seconds
     table = demo.build_table(report)
-    assert [column.justify for column in table.columns] == ["left"] + ["right"] * 9
-    assert list(table.columns[1].cells) == ["92.00 ±2.83"] * 2
-    assert list(table.columns[7].cells) == ["-", "30.0"]
+    assert [column.justify for column in table.columns] == ["left"] + ["right"] * 4
+    assert list(table.columns[1].cells) == ["92.00 ± 2.83"] * 2
+    assert list(table.columns[4].cells) == ["100.0 ms", "30.0 ms"]
+    phases = demo.build_phases(report)
+    assert [list(column.cells) for column in phases.columns][4] == ["-", "30.0"]
     assert "upsampled" in report["data"]["note"]
+
+
+def test_steps_are_predicted_by_the_planner():
+    """5.0 MB over 1 Gbit/s take 40 ms: the table once showed loopback alone, on which compression only costs."""
+    seconds = demo.predict_steps(CONFIG, Alone(compute=0.03, update=0.002))
+    assert 0.06 < seconds["fp32"] < 0.08  # the larger bucket leaves when backward has ended, or nearly
+    assert 0.032 < seconds["onebit"] < seconds["fp32"] - 0.02
 
 
 def test_batches_are_permutations_that_depend_on_the_seed_alone():
@@ -176,6 +189,36 @@ def test_ranks_are_heard():
     heard = []
     run_ranks(3, _say_rank_then_fail, "nothing", on_message=heard.append)
     assert sorted(heard) == [0, 1, 2]
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("moment", ["importing", "reading data", "training"])
+def test_interrupted_within_two_seconds(tmp_path, moment):
+    """It ended in tracebacks of the program and of the server that forks ranks, or without a word after 9 to 11 s."""
+    command = [sys.executable, "-m", "gradcomp.bench", "demo", "--out", str(tmp_path)]
+    run = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        if moment == "importing":
+            time.sleep(1.0)
+        else:
+            assert "gradcomp demo" in run.stdout.readline()
+        if moment == "training":
+            assert "data:" in run.stdout.readline()
+            time.sleep(4.0)
+        begun = time.monotonic()
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+        _, said = run.communicate(timeout=60)
+        assert time.monotonic() - begun < 2.0  # the ranks had its stderr, too, and are gone
+        assert (run.returncode, said) == (130, "interrupted\n")
+    finally:
+        run.kill()
 
 
 KILLED = """

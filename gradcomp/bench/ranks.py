@@ -5,6 +5,7 @@ Processes are forked from a server that has imported torch and what DDP pulls in
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -58,6 +60,15 @@ def _start_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    atexit.register(_end_server)
+
+
+def _end_server() -> None:
+    """End the server with this program: while it imports, for seconds, it would not notice that nobody needs it."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def become_rank(variables: Mapping[str, str]) -> None:
@@ -99,21 +110,21 @@ def run_ranks(world_size: int, body: Callable[..., None], *args: Any, on_message
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     warm = warm_context(body.__module__)
     messages: Any = warm.Queue()
-    context = start_processes(  # type: ignore[no-untyped-call]
-        _rank_main,
-        args=(world_size, store.port, messages, body, args, dict(os.environ)),
-        nprocs=world_size,
-        join=False,
-        daemon=True,
-        start_method=warm.get_start_method(),
-    )
     try:
+        context = start_processes(  # type: ignore[no-untyped-call]
+            _rank_main,
+            args=(world_size, store.port, messages, body, args, dict(os.environ)),
+            nprocs=world_size,
+            join=False,
+            daemon=True,
+            start_method=warm.get_start_method(),
+        )
         while not context.join(timeout=0):
             _drain(messages, on_message)
         _drain(messages, on_message)
     except KeyboardInterrupt:
-        for process in context.processes:
-            process.terminate()
+        for process in multiprocessing.active_children():
+            process.kill()
         raise
 
 
@@ -136,6 +147,8 @@ def _rank_main(
     variables: Mapping[str, str],
 ) -> None:
     become_rank(variables)
+    if hasattr(signal, "pthread_sigmask"):  # Ctrl-C is for the program, which ends its ranks
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
