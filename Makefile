@@ -58,8 +58,8 @@ quick: build
 	$(BIN)/python -m pytest -q -m 'not long and not timed and not slow' -n $(WORKERS) $(PYTEST_ARGS)
 
 test-long: build mpi
-	$(BIN)/python -m pytest -rs -m long --timeout 1800 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m long --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 promises: build
 	$(BIN)/python tests/promises/break.py

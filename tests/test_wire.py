@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp import Block, CorruptPayload, Identity, OneBit, RngKey, TernGrad, TopK, UnsupportedTensor
@@ -159,7 +159,6 @@ def test_codes_and_scales_that_no_encoder_writes(name, change, check):
     assert error.value.check == check
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.binary(max_size=300), name=st.sampled_from(sorted(CODECS)))
 def test_any_bytes_are_safe(data, name):
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -167,7 +166,6 @@ def test_any_bytes_are_safe(data, name):
         CODECS[name].decode(tensor)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from(sorted(CODECS)),
     fields=st.fixed_dictionaries(
