@@ -9,10 +9,15 @@ import os
 import pickle
 import signal
 
+import hypothesis
 import pytest
 from _ranks import MpiPool, RankPool, run_local, unpacked, with_communicator, with_mpi_beneath
 
 from gradcomp.kernels import native
+
+for name, examples in (("short", 50), ("long", 400)):  # make test-long takes --hypothesis-profile long
+    hypothesis.settings.register_profile(name, max_examples=examples, deadline=None)
+hypothesis.settings.load_profile("short")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's "&" makes it so, and every program that a test interrupts would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

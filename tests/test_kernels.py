@@ -44,10 +44,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 WORDS = st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1]) | SEEDS
 COUNTS = st.sampled_from([1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33])
 
-settings.register_profile(
-    "kernels", max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
-kernel_settings = settings.get_profile("kernels")
+kernel_settings = settings(database=None, suppress_health_check=list(HealthCheck))
 
 
 def flag() -> Any:

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp import Block, CorruptPayload, Identity, OneBit, RngKey, TernGrad, TopK, UnsupportedTensor
@@ -177,7 +177,6 @@ def test_scales_of_blocks_above_the_largest_that_an_encoder_writes(name, top):
             ref_payload.unpack_payload(bad.numpy().tobytes())
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.binary(max_size=300), name=st.sampled_from(sorted(CODECS)))
 def test_any_bytes_are_safe(data, name):
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -185,7 +184,6 @@ def test_any_bytes_are_safe(data, name):
         CODECS[name].decode(tensor)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from(sorted(CODECS)),
     fields=st.fixed_dictionaries(

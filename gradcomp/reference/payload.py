@@ -50,13 +50,21 @@ HEADER = struct.Struct("<IBBBBIIIIII")  # 32 bytes; the last field is the checks
 MAX_NUMEL = 2**32 - 4096
 
 
+def _remainder(byte: int) -> int:
+    """Return what a byte leaves of its division by the polynomial, bit by bit."""
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+_REMAINDERS = [_remainder(byte) for byte in range(256)]
+
+
 def crc32c(data: bytes, crc: int = 0) -> int:
     """Return the CRC-32C of `data`, continuing `crc`; b"123456789" gives 0xE3069283."""
     crc ^= 0xFFFFFFFF
     for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        crc = crc >> 8 ^ _REMAINDERS[(crc ^ byte) & 0xFF]
     return crc ^ 0xFFFFFFFF
 
 
