@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import Block, GradientAverager, OneBit, Options, PeerMismatch, TernGrad
+from gradcomp import Block, GradientAverager, OneBit, Options, PeerMismatch, Ternary, TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.engine.buckets import Gradient
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
@@ -93,14 +93,15 @@ def test_a_loss_is_worse_when_it_is_more():
 
 def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
     ternary, means = [row for row in ways("sgd") if row.codec.name == "terngrad"]  # sums of up to 7 ranks, means of more
-    assert ternary.training.what == " on MNIST" and ternary.loss == pytest.approx(0.13)
+    assert ternary.training.what == " 128-256-10" and ternary.loss == pytest.approx(7.51, abs=0.01)  # it diverged
     assert means.training.world_size == 8 and means.loss == pytest.approx(0.02)
     assert expected("sgd", TernGrad(second_phase="block4")) is means
     assert expected("sgd", OneBit()).training.what == " on Fashion-MNIST"
+    assert expected("sgd", Ternary()).excess() < 1
     assert expected("adam", Block(2)).precondition  # the way that loses least, not the sketch without
     sums = expected("adam", TernGrad())  # three seeds, and runs of 600 steps that speak against it
     assert sums.precondition and sums.loss < 0 and sums.doubt and not sums.counts
-    assert expected("adam", TernGrad(second_phase="block4")).excess() > 1 and expected(None, Block(4)) is None
+    assert not expected("adam", TernGrad(second_phase="block4")).counts and expected(None, Block(4)) is None
     assert expected("sgd", TernGrad(second_phase="requantize")) is None  # means drawn again are another codec
     best = replace(TABLE[0], training=replace(GPT, seeds=1), codec=OneBit(), bits=1.0, got=1.0, precondition=True)
     assert [row.codec.name for row in within("adam", (*TABLE, best))] == ["block4", "block8"]
@@ -165,8 +166,8 @@ def test_four_bits_where_second_moments_divide(kind):
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}])
 def test_ternary_for_sgd(settings):
     codec, options, why = choose(lambda p, lr: torch.optim.SGD(p, lr=lr, **settings))
-    assert isinstance(codec, TernGrad) and options == Options()
-    assert why.startswith("auto: TernGrad() for SGD: +0.13 points of test error (LeNet on MNIST under SGD, N = 2")
+    assert isinstance(codec, Ternary) and options == Options()
+    assert why.startswith("auto: Ternary() for SGD: +0.019 nats (a perceptron 128-256-10 under SGD, N = 2")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_thin_rows_get_blocks():
     wide = nn.Sequential(nn.Conv2d(512, 512, 3, groups=512), nn.Linear(4096, 512))
     assert choose(torch.optim.AdamW, model=wide)[0].group == "row"
     assert choose(torch.optim.AdamW, model=thin, exclude="0.weight")[0].group == "row"
-    assert written(choose(torch.optim.SGD, model=thin)[0]) == "TernGrad()"
+    assert written(choose(torch.optim.SGD, model=thin)[0]) == "Ternary(group=128)"
 
 
 # ---- through the doors -----------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ def register_auto(kind, options):
         (torch.optim.AdamW, {}, "Block(bits=4", r"; auto: Block\(4\) for AdamW: \+0.001 nats \(a byte GPT.*; updates are not fused"),
         (SplitAdamW, {}, "Block(bits=4", "auto: Block.4. for SplitAdamW.*; updates go straight from payloads to weights"),
         (SplitSGD, {}, "Block(bits=4", "auto: Block.4. for SplitSGD: not measured.*; updates go straight from payloads to weights"),
-        (torch.optim.SGD, {"start_step": 1, "min_numel": 0}, "TernGrad(", r"from step 1 on; .*auto: TernGrad\(\) for SGD"),
+        (torch.optim.SGD, {"start_step": 1, "min_numel": 0}, "Ternary(", r"from step 1 on; .*auto: Ternary\(\) for SGD"),
         (Muon, {}, "Block(bits=4", r"auto: Block\(4\) for Muon: not measured"),
     ],
 )  # fmt: skip
@@ -403,7 +404,7 @@ def test_doors_refuse_what_is_no_optimizer(wrong):
 def test_a_double_buffer_chooses_by_its_optimizer():
     model = copy.deepcopy(NET)
     buffer = DoubleBuffer(model, torch.optim.SGD(model.parameters(), lr=0.1), "auto", LocalCommunicator.group(1)[0])
-    assert "auto: TernGrad() for SGD" in buffer._averager.describe()
+    assert "auto: Ternary() for SGD" in buffer._averager.describe()
     buffer.close()
 
 
