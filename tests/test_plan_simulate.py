@@ -384,8 +384,9 @@ def test_what_loses_too_much_is_not_recommended(optimizer, codec, costs):
     assert set(kept.permitted) < set(fast.permitted) == {m.name for m in METHODS} - {"topk all_gather"}
     assert {"fp32", "bf16"} < set(kept.permitted) and not any(n.startswith("onebit") for n in kept.permitted)
     times = kept.result(kept.method.name, 4).seconds / fast.result(fast.method.name, 4).seconds
-    assert f" {fast.method.name} would be {times:.2g} times as fast a step and " in kept.sentence
-    assert "not recommended." in kept.sentence and kept.sentence.count(" onebit ") == 1
+    if times > 1.05:  # what gains less is not mentioned
+        assert f" {fast.method.name} would be {times:.2g} times as fast a step and " in kept.sentence
+    assert "not recommended." in kept.sentence and kept.sentence.count(" onebit ") == (times > 1.05)
 
 
 def test_a_codec_that_was_measured_nowhere_is_not_recommended():
