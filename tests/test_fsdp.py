@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, TernGrad, TopK
+from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TernGrad, TopK
 from gradcomp.comm import torch_private
 from gradcomp.exchange.gathered import Gathered, Rooms
 from gradcomp.exchange.sizing import Strategy, choose
@@ -38,6 +38,8 @@ from gradcomp.reference import codec as ref
 CODECS = {
     "terngrad": TernGrad(seed=3),
     "terngrad-own": TernGrad(scale="own"),
+    "ternary": Ternary(residual_decay=0.25),
+    "ternary-forgets": Ternary(error_feedback=False),
     "identity": Identity(),
     "bf16": Identity("bf16"),
     "onebit": OneBit(),

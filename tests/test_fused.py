@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradcomp import GradcompError, OneBit, PeerMismatch, TernGrad
+from gradcomp import GradcompError, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, fp32_state_dict, split_parameters
 
 OPTIMIZERS = {
@@ -26,6 +26,8 @@ CODECS = {
     "terngrad requantize": (lambda: TernGrad(second_phase="requantize"), "reduce_scatter"),
     "terngrad bf16": (lambda: TernGrad(second_phase="bf16"), "reduce_scatter"),
     "terngrad fp32": (lambda: TernGrad(second_phase="fp32"), "reduce_scatter"),
+    "ternary gather": (lambda: Ternary(residual_decay=0.25), "all_gather"),
+    "ternary scatter": (lambda: Ternary(), "reduce_scatter"),
     "onebit gather": (lambda: OneBit(), "all_gather"),
     "onebit scatter": (lambda: OneBit(group=33), "reduce_scatter"),
     "identity": (lambda: "identity", "reduce_scatter"),
