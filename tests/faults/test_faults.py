@@ -88,7 +88,10 @@ def test_survivors_end_by_themselves_when_a_frozen_host_of_the_store_wakes():
     """It was SIGABRT (-6): a thread of theirs came back from a call of the store while the interpreter finalized."""
     ranks = leaving(3, "freezes")
     try:
-        seconds = [float(re.match(r"seconds=([\d.]+)", process.stdout.readline())[1]) for process in ranks[1:]]
+        said = [process.stdout.readline() for process in ranks[1:]]
+        for text in said:  # it was "Operation timed out!" alone
+            assert re.search(r"another rank did not answer within 3 s .*timeout_s.* \[.*imed out.*\]$", text), text
+        seconds = [float(re.match(r"seconds=([\d.]+)", text)[1]) for text in said]
         assert max(seconds) < TIMEOUT_S + 1.5, "a store that does not answer is not waited for"
         for process in ranks[1:]:
             assert process.stdout.readline() == "finalizing\n"
