@@ -83,17 +83,31 @@ def execute_as_rank(place, source, folder):
             os.environ.pop(name, None)  # Lightning takes some away
 
 
-@pytest.mark.parametrize(("place", "kind", "source", "output"), SNIPPETS, ids=[s[0] for s in SNIPPETS])
-def test_snippets_run_and_print_what_is_shown(place, kind, source, output, tmp_path, gloo):
-    if kind == "no-run":
-        compile(source, place, "exec")
-        return
-    if kind == "ranks=2":
-        printed = gloo(2, execute_as_rank, place, source, str(tmp_path))[0]
-    else:
-        assert kind == "", f"{place}: unknown mark {kind!r}"
-        printed = execute(place, source, tmp_path)
+def of_kind(kind):
+    chosen = [(place, source, output) for place, found, source, output in SNIPPETS if found == kind]
+    return pytest.mark.parametrize(("place", "source", "output"), chosen, ids=[place for place, *_ in chosen])
+
+
+@of_kind("no-run")
+def test_snippets_compile(place, source, output):
+    compile(source, place, "exec")
+
+
+@pytest.mark.slow
+@of_kind("")
+def test_snippets_run_and_print_what_is_shown(place, source, output, tmp_path):
+    printed = execute(place, source, tmp_path)
     assert output is None or printed == output
+
+
+@of_kind("ranks=2")
+def test_snippets_of_ranks_run_and_print_what_is_shown(place, source, output, tmp_path, gloo):
+    printed = gloo(2, execute_as_rank, place, source, str(tmp_path))[0]
+    assert output is None or printed == output
+
+
+def test_every_snippet_has_a_known_mark():
+    assert {kind for _, kind, _, _ in SNIPPETS} == {"", "no-run", "ranks=2"}
 
 
 def test_few_snippets_are_not_run():
