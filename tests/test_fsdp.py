@@ -1023,6 +1023,44 @@ def test_modules_of_one_shape_in_another_order_are_refused_on_every_rank(gloo, c
         assert re.search("'module': (left there, right|right there, left) expected", said), said
 
 
+def going_on_alone(codec, weights):
+    """Rank 1 leaves after a forward; return what rank 0 catches in its backward and in what it tries afterwards."""
+    rank, said = dist.get_rank(), []
+    model = wrap(Either(), True, reshard_after_forward=weights is not None)
+    state = gradcomp.fsdp.compress(model, codec, weights=weights, min_numel=0, timeout_s=20)
+    model.left.set_modules_to_backward_prefetch([model.left])  # gathers nothing by torch later on
+    out = model(torch.randn(8, 40), False)
+    if rank == 1:
+        state.close()
+        dist.barrier()  # torch's own group stays
+        return said
+
+    def tries():
+        yield lambda: out.square().mean().backward()
+        if weights is None:  # the scale round fails before the layer's whole weights are given away
+            yield lambda: model.left(torch.randn(8, 40, requires_grad=True)).square().mean().backward()
+        else:
+            yield lambda: model(torch.randn(8, 40), False)
+            yield lambda: model(torch.randn(8, 40), False)
+            yield lambda: model.right(torch.randn(8, 40))
+
+    for attempt in tries():
+        try:
+            attempt()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    state.close()
+    return said
+
+
+@pytest.mark.parametrize(("codec", "weights"), [("onebit", "block8"), ("terngrad", None)])
+def test_after_a_lost_rank_every_exchange_raises_peer_lost(gloo, codec, weights):
+    """A raw ConnectionError came out of what had not failed before, so that ``except PeerLost`` missed it."""
+    said, _ = gloo(2, going_on_alone, codec, weights)
+    assert len(said) == (4 if weights else 2) and all(one.startswith("PeerLost: lost a peer in ") for one in said), said
+
+
 def lost_in_backward(folder, weights):
     """Rank 2 dies in backward between the reduce-scatters of the last layer and of the one before it.
 
