@@ -73,9 +73,9 @@ def test_the_program_answers_and_writes(tmp_path, rates):
     [
         ([], "onebit", {"Adam and its relatives", "SGD"}),
         (["--optimizer", "adamw"], "block4", {"adamw"}),
-        (["--optimizer", "sgd"], "terngrad", {"sgd"}),
+        (["--optimizer", "sgd"], "ternary", {"sgd"}),
         (["--optimizer", "adamw", "--tolerance", "0.05"], "block2", {"adamw"}),
-        (["--optimizer", "sgd", "--tolerance-points", "1.8"], "onebit", {"sgd"}),
+        (["--optimizer", "sgd", "--tolerance-points", "1.8", "--tolerance", "0.1"], "onebit", {"sgd"}),
         (["--optimizer", "muon"], "block4", {"muon"}),
     ],
 )
@@ -171,7 +171,7 @@ def test_shapes_of_ones_own_and_every_option(answer, tmp_path, rates):
         (["--nodes", "0:4"], "--nodes '0:4' is not understood"),
         (["--nodes", "1:5000"], "from 1 to 4096"),
         (["--nodes", "two"], "--nodes 'two' is not understood"),
-        (["--codec", "zip"], "--codec 'zip' is unknown; there are fp32, bf16, ternary, onebit"),
+        (["--codec", "zip"], "--codec 'zip' is unknown; there are fp32, bf16, terngrad, ternary, onebit"),
         (["--exchange", "mail"], "--exchange 'mail' is unknown; there are all_reduce"),
         (["--codec", "fp32", "--exchange", "all_gather"], "no method has both"),
         (["--minibatch", "0"], "minibatch must be positive and finite, got 0.0"),

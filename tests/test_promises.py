@@ -131,7 +131,10 @@ def errors_stay_in_backward():
 def late_ends_are_failures():
     from gradcomp.comm.gloo import _GlooWork
 
-    swap(_GlooWork, "_settle", lambda settle: lambda self: self._look(sys.exc_info()[1], ended=True, last=True))
+    def late(self, timeout_s):
+        self._look(sys.exc_info()[1], timeout_s, ended=True, last=True)
+
+    swap(_GlooWork, "_settle", lambda settle: late)
 
 
 # ---- nothing lost ----------------------------------------------------------------------------------------------------
@@ -253,18 +256,24 @@ def at_import(statement):
 
 
 def local_gradients_stay():
-    from gradcomp.optim import fused
+    from gradcomp.optim.placeholder import Placeholder
 
-    def make(put):
-        def beside(p):
-            kept = p.grad
-            placeholder = put(p)
-            p.grad = kept
+    def make(stand_for):
+        def beside(parameter):
+            kept = parameter.grad
+            placeholder = stand_for(parameter)
+            parameter.grad = kept
             return placeholder
 
         return beside
 
-    swap(fused, "_put_placeholder", make)
+    swap(Placeholder, "stand_for", make)
+
+
+def zeroed_gradients_come_back():
+    from gradcomp.optim.placeholder import Placeholder
+
+    swap(Placeholder, "_zero_gradient", lambda zero: lambda self: None)
 
 
 def trails_of_other_weights():
@@ -400,6 +409,11 @@ BREAKS = [
         "split weights: local gradients stay where averages are packed",
         local_gradients_stay,
         "test_fused.py::test_placeholders_cannot_be_used",
+    ),
+    Break(
+        "split weights: zeroed gradients come back",
+        zeroed_gradients_come_back,
+        "test_fused.py::test_zeroed_gradients_do_not_come_back",
     ),
     Break(
         "split weights: trails of other weights",

@@ -122,7 +122,7 @@ DAMAGE = [
     ("crc", flipped(GOOD)),
     ("magic", torch.zeros_like(GOOD)),
     ("magic", torch.arange(GOOD.numel()).to(torch.uint8)),
-    ("version", resealed(GOOD, put(4, b"\x02"))),
+    ("version", resealed(GOOD, put(4, b"\x01"))),
     ("codec", resealed(GOOD, put(5, b"\x09"))),
     ("codec", resealed(GOOD, put(5, b"\x04"))),
     ("codec", resealed(GOOD, put(5, b"\x03"))),
