@@ -62,8 +62,8 @@ quick: everything
 	$(BIN)/python -m pytest -q -m 'not long and not timed and not slow' -n $(WORKERS) $(PYTEST_ARGS)
 
 test-long: everything mpi
-	$(BIN)/python -m pytest -rs -m long --timeout 1800 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m long --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 promises: everything
 	$(BIN)/python tests/promises/break.py

@@ -2,7 +2,7 @@
 
 One line after ``DistributedDataParallel(...)``::
 
-    state = gradcomp.ddp.register(model, "terngrad")
+    state = gradcomp.ddp.register(model, "ternary")
 
 Importing gradcomp starts no thread, no network and no MPI, and changes no environment variable.
 """
@@ -20,7 +20,7 @@ import torch
 from gradcomp import codecs, comm, local
 from gradcomp.allreduce import all_reduce, forget_buffers
 from gradcomp.averager import GradientAverager
-from gradcomp.codecs import Block, Codec, Identity, OneBit, TernGrad, TopK
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad, TopK
 from gradcomp.engine.options import Options
 from gradcomp.errors import (
     CorruptPayload,
@@ -60,6 +60,7 @@ __all__ = [
     "Precondition",
     "RngKey",
     "TernGrad",
+    "Ternary",
     "TopK",
     "Transform",
     "UnsupportedTensor",

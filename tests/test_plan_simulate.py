@@ -373,7 +373,7 @@ def test_every_block_is_a_candidate():
     [
         ("adamw", "block4", " It costs +0.001 nats (a byte GPT"),
         ("NAdam", "block4", " It costs +0.001 nats (a byte GPT"),
-        ("SGD", "terngrad", " It costs +0.13 points of test error (LeNet on MNIST"),
+        ("SGD", "ternary", " It costs +0.019 nats (a perceptron"),
         ("muon", "block4", " What it costs in accuracy under muon was not measured."),
     ],
 )
@@ -384,8 +384,9 @@ def test_what_loses_too_much_is_not_recommended(optimizer, codec, costs):
     assert set(kept.permitted) < set(fast.permitted) == {m.name for m in METHODS} - {"topk all_gather"}
     assert {"fp32", "bf16"} < set(kept.permitted) and not any(n.startswith("onebit") for n in kept.permitted)
     times = kept.result(kept.method.name, 4).seconds / fast.result(fast.method.name, 4).seconds
-    assert f" {fast.method.name} would be {times:.2g} times as fast a step and " in kept.sentence
-    assert "not recommended." in kept.sentence and kept.sentence.count(" onebit ") == 1
+    if times > 1.05:  # what gains less is not mentioned
+        assert f" {fast.method.name} would be {times:.2g} times as fast a step and " in kept.sentence
+    assert "not recommended." in kept.sentence and kept.sentence.count(" onebit ") == (times > 1.05)
 
 
 def test_a_codec_that_was_measured_nowhere_is_not_recommended():
@@ -404,7 +405,7 @@ def test_why_a_faster_codec_is_left_out():
     onebit = expected("adam", OneBit())
     assert f"costs {onebit.cost} with {onebit.given()}; not recommended." in adam
     assert "terngrad requantize would be" in adam and "was not measured under adamw; not recommended." in adam
-    assert "costs +1.70 points of test error; not recommended." in sgd and "block2 reduce_scatter would be" in sgd
+    assert "It costs +0.019 nats (a perceptron 128-256-10 under SGD" in sgd and "was not measured under sgd" in sgd
 
 
 def test_without_an_optimizer_the_losses_are_told():
@@ -452,8 +453,8 @@ def test_a_tolerance_lets_more_in():
     rows = {row.method.name: row for row in without.rows}
     onebit = rows["onebit reduce_scatter"]
     assert onebit.seconds == pytest.approx(5 / 6 * onebit.result.seconds + rows["fp32"].result.seconds / 6)
-    assert ask("sgd", tolerances={"points": 2}).method.name.startswith("onebit")
-    assert not ask("sgd", tolerances={"points": 0}).method.compresses
+    assert ask("sgd", tolerances={"points": 2, "nats": 0.1}).method.name.startswith("onebit")
+    assert not ask("sgd", tolerances={"points": 0, "nats": 0.0}).method.name.startswith(("onebit", "ternary", "terngrad"))
 
 
 def test_where_nothing_asked_for_keeps_the_accuracy_it_says_so():

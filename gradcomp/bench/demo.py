@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the IDX files of MNIST or Fashion-MNIST, "
                         "plain or .gz (default: scikit-learn's digits, upsampled to 28x28)")  # fmt: skip
-    parser.add_argument("--codecs", default=",".join(CODECS), metavar="A,B", help="codecs to train with (default: %(default)s)")
+    parser.add_argument("--codecs", default="fp32,ternary,onebit", metavar="A,B", help=f"codecs to train with, of {', '.join(CODECS)} (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of each training (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="trainings per codec, for mean and deviation (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes to start on this machine (default: %(default)s)")

@@ -63,7 +63,7 @@ examples:
   only 1-bit against fp32, exchanged in halves as Seide et al. did, with a picture:
     python -m gradcomp.plan --model bert --link 10gbe --nodes 1:256 --codec fp32,onebit --double-buffering --plot plan.png
 
-  recommended is only what keeps within 0.01 nats of fp32 under AdamW, as far as that was measured:
+  recommended is only what keeps within 0.02 nats of fp32 under AdamW, as far as that was measured:
     python -m gradcomp.plan --model gpt2 --link 1gbe --nodes 1:16 --optimizer adamw
 
   nodes of 8 ranks that share a link of 25 Gbit/s: is averaging inside nodes first worth it?

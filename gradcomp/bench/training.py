@@ -30,8 +30,9 @@ from gradcomp.comm.rounds import ring_bytes
 
 CODECS: Mapping[str, Callable[[int], Codec] | None] = {
     "fp32": None,
-    "terngrad": lambda seed: gradcomp.TernGrad(seed=seed),
+    "ternary": lambda seed: gradcomp.Ternary(),
     "onebit": lambda seed: gradcomp.OneBit(),
+    "terngrad": lambda seed: gradcomp.TernGrad(seed=seed),
 }  # by name, of a seed; None: DDP's own all_reduce
 MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4

@@ -173,10 +173,17 @@ BREAKS = [
     ),
     Break(
         "split weights: local gradients stay where averages are packed",
-        "gradcomp/optim/fused.py",
-        "    p.grad = placeholder\n    return placeholder",
-        "    return placeholder",
+        "gradcomp/optim/placeholder.py",
+        "        parameter.grad = placeholder\n        return placeholder",
+        "        return placeholder",
         "tests/test_fused.py::test_placeholders_cannot_be_used",
+    ),
+    Break(
+        "split weights: zeroed gradients come back",
+        "gradcomp/optim/placeholder.py",
+        "            if func in _FILLS:",
+        "            if False:",
+        "tests/test_fused.py::test_zeroed_gradients_do_not_come_back",
     ),
     Break(
         "split weights: trails of other weights",
@@ -202,8 +209,8 @@ BREAKS = [
     Break(
         "no false alarm: a collective that ends just after a wait did taken for a failure",
         "gradcomp/comm/gloo.py",
-        "                    self._settle()\n                    return\n",
-        "                    self._look(error, ended=True, last=True)\n",
+        "                    self._settle(timeout_s)\n                    return\n",
+        "                    self._look(error, timeout_s, ended=True, last=True)\n",
         "tests/test_channels.py::test_a_collective_that_ends_just_after_a_wait_did_is_no_failure",
     ),
     Break(
