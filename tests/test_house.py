@@ -34,7 +34,7 @@ LAYERS = [
     {"comm"},
     {"payload"},
     {"kernels"},
-    {"errors", "version", "interrupt"},
+    {"errors", "version", "interrupt", "arguments"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ORACLES = "reference"  # imported by tests and by the checks of benchmarks alone
