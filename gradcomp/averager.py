@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.memory.momentum import Momentum
 from gradcomp.plan.advice import settle, warning_of
 
@@ -183,6 +183,17 @@ class GradientAverager(Controls):
         self._refuse_pending("discard_step()")
         super().discard_step()
 
+    def compare_also(self, replicated: Callable[[], list[tuple[str, object]]]) -> None:
+        """Have ranks compare more than parameters: (name, value) of what each must hold alike.
+
+        `check_replicas` looks at it, and so does the first exchange after a load or `compare_next`.
+        """
+        self._engine.replicated, self._engine.compares_state = replicated, True
+
+    def compare_next(self) -> None:
+        """Have the next exchange compare a digest of what `check_replicas` looks at."""
+        self._engine.compare_next()
+
     def _refuse_pending(self, what: str) -> None:
         if self._rotation is not None and self._rotation.pending:
             raise GradcompError(f"{what} while an exchange that rotate() began is under way: call flush() first")
@@ -226,18 +237,26 @@ class GradientAverager(Controls):
             return
         self._compared = True
         sources = [source for source in self._sources if source.trained]
-        settings = {
-            "codec": engine.codec.name,
-            "codec_options": engine.codec.options(),
-            "exchange": engine.layouts.strategy.exchange,
-        }
+        named = [(f"parameter {source.name}", source.like) for source in sources]
+        codec = engine.codec
+        settings = {"codec": codec.name, "codec_options": codec.options(), "exchange": engine.layouts.strategy.exchange}
         try:
             with engine.comm:
-                sent = replicas.compare_first(engine.comm, sources, settings, engine.timeout_s)
+                engine.stats.setup_bytes += replicas.compare(
+                    engine.comm,
+                    named,
+                    engine.timeout_s,
+                    called="average()",
+                    phase="fingerprint",
+                    settings=settings,
+                    words={"codec": repr(codec), "codec_options": repr(codec)},
+                    shards=[source.shard for source in sources],
+                )
         except GradcompError as error:
+            if isinstance(error, PeerMismatch) and error.field == "layout":
+                return  # the first bucket's fingerprint tells more of it, or lets names differ
             engine.pipeline.fail(error)
             raise
-        engine.stats.setup_bytes += sent
 
     def _check_gradients(self) -> None:
         """Raise unless every gradient can be averaged."""

@@ -390,6 +390,127 @@ def test_other_numbers_of_ranks_go_on_from_the_anchors(options):
     assert one == two and one[0] == bits(saved[0]["fragments"][0]["anchors"].values()) and one[2] == 4
 
 
+def changed(state, what):
+    """Return a state of which something that every rank must hold alike is another run's."""
+    state = copy.deepcopy(state)
+    fragment = next((one for one in state["fragments"] if what.split()[-1] in one["anchors"]), state["fragments"][0])
+    if what == "parameter 2.bias":
+        fragment["anchors"]["2.bias"][5] += 1e-3
+    elif what == "outer momentum_buffer of 0.bias":
+        fragment["outer"]["state"][1]["momentum_buffer"][2] *= 2
+    elif what == "options of outer group 0":
+        fragment["outer"]["param_groups"][0]["lr"] = 0.71
+    elif what == "syncs":
+        fragment["syncs"] += 1
+    elif what == "second moment of 0.weight":
+        fragment["averager"]["second_moment"]["0.weight"][7] *= 2
+    elif what == "progress":
+        state["round"] += 1
+    elif what.startswith("average"):
+        fragment["averages"]["4.bias"] *= 2
+    return state
+
+
+def loaded_wrongly(comm, what, live, options):
+    """Train; rank 1 loads what is another run's; then all load the right state and go on."""
+    saved = part_of(comm.duplicate(), "block4", options, 0, 14, None)[0]
+    wanted = part_of(comm.duplicate(), "block4", options, 0, 22, None)[1]
+    model = fresh()
+    optimizer = sgd(model)
+    local = DiLoCo(model, optimizer, "block4", comm.duplicate(), min_numel=0, **options)
+    for step in range(14 if live else 0):
+        inner_step(model, optimizer, step, comm.rank)
+        local.step()
+    net, inner, state = saved
+
+    def go_on():
+        for step in range(14, 22):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+
+    if what != "loaded" or comm.rank:
+        local.load_state_dict(changed(state, what) if comm.rank else state)
+    model.load_state_dict(net)
+    optimizer.load_state_dict(copy.deepcopy(inner))
+    found = []
+    for check in (local.check_replicas, go_on):
+        try:
+            check()
+            found.append(None)
+        except PeerMismatch as error:
+            found.append((error.field, error.rank))
+            text = str(error)
+    model.load_state_dict(net)
+    optimizer.load_state_dict(copy.deepcopy(inner))
+    local.reset()
+    local.load_state_dict(state)
+    go_on()
+    local.close()
+    assert "rank 0 has" in text and "rank 1 has" in text
+    return found[0], found[1], bits(model.parameters()) == wanted
+
+
+LATE = {"sync_every": 6, "delay": 3, "alpha": 0.3}
+
+
+@pytest.mark.parametrize(("what", "live", "options"), [
+    ("parameter 2.bias", True, {"sync_every": 5}),
+    ("parameter 2.bias", False, {"sync_every": 6, "fragments": 2, "delay": 3}),
+    ("outer momentum_buffer of 0.bias", True, {"sync_every": 5}),
+    ("options of outer group 0", False, {"sync_every": 5}),
+    ("syncs", True, {"sync_every": 5}),
+    ("progress", True, {"sync_every": 5}),
+    ("second moment of 0.weight", True, {"sync_every": 5, "precondition": True}),
+    ("average of 4.bias", True, LATE),
+    ("loaded", True, {"sync_every": 5}),
+])  # fmt: skip
+def test_what_one_rank_loads_wrongly_is_a_mismatch(over, what, live, options):
+    """Anchors and outer state are the same on all ranks: without a word, every sync after this one drove them apart."""
+    for first, second, goes_on in over(2, loaded_wrongly, what, live, options):
+        assert first == (None if what == "loaded" else (what, 1)), "check_replicas"
+        # averages move the anchors before anything is exchanged again
+        assert second == ("parameter 4.bias" if what.startswith("average") else what, 1) and goes_on
+
+
+class Shrinking(torch.optim.SGD):
+    """An outer optimizer whose option stands in no repr, nor in its groups."""
+
+    def __init__(self, params, factor, hidden=False):
+        super().__init__(params, lr=0.7)
+        if hidden:
+            self.change = lambda grad: grad.mul_(factor)
+        else:
+            self._factor = factor
+            self.change = lambda grad: grad.mul_(self._factor)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.change(p.grad)
+        super().step(closure)
+
+
+def hidden_option(comm, hidden):
+    model = fresh()
+    optimizer = sgd(model)
+    try:
+        local = DiLoCo(
+            model, optimizer, "block4", comm, sync_every=2, outer_optimizer=lambda ps: Shrinking(ps, 1 - 0.1 * comm.rank, hidden)
+        )
+        for step in range(6):
+            inner_step(model, optimizer, step, comm.rank)
+            local.step()
+    except PeerMismatch as error:
+        return error.field, "'_factor': 0.9" in str(error.got)
+    return None
+
+
+def test_an_option_of_the_outer_optimizer_that_no_repr_shows_is_a_mismatch():
+    """Ranks with other factors went on silently with other anchors."""
+    assert run_local(2, hidden_option, False) == [("outer_optimizer", True)] * 2
+    assert run_local(2, hidden_option, True) == [("parameter 0.weight", False)] * 2
+
+
 def test_states_of_other_models_are_refused():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()

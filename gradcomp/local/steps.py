@@ -25,7 +25,7 @@ from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.local.fragment import Fragment
 from gradcomp.local.inner import Inner
 from gradcomp.local.model import Trained
-from gradcomp.local.outer import Outer, at_owners, mean, nesterov
+from gradcomp.local.outer import Outer, at_owners, mean, nesterov, options_of
 from gradcomp.local.states import STATE_VERSION, check
 from gradcomp.local.turns import SyncEvery, Turns, cut
 
@@ -131,7 +131,7 @@ class DiLoCo:
         self._averaged, self.inner_steps = False, 0
         outer, transform = outer_optimizer or self._default_outer, None
         try:
-            outer_words = str(outer([nn.Parameter(torch.zeros(1))]))
+            outer_words = options_of(outer([nn.Parameter(torch.zeros(1))]))
             if shard_outer:
                 transform, outer = at_owners(outer, len(named))
             self._agree(codec, outer_words, shard_outer, options, named)
@@ -203,7 +203,7 @@ class DiLoCo:
             if fragment.sent:  # turns have come closer to each other
                 self._under_way = deque(one for one in self._under_way if one[0] != number)
                 self._apply(number)
-            fragment.send(wait=not self._delay)
+            fragment.send(wait=not self._delay, progress=self._progress())
             if self._delay:
                 self._under_way.append((number, self.inner_steps + self._delay))
             else:
@@ -284,8 +284,18 @@ class DiLoCo:
         return f"{name} every {length} inner steps{start}{turns}{late}: {self._fragments[0].averager.describe()}"
 
     def check_replicas(self) -> None:
-        """Compare the anchors' bits over all ranks; PeerMismatch names the first that differs. Collective."""
+        """Compare over all ranks what must be the same on each. Collective; waits for averages under way.
+
+        That is anchors, the outer optimizer's state and options, averages that wait to be applied, second moments of
+        `precondition`, and the number of the inner step.
+
+        Raises:
+            PeerMismatch: names the first that differs.
+            PeerLost: a rank did not answer.
+        """
+        self._settle()
         for fragment in self._fragments:
+            fragment.progress = self._progress()
             fragment.averager.check_replicas()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -344,6 +354,13 @@ class DiLoCo:
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
+    def _progress(self) -> str:
+        waiting = ", ".join(f"fragment {number} from step {at} on" for number, at in self._under_way)
+        return (
+            f"inner step {self.inner_steps}, round {self._turns.round}, step {self._turns.done} of it"
+            f"{f', under way: {waiting}' if waiting else ''}"
+        )
+
     def _duplicate(self) -> Communicator:
         return self._comm.duplicate(self._timeout_s)
 
@@ -354,7 +371,6 @@ class DiLoCo:
         agree_on_words(
             self._comm,
             {
-                "local": type(self).__name__,
                 "sync_every": lengths[0] if len(set(lengths)) == 1 else lengths,
                 "fragments": self._turns.fragments,
                 "delay": self._delay,
