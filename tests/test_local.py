@@ -432,7 +432,7 @@ def loaded_wrongly(comm, what, live, options):
         local.load_state_dict(changed(state, what) if comm.rank else state)
     model.load_state_dict(net)
     optimizer.load_state_dict(copy.deepcopy(inner))
-    found = []
+    found, text = [], ""
     for check in (local.check_replicas, go_on):
         try:
             check()
