@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,17 +182,6 @@ class GradientAverager(Controls):
         """As `Controls.discard_step`; GradcompError while an exchange that `rotate` began is under way."""
         self._refuse_pending("discard_step()")
         super().discard_step()
-
-    def compare_also(self, replicated: Callable[[], list[tuple[str, object]]]) -> None:
-        """Have ranks compare more than parameters: (name, value) of what each must hold alike.
-
-        `check_replicas` looks at it, and so does the first exchange after a load or `compare_next`.
-        """
-        self._engine.replicated, self._engine.compares_state = replicated, True
-
-    def compare_next(self) -> None:
-        """Have the next exchange compare a digest of what `check_replicas` looks at."""
-        self._engine.compare_next()
 
     def _refuse_pending(self, what: str) -> None:
         if self._rotation is not None and self._rotation.pending:

@@ -566,7 +566,7 @@ def test_two_agreements_that_meet_are_told():
             return told(averager.check_replicas)[0]
         net = copy.deepcopy(MODEL)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        search = dict(model=net, optimizer=optimizer, samples=100, current=8, comm=comm, timeout_s=20)
+        search = {"model": net, "optimizer": optimizer, "samples": 100, "current": 8, "comm": comm, "timeout_s": 20}
         return told(lambda: gradcomp.onebit_sgd.find_batch_size(lambda size, samples: [], **search))[0]
 
     assert run_local(2, check) == ["call", "call"]

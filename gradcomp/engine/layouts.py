@@ -215,13 +215,15 @@ class Layouts:
 
     def words(self, members: Members) -> dict[str, object]:
         """Return what an error message says of fields whose values say less."""
+        options = self.options
         return {
             "codec": repr(self.codec),
             "codec_options": repr(self.codec),
             "exchange": str(self.strategy),
             "layout": lambda: "; ".join(self._describe(slot) for slot in self._slots(members)),
             "numel": lambda: f"{sum(self.parameters[i].numel for i, _ in members)} values in {self._names_of(members)}",
-            **self.options.words(),
+            **{name: repr(getattr(options, name)) for name in ("precondition", "slice_numel", "min_numel")},
+            "transform": options.transform.compared() if options.transform is not None else "None",
         }
 
     def _describe(self, slot: Slot) -> str:

@@ -204,12 +204,6 @@ class Options:
         """What returns the scale that gradients carry; None without a scaler."""
         return None if self.grad_scaler is None else self.grad_scaler.get_scale
 
-    def words(self) -> dict[str, object]:
-        """Return what an error message says of fields of `compared` whose values say less."""
-        names = ("precondition", "slice_numel", "min_numel")
-        transform = self.transform.compared() if self.transform is not None else None
-        return {**{name: repr(getattr(self, name)) for name in names}, "transform": str(transform)}
-
     def compared(self) -> dict[str, object]:
         """Return what ranks compare of it before they exchange anything, by field of the fingerprint."""
         return {

@@ -18,6 +18,7 @@ from gradcomp.errors import NotFinite
 from gradcomp.kernels import HOST
 from gradcomp.local.inner import Weights
 from gradcomp.local.outer import Outer
+from gradcomp.local.states import check_fragment, check_outer
 
 
 class Fragment:
@@ -53,7 +54,9 @@ class Fragment:
         self.optimizer = outer([anchor for _, anchor in self.anchors])
         self.syncs, self.progress = 0, ""
         me = weakref.ref(self)
-        self.averager.compare_also(lambda: mine.replicated() if (mine := me()) is not None else [])
+        engine = self.averager._engine
+        engine.replicated = lambda: mine.replicated() if (mine := me()) is not None else []
+        engine.compares_state = True
         self.sent = self.held = False
 
     # ---- a sync ------------------------------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ class Fragment:
         self.forget()
         self.syncs += 1
         if self.syncs == 1:  # an option that no comparison sees shows in what the first step has made
-            self.averager.compare_next()
+            self.averager._engine.compare_next()
         self.restore(alpha)
 
     def forget(self) -> None:
@@ -159,18 +162,14 @@ class Fragment:
             "syncs": self.syncs,
         }
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless a state is of these parameters."""
-        shapes = {name: tuple(anchor.shape) for name, anchor in self.anchors}
-        found = {name: tuple(anchor.shape) for name, anchor in state["anchors"].items()}
-        if found != shapes:
-            odd = min(set(found.items()) ^ set(shapes.items()))
-            raise ValueError(f"the state is of other parameters or another number of fragments: {odd[0]} with shape {odd[1]}")
+    def check(self, state: Any) -> None:
+        """Raise ValueError unless a state is of these parameters and this outer optimizer, and finite."""
+        check_fragment(state, {name: anchor.shape for name, anchor in self.anchors})
+        check_outer(state["outer"], self.optimizer)
 
     @torch.no_grad()
-    def load(self, state: dict[str, Any], averagers: Any) -> None:
-        """Go on from a state; `averagers` is that of the averager, or a list of all ranks'."""
-        self.averager.load_state_dict(averagers)
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `check` has passed; that of the averager is loaded before."""
         for name, anchor in self.anchors:
             anchor.copy_(state["anchors"][name])
             anchor.grad = state["averages"][name].clone() if state["averages"] else None

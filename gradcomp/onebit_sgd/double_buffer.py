@@ -188,7 +188,8 @@ class DoubleBuffer:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
             raise ValueError(f"count must be an integer of at least 0, got {count!r}")
         self.drain()
-        everyone = gather(self._comm, struct.pack("<q", count), "most", self._timeout_s, called="most()")
+        mine = struct.pack("<q", count)
+        everyone = gather(self._comm, mine, "most", self._timeout_s, called="most()")
         return int(max(struct.unpack("<q", data)[0] for data in everyone))
 
     def drain(self) -> bool:
