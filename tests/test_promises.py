@@ -119,7 +119,7 @@ def owner_transforms_after_encoding():
 def no_fingerprint():
     from gradcomp.engine.step import Engine
 
-    swap(Engine, "_agree", lambda agree: lambda self, mine, bucket: agree(self, mine, bucket) if bucket < 0 else None)
+    swap(Engine, "_agree", lambda agree: lambda self, mine, bucket, words=None: agree(self, mine, bucket, words) if bucket < 0 else None)
 
 
 def errors_stay_in_backward():
