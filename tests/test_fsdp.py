@@ -1143,7 +1143,7 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights, 
     """Uninitialised memory stayed in ``.grad`` (mean sizes of 1e33), and the optimizer applied it.
 
     Without `weights` torch's own all_gather raises its RuntimeError, and nobody finishes what is under
-    way; averages of modules that were complete are replaced at the optimizer's step then.
+    way. Averages of modules that were complete are replaced at the optimizer's step.
     """
     with pytest.raises(RankFailed, match="rank 2 gave no result"):
         gloo(3, lost_in_backward, str(tmp_path), weights)
@@ -1151,7 +1151,7 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights, 
         got, before, after = torch.load(tmp_path / str(rank))
         assert got == raised
         assert all(grad is None or grad.isnan().all() for grad in after), after
-        unfinished = before if raised == "PeerLost" else before[:4]
+        unfinished = before[:4]  # the last layer's average may have come whole before rank 2 was gone
         assert all(grad is None or grad.isnan().all() for grad in unfinished), before
         assert sum(grad is not None for grad in after) >= 2
 
