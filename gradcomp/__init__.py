@@ -2,7 +2,7 @@
 
 One line after ``DistributedDataParallel(...)``::
 
-    state = gradcomp.ddp.register(model, "terngrad")
+    state = gradcomp.ddp.register(model, "ternary")
 
 Importing gradcomp starts no thread, no network and no MPI, and changes no environment variable.
 """
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gradcomp import interrupt
+
+interrupt.begin()
+
 import torch
 
 from gradcomp import codecs, comm, local
 from gradcomp.allreduce import all_reduce, forget_buffers
 from gradcomp.averager import GradientAverager
-from gradcomp.codecs import Block, Codec, Identity, OneBit, TernGrad, TopK
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad, TopK
 from gradcomp.engine.options import Options
 from gradcomp.errors import (
     CorruptPayload,
@@ -56,6 +60,7 @@ __all__ = [
     "Precondition",
     "RngKey",
     "TernGrad",
+    "Ternary",
     "TopK",
     "Transform",
     "UnsupportedTensor",

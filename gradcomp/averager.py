@@ -36,7 +36,7 @@ class GradientAverager(Controls):
     Gradients are fused into buckets, whose exchanges overlap each other. Use it after ``loss.backward()`` and before
     ``optimizer.step()``::
 
-        averager = gradcomp.GradientAverager(model.named_parameters(), "terngrad")
+        averager = gradcomp.GradientAverager(model.named_parameters(), "ternary")
         ...
         loss.backward()
         averager.average()

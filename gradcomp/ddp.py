@@ -60,7 +60,7 @@ class CompressionState(Controls):
     """What the hook of one model keeps: codec, residuals, pipeline, statistics.
 
     `register` makes one and registers it; by hand it is
-    ``model.register_comm_hook(CompressionState(model, "terngrad"), compression_hook)``.
+    ``model.register_comm_hook(CompressionState(model, "ternary"), compression_hook)``.
     Arguments and errors are those of `register`. One state serves one model.
     """
 
@@ -341,14 +341,14 @@ def register(
 
     Args:
         model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters on the CPU.
-        codec: `TernGrad(...)`, `OneBit(...)`, `Block(...)`, `Identity()`, or a name ("terngrad", "onebit"). "auto": codec and options
+        codec: `Ternary(...)`, `TernGrad(...)`, `OneBit(...)`, `Block(...)`, `Identity()`, or a name ("ternary", "onebit"). "auto": codec and options
             for the kind of `optimizer`, by what was measured (`gradcomp.plan.accuracy`); options that are given count.
         options: see `gradcomp.Options`.
         comm: moves the bytes; by default gloo groups made from the model's process group. Closed with the state.
-        optimizer: the optimizer of this model, checked to update these parameters; "auto" needs it. A split optimizer (`gradcomp.optim`)
-            of all trained parameters then updates weights straight from the payloads: no averaged gradient is written,
+        optimizer: the optimizer of this model, checked to update these parameters; "auto" chooses by it, and takes `Block(4)`
+            without one, which is safe for all. A split optimizer (`gradcomp.optim`) of all trained parameters then updates weights straight from the payloads: no averaged gradient is written,
             and `p.grad` is a NaN placeholder after backward (see `CompressionState.materialize_gradients`).
-        changes: fields of `gradcomp.Options` to set: ``register(model, "terngrad", start_step=100)``.
+        changes: fields of `gradcomp.Options` to set: ``register(model, "ternary", start_step=100)``.
 
     Returns:
         The state, with `stats`, `state_dict`, `discard_step`, `check_replicas`, `materialize_gradients` and `close`.
@@ -356,7 +356,7 @@ def register(
     Raises:
         TypeError: `model` is not wrapped in DDP; an option that there is not; `optimizer` is a class or a name.
         UnsupportedTensor: a parameter's dtype, device or layout.
-        ValueError: an option out of its range; the message has the value. "auto" without an optimizer.
+        ValueError: an option out of its range; the message has the value.
         PeerMismatch: (split optimizers) "optimizer": its state, trails included, is not the same on every rank.
 
     Later, out of ``loss.backward()`` on every rank: PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor.

@@ -83,7 +83,8 @@ class PeerLost(GradcompError):
     """
 
     def __init__(self, phase: str, bucket: int, waited_s: float, detail: str = "") -> None:
-        text = f"lost a peer in {phase} of bucket {bucket} after {waited_s:.1f} s"
+        where = f"{phase} of bucket {bucket}" if bucket >= 0 else phase
+        text = f"lost a peer in {where} after {waited_s:.1f} s"
         super().__init__(f"{text}: {detail}" if detail else text)
         self.phase = phase
         self.bucket = bucket

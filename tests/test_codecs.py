@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import gradcomp
@@ -47,7 +47,6 @@ def test_identity_round_trip(dtype):
     assert torch.equal(Identity().decode(Identity().encode(x)), x.float())
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     numel=st.integers(0, 3000),
     group=st.one_of(st.just("tensor"), st.integers(1, 700)),
@@ -68,7 +67,6 @@ def test_ternary_decodes_to_scale_times_sign(numel, group, seed, magnitude):
         assert torch.all((part == 0) | (part.sign() == whole.sign()))
 
 
-@settings(max_examples=60, deadline=None)
 @given(numel=st.integers(0, 3000), group=st.one_of(st.just("tensor"), st.integers(1, 700)), seed=st.integers(0, 1000))
 def test_onebit_conserves_exactly(numel, group, seed):
     """Promise 5: r' = fl(fl(g + r) - q), element by element."""
@@ -86,7 +84,6 @@ def test_onebit_means_of_a_known_vector():
     assert codec.decode(codec.encode(torch.tensor([-1.0, -3.0, 2.0, 4.0]))).tolist() == [-2, -2, 3, 3]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     bits=st.sampled_from([2, 4, 8]),
     numel=st.integers(0, 3000),

@@ -83,17 +83,31 @@ def execute_as_rank(place, source, folder):
             os.environ.pop(name, None)  # Lightning takes some away
 
 
-@pytest.mark.parametrize(("place", "kind", "source", "output"), SNIPPETS, ids=[s[0] for s in SNIPPETS])
-def test_snippets_run_and_print_what_is_shown(place, kind, source, output, tmp_path, gloo):
-    if kind == "no-run":
-        compile(source, place, "exec")
-        return
-    if kind == "ranks=2":
-        printed = gloo(2, execute_as_rank, place, source, str(tmp_path))[0]
-    else:
-        assert kind == "", f"{place}: unknown mark {kind!r}"
-        printed = execute(place, source, tmp_path)
+def of_kind(kind):
+    chosen = [(place, source, output) for place, found, source, output in SNIPPETS if found == kind]
+    return pytest.mark.parametrize(("place", "source", "output"), chosen, ids=[place for place, *_ in chosen])
+
+
+@of_kind("no-run")
+def test_snippets_compile(place, source, output):
+    compile(source, place, "exec")
+
+
+@pytest.mark.slow
+@of_kind("")
+def test_snippets_run_and_print_what_is_shown(place, source, output, tmp_path):
+    printed = execute(place, source, tmp_path)
     assert output is None or printed == output
+
+
+@of_kind("ranks=2")
+def test_snippets_of_ranks_run_and_print_what_is_shown(place, source, output, tmp_path, gloo):
+    printed = gloo(2, execute_as_rank, place, source, str(tmp_path))[0]
+    assert output is None or printed == output
+
+
+def test_every_snippet_has_a_known_mark():
+    assert {kind for _, kind, _, _ in SNIPPETS} == {"", "no-run", "ranks=2"}
 
 
 def test_few_snippets_are_not_run():
@@ -131,9 +145,8 @@ def test_links_resolve(page):
             assert anchor in anchors(there), f"{name_of(page)} links to {target}; it has {sorted(anchors(there))}"
 
 
-@pytest.mark.parametrize("start", ["README.md", "docs/README.md"])
-def test_every_page_is_linked(start):
-    here = ROOT / start
+def test_every_page_is_linked():
+    here = ROOT / "docs/README.md"
     linked = {(here.parent / t.partition("#")[0]).resolve() for t in links(here)} | {here}
     tables_of_contents = ("README.md", "index.md")  # the latter is the site's first page
     missing = [name_of(p) for p in (ROOT / "docs").rglob("*.md") if p not in linked and p.name not in tables_of_contents]
@@ -143,6 +156,11 @@ def test_every_page_is_linked(start):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_figure_is_missing(page):
     assert "@@MEASURE@@" not in page.read_text(encoding="utf-8")
+
+
+def test_the_readme_is_read_in_two_minutes():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80 and "docs/README.md" in text
 
 
 # ---- the page that decides -----------------------------------------------------------------------------------------
@@ -171,7 +189,7 @@ def test_figures_that_decide_stand_on_the_pages_that_they_link_to():
 @pytest.mark.parametrize(
     ("row", "family", "codecs"),
     [
-        ("`torch.optim.SGD`", "sgd", ["terngrad", "onebit"]),
+        ("`torch.optim.SGD`", "sgd", ["ternary", "onebit"]),
         ("Adam, AdamW", "adam", ["block4", "block2", "onebit"]),
         ("`OneBitAdam`", "onebitadam", ["onebit"]),
     ],

@@ -8,7 +8,7 @@ import torch
 from _expected import average
 
 import gradcomp
-from gradcomp import Block, Feedback, Identity, OneBit, PeerLost, PeerMismatch, TernGrad
+from gradcomp import Block, Feedback, Identity, OneBit, PeerLost, PeerMismatch, Ternary, TernGrad
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.second import owners_feed_back
@@ -21,6 +21,11 @@ from gradcomp.payload.pieces import Slot
 CODECS = {
     "identity": Identity(),
     "terngrad": TernGrad(seed=3),
+    "ternary": Ternary(residual_decay=0.25),
+    "ternary-tensor": Ternary(step=2.5, group="tensor", second_phase="block4", residual_decay=0.5),
+    "ternary-forgets": Ternary(group=24, error_feedback=False),
+    "onebit-decays": OneBit(residual_decay=0.25),
+    "block2-decays": Block(2, residual_decay=0.25, second_phase="block4"),
     "terngrad-requantize": TernGrad(second_phase="requantize", clip_sigma=None),
     "terngrad-own": TernGrad(scale="own"),
     "terngrad-own-bf16": TernGrad(scale="own", second_phase="bf16"),

@@ -66,7 +66,7 @@ def test_average_is_the_references(over, name):
     check(results, CODECS[name], nodes, 2)
 
 
-@pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "onebit", "identity"])
+@pytest.mark.parametrize("name", ["ternary", "terngrad", "terngrad-requantize", "onebit", "identity"])
 @pytest.mark.parametrize(
     "nodes", [[[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]], ids=["2x3", "5x2"]
 )
@@ -75,7 +75,7 @@ def test_average_at_other_sizes(name, nodes):
     check(results, CODECS[name], nodes, 3)
 
 
-@pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "onebit"])
+@pytest.mark.parametrize("name", ["ternary", "terngrad", "terngrad-requantize", "onebit"])
 def test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace(over, name):
     nodes = [[0, 1], [2, 3]]
     results = over(4, averages, CODECS[name], nodes, 3, 2)

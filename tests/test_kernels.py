@@ -44,10 +44,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 WORDS = st.sampled_from([0, 1, 2**31 - 1, 2**32 - 1]) | SEEDS
 COUNTS = st.sampled_from([1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33])
 
-settings.register_profile(
-    "kernels", max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
-kernel_settings = settings.get_profile("kernels")
+kernel_settings = settings(database=None, suppress_health_check=list(HealthCheck))
 
 
 def flag() -> Any:
@@ -402,6 +399,9 @@ def test_lanes_decode(parts: list[Piece], world: int, dtype: int, stream: bool, 
 
 
 # ---- 1 bit -----------------------------------------------------------------------------------------------------------
+DECAYS = st.sampled_from([1.0, 1.0, 0.25, 0.3, 1e-30])
+
+
 @kernel_settings
 @given(
     parts=pieces(),
@@ -410,6 +410,7 @@ def test_lanes_decode(parts: list[Piece], world: int, dtype: int, stream: bool, 
     residuals=st.sampled_from(["none", "in", "out", "both", "same", "same"]),
     residual_kind=st.sampled_from(["normal", "normal", "zeros", "huge", "special", "nonfinite"]),
     means=st.sampled_from([None, None, (-1.0, 1.0), (-0.0, 3e38)]),
+    decay=DECAYS,
     keeps=st.booleans(),
     seed=SEEDS,
 )
@@ -420,6 +421,7 @@ def test_onebit_encode(
     residuals: str,
     residual_kind: str,
     means: tuple[float, float] | None,
+    decay: float,
     keeps: bool,
     seed: int,
 ) -> None:
@@ -438,7 +440,7 @@ def test_onebit_encode(
     has_in, bad = residuals in ("in", "both", "same"), False
     for i, piece in enumerate(parts):
         x, before = tensor[table.data(i)], old[table.plane(i)] if has_in else None
-        scales, codes, left = ref.onebit_encode(x, piece.ref, before, means)
+        scales, codes, left = ref.onebit_encode(x, piece.ref, before, means, decay)
         want[table.codes(i)] = codes
         table.put_scales(want, i, canonical(scales).ravel())
         want_left[table.plane(i)] = canonical(left)
@@ -461,6 +463,8 @@ def test_onebit_encode(
                     pointer(plane_in, "float *") if has_in else ffi.NULL,
                     pointer(plane_out, "float *") if residuals in ("out", "both", "same") else ffi.NULL,
                     pointer(kept, "float *") if keeps else ffi.NULL,
+                    decay,
+                    ffi.NULL,
                     ffi.NULL if means is None else ffi.new("float[2]", means),
                     pointer(payload, "uint8_t *"),
                     seen,
@@ -507,17 +511,30 @@ BITS = st.sampled_from([2, 4, 8])
 @kernel_settings
 @given(
     parts=pieces(),
-    bits=BITS,
+    form=st.sampled_from([2, 4, 8, 1.8, 0.3, 1e30]),
     dtype=st.sampled_from(DTYPES),
     kind=st.sampled_from(KINDS),
     residuals=st.sampled_from(["none", "in", "out", "both", "same", "same"]),
     residual_kind=st.sampled_from(["normal", "normal", "zeros", "huge", "special", "nonfinite"]),
+    decay=DECAYS,
     keeps=st.booleans(),
     seed=SEEDS,
 )
 def test_block_encode(
-    parts: list[Piece], bits: int, dtype: int, kind: str, residuals: str, residual_kind: str, keeps: bool, seed: int
+    parts: list[Piece],
+    form: float,
+    dtype: int,
+    kind: str,
+    residuals: str,
+    residual_kind: str,
+    decay: float,
+    keeps: bool,
+    seed: int,
 ) -> None:
+    """`form`: bits of blocks, or, where it is no integer of these, the step of ternary codes."""
+    ternary = form not in (2, 4, 8)
+    bits = 2 if ternary else int(form)
+    encode = lib.gc_nearest_encode if ternary else lib.gc_block_encode
     rng = np.random.default_rng(seed)
     table = Table(parts, bits, 1, rng)
     tensor = tensor_of(table, kind, dtype, rng)
@@ -532,7 +549,8 @@ def test_block_encode(
     has_in, has_out, bad = residuals in ("in", "both", "same"), residuals in ("out", "both", "same"), False
     for i, piece in enumerate(parts):
         x, before = tensor[table.data(i)], old[table.plane(i)] if has_in else None
-        scales, codes, left = ref.block_encode(x, piece.ref, bits, before)
+        of = ref.nearest_encode if ternary else ref.block_encode
+        scales, codes, left = of(x, piece.ref, form, before, decay)
         want[table.codes(i)] = codes
         table.put_scales(want, i, canonical(scales))
         want_left[table.plane(i)] = canonical(left)
@@ -545,15 +563,17 @@ def test_block_encode(
             want_kept[table.plane(i)] = old[table.plane(i)]
         with tier(number):
             check(
-                lib.gc_block_encode(
+                encode(
                     pointer(tensor),
                     dtype,
                     table.pointer,
                     len(parts),
-                    bits,
+                    form,
                     pointer(plane_in, "float *") if has_in else ffi.NULL,
                     pointer(plane_out, "float *") if has_out else ffi.NULL,
                     pointer(kept, "float *") if keeps else ffi.NULL,
+                    decay,
+                    ffi.NULL,
                     pointer(payload, "uint8_t *"),
                     seen,
                 )
@@ -590,6 +610,36 @@ def test_block_sum_decode(parts: list[Piece], bits: int, count: int, dtype: int,
             )
         same_bytes(out, want, number)
         assert seen[0] == bad
+
+
+@pytest.mark.parametrize("number", TIERS)
+@pytest.mark.parametrize("numel", [1, 31, 100, 4097, 40000])
+def test_encoders_add_up_what_a_decay_drops(number: int, numel: int) -> None:
+    """(1 - d) * sum |r|, a number a segment; r is what the same call leaves with a decay of 1."""
+    x = (np.random.default_rng(numel).standard_normal(2 * numel)).astype(np.float32)
+    parts = [Piece(0, numel, 700, 0), Piece(0, numel, numel, 1)]
+    table = Table(parts, 2, 2, np.random.default_rng(1))
+    tensor = guarded(table.tensor_numel, np.float32)
+    for i in range(2):
+        tensor[table.data(i)] = x[i * numel : (i + 1) * numel]
+    for name, more in (("onebit", (ffi.NULL,)), ("block", ()), ("nearest", ())):
+        head = {"onebit": (), "block": (2,), "nearest": (1.8,)}[name]
+        left = []
+        for decay in (1.0, 0.25):
+            plane, dropped = guarded(table.plane_numel, np.float32), np.zeros(2)
+            payload = pointer(guarded(table.payload_nbytes), "uint8_t *")
+            with tier(number):
+                check(
+                    getattr(lib, f"gc_{name}_encode")(
+                        pointer(tensor), 0, table.pointer, 2, *head, ffi.NULL, pointer(plane, "float *"), ffi.NULL,
+                        decay, pointer(dropped, "double *"), *more, payload, flag(),
+                    )
+                )  # fmt: skip
+            left.append(plane)
+        want = [0.75 * np.abs(left[0][table.plane(i)].astype(np.float64)).sum() for i in range(2)]
+        np.testing.assert_allclose(dropped, want, rtol=1e-5)
+        for i in range(2):
+            same_bytes(left[1][table.plane(i)], np.float32(0.25) * left[0][table.plane(i)], number)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -920,9 +970,12 @@ def all_kernels(table: Table, memory: dict[str, Any]) -> dict[str, int]:
         "gc_ternary_sum_decode": lib.gc_ternary_sum_decode(one, 1, 1, rows, n, out, 0, 0, seen),
         "gc_ternary_sum_lanes": lib.gc_ternary_sum_lanes(one, 1, rows, rows, n, 2, bytes_out),
         "gc_lanes_decode": lib.gc_lanes_decode(one[0], 1, 2, rows, n, out, 0, 0, seen),
-        "gc_onebit_encode": lib.gc_onebit_encode(src, 0, rows, n, plane, plane, ffi.NULL, ffi.NULL, bytes_out, seen),
+        "gc_onebit_encode": lib.gc_onebit_encode(src, 0, rows, n, plane, plane, ffi.NULL, 0.5, ffi.NULL, ffi.NULL, bytes_out, seen),
         "gc_onebit_sum_decode": lib.gc_onebit_sum_decode(one, 1, rows, n, out, 0, 0, seen),
-        "gc_block_encode": lib.gc_block_encode(src, 0, rows, n, 4, plane, plane, ffi.NULL, bytes_out, seen),
+        "gc_block_encode": lib.gc_block_encode(src, 0, rows, n, 4, plane, plane, ffi.NULL, 0.5, ffi.NULL, bytes_out, seen),
+        "gc_nearest_encode": lib.gc_nearest_encode(
+            src, 0, rows, n, 1.8, plane, plane, ffi.NULL, 0.5, ffi.NULL, bytes_out, seen
+        ),
         "gc_block_sum_decode": lib.gc_block_sum_decode(one, 1, 4, rows, n, out, 0, 0, seen),
         "gc_block_validate": lib.gc_block_validate(one[0], 4, rows, n),
         "gc_values_encode": lib.gc_values_encode(src, 0, rows, n, 0, bytes_out, seen),
@@ -984,8 +1037,17 @@ def test_bad_arguments_are_refused(number: int) -> None:
             "null payload": lib.gc_ternary_encode(src, 0, rows, 1, null, key, seen),
             "null flag": lib.gc_ternary_encode(src, 0, rows, 1, payload, key, null),
             "null rows": lib.gc_ternary_encode(src, 0, null, 1, payload, key, seen),
-            "onebit dtype": lib.gc_onebit_encode(src, 9, rows, 1, null, null, null, null, payload, seen),
-            "bits of a block": lib.gc_block_encode(src, 0, rows, 1, 3, null, null, null, payload, seen),
+            "onebit dtype": lib.gc_onebit_encode(src, 9, rows, 1, null, null, null, 1.0, null, null, payload, seen),
+            **{
+                f"decay {decay}": lib.gc_onebit_encode(src, 0, rows, 1, null, null, null, decay, null, null, payload, seen)
+                for decay in (-0.1, 0.0, 1.1, float("nan"))
+            },
+            **{
+                f"step {step}": lib.gc_nearest_encode(src, 0, rows, 1, step, null, null, null, 1.0, null, payload, seen)
+                for step in (0.0, -1.8, float("nan"), float("inf"))
+            },
+            "decay of blocks": lib.gc_block_encode(src, 0, rows, 1, 2, null, null, null, 2.0, null, payload, seen),
+            "bits of a block": lib.gc_block_encode(src, 0, rows, 1, 3, null, null, null, 1.0, null, payload, seen),
             "bits of a decoded block": lib.gc_block_sum_decode(one, 1, 16, rows, 1, out, 0, 0, seen),
             "value dtype": lib.gc_values_encode(src, 0, rows, 1, 2, payload, seen),
             "value dtype decoded": lib.gc_values_sum_decode(one, 1, 2, rows, 1, out, 0, 0, seen),
@@ -1014,7 +1076,7 @@ def test_nothing_to_do_needs_no_memory(number: int) -> None:
         for rows, count in ((table.pointer, 1), (null, 0)):
             check(lib.gc_block_sums(null, 0, rows, count, null, seen))
             check(lib.gc_ternary_encode(null, 0, rows, count, null, key, seen))
-            check(lib.gc_onebit_encode(null, 0, rows, count, null, null, null, null, null, seen))
+            check(lib.gc_onebit_encode(null, 0, rows, count, null, null, null, 1.0, null, null, null, seen))
             check(lib.gc_ternary_validate(null, rows, count))
         check(lib.gc_scales_validate(null, 0, 1))
         check(lib.gc_copy(null, null, null, 0))
@@ -1075,7 +1137,7 @@ def test_results_do_not_depend_on_the_floating_point_environment(number: int) ->
             statuses = [
                 lib.gc_ternary_encode(p_src, 0, rows2, 1, b2, c_key, seen),
                 lib.gc_ternary_sum_decode(three, 3, 0, rows2, 1, p_out, 0, 0, seen),
-                lib.gc_onebit_encode(p_bits, 0, rows1, 1, p_plane, p_left, ffi.NULL, ffi.NULL, b1, seen),
+                lib.gc_onebit_encode(p_bits, 0, rows1, 1, p_plane, p_left, ffi.NULL, 1.0, ffi.NULL, ffi.NULL, b1, seen),
             ]
             after = libm.fegetround()
             libm.fesetround(before)
@@ -1216,7 +1278,9 @@ def test_frozen_onebit(number: int) -> None:
         target, bytes_out = pointer(left, "float *"), pointer(payload, "uint8_t *")
         with tier(number):
             means = ffi.new("float[2]", case["means"]) if "means" in case else ffi.NULL
-            check(lib.gc_onebit_encode(pointer(x), dtype, rows, 1, source, target, ffi.NULL, means, bytes_out, seen))
+            decay = case.get("decay", 1.0)
+            how = source, target, ffi.NULL, decay, ffi.NULL, means, bytes_out, seen
+            check(lib.gc_onebit_encode(pointer(x), dtype, rows, 1, *how))
             same_bytes(payload, want, number)
             check_checksum(payload)
             assert seen[0] == want[7]
@@ -1226,12 +1290,13 @@ def test_frozen_onebit(number: int) -> None:
                 assert crc_of(out) == case["decoded_crc"]
 
 
+@pytest.mark.parametrize("name", ["block", "nearest"])
 @pytest.mark.parametrize("number", TIERS)
-def test_frozen_block(number: int) -> None:
-    content, inputs = frozen("block")
+def test_frozen_levels(number: int, name: str) -> None:
+    content, inputs = frozen(name)
     for case in content["payloads"]:
         x, dtype = frozen_source(case, inputs)
-        bits = ref_payload.BLOCKS[case["codec"]]
+        bits = ref_payload.BLOCKS[case["codec"]] if name == "block" else 2
         row, _ = layout_of(case, bits, 1)
         rows, seen, n = pointer(row, "gc_segment *"), flag(), case["numel"]
         want = np.frombuffer(bytes.fromhex(case["payload"]), np.uint8).copy()
@@ -1241,13 +1306,19 @@ def test_frozen_block(number: int) -> None:
         source = pointer(old, "float *") if old is not None else ffi.NULL
         target, bytes_out = pointer(left, "float *"), pointer(payload, "uint8_t *")
         with tier(number):
-            check(lib.gc_block_encode(pointer(x), dtype, rows, 1, bits, source, target, ffi.NULL, bytes_out, seen))
+            how = source, target, ffi.NULL, case.get("decay", 1.0), ffi.NULL, bytes_out, seen
+            if name == "block":
+                check(lib.gc_block_encode(pointer(x), dtype, rows, 1, bits, *how))
+            else:
+                check(lib.gc_nearest_encode(pointer(x), dtype, rows, 1, case["step"], *how))
             same_bytes(payload, want, number)
             check_checksum(payload)
             assert seen[0] == want[7]
             assert crc_of(left) == case["residual_crc"]
             if not seen[0]:
-                check(lib.gc_block_sum_decode(pointers([payload]), 1, bits, rows, 1, pointer(out), 0, 0, flag()))
+                decode = lib.gc_block_sum_decode if name == "block" else lib.gc_ternary_sum_decode
+                option = bits if name == "block" else 0
+                check(decode(pointers([payload]), 1, option, rows, 1, pointer(out), 0, 0, flag()))
                 assert crc_of(out) == case["decoded_crc"]
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp.codecs import KINDS
@@ -17,7 +17,6 @@ from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.sizes import owned_nbytes
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     numels=st.lists(st.integers(0, 300_000), min_size=1, max_size=3),
     group=st.sampled_from([1, 5, 8, 25, 64, 512, 5000, 65_537, 131_072, 200_000, 10**6]),

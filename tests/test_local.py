@@ -185,7 +185,7 @@ def packed(comm, codec, fragments, shard_outer):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("codec", "fragments", "shard_outer"), [
-    (codec, fragments, shares) for codec in ("terngrad", "onebit", "block2", "block4", "topk")
+    (codec, fragments, shares) for codec in ("ternary", "terngrad", "onebit", "block2", "block4", "topk")
     for fragments, shares in ((1, False), (2, False), (2, True)) if not (shares and codec == "topk")
 ])  # fmt: skip
 def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments, shard_outer):
@@ -357,7 +357,7 @@ def part_of(comm, codec, options, first, steps, saved):
 
 
 @pytest.mark.parametrize(("codec", "options"), [
-    (codec, options) for codec in ("terngrad", "onebit", "block2", "topk") for options in (
+    (codec, options) for codec in ("ternary", "terngrad", "onebit", "block2", "topk") for options in (
         {"sync_every": 5}, {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3}, {"sync_every": 4, "start_step": 6},
         {"sync_every": 5, "shard_outer": True},
     ) if not (codec == "topk" and "shard_outer" in options)

@@ -48,6 +48,7 @@ WRONG = {
     "no nodes": (lambda s: without(s, "nodes"), "no 'nodes'"),
     "no owner_residual": (lambda s: without(s, "owner_residual"), "no 'owner_residual'"),
     "rank is none": (lambda s: changed(s, 1, rank=None), "rank None"),
+    "world_size is huge": (lambda s: changed(s, 0, world_size=2**62), "one of every rank"),
     "world_size is text": (lambda s: changed(s, 1, world_size="3"), "world_size '3'"),
     "another version": (lambda s: [{**state, "version": 9} for state in s], "version 9"),
     "another step": (lambda s: changed(s, 1, step=7), "not of one run: step"),

@@ -319,10 +319,12 @@ def among_strangers(comm):
     return found, took < 9  # the silent one may stay for 10 s
 
 
-def test_strangers_neither_get_in_nor_hold_up_the_ranks():
+def test_strangers_neither_get_in_nor_hold_up_the_ranks(caplog):
+    """A silent one was a CancelledError with its traceback in asyncio's log."""
     with nothing_left():
         (got, soon), (_, soon_too) = run_local(2, among_strangers)
         assert got == [1] and soon and soon_too
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
 
 async def relayed(change):

@@ -618,6 +618,125 @@ def test_a_step_that_no_exchange_precedes_is_of_gradients():
     run_local(2, one)
 
 
+def loss_of(net, step, rank):
+    x, y = batch(step, rank)
+    return (net(x).float() - y).square().mean()
+
+
+def grads_of(net, step, rank):
+    return torch.autograd.grad(loss_of(net, step, rank), list(net.parameters()))
+
+
+@every_kind
+def test_two_exchanges_before_a_step_are_refused(kind):
+    """The second took the momentum that the first had left in p.grad for a gradient, without a word."""
+
+    def one(comm, twice):
+        net, optimizer, averager = train(comm, kind, Identity(), 10)
+        if twice:
+            before = bits(net)
+            backward(net, 10, comm.rank)
+            averager.average()
+            with pytest.raises(GradcompError, match=r"p\.grad holds the momentum of the exchange before"):
+                loss_of(net, 11, comm.rank).backward()
+            with pytest.raises(GradcompError, match=r"p\.grad holds the momentum of the exchange before"):
+                averager.average()
+            assert same(before, bits(net))
+        for step in range(12, 14):  # all is well after it
+            backward(net, step, comm.rank)
+            averager.average()
+            optimizer.step()
+        averager.check_replicas()
+        return bits(net)
+
+    assert same(run_local(2, one, True)[0], run_local(2, one, False)[0])
+
+
+@every_kind
+@pytest.mark.parametrize("how", ["none", "zeros", "data", "another gradient"])
+def test_a_step_that_is_left_out_after_an_exchange(kind, how):
+    """Gradients that were dropped or zeroed after an exchange are none of its momenta, whoever did it."""
+
+    def one(comm, skips):
+        net, optimizer, averager = train(comm, kind, Identity(), 10)
+        net.zero_grad()
+        if skips:
+            backward(net, 99, comm.rank)
+            averager.average()
+            grads_of(net, 98, comm.rank)  # adds to no p.grad
+            if how == "data":
+                for p in net.parameters():
+                    p.grad.data.zero_()
+            elif how != "another gradient":
+                net.zero_grad(set_to_none=how == "none")
+        for step in range(10, 12):
+            if how == "another gradient":
+                for p, gradient in zip(net.parameters(), grads_of(net, step, comm.rank), strict=True):
+                    p.grad = gradient
+            else:
+                loss_of(net, step, comm.rank).backward()
+            averager.average()
+            optimizer.step()
+            net.zero_grad()
+        averager.check_replicas()
+        return bits(net)
+
+    assert same(run_local(2, one, True)[0], run_local(2, one, False)[0])
+
+
+def test_exchanges_of_the_warm_up_add_up():
+    def one(comm):
+        net = network()
+        optimizer = MAKE["adam"](net.parameters())
+        averager = GradientAverager(net, Identity(), comm, optimizer=optimizer, min_numel=0)
+        backward(net, 0, comm.rank)
+        averager.average()
+        first = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        backward(net, 1, comm.rank)
+        averager.average()
+        second = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        loss_of(net, 0, comm.rank).backward()
+        averager.average()
+        loss_of(net, 1, comm.rank).backward()
+        averager.average()
+        for p, a, b in zip(net.parameters(), first, second, strict=True):
+            torch.testing.assert_close(p.grad, a + b)
+
+    run_local(2, one)
+
+
+def _twice(fused, view):
+    rank = torch.distributed.get_rank()
+    net = network()
+    optimizer = MAKE["adam"](split_parameters(net))
+    model = DDP(net, gradient_as_bucket_view=view)
+    given = {"optimizer": optimizer} if fused else {"transform": optimizer.transform}
+    state = gradcomp.ddp.register(model, "identity", min_numel=0, **given)
+
+    def back(step):
+        x, y = batch(step, rank)
+        (model(x.bfloat16()).float() - y).square().mean().backward()
+
+    for step in range(FREEZE + 1):
+        optimizer.zero_grad()
+        back(step)
+        optimizer.step()
+    optimizer.zero_grad()
+    back(FREEZE + 1)
+    with pytest.raises(GradcompError, match="holds the momentum of the exchange before"):
+        back(FREEZE + 2)
+    state.close()
+    return True
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("view", [True, False])
+def test_two_backwards_under_ddp_before_a_step_are_refused(pools, fused, view):
+    assert pools("gloo", 2, _twice, fused, view) == [True] * 2
+
+
 def test_one_optimizer_for_two_models():
     def one(comm, apart):
         nets = [network(), network()]

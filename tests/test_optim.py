@@ -25,6 +25,7 @@ from gradcomp.optim import (
     split,
     split_parameters,
 )
+from gradcomp.optim.placeholder import Placeholder
 from gradcomp.reference import optim as ref
 
 ROUNDINGS = ["truncate", "nearest"]
@@ -468,9 +469,9 @@ def test_bad_options_are_named(cls, options, text):
 
 def placeholder(shape):
     """What fused updates leave in p.grad, of a backward before."""
-    gradient = torch.full((), float("nan")).expand(shape)
-    gradient._gradcomp_packed = True
-    return gradient
+    parameter = nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.zeros(shape)
+    return Placeholder.stand_for(parameter)
 
 
 @every_optimizer
@@ -991,6 +992,19 @@ def test_tensor_subclasses_are_refused():
 
     with pytest.raises(UnsupportedTensor, match="is a Wrapped"):
         SplitSGD([nn.Parameter(torch.zeros(3).as_subclass(Wrapped))], lr=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_negative_views_are_refused(dtype):
+    """Their memory holds -p: a step took the gradient's sign for the other one, -1 went to -0.5 in place of -1.5."""
+    p = nn.Parameter(torch._neg_view(torch.ones(4, dtype=dtype)))
+    with pytest.raises(UnsupportedTensor, match=r"parameter 0 of the group is a negative view .* p\.data\.resolve_neg\(\)"):
+        SplitSGD([p], lr=0.5)
+    p.data = p.data.resolve_neg()
+    optimizer = SplitSGD([p], lr=0.5)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.tolist() == [-1.5] * 4
 
 
 def test_state_of_another_optimizer_is_refused():

@@ -16,7 +16,7 @@ from _ranks import run_local
 from _serving import caught, flipped, meet, noise, play, same_bits
 
 import gradcomp
-from gradcomp import OneBit, RngKey, TernGrad
+from gradcomp import OneBit, RngKey, Ternary, TernGrad
 from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
 from gradcomp.payload import wire
 from gradcomp.reference import codec as reference
@@ -197,9 +197,10 @@ def test_equal_scales_count_as_shared_only_without_a_codec():
     assert not torch.equal(headers_only, as_own)
 
 
+@pytest.mark.parametrize("codec", [OneBit(group=100), Ternary(group=100)], ids=["onebit", "ternary"])
 @pytest.mark.parametrize("given", [True, False])
-def test_onebit_averages_as_an_exchange_does(given):
-    codec, rounds = OneBit(group=100), 4
+def test_codecs_with_residuals_average_as_an_exchange_does(given, codec):
+    rounds = 4
     payloads = encode_rounds(codec, 999, 3, rounds)
     got = run_local(4, play, 1, push_payloads, codec, codec if given else None, payloads)[:3]
 
@@ -252,9 +253,10 @@ def test_compressed_ternary_is_the_mean_encoded_again(servers, codec):
         assert codec.decode(got[0][r]).shape == (999,)
 
 
-def test_the_server_keeps_what_1_bit_leaves_over(over):
+@pytest.mark.parametrize("codec", [OneBit(group=50), Ternary(group=50)], ids=["onebit", "ternary"])
+def test_the_server_keeps_what_codes_leave_over(over, codec):
     """mean + old residual = decoded + new residual at every round: nothing is lost, and a NaN leaves no trace."""
-    codec, rounds, numel = OneBit(group=50), 6, 333
+    rounds, numel = 6, 333
     payloads = encode_rounds(codec, numel, 2, rounds)
     payloads[2][1] = codec.encode(torch.full((numel,), float("nan")), key=RngKey(0, 1, 2, 2))
     got = over(3, play, 1, push_compressed, codec, codec, payloads)[:2]

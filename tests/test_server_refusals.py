@@ -7,7 +7,7 @@ import pytest
 import torch
 from _ranks import run_local
 from _serving import Done, as_tensor, caught, flipped, meet, play
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp import OneBit, RngKey, TernGrad
@@ -122,7 +122,7 @@ DAMAGE = [
     ("crc", flipped(GOOD)),
     ("magic", torch.zeros_like(GOOD)),
     ("magic", torch.arange(GOOD.numel()).to(torch.uint8)),
-    ("version", resealed(GOOD, put(4, b"\x02"))),
+    ("version", resealed(GOOD, put(4, b"\x01"))),
     ("codec", resealed(GOOD, put(5, b"\x09"))),
     ("codec", resealed(GOOD, put(5, b"\x04"))),
     ("codec", resealed(GOOD, put(5, b"\x03"))),
@@ -437,7 +437,6 @@ class Mailbox:
         return Done()
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.one_of(st.binary(max_size=200), st.tuples(HEADERS, st.binary(max_size=90)).map(b"".join), almost_messages()))
 def test_any_bytes_parse_or_are_refused_by_name(data):
     try:
@@ -454,7 +453,6 @@ def test_any_bytes_parse_or_are_refused_by_name(data):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), almost_messages()), min_size=1, max_size=12))
 def test_a_server_survives_any_sequence_of_requests(requests):
     box = Mailbox()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from _ranks import run_local
 
-from gradcomp import Block, Feedback, GradientAverager, Identity, OneBit, PeerMismatch, TernGrad
+from gradcomp import Block, Feedback, GradientAverager, Identity, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
@@ -19,6 +19,7 @@ from gradcomp.payload.pieces import Slot, whole_pieces
 
 CODECS = {
     "terngrad": TernGrad(seed=3),
+    "ternary": Ternary(residual_decay=0.25),
     "terngrad-own": TernGrad(scale="own"),
     "terngrad-row": TernGrad(group="row", second_phase="requantize"),
     "terngrad-block4": TernGrad(second_phase="block4"),

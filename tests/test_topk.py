@@ -51,8 +51,7 @@ from gradcomp.reference import topk as ref_topk
 GROUP = ref_topk.GROUP_NUMEL
 LENGTHS = [0, 1, 2, 8, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 5000, 8200]
 LONG = [32767, 32768, 32769, 40000, 70000]
-settings.register_profile("topk", max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-topk_settings = settings.get_profile("topk")
+topk_settings = settings(database=None, suppress_health_check=list(HealthCheck))
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -360,7 +359,6 @@ def test_messages_of_slices_are_cut_at_blocks():
 # ---- codec -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
 @given(numel=st.integers(0, 50_000), seed=st.integers(0, 1000))
 def test_conserves_exactly(numel, seed):
     """Promise 5; and what is kept are the largest of every block."""

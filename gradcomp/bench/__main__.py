@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 
+from gradcomp import interrupt
+
 BENCHMARKS = {
-    "demo": "train LeNet with 2 ranks in fp32, terngrad and onebit: accuracy, bytes and seconds in one table",
+    "demo": "train LeNet with 2 ranks once per codec: accuracy, bytes and the step predicted at 1 Gbit/s in one table",
     "codec": "GB/s of every kernel beside memcpy and the same codec in torch and NumPy",
     "accuracy": "what compression costs in accuracy: methods x optimizers x workloads, N workers, several seeds",
     "paper": "tables of the papers, made again: TernGrad's LeNet, 1 bit with and without error feedback",
@@ -33,7 +35,8 @@ def main(argv: list[str]) -> int:
         argv: the words after ``python -m gradcomp.bench``.
 
     Returns:
-        The exit status: 0 done, 1 a check failed, 2 wrong usage or something needed is not installed.
+        The exit status: 0 done, 1 a check failed, 2 wrong usage or something needed is not installed,
+        130 interrupted by Ctrl-C.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(describe())
@@ -49,12 +52,13 @@ def main(argv: list[str]) -> int:
             raise
         print(f"gradcomp.bench {name} needs {error.name}: pip install 'gradcomp[bench]'", file=sys.stderr)
         return 2
-    status: int = module.main(rest)
+    interrupt.imported()
+    try:
+        status: int = module.main(rest)
+    except KeyboardInterrupt:
+        status = interrupt.report()
     return status
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    interrupt.leave(main(sys.argv[1:]))

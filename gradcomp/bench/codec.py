@@ -31,7 +31,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # At most this many memcpys of the fp32 buffer, one thread, 64 Mi elements, fp32, the best tier.
 LIMITS = {
     "terngrad encode": 3.0,
+    "ternary encode": 2.0,
     "absmax + moments": 1.2,
+    "ternary decode 1": 1.2,
     "terngrad decode 1": 1.2,
     "terngrad decode 4 shared": 1.9,
     "terngrad decode 4 own": 1.9,
@@ -45,6 +47,8 @@ LIMITS = {
 }
 AIMS = {
     "terngrad encode": 2.0,
+    "ternary encode": 1.6,
+    "ternary decode 1": 0.7,
     "absmax + moments": 0.9,
     "terngrad decode 1": 0.7,
     "terngrad decode 4 shared": 1.3,
@@ -61,6 +65,8 @@ THREAD_GAIN = {"terngrad encode": 1.7, "onebit encode": 1.7}  # of two threads o
 # Bytes of memory an element. Next to all of a decoder's are stores: memset is its roof, memcpy that of all others.
 TRAFFIC = {
     "terngrad encode": 4.25,
+    "ternary encode": 12.25,
+    "ternary decode 1": 4.25,
     "absmax + moments": 4.0,
     "terngrad decode 1": 4.25,
     "terngrad decode 4 shared": 5.0,
@@ -73,7 +79,9 @@ TRAFFIC = {
     "topk encode": 12 + 81 / 4096,
     "topk decode 1": 4 + 81 / 4096,
 }
-WRITERS = ("terngrad decode 1", "terngrad decode 4 shared", "onebit decode 1", *(f"block{bits} decode 1" for bits in (2, 4, 8)), "topk decode 1")
+DECAYED = ("onebit encode", "block2 encode", "ternary encode")  # at most DECAY_LIMIT times slower with a residual decay
+DECAY_LIMIT = 1.05
+WRITERS = ("ternary decode 1", "terngrad decode 1", "terngrad decode 4 shared", "onebit decode 1", *(f"block{bits} decode 1" for bits in (2, 4, 8)), "topk decode 1")
 TORCH_GAIN = 30.0  # ternary encode over the same in torch operations
 
 
@@ -227,6 +235,9 @@ def verdicts(rows: list[Row], gains: dict[str, float], memory: Memory) -> list[V
         if outcome == "FAIL" and _is_at_the_roof(kernel, one, two, least, memory):
             outcome = "roof"
         out.append(Verdict(f"{kernel}, two threads over one, at least", two / one, least, None, outcome))
+    for kernel in DECAYED:
+        more = best[f"{kernel}, decay", 1].ratio / best[kernel, 1].ratio
+        out.append(Verdict(f"{kernel}, with a decay over without, at most", more, DECAY_LIMIT, 1.0, _word(more <= DECAY_LIMIT)))
     gain = gains["torch"]
     out.append(Verdict("terngrad encode over torch, at least", gain, TORCH_GAIN, None, _word(gain >= TORCH_GAIN)))
     return out

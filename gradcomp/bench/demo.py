@@ -1,4 +1,4 @@
-"""Train LeNet on real images with 2 ranks through DDP in fp32, terngrad and onebit, and compare them in one table.
+"""Train LeNet on real images with 2 ranks through DDP, once a codec of `CODECS`, and compare them in one table.
 
 ``python -m gradcomp.bench demo`` starts the ranks itself (gloo, this machine, one torch thread each), prints one table
 and writes demo.json and demo.png.
@@ -7,6 +7,7 @@ and writes demo.json and demo.png.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -19,48 +20,60 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import gradcomp
+from gradcomp.bench.cluster import strategy_method
 from gradcomp.bench.data import ImageData, load
-from gradcomp.bench.ranks import RANK_ERRORS
-from gradcomp.bench.training import CODECS, RunResult, TrainConfig, train_all
+from gradcomp.bench.models import LeNet
+from gradcomp.bench.ranks import RANK_ERRORS, warm_context
+from gradcomp.bench.training import CODECS, Alone, RunResult, TrainConfig, train_all
+from gradcomp.plan.costs import find_method
+from gradcomp.plan.links import parse_link
+from gradcomp.plan.rates import calibrate
+from gradcomp.plan.simulate import simulate
+from gradcomp.plan.workload import Workload
 
 PHASES = {
     "statistics": ("statistics",),
     "encode": ("encode",),
     "exchange": ("scale_round", "first_phase", "second_phase"),
-    "owner": ("owner",),
+    "average": ("owner",),
     "decode": ("decode",),
 }
-COLORS = {"fp32": "#444444", "terngrad": "#0072b2", "onebit": "#d55e00"}
+COLORS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of the codecs, in their order
 SHORT_STEPS = 40
+LINK = "1gbe"  # 1 Gbit/s, of the predicted step
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the demo."""
     parser = argparse.ArgumentParser(
         prog="python -m gradcomp.bench demo",
-        description="Train LeNet on real images under DistributedDataParallel, once a codec with the same seeds, steps and "
-        "batches, and show test accuracy beside the bytes that crossed the wire.",
+        description="Train LeNet on real images under DistributedDataParallel, once per codec with the same seeds, steps "
+        "and batches. Show test accuracy, bytes sent and the step time predicted for a 1 Gbit/s network.",
         epilog="Examples:  demo --short        |  demo --data path/to/mnist --steps 600",
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="MNIST or Fashion-MNIST IDX files, plain or .gz (default: "
-                        "scikit-learn's digits, upsampled to 28x28)")  # fmt: skip
-    parser.add_argument("--codecs", default=",".join(CODECS), metavar="A,B", help="which ones (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=250, help="optimizer steps of a run (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs a codec; mean and spread (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="images a step, all ranks together (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.03, help="first learning rate (default: %(default)s)")
-    parser.add_argument("--short", action="store_true", help=f"one seed and {SHORT_STEPS} steps: does it work at all?")
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where demo.json and demo.png go")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the IDX files of MNIST or Fashion-MNIST, "
+                        "plain or .gz (default: scikit-learn's digits, upsampled to 28x28)")  # fmt: skip
+    parser.add_argument("--codecs", default="fp32,ternary,onebit", metavar="A,B", help=f"codecs to train with, of {', '.join(CODECS)} (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of each training (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="trainings per codec, for mean and deviation (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes to start on this machine (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, metavar="N", help="images per step over all ranks (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.03, metavar="RATE", help="first learning rate; it falls to 0 (default: %(default)s)")
+    parser.add_argument("--short", action="store_true", help=f"train one seed for {SHORT_STEPS} steps: a check that everything works")
+    parser.add_argument("--phases", action="store_true", help="also show the measured step and the milliseconds of each phase of an exchange")
+    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder for demo.json and demo.png (default: this one)")
     return parser
 
 
-def parse_config(argv: Sequence[str]) -> tuple[TrainConfig, Path]:
-    """Turn the command line into a checked configuration and the output folder; wrong values end the program with 2."""
+def parse_config(argv: Sequence[str]) -> tuple[TrainConfig, Path, bool]:
+    """Turn the command line into a checked configuration, the output folder and whether phases are shown.
+
+    Wrong values end the program with status 2.
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
     codecs = tuple(name.strip() for name in args.codecs.split(",") if name.strip())
@@ -75,7 +88,7 @@ def parse_config(argv: Sequence[str]) -> tuple[TrainConfig, Path]:
     if not 0 < args.lr < 10:
         parser.error(f"--lr {args.lr}: must be above 0 and below 10")
     steps, seeds = (min(args.steps, SHORT_STEPS), 1) if args.short else (args.steps, args.seeds)
-    return TrainConfig(codecs, seeds, steps, args.batch, args.lr, args.ranks, args.data), args.out
+    return TrainConfig(codecs, seeds, steps, args.batch, args.lr, args.ranks, args.data), args.out, args.phases
 
 
 def main(argv: list[str]) -> int:
@@ -87,8 +100,14 @@ def main(argv: list[str]) -> int:
     Returns:
         0 done, 1 a rank failed, 2 the data cannot be read or an option is wrong.
     """
-    config, out = parse_config(argv)
+    config, out, shows_phases = parse_config(argv)
     console = Console()
+    trainings = f"{len(config.codecs)} codecs x {config.seeds} seed{'s' if config.seeds > 1 else ''}"
+    console.print(
+        f"[bold]gradcomp demo[/bold]: LeNet, {config.ranks} ranks, {trainings} x {config.steps} steps", highlight=False
+    )
+    start = time.perf_counter()
+    warm_context(train_all.__module__)  # imports while this process reads the data
     try:
         out.mkdir(parents=True, exist_ok=True)
         data = load(config.data)
@@ -97,33 +116,60 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    console.print(f"[bold]gradcomp demo[/bold]: LeNet, {config.ranks} ranks, {config.steps} steps x {config.seeds} seed(s)")
     console.print(f"data: {data.note}", markup=False, highlight=False)
-    start = time.perf_counter()
     try:
-        results = _train_with_progress(config, console)
+        results, alone = _train_with_progress(config, data, console)
     except RANK_ERRORS as error:
         print(f"demo: a rank failed: {error}", file=sys.stderr)
         return 1
     report = summarise(config, data, results)
+    for codec, seconds in predict_steps(config, alone).items():
+        report["codecs"][codec]["predicted_seconds_per_step"] = seconds
     report["wall_s"] = round(time.perf_counter() - start, 1)
-    console.print(build_table(report))
     (out / "demo.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     plot(report, out / "demo.png")
+    if shows_phases:
+        console.print(build_phases(report))
+    console.print(build_table(report))
     console.print(f"wrote {out / 'demo.json'} and {out / 'demo.png'} in {report['wall_s']:.0f} s", highlight=False)
     return 0
 
 
-def _train_with_progress(config: TrainConfig, console: Console) -> list[RunResult]:
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console) as progress:
-        total = config.steps * config.seeds
-        tasks = {codec: progress.add_task(f"{codec:<8}", total=total) for codec in config.codecs}
+def _train_with_progress(config: TrainConfig, data: ImageData, console: Console) -> tuple[list[RunResult], Alone]:
+    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
+    # a screen refreshed ten times a second, which is the default, takes time from the ranks
+    with Progress(*columns, console=console, refresh_per_second=2) as progress:
+        task = progress.add_task("starting the ranks", total=len(config.codecs) * config.seeds * config.steps)
 
         def on_step(codec: str, seed: int, step: int) -> None:
-            progress.update(tasks[codec], completed=seed * config.steps + step)
+            before = (seed * len(config.codecs) + config.codecs.index(codec)) * config.steps
+            described = f"training {codec}, seed {seed + 1} of {config.seeds}"
+            progress.update(task, completed=before + step, description=described)
 
-        return train_all(config, on_step)
+        return train_all(config, data, on_step)
+
+
+def predict_steps(config: TrainConfig, alone: Alone) -> dict[str, float]:
+    """Return the seconds of a step that the planner predicts for each codec, with each rank on a machine of its own.
+
+    Args:
+        config: what was trained.
+        alone: a step without an exchange, as measured; the codecs' own seconds are measured here.
+    """
+    shapes = tuple((name, tuple(p.shape)) for name, p in LeNet().named_parameters())
+    work = Workload(shapes, minibatch=1.0, t_frame=alone.compute, t_update=alone.update, weak=True)
+    methods = {}
+    for name in config.codecs:
+        make = CODECS[name]
+        methods[name] = find_method("fp32") if make is None else strategy_method(name, make(0), config.ranks)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rates = calibrate(list(methods.values()))
+    finally:
+        torch.set_num_threads(threads)
+    link = parse_link(LINK)
+    return {name: simulate(work, method, config.ranks, link, rates=rates).seconds for name, method in methods.items()}
 
 
 def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]) -> dict[str, Any]:
@@ -168,29 +214,50 @@ def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]
 
 
 def build_table(report: dict[str, Any]) -> Table:
-    """Return the table of the demo: one row a codec, phases in milliseconds a step."""
+    """Return the table of the demo: one row a codec."""
     settings = report["settings"]
     table = Table(
-        title=f"LeNet on {report['data']['name']}, {settings['ranks']} ranks, {settings['steps']} steps, "
-        f"{settings['seeds']} seed(s)",
-        caption="sent: per rank, headers and scales included; fp32: a ring all_reduce. ms: per step on rank 0, gloo over "
-        "this machine's loopback, which is faster than most networks. Phases run beside the backward.",
+        title=_title(report),
+        caption=f"accuracy: mean{' ± standard deviation over the seeds' if settings['seeds'] > 1 else ''}. sent: by each rank. "
+        f"predicted: by the planner, for {settings['ranks']} machines on a 1 Gbit/s network, from what computing and codecs "
+        "take here.",
         box=box.SIMPLE_HEAD,
-        padding=0,
+        padding=(0, 1),
     )
     table.add_column("\ncodec", no_wrap=True)
-    heads = ["test\naccuracy %", "sent\nkB/step", "\nratio", "step\nms"]
-    heads += ["statis-\ntics ms" if phase == "statistics" else f"{phase}\nms" for phase in PHASES]
-    for head in heads:
+    for head in ("test\naccuracy %", "sent in a\nstep, kB", "fewer\nbytes", "predicted step\nat 1 Gbit/s"):
         table.add_column(head, justify="right", no_wrap=True)
     for name, row in report["codecs"].items():
-        spread = f" ±{row['accuracy_spread']:.2f}" if settings["seeds"] > 1 else ""
-        cells = [f"{row['accuracy_mean']:.2f}{spread}", f"{row['bytes_sent_per_step'] / 1e3:,.1f}"]
-        cells += [f"{row['compression_ratio']:.1f}x", f"{row['seconds_per_step'] * 1e3:.1f}"]
-        phases = row["phase_seconds_per_step"]
-        cells += [f"{phases[phase] * 1e3:.1f}" if phases else "-" for phase in PHASES]
+        spread = f" ± {row['accuracy_spread']:.2f}" if settings["seeds"] > 1 else ""
+        cells = [f"{row['accuracy_mean']:.2f}{spread}", f"{row['bytes_sent_per_step'] / 1e3:,.0f}"]
+        cells += [f"{row['compression_ratio']:.1f}x", f"{row['predicted_seconds_per_step'] * 1e3:.1f} ms"]
         table.add_row(name, *cells)
     return table
+
+
+def build_phases(report: dict[str, Any]) -> Table:
+    """Return the table of ``--phases``: what was measured here, in milliseconds a step."""
+    table = Table(
+        title=_title(report) + ": milliseconds a step",
+        caption="Median of rank 0, over this machine's loopback, which is faster than most networks. Phases run in threads "
+        "of their own beside the backward pass.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+    )
+    table.add_column("codec", no_wrap=True)
+    for head in ("step", *PHASES):
+        table.add_column(head, justify="right", no_wrap=True)
+    for name, row in report["codecs"].items():
+        phases = row["phase_seconds_per_step"]
+        cells = [f"{phases[phase] * 1e3:.1f}" if phases else "-" for phase in PHASES]
+        table.add_row(name, f"{row['seconds_per_step'] * 1e3:.1f}", *cells)
+    return table
+
+
+def _title(report: dict[str, Any]) -> str:
+    settings = report["settings"]
+    seeds = f"{settings['seeds']} seed{'s' if settings['seeds'] > 1 else ''}"
+    return f"LeNet on {report['data']['name']}, {settings['ranks']} ranks, {settings['steps']} steps, {seeds}"
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -208,11 +275,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, row in report["codecs"].items():
+    for color, (name, row) in zip(itertools.cycle(COLORS), report["codecs"].items(), strict=False):
         megabytes = [statistics.fmean(p[1] for p in points) / 1e6 for points in zip(*row["curves"], strict=True)]
         scores = [[p[2] for p in points] for points in zip(*row["curves"], strict=True)]
         mean = [statistics.fmean(s) for s in scores]
-        color = COLORS[name]
         label = f"{name}: {row['accuracy_mean']:.1f} % after {megabytes[-1]:,.0f} MB ({row['compression_ratio']:.1f}x)"
         axes.plot(megabytes, mean, color=color, marker="o", markersize=4, linewidth=2, label=label)
         axes.fill_between(megabytes, [min(s) for s in scores], [max(s) for s in scores], color=color, alpha=0.15, linewidth=0)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp import Block, OneBit, RngKey, TernGrad
+from gradcomp import Block, OneBit, RngKey, Ternary, TernGrad
 from gradcomp.codecs import KINDS, Codec, Identity
 from gradcomp.kernels import HOST, NO_RESIDUALS, Payloads, Residuals, native
 from gradcomp.kernels.tables import BLOCK
@@ -118,7 +118,7 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     encoded = ref.onebit_encode(plain, ref.Piece(n, GROUP), old[:n].numpy())
     add(
         "onebit encode",
-        lambda: onebit.encode_body(HOST, x, one, bit, KEY, (old, new)),
+        lambda: onebit.encode_body(HOST, x, one, bit, KEY, Residuals(old, new)),
         lambda: new[: n // GROUP * GROUP].numpy(),
         lambda: encoded[2][: n // GROUP * GROUP],
     )
@@ -148,6 +148,9 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     for kind in KINDS:
         if kind.name not in (ternary.name, onebit.name, identity.name):
             out.extend(_cases_of(_grouped(kind), x))
+    for codec in (OneBit(group=GROUP), Block(2, group=GROUP), Ternary(group=GROUP)):
+        encode = _cases_of(codec.with_decay(0.25), x)[0]
+        out.append(Case(f"{encode.name}, decay", encode.run, encode.check))
     crc = np.zeros(4, np.uint8)
 
     def checksum() -> None:
@@ -162,9 +165,10 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
     """Return encode and decode of a codec; what the portable tier makes is the reference."""
     layout, key = _layout(codec, x.numel()), KEY
     payload, out = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.empty_like(x)
-    residuals: Residuals = NO_RESIDUALS
+    residuals = NO_RESIDUALS
     if codec.error_feedback:
-        residuals = (torch.randn(x.numel(), generator=torch.Generator().manual_seed(1)), torch.zeros(x.numel()))
+        old = torch.randn(x.numel(), generator=torch.Generator().manual_seed(1))
+        residuals = Residuals(old, torch.zeros(x.numel()), lambda dropped: None)
     if codec.measures:
         scales = torch.empty(layout.group_count)
         codec.measure(HOST, x, layout, codec.scratch(HOST, layout), scales)
@@ -193,6 +197,8 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
 
 def _grouped(codec: Codec) -> Codec:
     """Return a codec whose groups are rows with groups as long as a usual row: one tensor has no rows."""
+    if isinstance(codec, Ternary):
+        return Ternary(group=GROUP)
     return Block(codec.bits, group=GROUP) if isinstance(codec, Block) else codec
 
 

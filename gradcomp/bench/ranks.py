@@ -5,14 +5,17 @@ Processes are forked from a server that has imported torch and what DDP pulls in
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import os
 import queue as queues
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from multiprocessing import forkserver
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import numpy as np
@@ -37,7 +40,7 @@ def warm_context(*modules: str) -> Any:
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server imports what this process would
         try:
-            forkserver.ensure_running()
+            _start_server()
         except OSError:  # a TMPDIR too long for the address of its socket
             pass
         else:
@@ -49,11 +52,33 @@ def warm_context(*modules: str) -> Any:
     return multiprocessing.get_context("spawn")
 
 
+def _start_server() -> None:
+    """Start the server with interrupts blocked: it ignores them, but not before it has imported all."""
+    resource_tracker.ensure_running()  # which would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    atexit.register(_end_server)
+
+
+def _end_server() -> None:
+    """End the server with this program: while it imports, for seconds, it would not notice that nobody needs it."""
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def become_rank(variables: Mapping[str, str]) -> None:
     """Make this process, forked from a server that others have in common, one of its own.
 
-    It ends with the program that has started it, has `variables` as its environment, and NumPy draws other numbers than in its siblings.
+    It ends with the program that has started it, can be interrupted, has `variables` as its environment, and NumPy draws other numbers than
+    in its siblings.
     """
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     os.environ.clear()
     os.environ.update(variables)
@@ -85,21 +110,21 @@ def run_ranks(world_size: int, body: Callable[..., None], *args: Any, on_message
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     warm = warm_context(body.__module__)
     messages: Any = warm.Queue()
-    context = start_processes(  # type: ignore[no-untyped-call]
-        _rank_main,
-        args=(world_size, store.port, messages, body, args, dict(os.environ)),
-        nprocs=world_size,
-        join=False,
-        daemon=True,
-        start_method=warm.get_start_method(),
-    )
     try:
+        context = start_processes(  # type: ignore[no-untyped-call]
+            _rank_main,
+            args=(world_size, store.port, messages, body, args, dict(os.environ)),
+            nprocs=world_size,
+            join=False,
+            daemon=True,
+            start_method=warm.get_start_method(),
+        )
         while not context.join(timeout=0):
             _drain(messages, on_message)
         _drain(messages, on_message)
     except KeyboardInterrupt:
-        for process in context.processes:
-            process.terminate()
+        for process in multiprocessing.active_children():
+            process.kill()
         raise
 
 
@@ -122,6 +147,8 @@ def _rank_main(
     variables: Mapping[str, str],
 ) -> None:
     become_rank(variables)
+    if hasattr(signal, "pthread_sigmask"):  # Ctrl-C is for the program, which ends its ranks
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve

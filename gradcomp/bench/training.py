@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,22 @@ import gradcomp.ddp
 from gradcomp.bench.data import ImageData, load
 from gradcomp.bench.models import LeNet
 from gradcomp.bench.ranks import Emit, run_ranks
+from gradcomp.codecs import Codec
 from gradcomp.comm.rounds import ring_bytes
 
-CODECS = ("fp32", "terngrad", "onebit")
+CODECS: Mapping[str, Callable[[int], Codec] | None] = {
+    "fp32": None,
+    "ternary": lambda seed: gradcomp.Ternary(),
+    "onebit": lambda seed: gradcomp.OneBit(),
+    "terngrad": lambda seed: gradcomp.TernGrad(seed=seed),
+}  # by name, of a seed; None: DDP's own all_reduce
 MOMENTUM = 0.9
 WEIGHT_DECAY = 5e-4
 DECAY_POWER = 0.5
 WARM_UP_STEPS = 5
 CURVE_POINTS = 8
 CURVE_TEST_IMAGES = 1000
+ALONE_STEPS = 15
 
 
 @dataclass(frozen=True)
@@ -84,30 +91,57 @@ class RunResult:
     curve: list[tuple[int, int, float]] = field(default_factory=list)
 
 
-def train_all(config: TrainConfig, on_step: Callable[[str, int, int], None]) -> list[RunResult]:
+@dataclass(frozen=True)
+class Alone:
+    """Seconds of a step in which nothing is exchanged, with all ranks at work; of the slowest rank.
+
+    Attributes:
+        compute: forward and backward.
+        update: the optimizer's step.
+    """
+
+    compute: float
+    update: float
+
+
+def train_all(
+    config: TrainConfig, data: ImageData, on_step: Callable[[str, int, int], None]
+) -> tuple[list[RunResult], Alone]:
     """Start the ranks, train every seed with every codec, and collect the results.
 
     Args:
         config: what to train.
+        data: what `load` returned for ``config.data``.
         on_step: called in this process with (codec, seed, steps done) as the training goes on.
 
     Returns:
-        One result a (seed, codec), in the order of training.
+        One result a (seed, codec), in the order of training, and what a step takes without an exchange.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised; the message carries its traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed; the others have been ended.
     """
     results: list[RunResult] = []
+    alone: list[Alone] = []
 
     def on_message(message: Any) -> None:
         if isinstance(message, RunResult):
             results.append(message)
+        elif isinstance(message, Alone):
+            alone.append(message)
         else:
             on_step(*message)
 
-    run_ranks(config.ranks, _train_rank, config, on_message=on_message)
-    return results
+    # scikit-learn takes a rank seconds to import; files are large and quick to read
+    small: dict[str, Any] | None = None
+    if config.data is None:
+        small = {f.name: _plain(getattr(data, f.name)) for f in fields(data)}
+    run_ranks(config.ranks, _train_rank, config, small, on_message=on_message)
+    return results, alone[0]
+
+
+def _plain(value: Any) -> Any:
+    return value.numpy() if isinstance(value, Tensor) else value
 
 
 def curve_steps(steps: int) -> list[int]:
@@ -140,8 +174,15 @@ def batch_indices(count: int, batch: int, steps: int, seed: int) -> list[Tensor]
     return out[:steps]
 
 
-def _train_rank(rank: int, emit: Emit, config: TrainConfig) -> None:
-    data = load(config.data)
+def _train_rank(rank: int, emit: Emit, config: TrainConfig, given: dict[str, Any] | None) -> None:
+    if given is None:
+        data = load(config.data)
+    else:
+        values: dict[str, Any] = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
+        data = ImageData(**values)
+    alone = _step_alone(config, data)
+    if rank == 0:
+        emit(alone)
     for seed in range(config.seeds):
         for codec in config.codecs:
             result = _run(rank, emit, config, data, codec, seed)
@@ -149,9 +190,39 @@ def _train_rank(rank: int, emit: Emit, config: TrainConfig) -> None:
                 emit(result)
 
 
+def _model() -> LeNet:
+    return LeNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def _step_alone(config: TrainConfig, data: ImageData) -> Alone:
+    """Return what a step takes on all ranks at once, with nothing exchanged."""
+    torch.manual_seed(0)
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    images, labels = _batch(data, torch.arange(config.batch // config.ranks))
+    seen = []
+    for _ in range(WARM_UP_STEPS + ALONE_STEPS):
+        times = [time.perf_counter()]
+        optimizer.zero_grad()
+        torch.autograd.backward(torch.nn.functional.cross_entropy(model(images), labels))
+        times.append(time.perf_counter())
+        optimizer.step()
+        times.append(time.perf_counter())
+        seen.append(np.diff(times))
+    slowest = torch.from_numpy(np.median(seen[WARM_UP_STEPS:], axis=0))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return Alone(*slowest.tolist())
+
+
+def _batch(data: ImageData, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return images and labels; in channels_last, in which CPUs take a third less time for LeNet's convolutions."""
+    images = data.train_images[indices].to(memory_format=torch.channels_last)
+    return images, data.train_labels[indices]
+
+
 def _run(rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str, seed: int) -> RunResult:
     torch.manual_seed(seed)
-    model = DistributedDataParallel(LeNet())
+    model = DistributedDataParallel(_model())
     state = _register(model, codec, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 - step / config.steps) ** DECAY_POWER)
@@ -162,7 +233,7 @@ def _run(rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str
     step_seconds: list[float] = []
     for step, indices in enumerate(batch_indices(len(data.train_labels), config.batch, config.steps, seed), start=1):
         mine = indices[rank :: config.ranks]
-        images, labels = data.train_images[mine], data.train_labels[mine]
+        images, labels = _batch(data, mine)
         start = time.perf_counter()
         optimizer.zero_grad()
         torch.autograd.backward(torch.nn.functional.cross_entropy(model(images), labels))
@@ -187,14 +258,14 @@ def _run(rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str
 
 
 def _register(model: DistributedDataParallel, codec: str, seed: int) -> gradcomp.ddp.CompressionState | None:
-    if codec == "fp32":
-        return None
-    return gradcomp.ddp.register(model, gradcomp.TernGrad(seed=seed) if codec == "terngrad" else gradcomp.OneBit())
+    make = CODECS[codec]
+    return None if make is None else gradcomp.ddp.register(model, make(seed))
 
 
 def _accuracy(rank: int, ranks: int, model: torch.nn.Module, data: ImageData, limit: int) -> float:
     """Return the percentage of the first ``limit`` test images that the model gets right; each rank takes its share."""
-    images, labels = data.test_images[rank:limit:ranks], data.test_labels[rank:limit:ranks]
+    images = data.test_images[rank:limit:ranks].to(memory_format=torch.channels_last)
+    labels = data.test_labels[rank:limit:ranks]
     counts = torch.zeros(2, dtype=torch.int64)
     model.eval()
     with torch.no_grad():

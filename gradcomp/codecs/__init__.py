@@ -6,11 +6,14 @@ from gradcomp.codecs.base import Codec
 from gradcomp.codecs.block import Block
 from gradcomp.codecs.identity import Identity
 from gradcomp.codecs.onebit import OneBit
+from gradcomp.codecs.ternary import Ternary
 from gradcomp.codecs.terngrad import TernGrad
 from gradcomp.codecs.topk import TopK
 
-# One codec for every form that `Codec.encode` writes, with default options.
-KINDS: tuple[Codec, ...] = (TernGrad(), OneBit(), Block(2), Block(4), Block(8), TopK(), Identity(), Identity("bf16"))
+# Every codec with its default options; the first of a form decodes payloads of that form of which nothing else is known.
+KINDS: tuple[Codec, ...] = (
+    TernGrad(), Ternary(), OneBit(), Block(2), Block(4), Block(8), TopK(), Identity(), Identity("bf16")
+)  # fmt: skip
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
@@ -31,4 +34,4 @@ def resolve(codec: Codec | str) -> Codec:
     raise TypeError(f"codec must be a gradcomp codec or a name, got {type(codec).__name__}")
 
 
-__all__ = ["KINDS", "Block", "Codec", "Identity", "OneBit", "TernGrad", "TopK", "resolve"]
+__all__ = ["KINDS", "Block", "Codec", "Identity", "OneBit", "TernGrad", "Ternary", "TopK", "resolve"]

@@ -1,7 +1,5 @@
-"""What every codec offers: one-tensor `encode` and `decode` for users, and the steps an exchange is made of.
-
-An exchange calls `measure` (statistics, if the codec has any), then `encode_body`, then later `decode_body` on what the
-ranks sent; each works on a whole payload of many pieces, by the tables of a `PayloadLayout`.
+"""What every codec offers: one-tensor `encode` and `decode`, and the steps of an exchange, each on a whole payload of many pieces:
+`measure` (statistics, if the codec has any), `encode_body`, and `decode_body` on what the ranks sent.
 """
 
 from __future__ import annotations
@@ -75,6 +73,7 @@ class Codec(ABC):
         measures: scales are measured before codes are written.
         second_phase: of a reduce_scatter; None: see `resolved_second_phase`.
         reach: values beyond so many scales of their group are clipped; None: nothing is.
+        decay: what residuals keep of what codes leave out, from one step to the next; 1: all.
         rotates: exchanges rotate values at random before they encode them, and averages back; it goes with no residuals.
         can_share_scale: there is a form of this codec with `shares_scale`.
     """
@@ -95,6 +94,10 @@ class Codec(ABC):
     def name(self) -> str:
         return self.form.name
 
+    @property
+    def decay(self) -> float:
+        return 1.0
+
     def of_groups(
         self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
     ) -> Codec:
@@ -107,8 +110,7 @@ class Codec(ABC):
         """
         return self
 
-    # ---- for one tensor ------------------------------------------------------------------------------------------
-
+    # ---- for one tensor ----
     def encode(
         self,
         x: Tensor,
@@ -123,7 +125,7 @@ class Codec(ABC):
         Args:
             x: any shape, float32, bfloat16 or float16, contiguous, CPU.
             residual: ``(x.numel(),)`` or `x`'s shape, float32, contiguous; what earlier encodings left over. Replaced in
-                place by what this one leaves over, or left as it was if its sum with `x` is not finite. Error-feedback
+                place by what this one leaves over, times the decay, or left as it was if its sum with `x` is not finite. Error-feedback
                 codecs only.
             scale: the scale to use instead of measuring one: a number, or ``(groups,)`` float32. TernGrad only.
             key: which random numbers to draw; all zeros by default.
@@ -156,7 +158,7 @@ class Codec(ABC):
         residuals, kept = NO_RESIDUALS, None
         if residual is not None:
             self._check_residual(residual, x.numel())
-            residuals, kept = (residual, residual), _spare_plane(x.numel())
+            residuals, kept = Residuals(residual, residual), _spare_plane(x.numel())
         nonfinite |= self.encode_body(kernels, x, layout, payload, key, residuals, kept)
         if residual is not None and kept is not None and nonfinite:
             residual.view(-1).copy_(kept)
@@ -215,8 +217,7 @@ class Codec(ABC):
         scales = 4 * self.form.scales_per_group * groups if numel else 0
         return HEADER_NBYTES + scales + self.form.code_nbytes(0, numel)
 
-    # ---- for an exchange -----------------------------------------------------------------------------------------
-
+    # ---- for an exchange ----
     @abstractmethod
     def options(self) -> dict[str, object]:
         """Return every option that ranks must agree on."""

@@ -30,6 +30,8 @@ class Block(FeedbackCodec):
         group: what shares a scale: "row" (one output unit), "tensor", or a block of n elements.
         error_feedback: carry what a step's codes leave out into the next step. False saves a fp32 plane of residuals, and
             rounding is then a bias.
+        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``) to 1; None: by the optimizer
+            that is registered with it, 1 without one.
         second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "block2", "block4",
             "block8" (means in evenly spaced levels, of which the owner keeps residuals), "bf16", "fp32".
 
@@ -43,19 +45,24 @@ class Block(FeedbackCodec):
         *,
         group: str | int = "row",
         error_feedback: bool = True,
+        residual_decay: float | None = None,
         second_phase: str | None = None,
     ) -> None:
         if isinstance(bits, bool) or bits not in BLOCKS:
             raise ValueError(f"bits must be one of {sorted(BLOCKS)}, got {bits!r}")
-        super().__init__(group, error_feedback, second_phase)
+        super().__init__(group, error_feedback, second_phase, residual_decay)
         self.bits = bits
         self.form = BLOCKS[bits]
         self.reach = {2: 2.0, 4: 7.5, 8: 127.5}[bits]  # half a step beyond the outermost level
+        top = 2 * self.reach - 1
+        self.most = torch.tensor(torch.finfo(torch.float32).max / top).item()  # largest scale that is written
 
     def of_groups(
         self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
     ) -> Codec:
-        return type(self)(self.bits, group=group_numel, error_feedback=error_feedback)
+        return type(self)(
+            self.bits, group=group_numel, error_feedback=error_feedback, residual_decay=self.residual_decay
+        )
 
     def options(self) -> dict[str, object]:
         return {"bits": self.bits, **super().options()}
@@ -71,12 +78,19 @@ class Block(FeedbackCodec):
         kept: Tensor | None = None,
     ) -> bool:
         return kernels.encode(
-            self.form.kernel, values, layout.packed, payload, residuals=residuals, kept=kept, code_bits=self.bits
+            self.form.kernel,
+            values,
+            layout.packed,
+            payload,
+            residuals=residuals,
+            kept=kept,
+            code_bits=self.bits,
+            decay=self.decay,
         )
 
     def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
         return Payloads(tensors, self.form.kernel, dtype, code_bits=self.bits)
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
-        HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True)
+        HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True, most=self.most)
         HOST.validate(payload, self.form.kernel, layout.packed, self.bits)

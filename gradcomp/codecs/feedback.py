@@ -1,9 +1,21 @@
-"""What codecs with error feedback have in common: scale groups that are encoded whole, and which second phases they have."""
+"""What codecs with error feedback have in common: groups that are encoded whole, residuals and their decay, second phases.
+
+A step's codes leave out r = fl(fl(gradient + residual) - decoded). The next step's residual is fl(decay * r): with a decay of
+1 nothing is lost (Seide et al. 2014, section 2); optimizers that divide by second moments lose less with a smaller one, since
+old residuals point where the weights have left (docs/explanation/accuracy.md).
+"""
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
+from typing_extensions import Self
+
 from gradcomp.codecs.base import Codec
 from gradcomp.codecs.checks import check_group, check_second_phase, resolve_group
+
+Feedback = TypeVar("Feedback", bound="FeedbackCodec")
 
 
 class FeedbackCodec(Codec):
@@ -13,6 +25,8 @@ class FeedbackCodec(Codec):
         group: what shares scales: "row" (one output unit), "tensor", or a block of n elements.
         error_feedback: carry what a step's codes leave out into the next step.
         second_phase: of a reduce_scatter; None: requantize.
+        residual_decay: what a residual keeps for the next step, in [0, 1]; 0 is ``error_feedback=False``. None: 1, unless
+            whoever registers the codec names an optimizer for which another value was measured.
 
     Raises:
         ValueError: an option out of its range; "exact", which needs a scale that all ranks share.
@@ -20,7 +34,13 @@ class FeedbackCodec(Codec):
 
     whole_groups = True
 
-    def __init__(self, group: str | int, error_feedback: bool, second_phase: str | None) -> None:
+    def __init__(
+        self,
+        group: str | int,
+        error_feedback: bool,
+        second_phase: str | None,
+        residual_decay: float | None = None,
+    ) -> None:
         check_group(group, ("row", "tensor"))
         check_second_phase(second_phase)
         if second_phase == "exact":
@@ -29,12 +49,31 @@ class FeedbackCodec(Codec):
             )
         if error_feedback not in (True, False):
             raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
+        number = isinstance(residual_decay, (int, float)) and not isinstance(residual_decay, bool)
+        if residual_decay is not None and not (number and 0 <= residual_decay <= 1):
+            raise ValueError(f"residual_decay must be None or a number from 0 to 1, got {residual_decay!r}")
         self.group = group
-        self.error_feedback = bool(error_feedback)
+        self.error_feedback = bool(error_feedback) and residual_decay != 0
         self.second_phase = second_phase
+        self.residual_decay = None if residual_decay is None else float(residual_decay)
+
+    @property
+    def decay(self) -> float:
+        return 1.0 if self.residual_decay is None else self.residual_decay
+
+    def with_decay(self, residual_decay: float) -> Self:
+        """Return the same codec with another residual decay, in (0, 1]."""
+        out = copy.copy(self)
+        out.residual_decay = residual_decay
+        return out
 
     def options(self) -> dict[str, object]:
-        return {"group": self.group, "error_feedback": self.error_feedback, "second_phase": self.second_phase}
+        return {
+            "group": self.group,
+            "error_feedback": self.error_feedback,
+            "residual_decay": self.decay,
+            "second_phase": self.second_phase,
+        }
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return resolve_group(self.group, shape)

@@ -14,32 +14,34 @@ from gradcomp.payload.layout import PayloadLayout
 
 
 def magnitude(payload: Tensor, layout: PayloadLayout) -> float:
-    """Return the largest magnitude of a payload's scales and plain values, which no decoded value exceeds; NaN if one is.
+    """Return a bound of decoded values, from a payload's scales and plain values; NaN or Inf if one of these is.
 
     Args:
         payload: ``(layout.nbytes,)`` uint8, whose header and scales have been checked.
         layout: of the payload.
     """
     largest = 0.0
-    for values in _numbers(payload.numpy(), layout):
-        found = float(np.abs(values).max(initial=0.0))
+    for values, reach in _numbers(payload.numpy(), layout):
+        found = float(np.abs(values).max(initial=0.0)) * reach
         if math.isnan(found):
             return found
         largest = max(largest, found)
     return largest
 
 
-def _numbers(data: NDArray[np.uint8], layout: PayloadLayout) -> Iterator[NDArray[np.float32]]:
-    """Yield the scales, or else the values, of every piece as float32."""
+def _numbers(data: NDArray[np.uint8], layout: PayloadLayout) -> Iterator[tuple[NDArray[np.float32], float]]:
+    """Yield the scales, or else the values, of every piece as float32, and how many times these decoded values reach."""
     for piece, scales, codes in zip(layout.pieces, layout.scale_offsets, layout.code_offsets, strict=True):
         form = layout.form_of(piece)
         if form.scales_per_group:
-            yield data[scales : scales + 4 * form.scales_per_group * piece.group_count].view("<f4")
+            # evenly spaced levels: 2**bits of them fill (2**bits - 1) / 2 steps on each side of 0
+            reach = (2**form.bits - 1) / 2 if form.kernel == "block" else 1.0
+            yield data[scales : scales + 4 * form.scales_per_group * piece.group_count].view("<f4"), reach
         elif form.bits == 32:
-            yield data[codes : codes + 4 * piece.numel].view("<f4")
+            yield data[codes : codes + 4 * piece.numel].view("<f4"), 1.0
         else:
             halves = data[codes : codes + 2 * piece.numel].view("<u2").astype(np.uint32)
-            yield (halves << 16).view(np.float32)
+            yield (halves << 16).view(np.float32), 1.0
 
 
 def refuse_unflagged(payloads: Sequence[Tensor], layouts: Sequence[PayloadLayout], where: str = "") -> None:

@@ -27,6 +27,8 @@ class OneBit(FeedbackCodec):
         group: what shares the two means: "row" (one output unit), "tensor", or a block of n elements.
         error_feedback: carry what a step's codes leave out into the next step, by default unless values are rotated. Without either
             training diverges; False is for experiments.
+        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``) to 1 (the paper); None: by the
+            optimizer that is registered with it, 1 without one.
         second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "block2", "block4",
             "block8" (means in evenly spaced levels, of which the owner keeps residuals), "bf16", "fp32".
         values: what a bit decodes to. "means": the mean of its class in the group, which leaves the smallest residual.
@@ -47,6 +49,7 @@ class OneBit(FeedbackCodec):
         *,
         group: str | int = "row",
         error_feedback: bool | None = None,
+        residual_decay: float | None = None,
         second_phase: str | None = None,
         values: str = "means",
         rotate: bool = False,
@@ -55,7 +58,8 @@ class OneBit(FeedbackCodec):
             raise ValueError(f"rotate must be True or False, got {rotate!r}")
         if rotate and (error_feedback or values != "means"):
             raise ValueError("rotate=True is unbiased by itself: it goes with values='means' and without error_feedback")
-        super().__init__(group, not rotate if error_feedback is None else error_feedback, second_phase)
+        feedback = not rotate if error_feedback is None else error_feedback
+        super().__init__(group, feedback, second_phase, residual_decay)
         self.rotates = bool(rotate)
         if values not in ("means", "sign"):
             raise ValueError(f'values must be "means" or "sign", got {values!r}')
@@ -65,7 +69,7 @@ class OneBit(FeedbackCodec):
     def of_groups(
         self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
     ) -> Codec:
-        return type(self)(group=group_numel, error_feedback=error_feedback)
+        return type(self)(group=group_numel, error_feedback=error_feedback, residual_decay=self.residual_decay)
 
     def options(self) -> dict[str, object]:
         options = super().options()
@@ -83,5 +87,12 @@ class OneBit(FeedbackCodec):
         kept: Tensor | None = None,
     ) -> bool:
         return kernels.encode(
-            self.form.kernel, values, layout.packed, payload, residuals=residuals, kept=kept, means=self._means
+            self.form.kernel,
+            values,
+            layout.packed,
+            payload,
+            residuals=residuals,
+            kept=kept,
+            means=self._means,
+            decay=self.decay,
         )

@@ -52,9 +52,14 @@ class RankGone(ConnectionError):
         rank: which one.
     """
 
-    def __init__(self, rank: int, detail: str = "") -> None:
-        super().__init__(f"rank {rank} is gone{f': {detail}' if detail else ''}")
+    def __init__(self, rank: int, detail: str = "", *, what: str = "is gone") -> None:
+        super().__init__(f"rank {rank} {what}{f': {detail}' if detail else ''}")
         self.rank = rank
+
+
+def gave_up(reason: str) -> str:
+    """Return what to say of a rank that has given up: it need not be the one that failed first."""
+    return f"gave up because of {reason}" if reason else "gave up"
 
 
 def tell_gone(gone: Collection[int], told: set[int], source: int | None) -> None:

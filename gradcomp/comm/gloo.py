@@ -12,8 +12,10 @@ import ctypes
 import math
 import os
 import resource
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -32,6 +34,7 @@ CONNECT_S = 60.0  # longest wait for ranks that are all there
 OWN_DESCRIPTORS = 4  # of a gloo group, beside a socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
+_failed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # what first went wrong in a job
 _stuck: list[tuple[list[Any], set[_GlooWork]]] = []  # groups with a collective that no peer has answered yet
 
 
@@ -42,12 +45,14 @@ class Groups:
         store: in which these ranks, and no others, meet.
         rank, world_size: as they say.
         timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have not connected yet.
+        job: the default process group. What goes wrong on some groups of a job is also why others are closed.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float, job: object) -> None:
         self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
         self._made: dict[Channel, Any] = {}
         self._lock = threading.Lock()
+        self._job = weakref.ref(job)
         self.notes = Notes(store, rank)
         self.pending: set[_GlooWork] = set()
         self.broken = ""  # why nothing on these groups can be relied on
@@ -69,17 +74,26 @@ class Groups:
         try:
             return _GlooWork(begin(group), self, buffers)
         except RuntimeError as error:
-            raise ConnectionError(_first_line(error)) from error
+            raise ConnectionError(_broke(error)) from error
+
+    def lose(self, reason: str) -> None:
+        """Take note that nothing on these groups can be relied on any more, unless that is known."""
+        self.broken = self.broken or reason
+        job = self._job()
+        if job is not None:
+            _failed.setdefault(job, self.broken)
 
     def give_up(self, reason: str) -> None:
         """End every wait on these groups within a second, here and, by a note in the store, on the peers."""
         if not self.closed:
-            self.broken = self.broken or reason
+            self.lose(reason or "abort() was called")
             if self._world_size > 1:
                 self.notes.tell(reason)
 
     def close(self) -> None:
         """Give sockets and threads back. Closing twice is harmless."""
+        if not self.closed and self._world_size > 1:
+            self._say_why()
         with self._lock:
             self.closed, made = True, list(self._made.values())
             self._made.clear()
@@ -88,6 +102,24 @@ class Groups:
         _sweep()
         if pending:
             _keep(made, pending)
+
+    def drop(self) -> None:
+        """As `close`, where nobody called that: the program may be ending by an exception."""
+        died = getattr(sys, "last_value", None)  # of an exception that nobody caught
+        if died is not None and not self.closed:
+            self.give_up(f"{type(died).__name__}: {died}")
+        self.close()
+
+    def _say_why(self) -> None:
+        """Leave a note for the peers, which see only that a connection ends."""
+        job = self._job()
+        failed = self.broken or (_failed.get(job, "") if job is not None else "")
+        if not failed and any(not work.is_done() for work in list(self.pending)):
+            failed = "a close() with collectives under way"
+        if failed:
+            self.notes.tell(failed)
+        else:
+            self.notes.close()
 
     def connect(self, channel: Channel) -> Any:
         """Return the group of a channel; the first call connects it, with all ranks of the communicator."""
@@ -100,8 +132,9 @@ class Groups:
                 try:
                     self._connect(DATA if channel in DATA else (channel,))
                 except (RuntimeError, ConnectionError) as error:
-                    self.broken = self.broken or _first_line(error)
-                    raise PeerLost("setup", -1, time.monotonic() - begun, _first_line(error)) from error
+                    text = str(error) if isinstance(error, ConnectionError) else _not_connected(error)
+                    self.lose(text)
+                    raise PeerLost("setup", -1, time.monotonic() - begun, text) from error
             return self._made[channel]
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
@@ -113,6 +146,9 @@ class Groups:
             self._made[channel] = make_gloo(prefix, self._rank, self._world_size, CONNECT_S, self._timeout_s)
         # a rank that leaves before the others are connected would look like a failure to them
         self._meet(f"connected {channels[0]:d}", CONNECT_S, "connected")
+        job = self._job()
+        if job is not None:  # all ranks are there again
+            _failed.pop(job, None)
 
     def _meet(self, prefix: str, timeout_s: float, what: str) -> None:
         meet(store_below(self._store, prefix), self._rank, self._world_size, b"", timeout_s, what, self._look_for_notes)
@@ -120,7 +156,7 @@ class Groups:
     def _look_for_notes(self) -> None:
         gone = self.notes.look(0.0)
         if gone is not None:
-            raise RankGone(*gone)
+            raise RankGone(gone[0], what=gone[1])
 
 
 class _GlooWork(Work):
@@ -140,9 +176,9 @@ class _GlooWork(Work):
                 self._work.wait(_patience(min(left, SLICE_S)))
             except RuntimeError as error:
                 if self._work.is_completed():  # it may have been done just after its wait ended: its own word counts
-                    self._settle()
+                    self._settle(timeout_s)
                     return
-                self._look(error, ended=False, last=left <= SLICE_S)
+                self._look(error, timeout_s, ended=False, last=left <= SLICE_S)
             else:
                 self._groups.pending.discard(self)
                 return
@@ -153,30 +189,32 @@ class _GlooWork(Work):
             self._work.wait(_patience(GRACE_S))
         return self.is_done()
 
-    def _settle(self) -> None:
+    def _settle(self, timeout_s: float) -> None:
         """Return if the collective, which has ended, was done; raise what has happened otherwise."""
         try:
             self._work.wait(_patience(SLICE_S))
         except RuntimeError as error:
-            self._look(error, ended=True, last=True)
+            self._look(error, timeout_s, ended=True, last=True)
         self._groups.pending.discard(self)
 
-    def _look(self, error: RuntimeError, *, ended: bool, last: bool) -> None:
+    def _look(self, error: RuntimeError, timeout_s: float, *, ended: bool, last: bool) -> None:
         """Return if it makes sense to wait on after `error`, raise what has happened otherwise."""
         groups, text = self._groups, _first_line(error)
         late = "imed out" in text or "imeout" in text
         ended = ended or not late
-        gone = groups.notes.look(LOOK_S)
+        gone = groups.notes.look(LOOK_S) if late else groups.notes.look_for_cause(LOOK_S)
         if gone is not None:
             if not ended and self._ends_yet():  # with what the other had sent before: how, the next wait says
                 return
-            groups.broken = groups.broken or f"rank {gone[0]} is gone: {gone[1]}"
-            raise RankGone(*gone) from error
+            lost = RankGone(gone[0], what=gone[1] if late else f"{gone[1]} [{text}]")
+            groups.lose(str(lost))
+            raise lost from error
         if groups.broken and not ended:
             raise ConnectionError(f"this rank has given up: {groups.broken}") from error
         if ended or last:
-            groups.broken = groups.broken or text
-            raise (TimeoutError if late else ConnectionError)(text) from error
+            why = _silent(error, timeout_s) if late else _broke(error)
+            groups.lose(why)
+            raise (TimeoutError if late else ConnectionError)(why) from error
 
 
 def _check_descriptors(groups: int, world_size: int) -> None:
@@ -200,6 +238,27 @@ def _patience(seconds: float) -> timedelta:
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _broke(error: BaseException) -> str:
+    return (
+        "the connection with another rank broke (which rank ended first is not known): read the output of the other "
+        f"ranks [{_first_line(error)}]"
+    )
+
+
+def _silent(error: BaseException, timeout_s: float) -> str:
+    return (
+        f"another rank did not answer within {timeout_s:g} s (which one is not known): it is stuck, frozen, or waits in "
+        f"another collective; raise timeout_s if it is slow for a good reason [{_first_line(error)}]"
+    )
+
+
+def _not_connected(error: BaseException) -> str:
+    return (
+        "this rank could not connect with all the others: one has ended, or a firewall or GLOO_SOCKET_IFNAME keeps them "
+        f"apart [{_first_line(error)}]"
+    )
 
 
 def _keep(made: list[Any], pending: set[_GlooWork]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, Communicator, RankGone, Work, no_message, tell_gone, too_long
+from gradcomp.comm.base import Channel, Communicator, RankGone, Work, gave_up, no_message, tell_gone, too_long
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _LocalWork(Work):
                 missing = sorted(set(range(board.world_size)) - slot.given.keys())
                 lost = [rank for rank in missing if rank in board.gone]
                 if lost:
-                    raise RankGone(lost[0], board.gone[lost[0]])
+                    raise _gone(lost[0], board.gone[lost[0]])
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no word from ranks {missing}")
@@ -62,6 +62,10 @@ class _LocalWork(Work):
             slot.fetched += 1
             if slot.fetched == board.world_size:
                 del board.slots[self._slot_key]
+
+
+def _gone(rank: int, reason: str) -> RankGone:
+    return RankGone(rank, what=gave_up(reason)) if reason else RankGone(rank)
 
 
 class _Sent(Work):
@@ -135,7 +139,7 @@ class LocalCommunicator(Communicator):
         self.check_peer(to)
         with self._board.changed:
             if to in self._board.gone:
-                raise RankGone(to, self._board.gone[to])
+                raise _gone(to, self._board.gone[to])
             self._board.mail[to].append((self.rank, message.clone()))
             self._board.changed.notify_all()
         return _Sent()

@@ -227,6 +227,8 @@ class _Post:
             self._take(peer, reader, writer)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
             logger.debug("gradcomp: rank %d sent a connection away: %s", self.rank, error or type(error).__name__)
+        except asyncio.CancelledError:  # all ranks are here; asyncio would log a page for a task that ends by it
+            logger.debug("gradcomp: rank %d sent a connection away that had proved nothing", self.rank)
         finally:
             self._strangers.discard(task)
             if writer not in self.peers.values():

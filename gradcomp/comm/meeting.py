@@ -1,18 +1,24 @@
 """Meetings and notes of ranks in a store (`torch.distributed.Store`, or anything with its add, set, get and check).
 
 A meeting is a small all_gather that waits by asking again and again, so that it ends in time whoever is missing, says who
-that is, and leaves no collective behind that a late rank could run into. A note tells the peers that this rank has given up.
+that is, and leaves no collective behind that a late rank could run into. A note tells the peers that this rank
+has given up or closed its communicator.
 """
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from gradcomp.comm.base import gave_up
+from gradcomp.comm.torch_private import leave_store, limit_store, store_is_gone
 from gradcomp.errors import PeerLost
 
 SETUP_VARIABLE = "GRADCOMP_SETUP_TIMEOUT_S"
@@ -20,6 +26,9 @@ SETUP_S = 60.0  # longest wait for the other ranks to make their communicators, 
 LONGEST_PAUSE_S = 0.05
 LOOK_EVERY_S = 1.0
 TELL_S = 2.0  # longest wait until a note stands in the store
+LATE_S = 0.2  # a store that takes longer is not waited for again
+REASON_LENGTH = 500
+CLOSED = "closed its communicator, or its program ended, while other ranks were waiting for it"
 _LEFT = 1 << 32  # counted for a rank that has given up; arrivals are counted below it
 
 
@@ -50,7 +59,8 @@ def meet(
 ) -> list[bytes]:
     """Return every rank's `mine`. Collective over the ranks of `store`, which serves one meeting.
 
-    All ranks get the answer, or all get an error: who comes after somebody has given up fails at once.
+    All ranks get the answer, or all get an error: who comes after somebody has given up fails at once. Who leaves because
+    of the answer calls `see_off` before.
 
     Args:
         what: what a rank that is missing has not done ("called register").
@@ -81,66 +91,155 @@ def meet(
         if end == b"all":
             found = [bytes(store.get(f"rank{r}")) for r in range(world_size)]
             if store.add("read", 1) == world_size:
-                for key in ("count", "end", "read", *(f"rank{r}" for r in range(world_size))):
+                for key in ("count", "end", *(f"rank{r}" for r in range(world_size)), "read"):
                     store.delete_key(key)
             return found
         missing = [r for r in range(world_size) if not store.check([f"rank{r}"])]
     except RuntimeError as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
-        raise PeerLost("setup", -1, time.monotonic() - begun, f"the ranks' store does not answer: {text}") from error
+        raise PeerLost("setup", -1, time.monotonic() - begun, _unanswered(text)) from error
     late = f"rank {end.decode()} gave up waiting before this rank came" if int(end) != rank and not missing else ""
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     verb = "have" if len(missing) > 1 else "has"
     raise PeerLost("setup", -1, time.monotonic() - begun, late or f"{who} {verb} not {what}")
 
 
+def _unanswered(text: str) -> str:
+    return (
+        "the ranks' store does not answer: the process that hosts it (rank 0, or the launcher) has ended; read its output "
+        f"[{text}]"
+    )
+
+
+def see_off(store: Any) -> None:
+    """Wait until every rank has the answer of a meeting, for TELL_S at most: the store may go with the process that hosts it."""
+    deadline = time.monotonic() + TELL_S
+    with contextlib.suppress(RuntimeError):  # it has gone
+        while store.check(["read"]) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
 class Notes:
     """Why a rank takes part no more, for its peers to find in a store.
 
-    A store whose host is gone may block whoever asks it, so threads of their own do, and nobody waits for them for long.
+    A store whose host is frozen blocks whoever asks it, so threads of their own ask, and nobody waits for them for long.
+    No such thread outlives the interpreter (`_end_asking`).
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._lock = threading.Lock()
-        self._looking: threading.Thread | None = None
-        self._found: tuple[int, str] | None = None
+        self._lock = threading.RLock()  # a garbage collector may close a communicator in the middle of anything
+        self._looking: dict[str, _Asking] = {}
+        self._found: dict[str, tuple[int, str]] = {}
         self._told = False
 
     def tell(self, reason: str) -> None:
-        """Leave a note, unless another rank has left one."""
-        with self._lock:
-            told, self._told = self._told, True
-        if not told:
-            self._run(lambda: self._write(reason)).join(TELL_S)
+        """Leave a note that this rank has given up, unless it has left one, or another rank has."""
+        self._leave("note", reason[:REASON_LENGTH])
+
+    def close(self) -> None:
+        """Leave a note that this rank has closed its communicator, unless it has left one, or another rank has."""
+        self._leave("closed", "")
 
     def look(self, patience_s: float) -> tuple[int, str] | None:
-        """Return (rank, reason) of a peer that has left a note, None if nothing is known after `patience_s`."""
+        """Return (rank, what it did) of a peer that has given up, None if nothing is known after `patience_s`."""
+        found = self._find("note", patience_s)
+        return None if found is None else (found[0], gave_up(found[1]))
+
+    def look_for_cause(self, patience_s: float) -> tuple[int, str] | None:
+        """As `look`, after a connection broke: a peer that has closed comes first, since others gave up because of it."""
+        found = self._find("closed", patience_s)
+        return self.look(patience_s) if found is None else (found[0], CLOSED)
+
+    def _leave(self, key: str, reason: str) -> None:
         with self._lock:
-            if self._found is None and (self._looking is None or not self._looking.is_alive()):
-                self._looking = self._run(self._read)
-            looking = self._looking
+            left, self._told = self._told, True
+        if not left and not store_is_gone(self._store):  # torch logs a page for each write to one that is
+            _Asking(self._store, lambda: self._write(key, reason)).join(0.0 if _is_silent() else TELL_S)
+
+    def _find(self, key: str, patience_s: float) -> tuple[int, str] | None:
+        with self._lock:
+            looking = self._looking.get(key)
+            if key not in self._found and (looking is None or looking.ended):
+                if looking is None and _is_silent():
+                    return None
+                looking = self._looking[key] = _Asking(self._store, lambda: self._read(key))
         if looking is not None:
-            looking.join(patience_s)
-        return self._found
+            looking.join(0.0 if looking.is_late() else patience_s)
+        return self._found.get(key)
 
-    def _run(self, work: Any) -> threading.Thread:
-        def quietly() -> None:
-            try:
-                work()
-            except RuntimeError:  # the store has gone: whoever waits for a peer hears of it otherwise
-                return
+    def _write(self, key: str, reason: str) -> None:
+        if self._store.add(f"count of {key}", 1) == 1:
+            self._store.set(key, json.dumps([self._rank, reason]).encode())
 
-        thread = threading.Thread(target=quietly, name="gradcomp-notes", daemon=True)
-        thread.start()
-        return thread
-
-    def _write(self, reason: str) -> None:
-        if self._store.add("gone", 1) == 1:
-            self._store.set("note", json.dumps([self._rank, reason[:500]]).encode())
-
-    def _read(self) -> None:
-        if self._store.check(["note"]):
-            rank, reason = json.loads(bytes(self._store.get("note")))
+    def _read(self, key: str) -> None:
+        if self._store.check([key]):
+            rank, reason = json.loads(bytes(self._store.get(key)))
             if rank != self._rank:
-                self._found = int(rank), str(reason)
+                self._found[key] = int(rank), str(reason)
+
+
+class _Asking:
+    """A call of a store in a thread of its own.
+
+    The thread is one of `_thread`: starting one of `threading` takes a lock, which a garbage collector that closes a
+    communicator may find taken by the very thread that it runs in.
+    """
+
+    def __init__(self, store: Any, call: Callable[[], None]) -> None:
+        self.store, self._call = store, call
+        self._begun = time.monotonic()
+        self.ended = False
+        self._end = _thread.allocate_lock()
+        self._end.acquire()
+        _asking.add(self)
+        try:
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError:  # the interpreter ends: from Python 3.12 on it starts no thread then
+            if not _is_silent():
+                limit_store(self.store, TELL_S)
+                self._run()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except RuntimeError:  # the store has gone: whoever waits for a peer hears of it otherwise
+            pass
+        finally:
+            self.ended = True
+            _asking.discard(self)
+            self._end.release()
+
+    def is_late(self) -> bool:
+        """Whether the store has not answered for so long that it is not worth waiting for."""
+        return not self.ended and time.monotonic() - self._begun > LATE_S
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the call."""
+        if self._end.acquire(timeout=seconds):
+            self._end.release()
+
+
+_asking: set[_Asking] = set()  # calls under way
+
+
+def _is_silent() -> bool:
+    """Whether a store does not answer."""
+    return any(one.is_late() for one in list(_asking))
+
+
+def _end_asking() -> None:
+    """Let no thread be in a call of a store when the interpreter ends.
+
+    One that came back from it while the interpreter finalizes would end the process by SIGABRT (before Python 3.14): it
+    is stopped in the middle of C++ that lets no exception out.
+    """
+    deadline = time.monotonic() + TELL_S
+    for one in list(_asking):
+        one.join(max(0.0, deadline - time.monotonic()))
+    for one in list(_asking):
+        leave_store(one.store)
+        one.join(TELL_S)
+
+
+weakref.finalize(Notes, _end_asking)  # made first, so called after those of all communicators

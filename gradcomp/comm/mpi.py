@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, Communicator, RankGone, Work, no_message, tell_gone, too_long
+from gradcomp.comm.base import Channel, Communicator, RankGone, Work, gave_up, no_message, tell_gone, too_long
 from gradcomp.comm.channels import (
     MAIN_THREAD_ONLY,
     Arriving,
@@ -91,6 +91,10 @@ def _check_not_alone(mpi: Any) -> None:
                 f"gradcomp.launch -n {count} SCRIPT', or take gradcomp.comm.TorchCommunicator; a process that is meant "
                 f"to be alone passes MPI.COMM_SELF or unsets {size}"
             )
+
+
+def _broke(error: BaseException) -> str:
+    return f"MPI lost another rank (which one it does not say): read the output of the other ranks [{error}]"
 
 
 class _MpiWork(Work):
@@ -262,7 +266,7 @@ class MpiCommunicator(Communicator):
         try:
             return _MpiWork(self, self._open(), self._call(start), buffers, peer)
         except self._mpi.Exception as error:
-            raise ConnectionError(str(error)) from error
+            raise ConnectionError(_broke(error)) from error
 
     def _poll(self, test: Callable[[], Any], timeout_s: float, peers: Collection[int]) -> None:
         """Return when `test` does not return False any more; end when one of `peers` has given up."""
@@ -280,10 +284,12 @@ class MpiCommunicator(Communicator):
                     if gone or channels.broken:
                         grace_until = grace_until or now + GRACE_S
                         if now >= grace_until:
-                            raise RankGone(*gone[0]) if gone else ConnectionError("this rank has given up")
+                            if not gone:
+                                raise ConnectionError("this rank has given up")
+                            raise RankGone(gone[0][0], what=gave_up(gone[0][1]))
                 pause()
         except self._mpi.Exception as error:
-            raise ConnectionError(str(error)) from error
+            raise ConnectionError(_broke(error)) from error
 
     def _meet(self, members: Sequence[int], timeout_s: float) -> None:
         """Wait until every rank of `members` is about to make their communicator, which is a call that blocks.

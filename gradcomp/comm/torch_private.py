@@ -6,7 +6,11 @@ torch 2.8 to 2.15 have them all; a torch that has moved one gives a GradcompErro
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +34,48 @@ def store_at(prefix: str) -> Any:
 def store_below(store: Any, prefix: str) -> Any:
     """Return a store with the keys of `store` below `prefix` only."""
     return _named(dist.distributed_c10d, "PrefixStore")(prefix, store)
+
+
+def _store_sockets(store: Any) -> Iterator[socket.socket]:
+    """Yield this process's connections with the host of a TCPStore; nothing for other stores and outside of Linux."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    if port is None or not os.path.isdir("/proc/self/fd"):
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                peer = one.getpeername()
+                if one.family in (socket.AF_INET, socket.AF_INET6) and peer[1] == port:
+                    yield one
+
+
+def store_is_gone(store: Any) -> bool:
+    """Whether the host of a store has closed its connection with this process; False where that cannot be told."""
+    for one in _store_sockets(store):
+        try:
+            if not one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return True
+        except BlockingIOError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
+def limit_store(store: Any, seconds: float) -> None:
+    """Have calls of a store that begin later fail when its host does not answer for `seconds`."""
+    for one in _store_sockets(store):
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+
+
+def leave_store(store: Any) -> None:
+    """Close this process's connections with the host of a store: calls under way fail, and so do later ones."""
+    for one in _store_sockets(store):
+        one.shutdown(socket.SHUT_RDWR)
 
 
 def group_timeout_s(process_group: Any) -> float:
@@ -97,6 +143,15 @@ def _named(where: Any, name: str) -> Any:
 def graph_task() -> int:
     """Return the number of the backward pass that runs in this thread, -1 outside of one."""
     return int(_named(torch._C, "_current_graph_task_id")())
+
+
+def accumulates(leaf: torch.Tensor) -> bool:
+    """Return whether the backward pass that runs now adds to a leaf's `grad`; `torch.autograd.grad` does not."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(_named(torch._C, "_will_engine_execute_node")(node))
+    except RuntimeError:  # a leaf that `torch.autograd.grad` was asked for
+        return False
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ from gradcomp.comm import torch_private as private
 from gradcomp.comm.base import Channel, Communicator, Work
 from gradcomp.comm.gloo import Groups
 from gradcomp.comm.mailbox import Mailbox
-from gradcomp.comm.meeting import meet, setup_timeout_s
+from gradcomp.comm.meeting import meet, see_off, setup_timeout_s
 from gradcomp.errors import PeerLost, PeerMismatch
 
 logger = logging.getLogger("gradcomp")
@@ -104,10 +104,11 @@ class TorchCommunicator(Communicator):
         for rank, theirs in enumerate(everyone):
             first_s, theirs_s = _CARD.unpack(everyone[0])[0], _CARD.unpack(theirs)[0]
             if theirs_s != first_s:
+                see_off(store)
                 raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
         prefix = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
-        self._groups = Groups(private.store_below(store, prefix), self.rank, self.world_size, timeout_s)
-        self._end = weakref.finalize(self, self._groups.close)
+        self._groups = Groups(private.store_below(store, prefix), self.rank, self.world_size, timeout_s, dist.group.WORLD)
+        self._end = weakref.finalize(self, self._groups.drop)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)
 
@@ -148,7 +149,7 @@ class TorchCommunicator(Communicator):
 
     def abort(self, reason: str = "") -> None:
         """End every wait on this communicator within about a second, here and on the peers, which are told `reason`."""
-        self._groups.give_up(reason or "it has given up")
+        self._groups.give_up(reason)
         if self._mailbox is not None:
             self._mailbox.close()
 
@@ -156,7 +157,8 @@ class TorchCommunicator(Communicator):
         """Give sockets and threads back."""
         if self._mailbox is not None:
             self._mailbox.close()
-        self._end()
+        self._end.detach()
+        self._groups.close()
 
     def _mail(self) -> Mailbox:
         if self._mailbox is None:
@@ -285,15 +287,19 @@ def same_ranks(comm: Communicator, process_group: dist.ProcessGroup | None = Non
     members = tuple(dist.get_process_group_ranks(parent))
     native = isinstance(comm, TorchCommunicator) and comm.members == members
     here, seconds, kind = members.index(dist.get_rank()), setup_timeout_s(timeout_s), type(comm).__name__
+    store = None
 
     def gather(mine: bytes, what: str) -> list[bytes]:
-        return meet(_store(members, what), here, len(members), mine, seconds, what)
+        nonlocal store
+        store = _store(members, what)
+        return meet(store, here, len(members), mine, seconds, what)
 
     everyone = [
         _RANK.unpack(r) for r in gather(_RANK.pack(comm.rank, comm.world_size, native), "registered this model")
     ]
     for rank, (theirs, size, _) in enumerate(everyone):
         if (theirs, size) != (rank, len(members)):
+            see_off(store)
             raise ValueError(
                 f"comm has other ranks than the process group: rank {rank} of {len(members)} of the process group is "
                 f"rank {theirs} of {size} of the communicator (here a {kind}); leave comm out, or start the script with "
@@ -307,4 +313,5 @@ def same_ranks(comm: Communicator, process_group: dist.ProcessGroup | None = Non
     except (TimeoutError, ConnectionError) as error:
         raise PeerLost("setup", -1, time.monotonic() - begun, str(error)) from error
     if len(set(gather(identity, "compared its communicator"))) > 1:
+        see_off(store)
         raise ValueError(f"comm (here a {kind}) has ranks that the process group does not have: give it the same ranks")

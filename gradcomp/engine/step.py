@@ -14,14 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcomp.codecs import Codec, resolve
+from gradcomp.codecs import Codec, TernGrad, resolve
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Channel, Communicator, Lease
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine import replicas, state
 from gradcomp.engine.agree import tell_why
-from gradcomp.engine.buckets import Source
+from gradcomp.engine.buckets import Gradient, Source
 from gradcomp.engine.describe import describe
+from gradcomp.engine.growth import Growth
 from gradcomp.engine.layouts import Layouts, Members
 from gradcomp.engine.options import Options
 from gradcomp.engine.outcome import agree_on_step
@@ -82,6 +83,7 @@ class Engine:
         self.stats = Stats()
         self.layouts = Layouts(sources, resolve(codec), self.comm, options, self.timeout_s, self.stats)
         self.codec, self.memory = self.layouts.codec, self.layouts.memory
+        self._growth = Growth(self._noisy_weights())
         self.step = self._step_numel = 0
         self._scale = 1.0
         self.reports: list[Telemetry] = []
@@ -107,6 +109,7 @@ class Engine:
             raise GradcompError(f"step {self.step}: random numbers and headers count steps below 2^32")
         self.comm.claim()
         self._open, self._sealed, self.submitted, self._step_numel = True, False, [], 0
+        self._growth.look(self.step)
         self.memory.begin_step()
         if self.comm.world_size == 1:
             self.memory.settle()
@@ -221,6 +224,12 @@ class Engine:
         except BaseException as error:
             self.pipeline.fail(error)
             raise
+
+    def _noisy_weights(self) -> list[Tensor]:
+        """Return the weights that this rank watches while unbiased noise is added to their gradients."""
+        packed = {p.index for p in self.layouts.parameters if p.compressed} & self.layouts.trained
+        watched = self.comm.rank == 0 and self.comm.world_size > 1 and isinstance(self.codec, TernGrad)
+        return [s.like for i, s in enumerate(self.sources) if watched and i in packed and isinstance(s, Gradient)]
 
     def follows(self, scale: Callable[[], float]) -> bool:
         """Whether residuals are kept in units of this scale."""

@@ -55,6 +55,7 @@ class BucketExchange:
         moments: by whose roots values are divided before they are encoded; those of fp32 values are only taken in.
         observes: whether the moments take in these averages, which needs whole tensors.
         device: of the bucket.
+        module: number of the FSDP module, for headers; 0 elsewhere.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class BucketExchange:
         observes: bool = True,
         probe: Probe | None = None,
         device: torch.device = CPU,
+        module: int = 0,
     ) -> None:
         place = transform.transform.place if transform is not None else ""
         self._local_transform = transform if place == "local" else None
@@ -87,7 +89,7 @@ class BucketExchange:
         self.feedback, self.owner_feedback = feedback, owner_feedback
         self._seed, self.timeout_s = seed, timeout_s
         self._draw_rank = plan.rank if draw_rank is None else draw_rank
-        self._dtype = native.DTYPES[dtype]
+        self._dtype, self._module = native.DTYPES[dtype], module << wire.MODULE_SHIFT
         self._compressed = [s.index for s in plan.slots if s.compressed]
         self._kernels = kernels.of(device)
         memory = Memory(plan, self._kernels)
@@ -327,7 +329,7 @@ class BucketExchange:
         if not feedback:
             return NO_RESIDUALS
         old, new = feedback.tensors(indices)
-        return (old, new) if self._divided is None else (None, new)
+        return Residuals(old if self._divided is None else None, new, self.stats.add_dropped)
 
     def _take(self, here: Traffic) -> None:
         """Take in the averages that a slice brings; those that may stay packed all at once, with the last."""
@@ -377,6 +379,7 @@ class BucketExchange:
 
     def _header(self, layout: PayloadLayout, dtype: int, stream: int, nonfinite: bool) -> wire.Header:
         flags = nonfinite * wire.FLAG_NONFINITE | wire.FLAG_SEGMENTED
+        stream |= self._module
         return wire.Header(layout.form.code, dtype, flags, layout.numel, 0, layout.scale_count, self._step, stream)
 
     def _key(self, stream: int) -> RngKey:

@@ -54,6 +54,7 @@ class Gathered:
         comm, stats, timeout_s: as they say.
         dtype, device: of the values.
         rooms: where payloads stand meanwhile.
+        module: number of the FSDP module, for headers.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class Gathered:
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
         timeout_s: float = 300.0,
+        module: int = 0,
     ) -> None:
         self._codec, self._comm, self._stats, self._rooms = codec, comm, stats, rooms
         self._timeout_s, self._dtype, self._kernels = timeout_s, dtype, kernels.of(device)
+        self._stream = STREAM_SECOND | module << wire.MODULE_SHIFT
         self._layouts = [PayloadLayout(codec.form, whole_pieces(one), whole_groups=codec.whole_groups) for one in slots]
         mine = [Piece(p.slot, p.start, p.numel, p.data - first, 0) for p in whole_pieces(slots[comm.rank])]
         self._own = PayloadLayout(codec.form, mine, whole_groups=codec.whole_groups)
@@ -95,7 +98,9 @@ class Gathered:
             key = RngKey(seed=self._codec.seed, rank=self._comm.rank, step=self._step, stream=STREAM_SECOND)
             self._bad = self._codec.encode_body(self._kernels, values, self._own, send, key)
             wire.seal(send.numpy()[: self._own.nbytes], self._header(self._own, nonfinite=self._bad))
-        self._work = self._comm.start_all_gather(send, self._arriving(room), Channel.SECOND)
+            send[self._own.nbytes :].zero_()  # what goes out depends on the values alone
+        with peers_answer("second_phase", 0):
+            self._work = self._comm.start_all_gather(send, self._arriving(room), Channel.SECOND)
         self._stats.add_bytes(self.sent_nbytes, self.sent_nbytes)
 
     def finish(self, out: Tensor, *, keep: bool = False) -> Tensor | None:
@@ -151,4 +156,4 @@ class Gathered:
     def _header(self, layout: PayloadLayout, *, nonfinite: bool) -> wire.Header:
         flags = nonfinite * wire.FLAG_NONFINITE | wire.FLAG_SEGMENTED
         dtype = native.DTYPES[self._dtype]
-        return wire.Header(layout.form.code, dtype, flags, layout.numel, 0, layout.scale_count, self._step, STREAM_SECOND)
+        return wire.Header(layout.form.code, dtype, flags, layout.numel, 0, layout.scale_count, self._step, self._stream)

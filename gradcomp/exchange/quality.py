@@ -154,7 +154,7 @@ class Probe:
             clipped = math.nan
             if reach is not None:  # such codecs have one scale a group
                 limits = (scales[groups] * reach).repeat_interleave(sizes[groups])
-                clipped = float((measured["x"].abs() > limits).float().mean())
+                clipped = int(torch.count_nonzero(measured["x"].abs() > limits)) / piece.numel
             self._enter(piece.slot.index, step, piece.numel, measured, clipped)
 
     def report(self) -> Quality:
@@ -179,13 +179,18 @@ class Probe:
         )  # fmt: skip
 
 
+def _norm(x: Tensor) -> float:
+    """Return the norm, summed in float64: a float32 sum differs in its sixth digit with the alignment of the memory."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
 def _measure(g: Tensor, encoded: Tensor, q: Tensor, unit: Tensor | None, left: Tensor | None) -> dict[str, Any]:
-    size, missing = float(g.norm()), 0.0
+    size, missing = _norm(g), 0.0
     if left is not None:
-        missing = float(left.norm()) / size if size > 0 else math.nan
+        missing = _norm(left) / size if size > 0 else math.nan
     x = q + left if left is not None and unit is None else encoded  # residuals that the codec has added itself
-    whole, error = float(x.norm()), float((x - q).norm())
+    whole, error = _norm(x), _norm(x - q)
     decoded = q if unit is None else q * unit
-    other = float(decoded.norm())
-    cosine = float(torch.dot(decoded, g)) / (size * other) if size > 0 and other > 0 else math.nan
+    other = _norm(decoded)
+    cosine = float(torch.dot(decoded.double(), g.double())) / (size * other) if size > 0 and other > 0 else math.nan
     return {"x": x, "error": error / whole if whole > 0 else 0.0, "cosine": cosine, "residual": missing}

@@ -11,7 +11,7 @@ from gradcomp.payload import wire
 from gradcomp.payload.form import HEADER_NBYTES
 from gradcomp.payload.layout import PayloadLayout
 
-_COMPARED = ("codec", "dtype", "numel", "group_numel", "scale_count", "step", "stream")
+_COMPARED = ("module", "codec", "dtype", "numel", "group_numel", "scale_count", "step", "stream")
 
 
 class Inbox:

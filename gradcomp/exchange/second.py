@@ -140,9 +140,9 @@ class Encoded(SecondPhase):
 
 _CODECS: dict[str, Callable[[Codec], Codec]] = {
     "requantize": lambda codec: codec.requantizer(),
-    "block2": lambda _: Block(2),  # its groups are the first phase's: layouts have them from the slots
-    "block4": lambda _: Block(4),
-    "block8": lambda _: Block(8),
+    "block2": lambda codec: Block(2, residual_decay=codec.decay),  # groups are the first phase's: layouts have them from slots
+    "block4": lambda codec: Block(4, residual_decay=codec.decay),
+    "block8": lambda codec: Block(8, residual_decay=codec.decay),
     "bf16": lambda _: Identity("bf16"),
     "fp32": lambda _: Identity(),
 }

@@ -43,6 +43,8 @@ class Stats:
         setup_bytes: bytes of fingerprints (once for each bucket layout), not in `bytes_sent`.
         inside_nodes: the same for the fp32 exchange inside nodes, whose bytes are not in `bytes_sent` (hierarchical only).
         nonfinite_buckets: buckets that held NaN or Inf on some rank.
+        dropped_residual: sum of |r| that ``residual_decay`` below 1 has dropped of this rank's residuals and of those that it
+            owns, in the units that are encoded (with ``precondition``, those of second moments).
         seconds: per phase, summed over buckets ("statistics", "scale_round", "encode", "first_phase", "owner",
             "second_phase", "decode"; the three exchanges are time spent waiting), and of the time from first to last bucket "hidden", the
             part that backward did not wait for, and "exposed", the part that it did.
@@ -54,6 +56,7 @@ class Stats:
     baseline_bytes: int = 0
     setup_bytes: int = 0
     nonfinite_buckets: int = 0
+    dropped_residual: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, *OVERLAP), 0.0))
     _inside_nodes: Stats | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -87,6 +90,11 @@ class Stats:
         with self._lock:
             self.seconds[phase] += seconds
 
+    def add_dropped(self, magnitude: float) -> None:
+        """Count what a decay dropped of residuals."""
+        with self._lock:
+            self.dropped_residual += magnitude
+
     def timed(self, phase: str) -> Stopwatch:
         """Return a context manager that counts its block's time in one phase."""
         return Stopwatch(self, phase)
@@ -96,7 +104,7 @@ class Stats:
         """Return the sums of several, as they are now."""
         out = Stats()
         for part in parts:
-            for name in ("steps", "bytes_sent", "bytes_received", "baseline_bytes", "setup_bytes", "nonfinite_buckets"):
+            for name in ("steps", "bytes_sent", "bytes_received", "baseline_bytes", "setup_bytes", "nonfinite_buckets", "dropped_residual"):
                 setattr(out, name, getattr(out, name) + getattr(part, name))
             for phase, seconds in part.seconds.items():
                 out.seconds[phase] += seconds
@@ -109,6 +117,7 @@ class Stats:
         with self._lock:
             self.steps = self.bytes_sent = self.bytes_received = 0
             self.baseline_bytes = self.setup_bytes = self.nonfinite_buckets = 0
+            self.dropped_residual = 0.0
             for phase in self.seconds:
                 self.seconds[phase] = 0.0
         if self._inside_nodes is not None:

@@ -44,6 +44,11 @@ class Part:
         return list(torch.split(whole, [shape[self.dim] for shape in self.chunks], self.dim))
 
 
+def number_of(parts: Sequence[Part]) -> int:
+    """Return the number of the module with these parameters in headers: from 1, and the same whatever else is wrapped."""
+    return 1 + min(part.number for part in parts)
+
+
 def slots_of(parts: Sequence[Part], world_size: int) -> list[list[Slot]]:
     """Return where every rank's chunks stand in a flat whole that has them rank after rank, a slot each: number times N plus rank.
 

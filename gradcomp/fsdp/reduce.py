@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
-from gradcomp.comm.torchdist import TorchCommunicator
-from gradcomp.errors import GradcompError
+from gradcomp.comm.torchdist import TorchCommunicator, group_rank
+from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
-from gradcomp.fsdp.parts import Part, slots_of
+from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.fsdp.residuals import Carried, Kept
 from gradcomp.kernels import native
 from gradcomp.payload.ownership import BySlots
@@ -52,14 +52,19 @@ class ReduceScatter:
         return numel == self._comm.world_size * sum(part.room for part in self._trained())
 
     def start(self, output: Tensor, given: Tensor, factor: int) -> None:
-        """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages of this rank's chunks to ``(k,)``."""
+        """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages of this rank's chunks to ``(k,)``.
+
+        Until then these are NaN: torch puts them into ``.grad`` at once, and whatever ends the backward pass may keep `finish` from being called.
+        """
+        output.fill_(float("nan"))
         if self._failed is not None:
             raise self._failed
         exchange = self._exchange(given.dtype, given.device, self._trained())
         exchange.begin(given, self.steps, 0)
         try:
-            exchange.measure()
-            exchange.encode()
+            with peers_answer("first_phase", 0):
+                exchange.measure()
+                exchange.encode()
         except GradcompError as error:
             self._failed = error
             raise
@@ -101,6 +106,10 @@ class ReduceScatter:
         """Whether torch leaves what `finish` writes alone until the backward pass is over."""
         return torch_private.leaves_shards_alone(self.module, dtype)
 
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return those whose gradients are averaged, sharded as ``model.parameters()`` has them."""
+        return [part.sharded for part in self._trained()]
+
     def _trained(self) -> list[Part]:
         return [part for part in self.parts if part.sharded.requires_grad]
 
@@ -110,7 +119,8 @@ class ReduceScatter:
         kind = dtype, device, tuple(part.number for part in trained)
         if kind not in self._exchanges:
             self._exchanges[kind] = BucketExchange(
-                self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device,
+                self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device, module=number_of(self.parts),
+                draw_rank=group_rank(),  # replicas of a shard draw other numbers
                 feedback=Carried(trained, self._kept) if self._kept is not None else None,
             )  # fmt: skip
         return self._exchanges[kind]

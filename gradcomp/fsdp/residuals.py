@@ -68,10 +68,10 @@ class Kept:
         return {name: part.joined(kept).clone() for name, (part, kept) in self._known.items()}
 
     def load(self, states: Iterable[Mapping[str, Tensor]]) -> None:
-        """Take the mean of several ranks' residuals, by name and of the parameters' shapes; nothing is taken from some that do not fit.
+        """Take the mean of several ranks' residuals, by name and of the parameters' shapes, zero of none; nothing is taken from some that do not fit.
 
         Raises:
-            ValueError: other parameters, shapes, or a value that is not finite.
+            ValueError: other parameters, shapes or dtypes, or a value that is not finite.
         """
         total: dict[str, Tensor] = {}
         count = 0
@@ -81,6 +81,9 @@ class Kept:
             for name, given in state.items():
                 total[name] = given.double() if name not in total else total[name].add_(given)
         for name, (part, kept) in self._known.items():
+            if not count:
+                kept.zero_()
+                continue
             for row, chunk in zip(kept, part.split(total[name] / count), strict=True):
                 row[: chunk.numel()].copy_(chunk.reshape(-1))
 
@@ -90,8 +93,12 @@ class Kept:
             raise ValueError(f"residuals do not fit this model and codec: {odd!r} is on one side only")
         for name, (part, _) in self._known.items():
             given, shape = state[name], torch.Size(part.parameter.shape)
-            if not isinstance(given, Tensor) or given.shape != shape or not bool(torch.isfinite(given).all()):
-                raise ValueError(f"the residual of {name!r} is no finite tensor of {tuple(shape)}")
+            if not isinstance(given, Tensor) or given.layout != torch.strided or given.shape != shape:
+                raise ValueError(f"the residual of {name!r} must be a tensor of {tuple(shape)}, got {given!r}"[:200])
+            if given.dtype not in DTYPES.values() or given.is_meta:
+                raise ValueError(f"the residual of {name!r} is {given.dtype} on {given.device}; float32 or bfloat16 expected")
+            if not bool(torch.isfinite(given.to(self._dtype)).all()):
+                raise ValueError(f"the residual of {name!r} has values that are not finite in {self._dtype}")
 
 
 class Carried(Feedback):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,18 +26,20 @@ from gradcomp.comm.torchdist import (
     reduce_scatter,
 )
 from gradcomp.engine.agree import agree_on_words
+from gradcomp.engine.buckets import poison
 from gradcomp.engine.options import Options
 from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.gathered import Rooms
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
-from gradcomp.fsdp.parts import Part
+from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import Kept
 from gradcomp.fsdp.reused import Reused
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import of as kernels_of
+from gradcomp.memory.parts import STEPS
 from gradcomp.payload.parameters import Parameter, describe_parameters
 
 if TYPE_CHECKING:
@@ -80,8 +84,13 @@ class FsdpState:
         self._model, self._known = weakref.ref(model), {id(one.module) for one in sharded}
         self._checked, self._split = False, any(one.is_split for one in sharded)
         names = {id(p): name for name, p in model.named_parameters()}
+        called = {id(module): name for name, module in model.named_modules()}
         wholes = [(names[id(p)], shape) for one in sharded for p, shape in zip(one.parameters, one.shapes, strict=True)]
         order = {name: n for n, name in enumerate(sorted(name for name, _ in wholes))}
+        self._module_names: dict[object, str] = {}
+        self._residuals = residuals
+        self._alone: list[Part] = []  # parameters that this rank shares with none
+        self._unpaid: set[str] = set()  # of these, those whose next gradient gets a loaded residual
         gradients = _described(wholes, codec, options)
         values = _described(wholes, weights, options) if weights is not None else {}
         self._comms: list[TorchCommunicator] = []
@@ -98,6 +107,7 @@ class FsdpState:
         try:
             for one in sharded:
                 if one.group.size() == 1:  # FSDP itself sends nothing then
+                    self._alone += _parts(one, [names[id(p)] for p in one.parameters], order, gradients)
                     continue
                 comm = groups.get(id(one.group))
                 if comm is None:
@@ -105,6 +115,7 @@ class FsdpState:
                     self._comms.append(comm)
                     _agree(comm, {"codec": codec, "weights": weights, "keep_weights": keep_weights, "residuals": residuals}, options, gradients)
                 own = [names[id(p)] for p in one.parameters]
+                self._module_names[number_of(_parts(one, own, order, gradients))] = called[id(one.module)] or "(the model)"
                 self._reduces.append(self._reduce_scatter(one.module, _parts(one, own, order, gradients), comm))
                 torch_private.reduce_scatter_by(one.module, self._reduce_by(self._reduces[-1]), _unless_shards(reused, self._reduces[-1]))
                 if weights is not None:
@@ -115,7 +126,7 @@ class FsdpState:
             raise
         mine = Mine(p for one in sharded if one.group.size() > 1 for p in one.parameters)
         self._steps = Steps(mine, lambda: self._calls, self._missed)
-        self._hooks += [before_any_step(mine, self._steps.check), model.register_forward_pre_hook(self._hold)]
+        self._hooks += [before_any_step(mine, self._before_step), model.register_forward_pre_hook(self._hold)]
         if self._kept.nbytes > 1e6:
             logger.warning("gradcomp: residuals of %r take %.0f MB on every rank, which sharding does not divide ('bf16' takes half of 'fp32')", codec, self._kept.nbytes / 1e6)
 
@@ -139,16 +150,16 @@ class FsdpState:
             if factor != 1 or not module.comes_late(given.dtype):
                 self._finish()
 
-        return call
+        return self._poisoned_on_failure()(call)
 
     def _gather_by(self, module: AllGather) -> Any:
         def call(output: Tensor, given: Tensor, group: Any) -> Callable[[], None] | None:
             if module.fits(given, group.size()):
-                return module.start(output, given)
+                return self._poisoned_on_failure()(module.start(output, given))
             all_gather(output, given, group)
             return None
 
-        return call
+        return self._poisoned_on_failure()(call)
 
     def log_to(self, target: Any, *, every: int = 10, prefix: str = "gradcomp") -> None:
         """As `gradcomp.ddp.CompressionState.log_to`, of `stats`: a step of a report is a module's, `every` counts backward passes."""
@@ -170,10 +181,31 @@ class FsdpState:
             self.stats.add_seconds("exposed", time.perf_counter() - begun)
 
     def _end_backward(self) -> None:
-        self._finish()
+        with self._poisoned_on_failure():
+            self._finish()
         self._backwards += 1
         for report in self._reports:
             report.step(self._backwards)
+
+    @contextlib.contextmanager
+    def _poisoned_on_failure(self) -> Iterator[None]:
+        """Leave no gradient of this rank, and none of an unfinished step, that an optimizer could apply."""
+        try:
+            yield
+        except BaseException as error:
+            self._poison()
+            if isinstance(error, PeerMismatch) and error.field == "module":
+                expected, got = (self._module_names.get(number, number) for number in (error.expected, error.got))
+                raise PeerMismatch("module", error.rank, expected, got) from error
+            raise
+
+    def _poison(self) -> None:
+        poison(p for module in self._reduces for p in module.trained_parameters())
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._pending and torch_private.graph_task() < 0:  # torch itself has ended the backward pass with an error
+            self._poison()
+        self._steps.check(optimizer, args, kwargs)
 
     def _check_modules(self) -> None:
         """Raise GradcompError, at the first step, if modules were sharded after `compress`: theirs would travel as torch sends them."""
@@ -219,7 +251,7 @@ class FsdpState:
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on from this rank's `state_dict`, or from those of all ranks, who may have been more or fewer: then what they still
-        owed the average is owed by each.
+        owed the average is owed by each. One rank, which sends nothing, adds it to its next gradients.
 
         Raises:
             ValueError: no such state, one of another model, codec or number of ranks, or a rank is missing.
@@ -229,6 +261,8 @@ class FsdpState:
             self._check_state(one)
         if not states or any(one["world_size"] != states[0]["world_size"] for one in states):
             raise ValueError(f"states of {sorted({one['world_size'] for one in states})} ranks: those of one run are needed")
+        if any(one["steps"] != states[0]["steps"] for one in states):
+            raise ValueError("states of different steps: those of one run, saved at the same step, are needed")
         residuals = {rank: values for one in states for rank, values in one["residual"].items()}
         self._load(states[0], lambda rank: residuals[rank], set(residuals))
 
@@ -240,8 +274,15 @@ class FsdpState:
         Raises:
             ValueError: as `load_state_dict`; no such folder or key.
         """
-        part = f"{prefix}.residual."
-        state = read_checkpoint(checkpoint_id, lambda key: key.startswith(f"{prefix}.") and not key.startswith(part))
+        part, ranks = f"{prefix}.residual.", set()
+
+        def is_wanted(key: str) -> bool:
+            if key.startswith(part):
+                ranks.add(key.removeprefix(part).partition(".")[0])
+                return False
+            return key.startswith(f"{prefix}.")
+
+        state = read_checkpoint(checkpoint_id, is_wanted)
         state = {key.removeprefix(f"{prefix}."): value for key, value in state.items()} | {"residual": {}}
         self._check_state(state)
 
@@ -249,24 +290,50 @@ class FsdpState:
             found = read_checkpoint(checkpoint_id, lambda key: key.startswith(f"{part}{rank}."))
             return {key.removeprefix(f"{part}{rank}."): value for key, value in found.items()}
 
-        self._load(state, read, {str(rank) for rank in range(state["world_size"])} if self._kept.nbytes else set())
+        self._load(state, read, ranks)
 
     def _load(self, state: dict[str, Any], residual: Callable[[str], dict[str, Tensor]], ranks: set[str]) -> None:
-        """Take steps, and the residuals of this rank or the mean of all ranks'."""
-        if self._kept.nbytes:
+        """Take steps, and the residuals of this rank or the mean of all ranks'. A rank alone adds these to its next gradients."""
+        kept = self._kept
+        exchanged = bool(state["steps"] or ranks)  # a run of one rank exchanges nothing and leaves nothing out
+        pays = exchanged and bool(self._alone) and not self._reduces and self.codec.error_feedback
+        if pays:
+            kept = Kept(self._residuals)
+            for part in self._alone:
+                if part.parameter.compressed:
+                    kept.add(part)
+        if kept.nbytes:
             old = state["world_size"]
             if self._split and old != group_size():
                 raise ValueError(f"residuals of {old} ranks with tensor parallelism do not fit {group_size()}: resume with as many, on the same mesh")
-            wanted = {str(group_rank())} if old == group_size() else {str(rank) for rank in range(old)}
-            if not wanted <= ranks:
+            wanted = range(group_rank(), group_rank() + 1) if old == group_size() else range(old)
+            wanted = wanted if exchanged else range(0)
+            missing = next((rank for rank in wanted if str(rank) not in ranks), None)
+            if missing is not None:
                 raise ValueError(
-                    f"residuals of rank {min(wanted - ranks)} are missing: the run had {old} ranks, this one has {group_size()}; give "
+                    f"residuals of rank {missing} are missing: the run had {old} ranks, this one has {group_size()}; give "
                     "load_state_dict a list of all ranks' states, or load() a checkpoint of torch.distributed.checkpoint"
                 )
-            self._kept.load(residual(rank) for rank in sorted(wanted))
+            kept.load(residual(str(rank)) for rank in wanted)
         steps = dict(state["steps"])
         for module in self._reduces:
-            module.steps = max(steps[part.parameter.name] for part in module.parts)
+            module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
+        if pays:
+            self._kept, self._unpaid = kept, {part.parameter.name for part in self._alone if part.parameter.compressed}
+            for part in self._alone:
+                sharded: Any = part.sharded
+                self._hooks.append(sharded.register_post_accumulate_grad_hook(partial(self._pay, part)))
+
+    def _pay(self, part: Part, p: Any) -> None:
+        """Add a loaded residual to the first gradient after it."""
+        if part.parameter.name not in self._unpaid:
+            return
+        owed = self._kept.of(part)
+        p.grad.to_local().add_(part.joined(owed))
+        owed.zero_()
+        self._unpaid.remove(part.parameter.name)
+        if not self._unpaid:
+            self._kept = Kept(self._residuals)
 
     def _check_state(self, state: Any) -> None:
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
@@ -274,15 +341,23 @@ class FsdpState:
         for key, mine in self._origin().items():
             if state.get(key) != mine:
                 raise ValueError(f"this state has {key} {state.get(key)!r}, here it is {mine!r}")
-        mine = {part.parameter.name for module in self._reduces for part in module.parts}
+        world, residual = state.get("world_size"), state.get("residual")
+        if type(world) is not int or world < 1:
+            raise ValueError(f"this state has world_size {world!r}, a positive integer expected")
+        if not isinstance(residual, dict) or not all(isinstance(one, dict) for one in residual.values()):
+            raise ValueError(f"this state has no residuals by rank and name: {residual!r}"[:200])
         try:
-            theirs = {name for name, step in state["steps"] if step >= 0}
-            fits = state["world_size"] == 1 or not mine or theirs == mine
-            fits &= isinstance(state["residual"], dict) and state["world_size"] > 0
+            steps = dict(state["steps"])
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"not a state of gradcomp.fsdp: {state!r}"[:200]) from None
-        if not fits:
-            raise ValueError(f"this state is of other parameters: {min(theirs ^ mine, default='')!r} is on one side only")
+            steps = None
+        if steps is None or len(steps) != len(state["steps"]):
+            raise ValueError(f"this state's steps must be pairs of name and step, each name once: {state.get('steps')!r}"[:200])
+        for name, step in steps.items():
+            if type(step) is not int or not 0 <= step < STEPS:
+                raise ValueError(f"this state has step {step!r} of {name!r}, an integer of at least 0 and below 2^32 expected")
+        mine = {part.parameter.name for module in self._reduces for part in module.parts}
+        if steps and mine and steps.keys() != mine:
+            raise ValueError(f"this state is of other parameters: {min(steps.keys() ^ mine, default='', key=str)!r} is on one side only")
 
     def _origin(self) -> dict[str, Any]:
         return {"version": STATE_VERSION, "codec": repr(self.codec)}

@@ -1,7 +1,7 @@
 """The all_gather of one FSDP module's weights: every rank's chunks packed to 8 bits, as long as forward or backward needs them.
 
-Where they are kept, backward decodes what forward has gathered. That is right whatever has become of the weights in between: a gradient is of
-the weights that forward has used. All ranks decide alike, since they run the same program.
+Where they are kept, backward decodes what the last forward has gathered. That is right whatever has become of the weights in between: a gradient
+is of the weights that forward has used. A later forward that keeps nothing drops them. All ranks decide alike, since they run the same program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.gathered import Gathered, Rooms
 from gradcomp.exchange.stats import Stats
-from gradcomp.fsdp.parts import Part, slots_of
+from gradcomp.fsdp.parts import Part, number_of, slots_of
 from gradcomp.kernels import native
 
 
@@ -91,6 +91,9 @@ class AllGather:
             return lambda: gather.again(room, output)
         keep = not in_backward and self._forward is not None and self._forward.with_gradients
         keep = keep and torch_private.reshards_after_forward(self.module)
+        if not keep and self._kept is not None:  # weights of an earlier forward, which this one's backward must not find
+            self._rooms.give(self._kept[1])
+            self._kept = None
         self._guarded(lambda: gather.start(given, self.count))
         self.count += 1
         self._stats.steps += 1
@@ -108,7 +111,7 @@ class AllGather:
             comm = self._comm
             self._gathers[dtype, device] = Gathered(
                 self._codec, slots_of(self._parts, comm.world_size), comm.rank * self._each, comm, self._stats, self._rooms,
-                dtype=dtype, device=device, timeout_s=comm.timeout_s,
+                dtype=dtype, device=device, timeout_s=comm.timeout_s, module=number_of(self._parts),
             )  # fmt: skip
         return self._gathers[dtype, device]
 

@@ -53,7 +53,7 @@ def register(
     ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        state = register(accelerator, model, "terngrad")
+        state = register(accelerator, model, "ternary")
 
     A step of a prepared optimizer before which gradcomp was not called is a GradcompError.
 

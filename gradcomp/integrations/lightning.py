@@ -1,4 +1,4 @@
-"""Lightning: ``Trainer(strategy=CompressedDDPStrategy("terngrad"))``, on CPUs too, where Lightning's own DDPStrategy drops hooks."""
+"""Lightning: ``Trainer(strategy=CompressedDDPStrategy("ternary"))``, on CPUs too, where Lightning's own DDPStrategy drops hooks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
 
     ::
 
-        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=CompressedDDPStrategy("terngrad"))
+        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=CompressedDDPStrategy("ternary"))
 
     Gradients stand in ``p.grad`` after backward, averaged, so clipping and hooks that look at them work as ever; split optimizers
     take them from there.
@@ -57,7 +57,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
     what `gradcomp.ddp.register` raises.
     """
 
-    def __init__(self, codec: Codec | str = "terngrad", options: Options | None = None, **others: Any) -> None:
+    def __init__(self, codec: Codec | str = "ternary", options: Options | None = None, **others: Any) -> None:
         if codec != "auto":
             codec = resolve(codec)
         changes = {name: others.pop(name) for name in sorted(_OPTIONS & others.keys())}

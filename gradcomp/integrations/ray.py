@@ -37,7 +37,7 @@ _watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[Watch]] = weak
 
 def register(
     model: nn.Module,
-    codec: Codec | str = "terngrad",
+    codec: Codec | str = "ternary",
     options: Options | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
@@ -48,7 +48,7 @@ def register(
     ::
 
         model = ray.train.torch.prepare_model(model)
-        state = register(model, "terngrad")
+        state = register(model, "ternary")
 
     A step of an optimizer before which gradcomp was not called is a GradcompError.
 

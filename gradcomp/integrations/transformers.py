@@ -32,7 +32,7 @@ class Compressed:
 
         class MyTrainer(Compressed, Seq2SeqTrainer): ...
 
-        trainer = MyTrainer(model, args, train_dataset=data, codec="terngrad")
+        trainer = MyTrainer(model, args, train_dataset=data, codec="ternary")
 
     Gradients stand in ``p.grad`` after backward, averaged, so clipping and norms work as ever. A step before which gradcomp was not called
     is a GradcompError.
@@ -49,7 +49,7 @@ class Compressed:
     Later, out of ``train()``: UnsupportedTensor on a GPU, ValueError for a checkpoint whose state does not fit, and as `gradcomp.ddp.register`.
     """
 
-    def __init__(self, *args: Any, codec: Codec | str = "terngrad", compression: Options | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, codec: Codec | str = "ternary", compression: Options | None = None, **kwargs: Any) -> None:
         codec, compression = codec if codec == "auto" else resolve(codec), Options.of(compression)
         self._gradcomp = _Compression(self, codec, compression)  # one name: Trainers have many
         super().__init__(*args, **kwargs)

@@ -7,9 +7,10 @@ take none. `gradcomp.kernels.of` returns the set of a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -17,8 +18,21 @@ from torch import Tensor
 
 from gradcomp.kernels.tables import CopyTable, Groups, Table
 
-Residuals = tuple[Tensor | None, Tensor | None]  # planes to read and to write
-NO_RESIDUALS: Residuals = (None, None)
+
+class Residuals(NamedTuple):
+    """Residuals of an encoding.
+
+    Attributes:
+        old, new: planes to read and to write, float32; both may be one plane.
+        counted: is called with the sum of the magnitudes that a decay dropped; None: nobody counts.
+    """
+
+    old: Tensor | None = None
+    new: Tensor | None = None
+    counted: Callable[[float], None] | None = None
+
+
+NO_RESIDUALS = Residuals()
 
 
 @dataclass(eq=False)
@@ -82,6 +96,8 @@ class Kernels(Protocol):
         means: tuple[float, ...] | None = (),
         value_dtype: torch.dtype | None = None,
         code_bits: int | None = None,
+        step: float | None = None,
+        decay: float | None = None,
     ) -> bool:
         """Write the codes of `values` where `table` says; True: a value is not finite.
 
@@ -90,11 +106,13 @@ class Kernels(Protocol):
             values: float32, bfloat16 or float16.
             payload: uint8; measured scales stand in it, and kernels that measure themselves write theirs.
             key: (seed, rank, step, stream) for kernels that draw random numbers.
-            residuals: float32 planes for kernels with error feedback, `NO_RESIDUALS` for none; both may be one plane.
+            residuals: for kernels with error feedback, `NO_RESIDUALS` for none.
             kept: a plane like the first, which receives what that held.
             means: for kernels with class means, what the two codes stand for instead, None for the means; () for others.
             value_dtype: float32 or bfloat16 for plain values.
             code_bits: of kernels that write codes of several sizes.
+            step: of kernels that round to a scale in root mean squares.
+            decay: what new residuals keep of what codes leave out, in [0, 1]; None for kernels that keep all.
         """
 
     # ---- averages ----------------------------------------------------------------------------------------------------
@@ -138,8 +156,11 @@ class Kernels(Protocol):
         """Raise CorruptPayload for codes and padding that an encoder does not write (`limits`: of lanes, ranks
         and bits; of blocks, bits)."""
 
-    def validate_scales(self, payload: Tensor, first: int, count: int, *, non_negative: bool) -> None:
-        """Raise CorruptPayload unless `count` scales from byte `first` are finite and, if asked for, not negative."""
+    def validate_scales(
+        self, payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
+    ) -> None:
+        """Raise CorruptPayload unless `count` scales from byte `first` are finite, at most `most` and, if asked for, not
+        negative."""
 
     def are_finite(self, values: Tensor) -> bool:
         """Return whether all float32 values are finite."""

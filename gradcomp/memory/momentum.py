@@ -7,13 +7,16 @@ average of what they send is the next m (Tang et al. 2021, algorithm 1).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradcomp.comm import torch_private
+from gradcomp.errors import GradcompError
 from gradcomp.memory.transform import CHUNK_NUMEL, Transform, Transforming
 
 
@@ -84,10 +87,24 @@ class SharedMomentum(Transforming):
     ) -> None:
         super().__init__(transform, numels)  # planes that are never written take no memory
         self._source, self._tensors, self._own = source, tensors, set(tensors.values())
+        self._exchanged: dict[Tensor, weakref.ref[Tensor]] = {}  # the gradients of the last exchange
+        for tensor in self._own:
+            if tensor.is_leaf and tensor.requires_grad:
+                check = _adds_up_no_momentum(weakref.ref(tensor), weakref.ref(source))
+                tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
-        """No momentum of these parameters has arrived yet; those of another model that the optimizer trains may have."""
-        self._source.arrived = (self._source.arrived or set()) - self._own
+        """No momentum of these parameters has arrived yet; those of another model that the optimizer trains may have.
+
+        Raises:
+            GradcompError: momenta that the exchange before has left in ``p.grad`` are still there.
+        """
+        arrived = self._source.arrived or set()
+        for tensor, before in self._exchanged.items():
+            if tensor in arrived and tensor.grad is not None and tensor.grad is before():
+                _refuse_momentum(tensor.grad)
+        self._exchanged = {t: weakref.ref(t.grad) for t in self._own if t.grad is not None}
+        self._source.arrived = arrived - self._own
 
     def share_of(self, index: int) -> float:
         """Return 1 - beta: what a gradient counts in a momentum, so does what was left out of one."""
@@ -122,3 +139,30 @@ class SharedMomentum(Transforming):
         if x is not chunk:
             chunk.copy_(x)
         return not bool(torch.isfinite(chunk).all())
+
+
+def _refuse_momentum(grad: Tensor) -> None:
+    if bool(grad.any()):
+        raise GradcompError(
+            "p.grad holds the momentum of the exchange before, which no step has taken, and would be exchanged once more as "
+            "if it were a gradient: call optimizer.step() after each exchange, or zero_grad() to leave a step out; to "
+            "accumulate gradients, exchange after the last backward alone (no_sync)"
+        )
+
+
+def _adds_up_no_momentum(
+    tensor: weakref.ref[Tensor], source: weakref.ref[MomentumSource]
+) -> Callable[[Tensor], None]:
+    """Return a hook that raises GradcompError before a backward adds a gradient to a momentum in ``p.grad``."""
+
+    def check(gradient: Tensor) -> None:
+        p, optimizer = tensor(), source()
+        if p is None or optimizer is None or not optimizer.arrived or p not in optimizer.arrived:
+            return
+        if not torch_private.accumulates(p):
+            return
+        if p.grad is not None:
+            _refuse_momentum(p.grad)
+        optimizer.arrived.discard(p)  # it was dropped; what comes is a gradient
+
+    return check

@@ -59,7 +59,7 @@ def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
         _check_state(state)
     old = sorted(states, key=lambda state: int(state["rank"]))
     ranks = [state["rank"] for state in old]
-    if not old or ranks != list(range(old[0]["world_size"])):
+    if not old or old[0]["world_size"] != len(old) or ranks != list(range(len(old))):
         of = f" of {old[0]['world_size']}" if old else ""
         raise ValueError(
             f"states of ranks {ranks}{of}; one of every rank of the old run is needed, and none of another run's files"

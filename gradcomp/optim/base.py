@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.optim.checkpoint import CHECKSUM, check_saved
-from gradcomp.optim.entries import GRADIENT_DTYPES, PLACEHOLDER, Entry, PackedGradients, count, number_steps
+from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, PackedGradients, count, number_steps
+from gradcomp.optim.placeholder import Placeholder
 from gradcomp.optim.sparse import check_sparse, run_sparse
 from gradcomp.optim.split import (
     SplitParameters,
@@ -173,13 +174,6 @@ class SplitOptimizer(TrailKeeper):
         """Return fp32 state of a parameter before its first step."""
         return new_state(p, torch.float32, 2 + self.moments.index(name), self.initial_moment(name, group))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero gradients, as in torch; placeholders of packed gradients are dropped in either case."""
-        for p in chain.from_iterable(group["params"] for group in self.param_groups):
-            if p.grad is not None and self._packed_of(p)[0] is not None:
-                p.grad = None
-        super().zero_grad(set_to_none)
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step for every parameter that has a gradient; `torch.compile` runs it as it is.
 
@@ -260,7 +254,7 @@ class SplitOptimizer(TrailKeeper):
             )
         if gradient.shape != p.shape:
             raise ValueError(f"the gradient of {name} has shape {tuple(gradient.shape)}, it {tuple(p.shape)}")
-        if getattr(gradient, PLACEHOLDER, False):
+        if isinstance(gradient, Placeholder):
             raise GradcompError(
                 f"the packed gradient of {name} is gone: it was left from a backward before, or from one that failed"
             )

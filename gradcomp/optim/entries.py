@@ -16,7 +16,6 @@ from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Kind
 from gradcomp.kernels.tables import CHUNK_NUMEL, Table
 from gradcomp.optim.split import ROUNDINGS
 
-PLACEHOLDER = "_gradcomp_packed"  # attribute of tensors that stand for packed gradients
 GRADIENT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 

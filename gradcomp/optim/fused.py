@@ -1,8 +1,8 @@
 """Updates straight from payloads: what stands between a DDP hook and a split optimizer that it feeds.
 
 After a backward `p.grad` is a placeholder, NaN in every element and without memory of its own, so that whatever looks at
-local gradients (clipping, a scaler) sees NaN and whatever writes to them raises. `optimizer.step()` asks here for the
-averages, which are still packed, and applies them.
+local gradients (clipping, a scaler) sees NaN and whatever writes to them raises, except that gradients may be zeroed.
+`optimizer.step()` asks here for the averages, which are still packed, and applies them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.agree import HIDDEN
 from gradcomp.exchange.averages import Averages
 from gradcomp.optim import SplitOptimizer
-from gradcomp.optim.entries import PLACEHOLDER
+from gradcomp.optim.placeholder import Placeholder
 from gradcomp.payload.order import storage_view
 
 
@@ -71,15 +71,6 @@ def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str
         raise
 
 
-def _put_placeholder(p: Tensor) -> Tensor:
-    """Make `p.grad` a tensor of NaNs that fill no memory, and return it."""
-    assert p.grad is not None
-    placeholder = torch.full((), float("nan"), dtype=p.grad.dtype).expand(p.shape)
-    setattr(placeholder, PLACEHOLDER, True)
-    p.grad = placeholder
-    return placeholder
-
-
 class FusedGradients:
     """The packed averages of the last backward, as `gradcomp.optim.PackedGradients`.
 
@@ -91,7 +82,7 @@ class FusedGradients:
     def __init__(self, engine: Engine, optimizer: SplitOptimizer) -> None:
         self._engine, self._optimizer = engine, optimizer
         self.parameter_count = len(engine.named)
-        self._placeholders: dict[Tensor, tuple[Tensor, int]] = {}  # and their positions
+        self._placeholders: dict[Tensor, tuple[Placeholder, int]] = {}  # and their positions
         self._adds_up = False  # to gradients that were there before the last forward pass
         optimizer.attach_packed(self)
 
@@ -100,8 +91,8 @@ class FusedGradients:
         for _, members in self._kept():
             for position, _ in members:
                 p = self._engine.named[position][1]
-                if p.grad is not None:
-                    self._placeholders[p] = _put_placeholder(p), position
+                if p.grad is not None and p.numel():
+                    self._placeholders[p] = Placeholder.stand_for(p), position
 
     def drop(self) -> None:
         """Forget the last backward: its payloads are about to be overwritten."""
@@ -111,8 +102,8 @@ class FusedGradients:
         """Leave no local gradient after an exchange that failed: a step raises then."""
         self._placeholders = {}
         for _, p in self._engine.named:
-            if p.grad is not None:
-                _put_placeholder(p)
+            if p.grad is not None and p.numel():
+                Placeholder.stand_for(p)
 
     def before_forward(self) -> None:
         """Before a forward pass that a backward will follow: gradients that it may add to must be there."""
@@ -130,10 +121,11 @@ class FusedGradients:
 
     def check(self, parameter: Tensor) -> None:
         placeholder, position = self._placeholders[parameter]
-        if placeholder._version:
+        if not placeholder.intact:
             raise GradcompError(
                 f"the gradient of {self._engine.named[position][0]!r} was written to while it was still packed: call "
-                "materialize_gradients() of gradcomp's state before clipping or scaling gradients"
+                "materialize_gradients() of gradcomp's state before you scale, clip or mask gradients; to zero a whole "
+                "one needs no call"
             )
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
@@ -141,7 +133,14 @@ class FusedGradients:
             averages.update(targets, rules)
 
     def materialize(self) -> None:
-        """Replace every placeholder that is still there by the averaged gradient."""
+        """Replace every placeholder that is still there by the averaged gradient.
+
+        Raises:
+            GradcompError: a placeholder was written to; nothing is replaced then.
+        """
+        for p in self._placeholders:
+            if self.position(p) is not None:
+                self.check(p)
         for averages, members in self._kept():
             named = [(self._engine.named[position][1], offset) for position, offset in members]
             waiting = [(p, offset) for p, offset in named if self.position(p) is not None]

@@ -40,6 +40,11 @@ def check_dense(tensor: Tensor, name: str) -> None:
             f"{name} does not fill its memory (strides {tensor.stride()}): it is a slice or a view of something larger; "
             "call .contiguous() first, of a parameter p.data = p.data.contiguous()"
         )
+    if tensor.is_neg():
+        raise UnsupportedTensor(
+            f"{name} is a negative view (is_neg(): its memory holds the opposite): "
+            "call .resolve_neg() first, of a parameter p.data = p.data.resolve_neg()"
+        )
 
 
 def new_state(like: Tensor, dtype: torch.dtype, number: int, value: float = 0.0) -> Tensor:

@@ -16,7 +16,8 @@ from gradcomp.kernels import native
 from gradcomp.payload.form import FORMS, HEADER_NBYTES
 
 MAGIC = 0x504D4347  # "GCMP"
-VERSION = 1
+VERSION = 2
+MODULE_SHIFT = 8  # bits of `stream` below the module's number
 FLAG_NONFINITE = 1
 FLAG_SEGMENTED = 2
 _FIELDS = struct.Struct("<IBBBBIIIII")  # bytes 0-27
@@ -36,7 +37,7 @@ class Header(NamedTuple):
         group_numel: elements of a scale group; 0 = segmented, a layout is needed.
         scale_count: fp32 scales that begin the body.
         step: training step of the sender (modulo 2**32).
-        stream: 0 first phase, 1 second phase, 2 server.
+        stream: bits 0 to 7: 0 first phase, 1 second phase, 2 server; bits 8 to 30: the FSDP module's number, 0 elsewhere.
     """
 
     codec: int
@@ -55,6 +56,10 @@ class Header(NamedTuple):
     @property
     def segmented(self) -> bool:
         return bool(self.flags & FLAG_SEGMENTED)
+
+    @property
+    def module(self) -> int:
+        return self.stream >> MODULE_SHIFT
 
 
 def seal(payload: Bytes, header: Header) -> None:

@@ -3,9 +3,7 @@
 import sys
 
 from gradcomp.bench.__main__ import main
+from gradcomp.interrupt import leave
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(["plan", *sys.argv[1:]]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    leave(main(["plan", *sys.argv[1:]]))

@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from gradcomp.codecs import Block, Codec, Identity, OneBit, TernGrad
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
+from gradcomp.codecs.feedback import FeedbackCodec
 
 ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
-TOLERANCES: Mapping[str, float] = {"nats": 0.01, "points": 0.3}  # about the deviation over three seeds
+TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}  # about the deviation over three seeds
 FAMILIES: Mapping[str, str] = {"adam": "Adam and its relatives", "sgd": "SGD", "onebitadam": "OneBitAdam"}
 OWN_WARM_UP = ("onebitadam",)  # families of optimizers that bring the warm start themselves
+# What residuals keep from step to step (`FeedbackCodec`), where less than all loses less: docs/explanation/accuracy.md.
+DECAYS: Mapping[str, float] = {"adam": 0.25}
 # optimizers that divide by second moments, by what is in the names of their classes
 SECOND_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta", "adafactor")
 # such names of optimizers that do something else with most gradients, or whose momentum travels instead
@@ -147,14 +150,17 @@ _FASHION_8 = replace(
     _FASHION, world_size=8, steps=1000, fp32=89.46, what=" on Fashion-MNIST, 8 ranks", source="docs/explanation/accuracy.md"
 )
 _CIFAR = replace(_FASHION, who="a small ResNet", what=" on CIFAR-10", steps=1000, fp32=57.76, source="docs/explanation/accuracy.md")
-_DIGITS = replace(_FASHION, what=" on scikit-learn's digits", steps=250, fp32=97.63, source="README.md")
+_DIGITS = replace(_FASHION, what=" on scikit-learn's digits", steps=250, fp32=97.63, source="docs/explanation/codecs.md")
+_PERCEPTRON = Training(  # at the largest of three rates, 0.1, which fp32 stands
+    "sgd", "SGD", "a perceptron", " 128-256-10", 2, 200, 3, 0.9473, "nats", "docs/explanation/accuracy.md"
+)
 _SHORT_RUNS = "runs of 600 steps lose more with it than with Block(4) (one seed)"
 TABLE = (
     Measured(_GPT, Block(8), 8.2, 1.3424),
     Measured(_GPT, Block(4), 4.2, 1.3440),
     Measured(_GPT, TernGrad(), 3.0, 1.3490, doubt=_SHORT_RUNS),  # sums of 4 ranks
     Measured(_GPT, TernGrad(), 3.0, 1.3228, precondition=True, doubt=_SHORT_RUNS),
-    Measured(_GPT, TernGrad(second_phase="block4"), 3.0, 1.3620),  # means, as from 8 ranks on
+    Measured(_GPT, TernGrad(second_phase="block4"), 3.0, 1.3620, doubt=_SHORT_RUNS),  # means, as from 8 ranks on
     Measured(_GPT, Block(2), 2.2, 1.3700, precondition=True),
     Measured(_GPT, OneBit(), 1.4, 1.4153, precondition=True, start=1 / 6, start_codec=Block(4)),
     Measured(_GPT_MOMENTUM, OneBit(), 1.4, 1.3091, precondition=True, start=1 / 6, start_codec=Block(4)),
@@ -164,6 +170,10 @@ TABLE = (
     Measured(_GPT, TernGrad(), 2.0, 1.3719, start=1 / 10, every=30),
     Measured(_GPT, OneBit(rotate=True), 1.6, 1.3719, start=1 / 10, every=30),
     Measured(_GPT_SEED_0, OneBit(), 1.0, 1.5896, start=1 / 10, every=30),
+    Measured(_PERCEPTRON, Ternary(), 2.1, 0.9660),
+    Measured(_PERCEPTRON, TernGrad(), 2.0, 8.4572),
+    Measured(_PERCEPTRON, OneBit(), 1.3, 1.0193),
+    Measured(_PERCEPTRON, Block(4), 4.2, 0.9207),
     Measured(_FASHION, TernGrad(), 2.0, 88.16),
     Measured(_MNIST, TernGrad(), 2.0, 98.66),
     Measured(_DIGITS, TernGrad(), 2.0, 98.07),
@@ -173,6 +183,19 @@ TABLE = (
     Measured(_MNIST, OneBit(), 1.1, 98.60),
     Measured(_DIGITS, OneBit(), 1.1, 98.37),
 )
+
+
+def decayed(codec: Codec, optimizer: Any) -> Codec:
+    """Return a codec whose residual decay is left to the optimizer with the one that was measured for it, 1 without one.
+
+    Args:
+        codec: any.
+        optimizer: read for its class; None: not known.
+    """
+    if not isinstance(codec, FeedbackCodec) or codec.residual_decay is not None:
+        return codec
+    family = None if optimizer is None else family_of(optimizer)
+    return codec.with_decay(DECAYS.get(family, 1.0) if family is not None else 1.0)
 
 
 def written(codec: Codec) -> str:

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from gradcomp.codecs import Block, Codec
+from gradcomp.codecs import Block, Codec, resolve
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Changes, Options
 from gradcomp.payload.order import storage_shape
 from gradcomp.payload.parameters import THIN_GROUP_NUMEL, describe_parameters
-from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, family_of, within, written
+from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, decayed, family_of, within, written
 
 AUTO = "auto"
-FALLBACK = Block(4)  # for optimizers that are not in the table
+FALLBACK = Block(4)  # for optimizers that are not known or not in the table: it trains under all that were tried
 BLOCK = 128  # the shortest rows that were measured
 
 
@@ -26,8 +26,10 @@ def settle(
     sources: Sequence[Source],
     world_size: int,
     table: Sequence[Measured] = TABLE,
-) -> tuple[Codec | str, Options, str]:
+) -> tuple[Codec, Options, str]:
     """Return codec, options and what `describe` is to say of them: as they are given, or for "auto" chosen.
+
+    A residual decay that nobody named is the one that was measured for the optimizer (`gradcomp.plan.accuracy.decayed`).
 
     The choice depends on the optimizer's class, the options, the tensors' shapes and the number of ranks alone, so that all ranks
     make the same. It is the way with the fewest bits whose measured loss is tolerated, with the second phase that so many ranks have,
@@ -44,16 +46,20 @@ def settle(
 
     Raises:
         TypeError: an option that there is not; an optimizer's class or name in place of an optimizer.
-        ValueError: an option out of its range, or that does not go with the optimizer; (auto) no optimizer.
+        ValueError: an option out of its range, or that does not go with the optimizer.
     """
     family = None if optimizer is None else family_of(optimizer)
     mine = Options.of(options, **changes).under(optimizer)
+    if mine.start_codec is not None:
+        mine = Options.of(mine, start_codec=decayed(resolve(mine.start_codec), optimizer))
     if not (isinstance(codec, str) and codec == AUTO):
-        return codec, mine, ""
+        known = resolve(codec)
+        found = decayed(known, optimizer)
+        said = f"residual_decay={found.decay:g} for {type(optimizer).__name__}" if found.decay != known.decay else ""
+        return found, mine, said
     if optimizer is None:
-        raise ValueError(
-            'codec="auto" chooses by the optimizer: pass optimizer=, the one that trains this model, or name a codec'
-        )
+        best = decayed(_not_thin(FALLBACK, mine, sources), None)
+        return best, mine, f"auto: {written(best)}, which is safe for every optimizer; pass optimizer= for fewer bytes"
     given = {f.name for f in fields(Options) if options is not None and getattr(options, f.name) != f.default}
     name = type(optimizer).__name__
     ranks = world_size if mine.nodes is None else len(mine.nodes)
@@ -61,10 +67,10 @@ def settle(
         needs_steps = row.start and family not in OWN_WARM_UP
         chosen = _with(row, mine, given | changes.keys()) if _as_measured(row, ranks) and not needs_steps else None
         if chosen is not None:
-            best = _not_thin(row.codec, chosen, sources)
+            best = decayed(_not_thin(row.codec, chosen, sources), optimizer)
             how = f" with {row.given()}" if row.given() else ""  # the optimizer's own warm-up included
             return best, chosen, f"auto: {written(best)}{how} for {name}: {row.cost} ({row.training})"
-    best = _not_thin(FALLBACK, mine, sources)
+    best = decayed(_not_thin(FALLBACK, mine, sources), optimizer)
     why = "nothing with these options is known to be within tolerance" if family else "this optimizer is not in the table"
     return best, mine, f"auto: {written(best)} for {name}: not measured ({why})"
 

@@ -247,7 +247,11 @@ def lanes_decode(lanes: Bytes, scales: Floats, piece: Piece, world_size: int) ->
 # ---- 1 bit with error feedback ---------------------------------------------------------------------------------------
 @np.errstate(all="ignore")
 def onebit_encode(
-    x: Array, piece: Piece, residual: Floats | None = None, means: tuple[float, float] | None = None
+    x: Array,
+    piece: Piece,
+    residual: Floats | None = None,
+    means: tuple[float, float] | None = None,
+    decay: float = 1.0,
 ) -> tuple[Floats, Bytes, Floats]:
     """Encode gradient + residual with two class means a group (Seide et al. 2014, section 2).
 
@@ -256,10 +260,11 @@ def onebit_encode(
         piece: what `x` is of its parameter; holds every group whole.
         residual: what earlier steps left, `(numel,)` float32; None is no residual.
         means: what bit 0 and bit 1 stand for in every group instead of the means of their classes: (-1, 1) for signs.
+        decay: what the new residual keeps of what the codes leave out, in [0, 1].
 
     Returns:
         The means of bit 0 and of bit 1, `(groups, 2)` float32; the packed bits, padding 0; the new residual
-        fl(fl(g + r) - q), `(numel,)` float32 (the paper's printed formula omits the old residual, its code does not).
+        fl(decay * fl(fl(g + r) - q)), `(numel,)` float32 (the paper omits the old one in print; it has no decay).
     """
     g = to_float32(x)
     v = g if residual is None else g + residual
@@ -274,7 +279,7 @@ def onebit_encode(
                 scale[b] = means[b]
             elif member.any():
                 scale[b] = _ordered_sum(_lane_sums(np.where(member, v[group], 0).astype(np.float64))) / member.sum()
-    return scales, pack_bits(bit, 1), v - scales[piece.group_of, bit.astype(np.int64)]
+    return scales, pack_bits(bit, 1), np.float32(decay) * (v - scales[piece.group_of, bit.astype(np.int64)])
 
 
 def onebit_decode(bits: Bytes, scales: Floats, piece: Piece) -> Floats:
@@ -289,26 +294,30 @@ FLT_MIN, FLT_MAX = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 
 
 @np.errstate(all="ignore")
-def block_scale(g: Floats, v: Floats, bits: int) -> Any:
+def block_scale(g: Floats, v: Floats, bits: int, step: float | None = None) -> Any:
     """Return the distance of two levels for one group: of the root mean square (2 bits) or of the largest |v|.
 
     Args:
         g, v: `(numel,)` float32: gradient, gradient + residual.
+        step: the scale of ternary codes in root mean squares (`bits` is 2); None: that of four levels.
     """
     zero = np.float32(BLOCK_ZEROS[bits])
+    most = FLT_MAX / (2 * zero) if step is None else FLT_MAX
     scale = np.float32(0)
     if not np.isfinite(v).all():
         scale = np.float32(np.nan)
     elif (g != 0).any() and bits == 2:
         sum_squares = _ordered_sum(_lane_sums(v.astype(np.float64) ** 2))
-        scale = np.float32(BLOCK2_STEP * np.sqrt(sum_squares / len(v)))
+        scale = np.float32((BLOCK2_STEP if step is None else step) * np.sqrt(sum_squares / len(v)))
     elif (g != 0).any():
         scale = np.abs(v).max() / zero
-    return np.where(scale < FLT_MIN, np.float32(0), np.minimum(scale, FLT_MAX / (2 * zero)))[()]
+    return np.where(scale < FLT_MIN, np.float32(0), np.minimum(scale, most))[()]
 
 
 @np.errstate(all="ignore")
-def block_encode(x: Array, piece: Piece, bits: int, residual: Floats | None = None) -> tuple[Floats, Bytes, Floats]:
+def block_encode(
+    x: Array, piece: Piece, bits: int, residual: Floats | None = None, decay: float = 1.0
+) -> tuple[Floats, Bytes, Floats]:
     """Encode gradient + residual by the nearest of evenly spaced levels.
 
     Args:
@@ -316,6 +325,7 @@ def block_encode(x: Array, piece: Piece, bits: int, residual: Floats | None = No
         piece: what `x` is of its parameter; holds every group whole.
         bits: 2, 4 or 8.
         residual: what earlier steps left, `(numel,)` float32; None is no residual.
+        decay: what the new residual keeps of what the codes leave out, in [0, 1].
 
     Returns:
         A scale a group, `(groups,)` float32; the packed codes, padding 0; the new residual, `(numel,)` float32.
@@ -328,7 +338,29 @@ def block_encode(x: Array, piece: Piece, bits: int, residual: Floats | None = No
     t = v * inverses[piece.group_of] + zero
     codes = np.rint(np.where(t > 0, np.minimum(t, 2 * zero), 0))  # halves go to the even code
     left = v - (codes - zero).astype(np.float32) * scales[piece.group_of]
-    return scales, pack_bits(codes.astype(np.int64), bits), left
+    return scales, pack_bits(codes.astype(np.int64), bits), np.float32(decay) * left
+
+
+@np.errstate(all="ignore")
+def nearest_encode(
+    x: Array, piece: Piece, step: float = 1.8, residual: Floats | None = None, decay: float = 1.0
+) -> tuple[Floats, Bytes, Floats]:
+    """Encode gradient + residual by the nearest of -S, 0 and S, with S = step * root mean square of a group.
+
+    Args:
+        x, piece, residual, decay: see `block_encode`.
+        step: S in root mean squares, above 0.
+
+    Returns:
+        A scale a group, `(groups,)` float32; the packed ternary codes, padding 01; the new residual, `(numel,)` float32.
+    """
+    g = to_float32(x)
+    v = g if residual is None else g + residual
+    scales = np.array([block_scale(g[s], v[s], 2, step) for s in piece.groups()], np.float32)
+    half = np.where(scales == 0, np.float32(np.inf), scales * np.float32(0.5))[piece.group_of]
+    codes = (v > half).astype(np.int64) - (v < -half)
+    left = v - codes.astype(np.float32) * scales[piece.group_of]
+    return scales, pack_bits(codes + 1, 2, 1), np.float32(decay) * left
 
 
 def block_decode(codes: Bytes, scales: Floats, piece: Piece, bits: int) -> Floats:

@@ -13,6 +13,7 @@ import numpy as np
 
 from gradcomp.reference.codec import (
     BF16,
+    BLOCK_ZEROS,
     F16,
     F32,
     SOURCE_DTYPES,
@@ -26,6 +27,7 @@ from gradcomp.reference.codec import (
     from_float32,
     lane_bits,
     lanes_decode,
+    nearest_encode,
     onebit_decode,
     onebit_encode,
     pack_bits,
@@ -43,23 +45,34 @@ TOPK = 9
 SCALES_PER_GROUP = {IDENTITY: 0, TERNARY: 1, ONEBIT: 2, LANES: 1, BF16_VALUES: 0, **dict.fromkeys(BLOCKS, 1), TOPK: 2}
 CODE_BITS = {IDENTITY: 32, TERNARY: 2, ONEBIT: 1, BF16_VALUES: 16, **BLOCKS}  # those of LANES depend on the world size
 NONFINITE, SEGMENTED = 1, 2  # header flags
-MAGIC, VERSION = 0x504D4347, 1  # the bytes "GCMP"
+MAGIC, VERSION = 0x504D4347, 2  # the bytes "GCMP"
 HEADER = struct.Struct("<IBBBBIIIIII")  # 32 bytes; the last field is the checksum
 MAX_NUMEL = 2**32 - 4096
+
+
+def _remainder(byte: int) -> int:
+    """Return what a byte leaves of its division by the polynomial, bit by bit."""
+    for _ in range(8):
+        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+_REMAINDERS = [_remainder(byte) for byte in range(256)]
 
 
 def crc32c(data: bytes, crc: int = 0) -> int:
     """Return the CRC-32C of `data`, continuing `crc`; b"123456789" gives 0xE3069283."""
     crc ^= 0xFFFFFFFF
     for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        crc = crc >> 8 ^ _REMAINDERS[(crc ^ byte) & 0xFF]
     return crc ^ 0xFFFFFFFF
 
 
 class Header(NamedTuple):
-    """The fields of a payload's header after magic and version, before the checksum."""
+    """The fields of a payload's header after magic and version, before the checksum.
+
+    Bits 0 to 7 of `stream` number the random numbers, bits 8 to 30 the FSDP module.
+    """
 
     codec: int
     dtype: int
@@ -120,6 +133,9 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
         require("value", np.isfinite(to_float32(codes.view("<f4" if codec == IDENTITY else "<u2"))).all(), "NaN or Inf")
     else:
         require("scale", np.isfinite(scales).all() and (codec == ONEBIT or not np.signbit(scales).any()), scales)
+        if codec in BLOCKS:
+            most = np.finfo(np.float32).max / np.float32(2 * BLOCK_ZEROS[BLOCKS[codec]])
+            require("scale", (scales <= most).all(), scales)
         if codec == TOPK:
             topk_decode(codes, scales, piece)  # it checks what it reads
             return header, scales, codes
@@ -152,18 +168,33 @@ def encode_ternary(x: Array, scales: Floats, group_numel: int, key: Key) -> byte
 
 
 def encode_onebit(
-    x: Array, residual: Floats | None, group_numel: int, key: Key, means: tuple[float, float] | None = None
+    x: Array,
+    residual: Floats | None,
+    group_numel: int,
+    key: Key,
+    means: tuple[float, float] | None = None,
+    decay: float = 1.0,
 ) -> tuple[bytes, Floats]:
     """Return a 1-bit payload and the new residual; it is flagged when gradient + residual is not finite."""
     scales, bits, left = onebit_encode(
-        x, Piece(len(x), group_numel), residual, means
+        x, Piece(len(x), group_numel), residual, means, decay
     )  # left is finite exactly when they are
     return _payload(ONEBIT, x, left, group_numel, scales, bits, key), left
 
 
-def encode_block(x: Array, residual: Floats | None, group_numel: int, key: Key, codec: int) -> tuple[bytes, Floats]:
+def encode_nearest(
+    x: Array, residual: Floats | None, group_numel: int, key: Key, step: float = 1.8, decay: float = 1.0
+) -> tuple[bytes, Floats]:
+    """Return a payload of ternary codes rounded to the nearest level, and the new residual; flagged as `encode_onebit`'s."""
+    scales, codes, left = nearest_encode(x, Piece(len(x), group_numel), step, residual, decay)
+    return _payload(TERNARY, x, left, group_numel, scales, codes, key), left
+
+
+def encode_block(
+    x: Array, residual: Floats | None, group_numel: int, key: Key, codec: int, decay: float = 1.0
+) -> tuple[bytes, Floats]:
     """Return a payload of evenly spaced levels and the new residual; it is flagged when gradient + residual is not finite."""
-    scales, codes, left = block_encode(x, Piece(len(x), group_numel), BLOCKS[codec], residual)
+    scales, codes, left = block_encode(x, Piece(len(x), group_numel), BLOCKS[codec], residual, decay)
     return _payload(codec, x, left, group_numel, scales, codes, key), left
 
 

@@ -17,7 +17,7 @@ from gradcomp.payload import wire
 from gradcomp.payload.form import form_name
 from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS
 
-CODECS = {kind.form.code: kind for kind in KINDS}
+CODECS = {kind.form.code: kind for kind in reversed(KINDS)}  # the first of a form
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 MAX_NDIM = 8
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -199,6 +199,7 @@ def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> 
     if code not in CODECS:
         raise CorruptPayload("codec", f"a {form_name(code)} payload; the server takes those of Codec.encode")
     feedback = spec.error_feedback
-    return CODECS[code].of_groups(
+    alike = [kind for kind in KINDS if kind.form.code == code and spec.codec and kind.error_feedback == feedback]
+    return (alike or [CODECS[code]])[0].of_groups(
         max(1, header.group_numel), shares_scale=shares_scale, error_feedback=feedback, seed=spec.seed
     )

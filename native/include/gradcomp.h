@@ -153,11 +153,13 @@ gc_status gc_lanes_decode(const uint8_t *payload, size_t world_size, unsigned la
  * Every group must lie whole in one segment. residual_in, residual_out: planes of fp32, optional, may be the same:
  * a residual is read for the last time before it is written. kept: a plane of its own, optional: receives residual_in, so
  * that who encodes in place can put it back.
+ * decay, 0 < d <= 1: residual_out = fl(d * fl(x - q)); with 1 the rule above, bit for bit. dropped: optional; one number a
+ * segment, to which (1 - d) * sum |fl(x - q)| is added: for people, its rounding is not pinned.
  * means: optional; two finite numbers, bit 0's and bit 1's, that stand for the class means of every group (a group without
  * gradient has 0 and 0 all the same). With -1 and 1 the codes are signs, as in the paper's example. */
 gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                           const float *residual_in, float *residual_out, float *kept, const float *means,
-                           uint8_t *payload, uint32_t *nonfinite);
+                           const float *residual_in, float *residual_out, float *kept, float decay, double *dropped,
+                           const float *means, uint8_t *payload, uint32_t *nonfinite);
 
 /* ---- units of second moments (preconditioned encoding) --------------------------------------------------------------- */
 /* Every operation rounds on its own, in the order of the brackets; buffers of numel fp32 do not overlap.
@@ -200,12 +202,21 @@ gc_status gc_onebit_sum_decode(const uint8_t *const *payloads, size_t payload_co
  * (its residual stays), and where it would be below 2^-126. With i = fl(1 / S), 0 for S = 0, and Z = 1.5, 7 or 127:
  *   t = fl(fl(x * i) + Z), below 0 or NaN 0, above 3, 14 or 254 that; code = t rounded to nearest even; q = fl((code - Z) * S).
  * Element i of the segment in code_bits bits from bit i * code_bits of a little-endian bit stream, padding 0; of 4 bits code
- * 15 and of 8 bits code 255 are not written. residual_out = fl(x - q); not written when NULL. Every group must lie whole in
- * one segment. residual_in, residual_out, kept: as gc_onebit_encode. */
+ * 15 and of 8 bits code 255 are not written. residual_out = fl(decay * fl(x - q)); not written when NULL. Every group must lie
+ * whole in one segment. residual_in, residual_out, kept, decay, dropped: as gc_onebit_encode. */
 #define GC_BLOCK2_STEP 0.9957 /* Max 1960, table II: the best of four evenly spaced levels for a normal distribution */
 gc_status gc_block_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                          unsigned code_bits, const float *residual_in, float *residual_out, float *kept,
-                          uint8_t *payload, uint32_t *nonfinite);
+                          unsigned code_bits, const float *residual_in, float *residual_out, float *kept, float decay,
+                          double *dropped, uint8_t *payload, uint32_t *nonfinite);
+
+/* ---- ternary codes rounded to the nearest level, with error feedback --------------------------------------------------- */
+/* x and its groups as gc_block_encode. One fp32 scale S a group: (float)(step * sqrt(sumsq / n)), at most FLT_MAX; 0 where g is
+ * +-0 throughout and where it would be below 2^-126. With h = fl(S / 2): x > h gives +1, x < -h gives -1, all else 0; S = 0 gives
+ * 0. Codes and padding as gc_ternary_encode writes them, and its decoder reads them (shared = 0). q = code * S; residual_out =
+ * fl(decay * fl(x - q)). step: finite, above 0. The rest: as gc_block_encode. */
+gc_status gc_nearest_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count, double step,
+                            const float *residual_in, float *residual_out, float *kept, float decay, double *dropped,
+                            uint8_t *payload, uint32_t *nonfinite);
 
 /* Decoded values fl((code - Z) * S) added in fp32 in payload order, times fl(1 / payload_count); see
  * gc_ternary_sum_decode for the rest. */

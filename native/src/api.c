@@ -3,6 +3,8 @@
  * Arguments are checked whole before the first byte is written. Memory is only asked for where there is an element to
  * read or write: a call without elements may pass NULL.
  */
+#include <float.h>
+
 #include "checks.h"
 #include "environment.h"
 #include "philox.h"
@@ -15,13 +17,15 @@ static gc_status run_encode(gc_encode_kernel *kernel, gc_encode_job *job, const 
         (has_elements && (!job->src || !target)))
         return GC_INVALID_ARGUMENT;
     unsigned saved = gc_enter_float_environment();
-    for (size_t s = 0; s < segment_count; s++)
+    for (size_t s = 0; s < segment_count; s++, job->dropped += job->dropped != NULL)
         if (segments[s].numel)
             kernel(job, &segments[s]);
     gc_leave_float_environment(saved);
     gc_report(nonfinite, job->nonfinite);
     return GC_OK;
 }
+
+static int is_decay(float decay) { return decay > 0 && decay <= 1; }
 
 static gc_status run_decode(gc_decode_kernel *kernel, gc_decode_job *job, const gc_segment *segments,
                             size_t segment_count, uint32_t *nonfinite)
@@ -75,23 +79,37 @@ gc_status gc_ternary_encode(const void *src, int dtype, const gc_segment *segmen
 }
 
 gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                           const float *residual_in, float *residual_out, float *kept, const float *means,
-                           uint8_t *payload, uint32_t *nonfinite)
+                           const float *residual_in, float *residual_out, float *kept, float decay, double *dropped,
+                           const float *means, uint8_t *payload, uint32_t *nonfinite)
 {
     gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .residual_in = residual_in,
-                         .residual_out = residual_out, .kept = residual_in ? kept : NULL, .means = means};
-    if (means && !(gc_is_finite(means[0]) && gc_is_finite(means[1])))
+                         .residual_out = residual_out, .kept = residual_in ? kept : NULL, .decay = decay,
+                         .dropped = dropped, .means = means};
+    if (!is_decay(decay) || (means && !(gc_is_finite(means[0]) && gc_is_finite(means[1]))))
         return GC_INVALID_ARGUMENT;
     return run_encode(gc_current_kernels()->onebit_encode, &job, segments, segment_count, payload, nonfinite);
 }
 
 gc_status gc_block_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                          unsigned code_bits, const float *residual_in, float *residual_out, float *kept,
-                          uint8_t *payload, uint32_t *nonfinite)
+                          unsigned code_bits, const float *residual_in, float *residual_out, float *kept, float decay,
+                          double *dropped, uint8_t *payload, uint32_t *nonfinite)
 {
     gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .residual_in = residual_in,
-                         .residual_out = residual_out, .kept = residual_in ? kept : NULL, .code_bits = code_bits};
-    if (!gc_is_block_bits(code_bits))
+                         .residual_out = residual_out, .kept = residual_in ? kept : NULL, .decay = decay,
+                         .dropped = dropped, .code_bits = code_bits};
+    if (!gc_is_block_bits(code_bits) || !is_decay(decay))
+        return GC_INVALID_ARGUMENT;
+    return run_encode(gc_current_kernels()->block_encode, &job, segments, segment_count, payload, nonfinite);
+}
+
+gc_status gc_nearest_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count, double step,
+                            const float *residual_in, float *residual_out, float *kept, float decay, double *dropped,
+                            uint8_t *payload, uint32_t *nonfinite)
+{
+    gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .residual_in = residual_in,
+                         .residual_out = residual_out, .kept = residual_in ? kept : NULL, .decay = decay,
+                         .dropped = dropped, .code_bits = 2, .step = step};
+    if (!(step > 0 && step <= DBL_MAX) || !is_decay(decay))
         return GC_INVALID_ARGUMENT;
     return run_encode(gc_current_kernels()->block_encode, &job, segments, segment_count, payload, nonfinite);
 }

@@ -1,4 +1,4 @@
-/* blocks.h - the levels of a block codec (gc_block_encode), and what the vector tiers' encoders share: the walk over groups.
+/* blocks.h - the levels of a block codec (gc_block_encode, gc_nearest_encode), and what the vector tiers' encoders share: the walk over groups.
  *
  * A group of at most GC_ONEBIT_STAGE_NUMEL elements is read from memory once: x = g + r is staged in the first-level
  * cache for the second pass. Larger groups are staged chunk by chunk and read twice. A group with values that are not
@@ -19,6 +19,8 @@
 typedef struct {
     float scale, inverse; /* S and fl(1 / S), both 0 where S is */
     float zero, top;
+    float half;           /* of ternary codes: what |x| must exceed not to be 0; infinite where S is 0 */
+    int ternary;          /* codes are rounded by comparison with `half` */
 } gc_block_levels;
 
 GC_INLINE float gc_block_zero(unsigned bits) { return bits == 2 ? 1.5f : bits == 4 ? 7.0f : 127.0f; }
@@ -30,26 +32,32 @@ typedef struct {
     uint32_t any_gradient; /* 0 when every |g| is 0 */
 } gc_block_totals;
 
-GC_INLINE gc_block_levels gc_levels_of(const gc_block_totals *totals, uint32_t numel, unsigned bits)
+GC_INLINE gc_block_levels gc_levels_of(const gc_block_totals *totals, uint32_t numel, const gc_encode_job *job)
 {
-    gc_block_levels levels = {0, 0, gc_block_zero(bits), 2 * gc_block_zero(bits)};
-    float most = FLT_MAX / levels.top;
+    unsigned bits = job->code_bits;
+    int ternary = job->step > 0;
+    float zero = ternary ? 1.0f : gc_block_zero(bits), most = ternary ? FLT_MAX : FLT_MAX / (2 * zero);
+    gc_block_levels levels = {0, 0, zero, 2 * zero, gc_float_of(GC_INF_BITS), ternary};
     if (totals->absmax_bits >= GC_INF_BITS) {
         levels.scale = gc_float_of(GC_NAN_BITS);
         return levels;
     }
-    float scale = bits == 2 ? (float)(GC_BLOCK2_STEP * sqrt(totals->sum_squares / numel))
+    double step = ternary ? job->step : GC_BLOCK2_STEP;
+    float scale = bits == 2 ? (float)(step * sqrt(totals->sum_squares / numel))
                             : gc_float_of(totals->absmax_bits) / levels.zero;
     if (!totals->any_gradient || scale < FLT_MIN)
         return levels;
     levels.scale = scale < most ? scale : most;
     levels.inverse = 1.0f / levels.scale;
+    levels.half = levels.scale * 0.5f;
     return levels;
 }
 
 /* Code of x. A comparison with NaN is false. */
 GC_INLINE uint32_t gc_block_code(float x, const gc_block_levels *levels)
 {
+    if (levels->ternary)
+        return 1u + (x > levels->half) - (x < -levels->half);
     float t = x * levels->inverse + levels->zero;
     t = t > 0 ? t : 0;
     t = t < levels->top ? t : levels->top;
@@ -75,6 +83,7 @@ typedef struct {
     uint64_t data;
     const float *residual; /* NULL: none */
     unsigned bits;
+    float decay; /* of what codes leave out */
 } gc_block_view;
 
 typedef struct {
@@ -82,9 +91,10 @@ typedef struct {
      * totals, block by block. */
     void (*take)(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view, uint32_t chunk,
                  uint32_t numel);
-    /* Write the codes of the staged elements to stage->codes; with `out`, what they leave of x to it. `streams` writes past
-     * the caches, for a plane that is not read before the next step, which saves reading each line first. */
-    void (*emit)(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels, uint32_t numel,
+    /* Write the codes of the staged elements to stage->codes; with `out`, the decayed rest of x to it, and return the sum of
+     * what was left before the decay. `streams` writes past the caches, for a plane that is not read before the next step,
+     * which saves reading each line first. */
+    double (*emit)(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels, uint32_t numel,
                  float *out, int streams);
 } gc_block_tier;
 

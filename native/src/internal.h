@@ -35,8 +35,11 @@ typedef struct {
     const float *residual_in;  /* codecs with error feedback alone, may be NULL */
     float *residual_out;       /* the same */
     float *kept;               /* the same, NULL where residual_in is: receives it */
+    float decay;               /* the same: what residual_out keeps of what codes leave out */
+    double *dropped;           /* the same, may be NULL: of the segment, receives what it does not keep */
     const float *means;        /* 1 bit alone, NULL: those of the classes */
     unsigned code_bits;        /* blocks alone */
+    double step;               /* blocks alone: above 0 for ternary codes of 2 bits, their scale in units of the rms */
     gc_rng_key key;            /* ternary alone */
     uint32_t nonfinite;        /* set by the kernels */
 } gc_encode_job;
@@ -131,6 +134,20 @@ gc_encode_span gc_ternary_encode_span, gc_values_encode_span;
 unsigned gc_ternary_code(float x, float scale, uint32_t element, uint32_t parameter, const gc_rng_key *key);
 /* Copy the residuals of elements [first, first + numel) of a segment to job->kept, if there is one. */
 void gc_keep_residuals(const gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel);
+/* Count what the decay takes of residuals whose magnitudes add up to `left`. */
+GC_INLINE void gc_count_dropped(gc_encode_job *job, double left)
+{
+    if (job->dropped)
+        *job->dropped += (1.0 - job->decay) * left;
+}
+/* Set the padding of a segment's codes to 01 where a block encoder writes ternary ones. */
+GC_INLINE void gc_pad_ternary(gc_encode_job *job, const gc_segment *segment)
+{
+    uint8_t *last = job->payload + segment->codes + segment->numel / 4;
+    unsigned used = 2 * (segment->numel % 4);
+    if (job->step > 0 && used)
+        *last = (uint8_t)((*last & ~(0xFFu << used)) | 0x55u << used);
+}
 /* One whole group. */
 typedef void gc_encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run);
 gc_encode_group gc_onebit_group, gc_block_group;

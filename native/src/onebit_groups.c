@@ -16,7 +16,8 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
     gc_onebit_totals totals = {{0, 0}, 0, 0, 0};
     uint64_t residual = segment->residual + run.first;
     gc_onebit_view view = {job->src, job->dtype, segment->data + run.first,
-                           job->residual_in ? job->residual_in + residual : NULL, {0, 0}};
+                           job->residual_in ? job->residual_in + residual : NULL, {0, 0}, job->decay};
+    double left = 0;
     for (uint32_t chunk = 0; chunk < run.numel; chunk += CHUNK_NUMEL) {
         uint32_t numel = run.numel - chunk < CHUNK_NUMEL ? run.numel - chunk : CHUNK_NUMEL;
         tier->take(&totals, stage, &view, chunk, numel);
@@ -34,10 +35,11 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
         gc_store_u32(scales + 4 * bit, gc_bits_of(view.means[bit]));
     }
     if (job->residual_out && run.numel <= CHUNK_NUMEL)
-        tier->leave_staged(stage, &view, run.numel, job->residual_out + residual,
-                           job->residual_out != job->residual_in && segment->numel >= STREAM_NUMEL);
+        left = tier->leave_staged(stage, &view, run.numel, job->residual_out + residual,
+                                  job->residual_out != job->residual_in && segment->numel >= STREAM_NUMEL);
     else if (job->residual_out)
-        tier->leave_again(&view, run.numel, job->residual_out + residual);
+        left = tier->leave_again(&view, run.numel, job->residual_out + residual);
+    gc_count_dropped(job, left);
     return 1;
 }
 

@@ -29,6 +29,7 @@ typedef struct {
     uint64_t data;
     const float *residual; /* NULL: none */
     float means[2];
+    float decay;           /* of what codes leave out */
 } gc_onebit_view;
 
 typedef struct {
@@ -36,12 +37,12 @@ typedef struct {
      * them to the totals, block by block. */
     void (*take)(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t chunk,
                  uint32_t numel);
-    /* out = x - q for the staged elements; `streams` writes past the caches, for a plane that is not read before the
+    /* out = decay * (x - q) for the staged elements; returns the sum of |x - q|. `streams` writes past the caches, for a plane that is not read before the
      * next step, which saves reading each line first. */
-    void (*leave_staged)(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
-                         int streams);
+    double (*leave_staged)(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
+                           int streams);
     /* The same for a group that was not staged whole: x is made again. `out` may be view->residual. */
-    void (*leave_again)(const gc_onebit_view *view, uint32_t numel, float *out);
+    double (*leave_again)(const gc_onebit_view *view, uint32_t numel, float *out);
 } gc_onebit_tier;
 
 void gc_encode_onebit_groups(gc_encode_job *job, const gc_segment *segment, const gc_onebit_tier *tier);

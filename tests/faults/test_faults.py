@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import _restart
 import pytest
 from _ranks import mpi_environment, mpi_python
+from gradcomp.launch.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +43,62 @@ def test_a_rank_that_dies_or_freezes(tmp_path, fault):
             assert "saved 3" in out, "an emergency checkpoint of before the failed step"
             assert process.returncode == 1, "the interpreter ends by itself, with the error"
             assert "PeerLost" in errors
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def leaving(world, how):
+    """Start the ranks of _leave.py."""
+    port, script = free_port(), Path(__file__).with_name("_leave.py")
+    return [
+        subprocess.Popen(
+            [sys.executable, script, str(port), str(rank), str(world), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "dies"])
+def test_who_leaves_is_named_and_no_survivor_is_blamed(how):
+    """It was gloo's "Connection closed by peer" without a rank, or "rank 2 is gone" of another survivor."""
+    ranks = leaving(3, how)
+    try:
+        for rank in (0, 2):
+            out, errors = ranks[rank].communicate(timeout=90)
+            assert ranks[rank].returncode == 1 and "seconds=" in out, errors
+            assert not re.search(r"rank \d is gone", out)
+            if how == "returns":
+                assert ": rank 1 closed its communicator" in out, out
+            elif how == "raises":  # its own words, or those of a survivor who repeats them
+                assert "rank 1 gave up because of LookupError: no more data" in out, out
+            else:  # nothing tells who was killed
+                assert "closed its communicator" not in out and "is not known" in out, out
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def test_survivors_end_by_themselves_when_a_frozen_host_of_the_store_wakes():
+    """It was SIGABRT (-6): a thread of theirs came back from a call of the store while the interpreter finalized."""
+    ranks = leaving(3, "freezes")
+    try:
+        said = [process.stdout.readline() for process in ranks[1:]]
+        for text in said:  # it was "Operation timed out!" alone
+            assert re.search(r"another rank did not answer within 3 s .*timeout_s.* \[.*imed out.*\]$", text), text
+        seconds = [float(re.match(r"seconds=([\d.]+)", text)[1]) for text in said]
+        assert max(seconds) < TIMEOUT_S + 1.5, "a store that does not answer is not waited for"
+        for process in ranks[1:]:
+            assert process.stdout.readline() == "finalizing\n"
+        ranks[0].send_signal(signal.SIGCONT)
+        for process in ranks[1:]:
+            process.communicate(timeout=60)
+            assert process.returncode == 1
     finally:
         for process in ranks:
             process.kill()

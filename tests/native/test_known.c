@@ -84,8 +84,9 @@ static void test_arguments(void)
     for (int i = 0; i < 4; i++) {
         REFUSED(gc_block_sums(src, GC_F32, wrong[i], 1, blocks, &flag));
         REFUSED(gc_ternary_encode(src, GC_F32, wrong[i], 1, payload, key, &flag));
-        REFUSED(gc_onebit_encode(src, GC_F32, wrong[i], 1, residual, residual, NULL, NULL, payload, &flag));
-        REFUSED(gc_block_encode(src, GC_F32, wrong[i], 1, 4, residual, residual, NULL, payload, &flag));
+        REFUSED(gc_onebit_encode(src, GC_F32, wrong[i], 1, residual, residual, NULL, 1.0f, NULL, NULL, payload, &flag));
+        REFUSED(gc_block_encode(src, GC_F32, wrong[i], 1, 4, residual, residual, NULL, 1.0f, NULL, payload, &flag));
+        REFUSED(gc_nearest_encode(src, GC_F32, wrong[i], 1, 1.8, residual, residual, NULL, 1.0f, NULL, payload, &flag));
         REFUSED(gc_values_encode(src, GC_F32, wrong[i], 1, GC_F32, payload, &flag));
         REFUSED(gc_ternary_sum_decode(payloads, 2, 1, wrong[i], 1, out, GC_F32, 0, &flag));
         REFUSED(gc_onebit_sum_decode(payloads, 2, wrong[i], 1, out, GC_F32, 0, &flag));
@@ -108,7 +109,7 @@ static void test_arguments(void)
     REFUSED(gc_ternary_encode(src, GC_F32, &good, 1, payload, deep, &flag));
     for (unsigned bits = 0; bits < 40; bits++) /* 2, 4 and 8 there are */
         if (bits != 2 && bits != 4 && bits != 8) {
-            REFUSED(gc_block_encode(src, GC_F32, &good, 1, bits, NULL, NULL, NULL, payload, &flag));
+            REFUSED(gc_block_encode(src, GC_F32, &good, 1, bits, NULL, NULL, NULL, 1.0f, NULL, payload, &flag));
             REFUSED(gc_block_sum_decode(payloads, 2, bits, &good, 1, out, GC_F32, 0, &flag));
             REFUSED(gc_block_validate(payload, bits, &good, 1));
         }
@@ -132,7 +133,7 @@ static void test_arguments(void)
     /* No elements: no memory is needed. */
     CHECK(gc_block_sums(NULL, GC_F32, NULL, 0, NULL, &flag) == GC_OK);
     CHECK(gc_ternary_encode(NULL, GC_F32, &none, 1, NULL, key, &flag) == GC_OK);
-    CHECK(gc_onebit_encode(NULL, GC_F32, &none, 1, NULL, NULL, NULL, NULL, NULL, &flag) == GC_OK);
+    CHECK(gc_onebit_encode(NULL, GC_F32, &none, 1, NULL, NULL, NULL, 1.0f, NULL, NULL, NULL, &flag) == GC_OK);
     CHECK(gc_ternary_sum_decode(NULL, 1, 0, &none, 1, NULL, GC_F32, 0, &flag) == GC_OK);
     CHECK(gc_ternary_validate(NULL, &none, 1) == GC_OK && gc_scales_validate(NULL, 0, 1) == GC_OK);
     CHECK(gc_copy(NULL, NULL, NULL, 0) == GC_OK && gc_ternary_scales(NULL, NULL, NULL, 0, 1, NULL) == GC_OK);
@@ -202,7 +203,7 @@ static void test_float_environment(void)
         unsigned before = float_environment(), wanted = i ? FLOAT_ODD : FLOAT_DEFAULT;
         memset(payload[i], 0, 64);
         set_float_environment(wanted);
-        gc_onebit_encode(src, GC_F32, &segment, 1, residual, left[i], NULL, NULL, payload[i], &flag);
+        gc_onebit_encode(src, GC_F32, &segment, 1, residual, left[i], NULL, 1.0f, NULL, NULL, payload[i], &flag);
         unsigned after = float_environment();
         set_float_environment(before);
         CHECK(((after ^ wanted) & FLOAT_MODES) == 0);

@@ -31,7 +31,7 @@ static void *work(void *number)
     pthread_barrier_wait(&ready);
     check_ok(gc_block_sums(tensor, GC_F32, &a, 1, blocks, &nonfinite));
     check_ok(gc_ternary_encode(tensor, GC_F32, &a, 1, ternary, key, &nonfinite));
-    check_ok(gc_onebit_encode(tensor, GC_F32, &b, 1, NULL, residual, NULL, NULL, onebit, &nonfinite));
+    check_ok(gc_onebit_encode(tensor, GC_F32, &b, 1, NULL, residual, NULL, 1.0f, NULL, NULL, onebit, &nonfinite));
     check_ok(gc_ternary_sum_decode(&payload, 1, 1, &a, 1, decoded, GC_F32, 0, &nonfinite));
     check_ok(gc_onebit_sum_decode(&bits, 1, &b, 1, decoded, GC_F32, GC_STREAM, &nonfinite));
     check_ok(gc_update(&from, &of_weights, 1, &target, 1, &rule, 1, NULL, &nonfinite));

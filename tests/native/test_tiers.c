@@ -160,11 +160,11 @@ static void test_onebit_encode(test_case c)
     const float *in = mode == 0 ? NULL : mode == 2 ? residual : before;
     float *out = mode == 3 ? NULL : residual;
     /* Both outputs are compared: the payload here, the residual in the second run. */
-    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, NULL, payload, &flag), PAYLOAD, payload, nbytes,
+    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, 1.0f, NULL, NULL, payload, &flag), PAYLOAD, payload, nbytes,
                   c.where, (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
     check_untouched(payload, nbytes, &c.segment, 8 * (size_t)group_count(&c.segment), (c.segment.numel + 7) / 8);
     CHECK(gc_onebit_validate(payload, &c.segment, 1) == GC_OK);
-    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, NULL, payload, &flag), OUTPUT, residual,
+    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, 1.0f, NULL, NULL, payload, &flag), OUTPUT, residual,
                   residual_nbytes, c.where, memcpy(residual, before, residual_nbytes));
     for (size_t i = 0; i < c.residual_numel; i++)
         if (mode == 3 || i < c.segment.residual || i >= c.segment.residual + c.segment.numel)
@@ -186,12 +186,40 @@ static void test_block_encode(test_case c)
     const float *in = mode == 0 ? NULL : mode == 2 ? residual : before;
     float *out = mode == 3 ? NULL : residual;
     /* Both outputs are compared: the payload here, the residual in the second run. */
-    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, payload, &flag), PAYLOAD, payload,
+    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, 1.0f, NULL, payload, &flag), PAYLOAD, payload,
                   nbytes, c.where, (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
     check_untouched(payload, nbytes, &c.segment, 4 * (size_t)group_count(&c.segment),
                     ((size_t)c.segment.numel * bits + 7) / 8);
     CHECK(gc_block_validate(payload, bits, &c.segment, 1) == GC_OK);
-    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, payload, &flag), OUTPUT, residual,
+    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, 1.0f, NULL, payload, &flag), OUTPUT, residual,
+                  residual_nbytes, c.where, memcpy(residual, before, residual_nbytes));
+    for (size_t i = 0; i < c.residual_numel; i++)
+        if (mode == 3 || i < c.segment.residual || i >= c.segment.residual + c.segment.numel)
+            CHECK(memcmp(&residual[i], &before[i], 4) == 0);
+}
+
+static void test_nearest_encode(test_case c)
+{
+    const void *src = make_source(&c, TENSOR);
+    double step = random_below(4) ? 1.8 : 1e30;
+    float decay = random_below(2) ? 1.0f : 0.25f;
+    size_t nbytes = place(&c, 1, 2), residual_nbytes = 4 * c.residual_numel;
+    if (random_below(4) == 0) /* groups whose gradient is zero, with a residual */
+        memset((uint8_t *)src + c.segment.data * size_of(c.dtype), 0, c.segment.numel / 2 * size_of(c.dtype));
+    uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY);
+    float *before = guarded(RESIDUAL, residual_nbytes, c.where, 0);
+    float *residual = guarded(OUTPUT, residual_nbytes, c.where, 0);
+    fill_tensor(before, GC_F32, c.residual_numel, random_below(4) ? NORMAL : c.kind);
+    int mode = (int)random_below(4); /* no residual, separate planes, in place, none kept */
+    const float *in = mode == 0 ? NULL : mode == 2 ? residual : before;
+    float *out = mode == 3 ? NULL : residual;
+    /* Both outputs are compared: the payload here, the residual in the second run. */
+    ON_EVERY_TIER(gc_nearest_encode(src, c.dtype, &c.segment, 1, step, in, out, NULL, decay, NULL, payload, &flag), PAYLOAD, payload,
+                  nbytes, c.where, (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
+    check_untouched(payload, nbytes, &c.segment, 4 * (size_t)group_count(&c.segment),
+                    ((size_t)c.segment.numel + 3) / 4);
+    CHECK(gc_ternary_validate(payload, &c.segment, 1) == GC_OK);
+    ON_EVERY_TIER(gc_nearest_encode(src, c.dtype, &c.segment, 1, step, in, out, NULL, decay, NULL, payload, &flag), OUTPUT, residual,
                   residual_nbytes, c.where, memcpy(residual, before, residual_nbytes));
     for (size_t i = 0; i < c.residual_numel; i++)
         if (mode == 3 || i < c.segment.residual || i >= c.segment.residual + c.segment.numel)
@@ -393,10 +421,10 @@ static void test_tables(void)
             continue;
         memset(out, 0, 4 * data);
         memset(alone, 0, 4 * data);
-        CHECK(gc_onebit_encode(src, GC_F32, rows, ROWS, NULL, NULL, NULL, NULL, whole, &flag) == GC_OK);
+        CHECK(gc_onebit_encode(src, GC_F32, rows, ROWS, NULL, NULL, NULL, 1.0f, NULL, NULL, whole, &flag) == GC_OK);
         CHECK(gc_onebit_sum_decode((const uint8_t *const[]){whole}, 1, rows, ROWS, out, GC_F32, 0, &flag) == GC_OK);
         for (int s = ROWS - 1; s >= 0; s--) {
-            CHECK(gc_onebit_encode(src, GC_F32, &rows[s], 1, NULL, NULL, NULL, NULL, parts, &flag) == GC_OK);
+            CHECK(gc_onebit_encode(src, GC_F32, &rows[s], 1, NULL, NULL, NULL, 1.0f, NULL, NULL, parts, &flag) == GC_OK);
             CHECK(gc_onebit_sum_decode((const uint8_t *const[]){parts}, 1, &rows[s], 1, alone, GC_F32, GC_STREAM,
                                        &flag) == GC_OK);
         }
@@ -410,6 +438,7 @@ static void run_case(uint32_t numel)
     test_ternary_encode(make_case(numel));
     test_onebit_encode(make_case(numel));
     test_block_encode(make_case(numel));
+    test_nearest_encode(make_case(numel));
     test_values(make_case(numel));
     test_sum_decode(make_case(numel), (decoder)random_below(DECODER_COUNT), 0);
     test_sum_decode(make_case(numel), TERNARY_OWN, 0);

@@ -23,7 +23,7 @@ from gradcomp.reference import codec as ref
 from gradcomp.reference import payload as ref_payload
 
 HERE = Path(__file__).parent
-NAMES = ("rng", "crc32c", "ternary", "onebit", "block", "topk", "identity", "lanes")
+NAMES = ("rng", "crc32c", "ternary", "nearest", "onebit", "block", "topk", "identity", "lanes")
 LENGTHS = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 1025)
 KEY = {"seed": 1, "rank": 2, "step": 3, "parameter": 4, "stream": 0}
 KEYS = (
@@ -158,10 +158,36 @@ def build_onebit() -> Case:
             cases.append(cut(name, group_numel=group, residual=residual, key=KEY))
     signs = [("normal_f32", 65, 8), ("normal_bf16", 513, 512), ("normal_f16", 97, 25), ("zero_f32", 25, 5)]
     cases += [cut(n, 0, k, group_numel=g, residual="residual_f32", key=KEY, means=[-1, 1]) for n, k, g in signs]
+    for name, n, group in (("normal_f32", 129, 25), ("normal_bf16", 97, 97), ("blocks_f32", 200, 25)):
+        cases.append(cut(name, 0, n, group_numel=group, residual="residual_f32", key=KEY, decay=0.25))
     for case in cases:
         residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
         means = tuple(case.get("means") or ()) or None
-        payload, left = ref_payload.encode_onebit(take(case), residual, case["group_numel"], key_of(case), means)
+        of = take(case), residual, case["group_numel"], key_of(case)
+        payload, left = ref_payload.encode_onebit(*of, means, case.get("decay", 1.0))
+        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
+    return {"payloads": cases}
+
+
+def build_nearest() -> Case:
+    """Ternary codes rounded to the nearest level."""
+    cases = [
+        cut("normal_f32", 0, n, group_numel=max(n, 1), residual="residual_f32", key=KEY, step=1.8, decay=0.25)
+        for n in LENGTHS[:19]
+    ]
+    for (name, n), group, step in itertools.product(
+        (("normal_f32", 515), ("normal_bf16", 65), ("normal_f16", 200)), (25, 512), (1.8, 3.0)
+    ):
+        cases.append(cut(name, 0, n, group_numel=group, residual="residual_f32", key=KEY, step=step, decay=1.0))
+    for name, residual, group in itertools.product(
+        ("special_f32", "zero_f32", "blocks_f32"), (None, "residual_f32"), (7,)
+    ):
+        for step in (1.8, 1e30):
+            cases.append(cut(name, group_numel=group, residual=residual, key=KEY, step=step, decay=0.25))
+    for case in cases:
+        residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
+        of = take(case), residual, case["group_numel"], key_of(case)
+        payload, left = ref_payload.encode_nearest(*of, case["step"], case["decay"])
         case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
     return {"payloads": cases}
 
@@ -175,9 +201,12 @@ def build_block() -> Case:
             cases.append(cut(name, 0, n, codec=codec, group_numel=group, residual="residual_f32", key=KEY))
         for name, residual in itertools.product(("special_f32", "zero_f32", "blocks_f32"), (None, "residual_f32")):
             cases.append(cut(name, codec=codec, group_numel=group, residual=residual, key=KEY))
+    for codec, (name, n) in itertools.product(ref_payload.BLOCKS, (("normal_f32", 129), ("blocks_f32", 200))):
+        cases.append(cut(name, 0, n, codec=codec, group_numel=25, residual="residual_f32", key=KEY, decay=0.25))
     for case in cases:
         residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
-        payload, left = ref_payload.encode_block(take(case), residual, case["group_numel"], key_of(case), case["codec"])
+        of = take(case), residual, case["group_numel"], key_of(case), case["codec"]
+        payload, left = ref_payload.encode_block(*of, case.get("decay", 1.0))
         case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
     return {"payloads": cases}
 

@@ -35,6 +35,8 @@ methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,st
   momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their warm-up
   exchange=all_gather|reduce_scatter
   rotate                       of values rotated at random, unbiased and without residuals (onebit)
+  decay=X                      what residuals keep from step to step: residual_decay (ternary, onebit, block)
+  step=X, group=row|tensor|N   scale in root mean squares (ternary); what shares a scale
   feedback=off                 what codes leave out is forgotten (onebit, block)
   every=H                      local steps (gradcomp.DiLoCo), with fragments=K, delay=D, alpha=A, outer_lr=X, outer_momentum=X
 
@@ -62,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--workers", nargs="+", type=int, default=[4], metavar="N", help="workers that average (4)")
     out.add_argument("--steps", type=int, metavar="N", help="of a run (the workload's own)")
+    out.add_argument("--batch", type=int, default=0, metavar="N", help="samples of a worker's minibatch (the workload's own)")
     out.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each kind (3)")
     out.add_argument(
         "--factors", nargs="+", type=float, default=[1.0], metavar="X", help="of the workload's rate for fp32 (1)"
@@ -92,7 +95,7 @@ def main(argv: list[str]) -> int:
         return 2
     grid = itertools.product(range(args.seeds), names, args.optimizers, args.workers, args.methods, args.factors)
     jobs = [
-        Job(name, optimizer, method, workers, args.steps or workloads[name].settings.steps, factor, seed)
+        Job(name, optimizer, method, workers, args.steps or workloads[name].settings.steps, factor, seed, args.batch)
         for seed, name, optimizer, workers, method, factor in grid
     ]
     try:

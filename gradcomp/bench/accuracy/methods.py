@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradcomp.codecs import Block, Codec, Identity, OneBit, TernGrad, TopK
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad, TopK
 
 PRESETS: dict[str, Callable[[str, nn.Parameter], bool]] = {  # what travels in fp32, as patterns of names and of shapes
     "none": lambda name, parameter: False,
@@ -51,11 +51,13 @@ class Method:
         return {"min_numel": 0, "exclude": [n for n, p in named if exempt(n, p)], "timeout_s": 600.0} | options
 
 
+CODEC = {"step": "step", "decay": "residual_decay", "group": "group"}  # options of codecs, by what the command line calls them
 LOCAL = {"every": int, "fragments": int, "delay": int, "alpha": float, "outer_lr": float, "outer_momentum": float}
 
 METHODS: dict[str, Callable[[], Method]] = {
     "fp32": lambda: Method("fp32", Identity()),
     "bf16": lambda: Method("bf16", None, torch.bfloat16),
+    "ternary": lambda: Method("ternary", Ternary()),
     "terngrad": lambda: Method("terngrad", TernGrad()),
     "terngrad-requantize": lambda: Method("terngrad-requantize", TernGrad(scale="own", second_phase="requantize")),
     "onebit": lambda: Method("onebit", OneBit()),
@@ -92,6 +94,12 @@ def parse(text: str) -> Method:
             if codec is None or codec.gathers_only:
                 raise ValueError(f"{name} has no second phase: it is {'no codec' if codec is None else 'gathered by all ranks'}")
             codec = type(codec)(**codec.options() | {"second_phase": value})
+        elif key in CODEC:
+            given = {} if codec is None else codec.options()
+            if codec is None or CODEC[key] not in given:
+                raise ValueError(f"{text}: {name} has no {key}=")
+            number = key != "group" or value.isdecimal()
+            codec = type(codec)(**given | {CODEC[key]: (int if key == "group" else float)(value) if number else value})
         elif key == "start":
             options["start_codec"] = parse(value).codec
             if options["start_codec"] is None:
@@ -113,7 +121,7 @@ def parse(text: str) -> Method:
                 raise ValueError(f"{text}: feedback=off is for codecs that have feedback")
             feedback = False
         else:
-            known = "exempt, start_step, start, second, rotate, min_numel, slice_numel, exchange, precondition, momentum, feedback, "
+            known = "exempt, start_step, start, second, rotate, step, decay, group, min_numel, slice_numel, exchange, precondition, momentum, feedback, "
             known += ", ".join(LOCAL)
             raise ValueError(f"unknown option {key!r} of {name}: {known}")
     if "start_codec" in options and not options.get("start_step"):

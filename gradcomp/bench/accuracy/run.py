@@ -35,6 +35,7 @@ class Job:
         steps: of the run; the schedule of the rate is stretched to it.
         factor: of the workload's rate for this optimizer.
         seed: of the weights and of the minibatches.
+        batch: samples of a worker's minibatch; 0: the workload's own number.
     """
 
     workload: str
@@ -44,6 +45,7 @@ class Job:
     steps: int
     factor: float
     seed: int
+    batch: int = 0
 
 
 def rate_at(step: int, steps: int, settings: Settings) -> float:
@@ -79,7 +81,7 @@ def train(job: Job, workload: Workload, tell: Callable[[int], None]) -> dict[str
         workers = Workers(model, method, job.workers, *(optimizers if method.momentum else ()))
     rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     draws = [torch.Generator().manual_seed(1 + 1000 * job.seed + worker) for worker in range(job.workers)]
-    batch = settings.batch_of(job.workers)
+    batch = job.batch or settings.batch_of(job.workers)
     curve: list[tuple[int, float, float]] = []
     begun, last, every = time.perf_counter(), math.inf, max(1, job.steps // POINTS)
     for step in range(job.steps):
@@ -132,7 +134,7 @@ def finished(file: Path) -> dict[Job, dict[str, Any]]:
     for number, line in enumerate(lines):
         try:
             result = json.loads(line)
-            out[Job(**{name: result[name] for name in Job.__dataclass_fields__})] = result
+            out[Job(**{name: result.get(name, 0) if name == "batch" else result[name] for name in Job.__dataclass_fields__})] = result
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) - 1 and not line.endswith("\n"):
                 break  # the program was killed while it wrote this

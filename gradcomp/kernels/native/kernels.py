@@ -1,13 +1,14 @@
 """The kernels of codecs and exchanges, for tensors on the CPU (`gradcomp.kernels.interface.Kernels`).
 
-C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype or code_bits,] [residuals, kept, [means,]]
-payload, [key,] flag)``,
+C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype, code_bits or step,]
+[residuals, kept, [decay, dropped,] [means,]] payload, [key,] flag)``,
 ``gc_NAME_sum_decode(payloads, payload_count, [option,] rows, count, out, dtype, flags, flag)`` and
 ``gc_NAME_validate(payload, [limits,] rows, count)``. So a new form needs no code here.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,25 +71,37 @@ def encode(
     means: tuple[float, ...] | None = (),
     value_dtype: torch.dtype | None = None,
     code_bits: int | None = None,
+    step: float | None = None,
+    decay: float | None = None,
 ) -> bool:
     """See `Kernels.encode`."""
     if not table.count:
         return False
     flag, source, dtype = ffi.new("uint32_t *"), values_of(values), DTYPES[values.dtype]
+    head: tuple[Any, ...] = ()
     tail: tuple[Any, ...] = (bytes_of(payload), flag)
+    dropped = None  # one number a row
     if key is not None:
         tail = (tail[0], ffi.new("gc_rng_key *", key)[0], flag)
     if residuals is not None:
         if means != ():
             tail = (ffi.NULL if means is None else ffi.new("float[2]", means), *tail)
-        tail = (floats_of(residuals[0]), floats_of(residuals[1]), floats_of(kept), *tail)
-    if value_dtype is not None:
-        tail = (DTYPES[value_dtype], *tail)
-    if code_bits is not None:
-        tail = (code_bits, *tail)
+        head = (floats_of(residuals.old), floats_of(residuals.new), floats_of(kept))
+        if decay is not None:
+            counts = residuals.counted is not None and residuals.new is not None and decay < 1
+            dropped, head = ffi.new("double[]", table.count) if counts else None, (*head, decay)
+    given = (None if value_dtype is None else DTYPES[value_dtype], code_bits, step)
+    head = (*(option for option in given if option is not None), *head)
     name = f"gc_{kernel}_encode"
     function = getattr(lib, name)
-    run(name, table, lambda rows, count, _: function(source, dtype, rows, count, *tail))
+
+    def call(rows: Any, count: int, first: int) -> int:
+        into = () if decay is None else (ffi.NULL if dropped is None else dropped + first,)
+        return int(function(source, dtype, rows, count, *head, *into, *tail))
+
+    run(name, table, call)
+    if dropped is not None and residuals is not None and residuals.counted is not None and not flag[0]:
+        residuals.counted(float(np.frombuffer(ffi.buffer(dropped), np.float64).sum()))
     return bool(flag[0])
 
 
@@ -163,9 +176,15 @@ def validate(payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
         run(name, table, lambda rows, count, _: function(source, *limits, rows, count))
 
 
-def validate_scales(payload: Tensor, first: int, count: int, *, non_negative: bool) -> None:
+def validate_scales(
+    payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
+) -> None:
     """See `Kernels.validate_scales`."""
     check(lib.gc_scales_validate(bytes_of(payload) + first, count, non_negative), "gc_scales_validate")
+    if most < math.inf and count:
+        scales = payload.numpy()[first : first + 4 * count].view(np.float32)  # wherever in memory they begin
+        if scales.max() > most:
+            check(lib.GC_BAD_SCALE, "gc_scales_validate")
 
 
 def are_finite(values: Tensor) -> bool:

@@ -86,8 +86,15 @@ static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_
 
 /* ---- codes ------------------------------------------------------------------------------------------------------- */
 /* Codes of four elements in the lowest bytes of the lanes; what they leave to `left`. */
-GC_INLINE uint32x4_t emit4(float32x4_t x, const gc_block_levels *levels, float32x4_t *left)
+GC_INLINE uint32x4_t emit4(float32x4_t x, const gc_block_levels *levels, float32x4_t *left, int ternary)
 {
+    if (ternary) {
+        uint32x4_t above = vcgtq_f32(x, vdupq_n_f32(levels->half)), below = vcltq_f32(x, vdupq_n_f32(-levels->half));
+        uint32x4_t up = vreinterpretq_u32_f32(vdupq_n_f32(levels->scale));
+        uint32x4_t down = vreinterpretq_u32_f32(vdupq_n_f32(-levels->scale));
+        *left = vsubq_f32(x, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(above, up), vandq_u32(below, down))));
+        return vaddq_u32(vsubq_u32(below, above), vdupq_n_u32(1));
+    }
     const float32x4_t magic = vdupq_n_f32(GC_ROUNDING_MAGIC), zero = vdupq_n_f32(levels->zero);
     float32x4_t t = vaddq_f32(vmulq_n_f32(x, levels->inverse), zero);
     t = vminq_f32(vmaxq_f32(t, vdupq_n_f32(0)), vdupq_n_f32(levels->top));
@@ -97,15 +104,18 @@ GC_INLINE uint32x4_t emit4(float32x4_t x, const gc_block_levels *levels, float32
     return vreinterpretq_u32_f32(t);
 }
 
-/* Codes of sixteen elements, a byte each; with `out`, what they leave. */
-GC_INLINE uint8x16_t emit16(const float *x, const gc_block_levels *levels, float *out)
+/* Codes of sixteen elements, a byte each; with `out`, what they leave, decayed, whose magnitudes are added to `all`. */
+GC_INLINE uint8x16_t emit16(const float *x, const gc_block_levels *levels, float decay, float *out, float32x4_t *all,
+                            int ternary)
 {
     uint32x4_t codes[4];
     for (int j = 0; j < 4; j++) {
         float32x4_t left;
-        codes[j] = emit4(vld1q_f32(x + 4 * j), levels, &left);
-        if (out)
-            vst1q_f32(out + 4 * j, left);
+        codes[j] = emit4(vld1q_f32(x + 4 * j), levels, &left, ternary);
+        if (out) {
+            *all = vaddq_f32(*all, vabsq_f32(left));
+            vst1q_f32(out + 4 * j, vmulq_n_f32(left, decay));
+        }
     }
     uint16x8_t low = vcombine_u16(vmovn_u32(codes[0]), vmovn_u32(codes[1]));
     uint16x8_t high = vcombine_u16(vmovn_u32(codes[2]), vmovn_u32(codes[3]));
@@ -119,9 +129,11 @@ GC_INLINE uint8x8_t pairs(uint8x16_t bytes, unsigned bits)
     return vmovn_u16(bits == 4 ? vsraq_n_u16(h, h, 4) : vsraq_n_u16(h, h, 6));
 }
 
-GC_INLINE void emit_block(const float *x, uint8_t *codes, const gc_block_levels *levels, float *out, unsigned bits)
+GC_INLINE void emit_block(const float *x, uint8_t *codes, const gc_block_levels *levels, float decay, float *out,
+                          float32x4_t *all, unsigned bits, int ternary)
 {
-    uint8x16_t low = emit16(x, levels, out), high = emit16(x + 16, levels, out ? out + 16 : NULL);
+    uint8x16_t low = emit16(x, levels, decay, out, all, ternary);
+    uint8x16_t high = emit16(x + 16, levels, decay, out ? out + 16 : NULL, all, ternary);
     if (bits == 8) {
         vst1q_u8(codes, low);
         vst1q_u8(codes + 16, high);
@@ -134,29 +146,36 @@ GC_INLINE void emit_block(const float *x, uint8_t *codes, const gc_block_levels 
         vst1_u8(codes, pairs(packed, 4));
 }
 
-GC_INLINE void emit_body(gc_block_stage *stage, const gc_block_levels *levels, uint32_t numel, float *out, unsigned bits)
+GC_INLINE double emit_body(gc_block_stage *stage, const gc_block_levels *levels, uint32_t numel, float decay, float *out,
+                           unsigned bits, int ternary)
 {
+    float32x4_t all = vdupq_n_f32(0);
     uint32_t i = 0;
     for (; i + EMIT_NUMEL <= numel; i += EMIT_NUMEL)
-        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, out ? out + i : NULL, bits);
+        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, decay, out ? out + i : NULL, &all, bits, ternary);
+    double sum = vaddvq_f32(all);
     if (i < numel) {
         float rest[EMIT_NUMEL];
-        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, rest, bits);
-        if (out)
-            memcpy(out + i, rest, 4 * (size_t)(numel - i));
+        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, 1.0f, rest, &all, bits, ternary);
+        for (uint32_t j = 0; out && j < numel - i; j++) {
+            out[i + j] = decay * rest[j];
+            sum += rest[j] < 0 ? -rest[j] : rest[j];
+        }
     }
+    return sum;
 }
 
-static void emit(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels, uint32_t numel,
-                 float *out, int streams)
+static double emit(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels, uint32_t numel,
+                   float *out, int streams)
 {
     (void)streams;
+    if (levels->ternary)
+        return emit_body(stage, levels, numel, view->decay, out, 2, 1);
     if (view->bits == 2)
-        emit_body(stage, levels, numel, out, 2);
-    else if (view->bits == 4)
-        emit_body(stage, levels, numel, out, 4);
-    else
-        emit_body(stage, levels, numel, out, 8);
+        return emit_body(stage, levels, numel, view->decay, out, 2, 0);
+    if (view->bits == 4)
+        return emit_body(stage, levels, numel, view->decay, out, 4, 0);
+    return emit_body(stage, levels, numel, view->decay, out, 8, 0);
 }
 
 void gc_block_encode_neon(gc_encode_job *job, const gc_segment *segment)

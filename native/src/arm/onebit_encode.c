@@ -99,47 +99,63 @@ static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_oneb
                 take_body(totals, stage, view, chunk, numel, GC_F16));
 }
 
-/* r' = x - q for four elements. */
-GC_INLINE float32x4_t left4(float32x4_t x, const gc_onebit_view *view)
+/* r' = decay * (x - q) for four elements; the magnitudes of x - q are added to `all`. */
+GC_INLINE float32x4_t left4(float32x4_t x, const gc_onebit_view *view, float32x4_t *all)
 {
-    return vsubq_f32(x, vbslq_f32(vcgtzq_f32(x), vdupq_n_f32(view->means[1]), vdupq_n_f32(view->means[0])));
+    float32x4_t left = vsubq_f32(x, vbslq_f32(vcgtzq_f32(x), vdupq_n_f32(view->means[1]), vdupq_n_f32(view->means[0])));
+    *all = vaddq_f32(*all, vabsq_f32(left));
+    return vmulq_n_f32(left, view->decay);
 }
 
-GC_INLINE gc_eight left8(gc_eight x, const gc_onebit_view *view)
+GC_INLINE gc_eight left8(gc_eight x, const gc_onebit_view *view, float32x4_t *all)
 {
-    return (gc_eight){left4(x.a, view), left4(x.b, view)};
+    return (gc_eight){left4(x.a, view, all), left4(x.b, view, all)};
 }
 
-static void leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
+/* One element of a tail. */
+GC_INLINE float left1(float x, const gc_onebit_view *view, double *all)
+{
+    float left = x - view->means[x > 0];
+    *all += left < 0 ? -left : left;
+    return view->decay * left;
+}
+
+static double leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
                          int streams)
 {
     (void)streams;
+    float32x4_t sums = vdupq_n_f32(0);
     uint32_t i = 0;
     for (; i + 8 <= numel; i += 8)
-        gc_put8(out + i, left8(gc_load8(stage->x, GC_F32, i), view));
+        gc_put8(out + i, left8(gc_load8(stage->x, GC_F32, i), view, &sums));
+    double all = vaddvq_f32(sums);
     for (; i < numel; i++)
-        out[i] = stage->x[i] - view->means[stage->x[i] > 0];
+        out[i] = left1(stage->x[i], view, &all);
+    return all;
 }
 
-GC_INLINE void leave_body(const gc_onebit_view *view, uint32_t numel, float *out, int dtype)
+GC_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, float *out, int dtype)
 {
+    float32x4_t sums = vdupq_n_f32(0);
     uint32_t i = 0;
     for (; i + 8 <= numel; i += 8) {
         gc_eight x = gc_load8(view->src, dtype, view->data + i);
         if (view->residual)
             x = gc_plus8(x, gc_load8(view->residual, GC_F32, i));
-        gc_put8(out + i, left8(x, view));
+        gc_put8(out + i, left8(x, view, &sums));
     }
+    double all = vaddvq_f32(sums);
     for (; i < numel; i++) {
         float g = gc_load(view->src, dtype, view->data + i), x = view->residual ? g + view->residual[i] : g;
-        out[i] = x - view->means[x > 0];
+        out[i] = left1(x, view, &all);
     }
+    return all;
 }
 
-static void leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
+static double leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
 {
-    GC_BY_DTYPE(view->dtype, leave_body(view, numel, out, GC_F32), leave_body(view, numel, out, GC_BF16),
-                leave_body(view, numel, out, GC_F16));
+    GC_BY_DTYPE(view->dtype, return leave_body(view, numel, out, GC_F32), return leave_body(view, numel, out, GC_BF16),
+                return leave_body(view, numel, out, GC_F16));
 }
 
 void gc_onebit_encode_neon(gc_encode_job *job, const gc_segment *segment)

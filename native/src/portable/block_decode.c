@@ -9,7 +9,7 @@ static void add_payload(const gc_decode_job *job, const uint8_t *payload, const 
 {
     const uint8_t *codes = payload + segment->codes;
     unsigned bits = job->code_bits, mask = (1u << bits) - 1;
-    gc_block_levels levels = {gc_scale(payload, segment, run.group), 0, gc_block_zero(bits), 0};
+    gc_block_levels levels = {gc_scale(payload, segment, run.group), 0, gc_block_zero(bits), 0, 0, 0};
     for (uint32_t i = 0; i < run.numel; i++) {
         uint64_t bit = (uint64_t)(run.first + i) * bits;
         float value = gc_block_value(codes[bit / 8] >> bit % 8 & mask, &levels);

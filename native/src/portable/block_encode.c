@@ -34,9 +34,10 @@ GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segme
         add_block(job, dtype, segment, run.first + i,
                   run.numel - i < GC_BLOCK_NUMEL ? run.numel - i : GC_BLOCK_NUMEL, &totals);
     job->nonfinite |= totals.absmax_bits >= GC_INF_BITS;
-    gc_block_levels levels = gc_levels_of(&totals, run.numel, job->code_bits);
+    gc_block_levels levels = gc_levels_of(&totals, run.numel, job);
     gc_store_u32(job->payload + segment->scales + 4 * (size_t)run.group, gc_bits_of(levels.scale));
     uint8_t *codes = job->payload + segment->codes;
+    double all = 0;
     for (uint32_t i = run.first; i < run.first + run.numel; i++) {
         float x = corrected(job, dtype, segment, i);
         uint32_t code = gc_block_code(x, &levels);
@@ -45,9 +46,11 @@ GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segme
         codes[bit / 8] = (uint8_t)((codes[bit / 8] & ~(0xFFu << bit % 8)) | code << bit % 8);
         if (job->residual_out) {
             float left = x - gc_block_value(code, &levels);
-            job->residual_out[segment->residual + i] = gc_is_nan(left) ? gc_float_of(GC_NAN_BITS) : left;
+            job->residual_out[segment->residual + i] = gc_is_nan(left) ? gc_float_of(GC_NAN_BITS) : job->decay * left;
+            all += left < 0 ? -left : left;
         }
     }
+    gc_count_dropped(job, all);
 }
 
 void gc_block_group(gc_encode_job *job, const gc_segment *segment, gc_run run)
@@ -63,6 +66,7 @@ void gc_block_encode_portable(gc_encode_job *job, const gc_segment *segment)
         gc_block_group(job, segment, run);
         i += run.numel;
     }
+    gc_pad_ternary(job, segment);
 #if defined(__x86_64__)
     _mm_sfence();
 #endif

@@ -86,10 +86,13 @@ GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segme
     gc_store_u32(scales + 4, gc_bits_of(means[1]));
     if (!job->residual_out)
         return;
+    double all = 0;
     for (uint32_t i = run.first; i < run.first + run.numel; i++) {
         float x = corrected(job, dtype, segment, i), left = x - means[x > 0];
-        job->residual_out[segment->residual + i] = gc_is_nan(left) ? gc_float_of(GC_NAN_BITS) : left;
+        job->residual_out[segment->residual + i] = gc_is_nan(left) ? gc_float_of(GC_NAN_BITS) : job->decay * left;
+        all += left < 0 ? -left : left;
     }
+    gc_count_dropped(job, all);
 }
 
 void gc_onebit_group(gc_encode_job *job, const gc_segment *segment, gc_run run)

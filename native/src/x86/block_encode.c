@@ -1,4 +1,4 @@
-/* block_encode.c - evenly spaced levels with error feedback; blocks.c walks the groups. */
+/* block_encode.c - evenly spaced levels with error feedback, ternary ones too; blocks.c walks the groups. */
 #include "internal.h"
 
 #if defined(__x86_64__)
@@ -94,26 +94,44 @@ GC_AVX2 static void take(gc_block_totals *totals, gc_block_stage *stage, const g
 
 /* ---- codes ------------------------------------------------------------------------------------------------------- */
 typedef struct {
-    __m256 scale, inverse, zero, top;
+    __m256 scale, inverse, zero, top, half, decay;
 } wide_levels;
 
-/* Codes of eight elements in the lowest bytes of the lanes; with `out`, what they leave. */
-GC_AVX2_INLINE __m256i emit8(const float *x, const wide_levels *levels, float *out, int streams)
+/* Codes of eight elements in the lowest bytes of the lanes, and what they leave of them to `left`. */
+GC_AVX2_INLINE __m256i codes8(__m256 v, const wide_levels *levels, __m256 *left, int ternary)
 {
+    if (ternary) {
+        const __m256 sign = _mm256_set1_ps(-0.0f);
+        __m256 above = _mm256_cmp_ps(v, levels->half, _CMP_GT_OQ);
+        __m256 below = _mm256_cmp_ps(v, _mm256_xor_ps(levels->half, sign), _CMP_LT_OQ);
+        __m256 up = _mm256_and_ps(above, levels->scale), down = _mm256_and_ps(below, _mm256_xor_ps(levels->scale, sign));
+        *left = _mm256_sub_ps(v, _mm256_or_ps(up, down));
+        __m256i sum = _mm256_sub_epi32(_mm256_castps_si256(below), _mm256_castps_si256(above));
+        return _mm256_add_epi32(sum, _mm256_set1_epi32(1));
+    }
     const __m256 magic = _mm256_set1_ps(GC_ROUNDING_MAGIC);
-    __m256 v = _mm256_loadu_ps(x);
     __m256 t = _mm256_add_ps(_mm256_mul_ps(v, levels->inverse), levels->zero);
     t = _mm256_min_ps(_mm256_max_ps(t, _mm256_setzero_ps()), levels->top);
     t = _mm256_add_ps(t, magic);
+    __m256 code = _mm256_sub_ps(t, magic); /* exact */
+    *left = _mm256_sub_ps(v, _mm256_mul_ps(_mm256_sub_ps(code, levels->zero), levels->scale));
+    return _mm256_and_si256(_mm256_castps_si256(t), _mm256_set1_epi32(0xFF));
+}
+
+/* Codes of eight elements; with `out`, what they leave, decayed, whose magnitudes are added to `all`. */
+GC_AVX2_INLINE __m256i emit8(const float *x, const wide_levels *levels, float *out, int streams, int ternary, __m256 *all)
+{
+    __m256 left;
+    __m256i codes = codes8(_mm256_loadu_ps(x), levels, &left, ternary);
     if (out) {
-        __m256 code = _mm256_sub_ps(t, magic); /* exact */
-        __m256 left = _mm256_sub_ps(v, _mm256_mul_ps(_mm256_sub_ps(code, levels->zero), levels->scale));
+        *all = _mm256_add_ps(*all, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), left));
+        left = _mm256_mul_ps(left, levels->decay);
         if (streams)
             _mm256_stream_ps(out, left);
         else
             _mm256_storeu_ps(out, left);
     }
-    return _mm256_and_si256(_mm256_castps_si256(t), _mm256_set1_epi32(0xFF));
+    return codes;
 }
 
 /* Four times eight codes as 32 bytes in order. */
@@ -143,50 +161,61 @@ GC_AVX2_INLINE void put32(uint8_t *codes, __m256i bytes, unsigned bits)
     memcpy(codes + 4, &high, 4);
 }
 
-GC_AVX2_INLINE void emit_body(gc_block_stage *stage, const wide_levels *levels, uint32_t numel, float *out, int streams,
-                              unsigned bits)
+/* The codes of 32 elements; the magnitudes of what they leave are added to four sums. */
+GC_AVX2_INLINE void emit32(gc_block_stage *stage, const wide_levels *levels, uint32_t i, float *to, int streams, unsigned bits,
+                           int ternary, __m256 all[4])
 {
-    uint32_t i = 0;
-    for (; i + 32 <= numel; i += 32) {
-        float *to = out ? out + i : NULL;
-        const float *x = stage->x + i;
-        __m256i a = emit8(x, levels, to, streams), b = emit8(x + 8, levels, to ? to + 8 : NULL, streams);
-        __m256i c = emit8(x + 16, levels, to ? to + 16 : NULL, streams), d = emit8(x + 24, levels, to ? to + 24 : NULL, streams);
-        put32(stage->codes + (size_t)i * bits / 8, bytes32(a, b, c, d), bits);
-    }
-    if (i < numel) {
-        float rest[32];
-        const float *x = stage->x + i;
-        __m256i a = emit8(x, levels, rest, 0), b = emit8(x + 8, levels, rest + 8, 0);
-        __m256i c = emit8(x + 16, levels, rest + 16, 0), d = emit8(x + 24, levels, rest + 24, 0);
-        put32(stage->codes + (size_t)i * bits / 8, bytes32(a, b, c, d), bits);
-        if (out)
-            memcpy(out + i, rest, 4 * (size_t)(numel - i));
-    }
+    const float *x = stage->x + i;
+    __m256i a = emit8(x, levels, to, streams, ternary, &all[0]);
+    __m256i b = emit8(x + 8, levels, to ? to + 8 : NULL, streams, ternary, &all[1]);
+    __m256i c = emit8(x + 16, levels, to ? to + 16 : NULL, streams, ternary, &all[2]);
+    __m256i d = emit8(x + 24, levels, to ? to + 24 : NULL, streams, ternary, &all[3]);
+    put32(stage->codes + (size_t)i * bits / 8, bytes32(a, b, c, d), bits);
 }
 
-GC_AVX2_INLINE void emit_bits(gc_block_stage *stage, const wide_levels *levels, uint32_t numel, float *out, int streams,
-                              unsigned bits)
+GC_AVX2_INLINE double emit_body(gc_block_stage *stage, const wide_levels *levels, uint32_t numel, float *out, int streams,
+                                unsigned bits, int ternary)
+{
+    __m256 all[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    uint32_t i = 0;
+    for (; i + 32 <= numel; i += 32)
+        emit32(stage, levels, i, out ? out + i : NULL, streams, bits, ternary, all);
+    double sum = gc_sum8(_mm256_add_ps(_mm256_add_ps(all[0], all[1]), _mm256_add_ps(all[2], all[3])));
+    if (i < numel) {
+        float rest[32], decay = _mm256_cvtss_f32(levels->decay);
+        wide_levels whole = *levels;
+        whole.decay = _mm256_set1_ps(1.0f);
+        emit32(stage, &whole, i, rest, 0, bits, ternary, all);
+        for (uint32_t j = 0; out && j < numel - i; j++) {
+            out[i + j] = decay * rest[j];
+            sum += rest[j] < 0 ? -rest[j] : rest[j];
+        }
+    }
+    return sum;
+}
+
+GC_AVX2_INLINE double emit_bits(gc_block_stage *stage, const wide_levels *levels, uint32_t numel, float *out, int streams,
+                                unsigned bits, int ternary)
 {
     if (!out)
-        emit_body(stage, levels, numel, NULL, 0, bits);
-    else if (streams && (uintptr_t)out % 32 == 0)
-        emit_body(stage, levels, numel, out, 1, bits);
-    else
-        emit_body(stage, levels, numel, out, 0, bits);
+        return emit_body(stage, levels, numel, NULL, 0, bits, ternary);
+    if (streams && (uintptr_t)out % 32 == 0)
+        return emit_body(stage, levels, numel, out, 1, bits, ternary);
+    return emit_body(stage, levels, numel, out, 0, bits, ternary);
 }
 
-GC_AVX2 static void emit(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels, uint32_t numel,
-                         float *out, int streams)
+GC_AVX2 static double emit(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels, uint32_t numel,
+                           float *out, int streams)
 {
     wide_levels wide = {_mm256_set1_ps(levels->scale), _mm256_set1_ps(levels->inverse), _mm256_set1_ps(levels->zero),
-                        _mm256_set1_ps(levels->top)};
+                        _mm256_set1_ps(levels->top), _mm256_set1_ps(levels->half), _mm256_set1_ps(view->decay)};
+    if (levels->ternary)
+        return emit_bits(stage, &wide, numel, out, streams, 2, 1);
     if (view->bits == 2)
-        emit_bits(stage, &wide, numel, out, streams, 2);
-    else if (view->bits == 4)
-        emit_bits(stage, &wide, numel, out, streams, 4);
-    else
-        emit_bits(stage, &wide, numel, out, streams, 8);
+        return emit_bits(stage, &wide, numel, out, streams, 2, 0);
+    if (view->bits == 4)
+        return emit_bits(stage, &wide, numel, out, streams, 4, 0);
+    return emit_bits(stage, &wide, numel, out, streams, 8, 0);
 }
 
 void gc_block_encode_avx2(gc_encode_job *job, const gc_segment *segment)

@@ -40,6 +40,14 @@ GC_AVX2_INLINE uint32_t gc_max8(__m256i v)
     return (uint32_t)_mm_cvtsi128_si32(m);
 }
 
+/* Sum of eight lanes in float64. */
+GC_AVX2_INLINE double gc_sum8(__m256 v)
+{
+    __m256d d = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(v)), _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+    __m128d two = _mm_add_pd(_mm256_castpd256_pd128(d), _mm256_extractf128_pd(d, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
 /* Sum of sixteen lanes, lane 4j + i in element i of vector j, by the tree that gc_lanes_total pins. */
 GC_AVX2_INLINE double gc_total16(const __m256d lanes[4])
 {

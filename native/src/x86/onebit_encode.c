@@ -103,47 +103,72 @@ GC_AVX2 static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, const
                 take_body(totals, stage, view, chunk, numel, GC_F16));
 }
 
-/* r' = x - q for eight elements. */
-GC_AVX2_INLINE __m256 left8(__m256 x, __m256 mean0, __m256 mean1)
+typedef struct {
+    __m256 mean0, mean1, decay;
+    __m256 all; /* sums of |x - q| */
+} leaving;
+
+GC_AVX2_INLINE leaving start_leaving(const gc_onebit_view *view)
 {
-    __m256 is_one = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ);
-    return _mm256_sub_ps(x, _mm256_blendv_ps(mean0, mean1, is_one));
+    return (leaving){_mm256_set1_ps(view->means[0]), _mm256_set1_ps(view->means[1]), _mm256_set1_ps(view->decay),
+                     _mm256_setzero_ps()};
 }
 
-GC_AVX2 static void leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
-                                 int streams)
+/* r' = decay * (x - q) for eight elements. */
+GC_AVX2_INLINE __m256 left8(__m256 x, leaving *to)
 {
-    __m256 m0 = _mm256_set1_ps(view->means[0]), m1 = _mm256_set1_ps(view->means[1]);
+    __m256 is_one = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ);
+    __m256 left = _mm256_sub_ps(x, _mm256_blendv_ps(to->mean0, to->mean1, is_one));
+    to->all = _mm256_add_ps(to->all, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), left));
+    return _mm256_mul_ps(left, to->decay);
+}
+
+/* One element of a tail; its magnitude is added to `all`. */
+GC_AVX2_INLINE float left1(float x, const gc_onebit_view *view, double *all)
+{
+    float left = x - view->means[x > 0];
+    *all += left < 0 ? -left : left;
+    return view->decay * left;
+}
+
+GC_AVX2 static double leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
+                                   int streams)
+{
+    leaving to = start_leaving(view);
     uint32_t i = 0;
     if (streams && (uintptr_t)out % 32 == 0)
         for (; i + 8 <= numel; i += 8)
-            _mm256_stream_ps(out + i, left8(_mm256_loadu_ps(stage->x + i), m0, m1));
+            _mm256_stream_ps(out + i, left8(_mm256_loadu_ps(stage->x + i), &to));
     for (; i + 8 <= numel; i += 8)
-        _mm256_storeu_ps(out + i, left8(_mm256_loadu_ps(stage->x + i), m0, m1));
+        _mm256_storeu_ps(out + i, left8(_mm256_loadu_ps(stage->x + i), &to));
+    double all = gc_sum8(to.all);
     for (; i < numel; i++)
-        out[i] = stage->x[i] - view->means[stage->x[i] > 0];
+        out[i] = left1(stage->x[i], view, &all);
+    return all;
 }
 
-GC_AVX2_INLINE void leave_body(const gc_onebit_view *view, uint32_t numel, float *out, int dtype)
+GC_AVX2_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, float *out, int dtype)
 {
-    __m256 m0 = _mm256_set1_ps(view->means[0]), m1 = _mm256_set1_ps(view->means[1]);
+    leaving to = start_leaving(view);
     uint32_t i = 0;
     for (; i + 8 <= numel; i += 8) {
         __m256 x = gc_load8(view->src, dtype, view->data + i);
         if (view->residual)
             x = _mm256_add_ps(x, _mm256_loadu_ps(view->residual + i));
-        _mm256_storeu_ps(out + i, left8(x, m0, m1));
+        _mm256_storeu_ps(out + i, left8(x, &to));
     }
+    double all = gc_sum8(to.all);
     for (; i < numel; i++) {
         float g = gc_load(view->src, dtype, view->data + i), x = view->residual ? g + view->residual[i] : g;
-        out[i] = x - view->means[x > 0];
+        out[i] = left1(x, view, &all);
     }
+    return all;
 }
 
-GC_AVX2 static void leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
+GC_AVX2 static double leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
 {
-    GC_BY_DTYPE(view->dtype, leave_body(view, numel, out, GC_F32), leave_body(view, numel, out, GC_BF16),
-                leave_body(view, numel, out, GC_F16));
+    GC_BY_DTYPE(view->dtype, return leave_body(view, numel, out, GC_F32), return leave_body(view, numel, out, GC_BF16),
+                return leave_body(view, numel, out, GC_F16));
 }
 
 void gc_onebit_encode_avx2(gc_encode_job *job, const gc_segment *segment)

@@ -98,49 +98,69 @@ GC_AVX512 static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, con
                 take_body(totals, stage, view, chunk, numel, GC_F16));
 }
 
-/* r' = x - q for sixteen elements. */
-GC_AVX512_INLINE __m512 left16(__m512 x, __m512 mean0, __m512 mean1)
+typedef struct {
+    __m512 mean0, mean1, decay;
+    __m512 all; /* sums of |x - q| */
+} leaving;
+
+GC_AVX512_INLINE leaving start_leaving(const gc_onebit_view *view)
+{
+    return (leaving){_mm512_set1_ps(view->means[0]), _mm512_set1_ps(view->means[1]), _mm512_set1_ps(view->decay),
+                     _mm512_setzero_ps()};
+}
+
+/* r' = decay * (x - q) for sixteen elements, of which those in `counted` are there. */
+GC_AVX512_INLINE __m512 left16(__m512 x, leaving *to, __mmask16 counted)
 {
     __mmask16 is_one = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
-    return _mm512_sub_ps(x, _mm512_mask_blend_ps(is_one, mean0, mean1));
+    __m512 left = _mm512_sub_ps(x, _mm512_mask_blend_ps(is_one, to->mean0, to->mean1));
+    to->all = _mm512_mask_add_ps(to->all, counted, to->all, _mm512_abs_ps(left));
+    return _mm512_mul_ps(left, to->decay);
 }
 
 GC_AVX512_INLINE __mmask16 first_lanes(uint32_t count) { return (__mmask16)((1u << count) - 1); }
 
-GC_AVX512 static void leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
-                                   int streams)
+GC_AVX512 static double leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
+                                     int streams)
 {
-    __m512 m0 = _mm512_set1_ps(view->means[0]), m1 = _mm512_set1_ps(view->means[1]);
+    leaving to = start_leaving(view);
     uint32_t i = 0;
     if (streams && (uintptr_t)out % 64 == 0)
         for (; i + 16 <= numel; i += 16)
-            _mm512_stream_ps(out + i, left16(_mm512_loadu_ps(stage->x + i), m0, m1));
+            _mm512_stream_ps(out + i, left16(_mm512_loadu_ps(stage->x + i), &to, 0xFFFF));
     for (; i + 16 <= numel; i += 16)
-        _mm512_storeu_ps(out + i, left16(_mm512_loadu_ps(stage->x + i), m0, m1));
-    if (i < numel)
-        _mm512_mask_storeu_ps(out + i, first_lanes(numel - i), left16(_mm512_loadu_ps(stage->x + i), m0, m1));
+        _mm512_storeu_ps(out + i, left16(_mm512_loadu_ps(stage->x + i), &to, 0xFFFF));
+    if (i < numel) {
+        __mmask16 rest = first_lanes(numel - i);
+        _mm512_mask_storeu_ps(out + i, rest, left16(_mm512_loadu_ps(stage->x + i), &to, rest));
+    }
+    return _mm512_reduce_add_ps(to.all);
 }
 
-GC_AVX512_INLINE void leave_body(const gc_onebit_view *view, uint32_t numel, float *out, int dtype)
+GC_AVX512_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, float *out, int dtype)
 {
-    __m512 m0 = _mm512_set1_ps(view->means[0]), m1 = _mm512_set1_ps(view->means[1]);
+    leaving to = start_leaving(view);
     uint32_t i = 0;
     for (; i + 16 <= numel; i += 16) {
         __m512 x = gc_load16(view->src, dtype, view->data + i);
         if (view->residual)
             x = _mm512_add_ps(x, _mm512_loadu_ps(view->residual + i));
-        _mm512_storeu_ps(out + i, left16(x, m0, m1));
+        _mm512_storeu_ps(out + i, left16(x, &to, 0xFFFF));
     }
+    double all = _mm512_reduce_add_ps(to.all);
     for (; i < numel; i++) {
         float g = gc_load(view->src, dtype, view->data + i), x = view->residual ? g + view->residual[i] : g;
-        out[i] = x - view->means[x > 0];
+        float left = x - view->means[x > 0];
+        all += left < 0 ? -left : left;
+        out[i] = view->decay * left;
     }
+    return all;
 }
 
-GC_AVX512 static void leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
+GC_AVX512 static double leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
 {
-    GC_BY_DTYPE(view->dtype, leave_body(view, numel, out, GC_F32), leave_body(view, numel, out, GC_BF16),
-                leave_body(view, numel, out, GC_F16));
+    GC_BY_DTYPE(view->dtype, return leave_body(view, numel, out, GC_F32), return leave_body(view, numel, out, GC_BF16),
+                return leave_body(view, numel, out, GC_F16));
 }
 
 void gc_onebit_encode_avx512(gc_encode_job *job, const gc_segment *segment)

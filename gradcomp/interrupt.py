@@ -1,0 +1,52 @@
+"""Ctrl-C ends ``python -m gradcomp.bench`` and ``python -m gradcomp.plan`` with one line and status 130, without a traceback.
+
+Python imports the package `gradcomp`, and with it torch, before a program's own first line. That takes seconds, so `begin`
+is the first thing that the package does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+STATUS = 130  # what shells report for a program that Ctrl-C ended
+_PROGRAMS = ("gradcomp.bench", "gradcomp.plan")
+
+
+def begin() -> None:
+    """Let Ctrl-C end the process at once if it is one of these programs and still imports; else change nothing."""
+    if sys.argv[:1] != ["-m"]:  # Python has found the program's file, or there is none
+        return
+    words = sys.orig_argv
+    named = "-m" in words and words[words.index("-m") + 1] in _PROGRAMS
+    if named and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def imported() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again: from here on there may be something to clean up."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def report() -> int:
+    """Print that the program was interrupted; return its exit status."""
+    os.write(2, b"interrupted\n")
+    return STATUS
+
+
+def leave(status: int) -> NoReturn:
+    """End the program, after Ctrl-C without collecting torch's objects, which takes seconds on a busy machine."""
+    if status == STATUS:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _end(*_: Any) -> None:
+    os._exit(report())

@@ -1,0 +1,84 @@
+"""What stands in `p.grad` for a gradient that is still packed."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Functions that write one value to every element.
+_FILLS = {Tensor.zero_, torch.zero_, Tensor.fill_, torch.fill_, torch._foreach_zero_}
+
+
+class Placeholder(Tensor):
+    """NaN in every element, all of them in the memory of one.
+
+    A norm of it is NaN, and torch refuses to write to it in place, with two exceptions. Filling it
+    with zeros, also through a view of all of it (`.data`, `detach()`), puts real zeros into the
+    parameter's `grad`. Filling it with something else, or a part of it with anything (a row, a
+    mask), changes every element, which `intact` notices.
+    """
+
+    _parameter: weakref.ref[Tensor]
+
+    @classmethod
+    def stand_for(cls, parameter: Tensor) -> Placeholder:
+        """Replace `parameter.grad` by a placeholder, and return it."""
+        assert parameter.grad is not None
+        nan = torch.full((), math.nan, dtype=parameter.grad.dtype)
+        placeholder = nan.expand(parameter.shape).as_subclass(cls)
+        placeholder._parameter = weakref.ref(parameter)
+        parameter.grad = placeholder
+        return placeholder
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has written to it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return not self._version and math.isnan(self.as_strided((), ()).item())
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`; its results are plain tensors, except for views of a whole placeholder."""
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            first = args[0] if args else None
+            if func in _FILLS:
+                for filled in first if isinstance(first, (list, tuple)) else [first]:
+                    if isinstance(filled, cls):
+                        filled._zero_gradient()
+            elif isinstance(first, cls) and type(out) is Tensor and first._is_whole(out):
+                out = out.as_subclass(cls)
+                out._parameter = first._parameter
+            return out
+
+    def _is_whole(self, view: Tensor) -> bool:
+        """Whether a tensor is a view of all of this one, whatever its shape."""
+        if (view.layout, view.device, view.dtype) != (self.layout, self.device, self.dtype):
+            return False
+        element = view.as_strided((), ()) if view.numel() == self.numel() else None
+        return element is not None and element.is_set_to(self.as_strided((), ()))
+
+    def _zero_gradient(self) -> None:
+        """Put real zeros into the parameter's `grad` if this was filled with zeros."""
+        parameter = self._parameter()
+        if parameter is None or not isinstance(parameter.grad, Placeholder):
+            return
+        if self.as_strided((), ()).item() == 0:
+            parameter.grad = torch.zeros_like(parameter, dtype=self.dtype, requires_grad=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

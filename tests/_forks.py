@@ -1,0 +1,125 @@
+"""Processes forked from one that has imported torch and gradcomp, which takes ten seconds: one server for all workers of a run.
+
+`start` asks the server, which the first call of all workers starts; it ends when the pytest that it was started for does.
+"""
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+
+IMPORTED = ["torch._dynamo", "sklearn.datasets", "hypothesis.strategies", "gradcomp.ddp", "gradcomp.onebit_sgd", "_ranks"]
+VARIABLE = "GRADCOMP_TEST_FORKS"  # a folder: where the server listens, its process, a lock
+PATIENCE_S = 300  # until the server has imported
+from_here = False  # forks have what has been changed in this process: they are its own children, not the server's
+
+
+def start(function, *args):
+    """Run function(*args) in a new process; return its id. The function is found by name, its module in sys.path of today."""
+    request = pickle.dumps((sys.path, os.getcwd(), pickle.dumps((function, args))))
+    if from_here:
+        return os.fork() or run(request)
+    with Client(address()) as server:
+        server.send_bytes(request)
+        return server.recv()
+
+
+def is_alive(pid):
+    """Whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill(pid):
+    """End a fork and wait until it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    while is_alive(pid):
+        time.sleep(0.005)
+
+
+def run(request):
+    """Be the fork that was asked for; does not return."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        sys.path[:], folder, call = pickle.loads(request)
+        os.chdir(folder)
+        function, args = pickle.loads(call)
+        function(*args)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def address():
+    """Return where the server listens, which by then it does."""
+    folder = Path(os.environ[VARIABLE])
+    listens = folder / "server"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not listens.exists():
+            command = [sys.executable, __file__, str(listens), os.environ[VARIABLE + "_OF"]]
+            server = subprocess.Popen(command, start_new_session=True)
+            (folder / "pid").write_text(str(server.pid))
+            deadline = time.monotonic() + PATIENCE_S
+            while not listens.exists():
+                assert server.poll() is None, "the server of forks cannot import"
+                assert time.monotonic() < deadline, f"the server of forks has not imported within {PATIENCE_S} s"
+                time.sleep(0.02)
+    return str(listens)
+
+
+@contextlib.contextmanager
+def available():
+    """Let `start` work in this process and those that it starts; end what is left of their forks afterwards."""
+    if VARIABLE in os.environ:  # an xdist worker, or pytest in a fork
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="gradcomp-test-") as folder:
+        os.environ |= {VARIABLE: folder, VARIABLE + "_OF": str(os.getpid())}
+        try:
+            yield
+        finally:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                os.killpg(int(Path(folder, "pid").read_text()), signal.SIGKILL)
+            for name in (VARIABLE, VARIABLE + "_OF"):
+                del os.environ[name]
+
+
+def serve(listens, owner):
+    """Fork for whoever asks, until the process `owner` ends."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported need not be looked through by every gc.collect() of a fork
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    with Listener(listens + ".starting", backlog=16) as listener:
+        listener._listener._socket.settimeout(1)
+        os.rename(listens + ".starting", listens)
+        while is_alive(owner):
+            with contextlib.suppress(EOFError, OSError), listener.accept() as asks:  # nobody asks, or whoever did has died
+                request = asks.recv_bytes()
+                pid = os.fork()
+                if pid == 0:
+                    run(request)
+                asks.send(pid)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import _forks  # what forks import is this module, not __main__
+
+    _forks.serve(sys.argv[1], int(sys.argv[2]))
