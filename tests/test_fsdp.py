@@ -1062,7 +1062,7 @@ def test_modules_of_one_shape_in_another_order_are_refused_on_every_rank(gloo, c
         assert len(got) == 3, "averaged"
         field, peer, said = got
         assert field == "module" and peer == (0 if rank == 2 else 2)
-        assert re.search("'module': (left there, right|right there, left) expected", said), said
+        assert re.search(r"module: rank \d has (left, rank \d has right|right, rank \d has left);", said), said
 
 
 def going_on_alone(codec, weights):

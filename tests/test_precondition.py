@@ -373,7 +373,7 @@ def with_ddp(fused):
     net = DDP(nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 10)).bfloat16())
     optimizer = SplitAdamW(net.parameters(), lr=1e-3)
     state = gradcomp.ddp.register(
-        net, Block(2), min_numel=100, precondition=True, optimizer=optimizer if fused else None
+        net, Block(2, residual_decay=1), min_numel=100, precondition=True, optimizer=optimizer if fused else None
     )
     for step in range(4):
         torch.manual_seed(10 * step + dist.get_rank())
