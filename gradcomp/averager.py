@@ -14,7 +14,7 @@ from torch import nn
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.engine import replicas
-from gradcomp.engine.buckets import Gradient, check_gradient, check_optimizer, fuse, poison
+from gradcomp.engine.buckets import Gradient, check_gradient, check_layers, check_optimizer, fuse, poison
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
@@ -73,6 +73,8 @@ class GradientAverager(Controls):
         if not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
         self._named = _pairs(named_parameters)
+        if isinstance(named_parameters, nn.Module):
+            check_layers(named_parameters)
         self._newcomers = Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
         self._sources = [Gradient(name, p) for name, p in self._named]
         codec, options, chosen = settle(codec, options, changes, optimizer, self._sources, _world_size(comm))

@@ -15,7 +15,7 @@ from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.torchdist import TorchCommunicator, same_ranks
-from gradcomp.engine.buckets import Gradient, check_optimizer, poison
+from gradcomp.engine.buckets import Gradient, check_layers, check_optimizer, poison, refuse_sparse
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.layouts import Members
 from gradcomp.engine.newcomers import Newcomers
@@ -79,11 +79,9 @@ class CompressionState(Controls):
         **changes: "Unpack[Changes]",
     ) -> None:
         if not isinstance(model, nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                f"model must be wrapped in DistributedDataParallel, got {type(model).__name__}; "
-                "for a model without DDP use gradcomp.GradientAverager"
-            )
+            raise TypeError(f"model must be wrapped in DistributedDataParallel, got {_kind_of(model)}")
         _check_dtypes(model)
+        check_layers(model.module, getattr(model, "parameters_to_ignore", ()))
         taken = torch_private.taken_hook(model)
         if taken:
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
@@ -242,6 +240,7 @@ class CompressionState(Controls):
             if known is None:
                 raise GradcompError("DDP passed a parameter that was not in the model when gradcomp was registered")
             position, numel, stride = known
+            refuse_sparse(bucket.buffer(), self._engine.named[position][0])
             if parameter.stride() != stride and storage_order(
                 parameter.shape, parameter.stride()
             ) != self._engine.layouts.orders.get(position, ()):
@@ -369,6 +368,16 @@ def register(
         raise
     torch_private.name_hook(model, f"gradcomp.ddp.compression_hook: {state._engine.codec!r}")
     return state
+
+
+def _kind_of(model: object) -> str:
+    """Return what a model that DDP has not wrapped is, and what compresses its gradients."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__} if isinstance(model, nn.Module) else set()
+    if "FSDPModule" in kinds:
+        return f"{type(model).__name__}, which fully_shard has wrapped; for FSDP2 use gradcomp.fsdp.compress"
+    if "FullyShardedDataParallel" in kinds:
+        return f"{type(model).__name__} of FSDP1; wrap with torch.distributed.fsdp.fully_shard, and use gradcomp.fsdp.compress"
+    return f"{type(model).__name__}; for a model without DDP use gradcomp.GradientAverager"
 
 
 def _check_dtypes(model: nn.parallel.DistributedDataParallel) -> None:

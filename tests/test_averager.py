@@ -298,8 +298,16 @@ def test_wrong_arguments():
     net = nn.Embedding(10, 4, sparse=True)
     averager = GradientAverager(net.named_parameters(), "terngrad", comm)
     net(torch.tensor([1])).sum().backward()
-    with pytest.raises(UnsupportedTensor, match="sparse"):
+    with pytest.raises(UnsupportedTensor, match="the gradient of 'weight' is torch.sparse_coo, .* sparse=False"):
         averager.average()
+    for made, name in ((net, "weight"), (nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum", sparse=True)), "0.weight")):
+        with pytest.raises(UnsupportedTensor, match=rf"parameter '{name}' of an Embedding.*\(sparse=True\)"):
+            GradientAverager(made, "terngrad", comm)
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"none of the 2 parameters \('weight' \.\.\.\) is trained"):
+        GradientAverager(frozen, "terngrad", comm)
+    with pytest.raises(TypeError, match=r"codec is the class Ternary: write Ternary\(\)"):
+        GradientAverager(nn.Linear(4, 4), gradcomp.Ternary, comm)
     net = nn.Linear(4, 4)
     if hasattr(net.weight, "grad_dtype"):  # an older torch refuses such a gradient by itself
         net.weight.grad_dtype = torch.bfloat16

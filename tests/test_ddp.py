@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -590,12 +591,12 @@ def twice():
     state = gradcomp.ddp.register(model, "terngrad")
     try:
         gradcomp.ddp.register(model, "onebit")
-    except RuntimeError as error:
+    except ValueError as error:
         message = str(error)
     hooks = len(model._forward_pre_hooks)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     state.close()
-    return "hook" in message, hooks
+    return "gradcomp.ddp.compression_hook is registered, and DDP keeps" in message, hooks
 
 
 def test_registering_twice_is_refused_and_leaves_the_first(ranks):
@@ -606,7 +607,7 @@ def twice_over_a_communicator_of_ones_own():
     model = DDP(small_model())
     state = gradcomp.ddp.register(model, "terngrad")
     comm = gradcomp.comm.TorchCommunicator()
-    with pytest.raises(RuntimeError, match="hook"):
+    with pytest.raises(ValueError, match="in a new DistributedDataParallel"):
         gradcomp.ddp.register(model, "onebit", comm=comm)
     tensor = gradcomp.all_reduce(torch.full((4,), float(comm.rank)), gradcomp.Identity(), comm)
     comm.close()
@@ -806,6 +807,8 @@ def bad_arguments():
 
     model = DDP(small_model())
     attempt("not ddp", lambda: gradcomp.ddp.register(small_model(), "terngrad"))
+    attempt("fsdp2", lambda: gradcomp.ddp.register(fully_shard(small_model()), "terngrad"))
+    attempt("class", lambda: gradcomp.ddp.register(model, OneBit))
     attempt("codec", lambda: gradcomp.ddp.register(model, "quaternary"))
     attempt("exchange", lambda: gradcomp.ddp.register(model, "terngrad", exchange="ring"))
     attempt("min_numel", lambda: gradcomp.ddp.register(model, "terngrad", min_numel=-1))
@@ -819,27 +822,32 @@ def bad_arguments():
 
 def test_wrong_arguments(ranks):
     out = ranks(1, bad_arguments)[0]
-    assert out["not ddp"][0] == "TypeError" and "Sequential" in out["not ddp"][1]
+    assert out["not ddp"][0] == "TypeError" and "Sequential; for a model without DDP use" in out["not ddp"][1]
+    assert out["fsdp2"][0] == "TypeError" and out["fsdp2"][1].endswith("for FSDP2 use gradcomp.fsdp.compress")
+    assert out["class"] == ("TypeError", "codec is the class OneBit: write OneBit()")
     assert out["codec"][0] == "ValueError" and "quaternary" in out["codec"][1]
     assert out["exchange"][0] == "ValueError" and "ring" in out["exchange"][1]
     assert out["min_numel"][0] == "ValueError" and "-1" in out["min_numel"][1]
-    assert out["timeout"][0] == "ValueError" and "0" in out["timeout"][1]
+    assert out["timeout"][0] == "ValueError" and "a positive number of seconds, at most 1e+06, got 0" in out["timeout"][1]
     assert out["scaler"][0] == "ValueError" and "int" in out["scaler"][1]
     assert out["double"][0] == "UnsupportedTensor" and "float64" in out["double"][1]
     assert out["optimizer"][0] == "ValueError"
 
 
 def sparse():
-    model = DDP(nn.Embedding(100, 16, sparse=True))
-    state = gradcomp.ddp.register(model, "terngrad")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model(torch.tensor([1, 2])).sum().backward()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    finally:
-        state.close()
+    model, told = DDP(nn.Sequential(nn.Embedding(100, 16, sparse=True))), []
+    for late in (False, True):  # a flag that is set when the model was registered is seen at its gradient
+        model.module[0].sparse = not late
+        try:
+            state = gradcomp.ddp.register(model, "terngrad")
+            model.module[0].sparse = True
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model(torch.tensor([1, 2])).sum().backward()
+        except Exception as error:
+            told.append((type(error).__name__, str(error)))
+    state.close()
+    return told
 
 
 def only_one_registers():
@@ -862,8 +870,10 @@ def test_a_rank_that_does_not_register(ranks):
 
 
 def test_sparse_gradients_are_refused_by_name(ranks):
-    for name, text in ranks(2, sparse):
-        assert name == UnsupportedTensor.__name__ and "sparse" in text
+    """At once, and in backward: it was "the bucket is torch.sparse_coo", in backward alone."""
+    at_once = "parameter '0.weight' of an Embedding(sparse=True) gets sparse gradients: make the layer with sparse=False"
+    later = "the gradient of '0.weight' is torch.sparse_coo, and gradcomp takes dense ones: make the layer with sparse=False"
+    assert ranks(2, sparse) == [[(UnsupportedTensor.__name__, at_once), (UnsupportedTensor.__name__, later)]] * 2
 
 
 def users_exception():

@@ -111,7 +111,7 @@ def test_a_failed_average_leaves_no_local_gradient(way):
 def test_a_refused_gradient_leaves_no_local_gradient(way):
     """All ranks refuse alike before anything is sent: a step that is taken nevertheless must not be one of each rank's own."""
     layers = nn.ModuleList([nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)])
-    averager = GradientAverager(layers, Identity(), LocalCommunicator.group(2)[0], min_numel=0)
+    averager = GradientAverager(layers.named_parameters(), Identity(), LocalCommunicator.group(2)[0], min_numel=0)
     (layers[1](torch.tensor([1])) @ layers[0].weight).sum().backward()
     with pytest.raises(UnsupportedTensor, match="sparse"):
         getattr(averager, way)()

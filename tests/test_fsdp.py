@@ -660,6 +660,13 @@ def refusals():
         except (TypeError, ValueError, PeerMismatch) as error:
             said.append(f"{type(error).__name__}: {error}")
     loss_of(model, 0, 0).backward()  # torch's own still
+    with gradcomp.fsdp.compress(model, "onebit") as first:
+        for again in (model, model.second):
+            with pytest.raises(ValueError, match=r"has been called for this model .* codec OneBit.*: close\(\) the state"):
+                gradcomp.fsdp.compress(again, "terngrad")
+        loss_of(model, 0, 0).backward()
+        assert first.stats.steps > 0, "the first one goes on"
+    gradcomp.fsdp.compress(model, "terngrad").close()
     return said
 
 

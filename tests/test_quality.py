@@ -10,7 +10,7 @@ from _ranks import run_local
 from torch import nn
 
 from gradcomp import Block, GradientAverager, OneBit, Precondition, TernGrad
-from gradcomp.exchange.quality import _measure
+from gradcomp.exchange.quality import Measured, Quality, _measure
 
 REDUCED = 1e-9  # relative: sums in float64, in an order that the library chooses
 SHAPES = {"a.weight": (20, 50), "b.weight": (30, 40), "bias": (7,)}
@@ -159,6 +159,15 @@ def test_nothing_is_said_of_residuals_that_stay(caplog):
     with caplog.at_level(logging.WARNING, "gradcomp"):
         run_local(2, lambda comm: averaged(comm, OneBit(), 60, quality_every=3).close())
     assert not [r for r in caplog.records if "grow" in r.getMessage()]
+
+
+def test_a_table_has_no_nan():
+    """1 bit has no share of clipped values: it printed nan%."""
+    lines = str(run_local(2, lambda comm: averaged(comm, OneBit(), 2).quality())[0]).splitlines()
+    assert all(line.split()[-1] == "-" for line in lines[1:]) and len(lines) > 1
+    assert len({len(line) for line in lines}) == 1
+    row = Measured("w", 1, 4, math.nan, 0.5, math.nan, 0.25)
+    assert "nan" not in "\n".join(lines) + str(Quality({"w": row})) and "25.00%" in str(Quality({"w": row}))
 
 
 def test_a_table_and_a_picture(tmp_path):

@@ -87,7 +87,7 @@ class DynamicLossScaler:
         if comm is not None and not isinstance(comm, Communicator):
             raise ValueError(f"comm must be a gradcomp communicator, got {type(comm).__name__}")
         if not is_number(timeout_s) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(f"timeout_s must be a number of seconds, at most {MAX_TIMEOUT_S:g}, got {timeout_s!r}")
+            raise ValueError(f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got {timeout_s!r}")
         self._rule, self._factor, self._interval = rule, float(factor), interval
         if rule == "torch":
             low, high, now = (_float32(value) for value in (low, high, now))

@@ -31,6 +31,8 @@ def resolve(codec: Codec | str) -> Codec:
             hint = ' ("auto" is for register and GradientAverager, which know the optimizer)' if codec == "auto" else ""
             raise ValueError(f"unknown codec {codec!r}; known names are {sorted(_BY_NAME)}{hint}")
         return _BY_NAME[codec]
+    if isinstance(codec, type) and issubclass(codec, Codec):
+        raise TypeError(f"codec is the class {codec.__name__}: write {codec.__name__}()")
     raise TypeError(f"codec must be a gradcomp codec or a name, got {type(codec).__name__}")
 
 

@@ -6,16 +6,18 @@ same shard of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.errors import UnsupportedTensor
 from gradcomp.payload.order import storage_view
 from gradcomp.payload.parameters import assign_buckets
+
+_SPARSE = "make the layer with sparse=False"
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -45,9 +47,30 @@ def check_gradient(name: str, parameter: Tensor) -> None:
         found = getattr(grad, "placements", "nowhere (a plain tensor)")
         raise UnsupportedTensor(f"gradient of {name!r} is placed {found}, its parameter {placements}")
     local = grad.to_local() if placements is not None else grad
-    check_tensor(local, "gradient", contiguous=False)
+    refuse_sparse(local, name)
+    check_tensor(local, f"the gradient of {name!r}", contiguous=False)
     if grad.dtype != parameter.dtype:
-        raise UnsupportedTensor(f"gradient is {grad.dtype}, its parameter {parameter.dtype}")
+        raise UnsupportedTensor(f"the gradient of {name!r} is {grad.dtype}, its parameter {parameter.dtype}")
+
+
+def refuse_sparse(gradient: Tensor, name: str) -> None:
+    """Raise UnsupportedTensor for the sparse gradient of parameter `name`."""
+    if gradient.layout != torch.strided:
+        raise UnsupportedTensor(f"the gradient of {name!r} is {gradient.layout}, and gradcomp takes dense ones: {_SPARSE}")
+
+
+def check_layers(model: nn.Module, ignored: Collection[str] = ()) -> None:
+    """Raise UnsupportedTensor for a layer whose gradient will be sparse.
+
+    Args:
+        ignored: names of parameters whose gradients are not averaged.
+    """
+    for layer, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            name = f"{layer}.weight".lstrip(".")
+            if name not in ignored:
+                kind = type(module).__name__
+                raise UnsupportedTensor(f"parameter {name!r} of an {kind}(sparse=True) gets sparse gradients: {_SPARSE}")
 
 
 @torch.no_grad()

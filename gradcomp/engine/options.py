@@ -122,7 +122,7 @@ class Options:
         self._check_scaler()
         seconds = self.timeout_s
         if seconds is not None and (not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_TIMEOUT_S):
-            raise ValueError(f"timeout_s must be a number of seconds, at most {MAX_TIMEOUT_S:g}, got {seconds!r}")
+            raise ValueError(f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got {seconds!r}")
 
     def _check_scaler(self) -> None:
         if self.transactional not in (None, True, False):

@@ -75,6 +75,11 @@ class Engine:
     ) -> None:
         if not sources:
             raise ValueError("there are no parameters to average")
+        if not any(source.trained for source in sources):
+            raise ValueError(
+                f"none of the {len(sources)} parameters ({sources[0].name!r} ...) is trained (requires_grad is False): there are "
+                "no gradients to average; unfreeze before this call"
+            )
         comm.check_overlap()
         self.sources, self.options, self._chosen = list(sources), options, chosen
         self.comm = self._lease(comm)

@@ -67,15 +67,16 @@ class Quality:
         return sorted(known, key=lambda row: (row.cosine, row.name))[:count]
 
     def __str__(self) -> str:
-        """Return the ten worst as a table."""
+        """Return the ten worst as a table; "-" is a number that there is not, as `clipped` of 1 bit."""
         found = self.worst()
         if not found:
             return "no sample yet: one is taken every `quality_every` steps"
-        wide = max(len(row.name) for row in found)
+        wide = max(len("parameter"), *(len(row.name) for row in found))
         lines = [f"{'parameter':{wide}}  {'step':>6}  {'cosine':>7}  {'error':>7}  {'residual':>8}  {'clipped':>7}"]
         for row in found:
-            numbers = f"{row.cosine:7.3f}  {row.error:7.3f}  {row.residual:8.2f}  {row.clipped:7.2%}"
-            lines.append(f"{row.name:{wide}}  {row.step:6}  {numbers}")
+            columns = ((row.cosine, "7.3f"), (row.error, "7.3f"), (row.residual, "8.2f"), (row.clipped, "7.2%"))
+            numbers = [f"{'-':>{form[0]}}" if math.isnan(value) else f"{value:{form}}" for value, form in columns]
+            lines.append(f"{row.name:{wide}}  {row.step:6}  {'  '.join(numbers)}")
         return "\n".join(lines)
 
     def plot(self, file: str | Path) -> None:

@@ -33,6 +33,7 @@ from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.exchange.gathered import Rooms
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
+from gradcomp.fsdp.owners import claim, release
 from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import Kept
@@ -104,6 +105,7 @@ class FsdpState:
         self._closed = self._is_told = False
         groups: dict[int, TorchCommunicator] = {}
         rooms, reused, self._forward = Rooms(), Reused(), Forward()
+        claim((one.module for one in sharded), self)
         try:
             for one in sharded:
                 if one.group.size() == 1:  # FSDP itself sends nothing then
@@ -366,6 +368,7 @@ class FsdpState:
         """Give torch's own reduce-scatter and all_gather back and close the communicators; closing twice is harmless."""
         if not self._closed:
             self._closed = True
+            release(self)
             remove(self._hooks)
             for reduce in self._reduces:
                 torch_private.reduce_scatter_as_before(reduce.module)

@@ -63,7 +63,7 @@ class ParameterClient:
         if comm.rank in self._servers:
             raise ValueError(f"rank {comm.rank} is a server: servers={servers!r}")
         if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(f"timeout_s must be a number of seconds, at most {MAX_TIMEOUT_S:g}, got {timeout_s!r}")
+            raise ValueError(f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got {timeout_s!r}")
         self._requests = Requests(comm, self._servers, timeout_s)
         self._shard_numel = check_shard_nbytes(shard_nbytes)
         self._keys: dict[str, ClientKey] = {}
