@@ -302,7 +302,8 @@ class CompressionState(Controls):
             return
         text = str(error)
         if any(sign in text for sign in LOST_SIGNS):
-            lost = PeerLost("torch's own collectives", -1, 0.0, text.splitlines()[0])
+            why = "a rank, or the network to it, was lost while DDP broadcast buffers or rebuilt buckets: read the output of the others"
+            lost = PeerLost("torch's own collectives", -1, 0.0, f"{why} [{text.splitlines()[0]}]")
             lost.__cause__ = error
             self._engine.pipeline.fail(lost)
 
