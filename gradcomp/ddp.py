@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("gradcomp")
+_ONCE = "DDP keeps its first hook for good; wrap the module in a new DistributedDataParallel"
 # what gloo and the store say of a peer that is gone or silent
 LOST_SIGNS = (
     "onnection closed",
@@ -83,6 +84,8 @@ class CompressionState(Controls):
         _check_dtypes(model)
         check_layers(model.module, getattr(model, "parameters_to_ignore", ()))
         taken = torch_private.taken_hook(model)
+        if any(isinstance(state, CompressionState) and not state._detached for state in torch_private.hook_states(model)):
+            raise ValueError(f"this model is registered with gradcomp already: {_ONCE}")
         if taken:
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
         named = list(model.module.named_parameters())
@@ -364,8 +367,10 @@ def register(
     state = CompressionState(model, codec, options, comm=comm, optimizer=optimizer, **changes)
     try:
         model.register_comm_hook(state, compression_hook)
-    except BaseException:
+    except BaseException as error:
         state._give_back(keep_comm=comm is not None)
+        if isinstance(error, RuntimeError) and "called once" in str(error):
+            raise ValueError(f"another communication hook is registered on this model: {_ONCE}") from error
         raise
     torch_private.name_hook(model, f"gradcomp.ddp.compression_hook: {state._engine.codec!r}")
     return state

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -596,7 +597,7 @@ def twice():
     hooks = len(model._forward_pre_hooks)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     state.close()
-    return "gradcomp.ddp.compression_hook is registered, and DDP keeps" in message, hooks
+    return "this model is registered with gradcomp already: DDP keeps" in message, hooks
 
 
 def test_registering_twice_is_refused_and_leaves_the_first(ranks):
@@ -809,6 +810,9 @@ def bad_arguments():
     attempt("not ddp", lambda: gradcomp.ddp.register(small_model(), "terngrad"))
     attempt("fsdp2", lambda: gradcomp.ddp.register(fully_shard(small_model()), "terngrad"))
     attempt("class", lambda: gradcomp.ddp.register(model, OneBit))
+    hooked = DDP(small_model())
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    attempt("hook", lambda: gradcomp.ddp.register(hooked, "terngrad"))
     attempt("codec", lambda: gradcomp.ddp.register(model, "quaternary"))
     attempt("exchange", lambda: gradcomp.ddp.register(model, "terngrad", exchange="ring"))
     attempt("min_numel", lambda: gradcomp.ddp.register(model, "terngrad", min_numel=-1))
@@ -824,6 +828,7 @@ def test_wrong_arguments(ranks):
     out = ranks(1, bad_arguments)[0]
     assert out["not ddp"][0] == "TypeError" and "Sequential; for a model without DDP use" in out["not ddp"][1]
     assert out["fsdp2"][0] == "TypeError" and out["fsdp2"][1].endswith("for FSDP2 use gradcomp.fsdp.compress")
+    assert out["hook"][0] == "ValueError" and out["hook"][1].startswith("another communication hook is registered on this model: DDP keeps")
     assert out["class"] == ("TypeError", "codec is the class OneBit: write OneBit()")
     assert out["codec"][0] == "ValueError" and "quaternary" in out["codec"][1]
     assert out["exchange"][0] == "ValueError" and "ring" in out["exchange"][1]

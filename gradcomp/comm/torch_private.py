@@ -174,15 +174,17 @@ def name_hook(model: Any, name: str) -> None:
 
 
 def taken_hook(model: Any) -> str:
-    """Return what has taken DDP's only communication hook; "" for none."""
+    """Return what has taken DDP's only communication hook before any user could; "" for none."""
     if getattr(model, "mixed_precision", None) is not None:
         return "mixed_precision= of DistributedDataParallel casts gradients in it; convert the model or use autocast"
     if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
         return "optimizers in backward (_apply_optimizer_in_backward) step in it; step after backward"
-    for hook, _ in getattr(model, "_comm_hooks", ()):
-        name = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', repr(hook))}"
-        return f"{name} is registered, and DDP keeps its first hook for good; wrap the module in a new DistributedDataParallel"
     return ""
+
+
+def hook_states(model: Any) -> list[object]:
+    """Return the states of the hooks that were registered on a model, or on that of which it is a copy."""
+    return [state for _, state in getattr(model, "_comm_hooks", ())]
 
 
 def joins_by_active_ranks(model: Any) -> bool:

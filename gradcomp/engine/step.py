@@ -340,15 +340,15 @@ class Engine:
         """Compare fields over the ranks; where replicated state has another digest, name what differs."""
         mine = Record({"wire_version": wire.VERSION, **values}, words)
         self.stats.setup_bytes += (self.comm.world_size - 1) * len(mine.packed)
-        differs = False
+        found: PeerMismatch | None = None
         try:
             agree(self.comm, mine, self.timeout_s, bucket=bucket)
-        except PeerMismatch as found:
-            differs = found.field == "state"
-            if not differs:
-                raise
-        if differs:
-            self._compare(self._replicas, "fingerprint", Channel.SCALE)
+        except PeerMismatch as error:
+            found = error
+        if found is not None:
+            if found.field == "state":  # which all ranks see, so all of them look for the first difference
+                self._compare(self._replicas, "fingerprint", Channel.SCALE)
+            raise found
         if "state" in values:
             self._unseen, self._replicas = False, []
 
