@@ -66,7 +66,7 @@ test-long: everything mpi
 	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 promises: everything
-	$(BIN)/python tests/promises/break.py
+	$(BIN)/python -m pytest -q tests/test_promises.py
 
 # An environment of its own with that torch, on top of what .venv holds beside torch.
 test-torch: everything

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -26,7 +27,8 @@ from_here = False  # forks have what has been changed in this process: they are 
 
 def start(function, *args):
     """Run function(*args) in a new process; return its id. The function is found by name, its module in sys.path of today."""
-    request = pickle.dumps((sys.path, os.getcwd(), pickle.dumps((function, args))))
+    key = bytes(multiprocessing.current_process().authkey)  # tensors that are sent back ask for it
+    request = pickle.dumps((key, sys.path, os.getcwd(), pickle.dumps((function, args))))
     if from_here:
         return os.fork() or run(request)
     with Client(address()) as server:
@@ -54,7 +56,8 @@ def run(request):
     """Be the fork that was asked for; does not return."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        sys.path[:], folder, call = pickle.loads(request)
+        key, sys.path[:], folder, call = pickle.loads(request)
+        multiprocessing.current_process().authkey = key
         os.chdir(folder)
         function, args = pickle.loads(call)
         function(*args)

@@ -188,8 +188,8 @@ def others(comm, exchanges, nodes):
     [
         (["hierarchical"] * 4, [[[0, 1], [2, 3]]] * 3 + [[[0, 2], [1, 3]]], "nodes"),
         (["hierarchical"] * 4, [None] * 3 + [[[0, 2], [1, 3]]], "nodes"),
-        (["hierarchical"] * 3 + ["auto"], [[[0, 1], [2, 3]]] * 3 + [None], "exchange"),
-        (["all_gather"] + ["hierarchical"] * 3, [None] * 4, "exchange"),
+        (["hierarchical"] * 3 + ["auto"], [[[0, 1], [2, 3]]] * 3 + [None], "call"),
+        (["all_gather"] + ["hierarchical"] * 3, [None] * 4, "call"),
     ],
 )
 def test_ranks_that_ask_for_other_nodes_are_a_mismatch_everywhere(over, exchanges, nodes, field):
