@@ -123,7 +123,8 @@ $(BUILT): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt
 		--index-url $(TORCH_INDEX) -c constraints.txt torch || echo 'no torch in $(TORCH_INDEX): pip takes it from its own index'
 	$(BIN)/python -m pip install -q --no-compile --no-build-isolation -c constraints.txt -e '.[bench]'
 	@cd $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-		rm -rf torch/test torch/bin/test_* torch/bin/*Test  # 120 MB of torch's own C++ tests
+		rm -rf torch/test torch/bin/test_* torch/bin/*Test torch/bin/protoc* && \
+		find scipy sklearn sympy networkx -type d -name tests -prune -exec rm -rf {} +  # 170 MB of their own tests
 	@touch $@
 
 # What tests and documentation need on top: 1 GB more, which the demo does without.

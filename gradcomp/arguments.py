@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 SIMILAR, VERY_SIMILAR = 0.6, 0.8  # shares of letters in common
@@ -24,10 +24,24 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(chosen)}?" if chosen else ""
 
 
+class _Help(argparse.HelpFormatter):
+    """Keeps the lines of a description that has several; wraps one that has one line."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" not in text.strip():
+            return super()._fill_text(text, width, indent)
+        return "".join(indent + line for line in text.splitlines(keepends=True))
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line instead of the whole usage."""
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": _Help} | settings)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         """Return what the words mean; end the program with status 2 where they mean nothing."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:

@@ -66,19 +66,64 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-n", dest="ranks", metavar="RANKS", type=_ranks, required=True, help="how many ranks")
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
+    parser.add_argument(
+        "-n",
+        dest="ranks",
+        metavar="RANKS",
+        type=_ranks,
+        required=True,
+        help="number of ranks to start (required)",
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="run the program as a module, like python -m",
+    )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--host", dest="hosts", metavar="A,B:4", type=mpirun.parse_hosts, default=[],
-                       help="hosts, each with its number of ranks if you like")  # fmt: skip
-    where.add_argument("--hostfile", dest="hosts", metavar="FILE", type=mpirun.read_hostfile,
-                       help="the same from a file, one host a line: NAME, NAME:4 or NAME slots=4")  # fmt: skip
-    parser.add_argument("--bind", choices=("none", "core", "socket"), default="none",
-                        help="tie a rank to one core or socket; none (default) leaves torch's threads free")  # fmt: skip
-    parser.add_argument("--torch", action="store_true", help="use torchrun (this host only) instead of an MPI")
-    parser.add_argument("--grace", metavar="SECONDS", type=_seconds, default=5.0,
-                        help="how long ranks may take to end after a failure or a signal before they are killed (5)")  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print the variables and the command, run nothing")
+    where.add_argument(
+        "-H",
+        "--host",
+        dest="hosts",
+        metavar="A,B:4",
+        type=mpirun.parse_hosts,
+        default=[],
+        help="hosts to start ranks on, each with its number of ranks if you like, such as "
+        "node1:4,node2:4 (default: this host)",
+    )
+    where.add_argument(
+        "--hostfile",
+        dest="hosts",
+        metavar="FILE",
+        type=mpirun.read_hostfile,
+        help="file with the hosts, one on each line: NAME, NAME:4 or NAME slots=4 (default: this "
+        "host)",
+    )
+    parser.add_argument(
+        "--bind",
+        choices=("none", "core", "socket"),
+        default="none",
+        help="tie each rank to one core or socket; none leaves the threads of torch free "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--torch",
+        action="store_true",
+        help="use torchrun, on this host only, instead of an MPI",
+    )
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=_seconds,
+        default=5.0,
+        help="seconds that ranks may take to end after a failure or a signal before they are "
+        "killed (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the variables and the command, and run nothing",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

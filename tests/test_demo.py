@@ -1,8 +1,10 @@
 """The demo: command line, batches, report and picture; and (long) that the accuracy it promises is reached."""
 
 import dataclasses
+import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -151,9 +153,36 @@ def test_help_teaches(capsys):
     assert "--data DIR" in capsys.readouterr().out
 
 
+PROGRAMS = (*dispatcher.BENCHMARKS, "doctor", "launch")
+FRAGMENTS = ("of ", "that ", "to ", "for ", "from ", "instead", "(", "the same", "also after")
+NO_DEFAULT = {"--json", "--plot", "--data", "--shapes", "-n"}  # nothing is written, or it must be given or replaces another
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_option_says_what_it_is_and_its_default(program, monkeypatch, capsys):
+    """Help read "of a rank; below 2 ..." and "that share a node's link ... (1)"."""
+    monkeypatch.setenv("COLUMNS", "500")
+    main = {
+        "doctor": importlib.import_module("gradcomp.doctor.options").parse,
+        "launch": importlib.import_module("gradcomp.launch.cli").main,
+    }.get(program, lambda words: dispatcher.main([program, *words]))
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "python -m gradcomp." in text[text.index("example") :]
+    options = re.findall(r"^  (-\S.*?)(?:  +|\n {20,})(\S.*)$", text, re.MULTILINE)
+    assert len(options) == len(re.findall(r"^  -", text, re.MULTILINE)), "an option says nothing"
+    for option, said in options:
+        name, _, value = option.split(",")[0].partition(" ")
+        assert len(said.split()) >= 4 and not said.startswith(FRAGMENTS), (option, said)
+        if value and name not in NO_DEFAULT:
+            assert "(default: " in said, (option, said)
+
+
 def test_unknown_benchmark_is_refused(capsys):
     assert dispatcher.main(["dmeo"]) == 2
-    assert "no benchmark named 'dmeo'; there are demo, codec, accuracy, paper, train, report, allreduce, optim, ratio" in capsys.readouterr().err
+    assert "no benchmark named 'dmeo'; there are demo, codec, accuracy, paper, train, report, allreduce, optim, ratio, plan; did you mean demo?" in capsys.readouterr().err
 
 
 def test_missing_library_says_what_to_install(monkeypatch, capsys):

@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from gradcomp import interrupt
+from gradcomp.arguments import suggestion
 
 BENCHMARKS = {
     "demo": "train LeNet with 2 ranks once per codec: accuracy, bytes and the step predicted at 1 Gbit/s in one table",
@@ -25,7 +26,8 @@ USAGE = "usage: python -m gradcomp.bench NAME [options]      (python -m gradcomp
 def describe() -> str:
     """Return the help text: one line a benchmark."""
     names = "\n".join(f"  {name:<10}{text}" for name, text in BENCHMARKS.items())
-    return f"{USAGE}\n\n{names}\n\nAll of them take --json FILE or write one, and need: pip install 'gradcomp[bench]'"
+    example = "example:\n  python -m gradcomp.bench demo --short"
+    return f"{USAGE}\n\n{names}\n\n{example}\n\nAll of them take --json FILE or write one, and need: pip install 'gradcomp[bench]'"
 
 
 def main(argv: list[str]) -> int:
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     name, rest = argv[0], argv[1:]
     if name not in BENCHMARKS:
-        print(f"gradcomp.bench: no benchmark named {name!r}; there are {', '.join(BENCHMARKS)}\n{USAGE}", file=sys.stderr)
+        print(f"gradcomp.bench: no benchmark named {name!r}; there are {', '.join(BENCHMARKS)}{suggestion(name, BENCHMARKS)}", file=sys.stderr)
         return 2
     try:
         module = importlib.import_module(f"gradcomp.bench.{name}")

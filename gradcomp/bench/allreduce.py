@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gradcomp.arguments import Parser
 from gradcomp.bench.allreduce_ranks import MARK, Row, over_gloo
 from gradcomp.bench.ranks import RANK_ERRORS, run_ranks
 
@@ -151,24 +152,65 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     has_mpi = importlib.util.find_spec("mpi4py") is not None
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gradcomp.bench allreduce",
         description="Time packed averages beside the library's own fp32 all_reduce; results are checked before they are timed.",
-        epilog="MPI is the one of this Python environment (pip install 'gradcomp[mpi]'); it is started by gradcomp.launch.",
+        epilog="MPI is the one of this Python environment (pip install '.[mpi]'); gradcomp.launch starts it.\n\n"
+        "example:\n  python -m gradcomp.bench allreduce --over gloo --ranks 2 --sizes 1M,16M",
     )
     parser.add_argument(
-        "--over", default="gloo,mpi" if has_mpi else "gloo", help="gloo, mpi, or both (default: what is here)"
+        "--over",
+        default="gloo,mpi" if has_mpi else "gloo",
+        help="transports to time, as a list out of gloo and mpi (default: %(default)s, what is "
+        "installed)",
     )
-    parser.add_argument("--ranks", type=lambda s: [int(v) for v in s.split(",")], default=[2, 4])
     parser.add_argument(
-        "--sizes", type=lambda s: [parse_size(v) for v in s.split(",")], default=SIZES, help="like 4K,1M,256M"
+        "--ranks",
+        type=lambda s: [int(v) for v in s.split(",")],
+        default=[2, 4],
+        help="numbers of ranks to time with, as a list (default: 2,4)",
     )
-    parser.add_argument("--codecs", default="terngrad,onebit")
-    parser.add_argument("--threads", type=int, default=1, help="kernel threads a rank")
-    parser.add_argument("--repeat", type=int, default=40, help="repetitions at the small sizes; the median is shown")
-    parser.add_argument("--check", action="store_true", help="print pass or fail, exit status 1 when one fails")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
+    parser.add_argument(
+        "--sizes",
+        type=lambda s: [parse_size(v) for v in s.split(",")],
+        default=SIZES,
+        help="bytes of fp32 gradients, as a list such as 4K,1M,256M (default: ten sizes from 4K "
+        "to 256M)",
+    )
+    parser.add_argument(
+        "--codecs",
+        default="terngrad,onebit",
+        help="codecs to time, as a list out of terngrad and onebit (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="kernel threads of each rank (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=40,
+        help="repetitions at the small sizes, of which the median is shown (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="print pass or fail of what gradcomp promises; the exit status is 1 when one fails",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the measurements to this file",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the measurements into this file (PNG, SVG or PDF)",
+    )
     args = parser.parse_args(argv)
     args.over, args.codecs = args.over.split(","), args.codecs.split(",")
     if set(args.over) - {"gloo", "mpi"}:

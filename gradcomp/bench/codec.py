@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradcomp.arguments import Parser
 from gradcomp.bench.kernels import Case, cases
 from gradcomp.kernels import native
 
@@ -341,19 +342,27 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gradcomp.bench codec",
         description="Time every kernel beside memcpy in the same run; results are checked before they are timed.",
-        epilog="--check measures what gradcomp promises (64 Mi float32 elements, 1 and 2 threads) and prints pass or fail.",
+        epilog="--check measures what gradcomp promises: 64 Mi float32 elements, 1 and 2 threads.\n\n"
+        "example:\n  python -m gradcomp.bench codec --sizes 4194304 --dtypes float32,bfloat16 --threads 1,2",
     )
-    parser.add_argument("--sizes", type=lambda s: [int(v) for v in s.split(",")], default=[1 << 16, 1 << 22, 1 << 26])
-    parser.add_argument("--dtypes", type=lambda s: s.split(","), default=["float32"], help="float32,bfloat16,float16")
-    parser.add_argument("--tiers", default="all", help='"all" or names, comma-separated')
-    parser.add_argument("--threads", type=lambda s: [int(v) for v in s.split(",")], default=[1])
-    parser.add_argument("--repeat", type=int, default=9, help="repetitions; the median is shown")
-    parser.add_argument("--check", action="store_true", help="print pass or fail, exit status 1 when one fails")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
+    add = parser.add_argument
+    add("--sizes", type=lambda s: [int(v) for v in s.split(",")], default=[1 << 16, 1 << 22, 1 << 26],
+        help="elements of the tensors, as a list (default: 65536,4194304,67108864)")  # fmt: skip
+    add("--dtypes", type=lambda s: s.split(","), default=["float32"],
+        help="dtypes of the gradients, as a list out of float32, bfloat16, float16 (default: float32)")  # fmt: skip
+    add("--tiers", default="all",
+        help="kernel tiers to time, as a list, or all that this machine has (default: %(default)s)")  # fmt: skip
+    add("--threads", type=lambda s: [int(v) for v in s.split(",")], default=[1],
+        help="numbers of threads to time with, as a list (default: 1)")  # fmt: skip
+    add("--repeat", type=int, default=9,
+        help="repetitions of each measurement, of which the median is shown (default: %(default)s)")  # fmt: skip
+    add("--check", action="store_true",
+        help="print pass or fail of what gradcomp promises; the exit status is 1 when one fails")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write the measurements to this file")
+    add("--plot", type=Path, metavar="FILE", help="draw the measurements into this file (PNG, SVG or PDF)")
     args = parser.parse_args(argv)
     if set(args.dtypes) - DTYPES.keys():
         parser.error(f"unknown dtype; known are {','.join(DTYPES)}")

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 import gradcomp
+from gradcomp.arguments import Parser
 from gradcomp.bench.cluster import strategy_method
 from gradcomp.bench.data import ImageData, load
 from gradcomp.bench.models import LeNet
@@ -49,11 +50,12 @@ LINK = "1gbe"  # 1 Gbit/s, of the predicted step
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the demo."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gradcomp.bench demo",
         description="Train LeNet on real images under DistributedDataParallel, once per codec with the same seeds, steps "
         "and batches. Show test accuracy, bytes sent and the step time predicted for a 1 Gbit/s network.",
-        epilog="Examples:  demo --short        |  demo --data path/to/mnist --steps 600",
+        epilog="examples:\n  python -m gradcomp.bench demo --short\n"
+        "  python -m gradcomp.bench demo --data path/to/mnist --steps 600",
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the IDX files of MNIST or Fashion-MNIST, "
                         "plain or .gz (default: scikit-learn's digits, upsampled to 28x28)")  # fmt: skip

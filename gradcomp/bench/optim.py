@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradcomp.arguments import Parser
 from gradcomp.bench.codec import Memcpy, seconds, threads
 from gradcomp.codecs import TernGrad
 from gradcomp.kernels import HOST
@@ -322,17 +323,47 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gradcomp.bench optim",
         description="Time a step of every split optimizer beside torch's in the same run, and count bytes a weight.",
-        epilog="--check measures what gradcomp promises (64 Mi weights, 1 thread) and prints pass or FAIL; 5 GB of memory.",
+        epilog="--check measures what gradcomp promises: 64 Mi weights, 1 thread, 5 GB of memory.\n\n"
+        "example:\n  python -m gradcomp.bench optim --numel 4194304 --threads 2",
     )
-    parser.add_argument("--numel", type=int, default=1 << 26, help="weights (default 64 Mi)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=9, help="repetitions; medians are shown")
-    parser.add_argument("--check", action="store_true", help="print pass or FAIL, exit status 1 when one fails")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
+    parser.add_argument(
+        "--numel",
+        type=int,
+        default=1 << 26,
+        help="weights of the model (default: 67108864)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="threads of torch and of the kernels (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=9,
+        help="repetitions of each step, of which the median is shown (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="print pass or FAIL of what gradcomp promises; the exit status is 1 when one fails",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the measurements to this file",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the measurements into this file (PNG, SVG or PDF)",
+    )
     args = parser.parse_args(argv)
     if args.numel < LAMB_TENSORS or args.threads < 1 or args.repeat < 1:
         parser.error(f"numel must be at least {LAMB_TENSORS}, threads and repetitions at least 1")

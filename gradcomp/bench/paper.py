@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradcomp.arguments import Parser
 from gradcomp.bench.accuracy import run_and_show
 from gradcomp.bench.accuracy.run import Job
 from gradcomp.bench.accuracy.workloads import WORKLOADS
@@ -61,18 +62,50 @@ TABLES = {
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
     names = "\n".join(f"  {name:<16}{table.says}" for name, table in TABLES.items())
-    out = argparse.ArgumentParser(
+    out = Parser(
         prog="python -m gradcomp.bench paper",
         description=__doc__,
         epilog=f"tables:\n{names}\n\nexample:\n  python -m gradcomp.bench paper terngrad-lenet --data ../shared/data",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out.add_argument("table", choices=TABLES, help="see below")
-    out.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with mnist/, cifar10_jpeg.npz")
-    out.add_argument("--steps", type=int, metavar="N", help="of a run (the table's own)")
-    out.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each kind (3)")
-    out.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time, a core each (all)")
-    out.add_argument("--out", type=Path, metavar="DIR", help="runs.jsonl, TABLE.json and .png (paper-TABLE)")
+    out.add_argument(
+        "table",
+        choices=TABLES,
+        help="table to make again; the names are listed below",
+    )
+    out.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder with mnist/ and cifar10_jpeg.npz",
+    )
+    out.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps of each training (default: those of the table)",
+    )
+    out.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="trainings per method, with seeds 0 to N - 1 (default: %(default)s)",
+    )
+    out.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="trainings at a time, each on one core (default: the cores of this machine)",
+    )
+    out.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for runs.jsonl, TABLE.json and TABLE.png (default: paper-TABLE)",
+    )
     return out
 
 

@@ -13,22 +13,21 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from gradcomp.arguments import Parser, suggestion
+from gradcomp.arguments import suggestion
 from gradcomp.bench.cluster import measure_here
 from gradcomp.bench.cluster_validate import GOAL, describe
 from gradcomp.bench.cluster_validate import validate as compare
+from gradcomp.bench.plan_options import build_parser
 from gradcomp.bench.plan_question import Question, parse_stragglers
 from gradcomp.bench.plan_report import plot, print_prediction, to_dict
 from gradcomp.bench.ranks import RANK_ERRORS
-from gradcomp.plan.accuracy import TOLERANCES
-from gradcomp.plan.costs import METHODS, LocalSteps, Method
+from gradcomp.plan.costs import LocalSteps, Method
 from gradcomp.plan.links import Node, parse_link, parse_seconds
 from gradcomp.plan.models import find_model, load_shapes
 from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
@@ -42,124 +41,6 @@ FLOPS = 10e12
 CORES = 2.0
 REPEATS = 3  # measurements of the codecs
 UPDATE_S = 2e-10  # a value: five passes over fp32 memory (SGD with momentum) at 100 GB/s
-
-DESCRIPTION = """\
-Seconds of a training step over node counts for fp32, bf16, ternary and 1-bit gradients, and whether to compress.
-
-Times are written like 0.1ms or 50us, rates like 100mbit or 10gbit; named links have a latency of their own
-(wan, 1gbe, 10gbe, 25gbe, 100gbe, infiniband).
-"""
-EXAMPLES = """\
-examples:
-  VGG-16 on machines that compute 10 TFLOP/s, 1 Gbit/s Ethernet:
-    python -m gradcomp.plan --model vgg16 --link 1gbit --latency 0.1ms --nodes 1:64
-
-  the same with a measured 12 ms a sample and 30 ms an update (time your own training step on one node for these):
-    python -m gradcomp.plan --model vgg16 --link 1gbe --nodes 1:64 --frame-time 12ms --update-time 30ms
-
-  one's own model, from [[name, [dimensions]], ...]; a tenth of the nodes twice as slow, 5 % of jitter:
-    python -m gradcomp.plan --shapes shapes.json --link 10gbe --nodes 2,4,8 --jitter 0.05 --stragglers 0.1:2
-
-  only 1-bit against fp32, exchanged in halves as Seide et al. did, with a picture:
-    python -m gradcomp.plan --model bert --link 10gbe --nodes 1:256 --codec fp32,onebit --double-buffering --plot plan.png
-
-  recommended is only what keeps within 0.02 nats of fp32 under AdamW, as far as that was measured:
-    python -m gradcomp.plan --model gpt2 --link 1gbe --nodes 1:16 --optimizer adamw
-
-  nodes of 8 ranks that share a link of 25 Gbit/s: is averaging inside nodes first worth it?
-    python -m gradcomp.plan --model bert --link 25gbe --nodes 1:16 --ranks-per-node 8 --inside 100gbit
-
-  machines in different buildings: 30 steps on one's own, then an exchange that may be 5 steps late
-    python -m gradcomp.plan --model gpt2 --link 100mbit --latency 10ms --nodes 2:8 --codec fp32,terngrad --every 30 --delay 5
-
-  what this machine can do, with 2 ranks that measure at once; and how far predictions are off:
-    python -m gradcomp.plan --measure --ranks 2
-    python -m gradcomp.plan --validate
-"""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the command line of the planner."""
-    parser = Parser(
-        prog="python -m gradcomp.plan",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    what = parser.add_argument_group("what is trained")
-    what.add_argument(
-        "--model", metavar="NAME", help="LeNet, ResNet-50, VGG-16, BERT-base, GPT-2 small (default: resnet50)"
-    )
-    what.add_argument("--shapes", type=Path, metavar="FILE.json", help="one's own model: [[name, [dimensions]], ...]")
-    what.add_argument("--minibatch", type=float, metavar="N", help="samples a step, all nodes (default: 256)")
-    what.add_argument("--weak", action="store_true", help="--minibatch is each rank's (weak scaling)")
-    what.add_argument("--frame-time", metavar="TIME", help="forward and backward of a sample on one rank")
-    what.add_argument("--flops", type=float, metavar="F", help="instead: FLOP/s that a rank sustains (default: 1e13)")
-    what.add_argument("--update-time", metavar="TIME", help="of a model update (default: 0.2 ns a value)")
-    what.add_argument(
-        "--post-time", metavar="TIME", help="of work on gradients that nodes share, such as AdaGrad (default: 0)"
-    )
-    what.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="adamw, sgd, lamb, ...: leave out codecs that were measured to lose accuracy under it, or were not measured "
-        "(default: seconds alone decide, losses are shown)",
-    )
-    what.add_argument(
-        "--by-seconds",
-        action="store_true",
-        help="without --optimizer, recommend the fastest codec, whatever accuracy it loses (--codec does the same for the "
-        "codecs it names); by default only what is safe for every optimizer is recommended",
-    )
-    what.add_argument(
-        "--tolerance", type=float, metavar="NATS", help=f"the most that may be lost (default: {TOLERANCES['nats']})"
-    )
-    what.add_argument(
-        "--tolerance-points",
-        type=float,
-        metavar="POINTS",
-        help=f"where test accuracy was measured, as under SGD (default: {TOLERANCES['points']})",
-    )
-    what.add_argument("--bucket-cap-mb", type=float, metavar="MIB", help="DDP's option (default: DDP's, 1 and then 25)")
-    where = parser.add_argument_group("where")
-    where.add_argument("--link", metavar="RATE", help="of every node, or a name (default: 1gbe)")
-    where.add_argument("--latency", metavar="TIME", help="of a message (default: a named link's, else 0)")
-    where.add_argument(
-        "--ranks-per-node", type=int, default=1, metavar="L", help="that share a node's link; then hierarchical exchanges are in the table (1)"
-    )
-    where.add_argument("--inside", metavar="RATE", help="of a rank to others of its node (default: takes no time)")
-    where.add_argument("--nodes", metavar="A:B", help="doubling from A to B (default: 1:64); A:B:STEP; or a list 2,4,6")
-    where.add_argument("--cores", type=float, help="of a rank; below 2 codecs share backward's (default: 2, or measured)")
-    where.add_argument(
-        "--jitter", type=float, default=0.0, metavar="SIGMA", help="of a node's computing time, lognormal"
-    )
-    where.add_argument("--stragglers", metavar="SHARE:FACTOR", help="0.1:2: a tenth of the nodes takes twice as long")
-    where.add_argument("--seed", type=int, default=0, help="of the jitter (default: 0)")
-    how = parser.add_argument_group("how gradients are exchanged")
-    how.add_argument("--codec", metavar="A,B", help=f"of {', '.join(dict.fromkeys(m.name.split()[0] for m in METHODS))} (default: all)")
-    how.add_argument("--every", type=int, metavar="H", help="also after H steps on one's own (gradcomp.DiLoCo); a step is then an H-th of both")
-    how.add_argument("--fragments", type=int, default=1, metavar="K", help="with --every: parts of the model that take turns (1)")
-    how.add_argument("--delay", type=int, default=0, metavar="D", help="with --every: steps that go on while a part is exchanged (0)")
-    how.add_argument("--exchange", metavar="A,B", help="of all_reduce, all_gather, reduce_scatter, hierarchical (default: all)")
-    how.add_argument(
-        "--double-buffering", action="store_true", help="exchange half a minibatch while computing the other"
-    )
-    how.add_argument(
-        "--rates", type=Path, metavar="FILE", help="CPU seconds of codecs, from --json; default: measured here"
-    )
-    out = parser.add_argument_group("what is written")
-    out.add_argument("--json", type=Path, metavar="FILE", help="every number")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="seconds a step over nodes (PNG, SVG or PDF)")
-    cluster = parser.add_argument_group("on the cluster at hand")
-    cluster.add_argument(
-        "--measure", action="store_true", help="take times, codec rates and links from the ranks at hand"
-    )
-    cluster.add_argument(
-        "--adagrad", action="store_true", help="with --measure: owners apply AdaGrad, its measured time is --post-time"
-    )
-    cluster.add_argument("--validate", action="store_true", help="compare predicted with measured steps, here")
-    cluster.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine for --measure")
-    return parser
 
 
 def understand(args: argparse.Namespace) -> Question:

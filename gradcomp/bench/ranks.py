@@ -53,14 +53,25 @@ def warm_context(*modules: str) -> Any:
 
 
 def _start_server() -> None:
-    """Start the server with interrupts blocked: it ignores them, but not before it has imported all."""
+    """Start the server with interrupts blocked: it ignores them, but not before it has imported all.
+
+    An interrupt of this program meanwhile comes when the server is known, so that `_end_server` can end it.
+    """
+    atexit.register(_end_server)
     resource_tracker.ensure_running()  # which would unblock them
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    # torch's threads do not have the mask, and what one of them receives Python raises in this thread
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    atexit.register(_end_server)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _end_server() -> None:

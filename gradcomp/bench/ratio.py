@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 import gradcomp.ddp
+from gradcomp.arguments import Parser
 from gradcomp.bench.models import LeNet
 from gradcomp.bench.palette import color_of
 from gradcomp.bench.ranks import RANK_ERRORS, Emit, run_ranks
@@ -100,20 +101,41 @@ class Check:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the benchmark."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gradcomp.bench ratio",
         description="Bytes sent by each rank in a training step against an fp32 ring all_reduce: headers, scales, padding and "
         "the scale round included, rank 0, DDP's default buckets.",
+        epilog="example:\n  python -m gradcomp.bench ratio --models LeNet,ResNet-50 --plot ratio.png",
     )
-    parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw ratio against ranks (PNG, SVG or PDF)")
-    parser.add_argument("--check", action="store_true", help="print pass or fail of the promised ratios; 1 if one fails")
+    parser.add_argument(
+        "--models",
+        default=",".join(MODELS),
+        metavar="A,B",
+        help="models to count bytes of, as a list (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write every number to this file",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the ratio against the number of ranks into this file (PNG, SVG or PDF)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="print pass or fail of the promised ratios; the exit status is 1 when one fails",
+    )
     parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="train LeNet for a few steps over gloo and require the same bytes (default: yes, some seconds)",
+        help="train LeNet for some steps over gloo and require the same bytes (default: yes; it "
+        "takes seconds)",
     )
     return parser
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gradcomp.arguments import Parser
 from gradcomp.plan.costs import LocalSteps
 from gradcomp.plan.links import parse_seconds
 from gradcomp.plan.tolerance import check_optimizer
@@ -32,7 +33,7 @@ command line that is not understood. Notes do not change it.
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gradcomp.doctor",
         description="Find out what is wrong with these ranks, their machines and their network, in ten seconds, and what to do about it.",
         epilog=EPILOG,
@@ -40,20 +41,93 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     how = parser.add_argument_group("how it looks")
-    how.add_argument("--seconds", type=_positive, default=10.0, metavar="S", help="for everything, once all ranks are there (10)")
-    how.add_argument("--wait", type=_positive, default=20.0, metavar="S", help="longest wait for ranks to come; who does not is named (20)")
-    how.add_argument("--over", choices=("auto", "gloo", "mpi"), default="auto", help="what moves bytes: MPI if an MPI started these ranks, else gloo (auto)")
-    how.add_argument("--json", metavar="FILE", help="every number, to a file or to the standard output (-), in place of the text then")
-    how.add_argument("--plain", action="store_true", help="no colours, even on a terminal and where rich is installed")
+    how.add_argument(
+        "--seconds",
+        type=_positive,
+        default=10.0,
+        metavar="S",
+        help="longest time for all checks once all ranks have come, in seconds (default: 10)",
+    )
+    how.add_argument(
+        "--wait",
+        type=_positive,
+        default=20.0,
+        metavar="S",
+        help="longest wait for ranks to come, in seconds; those that do not are named (default: "
+        "20)",
+    )
+    how.add_argument(
+        "--over",
+        choices=("auto", "gloo", "mpi"),
+        default="auto",
+        help="transport to check: gloo, mpi, or auto, which is MPI if an MPI started these ranks "
+        "and gloo otherwise (default: auto)",
+    )
+    how.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write every number to this file, or to the standard output (-) in place of the text",
+    )
+    how.add_argument(
+        "--plain",
+        action="store_true",
+        help="use no colours, even on a terminal where rich is installed",
+    )
     what = parser.add_argument_group("your training, for the recommendation")
-    what.add_argument("--parameters", type=_count, default=25e6, metavar="N", help="of the model, such as 124e6 or 124M (25e6)")
-    what.add_argument("--compute", type=_duration, default=0.1, metavar="SECONDS", help="forward and backward of a step on one rank (0.1)")
-    what.add_argument("--optimizer", type=_optimizer, default="adamw", metavar="NAME", help="adamw, sgd, ...: what loses accuracy under it is not recommended (adamw)")
-    what.add_argument("--tolerance", type=_tolerance, default=None, metavar="NATS", help="the most that may be lost (0.01)")
-    what.add_argument("--every", type=_steps, default=None, metavar="H", help="consider H steps on one's own between exchanges, too (gradcomp.DiLoCo)")
+    what.add_argument(
+        "--parameters",
+        type=_count,
+        default=25e6,
+        metavar="N",
+        help="number of parameters of your model, such as 124e6 or 124M (default: 25e6)",
+    )
+    what.add_argument(
+        "--compute",
+        type=_duration,
+        default=0.1,
+        metavar="SECONDS",
+        help="seconds of forward and backward of a step on one rank (default: 0.1)",
+    )
+    what.add_argument(
+        "--optimizer",
+        type=_optimizer,
+        default="adamw",
+        metavar="NAME",
+        help="optimizer of your training, such as adamw or sgd; codecs that lose accuracy under "
+        "it are not recommended (default: adamw)",
+    )
+    what.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=None,
+        metavar="NATS",
+        help="largest loss over fp32 that is accepted, in nats (default: 0.01)",
+    )
+    what.add_argument(
+        "--every",
+        type=_steps,
+        default=None,
+        metavar="H",
+        help="also consider exchanges after H local steps (gradcomp.DiLoCo) (default: exchange "
+        "at every step)",
+    )
     limits = parser.add_argument_group("the timeouts that your script sets")
-    limits.add_argument("--timeout", type=_positive, default=None, metavar="S", help="timeout_s of register or of the communicator (default: the library's)")
-    limits.add_argument("--torch-timeout", type=_positive, default=None, metavar="S", help="timeout of init_process_group (default: torch's, 1800)")
+    limits.add_argument(
+        "--timeout",
+        type=_positive,
+        default=None,
+        metavar="S",
+        help="timeout_s that your script gives to register or to the communicator, in seconds "
+        "(default: that of the library)",
+    )
+    limits.add_argument(
+        "--torch-timeout",
+        type=_positive,
+        default=None,
+        metavar="S",
+        help="timeout that your script gives to init_process_group, in seconds (default: that of "
+        "torch, 1800)",
+    )
     return parser
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gradcomp.arguments import Parser
 from gradcomp.bench.about import about
 from gradcomp.bench.accuracy.methods import METHODS, PRESETS, parse
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
@@ -48,35 +49,96 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    out = argparse.ArgumentParser(
+    out = Parser(
         prog="python -m gradcomp.bench accuracy",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out.add_argument(
-        "--data", type=Path, required=True, help="folder with prose.txt.gz, fashion-mnist/, cifar10_jpeg.npz"
-    )
-    out.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["gpt-1m"], help="what to train (gpt-1m)")
-    out.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adamw"], help="(adamw)")
-    out.add_argument(
-        "--methods", nargs="+", default=list(METHODS), metavar="METHOD", help="see below (all, without options)"
-    )
-    out.add_argument("--workers", nargs="+", type=int, default=[4], metavar="N", help="workers that average (4)")
-    out.add_argument("--steps", type=int, metavar="N", help="of a run (the workload's own)")
-    out.add_argument("--batch", type=int, default=0, metavar="N", help="samples of a worker's minibatch (the workload's own)")
-    out.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each kind (3)")
-    out.add_argument(
-        "--factors", nargs="+", type=float, default=[1.0], metavar="X", help="of the workload's rate for fp32 (1)"
+        "--data",
+        type=Path,
+        required=True,
+        help="folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz",
     )
     out.add_argument(
-        "--within", type=float, default=WITHIN, metavar="X", help=f"what the largest H of local steps that is printed may cost, beside fp32 every step ({WITHIN})"
+        "--workloads",
+        nargs="+",
+        choices=WORKLOADS,
+        default=["gpt-1m"],
+        help="models and data to train (default: gpt-1m)",
     )
     out.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time, a core each (all)"
+        "--optimizers",
+        nargs="+",
+        choices=OPTIMIZERS,
+        default=["adamw"],
+        help="optimizers to train with (default: adamw)",
     )
     out.add_argument(
-        "--out", type=Path, default=Path("accuracy"), metavar="DIR", help="runs.jsonl, accuracy.json and .png"
+        "--methods",
+        nargs="+",
+        default=list(METHODS),
+        metavar="METHOD",
+        help="ways of exchanging gradients, listed below (default: all, without options)",
+    )
+    out.add_argument(
+        "--workers",
+        nargs="+",
+        type=int,
+        default=[4],
+        metavar="N",
+        help="numbers of workers that average their gradients (default: 4)",
+    )
+    out.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps of each training (default: those of the workload)",
+    )
+    out.add_argument(
+        "--batch",
+        type=int,
+        default=0,
+        metavar="N",
+        help="samples in the minibatch of each worker (default: those of the workload)",
+    )
+    out.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="trainings per method, with seeds 0 to N - 1 (default: %(default)s)",
+    )
+    out.add_argument(
+        "--factors",
+        nargs="+",
+        type=float,
+        default=[1.0],
+        metavar="X",
+        help="factors of the learning rate that is best for fp32 in the workload (default: 1)",
+    )
+    out.add_argument(
+        "--within",
+        type=float,
+        default=WITHIN,
+        metavar="X",
+        help="largest loss over fp32 at every step, in nats or points, for which the largest "
+        f"number of local steps is printed (default: {WITHIN})",
+    )
+    out.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="trainings at a time, each on one core (default: the cores of this machine)",
+    )
+    out.add_argument(
+        "--out",
+        type=Path,
+        default=Path("accuracy"),
+        metavar="DIR",
+        help="folder for runs.jsonl, accuracy.json and accuracy.png (default: %(default)s)",
     )
     return out
 

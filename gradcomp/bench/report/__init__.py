@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradcomp.arguments import Parser
 from gradcomp.bench.report import pictures
 from gradcomp.bench.report.beside import write_beside
 from gradcomp.bench.train.report import cells_of, number
@@ -32,15 +33,29 @@ figure { margin: 1.5rem 0; background: #fff; border-radius: 6px; overflow-x: aut
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    out = argparse.ArgumentParser(
+    out = Parser(
         prog="python -m gradcomp.bench report",
         description=__doc__,
         epilog="example:\n  python -m gradcomp.bench train --link 100mbit 1gbit --json results/mlp.json && python -m gradcomp.bench report results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out.add_argument("folder", type=Path, metavar="FOLDER", help="with .json files of `bench train` and `bench accuracy`")
-    out.add_argument("--out", type=Path, metavar="FILE", help="(FOLDER/report.html)")
-    out.add_argument("--beside", action="store_true", help="write each file's rows as NAME.csv and its picture as NAME.png, too")
+    out.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with JSON files of bench train and bench accuracy",
+    )
+    out.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file to write the page to (default: FOLDER/report.html)",
+    )
+    out.add_argument(
+        "--beside",
+        action="store_true",
+        help="also write the rows of each file as NAME.csv and its picture as NAME.png",
+    )
     return out
 
 

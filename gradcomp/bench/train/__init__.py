@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from gradcomp.arguments import Parser
 from gradcomp.bench.about import about
 from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
 from gradcomp.bench.accuracy.workloads import Workload
@@ -82,34 +83,127 @@ class Case:
 
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    out = argparse.ArgumentParser(
+    out = Parser(
         prog="python -m gradcomp.bench train",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out.add_argument("--hosts", type=int, nargs="+", default=[2], metavar="N", help="to make on this machine (2), several in turn; 0: loopback")
-    out.add_argument("--ranks", type=int, default=2, metavar="N", help="with --hosts 0 (2)")
     out.add_argument(
-        "--link", nargs="+", default=["1gbit"], metavar="RATE", help="of every host: 100mbit, 1gbit, 10gbit, or none (1gbit); several in turn"
+        "--hosts",
+        type=int,
+        nargs="+",
+        default=[2],
+        metavar="N",
+        help="numbers of hosts to make on this machine, measured in turn; 0 stands for loopback "
+        "(default: 2)",
     )
     out.add_argument(
-        "--over", choices=("gloo", "mpi"), default="gloo",
-        help="what codecs' bytes go through: gloo, or the MPI of this interpreter's mpi4py, whose mpiexec then starts the ranks (gloo)",
-    )  # fmt: skip
-    out.add_argument("--latency", metavar="TIME", help="of a link, such as 1ms; where the kernel has netem")
-    out.add_argument("--workload", default="mlp", metavar="NAME", help="see below (mlp)")
-    out.add_argument("--data", type=Path, default=Path(), metavar="DIR", help="folder with prose.txt.gz, fashion-mnist/, cifar10_jpeg.npz")
-    out.add_argument("--optimizer", choices=OPTIMIZERS, help="(sgd for images and mlp, adamw for text)")
-    out.add_argument("--methods", nargs="+", default=list(methods.DEFAULT), metavar="METHOD", help="see below (%(default)s)")
-    out.add_argument("--steps", type=int, default=30, metavar="N", help="of a run (30)")
-    out.add_argument("--batch", type=int, metavar="N", help="samples of a rank's minibatch (the workload's own)")
-    out.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (0)")
-    out.add_argument("--curve", action="store_true", help="test now and then, and at the end: accuracy or loss in the table")
-    out.add_argument("--points", type=int, default=10, metavar="N", help="tests of --curve and --target, the last at the end (10)")
-    out.add_argument("--target", type=float, metavar="X", help="accuracy or loss whose time is wanted; with --curve's tests")
-    out.add_argument("--hang", type=float, default=60.0, metavar="S", help="silence after which a method counts as hung (60)")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write every number, a row as soon as it is there")
+        "--ranks",
+        type=int,
+        default=2,
+        metavar="N",
+        help="ranks to start with --hosts 0 (default: %(default)s)",
+    )
+    out.add_argument(
+        "--link",
+        nargs="+",
+        default=["1gbit"],
+        metavar="RATE",
+        help="rates of the link of every host, measured in turn: 100mbit, 1gbit, 10gbit, or none "
+        "for no limit (default: 1gbit)",
+    )
+    out.add_argument(
+        "--over",
+        choices=("gloo", "mpi"),
+        default="gloo",
+        help="transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec then "
+        "starts the ranks (default: %(default)s)",
+    )
+    out.add_argument(
+        "--latency",
+        metavar="TIME",
+        help="latency of every link, such as 1ms, where the kernel has netem (default: none "
+        "added)",
+    )
+    out.add_argument(
+        "--workload",
+        default="mlp",
+        metavar="NAME",
+        help="model and data to train, listed below (default: %(default)s)",
+    )
+    out.add_argument(
+        "--data",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder with prose.txt.gz, fashion-mnist/ and cifar10_jpeg.npz (default: this one)",
+    )
+    out.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help="optimizer to train with (default: sgd for images and mlp, adamw for text)",
+    )
+    out.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(methods.DEFAULT),
+        metavar="METHOD",
+        help="ways of exchanging gradients, listed below (default: %(default)s)",
+    )
+    out.add_argument(
+        "--steps",
+        type=int,
+        default=30,
+        metavar="N",
+        help="optimizer steps of each training (default: %(default)s)",
+    )
+    out.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="samples in the minibatch of each rank (default: those of the workload)",
+    )
+    out.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of weights and data (default: %(default)s)",
+    )
+    out.add_argument(
+        "--curve",
+        action="store_true",
+        help="test now and then and at the end, and show accuracy or loss in the table",
+    )
+    out.add_argument(
+        "--points",
+        type=int,
+        default=10,
+        metavar="N",
+        help="tests during a training with --curve or --target, the last one at the end "
+        "(default: %(default)s)",
+    )
+    out.add_argument(
+        "--target",
+        type=float,
+        metavar="X",
+        help="accuracy or loss for which the seconds until it is reached are shown (default: "
+        "none)",
+    )
+    out.add_argument(
+        "--hang",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds of silence after which a method counts as hung (default: %(default)g)",
+    )
+    out.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write every number to this file, each row as soon as it is measured",
+    )
     return out
 
 
