@@ -22,7 +22,7 @@ from gradcomp.bench.models import LeNet
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train LeNet under torchrun with compressed gradients.")
-    parser.add_argument("--codec", default="ternary", choices=["none", "ternary", "onebit"])
+    parser.add_argument("--codec", default="ternary", choices=["none", "ternary", "terngrad", "onebit"])
     parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)

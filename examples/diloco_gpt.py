@@ -48,7 +48,7 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a byte GPT with local steps and packed exchanges.")
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="plain or .gz (default: Python's own library)")
-    parser.add_argument("--codec", default="ternary", choices=["identity", "ternary", "block2", "block4", "onebit"])
+    parser.add_argument("--codec", default="ternary", choices=["identity", "ternary", "terngrad", "block2", "block4", "onebit"])
     parser.add_argument("--sync-every", type=int, default=30, metavar="H", help="steps between exchanges (30)")
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model that take turns (1)")
     parser.add_argument("--delay", type=int, default=0, help="steps that go on during an exchange (0)")

@@ -20,7 +20,7 @@ from gradcomp.bench.models import LeNet
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train LeNet under mpirun with compressed gradients.")
-    parser.add_argument("--codec", default="ternary", choices=["fp32", "ternary", "onebit"])
+    parser.add_argument("--codec", default="ternary", choices=["fp32", "ternary", "terngrad", "onebit"])
     parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)

@@ -27,7 +27,7 @@ from gradcomp.comm import TorchCommunicator
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train LeNet under torchrun, tensor-parallel by data-parallel.")
-    parser.add_argument("--codec", default="onebit", choices=["onebit", "ternary"])
+    parser.add_argument("--codec", default="onebit", choices=["onebit", "ternary", "terngrad"])
     parser.add_argument("--tensor-parallel", type=int, default=2, metavar="N", help="ranks that share a layer (2)")
     parser.add_argument(
         "--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)"

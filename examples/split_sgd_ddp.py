@@ -26,7 +26,7 @@ from gradcomp.optim import SplitSGD, fp32_state_dict, split_parameters
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train LeNet under torchrun with split weights and packed gradients.")
     parser.add_argument("--weights", default="split", choices=["split", "bf16", "fp32"])
-    parser.add_argument("--codec", default="ternary", choices=["none", "ternary", "onebit"])
+    parser.add_argument("--codec", default="ternary", choices=["none", "ternary", "terngrad", "onebit"])
     parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradcomp.codecs import Codec, resolve
 from gradcomp.codecs.checks import check_tensor
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.agree import agree
+from gradcomp.exchange.agree import agree
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.routes import Route, make_route
@@ -19,26 +19,26 @@ from gradcomp.exchange.sizing import EXCHANGES, Strategy, choose
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.parts import STEPS
 from gradcomp.memory.residuals import Feedback
-from gradcomp.payload import fingerprint, wire
+from gradcomp.payload import wire
+from gradcomp.payload.fingerprint import Record
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.pieces import Slot
 from gradcomp.payload.rng import check_uint32
 
 MOST_EXCHANGES = 16  # kept with their buffers for each (communicator, key)
-MOST_AGREED = 1024  # kinds of tensor of a (communicator, key) that ranks need not compare again
+MOST_ROUTES = 1024  # kept for each (communicator, key)
 
 
 class _Call:
     """What `all_reduce` keeps between calls for one (communicator, key): step counter and buffers.
 
-    What was agreed on is forgotten in the order in which it came, which is the same on every rank; buffers are each rank's own
-    affair, and those that were used longest ago go first.
+    Of each kind of tensor there are a route and buffers; those that were used longest ago go first.
     """
 
     def __init__(self, comm: Communicator, key: int) -> None:
         self.lease = comm.lease(f"all_reduce(key={key})")
         self.step = 0
-        self.agreed: OrderedDict[Any, Route] = OrderedDict()
+        self.routes: OrderedDict[Any, Route] = OrderedDict()
         self.exchanges: OrderedDict[Any, BucketExchange] = OrderedDict()
 
     def forget(self, exchange: BucketExchange) -> None:
@@ -109,12 +109,12 @@ def all_reduce(
         return tensor
     what = (tensor.shape, order, tensor.dtype, repr(codec), exchange, feedback is not None)
     with call.lease:
-        route = call.agreed.get(what)
+        route = call.routes.get(what)
         if route is None:
-            route = make_route(codec, call.lease, exchange)
-            _agree(call.lease, tensor, codec, route.strategy, key, now, feedback is not None, timeout_s)
-            call.agreed[what] = route
-            _shorten(call.agreed, MOST_AGREED)
+            route = call.routes[what] = make_route(codec, call.lease, exchange)
+            _shorten(call.routes, MOST_ROUTES)
+        # at every call: gloo ends the process where another rank sends as many bytes as another tensor has
+        _agree(call.lease, tensor, codec, route.strategy, key, now, feedback is not None, timeout_s)
         owner = None
         if feedback is not None:
             if owners_feed_back(route.strategy.second_phase, codec):
@@ -192,16 +192,23 @@ def _agree(
     timeout_s: float,
 ) -> None:
     """Compare what the ranks are about to average; PeerMismatch on every rank if they differ."""
-    mine = fingerprint.record(
-        wire_version=wire.VERSION,
-        codec=codec.name,
-        codec_options=(codec.options(), feedback),
-        exchange=strategy.exchange,
-        second_phase=strategy.second_phase,
-        dtype=tensor.dtype,
-        numel=tensor.numel(),
-        layout=(key, tuple(tensor.shape), storage_order(tensor.shape, tensor.stride())),
-        step=step,
-        world_size=comm.world_size,
-    )
-    agree(comm, mine, 0, timeout_s, called=f"all_reduce(key={key})")
+    order = storage_order(tensor.shape, tensor.stride())
+    values = {
+        "wire_version": wire.VERSION,
+        "codec": codec.name,
+        "codec_options": (codec.options(), feedback),
+        "exchange": strategy.exchange,
+        "second_phase": strategy.second_phase,
+        "dtype": tensor.dtype,
+        "numel": tensor.numel(),
+        "layout": (key, tuple(tensor.shape), order),
+        "step": step,
+        "world_size": comm.world_size,
+    }
+    words = {
+        "codec": repr(codec),
+        "codec_options": f"{codec!r}, {'with' if feedback else 'without'} feedback",
+        "numel": f"{tensor.numel()} values (key={key}, shape {tuple(tensor.shape)})",
+        "layout": f"key={key}, shape {tuple(tensor.shape)}{f', memory order {order}' if order else ''}",
+    }
+    agree(comm, Record(values, words), timeout_s, bucket=0, called=f"all_reduce(key={key})")

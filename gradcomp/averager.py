@@ -20,7 +20,7 @@ from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.memory.momentum import Momentum
 from gradcomp.plan.advice import settle, warning_of
 
@@ -226,18 +226,26 @@ class GradientAverager(Controls):
             return
         self._compared = True
         sources = [source for source in self._sources if source.trained]
-        settings = {
-            "codec": engine.codec.name,
-            "codec_options": engine.codec.options(),
-            "exchange": engine.layouts.strategy.exchange,
-        }
+        named = [(f"parameter {source.name}", source.like) for source in sources]
+        codec = engine.codec
+        settings = {"codec": codec.name, "codec_options": codec.options(), "exchange": engine.layouts.strategy.exchange}
         try:
             with engine.comm:
-                sent = replicas.compare_first(engine.comm, sources, settings, engine.timeout_s)
+                engine.stats.setup_bytes += replicas.compare(
+                    engine.comm,
+                    named,
+                    engine.timeout_s,
+                    called="average()",
+                    phase="fingerprint",
+                    settings=settings,
+                    words={"codec": repr(codec), "codec_options": repr(codec)},
+                    shards=[source.shard for source in sources],
+                )
         except GradcompError as error:
+            if isinstance(error, PeerMismatch) and error.field == "layout":
+                return  # the first bucket's fingerprint tells more of it, or lets names differ
             engine.pipeline.fail(error)
             raise
-        engine.stats.setup_bytes += sent
 
     def _check_gradients(self) -> None:
         """Raise unless every gradient can be averaged."""

@@ -24,7 +24,7 @@ from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerLost, UnsupportedTensor
 from gradcomp.memory.momentum import Momentum
 from gradcomp.optim import SplitOptimizer
-from gradcomp.optim.fused import FusedGradients, replicated, state_digest, why_not_fused
+from gradcomp.optim.fused import FusedGradients, agree_on_optimizer, replicated, why_not_fused
 from gradcomp.payload.order import storage_order, storage_view
 from gradcomp.plan.advice import settle, warning_of
 
@@ -126,7 +126,7 @@ class CompressionState(Controls):
         engine.layouts.keeps_packed = optimizer is not None and not self._not_fused
         if isinstance(optimizer, SplitOptimizer):
             engine.replicated = lambda: replicated(optimizer, engine)
-            engine.agree_on(optimizer=(type(optimizer).__name__, self._not_fused, state_digest(optimizer, engine)))
+            agree_on_optimizer(optimizer, engine, self._not_fused)
         return FusedGradients(engine, optimizer) if engine.layouts.keeps_packed else None
 
     def describe(self) -> str:

@@ -51,23 +51,26 @@ class PeerMismatch(GradcompError):
 
     Attributes:
         field: name of the first setting that differs.
-        rank: the first rank that differs from rank 0 (or from this rank, for a payload header).
-        expected: the value here (of rank 0, for a fingerprint).
+        rank: the first rank that differs from rank ``first``.
+        expected: the value on rank ``first``.
         got: the value on ``rank``.
+        first: rank 0, or this rank for a payload header; None: this rank, whichever it is.
     """
 
-    def __init__(self, field: str, rank: int, expected: object, got: object) -> None:
+    def __init__(self, field: str, rank: int, expected: object, got: object, first: int | None = 0) -> None:
+        whose = "this rank" if first is None else f"rank {first}"
         super().__init__(
-            f"rank {rank} differs in {field!r}: {got} there, {expected} expected; "
+            f"{field}: {whose} has {expected}, rank {rank} has {got}; "
             "give every rank the same model, codec and gradcomp options"
         )
         self.field = field
         self.rank = rank
         self.expected = expected
         self.got = got
+        self.first = first
 
-    def __reduce__(self) -> tuple[type[PeerMismatch], tuple[str, int, object, object]]:
-        return type(self), (self.field, self.rank, self.expected, self.got)
+    def __reduce__(self) -> tuple[type[PeerMismatch], tuple[str, int, object, object, int | None]]:
+        return type(self), (self.field, self.rank, self.expected, self.got, self.first)
 
 
 class PeerLost(GradcompError):

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -34,7 +35,8 @@ from_here = False  # whether forks are this process's own, with what was changed
 
 def start(function, *args):
     """Run function(*args) in a new process, which imports the function by name; return its id."""
-    request = pickle.dumps((sys.path, os.getcwd(), pickle.dumps((function, args))))
+    key = bytes(multiprocessing.current_process().authkey)  # tensors that are sent back ask for it
+    request = pickle.dumps((key, sys.path, os.getcwd(), pickle.dumps((function, args))))
     if from_here:
         return os.fork() or run(request)
     with Client(address()) as server:
@@ -62,7 +64,8 @@ def run(request):
     """Be the fork that was asked for; does not return."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        sys.path[:], folder, call = pickle.loads(request)
+        key, sys.path[:], folder, call = pickle.loads(request)
+        multiprocessing.current_process().authkey = key
         os.chdir(folder)
         function, args = pickle.loads(call)
         function(*args)

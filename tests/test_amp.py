@@ -31,6 +31,7 @@ from gradcomp import (
 )
 from gradcomp.amp import DynamicLossScaler, DynamicLossScalingUpdater
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
+from gradcomp.exchange.agree import gather
 
 INF, NAN = math.inf, math.nan
 REDUCED = 1e-6  # relative: sums in float32, in an order that the library chooses
@@ -862,7 +863,7 @@ def disagree(comm, what):
     optimizer = with_gradients(torch.full((3,), 8.0))
     scaler.scale(torch.ones(()))
     if what == "call" and comm.rank == 1:
-        comm.all_gather_bytes(bytes(24), 30)
+        gather(comm, bytes(24), "most", 30, called="most()")
         return None
     try:
         scaler.unscale_(optimizer)

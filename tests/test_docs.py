@@ -380,7 +380,8 @@ def test_error_page_has_every_class_check_field_and_phase():
     source = "".join(p.read_text() for p in (ROOT / "gradcomp").rglob("*.py"))
     raised = re.findall(r"CorruptPayload\(\s*\"(\w+)\"", source)
     phases = re.findall(r"_wait\(\"(\w+)\"", source) + re.findall(r"\bgather\([^\"]*\"(\w+)\"", source)
-    phases += re.findall(r"peers_answer\(\"(\w+)\"", source)
+    phases += re.findall(r"peers_answer\(\"(\w+)\"", source) + re.findall(r"\bphase(?:: str = |=)\"(\w+)\"", source)
+    phases += re.findall(r"\b_compare\([^\"]*\"(\w+)\"", source)
     assert len(raised) > 8 and len(set(phases)) == 13
     for word in [*checks, *raised, *fields, *fingerprint.FIELDS, *phases]:
         assert mentions(ERRORS, word), word

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import io
 import pickle
+import re
+import time
 import warnings
 import weakref
 
@@ -14,11 +16,14 @@ from _held import descriptors, steady
 from _ranks import run_local
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import profile
 
 import gradcomp
 import gradcomp.ddp
+import gradcomp.fsdp
+import gradcomp.onebit_sgd
 from gradcomp import (
     Feedback,
     GradcompError,
@@ -30,7 +35,10 @@ from gradcomp import (
     UnsupportedTensor,
 )
 from gradcomp.comm import LocalCommunicator, TorchCommunicator
+from gradcomp.comm.base import Channel
+from gradcomp.exchange.agree import agree
 from gradcomp.optim import SplitSGD, split_parameters
+from gradcomp.payload import fingerprint
 
 
 def small_model(seed=0):
@@ -507,3 +515,137 @@ def does_something_else(comm, what):
 def test_a_call_that_the_other_ranks_do_not_make_is_named(what, called):
     with pytest.raises(PeerLost, match=f"every rank has to call {called}"):
         run_local(2, does_something_else, what)
+
+
+def told(call):
+    """Return what a rank is told of a mismatch."""
+    try:
+        call()
+    except PeerMismatch as error:
+        return error.field, error.rank, str(error)
+    return None
+
+
+def other_calls(what):
+    rank, model = dist.get_rank(), copy.deepcopy(MODEL)
+    comm = TorchCommunicator(timeout_s=20) if what != "compress" else None
+    shards = fully_shard(copy.deepcopy(MODEL)) if what == "compress" else None
+    if what == "check_replicas":
+        model = model if rank else model[:3]
+        averager = GradientAverager(model, "terngrad", comm)
+        return told(averager.check_replicas)
+    if what == "all_reduce":
+        for key, numel in enumerate((100, 70_000)):
+            gradcomp.all_reduce(torch.ones(numel), "terngrad", comm, key=key)
+        key, numel = ((0, 100), (1, 70_000))[rank]
+        return told(lambda: gradcomp.all_reduce(torch.ones(numel), "terngrad", comm, key=key))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if rank == 0:
+        return told(lambda: gradcomp.DiLoCo(model, optimizer, "terngrad", comm, sync_every=4, timeout_s=20))
+    if what == "average":
+        return told(GradientAverager(model, "terngrad", comm).average)
+    return told(lambda: gradcomp.fsdp.compress(shards, "terngrad", timeout_s=20))
+
+
+@pytest.mark.parametrize(("what", "field", "said"), [
+    ("check_replicas", "layout", r"rank 0 has .*2.bias \(32,\) float32, rank 1 has .*; parameter 3.weight \(4, 32\) float32"),
+    ("all_reduce", "numel", r"rank 0 has 100 values \(key=0, .*rank 1 has 70000 values \(key=1, "),
+    ("average", "call", r"rank 0 has DiLoCo, rank 1 has average\(\)"),
+    ("compress", "call", r"rank 0 has DiLoCo, rank 1 has gradcomp.fsdp.compress"),
+])  # fmt: skip
+def test_ranks_that_do_other_things_are_told_and_live(gloo, what, field, said):
+    """gloo ended the process of the rank that had less to send (SIGABRT): the others got PeerLost."""
+    for found in gloo(2, other_calls, what):
+        assert found is not None and found[:2] == (field, 1) and re.search(said, found[2]), found
+
+
+def test_two_agreements_that_meet_are_told():
+    def check(comm):
+        averager = GradientAverager(copy.deepcopy(MODEL), "terngrad", comm, timeout_s=20)
+        if comm.rank:
+            return told(averager.check_replicas)[0]
+        net = copy.deepcopy(MODEL)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        search = {"model": net, "optimizer": optimizer, "samples": 100, "current": 8, "comm": comm, "timeout_s": 20}
+        return told(lambda: gradcomp.onebit_sgd.find_batch_size(lambda size, samples: [], **search))[0]
+
+    assert run_local(2, check) == ["call", "call"]
+
+
+HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
+
+
+@pytest.mark.parametrize(("options", "field", "words"), [
+    (("terngrad", "onebit"), "codec", ("TernGrad(clip_sigma=2.5,", "OneBit(group='row',")),
+    ((gradcomp.TernGrad(seed=1), gradcomp.TernGrad(seed=2)), "codec_options", ("seed=1", "seed=2")),
+    (({}, {"precondition": True}), "precondition", ("None", "Precondition(beta=0.95, floor=0.01)")),
+    (({"start_step": 3}, {"start_step": 3, "start_codec": "block4"}), "start_step", ("3", "(3, \"Block(bits=4")),
+    (({"min_numel": 5}, {}), "min_numel", ("5", "None")),
+    (({"exclude": "0.bias"}, {"exclude": ("*.bias", "0.weight")}), "exclude", ("['0.bias']", "['*.bias', '0.weight']")),
+    (({"slice_numel": None}, {"slice_numel": 1 << 22}), "slice_numel", ("None", "4194304")),
+    (({"transform": gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-5)}, {"transform": gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-6)}),
+     "transform", ("AggregateAdagrad(eps=1e-05", "AggregateAdagrad(eps=1e-06")),
+    (({"transactional": True}, {}), "transactional", ("1", "0")),
+])  # fmt: skip
+def test_a_mismatch_shows_what_each_rank_has(options, field, words):
+    """It printed hashes: "17896042909800916847 there, 6098816465478212926 expected"."""
+
+    def average(comm):
+        given = options[comm.rank]
+        codec, changes = ("terngrad", given) if isinstance(given, dict) else (given, {})
+        averager = GradientAverager(copy.deepcopy(MODEL), codec, comm, timeout_s=20, **changes)
+        try:
+            return told(averager.average)
+        finally:
+            averager.close()
+
+    for found, rank, text in run_local(2, average):
+        assert (found, rank) == (field, 1)
+        first, _, second = text.removeprefix(f"{field}: rank 0 has ").partition(", rank 1 has ")
+        assert first.startswith(words[0]) or words[0] in first
+        assert words[1] in second and not HASH.search(text), text
+
+
+def test_a_mismatch_of_other_calls_shows_what_each_rank_has():
+    """The same words everywhere: one function compares."""
+
+    def diloco(comm):
+        model = copy.deepcopy(MODEL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return told(lambda: gradcomp.DiLoCo(model, optimizer, ["terngrad", "onebit"][comm.rank], comm, sync_every=4))
+
+    def reduce(comm):
+        return told(lambda: gradcomp.all_reduce(torch.ones(100), ["terngrad", "onebit"][comm.rank], comm))
+
+    def buckets(comm):
+        cap = 0.001 if comm.rank else 25
+        return told(GradientAverager(copy.deepcopy(MODEL), "terngrad", comm, bucket_cap_mb=cap, timeout_s=20).average)
+
+    for call in (diloco, reduce):
+        for field, _, text in run_local(2, call):
+            assert field == "codec" and "rank 0 has TernGrad(" in text and "rank 1 has OneBit(" in text and not HASH.search(text)
+    for field, _, text in run_local(2, buckets):
+        assert field == "numel" and "rank 0 has 4324 values in 3.bias (4,), 3.weight (4, 32), " in text and not HASH.search(text), text
+
+
+def test_long_values_are_cut_to_where_they_differ():
+    one, other = "same, " * 100 + "here" + ", tail" * 100, "same, " * 100 + "there" + ", tail" * 100
+    first, second = fingerprint.apart(one, other)
+    assert max(len(first), len(second)) < 220 and "here" in first and "there" in second
+    assert fingerprint.apart("a", "b") == ("a", "b")
+
+
+def test_words_that_do_not_come_leave_the_mismatch():
+    """A rank that sends its record and no words is a mismatch all the same, after `WORDS_S` at most."""
+
+    def check(comm):
+        mine = fingerprint.Record({"wire_version": 1, "codec": f"codec of rank {comm.rank}"})
+        if comm.rank:
+            comm.all_gather_bytes(mine.packed, 20, Channel.SCALE)
+            return None
+        begun = time.monotonic()
+        found = told(lambda: agree(comm, mine, 0.5))
+        return found, time.monotonic() - begun < 8
+
+    found, soon = run_local(2, check)[0]
+    assert found[:2] == ("codec", 1) and "rank 0 has codec of rank 0, rank 1 has something else" in found[2] and soon

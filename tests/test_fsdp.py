@@ -350,6 +350,48 @@ def test_what_other_ranks_owed_is_owed_by_more_of_them(gloo, tmp_path):
                 assert torch.equal(tensor, wanted) and tensor.abs().sum() > 0, name
 
 
+def goes_on_alone(folder, states):
+    """Return how far the first gradients after loading are from exact ones, by name, by both ways; and the state of a run of one rank."""
+    out, exact = [], {name: grads[0] for name, grads in gradients(2, 1).items()}
+    for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
+        model = wrap(fresh(), False)
+        with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+            single = state.state_dict()
+            with pytest.raises(ValueError, match="residuals of rank 1 are missing: the run had 2 ranks, this one has 1"):
+                state.load_state_dict(states[0])
+            load(state)
+            state.load_state_dict(copy.deepcopy(state.state_dict()))  # what is not paid yet is saved, too
+            run(model, [2])
+            out.append({name: p.grad.to_local().numpy() - exact[name] for name, p in model.named_parameters()})
+            assert not state.state_dict()["residual"]
+            run(model, [2])
+            for name, p in model.named_parameters():
+                assert np.array_equal(p.grad.to_local().numpy(), exact[name]), name
+    return out, single
+
+
+def takes(single):
+    model = wrap(fresh(), False)
+    with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
+        run(model, range(2))
+        state.load_state_dict(single)
+        after = state.state_dict()
+        return [n for _, n in after["steps"]], [t.any().item() for t in after["residual"][str(dist.get_rank())].values()]
+
+
+def test_what_several_ranks_owed_is_paid_by_one(gloo, tmp_path):
+    """It was dropped without a word (0.19 to 0.30 of the largest gradient); several ranks go on from a run of one, too."""
+    states = gloo(2, saved_by, str(tmp_path))
+    ((ways, single),) = gloo(1, goes_on_alone, str(tmp_path), states)
+    residuals = [one["residual"][str(rank)] for rank, one in enumerate(states)]
+    for paid in ways:
+        for name, got in paid.items():
+            wanted = sum(one[name].double() for one in residuals) / 2 if name in residuals[0] else torch.zeros(got.shape)
+            assert np.allclose(got, wanted.numpy(), atol=1e-6), name
+    assert max(np.abs(got).max() for got in ways[0].values()) > 0.01
+    assert gloo(2, takes, single) == [([0] * 8, [False] * 5)] * 2
+
+
 def misloaded(residuals):
     model = wrap(fresh(), True)
     with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL, residuals=residuals) as state:
@@ -1023,6 +1065,44 @@ def test_modules_of_one_shape_in_another_order_are_refused_on_every_rank(gloo, c
         assert re.search("'module': (left there, right|right there, left) expected", said), said
 
 
+def going_on_alone(codec, weights):
+    """Rank 1 leaves after a forward; return what rank 0 catches in its backward and in what it tries afterwards."""
+    rank, said = dist.get_rank(), []
+    model = wrap(Either(), True, reshard_after_forward=weights is not None)
+    state = gradcomp.fsdp.compress(model, codec, weights=weights, min_numel=0, timeout_s=20)
+    model.left.set_modules_to_backward_prefetch([model.left])  # gathers nothing by torch later on
+    out = model(torch.randn(8, 40), False)
+    if rank == 1:
+        state.close()
+        dist.barrier()  # torch's own group stays
+        return said
+
+    def tries():
+        yield lambda: out.square().mean().backward()
+        if weights is None:  # the scale round fails before the layer's whole weights are given away
+            yield lambda: model.left(torch.randn(8, 40, requires_grad=True)).square().mean().backward()
+        else:
+            yield lambda: model(torch.randn(8, 40), False)
+            yield lambda: model(torch.randn(8, 40), False)
+            yield lambda: model.right(torch.randn(8, 40))
+
+    for attempt in tries():
+        try:
+            attempt()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    state.close()
+    return said
+
+
+@pytest.mark.parametrize(("codec", "weights"), [("onebit", "block8"), ("terngrad", None)])
+def test_after_a_lost_rank_every_exchange_raises_peer_lost(gloo, codec, weights):
+    """A raw ConnectionError came out of what had not failed before, so that ``except PeerLost`` missed it."""
+    said, _ = gloo(2, going_on_alone, codec, weights)
+    assert len(said) == (4 if weights else 2) and all(one.startswith("PeerLost: lost a peer in ") for one in said), said
+
+
 def lost_in_backward(folder, weights):
     """Rank 2 dies in backward between the reduce-scatters of the last layer and of the one before it.
 
@@ -1063,7 +1143,7 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights, 
     """Uninitialised memory stayed in ``.grad`` (mean sizes of 1e33), and the optimizer applied it.
 
     Without `weights` torch's own all_gather raises its RuntimeError, and nobody finishes what is under
-    way; averages of modules that were complete are replaced at the optimizer's step then.
+    way. Averages of modules that were complete are replaced at the optimizer's step.
     """
     with pytest.raises(RankFailed, match="rank 2 gave no result"):
         gloo(3, lost_in_backward, str(tmp_path), weights)
@@ -1071,7 +1151,7 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights, 
         got, before, after = torch.load(tmp_path / str(rank))
         assert got == raised
         assert all(grad is None or grad.isnan().all() for grad in after), after
-        unfinished = before if raised == "PeerLost" else before[:4]
+        unfinished = before[:4]  # the last layer's average may have come whole before rank 2 was gone
         assert all(grad is None or grad.isnan().all() for grad in unfinished), before
         assert sum(grad is not None for grad in after) >= 2
 

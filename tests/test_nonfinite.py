@@ -6,12 +6,13 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import CorruptPayload, GradientAverager, Identity, OneBit, PeerLost, TernGrad
+from gradcomp import Block, CorruptPayload, GradientAverager, Identity, OneBit, PeerLost, TernGrad
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import native
+from gradcomp.memory import moments
 from gradcomp.payload.pieces import Slot
 
 SCATTER = {"identity": "fp32", "onebit": "requantize", "bf16": "bf16", "terngrad": "exact"}
@@ -174,6 +175,50 @@ def test_averages_do_not_depend_on_flushing_denormals(codec, exchange, dtype):
     kept, flushed = (run_local(2, denormal_averages, codec, exchange, dtype, flushes) for flushes in (False, True))
     assert kept == flushed
     assert any(set(average) != {0} for average in kept[0])
+
+
+def tiny_tensors(comm, codec, flushing):
+    """Average gradients of which a tensor's typical one is denormal, then ordinary ones, in units of second moments."""
+    named = [("w", nn.Parameter(torch.zeros(40, 30))), ("v", nn.Parameter(torch.zeros(2000)))]
+    found = []
+    averager = GradientAverager(named, codec, comm, min_numel=100, precondition=True, timeout_s=20)
+    try:
+        assert torch.set_flush_denormal(comm.rank in flushing)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(2 * step + comm.rank)
+            for _, p in named:
+                bits = torch.randint(1 << 22, 1 << 23, p.shape, generator=generator, dtype=torch.int32)  # 5.9e-39 and up
+                p.grad = bits.view(torch.float32) if step < 2 else torch.randn(p.shape, generator=generator)
+            averager.average()
+            found += [p.grad.view(torch.int32).numpy().tobytes() for _, p in named]
+    finally:
+        torch.set_flush_denormal(False)
+    kept = averager.state_dict()["second_moment"].values()
+    averager.close()
+    return found, [m.view(torch.int32).numpy().tobytes() for m in kept]
+
+
+@pytest.mark.parametrize("codec", [Identity(), TernGrad(), OneBit(), Block(2)], ids=lambda c: c.name)
+def test_second_moments_do_not_depend_on_flushing_denormals(codec):
+    """On a rank that flushed them the typical value of a tensor was 0: its moments stood still there, and averages differed."""
+    kept, mixed = (run_local(2, tiny_tensors, codec, flushing) for flushing in ((), (1,)))
+    assert kept[0] == kept[1] == mixed[0] == mixed[1]
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+def test_the_inverse_of_a_typical_value_is_one_rounding(flushes):
+    values = [2.0**-149, 2.0**-128, 2.9387e-39, 1e-38, 2.0**-126, 1.1, 3.0, 2.0**126, 8e37]
+    values += (torch.rand(500, generator=torch.Generator().manual_seed(0)) * 3 + 1e-3).tolist()
+    bits = np.array(values, np.float32).view(np.int32).tolist()
+    with np.errstate(all="ignore"):
+        wanted = [float(np.float32(1) / np.float32(v)) for v in np.array(values, np.float32)]
+    assert torch.set_flush_denormal(flushes)
+    try:
+        found = [moments._inverse(moments._exact(b)) for b in bits]
+        none = [moments._inverse(moments._exact(b)) for b in (0, 0x7F800000, 0x7FC00000, 0x7F7FFFFF)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == [v if v < float("inf") else 0.0 for v in wanted] and none == [0.0] * 4
 
 
 def test_rescaling_and_given_scales_keep_denormals():

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,7 @@ from gradcomp.plan import METHODS, Link, Node, Rates, StageRate, Stragglers, Tra
 from gradcomp.plan.accuracy import expected
 from gradcomp.plan.costs import HIERARCHICAL, IDENTITY, Collective, between, find_method, plan_buckets
 from gradcomp.plan.events import BucketWork, Run, Stage
-from gradcomp.plan.links import format_seconds
+from gradcomp.plan.links import format_rates, format_seconds
 from gradcomp.plan.rates import STAGES, calibrate
 from gradcomp.plan.simulate import _slice_work
 
@@ -286,7 +286,7 @@ BIG = tuple((f"w{i}", (1000, 4000)) for i in range(10))  # 160 MB
 
 
 def test_a_slow_link_asks_for_compression():
-    found = predict(Workload(BIG, 1024, 1e-3, 2e-3), Link(1e9, 1e-4), [1, 2, 4, 8, 16], rates=RATES)
+    found = predict(Workload(BIG, 1024, 1e-3, 2e-3), Link(1e9, 1e-4), [1, 2, 4, 8, 16], rates=RATES, by_seconds=True)
     assert found.method.compresses and found.nodes == 16 and found.speedup > 5
     assert found.sentence.startswith("Compress: over 1 Gbit/s") and found.method.name in found.sentence
     assert 1e9 < found.break_even_bits_per_s < 1e12
@@ -328,14 +328,14 @@ def test_fewer_nodes_than_asked_for_may_be_best():
 
 
 def test_weak_scaling_has_no_formula():
-    found = predict(Workload(BIG, 64, 1e-3, weak=True), Link(1e9), [1, 2, 4], rates=RATES)
+    found = predict(Workload(BIG, 64, 1e-3, weak=True), Link(1e9), [1, 2, 4], rates=RATES, by_seconds=True)
     assert found.optimal_nodes == math.inf and "formula" not in found.sentence and "distribute" not in found.sentence
 
 
 def test_crossings_are_where_the_fastest_method_changes():
     work, link = Workload(BIG, 1024, 1e-3, 2e-3), Link(1e10, 1e-4)
-    coarse = predict(work, link, [2, 64], rates=RATES)
-    fine = predict(work, link, range(2, 65), rates=RATES)
+    coarse = predict(work, link, [2, 64], rates=RATES, by_seconds=True)
+    fine = predict(work, link, range(2, 65), rates=RATES, by_seconds=True)
     assert coarse.crossings
     for crossing in coarse.crossings:
         assert crossing in fine.crossings
@@ -413,6 +413,32 @@ def test_without_an_optimizer_the_losses_are_told():
     assert f"by seconds a step alone: onebit costs {expected('adam', OneBit()).cost}" in found.sentence and "+1.70 points" in found.sentence
     row = found.tolerance.costs(found.method)
     assert {cost.training.optimizer for cost in row.values()} == {"AdamW", "SGD"}
+
+
+def test_without_an_optimizer_only_what_is_safe_for_all_is_recommended():
+    """It recommended 1 bit by seconds alone and said last that it costs 1.70 points."""
+    found = ask(by_seconds=False)
+    assert {name.split()[0] for name in found.permitted} == {"fp32", "bf16", "block4"}
+    assert found.method.name.startswith("block4") and "under some optimizer are left out" in found.sentence
+    assert "not recommended" not in found.sentence
+    loose = ask(by_seconds=False, tolerances={"nats": 1, "points": 2})
+    assert loose.method.name.startswith("onebit")  # within what is tolerated under each
+
+
+def test_the_rate_at_which_compression_stops_paying_is_a_range():
+    """Measured a minute apart it was 50 and 98 Gbit/s, each given as if it were exact."""
+    slower = Rates({
+        method: {stage: StageRate(*(16 * value for value in asdict(rate).values())) for stage, rate in stages.items()}
+        for method, stages in RATES.stages.items()
+    })  # fmt: skip
+    once, again = ask(), ask(repeated=[RATES, slower])
+    assert once.break_even_range == (once.break_even_bits_per_s,) * 2
+    least, most = again.break_even_range
+    assert least < 0.7 * most and most == again.break_even_bits_per_s == once.break_even_bits_per_s
+    work = Workload(BIG, 1024, 1e-3, 2e-3)
+    alone = predict(work, Link(1e9, 1e-4), [again.nodes], methods=METHODS, rates=slower)
+    assert least == pytest.approx(alone.break_even_bits_per_s, rel=0.05)
+    assert f"Above {format_rates(least, most)} compression stops paying there." in again.sentence
 
 
 def test_a_tolerance_lets_more_in():
@@ -543,7 +569,7 @@ def test_a_hierarchical_method_is_the_flat_one_on_nodes_of_one_rank_and_fp32_on_
 
 def test_averaging_inside_nodes_first_pays_where_links_are_slow_and_ranks_many():
     work = Workload((("w", (4096, 4096)),), 64, 1e-4)
-    found = predict(work, Link(1e8), [4], node=Node(8, Link(1e11)), rates=RATES)
+    found = predict(work, Link(1e8), [4], node=Node(8, Link(1e11)), rates=RATES, by_seconds=True)
     seconds = {row.method.name: row.result.seconds for row in found.rows}
     assert seconds["terngrad hierarchical"] < 0.5 * seconds["terngrad exact"] and "terngrad hierarchical" in found.permitted
     assert found.method.exchange == "hierarchical"

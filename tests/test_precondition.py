@@ -274,6 +274,36 @@ def test_moments_that_differ_are_found():
     run_local(2, run)
 
 
+def wrong_moments(comm, codec, who, live):
+    """Train two steps; rank 1 loads a state of another run at that step; load the right one and go on."""
+    wanted, right = averages(comm, codec, 3)
+    state = averages(comm, codec, 2)[1].state_dict()
+    other = averages(comm, codec, 2, scale=torch.arange(1, 5).repeat_interleave(5)[comm.rank].item())[1].state_dict()
+    other["second_moment"]["v"][3] *= 2
+    averager = averages(comm, codec, 2 if live else 0)[1]
+    for rank in who:
+        if rank == comm.rank:
+            averager.load_state_dict(other if rank else state)
+    with pytest.raises(PeerMismatch) as caught:
+        averages(comm, codec, 1, first=2, averager=averager)
+    averager.reset()
+    averager.load_state_dict(state)
+    found = averages(comm, codec, 1, first=2, averager=averager)[0]
+    same = all(torch.equal(found[0][name], wanted[2][name]) for name in SHAPES)
+    return caught.value.field, caught.value.rank, str(caught.value.got)[:20], same, right.step
+
+
+@pytest.mark.parametrize(("codec", "who", "live", "field", "got"), [
+    (Block(2), (0, 1), True, "second moment of v", "(1111,) float32, sum"),
+    (Block(2), (0, 1), False, "second moment of v", "(1111,) float32, sum"),
+    (TernGrad(seed=3), (1,), True, "loaded", "a state loaded since"),
+    (OneBit(), (1,), True, "loaded", "a state loaded since"),
+])  # fmt: skip
+def test_moments_that_one_rank_loads_wrongly_are_a_mismatch(over, codec, who, live, field, got):
+    """Ranks would decode the same payloads to other averages, and their weights would drift apart, silently."""
+    assert over(2, wrong_moments, codec, who, live) == [(field, 1, got, True, 3)] * 2
+
+
 def test_ranks_that_differ_are_told():
     def run(comm):
         with pytest.raises(PeerMismatch, match="precondition"):

@@ -127,11 +127,14 @@ def owner_transforms_after_encoding():
 def no_fingerprint():
     from gradcomp.engine.step import Engine
 
-    swap(
-        Engine,
-        "_agree",
-        lambda agree: lambda self, mine, bucket: agree(self, mine, bucket) if bucket < 0 else None,
-    )
+    def make(agree):
+        def only_settings_of_all_buckets(self, mine, bucket, *words, **more):
+            if bucket < 0:
+                agree(self, mine, bucket, *words, **more)
+
+        return only_settings_of_all_buckets
+
+    swap(Engine, "_agree", make)
 
 
 def errors_stay_in_backward():

@@ -55,6 +55,8 @@ def test_ratios_are_near_the_bits_of_the_design(rows):
         "terngrad block4": 7 / 8 * (2 + 4),
         "terngrad requantize": 7 / 8 * (2 + 2),
         "terngrad own requantize": 7 / 8 * (2 + 2),
+        "ternary all_gather": 7 * 2,
+        "ternary reduce_scatter": 7 / 8 * (2 + 2),
         "onebit all_gather": 7,
         "onebit reduce_scatter": 7 / 8 * 2,
         **{f"block{bits} all_gather": 7 * bits for bits in (2, 4, 8)},

@@ -15,13 +15,13 @@ from gradcomp.amp.arguments import check_count, is_number
 from gradcomp.amp.gradients import gradients, unscale
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
-from gradcomp.errors import PeerMismatch, peers_answer
+from gradcomp.errors import PeerMismatch
+from gradcomp.exchange.agree import gather
 
 STATE_VERSION = 1
 RULES = ("nnabla", "torch")
 SMALLEST, LARGEST = 2.0**-126, 2.0**126  # a scale in here and its reciprocal are normal float32 numbers
-_MAGIC = 0x534C4347  # "GCLS": tells the record below from bytes of another collective
-_RECORD = struct.Struct("<Iiqd")  # magic, verdict, counter, scale
+_RECORD = struct.Struct("<iqd")  # verdict, counter, scale
 
 _Outputs = TypeVar("_Outputs")
 
@@ -241,17 +241,14 @@ class DynamicLossScaler:
         comm = self._comm
         if comm is None or comm.world_size == 1:
             return overflowed
-        mine = _RECORD.pack(_MAGIC, overflowed, self._counter, self._scale)
-        with peers_answer("verdict", called="scaler.step()"):
-            everyone = [_RECORD.unpack(r) for r in comm.all_gather_bytes(mine, self._timeout_s)]
-        for rank, (magic, *_) in enumerate(everyone):
-            if magic != _MAGIC:
-                raise PeerMismatch("call", rank, "the verdict of a loss scaler", "another call")
-        for at, field in ((3, "loss_scale"), (2, "loss_scale_counter")):
+        mine = _RECORD.pack(overflowed, self._counter, self._scale)
+        found = gather(comm, mine, "verdict", self._timeout_s, called="scaler.step()")
+        everyone = [_RECORD.unpack(data) for data in found]
+        for at, field in ((2, "loss_scale"), (1, "loss_scale_counter")):
             for rank, theirs in enumerate(everyone):
                 if theirs[at] != everyone[0][at]:
                     raise PeerMismatch(field, rank, everyone[0][at], theirs[at])
-        return any(verdict for _, verdict, *_ in everyone)
+        return any(verdict for verdict, *_ in everyone)
 
     def _adapt(self, overflowed: bool) -> None:
         """Move scale and counter by one good or bad step."""

@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from gradcomp.arguments import Parser, suggestion
 from gradcomp.bench.cluster import measure_here
 from gradcomp.bench.cluster_validate import GOAL, describe
 from gradcomp.bench.cluster_validate import validate as compare
@@ -39,6 +40,7 @@ from gradcomp.plan.workload import ALONE, Stragglers, Workload
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
 FLOPS = 10e12
 CORES = 2.0
+REPEATS = 3  # measurements of the codecs
 UPDATE_S = 2e-10  # a value: five passes over fp32 memory (SGD with momentum) at 100 GB/s
 
 DESCRIPTION = """\
@@ -78,7 +80,7 @@ examples:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the planner."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gradcomp.plan",
         description=DESCRIPTION,
         epilog=EXAMPLES,
@@ -102,6 +104,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="adamw, sgd, lamb, ...: leave out codecs that were measured to lose accuracy under it, or were not measured "
         "(default: seconds alone decide, losses are shown)",
+    )
+    what.add_argument(
+        "--by-seconds",
+        action="store_true",
+        help="without --optimizer, recommend the fastest codec, whatever accuracy it loses (--codec does the same for the "
+        "codecs it names); by default only what is safe for every optimizer is recommended",
     )
     what.add_argument(
         "--tolerance", type=float, metavar="NATS", help=f"the most that may be lost (default: {TOLERANCES['nats']})"
@@ -209,6 +217,7 @@ def understand(args: argparse.Namespace) -> Question:
         args.double_buffering,
         tolerance=Tolerance(args.optimizer, {unit: limit for unit, limit in limits.items() if limit is not None}),
         node=node,
+        by_seconds=args.by_seconds or args.codec is not None,
     )
 
 
@@ -250,7 +259,7 @@ def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE
             if name == "hierarchical" and name not in some:
                 raise ValueError("--exchange hierarchical needs --ranks-per-node of at least 2")
             if name not in some:
-                raise ValueError(f"{option} {name!r} is unknown; there are {', '.join(some)}")
+                raise ValueError(f"{option} {name!r} is unknown; there are {', '.join(some)}{suggestion(name, some)}")
     found = [m for m in all_of_them if m.name.split()[0] in wanted[0] and m.exchange in wanted[1]]
     if not found:
         raise ValueError(f"no method has both --codec {codecs} and --exchange {exchanges}")
@@ -352,9 +361,12 @@ def answer(question: Question) -> Prediction:
     rates = question.rates
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring codecs" if rates is None else "simulating", total=1.0)
+        repeated: list[Rates] = []
         if rates is None:
             torch.set_num_threads(1)
-            rates = calibrate(to_calibrate(question.methods, question.nodes, question.node))
+            wanted = to_calibrate(question.methods, question.nodes, question.node)
+            repeated = [calibrate(wanted) for _ in range(REPEATS)]
+            rates = Rates.median(repeated)
             bar.update(task, description="simulating")
         return predict(
             question.workload,
@@ -370,6 +382,8 @@ def answer(question: Question) -> Prediction:
             progress=lambda share: bar.update(task, completed=share),
             optimizer=question.tolerance.optimizer,
             tolerances=question.tolerance.limits,
+            by_seconds=question.by_seconds,
+            repeated=repeated,
         )
 
 

@@ -28,6 +28,7 @@ class Question:
     transport: Transport | None = None
     tolerance: Tolerance = field(default_factory=Tolerance)
     node: Node = ALONE
+    by_seconds: bool = False
 
 
 def parse_stragglers(text: str | None) -> tuple[float, float]:

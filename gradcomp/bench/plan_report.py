@@ -16,10 +16,11 @@ from gradcomp.bench.plan_question import Question
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.accuracy import FAMILIES, Measured
 from gradcomp.plan.costs import FP32_NBYTES, Method
-from gradcomp.plan.links import format_rate, format_seconds
+from gradcomp.plan.links import format_rates, format_seconds
 from gradcomp.plan.predict import TIE, Prediction, Row
 
 FLOOR_S = 1e-6
+SAMPLE = 1_000_000  # values
 SHORT = {FAMILIES["adam"]: "AdamW", FAMILIES["sgd"]: "SGD"}  # heads of columns: what was measured
 
 
@@ -46,7 +47,7 @@ def print_prediction(console: Console, question: Question, found: Prediction) ->
         whole = console.measure(table, options=console.options.update(width=10_000)).maximum  # cells are never cut
         Console(file=console.file, width=max(console.width, whole)).print(table)
     console.print()
-    for line in (*accuracy_lines(found), *crossing_lines(found)):
+    for line in (*accuracy_lines(found), *spread_lines(found), *crossing_lines(found)):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"[bold]{found.sentence}[/bold]", highlight=False, soft_wrap=True)
 
@@ -128,12 +129,24 @@ def fastest_table(question: Question, found: Prediction) -> Table:
     return table
 
 
+def spread_lines(found: Prediction) -> list[str]:
+    """Return how far measurements of the codecs' CPU time differ, a line; none where they were not repeated."""
+    chosen = [row.method for row in found.rows if row.method.name in found.permitted and row.method.compresses]
+    method = found.method if found.method.compresses else next(iter(chosen), None)
+    if method is None or len(found.repeated) < 2:
+        return []
+    ranks = max(2, next(row.result.ranks for row in found.rows if row.result.nodes == found.nodes))
+    owned = SAMPLE if method.exchange == "all_gather" else SAMPLE // ranks
+    each = [sum(one.stage_seconds(method, ranks, SAMPLE, owned)) for one in found.repeated]
+    least, most = format_seconds(min(each)), format_seconds(max(each))
+    return [f"Codecs were timed {len(each)} times here: {method.name} takes {least} to {most} a million values."]
+
+
 def crossing_lines(found: Prediction) -> list[str]:
     """Return the crossings and the rate at which compression stops paying, a line each."""
     lines = [f"From {c.nodes} nodes {c.after} is the fastest, before it {c.before}." for c in found.crossings]
-    even = found.break_even_bits_per_s
-    if even is not None and 0 < even < float("inf"):
-        lines.append(f"On {found.nodes} nodes fp32 is within 5 % of the best from {format_rate(even)} on.")
+    if found.break_even_range is not None:
+        lines.append(f"On {found.nodes} nodes fp32 is within 5 % of the best from {format_rates(*found.break_even_range)} on.")
     return lines
 
 
@@ -213,9 +226,11 @@ def to_dict(question: Question, found: Prediction) -> dict[str, Any]:
         "nodes": found.nodes,
         "speedup": found.speedup,
         "break_even_bits_per_s": _finite(found.break_even_bits_per_s),
+        "break_even_range": found.break_even_range and [_finite(rate) for rate in found.break_even_range],
         "optimal_nodes": _finite(found.optimal_nodes),
         "recommendation": found.sentence,
         "rates": found.rates.to_dict(),
+        "rates_repeated": [one.to_dict() for one in found.repeated],
     }
 
 

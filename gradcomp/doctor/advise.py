@@ -72,7 +72,7 @@ def recommend(
         rates = calibrate(wanted, sizes=SIZES, world_sizes=WORLD_SIZES, repeats=REPEATS)
     limits = {} if options["tolerance"] is None else {"nats": options["tolerance"]}
     found = predict(
-        work, link, [nodes], node=node, methods=methods, rates=rates, cores=max(cores, 0.1), optimizer=options["optimizer"], tolerances=limits
+        work, link, [nodes], node=node, methods=methods, rates=rates, cores=max(cores, 0.1), optimizer=options["optimizer"], tolerances=limits, by_seconds=False
     )
     return _to_dict(found, link, node, nodes) | {"rates_measured": bool(rates.stages)}
 

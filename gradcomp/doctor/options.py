@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradcomp.plan.accuracy import family_of_name
 from gradcomp.plan.costs import LocalSteps
 from gradcomp.plan.links import parse_seconds
+from gradcomp.plan.tolerance import check_optimizer
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 MAX_PARAMETERS = 1e12
@@ -113,7 +113,7 @@ def _steps(text: str) -> int:
 
 def _optimizer(text: str) -> str:
     try:
-        family_of_name(text)
+        check_optimizer(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -23,7 +23,7 @@ from gradcomp.memory.moments import Precondition, SecondMoments
 from gradcomp.memory.parts import Memory
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import keep_states
-from gradcomp.payload import fingerprint, wire
+from gradcomp.payload import wire
 from gradcomp.payload.layout import layout_digest
 from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
@@ -103,8 +103,10 @@ class Layouts:
         """Names of the tensors by position."""
         return {p.index: p.name for p in self.parameters}
 
-    def exchange(self, buffer: Tensor, members: Members, step: int, bucket: int) -> tuple[Exchange, list[int] | None]:
-        """Return the exchange of a bucket, and the fingerprint to agree on if its layout is new.
+    def exchange(
+        self, buffer: Tensor, members: Members, step: int, bucket: int
+    ) -> tuple[Exchange, dict[str, object] | None]:
+        """Return the exchange of a bucket, and what to agree on, by field, if its layout is new.
 
         Raises:
             GradcompError: a tensor that was not trained when this was made.
@@ -191,21 +193,46 @@ class Layouts:
         offsets = {s.index: own.offset(s.index) for s in slots if s.compressed} if own else None
         return self.route.plan(slots, codec, offsets)
 
-    def _fingerprint(self, slots: list[Slot], buffer: Tensor, step: int, bucket: int) -> list[int]:
+    def _fingerprint(self, slots: list[Slot], buffer: Tensor, step: int, bucket: int) -> dict[str, object]:
+        """Return what ranks compare of a bucket, by field."""
         shapes, orders = [self.parameters[s.index].shape for s in slots], [self.orders.get(s.index) for s in slots]
         shards = list(zip(shapes, orders, (self.shards.get(s.index) for s in slots), strict=True))
-        return fingerprint.record(
-            wire_version=wire.VERSION,
-            codec=self.codec.name,
-            codec_options=self.codec.options(),
-            exchange=(self.strategy.exchange, self.strategy.node_size),
-            second_phase=self.strategy.second_phase,
-            dtype=buffer.dtype,
-            numel=buffer.numel(),
-            layout=layout_digest(slots, str(buffer.dtype), shards),
-            step=step,
-            world_size=self.comm.world_size,
-            parameter_count=len(self.parameters),
-            bucket=bucket,
+        return {
+            "wire_version": wire.VERSION,
+            "codec": self.codec.name,
+            "codec_options": self.codec.options(),
+            "exchange": (self.strategy.exchange, self.strategy.node_size),
+            "second_phase": self.strategy.second_phase,
+            "dtype": buffer.dtype,
+            "numel": buffer.numel(),
+            "layout": layout_digest(slots, str(buffer.dtype), shards),
+            "step": step,
+            "world_size": self.comm.world_size,
+            "parameter_count": len(self.parameters),
+            "bucket": bucket,
             **self.options.compared(),
-        )
+        }
+
+    def words(self, members: Members) -> dict[str, object]:
+        """Return what an error message says of fields whose values say less."""
+        options = self.options
+        return {
+            "codec": repr(self.codec),
+            "codec_options": repr(self.codec),
+            "exchange": str(self.strategy),
+            "layout": lambda: "; ".join(self._describe(slot) for slot in self._slots(members)),
+            "numel": lambda: f"{sum(self.parameters[i].numel for i, _ in members)} values in {self._names_of(members)}",
+            **{name: repr(getattr(options, name)) for name in ("precondition", "slice_numel", "min_numel")},
+            "transform": options.transform.compared() if options.transform is not None else "None",
+        }
+
+    def _describe(self, slot: Slot) -> str:
+        """Return how a tensor lies in a bucket."""
+        name, shape = self.parameters[slot.index].name, self.parameters[slot.index].shape
+        packed = f"scale groups of {slot.group_numel}" if slot.compressed else "fp32"
+        order, shard = self.orders.get(slot.index), self.shards.get(slot.index)
+        more = (f", memory order {order}" if order else "") + (f", shard {shard}" if shard else "")
+        return f"{name} {tuple(shape)} from {slot.offset}, {packed}{more}"
+
+    def _names_of(self, members: Members) -> str:
+        return ", ".join(f"{self.parameters[i].name} {tuple(self.parameters[i].shape)}" for i, _ in members)

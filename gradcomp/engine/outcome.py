@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 
 from gradcomp.comm.base import Channel, Communicator
-from gradcomp.engine.agree import gather
-from gradcomp.errors import PeerMismatch
+from gradcomp.errors import PeerMismatch, peers_answer
 
 _DONE = struct.Struct("<Qd")  # step, loss scale
 
@@ -21,7 +20,8 @@ def agree_on_step(comm: Communicator, step: int, loss_scale: float, timeout_s: f
         PeerMismatch: "step" or "loss_scale" differ.
         PeerLost: "outcome"; a rank did not finish the step.
     """
-    found = gather(comm, _DONE.pack(step, loss_scale), "outcome", -1, timeout_s, Channel.SECOND)
+    with peers_answer("outcome"):  # nothing else is ever gathered on this channel
+        found = comm.all_gather_bytes(_DONE.pack(step, loss_scale), timeout_s, Channel.SECOND)
     everyone = [_DONE.unpack(data) for data in found]
     for number, field in enumerate(("step", "loss_scale")):
         for rank, theirs in enumerate(everyone):

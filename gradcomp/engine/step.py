@@ -16,23 +16,25 @@ from torch import Tensor
 
 from gradcomp.codecs import Codec, TernGrad, resolve
 from gradcomp.codecs.checks import check_tensor
-from gradcomp.comm.base import Communicator, Lease
+from gradcomp.comm.base import Channel, Communicator, Lease
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.engine import replicas, state
-from gradcomp.engine.agree import agree, gather, tell_why
+from gradcomp.engine.agree import tell_why
 from gradcomp.engine.buckets import Gradient, Source
 from gradcomp.engine.describe import describe
 from gradcomp.engine.growth import Growth
 from gradcomp.engine.layouts import Layouts, Members
 from gradcomp.engine.options import Options
 from gradcomp.engine.outcome import agree_on_step
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, PeerMismatch
+from gradcomp.exchange.agree import agree
 from gradcomp.exchange.interface import Exchange
 from gradcomp.exchange.pipeline import Pipeline, Task
 from gradcomp.exchange.stats import Stats
 from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.memory.parts import STEPS, read_numbers
-from gradcomp.payload import fingerprint, wire
+from gradcomp.payload import wire
+from gradcomp.payload.fingerprint import Record
 
 logger = logging.getLogger("gradcomp")
 
@@ -58,7 +60,9 @@ class Engine:
         timeout_s: longest wait for a peer, in seconds.
         submitted: exchange and members of every bucket of the last step.
         reports: are told of every step that has ended.
-        replicated: returns what else must be the same on every rank, (name, tensor) pairs for `check_replicas`.
+        replicated: returns what else must be the same on every rank, (name, value) pairs for `check_replicas`.
+        compares_state: the first bucket of every step compares whether a state was loaded, and after a load a digest
+            of what every rank must hold alike.
     """
 
     pipeline: Pipeline
@@ -83,7 +87,9 @@ class Engine:
         self.step = self._step_numel = 0
         self._scale = 1.0
         self.reports: list[Telemetry] = []
-        self.replicated: Callable[[], list[tuple[str, Tensor]]] = list
+        self.replicated: Callable[[], list[tuple[str, object]]] = list
+        self.compares_state, self._unseen = self.memory.moments is not None, False
+        self._replicas: list[tuple[str, object]] = []  # what the step under way compares
         self._first_submit = self._last_done = 0.0
         self._start()
 
@@ -130,6 +136,7 @@ class Engine:
         check_tensor(buffer, "the bucket")
         number = len(self.submitted)
         exchange, new = self.layouts.exchange(buffer, members, self.step, number)
+        compared = (new or {}) | (self._shared() if number == 0 else {})
         self.submitted.append((exchange, members))
         if number == 0:
             self._first_submit = time.perf_counter()
@@ -138,8 +145,10 @@ class Engine:
         self._step_numel += buffer.numel()
 
         def first() -> None:
-            if new is not None and self.comm.world_size > 1:
-                self._agree(new, number)
+            if compared and self.comm.world_size > 1:
+                words = self.layouts.words(members)
+                words["loaded"] = f"{'a' if self._unseen else 'no'} state loaded since the last exchange"
+                self._agree(compared, number, words)
             slices[0][0]()
 
         def end(error: BaseException | None) -> None:
@@ -251,6 +260,7 @@ class Engine:
         self.pipeline.wait()
         self.memory.load(given, self.layouts.names)
         self.step, self._scale = read_numbers(given)
+        self.compare_next()
         if self.memory.transform is not None:
             self.memory.transform.scale = self._scale
         if self.options.loss_scale is None and self._scale != 1.0:
@@ -260,26 +270,29 @@ class Engine:
         """Return this rank's own state out of what `load_state_dict` is given; ValueError unless it can be loaded."""
         return state.accept(self.layouts, given)
 
+    def compare_next(self) -> None:
+        """Have the next exchange compare a digest of what every rank must hold alike, if it `compares_state`."""
+        self._unseen = True
+
     def check_replicas(self) -> None:
         """Compare a hash of all `named` tensors, of `replicated` and of second moments, over the ranks.
 
         Raises:
-            PeerMismatch: field "parameter <name>" or "second moment of <name>" and the first rank whose bits differ from rank 0's.
+            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>" or a name of `replicated`, and the
+                first rank that differs from rank 0.
             PeerLost: a rank did not answer.
         """
         self.pipeline.wait()
-        named = [(f"parameter {source.name}", source.like) for source in self.sources] + self.replicated()
-        if self.memory.moments is not None:
-            moments = self.memory.moments.planes.state(self.layouts.names)
-            named += [(f"second moment of {name}", tensor) for name, tensor in moments.items()]
-        mine = replicas.digests(t for _, t in named)
-        everyone = gather(self.comm, mine, "check_replicas", -1, self.timeout_s, called="check_replicas()")
-        replicas.compare([name for name, _ in named], everyone)
+        self._compare(self._shared_state(), "check_replicas", Channel.CONTROL)
 
-    def agree_on(self, **values: object) -> None:
-        """Raise PeerMismatch on every rank unless these fields of the fingerprint are the same on all. Collective."""
+    def agree_on(self, words: dict[str, object] | None = None, **values: object) -> None:
+        """Raise PeerMismatch on every rank unless these fields of the fingerprint are the same on all. Collective.
+
+        Args:
+            words: what a message says of fields whose values say less.
+        """
         with self.comm:
-            self._agree(fingerprint.record(wire_version=wire.VERSION, **values), -1)
+            self._agree(values, -1, words)
 
     def describe(self) -> str:
         """Return one line that says what is on."""
@@ -318,8 +331,47 @@ class Engine:
         self.memory.rescale(self._scale, scale)
         self._scale = scale
 
-    def _agree(self, mine: list[int], bucket: int) -> None:
-        self.stats.setup_bytes += agree(self.comm, mine, bucket, self.timeout_s)
+    def _agree(self, values: dict[str, object], bucket: int, words: dict[str, object] | None = None) -> None:
+        """Compare fields over the ranks; where replicated state has another digest, name what differs."""
+        mine = Record({"wire_version": wire.VERSION, **values}, words)
+        self.stats.setup_bytes += (self.comm.world_size - 1) * len(mine.packed)
+        differs = False
+        try:
+            agree(self.comm, mine, self.timeout_s, bucket=bucket)
+        except PeerMismatch as found:
+            differs = found.field == "state"
+            if not differs:
+                raise
+        if differs:
+            self._compare(self._replicas, "fingerprint", Channel.SCALE)
+        if "state" in values:
+            self._unseen, self._replicas = False, []
+
+    def _shared(self) -> dict[str, object]:
+        """Return what the first bucket of a step compares of the state that is the same on all ranks, by field.
+
+        Its digest, where it may have changed otherwise than by steps: hashing it at every step would take too long.
+        """
+        if not self.compares_state:
+            return {}
+        self._replicas = self._shared_state() if self._unseen else []
+        return {
+            "step": self.step,
+            "loaded": int(self._unseen),
+            "state": replicas.digests(value for _, value in self._replicas),
+        }
+
+    def _shared_state(self) -> list[tuple[str, object]]:
+        """Return (name, value) of what every rank must hold alike."""
+        named: list[tuple[str, object]] = [(f"parameter {source.name}", source.like) for source in self.sources]
+        named += self.replicated()
+        if self.memory.moments is not None:
+            moments = self.memory.moments.planes.state(self.layouts.names)
+            named += [(f"second moment of {name}", tensor) for name, tensor in moments.items()]
+        return named
+
+    def _compare(self, named: list[tuple[str, object]], phase: str, channel: Channel) -> None:
+        replicas.compare(self.comm, named, self.timeout_s, called="check_replicas()", phase=phase, channel=channel)
 
     def _agree_on_step(self) -> None:
         nbytes = agree_on_step(self.comm, self.step, self._scale, self.timeout_s)

@@ -74,7 +74,7 @@ class Divided:
         if residual is None:
             return
         for _, kept, first, numel in self._first if owned is None else self._owned[owned]:
-            residual[kept : kept + numel].mul_(self.units[first : first + numel])
+            HOST.multiply(residual[kept : kept + numel], self.units[first : first + numel])
 
     def multiply(self, buffer: Tensor) -> bool:
         """Write averages of an exchange in units of the gradient to the bucket; True: one is not finite."""

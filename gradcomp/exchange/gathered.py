@@ -99,7 +99,8 @@ class Gathered:
             self._bad = self._codec.encode_body(self._kernels, values, self._own, send, key)
             wire.seal(send.numpy()[: self._own.nbytes], self._header(self._own, nonfinite=self._bad))
             send[self._own.nbytes :].zero_()  # what goes out depends on the values alone
-        self._work = self._comm.start_all_gather(send, self._arriving(room), Channel.SECOND)
+        with peers_answer("second_phase", 0):
+            self._work = self._comm.start_all_gather(send, self._arriving(room), Channel.SECOND)
         self._stats.add_bytes(self.sent_nbytes, self.sent_nbytes)
 
     def finish(self, out: Tensor, *, keep: bool = False) -> Tensor | None:

@@ -7,9 +7,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradcomp.comm.base import Channel, Communicator
-from gradcomp.errors import PeerMismatch, peers_answer
-from gradcomp.payload import fingerprint, wire
+from gradcomp.codecs import Codec
+from gradcomp.comm.base import Communicator
+from gradcomp.errors import PeerMismatch
+from gradcomp.exchange.agree import agree
+from gradcomp.payload import wire
+from gradcomp.payload.fingerprint import Record
 
 HOST_VARIABLE = "GRADCOMP_HOST_ID"
 
@@ -40,14 +43,14 @@ class Nodes:
 
 
 def find_nodes(
-    comm: Communicator, nodes: Sequence[Sequence[int]] | None, timeout_s: float, **settings: object
+    comm: Communicator, nodes: Sequence[Sequence[int]] | None, timeout_s: float, codec: Codec | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of every node: `nodes`, or those with equal GRADCOMP_HOST_ID or else equal host name.
 
     Collective. What goes round is a fingerprint, so that a rank that does something else meanwhile is a mismatch.
 
     Args:
-        settings: fingerprint fields that must not differ either.
+        codec: must not differ either.
 
     Raises:
         ValueError: nodes that are not all of one size, or `nodes` that are not a partition of the ranks.
@@ -56,22 +59,23 @@ def find_nodes(
     """
     given = None if nodes is None else tuple(sorted(tuple(sorted(int(rank) for rank in node)) for node in nodes))
     host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-    settings |= {
+    values = {
         "wire_version": wire.VERSION,
+        "codec": codec and codec.name,
+        "codec_options": codec and codec.options(),
         "exchange": "hierarchical",
         "layout": given,
         "world_size": comm.world_size,
     }
-    mine = fingerprint.pack(fingerprint.record(**settings, bucket=host))
-    lease = comm.lease("the search for nodes")  # on the channel of all fingerprints
-    with peers_answer("setup", called="register, or make its averager"), lease:
-        everyone = lease.all_gather_bytes(mine, timeout_s, Channel.SCALE)
+    mine = Record({**values, "bucket": host}, {"codec": repr(codec), "codec_options": repr(codec), "layout": repr(nodes)})
+    called = "register, or make its averager"
     try:
-        fingerprint.compare(everyone, but="bucket")
+        with comm.lease("the search for nodes") as lease:  # on the channel of all fingerprints
+            everyone = agree(lease, mine, timeout_s, phase="setup", called=called, ignored="bucket")
     except PeerMismatch as error:
         if error.field != "layout":
             raise
-        raise PeerMismatch("nodes", error.rank, "those of rank 0", f"others; here {given or 'by host'}") from None
+        raise PeerMismatch("nodes", error.rank, error.expected, error.got, error.first) from None
     if given is None:  # records are alike but for the host
         found = tuple(tuple(r for r, theirs in enumerate(everyone) if theirs == one) for one in dict.fromkeys(everyone))
     else:

@@ -46,7 +46,7 @@ class Inbox:
             view[HEADER_NBYTES : HEADER_NBYTES + 4 * one.scale_count]
             for view, one in zip(self._views, layouts, strict=True)
         ]
-        self._peers = [k for k in range(len(self.layouts)) if k != rank]
+        self._rank, self._peers = rank, [k for k in range(len(self.layouts)) if k != rank]
 
     def accept(self, wanted: Callable[[PayloadLayout], wire.Header], bucket: int) -> bool:
         """Check every peer's payload; return True when the values of some peer were not finite.
@@ -63,7 +63,7 @@ class Inbox:
         for rank in self._peers:
             try:
                 header = wire.parse(self._views[rank])
-                _check_header(header, rank, wanted(self.layouts[rank]))
+                _check_header(header, rank, wanted(self.layouts[rank]), self._rank)
                 if not header.nonfinite:
                     self._validate(self.tensors[rank], self.layouts[rank])
             except CorruptPayload as error:
@@ -77,14 +77,16 @@ class Inbox:
         for rank, scales in enumerate(self._scales):
             theirs = scales.tobytes()
             if theirs != first:
-                raise PeerMismatch("scale", rank, first[:16].hex(), theirs[:16].hex())
+                mine, other = self._scales[0].view("<f4"), scales.view("<f4")
+                at = int((self._scales[0].view("<u4") != scales.view("<u4")).argmax())
+                raise PeerMismatch("scale", rank, f"{mine[at]:.9g} as number {at}", f"{other[at]:.9g}")
 
 
-def _check_header(header: wire.Header, rank: int, wanted: wire.Header) -> None:
+def _check_header(header: wire.Header, rank: int, wanted: wire.Header, own_rank: int) -> None:
     """Raise PeerMismatch unless a peer's header is the one that this rank would have written, flags aside."""
     if header == wanted:
         return
     for field in _COMPARED:
         expected, got = getattr(wanted, field), getattr(header, field)
         if expected != got:
-            raise PeerMismatch(field, rank, expected, got)
+            raise PeerMismatch(field, rank, expected, got, first=own_rank)

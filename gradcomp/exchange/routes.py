@@ -83,7 +83,7 @@ def make_route(
         return FlatRoute(comm, codec, strategy, slicing) if comm.world_size > 1 else LoneRoute(strategy)
     if transform is not None:
         raise ValueError("a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
-    found, slicing = find_nodes(comm, nodes, timeout_s, codec=codec.name, codec_options=codec.options()), Slicing(slice_numel)
+    found, slicing = find_nodes(comm, nodes, timeout_s, codec), Slicing(slice_numel)
     if len(found) == 1:  # nothing leaves the node, so nothing is packed
         carrier = Identity()
         return FlatRoute(comm, codec, choose(carrier, comm.world_size, "reduce_scatter"), slicing, carrier)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator, group_rank
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
@@ -62,8 +62,9 @@ class ReduceScatter:
         exchange = self._exchange(given.dtype, given.device, self._trained())
         exchange.begin(given, self.steps, 0)
         try:
-            exchange.measure()
-            exchange.encode()
+            with peers_answer("first_phase", 0):
+                exchange.measure()
+                exchange.encode()
         except GradcompError as error:
             self._failed = error
             raise

@@ -68,7 +68,7 @@ class Kept:
         return {name: part.joined(kept).clone() for name, (part, kept) in self._known.items()}
 
     def load(self, states: Iterable[Mapping[str, Tensor]]) -> None:
-        """Take the mean of several ranks' residuals, by name and of the parameters' shapes; nothing is taken from some that do not fit.
+        """Take the mean of several ranks' residuals, by name and of the parameters' shapes, zero of none; nothing is taken from some that do not fit.
 
         Raises:
             ValueError: other parameters, shapes or dtypes, or a value that is not finite.
@@ -81,6 +81,9 @@ class Kept:
             for name, given in state.items():
                 total[name] = given.double() if name not in total else total[name].add_(given)
         for name, (part, kept) in self._known.items():
+            if not count:
+                kept.zero_()
+                continue
             for row, chunk in zip(kept, part.split(total[name] / count), strict=True):
                 row[: chunk.numel()].copy_(chunk.reshape(-1))
 

@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +88,9 @@ class FsdpState:
         wholes = [(names[id(p)], shape) for one in sharded for p, shape in zip(one.parameters, one.shapes, strict=True)]
         order = {name: n for n, name in enumerate(sorted(name for name, _ in wholes))}
         self._module_names: dict[object, str] = {}
+        self._residuals = residuals
+        self._alone: list[Part] = []  # parameters that this rank shares with none
+        self._unpaid: set[str] = set()  # of these, those whose next gradient gets a loaded residual
         gradients = _described(wholes, codec, options)
         values = _described(wholes, weights, options) if weights is not None else {}
         self._comms: list[TorchCommunicator] = []
@@ -103,6 +107,7 @@ class FsdpState:
         try:
             for one in sharded:
                 if one.group.size() == 1:  # FSDP itself sends nothing then
+                    self._alone += _parts(one, [names[id(p)] for p in one.parameters], order, gradients)
                     continue
                 comm = groups.get(id(one.group))
                 if comm is None:
@@ -246,7 +251,7 @@ class FsdpState:
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on from this rank's `state_dict`, or from those of all ranks, who may have been more or fewer: then what they still
-        owed the average is owed by each.
+        owed the average is owed by each. One rank, which sends nothing, adds it to its next gradients.
 
         Raises:
             ValueError: no such state, one of another model, codec or number of ranks, or a rank is missing.
@@ -288,22 +293,47 @@ class FsdpState:
         self._load(state, read, ranks)
 
     def _load(self, state: dict[str, Any], residual: Callable[[str], dict[str, Tensor]], ranks: set[str]) -> None:
-        """Take steps, and the residuals of this rank or the mean of all ranks'."""
-        if self._kept.nbytes:
+        """Take steps, and the residuals of this rank or the mean of all ranks'. A rank alone adds these to its next gradients."""
+        kept = self._kept
+        exchanged = bool(state["steps"] or ranks)  # a run of one rank exchanges nothing and leaves nothing out
+        pays = exchanged and bool(self._alone) and not self._reduces and self.codec.error_feedback
+        if pays:
+            kept = Kept(self._residuals)
+            for part in self._alone:
+                if part.parameter.compressed:
+                    kept.add(part)
+        if kept.nbytes:
             old = state["world_size"]
             if self._split and old != group_size():
                 raise ValueError(f"residuals of {old} ranks with tensor parallelism do not fit {group_size()}: resume with as many, on the same mesh")
             wanted = range(group_rank(), group_rank() + 1) if old == group_size() else range(old)
+            wanted = wanted if exchanged else range(0)
             missing = next((rank for rank in wanted if str(rank) not in ranks), None)
             if missing is not None:
                 raise ValueError(
                     f"residuals of rank {missing} are missing: the run had {old} ranks, this one has {group_size()}; give "
                     "load_state_dict a list of all ranks' states, or load() a checkpoint of torch.distributed.checkpoint"
                 )
-            self._kept.load(residual(str(rank)) for rank in wanted)
+            kept.load(residual(str(rank)) for rank in wanted)
         steps = dict(state["steps"])
         for module in self._reduces:
-            module.steps = max(steps[part.parameter.name] for part in module.parts)
+            module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
+        if pays:
+            self._kept, self._unpaid = kept, {part.parameter.name for part in self._alone if part.parameter.compressed}
+            for part in self._alone:
+                sharded: Any = part.sharded
+                self._hooks.append(sharded.register_post_accumulate_grad_hook(partial(self._pay, part)))
+
+    def _pay(self, part: Part, p: Any) -> None:
+        """Add a loaded residual to the first gradient after it."""
+        if part.parameter.name not in self._unpaid:
+            return
+        owed = self._kept.of(part)
+        p.grad.to_local().add_(part.joined(owed))
+        owed.zero_()
+        self._unpaid.remove(part.parameter.name)
+        if not self._unpaid:
+            self._kept = Kept(self._residuals)
 
     def _check_state(self, state: Any) -> None:
         if not isinstance(state, dict) or state.get("version") != STATE_VERSION:

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.agree import gather
 from gradcomp.errors import peers_answer
+from gradcomp.exchange.agree import gather
 
 logger = logging.getLogger("gradcomp")
 CALLED = "the framework's own save or load of a checkpoint"
@@ -46,7 +46,7 @@ def gather_states(state: Stateful, comm: Communicator) -> list[dict[str, Any]] |
     torch.save(state.state_dict(), file)
     mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
     size = _SIZE.pack(mine.numel())
-    sizes = gather(comm, size, "checkpoint", -1, comm.timeout_s, called=CALLED)
+    sizes = gather(comm, size, "checkpoint", comm.timeout_s, called=CALLED)
     with peers_answer("checkpoint", called=CALLED):
         if comm.rank:
             comm.start_send(mine, 0).wait(comm.timeout_s)
@@ -126,7 +126,7 @@ def read(
             found = [torch.load(file, weights_only=True) for file in next(iter(runs.values()))]
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as broken:
         kind, error = BROKEN, broken
-    votes = [vote[0] for vote in gather(comm, bytes([kind]), "checkpoint", -1, comm.timeout_s, called=CALLED)]
+    votes = [vote[0] for vote in gather(comm, bytes([kind]), "checkpoint", comm.timeout_s, called=CALLED)]
     if BROKEN in votes:
         raise ValueError(f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}" + (f": {error}" if error else "")) from error
     if len(set(votes)) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from gradcomp.errors import NotFinite
 from gradcomp.kernels import HOST
 from gradcomp.local.inner import Weights
 from gradcomp.local.outer import Outer
+from gradcomp.local.states import check_fragment, check_outer
 
 
 class Fragment:
@@ -33,6 +35,7 @@ class Fragment:
         averager: exchanges pseudo-gradients.
         optimizer: of the anchors.
         syncs: that were applied.
+        progress: of the local steps, in words: the same on every rank when something is sent or compared.
         held: averages have arrived and wait in the anchors' ``grad``.
     """
 
@@ -49,13 +52,34 @@ class Fragment:
         self.anchors = [(name, nn.Parameter(weights.read(p).clone())) for name, p in named]
         self.averager = GradientAverager(self.anchors, codec, comm, options)
         self.optimizer = outer([anchor for _, anchor in self.anchors])
-        self.syncs = 0
+        self.syncs, self.progress = 0, ""
+        me = weakref.ref(self)
+        engine = self.averager._engine
+        engine.replicated = lambda: mine.replicated() if (mine := me()) is not None else []
+        engine.compares_state = True
         self.sent = self.held = False
 
     # ---- a sync ------------------------------------------------------------------------------------------------------
 
-    def send(self, *, wait: bool) -> None:
+    def replicated(self) -> list[tuple[str, object]]:
+        """Return (name, value) of what every rank must hold alike, beside the anchors."""
+        named: list[tuple[str, object]] = [("progress", self.progress), ("syncs", self.syncs)]
+        for number, group in enumerate(self.optimizer.param_groups):
+            options = {key: group[key] for key in sorted(group) if key != "params"}
+            named.append((f"options of outer group {number}", options))
+        for name, anchor in self.anchors:
+            state = self.optimizer.state.get(anchor, {})
+            named += [(f"outer {key} of {name}", value) for key, value in sorted(state.items())]
+            if self.held and anchor.grad is not None:
+                named.append((f"average of {name}", anchor.grad))
+        return named
+
+    def send(self, *, wait: bool, progress: str) -> None:
         """Form pseudo-gradients and average them, or begin to.
+
+        Args:
+            wait: for the averages.
+            progress: see the attribute.
 
         Raises:
             ValueError: a parameter has another shape than at the last sync, or is no longer trained; nothing was sent.
@@ -65,6 +89,7 @@ class Fragment:
             if parameter.shape != anchor.shape or not parameter.requires_grad:
                 now = f"has shape {tuple(parameter.shape)}" if parameter.requires_grad else "is not trained"
                 raise ValueError(f"{name} {now}; at the last sync it was trained with shape {tuple(anchor.shape)}")
+        self.progress = progress
         with torch.no_grad():
             for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
                 anchor.grad = self._weights.written(parameter, anchor.detach()) - self._weights.read(parameter)
@@ -101,6 +126,8 @@ class Fragment:
         self.optimizer.step()
         self.forget()
         self.syncs += 1
+        if self.syncs == 1:  # an option that no comparison sees shows in what the first step has made
+            self.averager._engine.compare_next()
         self.restore(alpha)
 
     def forget(self) -> None:
@@ -135,18 +162,14 @@ class Fragment:
             "syncs": self.syncs,
         }
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless a state is of these parameters."""
-        shapes = {name: tuple(anchor.shape) for name, anchor in self.anchors}
-        found = {name: tuple(anchor.shape) for name, anchor in state["anchors"].items()}
-        if found != shapes:
-            odd = min(set(found.items()) ^ set(shapes.items()))
-            raise ValueError(f"the state is of other parameters or another number of fragments: {odd[0]} with shape {odd[1]}")
+    def check(self, state: Any) -> None:
+        """Raise ValueError unless a state is of these parameters and this outer optimizer, and finite."""
+        check_fragment(state, {name: anchor.shape for name, anchor in self.anchors})
+        check_outer(state["outer"], self.optimizer)
 
     @torch.no_grad()
-    def load(self, state: dict[str, Any], averagers: Any) -> None:
-        """Go on from a state; `averagers` is that of the averager, or a list of all ranks'."""
-        self.averager.load_state_dict(averagers)
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `check` has passed; that of the averager is loaded before."""
         for name, anchor in self.anchors:
             anchor.copy_(state["anchors"][name])
             anchor.grad = state["averages"][name].clone() if state["averages"] else None

@@ -14,6 +14,20 @@ Outer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LR, MOMENTUM = 0.7, 0.9  # DiLoCo, section 3
 
 
+def options_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return a text of an optimizer and its options, those too that its repr does not show."""
+    shown = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups") and _is_plain(value)}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {groups} {shown}"
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is made of numbers and texts alone, so that its repr is the same on every rank."""
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(_is_plain, [*value.keys(), *value.values()] if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
 def nesterov(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return DiLoCo's outer optimizer: SGD, 0.7, Nesterov momentum 0.9."""
     return SplitSGD(anchors, lr=LR, momentum=MOMENTUM, nesterov=True)

@@ -16,7 +16,6 @@ from torch import nn
 from gradcomp.averager import GradientAverager, torch_communicator
 from gradcomp.codecs import Codec, Identity, resolve
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.agree import agree_on_words
 from gradcomp.engine.options import Changes, Options, spell_out
 from gradcomp.engine.watch import remove
 from gradcomp.errors import GradcompError
@@ -25,14 +24,12 @@ from gradcomp.exchange.telemetry import Telemetry
 from gradcomp.local.fragment import Fragment
 from gradcomp.local.inner import Inner
 from gradcomp.local.model import Trained
-from gradcomp.local.outer import Outer, at_owners, mean, nesterov
-from gradcomp.local.states import STATE_VERSION, check
-from gradcomp.local.turns import SyncEvery, Turns, cut
+from gradcomp.local.outer import Outer, at_owners, mean, nesterov, options_of
+from gradcomp.local.states import STATE_VERSION, accept, check
+from gradcomp.local.turns import SyncEvery, Turns, agree_on_settings, cut
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-AGREED_ROUNDS = 64  # of a schedule of H, which ranks compare
 
 
 class DiLoCo:
@@ -131,10 +128,15 @@ class DiLoCo:
         self._averaged, self.inner_steps = False, 0
         outer, transform = outer_optimizer or self._default_outer, None
         try:
-            outer_words = str(outer([nn.Parameter(torch.zeros(1))]))
+            outer_words = options_of(outer([nn.Parameter(torch.zeros(1))]))
             if shard_outer:
                 transform, outer = at_owners(outer, len(named))
-            self._agree(codec, outer_words, shard_outer, options, named)
+            settings = {"delay": delay, "alpha": alpha, "codec": codec} | {
+                "start_step": options.start_step,
+                "outer_optimizer": outer_words,
+                "shard_outer": shard_outer,
+            }
+            agree_on_settings(self._comm, type(self).__name__, self._turns, settings, named, self._timeout_s)
             plain = replace(options, start_step=0, start_codec=None, transactional=True, transform=transform)
             for part in parts:
                 self._fragments.append(
@@ -203,7 +205,7 @@ class DiLoCo:
             if fragment.sent:  # turns have come closer to each other
                 self._under_way = deque(one for one in self._under_way if one[0] != number)
                 self._apply(number)
-            fragment.send(wait=not self._delay)
+            fragment.send(wait=not self._delay, progress=self._progress())
             if self._delay:
                 self._under_way.append((number, self.inner_steps + self._delay))
             else:
@@ -284,8 +286,18 @@ class DiLoCo:
         return f"{name} every {length} inner steps{start}{turns}{late}: {self._fragments[0].averager.describe()}"
 
     def check_replicas(self) -> None:
-        """Compare the anchors' bits over all ranks; PeerMismatch names the first that differs. Collective."""
+        """Compare over all ranks what must be the same on each. Collective; waits for averages under way.
+
+        That is anchors, the outer optimizer's state and options, averages that wait to be applied, second moments of
+        `precondition`, and the number of the inner step.
+
+        Raises:
+            PeerMismatch: names the first that differs.
+            PeerLost: a rank did not answer.
+        """
+        self._settle()
         for fragment in self._fragments:
+            fragment.progress = self._progress()
             fragment.averager.check_replicas()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -304,6 +316,7 @@ class DiLoCo:
             "kind": type(self).__name__,
             "start_step": self._start,
             "inner_steps": self.inner_steps,
+            "sync_every": self._turns.length(self._turns.round),
             "round": self._turns.round,
             "done": self._turns.done,
             "fragments": [fragment.state() for fragment in self._fragments],
@@ -317,58 +330,43 @@ class DiLoCo:
         From a list parameters become the anchors: with other ranks there is no telling whose own steps to keep. That costs
         at most the inner steps since the last sync.
 
+        Every rank has to load a state of one run: the next sync compares what is the same on all ranks.
+
         Raises:
-            ValueError: of another model, number of fragments, codec, or (one state) rank.
+            ValueError: of another model, number of fragments, `sync_every`, codec, or (one state) rank; a value that no
+                `state_dict` has. Nothing is changed then.
         """
-        states = [state] if isinstance(state, dict) else list(state)
-        check(states, type(self).__name__, self._start, self._fragments)
+        single = not isinstance(state, (list, tuple))
+        states: list[Any] = [state] if single else list(state)
+        check(states, type(self).__name__, self._start, self._turns, self._fragments, has_gradients=self._gradients is not None)
         first = states[0]
-        begun = first["gradients"] is None
-        if not begun and self._gradients is None:
-            raise ValueError("the state is of before start_step, where gradients are averaged; this is beyond it: make it anew")
-        for number, fragment in enumerate(self._fragments):
-            everyone = [one["fragments"][number]["averager"] for one in states]
-            fragment.load(first["fragments"][number], everyone[0] if isinstance(state, dict) else everyone)
-            if not isinstance(state, dict):
+        given = [[one["fragments"][number]["averager"] for one in states] for number in range(len(self._fragments))]
+        averagers = [self._fragments[n].averager for n in range(len(given))]
+        if self._gradients is not None and first["gradients"] is not None:
+            given.append([one["gradients"] for one in states])
+            averagers.append(self._gradients)
+        own = [accept(averager, everyone, single=single) for averager, everyone in zip(averagers, given, strict=True)]
+        for averager, one in zip(averagers, own, strict=True):  # nothing was written so far
+            averager.load_state_dict(one)
+        for fragment, one in zip(self._fragments, first["fragments"], strict=True):
+            fragment.load(one)
+            if not single:
                 fragment.restore()
-        if begun and self._gradients is not None:
+        if self._gradients is not None and first["gradients"] is None:
             self._gradients.close()
             self._gradients = None
-        elif self._gradients is not None:
-            self._gradients.load_state_dict(
-                first["gradients"] if isinstance(state, dict) else [one["gradients"] for one in states]
-            )
         self.inner_steps = first["inner_steps"]
         self._turns.round, self._turns.done = first["round"], first["done"]
         self._under_way = deque((number, at) for number, at in first["under_way"])
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
+    def _progress(self) -> str:
+        waiting = ", ".join(f"fragment {number} until step {at}" for number, at in self._under_way)
+        return f"inner step {self.inner_steps}, {self._turns.done} of round {self._turns.round}, under way: {waiting or 'nothing'}"
+
     def _duplicate(self) -> Communicator:
         return self._comm.duplicate(self._timeout_s)
-
-    def _agree(
-        self, codec: Codec, outer: str, shard_outer: bool, options: Options, named: Sequence[tuple[str, nn.Parameter]]
-    ) -> None:
-        lengths = [self._turns.length(number) for number in range(AGREED_ROUNDS)]
-        agree_on_words(
-            self._comm,
-            {
-                "local": type(self).__name__,
-                "sync_every": lengths[0] if len(set(lengths)) == 1 else lengths,
-                "fragments": self._turns.fragments,
-                "delay": self._delay,
-                "alpha": self._alpha,
-                "codec": codec,
-                "start_step": options.start_step,
-                "outer_optimizer": outer,
-                "shard_outer": shard_outer,
-                "parameters": [(name, tuple(p.shape), p.dtype) for name, p in named],
-            },
-            self._timeout_s,
-            "setup",
-            called=type(self).__name__,
-        )
 
     def close(self) -> None:
         """Stop the threads and close the communicators; closing twice is harmless."""

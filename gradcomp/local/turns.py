@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from torch import nn
+
+from gradcomp.comm.base import Communicator
+from gradcomp.engine.agree import agree_on_words
+
+AGREED_ROUNDS = 64  # of a schedule of H, which ranks compare
 SyncEvery = int | Callable[[int], int]
 
 
@@ -53,6 +59,35 @@ class Turns:
         if self.done >= length:
             self.round, self.done = self.round + 1, 0
         return due
+
+
+def agree_on_settings(
+    comm: Communicator,
+    kind: str,
+    turns: Turns,
+    settings: Mapping[str, object],
+    named: Sequence[tuple[str, nn.Parameter]],
+    timeout_s: float,
+) -> None:
+    """Compare over the ranks when what is exchanged, and how. Collective.
+
+    Args:
+        kind: of local steps.
+        settings: what must not differ beside turns and parameters, by name.
+        named: (name, parameter) of the model.
+
+    Raises:
+        PeerMismatch: names the first that differs.
+        PeerLost: a rank did not call this.
+    """
+    lengths = [turns.length(number) for number in range(AGREED_ROUNDS)]
+    values = {
+        "sync_every": lengths[0] if len(set(lengths)) == 1 else lengths,
+        "fragments": turns.fragments,
+        **settings,
+        "parameters": [(name, tuple(p.shape), p.dtype) for name, p in named],
+    }
+    agree_on_words(comm, values, timeout_s, "setup", called=kind)
 
 
 def cut(numels: Iterable[int], fragments: int) -> list[range]:

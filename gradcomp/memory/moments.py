@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,8 @@ from gradcomp.memory.planes import Planes
 from gradcomp.payload.form import BLOCKS
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
+
+SMALLEST = 2.0**-126  # normal float32
 
 
 @dataclass(frozen=True)
@@ -91,20 +92,16 @@ class SecondMoments:
         span = slice(slot.offset, slot.offset + slot.numel)
         given, d, x, old = values[span], units[span], out[span], self.planes.pair(slot.index)[0]
         owed = residual[slot.residual : slot.residual + slot.numel] if residual is not None else None
-        if _any(old):  # of the whole tensor, also where the slot is a shard of it
-            HOST.divide(given, owed, old[slot.start : slot.start + slot.numel], self.options.floor, d, x)
-            return
-        d.fill_(1.0)
-        x.copy_(given)
-        if owed is not None:
-            x.add_(owed)
+        floor = self.options.floor if _any(old) else 1.0  # of the whole tensor, also where the slot is a shard of it
+        HOST.divide(given, owed, old[slot.start : slot.start + slot.numel], floor, d, x)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
         """Take in the averages of a bucket of whole tensors; to be committed. Returns True if a moment is not finite.
 
         v becomes b * v + (1 - b) * (g / t)^2, with t the larger of mean and standard deviation of the tensor's averages and b the
-        smaller of beta and (step + 1) / (step + 2); it is 1 before the first average, and stays as it is where t is 0. One decoded
-        average says little about the size of an element, so the first counts as much as knowing nothing does.
+        smaller of beta and (step + 1) / (step + 2); it is 1 before the first average, and stays as it is where t is 0, or 1 / t no
+        normal fp32 number. One decoded average says little about the size of an element, so the first counts as much as knowing
+        nothing does.
 
         Args:
             averages: ``(n,)`` of any floating dtype.
@@ -116,25 +113,43 @@ class SecondMoments:
                 continue
             old, new = self.planes.pair(slot.index)
             g = averages[slot.offset : slot.offset + slot.numel].float()
-            with np.errstate(all="ignore"):
-                inverse = np.float32(1) / typical(g)
-            if not np.isfinite(inverse):
+            inverse = _inverse(typical(g))
+            if not inverse:
                 new.copy_(old)
                 continue
-            bad |= HOST.follow(g, float(inverse), old if _any(old) else None, keep, 1.0 - keep, new)
+            bad |= HOST.follow(g, inverse, old if _any(old) else None, keep, 1.0 - keep, new)
         return bad
 
 
 def _any(moments: Tensor) -> bool:
     """Whether any moment is not 0; soon where, as nearly always, one of the first is."""
-    return bool(moments[:1024].any() or moments.any())
+    bits = moments.view(torch.int32)  # denormals are 0 as numbers where the thread flushes them
+    return bool(bits[:1024].any() or bits.any())
 
 
-def typical(values: Tensor) -> Any:
+def typical(values: Tensor) -> float:
     """Return the larger of mean and standard deviation of ``(n,)`` float32, or the largest |value| if that is smaller."""
     layout, out = _one_group(values.numel()), torch.empty(1)
     HOST.scales(values, layout.packed, layout.groups, 1.0, HOST.scratch(layout.groups), out)
-    return np.float32(float(out[0]))
+    return _exact(int(out.view(torch.int32)))
+
+
+def _exact(bits: int) -> float:
+    """Return the number that the bits of a float32, not negative, stand for: also where the thread flushes denormals."""
+    exponent, fraction = bits >> 23, bits & 0x7FFFFF
+    if exponent == 255:
+        return math.nan if fraction else math.inf
+    return math.ldexp(fraction | (0x800000 if exponent else 0), max(exponent, 1) - 150)
+
+
+def _inverse(value: float) -> float:
+    """Return 1 / value rounded to float32; 0.0 where that is not a normal number."""
+    exact = 1.0 / value if value else math.inf  # float64 has bits enough for one rounding after the other to be one
+    if not SMALLEST <= exact < math.inf:
+        return 0.0
+    with np.errstate(over="ignore"):
+        inverse = float(np.float32(exact))
+    return inverse if inverse < math.inf else 0.0
 
 
 @lru_cache(maxsize=256)

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradcomp.comm.base import Communicator
-from gradcomp.engine.agree import agree_on_words, gather
+from gradcomp.comm.base import Channel, Communicator
+from gradcomp.engine.agree import agree_on_words
 from gradcomp.errors import GradcompError
+from gradcomp.exchange.agree import gather
 from gradcomp.onebit_sgd.choice import BatchSizeChoice, BatchSizeTrial
 from gradcomp.onebit_sgd.progress import Progress
 from gradcomp.onebit_sgd.rollback import Checkpoint
@@ -103,7 +104,7 @@ def find_batch_size(
         "multiple": multiple,
     }
     numbers |= {"step": step, "factor": factor, "margin": margin, "per_sample_lr": per_sample_lr}
-    agree_on_words(own, numbers, timeout_s, "batch_size", called="find_batch_size")
+    agree_on_words(own, numbers, timeout_s, "batch_size", called="find_batch_size", channel=Channel.CONTROL)
     _check(samples, current, smallest, largest, multiple, step, factor, margin)
     sizes = candidates(current, own.world_size, smallest, largest, multiple, step, factor)
     if samples < 2 * sizes[-1]:
@@ -224,7 +225,8 @@ def _merge(
     comm: Communicator, size: int, scale: float, mine: tuple[float, int, float], timeout_s: float
 ) -> BatchSizeTrial:
     """Return what all ranks saw in a trial: the same on each."""
-    everyone = [_RESULT.unpack(data) for data in gather(comm, _RESULT.pack(*mine), "batch_size", -1, timeout_s, called="find_batch_size")]
+    found = gather(comm, _RESULT.pack(*mine), "batch_size", timeout_s, called="find_batch_size")
+    everyone = [_RESULT.unpack(data) for data in found]
     for rank, (_, steps, _) in enumerate(everyone):
         if not steps:
             raise ValueError(f"train({size}, ...) yielded no loss on rank {rank}")

@@ -24,7 +24,8 @@ from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.buckets import check_optimizer
 from gradcomp.engine.options import Changes, Options, spell_out
-from gradcomp.errors import GradcompError, peers_answer
+from gradcomp.errors import GradcompError
+from gradcomp.exchange.agree import gather
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.momentum import Momentum
 from gradcomp.onebit_sgd.comparison import OverlapComparison, time_both
@@ -187,8 +188,8 @@ class DoubleBuffer:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**63:
             raise ValueError(f"count must be an integer of at least 0, got {count!r}")
         self.drain()
-        with peers_answer("most", called="most()"):
-            everyone = self._comm.all_gather_bytes(struct.pack("<q", count), self._timeout_s)
+        mine = struct.pack("<q", count)
+        everyone = gather(self._comm, mine, "most", self._timeout_s, called="most()")
         return int(max(struct.unpack("<q", data)[0] for data in everyone))
 
     def drain(self) -> bool:

@@ -17,7 +17,8 @@ from torch import Tensor
 from gradcomp.engine import replicas
 from gradcomp.engine.layouts import Members
 from gradcomp.engine.step import Engine
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, PeerMismatch
+from gradcomp.exchange.agree import HIDDEN
 from gradcomp.exchange.averages import Averages
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.placeholder import Placeholder
@@ -41,7 +42,7 @@ def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
     return ""
 
 
-def replicated(optimizer: SplitOptimizer, engine: Engine) -> list[tuple[str, Tensor]]:
+def replicated(optimizer: SplitOptimizer, engine: Engine) -> list[tuple[str, object]]:
     """Return the optimizer's state tensors of the model's parameters, which every rank must hold alike."""
     return [
         (f"{key} of {name}", value)
@@ -52,9 +53,22 @@ def replicated(optimizer: SplitOptimizer, engine: Engine) -> list[tuple[str, Ten
     ]
 
 
-def state_digest(optimizer: SplitOptimizer, engine: Engine) -> str:
-    """Return a hash of what `replicated` returns."""
-    return replicas.digests(t for _, t in replicated(optimizer, engine)).hex()
+def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str) -> None:
+    """Raise PeerMismatch ("optimizer") on every rank unless class, fusing and state are the same on all. Collective."""
+    named, kind = replicated(optimizer, engine), type(optimizer).__name__
+    word = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
+    try:
+        engine.agree_on({"optimizer": word}, optimizer=(kind, not_fused, replicas.digests(v for _, v in named)))
+    except PeerMismatch as found:
+        if found.field != "optimizer" or not str(found.got).endswith(HIDDEN):
+            raise
+        try:  # the state differs, or what of it there is
+            with engine.comm:
+                replicas.compare(engine.comm, named, engine.timeout_s, called="register", phase="fingerprint")
+        except PeerMismatch as it:
+            texts = [f"{it.field}: {value}" for value in (it.expected, it.got)]
+            raise PeerMismatch("optimizer", it.rank, texts[0], texts[1]) from None
+        raise
 
 
 class FusedGradients:

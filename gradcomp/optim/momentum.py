@@ -116,7 +116,7 @@ class MomentumExchange(SplitOptimizer):
         for entry in new:
             variance = entry.state["exp_avg_sq"]
             flat = variance.as_strided((variance.numel(),), (1,), variance.storage_offset())
-            flat.clamp_(min=float(typical(flat) * np.float32(self.floor) ** 2))
+            flat.clamp_(min=float(np.float32(typical(flat)) * np.float32(self.floor) ** 2))
             entry.state["floored_at"].copy_(entry.state["variance_steps"] + 1)
         for entry in entries:
             if not self.is_frozen(entry):

@@ -6,6 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from gradcomp.arguments import suggestion
+
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 NAMED = {
@@ -78,7 +80,10 @@ def parse_link(text: str, latency: str | None = None) -> Link:
     if name in NAMED:
         rate, own = NAMED[name]
     else:
-        rate, own = parse_rate(text), 0.0
+        try:
+            rate, own = parse_rate(text), 0.0
+        except ValueError as error:
+            raise ValueError(f"{error}{suggestion(name, NAMED)}") from None
     return Link(rate, own if latency is None else parse_seconds(latency))
 
 
@@ -117,6 +122,15 @@ def format_rate(bits_per_s: float) -> str:
         ((u, p) for u, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if bits_per_s >= u), (1, "")
     )
     return f"{bits_per_s / unit:.3g} {prefix}bit/s"
+
+
+def format_rates(least: float, most: float) -> str:
+    """Return a range of rates, as "50 to 98 Gbit/s"; one rate where both ends are written alike."""
+    ends = format_rate(least), format_rate(most)
+    if ends[0] == ends[1]:
+        return ends[0]
+    number, unit = ends[0].split(" ", 1)
+    return f"{number if ends[1].endswith(' ' + unit) else ends[0]} to {ends[1]}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.costs import FP32_NBYTES, HIERARCHICAL, IDENTITY, METHODS, Method, between
@@ -59,11 +60,13 @@ class Prediction:
         speedup: seconds a step of fp32 over those of `method`, on `nodes`; 1 if fp32 was not asked for.
         break_even_bits_per_s: link rate above which nothing here is more than 5 % faster than fp32 on `nodes`; inf where
             that is so at no rate, 0 at every rate, None if fp32 or codecs were not asked for.
+        break_even_range: the lowest and the highest such rate with each of `repeated`; None where there is no such rate.
         optimal_nodes: of the seed's formula with the method's compression ratio and double buffering; inf as it says.
         sentence: the recommendation.
         rates: that the simulations used.
         tolerance: what methods cost in accuracy.
         permitted: names of the methods that may be recommended: those that `tolerance` permits, or all where that is none.
+        repeated: the rates as they were measured one time after the other.
     """
 
     rows: tuple[Row, ...]
@@ -77,6 +80,8 @@ class Prediction:
     rates: Rates
     tolerance: Tolerance = field(default_factory=Tolerance)
     permitted: tuple[str, ...] = ()
+    repeated: tuple[Rates, ...] = ()
+    break_even_range: tuple[float, float] | None = None
 
     def result(self, method: str, nodes: int) -> Simulation:
         """Return one method's simulation on so many nodes.
@@ -105,6 +110,8 @@ def predict(
     progress: Callable[[float], None] | None = None,
     optimizer: str | None = None,
     tolerances: Mapping[str, float] | None = None,
+    by_seconds: bool | None = None,
+    repeated: Sequence[Rates] = (),
 ) -> Prediction:
     """Simulate every method on every number of nodes and say what pays.
 
@@ -118,14 +125,17 @@ def predict(
         cores, double_buffering, stragglers, transport: as of `gradcomp.plan.simulate`.
         progress: called with the share that is done.
         optimizer: name of the optimizer, such as "adamw" or "sgd": codecs that were measured to lose more under it than is
-            tolerated, or were not measured, are not recommended (`gradcomp.plan.tolerance`). None: seconds alone decide.
+            tolerated, or were not measured, are not recommended (`gradcomp.plan.tolerance`).
         tolerances: the most that may be lost, by unit: "nats" (0.01 unless given), "points" of accuracy (0.3).
+        by_seconds: without an optimizer, let seconds alone decide; False: recommend only what loses nothing under any
+            optimizer. None: True where `methods` are given.
+        repeated: `rates` as they were measured several times, for `break_even_range`.
 
     Raises:
-        ValueError: no nodes, no methods, no name of an optimizer, a tolerance that is negative or not finite, or as of
+        ValueError: no nodes, no methods, an unknown optimizer, a tolerance that is negative or not finite, or as of
             `gradcomp.plan.simulate`.
     """
-    tolerance = Tolerance(optimizer, tolerances or {})
+    tolerance = Tolerance(optimizer, tolerances or {}, by_seconds=methods is not None if by_seconds is None else by_seconds)
     counts, chosen = sorted(set(nodes)), list(ways(node) if methods is None else methods)
     if not counts:
         raise ValueError(f"nodes must name at least one number of nodes, got {nodes!r}")
@@ -136,14 +146,20 @@ def predict(
     done = 0
     cache: dict[tuple[str, int], Simulation] = {}
 
-    def run(method: Method, n: int, over: Link = link, advance: Callable[[float], None] | None = None) -> Simulation:
+    def run(
+        method: Method,
+        n: int,
+        over: Link = link,
+        advance: Callable[[float], None] | None = None,
+        rates: Rates = found,
+    ) -> Simulation:
         return simulate(
             workload,
             method,
             n,
             over,
             node=node,
-            rates=found,
+            rates=rates,
             cores=cores,
             double_buffering=double_buffering,
             stragglers=stragglers,
@@ -181,14 +197,24 @@ def predict(
     took = over_run(method, best)
     speedup = seconds(plain, best) / took if plain and took else 1.0
     others = [m for m in permitted if m is not plain]
-    even = _break_even(others, plain, best, lambda m, rate: run(m, best, Link(rate, link.latency_s)).seconds)
+
+    def at_rate(method: Method, rate: float, rates: Rates = found) -> float:
+        return run(method, best, Link(rate, link.latency_s), rates=rates).seconds
+
+    even = _break_even(others, plain, best, at_rate)
+    evens = None
+    if even is not None and 0 < even < math.inf:
+        likely = sorted(others, key=lambda m: at_rate(m, even))
+        again = [_break_even(likely, plain, best, partial(at_rate, rates=one)) for one in repeated]
+        found_rates = [even, *(rate for rate in again if rate)]
+        evens = min(found_rates), max(found_rates)
     ratio = _ratio(workload, cache[method.name, best], double_buffering)
     optimum = _formula(
         workload, link, ratio, transport.seconds("all_reduce", ring_bytes(workload.numel, best * node.ranks)) if transport else 0
     )
     where = "over these ranks" if transport is not None and math.isinf(link.bits_per_s) else f"over {link}"
     text = sentence(
-        workload.weak, where, method, best, speedup, even, optimum, cache[method.name, best], plain, counts
+        workload.weak, where, method, best, speedup, evens, optimum, cache[method.name, best], plain, counts
     )
     if best > 1:
         text += accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, over_run)
@@ -202,7 +228,9 @@ def predict(
     if best > 1 and not workload.weak and (alone := seconds(method, 1)) <= seconds(method, best):
         text = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {text}"
     names = tuple(m.name for m in permitted)
-    return Prediction(rows, crossings, method, best, speedup, even, optimum, text, found, tolerance, names)
+    return Prediction(
+        rows, crossings, method, best, speedup, even, optimum, text, found, tolerance, names, tuple(repeated), evens
+    )
 
 
 def ways(node: Node) -> tuple[Method, ...]:
@@ -272,7 +300,8 @@ def _break_even(
         return None
 
     def pays(rate: float) -> bool:
-        return min(seconds(m, rate) for m in others) * (1 + ENOUGH) < seconds(plain, rate)
+        limit = seconds(plain, rate) / (1 + ENOUGH)
+        return any(seconds(m, rate) < limit for m in others)
 
     low, high = RATE_RANGE
     if pays(high):

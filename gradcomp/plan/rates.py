@@ -103,6 +103,21 @@ class Rates:
         alike = [m for m in METHODS if m.codec is not None and m.codec.name == kind and m.exchange == method.exchange]
         return next((self.stages[m.name] for m in alike if m.name in self.stages), {})
 
+    @staticmethod
+    def median(repeated: Sequence[Rates]) -> Rates:
+        """Return the median of every rate of several measurements of the same methods."""
+        first = repeated[0].stages
+        return Rates({
+            method: {
+                stage: StageRate(**{
+                    name: statistics.median(getattr(one.stages[method][stage], name) for one in repeated)
+                    for name in asdict(rate)
+                })
+                for stage, rate in stages.items()
+            }
+            for method, stages in first.items()
+        })  # fmt: skip
+
     def save(self, path: Path) -> None:
         """Write the rates as JSON."""
         path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")

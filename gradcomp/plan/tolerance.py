@@ -12,9 +12,33 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gradcomp.arguments import suggestion
 from gradcomp.plan.accuracy import FAMILIES, OWN_WARM_UP, TABLE, TOLERANCES, Measured, expected, family_of_name
 from gradcomp.plan.advice import FALLBACK
 from gradcomp.plan.costs import Method
+
+OMITS = "Codecs that may lose accuracy under some optimizer are left out: name yours with --optimizer."
+# Names that are understood, in any case; "other" stands for all that are not here.
+OPTIMIZERS = (
+    "adam", "adamw", "adamax", "nadam", "radam", "sparseadam", "adafactor", "adadelta", "adagrad", "rmsprop", "rprop",
+    "lamb", "adabelief", "adan", "sgd", "asgd", "lars", "lbfgs", "lion", "muon", "shampoo", "soap", "sophia",
+    "splitadamw", "splitadagrad", "splitlamb", "splitsgd", "onebitadam", "onebitlamb", "zerooneadam", "other",
+)  # fmt: skip
+
+
+def check_optimizer(name: str) -> str:
+    """Return the name of an optimizer.
+
+    Raises:
+        ValueError: it is not one of `OPTIMIZERS`.
+    """
+    family_of_name(name)
+    if name.lower() not in OPTIMIZERS:
+        raise ValueError(
+            f"optimizer {name!r} is unknown{suggestion(name, OPTIMIZERS) or ';'} "
+            f"choose one of {', '.join(OPTIMIZERS)}"
+        )
+    return name
 
 
 @dataclass(frozen=True)
@@ -22,21 +46,24 @@ class Tolerance:
     """What methods cost in accuracy, and what of it is tolerated.
 
     Attributes:
-        optimizer: its name, such as "adamw"; None: not said, all is permitted.
+        optimizer: its name, such as "adamw"; None: not known.
         limits: the most that may be lost, by unit ("nats", "points").
         table: of what was measured.
+        by_seconds: without an optimizer, permit every codec that was measured under one; False: only those that are
+            within the limits under all of them, and the one that ``codec="auto"`` takes where it knows no optimizer.
 
     Raises:
-        ValueError: this is no name of an optimizer; an unknown unit; a limit that is negative or not finite.
+        ValueError: an unknown optimizer; an unknown unit; a limit that is negative or not finite.
     """
 
     optimizer: str | None = None
     limits: Mapping[str, float] = field(default_factory=lambda: dict(TOLERANCES))
     table: Sequence[Measured] = TABLE
+    by_seconds: bool = True
 
     def __post_init__(self) -> None:
         if self.optimizer is not None:
-            family_of_name(self.optimizer)
+            check_optimizer(self.optimizer)
         for unit, limit in self.limits.items():
             if unit not in TOLERANCES:
                 raise ValueError(f"tolerances are in {' and '.join(TOLERANCES)}, got {unit!r}")
@@ -70,15 +97,20 @@ class Tolerance:
         """Whether a method may be recommended.
 
         What is no codec may always, and with an optimizer that is not in the table what ``codec="auto"`` takes for it; without
-        an optimizer every codec that was measured under one.
+        an optimizer what `by_seconds` says.
         """
         if method.codec is None or method.keeps_loss:
             return True
-        if self.optimizer is None:
+        if self.optimizer is None and self.by_seconds:
             return not method.compresses or method.codec.name in {row.codec.name for row in self.table}
+        if self.optimizer is None:
+            safe = method.codec.name == FALLBACK.name and method.local is None
+            return safe or all(self._within(row) for row in self.costs(method).values())
         if self.columns[self.optimizer] is None:
             return method.codec.name == FALLBACK.name and method.local is None
-        row = self.cost(method)
+        return self._within(self.cost(method))
+
+    def _within(self, row: Measured | None) -> bool:
         return row is not None and row.counts and row.excess(self.limits) <= 1
 
     def start(self, method: Method, methods: Sequence[Method]) -> tuple[float, Method | None]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from gradcomp.plan.costs import FP32_NBYTES, LocalSteps, Method, between, find_method
-from gradcomp.plan.links import Node, format_rate, format_seconds
-from gradcomp.plan.tolerance import Tolerance
+from gradcomp.plan.links import Node, format_rates, format_seconds
+from gradcomp.plan.tolerance import OMITS, Tolerance
 from gradcomp.plan.workload import Simulation
 
 ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
@@ -21,13 +21,13 @@ def sentence(
     method: Method,
     n: int,
     speedup: float,
-    even: float | None,
+    evens: tuple[float, float] | None,
     optimum: float,
     result: Simulation,
     plain: Method | None,
     counts: Sequence[int],
 ) -> str:
-    """Return the recommendation."""
+    """Return the recommendation; `evens` is the range of rates at which compression stops paying, None if there is none."""
     took = format_seconds(result.seconds)
     if n == 1:
         return f"Do not compress and do not distribute: {where} no more nodes are faster than one ({took} a step)."
@@ -38,16 +38,16 @@ def sentence(
         verb = "Compress" if method.local is None else "Exchange rarely"
         gain = f", {speedup:.2g} times as fast as fp32" if plain is not None else ""
         text = f"{verb}: {where}, train {place} with {method.name}{gain}."
-        if even is not None and math.isfinite(even) and even > 0:
+        if evens is not None:
             what = "compression" if method.compresses else "exchanging rarely"
-            text += f" Above {format_rate(even)} {what} stops paying there."
+            text += f" Above {format_rates(*evens)} {what} stops paying there."
     elif method.value_nbytes < FP32_NBYTES:
         gain = f"{speedup:.2g} times as fast as fp32" if plain is not None else "without a codec"
         text = f"Do not compress: {where}, train {place} with {method.name}, {gain}; codecs gain less than 5 % more."
     else:
         text = f"Do not compress: {where}, train {place} in {method.name}; nothing else gains 5 %."
-        if even is not None and math.isfinite(even) and even > 0:
-            text += f" Below {format_rate(even)} compression would pay there."
+        if evens is not None:
+            text += f" Below {format_rates(*evens)} compression would pay there."
     if weak or method.local is not None:
         return text
     bound = "sets no bound" if math.isinf(optimum) else f"gives {optimum} node{'s' if optimum > 1 else ''}"
@@ -62,6 +62,8 @@ def accuracy(
     seconds: Callable[[Method, int], float],
 ) -> str:
     """Return what is said of accuracy: of the method recommended, and of the fastest way of every codec that is left out."""
+    if tolerance.optimizer is None and not tolerance.by_seconds:
+        return f" {OMITS}" if left_out else ""
     text, said = tolerance.of(method), set()
     for other in sorted(left_out, key=lambda m: seconds(m, n)):
         name = other.name.split()[0]

@@ -383,12 +383,12 @@ def next_moments(moments: Floats, averages: Floats, beta: float, step: int) -> F
     """Return the relative second moments after the averages of exchange number `step`: b * v + (1 - b) * (g / t)^2.
 
     b is the smaller of beta and (step + 1) / (step + 2), t is `typical` of the averages; v is 1 before the first, and stays as it
-    is where t is 0 or its inverse is not finite.
+    is where t is 0 or its inverse is no normal number.
     """
     b, before = min(beta, (step + 1) / (step + 2)), moments if moments.any() else np.ones_like(moments)
     with np.errstate(all="ignore"):
         inverse = np.float32(1) / typical(averages)
-    if not np.isfinite(inverse):
+    if not np.isfinite(inverse) or inverse < np.finfo(np.float32).tiny:
         return moments
     x = averages * inverse
     squares: Floats = x * x * np.float32(1.0 - b) + before * np.float32(b)

@@ -188,7 +188,7 @@ class _Server:
         if rank not in self._open:
             raise ValueError(f"the client of rank {rank} is closed")
         if message.servers != self._digest:
-            raise PeerMismatch("servers", self._comm.rank, message.servers, self._digest)
+            raise PeerMismatch("servers", self._comm.rank, message.servers, self._digest, first=None)
         if message.kind in (Kind.OK, Kind.ERROR):
             raise CorruptPayload("message", f"no request: {message.kind.name}")
 

@@ -178,7 +178,7 @@ def parse_error(body: Tensor, phase: str, waited_s: float) -> Exception:
         name, fields = str(found["error"]), list(found["fields"])
         if name == "PeerMismatch":
             field, rank, expected, got = fields
-            return PeerMismatch(str(field), int(rank), expected, got)
+            return PeerMismatch(str(field), int(rank), expected, got, first=None)
         if name == "CorruptPayload":
             check, detail = fields
             return CorruptPayload(str(check), str(detail))

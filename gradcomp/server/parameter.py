@@ -36,8 +36,8 @@ class Mismatch:
     def seen_by(self, rank: int) -> PeerMismatch:
         """Return the error as a rank sees it: the other side is the one that differs."""
         if rank == self.other_rank:
-            return PeerMismatch(self.field, self.first_rank, self.other, self.first)
-        return PeerMismatch(self.field, self.other_rank, self.first, self.other)
+            return PeerMismatch(self.field, self.first_rank, self.other, self.first, first=None)
+        return PeerMismatch(self.field, self.other_rank, self.first, self.other, first=None)
 
 
 class Parameter(ABC):

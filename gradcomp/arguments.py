@@ -1,0 +1,41 @@
+"""Command lines of gradcomp's programs: one line for what is wrong, and the word that was probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+SIMILAR, VERY_SIMILAR = 0.6, 0.8  # shares of letters in common
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the most similar known word, or with two that are very similar; "" for none."""
+    asked = word.lower()
+    likeness = {one: difflib.SequenceMatcher(None, asked, one.lower()).ratio() for one in known}
+
+    def rank(one: str) -> float:  # of words as similar as others those that begin alike are meant
+        return likeness[one] + 0.2 * len(os.path.commonprefix([asked, one.lower()])) / max(1, len(asked))
+
+    near = sorted((one for one in likeness if likeness[one] >= SIMILAR), key=rank, reverse=True)
+    chosen = [one for place, one in enumerate(near[:2]) if place == 0 or likeness[one] >= VERY_SIMILAR]
+    return f"; did you mean {' or '.join(chosen)}?" if chosen else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line instead of the whole usage."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return what the words mean; end the program with status 2 where they mean nothing."""
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            word = next((r for r in rest if r.startswith("-")), rest[0]).partition("=")[0]
+            what = "option" if word.startswith("-") else "argument"
+            self.error(f"unknown {what} {word}{suggestion(word, self._option_string_actions)}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and end the program with status 2."""
+        self.exit(2, f"{self.prog}: {message} (--help lists all options)\n")
