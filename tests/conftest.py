@@ -5,10 +5,12 @@ first of them, and a few rows, not the same ones, on each other one. ``--every-r
 """
 
 import functools
+import importlib
 import itertools
 import os
 import pickle
 import signal
+import time
 
 import _forks
 import hypothesis
@@ -111,10 +113,16 @@ def transport(item):
 
 
 def kind_of_ranks(item):
-    """Return "gloo" or "mpi" of a test that needs warm processes, else None."""
+    """Return "gloo", "mpich" or "openmpi" of a test that needs warm processes, else None."""
     given = params(item)
-    where = given.get("over") or given.get("ranks") or ("pools" in item.fixturenames and given.get("flavour", "gloo"))
-    return {False: None, "local": None, "gloo": "gloo"}.get(where, "mpi")
+    pooled = given.get("flavour", "gloo") if "pools" in item.fixturenames else "local"
+    kind = given.get("over") or given.get("ranks") or pooled
+    return None if kind == "local" else kind
+
+
+def order(item):
+    """Return when a test runs: long chains first, last what needs packages that CI installs meanwhile."""
+    return 2 if item.get_closest_marker("extras") else item.get_closest_marker("xdist_group") is None
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
@@ -124,8 +132,9 @@ def pytest_collection_modifyitems(config, items):
         kind = kind_of_ranks(item)
         if kind is not None:
             item.add_marker(pytest.mark.slow)
-            if kind == "mpi" and not item.get_closest_marker("xdist_group"):
-                item.add_marker(pytest.mark.xdist_group(kind))  # an MPI job for one worker; each has its own gloo ranks
+            if kind != "gloo" and not item.get_closest_marker("xdist_group"):
+                item.add_marker(pytest.mark.xdist_group(kind))  # its jobs for one worker; each has its own gloo ranks
+    items.sort(key=order)
     if config.getoption("--every-row"):
         return
     tables = {}
@@ -146,6 +155,16 @@ def pytest_collection_finish(session):
     if getattr(session.config.option, "loadgroup", False):
         apart = [i.nodeid for i in session.items if i.get_closest_marker("xdist_group") and "@" not in i.nodeid]
         assert not apart, "pytest-xdist does not see groups: install what constraints.txt says"
+
+
+def pytest_runtest_setup(item):
+    """Wait for packages that `.ci/run` installs beside the first tests: a file says they are there."""
+    there = os.environ.get("GRADCOMP_CI_EXTRAS")
+    if there and item.get_closest_marker("extras"):
+        while not os.path.exists(there):
+            assert not os.path.exists(there + ".failed"), "what this test needs was not installed"
+            time.sleep(0.1)
+        importlib.invalidate_caches()
 
 
 def cpu_seconds():

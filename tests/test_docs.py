@@ -84,8 +84,12 @@ def execute_as_rank(place, source, folder):
 
 
 def of_kind(kind):
-    chosen = [(place, source, output) for place, found, source, output in SNIPPETS if found == kind]
-    return pytest.mark.parametrize(("place", "source", "output"), chosen, ids=[place for place, *_ in chosen])
+    chosen = []
+    for place, found, source, output in SNIPPETS:
+        if found == kind:
+            framework = kind != "no-run" and place.startswith(tuple(f"docs/howto/{name}.md" for name in TRIED))
+            chosen.append(pytest.param(place, source, output, id=place, marks=[pytest.mark.extras] * framework))
+    return pytest.mark.parametrize(("place", "source", "output"), chosen)
 
 
 @of_kind("no-run")

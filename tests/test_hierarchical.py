@@ -130,15 +130,14 @@ def by_host(comm, hosts):
         del os.environ["GRADCOMP_HOST_ID"]
 
 
-@pytest.mark.xdist_group("mpi")
-def test_nodes_are_found_by_host_identity(gloo, pools):
+@pytest.mark.parametrize("flavour", ["gloo", "mpich", "openmpi"])
+def test_nodes_are_found_by_host_identity(pools, flavour):
     from _ranks import with_communicator
 
-    for kind in ("gloo", "mpich", "openmpi"):
-        found = pools(kind, 4, with_communicator, kind, by_host, ["b", "a", "b", "a"])
-        assert found == [((0, 2), (1, 3))] * 4
-        found = pools(kind, 4, with_communicator, kind, find_nodes, None, 20)
-        assert found == [((0, 1, 2, 3),)] * 4
+    found = pools(flavour, 4, with_communicator, flavour, by_host, ["b", "a", "b", "a"])
+    assert found == [((0, 2), (1, 3))] * 4
+    found = pools(flavour, 4, with_communicator, flavour, find_nodes, None, 20)
+    assert found == [((0, 1, 2, 3),)] * 4
 
 
 def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):

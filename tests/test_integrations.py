@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.errors import GradcompError
 from gradcomp.integrations import versions
 
+pytestmark = pytest.mark.extras
 PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
 CONSTRAINTS = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
 HOWTO = Path(__file__).parents[1] / "docs/howto"

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import gradcomp
 from gradcomp import GradcompError, UnsupportedTensor
 
+pytestmark = pytest.mark.extras
+
 ROWS, BATCH = 48, 4  # samples, and a rank's share of a minibatch
 
 

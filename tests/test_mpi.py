@@ -78,12 +78,13 @@ def sent_bytes(comm, codec, exchange):
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.xdist_group("mpi")
-def test_the_same_bytes_go_out_over_gloo_and_both_mpis(pools, world, name, exchange):
+@pytest.mark.every_row
+def test_the_same_bytes_go_out_over_gloo_and_mpi(pools, flavour, world, name, exchange):
     seen = [
-        pools(kind, world, with_communicator, kind, sent_bytes, CODECS[name], exchange) for kind in ("gloo", *FLAVOURS)
+        pools(kind, world, with_communicator, kind, sent_bytes, CODECS[name], exchange)
+        for kind in ("gloo", flavour)
     ]
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[1]
     assert len(set(seen[0])) == world  # ranks send different bytes, so the hash sees them
 
 

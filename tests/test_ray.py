@@ -18,8 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from gradcomp import GradcompError, UnsupportedTensor
 
-pytest.importorskip("ray.train")
-from gradcomp.integrations import ray as packed
+pytestmark = pytest.mark.extras
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    pytest.importorskip("ray.train")
+
+
+def packed():
+    """Return what is tested; ray takes seconds to import, which collecting tests need not wait for."""
+    from gradcomp.integrations import ray
+
+    return ray
 
 STEPS, FAILS = 6, 4  # of a run, and the one before which a worker dies once
 
@@ -128,7 +139,7 @@ def refusals():
     said = []
     for model in (nn.Linear(4, 4), nn.Linear(4, 4, device="meta")):
         try:
-            packed.register(model)
+            packed().register(model)
         except (TypeError, UnsupportedTensor) as error:
             said.append(str(error))
     return said
@@ -142,15 +153,15 @@ def test_what_is_refused(gloo):
 
 def test_one_worker_is_told_that_nothing_is_compressed(tmp_path):
     with pytest.warns(UserWarning, match="Ray Train runs one worker.*num_workers=2"):
-        state = packed.register(nn.Linear(4, 4))
+        state = packed().register(nn.Linear(4, 4))
     assert state is None
-    packed.save(state, tmp_path)
-    assert not packed.load(state, tmp_path) and not list(tmp_path.iterdir())
+    packed().save(state, tmp_path)
+    assert not packed().load(state, tmp_path) and not list(tmp_path.iterdir())
 
 
 def forgotten():
     model = DistributedDataParallel(net())
-    with packed.register(model, "terngrad", min_numel=0):
+    with packed().register(model, "terngrad", min_numel=0):
         optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         other.step()  # of another model: nobody's business
         x, y = minibatch(0, dist.get_rank())
@@ -169,9 +180,9 @@ def test_a_hook_that_was_not_called_is_found(gloo):
 
 def without_files(folder):
     model = DistributedDataParallel(net())
-    with packed.register(model, "onebit", min_numel=0) as state, warnings.catch_warnings(record=True) as caught:
+    with packed().register(model, "onebit", min_numel=0) as state, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        return packed.load(state, folder), [str(one.message) for one in caught]
+        return packed().load(state, folder), [str(one.message) for one in caught]
 
 
 def test_a_checkpoint_of_another_run_is_a_warning(gloo, tmp_path):

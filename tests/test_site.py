@@ -13,7 +13,7 @@ import pytest
 from test_docs import FENCE, PAGES, PUBLIC, ROOT
 
 # one build for all of them, by one worker
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
+pytestmark = [pytest.mark.slow, pytest.mark.extras, pytest.mark.xdist_group("site")]
 NOTEBOOK = "examples/notebook.ipynb"
 SHOWN = [page for page in PAGES if page.name != "index.md" and page != ROOT / "README.md"]
 

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from gradcomp import GradcompError
 
+pytestmark = pytest.mark.extras
+
 if sys.version_info < (3, 11):
     pytest.skip("Transformers 5.23 needs Python 3.11", allow_module_level=True)
 
