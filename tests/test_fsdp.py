@@ -5,6 +5,7 @@ import copy
 import math
 import os
 import re
+import time
 import tracemalloc
 import warnings
 from unittest import mock
@@ -1125,11 +1126,12 @@ def lost_in_backward(folder, weights):
     state = gradcomp.fsdp.compress(model, OneBit(), weights=weights, min_numel=0, timeout_s=20)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
-    def die(module, args, out):
-        out.register_hook(lambda _: os._exit(1))
+    def die(_):
+        time.sleep(0.5)  # what it has begun to send arrives
+        os._exit(1)
 
     if rank == 2:
-        model.layers[1].register_forward_hook(die)
+        model.layers[1].register_forward_hook(lambda module, args, out: out.register_hook(die) and None)
     raised = None
     try:
         model(torch.randn(8, 40)).square().mean().backward()
@@ -1145,8 +1147,8 @@ def lost_in_backward(folder, weights):
     state.close()
 
 
-@pytest.mark.parametrize(("weights", "raised"), [("block8", "PeerLost"), (None, "RuntimeError")])
-def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights, raised):
+@pytest.mark.parametrize("weights", ["block8", None])
+def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights):
     """Uninitialised memory stayed in ``.grad`` (mean sizes of 1e33), and the optimizer applied it.
 
     Without `weights` torch's own all_gather raises its RuntimeError, and nobody finishes what is under
@@ -1156,9 +1158,9 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights, 
         gloo(3, lost_in_backward, str(tmp_path), weights)
     for rank in range(2):
         got, before, after = torch.load(tmp_path / str(rank))
-        assert got == raised
+        assert got == "PeerLost" or (got == "RuntimeError" and weights is None)  # or it died before it had sent all
         assert all(grad is None or grad.isnan().all() for grad in after), after
-        unfinished = before[:4]  # the last layer's average may have come whole before rank 2 was gone
+        unfinished = before if got == "PeerLost" else before[:4]
         assert all(grad is None or grad.isnan().all() for grad in unfinished), before
         assert sum(grad is not None for grad in after) >= 2
 

@@ -38,15 +38,13 @@ from gradcomp.fsdp.parts import Part, number_of
 from gradcomp.fsdp.reduce import ReduceScatter
 from gradcomp.fsdp.residuals import Kept
 from gradcomp.fsdp.reused import Reused
+from gradcomp.fsdp.saved import STATE_VERSION, check_all_of_one_run, check_state
 from gradcomp.fsdp.weights import AllGather, Forward
 from gradcomp.kernels import of as kernels_of
-from gradcomp.memory.parts import STEPS
 from gradcomp.payload.parameters import Parameter, describe_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-STATE_VERSION = 2
 
 logger = logging.getLogger("gradcomp")
 
@@ -261,10 +259,7 @@ class FsdpState:
         states = list(state) if isinstance(state, Sequence) else [state]
         for one in states:
             self._check_state(one)
-        if not states or any(one["world_size"] != states[0]["world_size"] for one in states):
-            raise ValueError(f"states of {sorted({one['world_size'] for one in states})} ranks: those of one run are needed")
-        if any(one["steps"] != states[0]["steps"] for one in states):
-            raise ValueError("states of different steps: those of one run, saved at the same step, are needed")
+        check_all_of_one_run(states)
         residuals = {rank: values for one in states for rank, values in one["residual"].items()}
         self._load(states[0], lambda rank: residuals[rank], set(residuals))
 
@@ -338,28 +333,7 @@ class FsdpState:
             self._kept = Kept(self._residuals)
 
     def _check_state(self, state: Any) -> None:
-        if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-            raise ValueError(f"not a state of gradcomp.fsdp that this version knows: {state!r}"[:200])
-        for key, mine in self._origin().items():
-            if state.get(key) != mine:
-                raise ValueError(f"this state has {key} {state.get(key)!r}, here it is {mine!r}")
-        world, residual = state.get("world_size"), state.get("residual")
-        if type(world) is not int or world < 1:
-            raise ValueError(f"this state has world_size {world!r}, a positive integer expected")
-        if not isinstance(residual, dict) or not all(isinstance(one, dict) for one in residual.values()):
-            raise ValueError(f"this state has no residuals by rank and name: {residual!r}"[:200])
-        try:
-            steps = dict(state["steps"])
-        except (KeyError, TypeError, ValueError):
-            steps = None
-        if steps is None or len(steps) != len(state["steps"]):
-            raise ValueError(f"this state's steps must be pairs of name and step, each name once: {state.get('steps')!r}"[:200])
-        for name, step in steps.items():
-            if type(step) is not int or not 0 <= step < STEPS:
-                raise ValueError(f"this state has step {step!r} of {name!r}, an integer of at least 0 and below 2^32 expected")
-        mine = {part.parameter.name for module in self._reduces for part in module.parts}
-        if steps and mine and steps.keys() != mine:
-            raise ValueError(f"this state is of other parameters: {min(steps.keys() ^ mine, default='', key=str)!r} is on one side only")
+        check_state(state, self._origin(), {part.parameter.name for module in self._reduces for part in module.parts})
 
     def _origin(self) -> dict[str, Any]:
         return {"version": STATE_VERSION, "codec": repr(self.codec)}
