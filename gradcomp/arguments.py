@@ -24,6 +24,18 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(chosen)}?" if chosen else ""
 
 
+def integers(text: str) -> list[int]:
+    """Return the integers of "1,2,4", a `type` of argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: not such a list.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of integers such as 1,2,4") from None
+
+
 class _Help(argparse.HelpFormatter):
     """Keeps the lines of a description that has several; wraps one that has one line."""
 

@@ -105,20 +105,22 @@ def test_sizes(text, nbytes):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "said"),
     [
-        ["--sizes", "3"],
-        ["--sizes", "-4"],
-        ["--sizes", "x"],
-        ["--ranks", "1"],
-        ["--over", "nccl"],
-        ["--codecs", "powersgd"],
+        (["--sizes", "3"], "'3' is no list of sizes such as 4K,1M: a size must be a positive multiple of 4 bytes"),
+        (["--sizes", "-4"], "a size must be a positive multiple of 4 bytes"),
+        (["--sizes", "x"], "'x' is no list of sizes such as 4K,1M"),
+        (["--ranks", "x"], "'x' is no list of integers such as 1,2,4"),
+        (["--ranks", "1"], "at least 2 ranks"),
+        (["--over", "nccl"], "--over takes gloo and mpi, got nccl"),
+        (["--codecs", "powersgd"], "--codecs takes terngrad and onebit, got powersgd"),
     ],
 )
-def test_wrong_options_are_one_line_and_status_2(options, capsys):
+def test_wrong_options_are_one_line_and_status_2(options, said, capsys):
     with pytest.raises(SystemExit) as error:
         allreduce.parse(options)
-    assert error.value.code == 2 and "error:" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert error.value.code == 2 and said in shown and shown.count("\n") == 1
 
 
 def test_sizes_are_shown_as_they_are_meant():

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradcomp.arguments import Parser
+from gradcomp.arguments import Parser, integers
 from gradcomp.bench.allreduce_ranks import MARK, Row, over_gloo
 from gradcomp.bench.ranks import RANK_ERRORS, run_ranks
 
@@ -40,6 +40,18 @@ def parse_size(text: str) -> int:
     if nbytes < 4 or nbytes % 4:
         raise ValueError(f"a size must be a positive multiple of 4 bytes, got {text!r}")
     return nbytes
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Return the bytes of a list such as "4K,1M".
+
+    Raises:
+        argparse.ArgumentTypeError: not such a list.
+    """
+    try:
+        return [parse_size(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 4K,1M: {error}") from None
 
 
 def show_size(nbytes: int) -> str:
@@ -166,13 +178,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--ranks",
-        type=lambda s: [int(v) for v in s.split(",")],
+        type=integers,
         default=[2, 4],
         help="numbers of ranks to time with, as a list (default: 2,4)",
     )
     parser.add_argument(
         "--sizes",
-        type=lambda s: [parse_size(v) for v in s.split(",")],
+        type=parse_sizes,
         default=SIZES,
         help="bytes of fp32 gradients, as a list such as 4K,1M,256M (default: ten sizes from 4K "
         "to 256M)",
@@ -216,7 +228,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if set(args.over) - {"gloo", "mpi"}:
         parser.error(f"--over takes gloo and mpi, got {','.join(args.over)}")
     if set(args.codecs) - {"terngrad", "onebit"}:
-        parser.error(f"--codecs takes ternary and onebit, got {','.join(args.codecs)}")
+        parser.error(f"--codecs takes terngrad and onebit, got {','.join(args.codecs)}")
     if min(args.ranks) < 2 or args.threads < 1 or args.repeat < 1:
         parser.error("there must be at least 2 ranks, 1 thread and 1 repetition")
     return args

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradcomp.arguments import Parser
+from gradcomp.arguments import Parser, integers
 from gradcomp.bench.kernels import Case, cases
 from gradcomp.kernels import native
 
@@ -349,13 +349,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "example:\n  python -m gradcomp.bench codec --sizes 4194304 --dtypes float32,bfloat16 --threads 1,2",
     )
     add = parser.add_argument
-    add("--sizes", type=lambda s: [int(v) for v in s.split(",")], default=[1 << 16, 1 << 22, 1 << 26],
+    add("--sizes", type=integers, default=[1 << 16, 1 << 22, 1 << 26],
         help="elements of the tensors, as a list (default: 65536,4194304,67108864)")  # fmt: skip
     add("--dtypes", type=lambda s: s.split(","), default=["float32"],
         help="dtypes of the gradients, as a list out of float32, bfloat16, float16 (default: float32)")  # fmt: skip
     add("--tiers", default="all",
         help="kernel tiers to time, as a list, or all that this machine has (default: %(default)s)")  # fmt: skip
-    add("--threads", type=lambda s: [int(v) for v in s.split(",")], default=[1],
+    add("--threads", type=integers, default=[1],
         help="numbers of threads to time with, as a list (default: 1)")  # fmt: skip
     add("--repeat", type=int, default=9,
         help="repetitions of each measurement, of which the median is shown (default: %(default)s)")  # fmt: skip
