@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, RngKey, TernGrad, TopK, UnsupportedTensor
+from gradcomp import Block, Identity, OneBit, RngKey, Ternary, TernGrad, TopK, UnsupportedTensor
 from gradcomp.reference import codec as ref
 from gradcomp.reference import payload as ref_payload
 
@@ -334,6 +334,7 @@ def test_wrong_arguments_are_value_errors_with_the_value(make, word):
         (torch.ones(3, dtype=torch.complex64), "complex64"),
         (torch.arange(32.0).view(4, 8)[:, :4].t(), "contiguous"),
         (torch.ones(8)[::2], "contiguous"),
+        (torch._neg_view(torch.ones(8)), "negative view"),
         (torch.ones(3).to_sparse(), "sparse"),
         (torch.ones(3, device="meta"), "meta"),
     ],
@@ -344,3 +345,9 @@ def test_unsupported_tensors_are_named(codec, tensor, word):
         codec.encode(tensor)
     with pytest.raises(TypeError, match=word):
         gradcomp.all_reduce(tensor, codec, gradcomp.comm.LocalCommunicator.group(1)[0])
+
+
+@pytest.mark.parametrize("kind", [Ternary, OneBit, Block])
+def test_a_decay_of_zero_and_no_feedback_are_the_same_codec(kind):
+    assert kind(residual_decay=0).options() == kind(error_feedback=False).options()
+    assert kind(residual_decay=0).options()["residual_decay"] == 0.0

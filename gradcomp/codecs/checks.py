@@ -16,11 +16,13 @@ SECOND_PHASES = ("exact", "requantize", "block2", "block4", "block8", "bf16", "f
 
 
 def check_memory(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
-    """Raise UnsupportedTensor unless `tensor` is dense, on the CPU and, where asked for, contiguous."""
+    """Raise UnsupportedTensor unless `tensor` is dense, on the CPU and, where asked for, contiguous and no negative view."""
     if tensor.layout != torch.strided:
         raise UnsupportedTensor(f"{name} is {tensor.layout}; gradcomp takes dense tensors")
     if tensor.device.type != "cpu":
         raise UnsupportedTensor(f"{name} is on {tensor.device}: not supported yet, gradcomp takes CPU tensors")
+    if contiguous and tensor.is_neg():
+        raise UnsupportedTensor(f"{name} is a negative view (its memory holds the opposite); call .resolve_neg() first")
     if contiguous and not tensor.is_contiguous():
         raise UnsupportedTensor(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first")
 

@@ -71,7 +71,7 @@ class FeedbackCodec(Codec):
         return {
             "group": self.group,
             "error_feedback": self.error_feedback,
-            "residual_decay": self.decay,
+            "residual_decay": self.decay if self.error_feedback else 0.0,  # two words for one thing
             "second_phase": self.second_phase,
         }
 

@@ -1,8 +1,7 @@
 """Ternary codes rounded to the nearest level: -S, 0 or S, the nearest to x, in two bits, with error feedback.
 
 S is `step` times the root mean square of x = gradient + residual over a group. With a step of 1.8 about 37 % of a normal
-distribution get a sign (|x| > 0.9 root mean squares); the levels lie in the middle of what is rounded to them, so that residuals
-have mean zero. There are no random numbers. The payload is that of `TernGrad` (codes 00 = -1, 01 = 0, 10 = +1), and so is the
+distribution get a sign (|x| > 0.9 root mean squares). There are no random numbers. The payload is that of `TernGrad` (codes 00 = -1, 01 = 0, 10 = +1), and so is the
 decoder. Residuals: Seide et al. 2014, section 2, with a decay (`gradcomp.codecs.feedback`).
 """
 
@@ -32,8 +31,8 @@ class Ternary(FeedbackCodec):
     Args:
         step: S in root mean squares of the group, above 0.
         group: what shares a scale: "row" (one output unit), "tensor", or a block of n elements.
-        error_feedback: carry what a step's codes leave out into the next step. False keeps no residuals, which take 4 bytes a
-            value: for FSDP2 and where memory is tight; docs/explanation/accuracy.md has what it costs.
+        error_feedback: carry what a step's codes leave out into the next step. False keeps no residuals, which take 8 bytes a
+            value (4 under FSDP2): for FSDP2 and where memory is tight; docs/explanation/accuracy.md has what it costs.
         residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``) to 1; None: by the optimizer
             that is registered with it, 1 without one.
         second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "block2", "block4",

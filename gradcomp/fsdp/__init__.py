@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from gradcomp.codecs import Codec, resolve
+from gradcomp.codecs import Codec, Ternary, resolve
 from gradcomp.engine.options import Changes, Options
 from gradcomp.fsdp.state import FsdpState
 from gradcomp.fsdp.weights import weights_codec
@@ -25,7 +25,7 @@ __all__ = ["FsdpState", "compress"]
 
 def compress(
     model: nn.Module,
-    codec: Codec | str = "terngrad",
+    codec: Codec | str | None = None,
     options: Options | None = None,
     *,
     weights: Codec | str | None = None,
@@ -40,15 +40,15 @@ def compress(
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        state = gradcomp.fsdp.compress(model, "terngrad")
+        state = gradcomp.fsdp.compress(model)
 
     Training goes on as before: gradients come out averaged, a shard a rank. What is packed depends on parameters and the number of
     ranks alone, so another wrapping of the same model gives the same bits.
 
     Args:
         model: with FSDP modules inside, or one itself; each may share its parameters out over another group of ranks.
-        codec: codec or name. `TernGrad` and `Identity("bf16")` need no memory; residuals of `OneBit` and `Block` are on every rank as large
-            as whole gradients, which FSDP is there to avoid: how large is logged.
+        codec: codec or name; None: `Ternary(error_feedback=False)`, which needs no memory. Residuals of `Ternary()`, `OneBit` and `Block` are
+            on every rank as large as whole gradients, which FSDP is there to avoid: how large is logged.
         options: see `gradcomp.Options`; `min_numel`, `exclude`, `timeout_s` count here, of parameters as they were before they were sharded.
         weights: what the weights are gathered in for forward and backward: "block8", "block4", "bfloat16", or `Block` with a group of its
             own; as they are when None. Shards and what optimizers do stay exact (Wang et al. 2023, ZeRO++, section 3.1).
@@ -65,4 +65,4 @@ def compress(
         PeerLost: a rank did not answer.
     """
     packed = None if weights is None else weights_codec(weights)
-    return FsdpState(model, resolve(codec), Options.of(options, **changes), weights=packed, keep_weights=keep_weights, residuals=residuals)
+    return FsdpState(model, Ternary(error_feedback=False) if codec is None else resolve(codec), Options.of(options, **changes), weights=packed, keep_weights=keep_weights, residuals=residuals)
