@@ -304,8 +304,6 @@ def refused():
         prepared, optimizer = own.prepare(model, sgd(model))
         with pytest.raises(ValueError, match="unknown codec 'ternari'"):
             register(own, prepared, "ternari")
-        with pytest.raises(ValueError, match="auto.*optimizer"):
-            register(own, prepared, "auto")
         with pytest.raises(TypeError, match="leave it out there"):
             local_steps(own, prepared, optimizer, "terngrad", sync_every=2)
         with pytest.raises(ValueError, match="sync_every"):

@@ -360,7 +360,7 @@ def test_bad_usage(capsys, tmp_path):
         (["--tolerance", "-1"], "'-1' is not a loss in nats"),
         (["--over", "nccl"], "invalid choice: 'nccl'"),
         (["--json", str(tmp_path / "none" / "file")], "there is no such folder"),
-        (["surprise"], "unrecognized arguments: surprise"),
+        (["surprise"], "unknown argument surprise"),
     ]:
         with pytest.raises(SystemExit) as ended:
             parse(words)

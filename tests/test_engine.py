@@ -77,7 +77,7 @@ WRONG_OPTIONS = {
         ValueError,
         "transactional=False cannot work with a grad_scaler",
     ),
-    "timeout": ({"timeout_s": 0}, ValueError, "timeout_s must be a number of seconds, at most 1e.06, got 0"),
+    "timeout": ({"timeout_s": 0}, ValueError, "timeout_s must be a positive number of seconds, at most 1e.06, got 0"),
     "typing error": ({"start_steps": 3}, TypeError, "there is no option 'start_steps'; did you mean 'start_step'?"),
     "guess": ({"timeout": 3}, TypeError, "no option 'timeout'; did you mean 'timeout_s'?"),
 }

@@ -514,6 +514,7 @@ def test_no_memory_is_taken_by_a_number_that_was_read(shape):
     "error",
     [
         PeerMismatch("shape", 2, "(1,)", "(2,)"),
+        PeerMismatch("shape", 2, "(1,)", "(2,)", first=None),
         CorruptPayload("crc", "stored 1, the bytes give 2"),
         ValueError("key 'ключ'"),
         PeerLost("pull", -1, 1.5, "rank 1 is gone"),

@@ -144,10 +144,10 @@ def test_the_notebook_is_committed_without_outputs_and_has_run(site, pages):
     assert pictures == 4 == pages[site / "examples/notebook.html"].images
     assert {output.get("name", "stdout") for output in outputs} == {"stdout"}, "a warning is no thing to show"
     printed = "".join(text for output in outputs if output["output_type"] == "stream" for text in output["text"])
-    assert printed.count("equal on all ranks: True") == 4
-    rows = {line[:14].strip(): [float(n) for n in line[14:].split()] for line in printed[printed.index("one gradient") :].splitlines()[1:8]}
-    assert len(rows) == 7
-    for name in ("Block(8)", "Block(4)", "Block(2)", "OneBit", "TopK"):
+    assert printed.count("equal on all ranks: True") == 5
+    rows = {line[:14].strip(): [float(n) for n in line[14:].split()] for line in printed[printed.index("one gradient") :].splitlines()[1:9]}
+    assert len(rows) == 8
+    for name in ("Block(8)", "Block(4)", "Block(2)", "Ternary", "OneBit", "TopK"):
         _, once, final, plain = rows[name]
         assert final < once < 1 and 2 * final < plain, name  # what its words say of error feedback
     assert rows["TernGrad"][2] == rows["TernGrad"][3]

@@ -147,7 +147,7 @@ def request_number(message: Tensor) -> int:
 def pack_error(error: Exception) -> Tensor:
     """Return the body of an ERROR reply: JSON, the name of the class and the arguments that make it again."""
     if isinstance(error, PeerMismatch):
-        fields: list[object] = [error.field, error.rank, _plain(error.expected), _plain(error.got)]
+        fields: list[object] = [error.field, error.rank, _plain(error.expected), _plain(error.got), error.first]
     elif isinstance(error, CorruptPayload):
         fields = [error.check, error.detail]
     elif isinstance(error, PeerLost):
@@ -177,8 +177,8 @@ def parse_error(body: Tensor, phase: str, waited_s: float) -> Exception:
         found = json.loads(body.numpy().tobytes().decode())
         name, fields = str(found["error"]), list(found["fields"])
         if name == "PeerMismatch":
-            field, rank, expected, got = fields
-            return PeerMismatch(str(field), int(rank), expected, got, first=None)
+            field, rank, expected, got, first = fields
+            return PeerMismatch(str(field), int(rank), expected, got, first=None if first is None else int(first))
         if name == "CorruptPayload":
             check, detail = fields
             return CorruptPayload(str(check), str(detail))
