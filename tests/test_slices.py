@@ -7,7 +7,17 @@ import pytest
 import torch
 from _ranks import run_local
 
-from gradcomp import Block, CorruptPayload, Feedback, GradientAverager, Identity, OneBit, PeerMismatch, Ternary, TernGrad
+from gradcomp import (
+    Block,
+    CorruptPayload,
+    Feedback,
+    GradientAverager,
+    Identity,
+    OneBit,
+    PeerMismatch,
+    Ternary,
+    TernGrad,
+)
 from gradcomp.comm import LocalCommunicator
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
