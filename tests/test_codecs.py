@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from _ranks import run_local
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -351,3 +352,7 @@ def test_unsupported_tensors_are_named(codec, tensor, word):
 def test_a_decay_of_zero_and_no_feedback_are_the_same_codec(kind):
     assert kind(residual_decay=0).options() == kind(error_feedback=False).options()
     assert kind(residual_decay=0).options()["residual_decay"] == 0.0
+    x = torch.randn(2, 64)
+    assert torch.equal(kind(residual_decay=0).encode(x[0]), kind(error_feedback=False).encode(x[0]))
+    averages = run_local(2, lambda comm: gradcomp.all_reduce(x[comm.rank].clone(), kind(residual_decay=0), comm))
+    assert torch.equal(averages[0], averages[1]) and bool(averages[0].abs().max() > 0)

@@ -59,7 +59,7 @@ class FeedbackCodec(Codec):
 
     @property
     def decay(self) -> float:
-        return 1.0 if self.residual_decay is None else self.residual_decay
+        return self.residual_decay or 1.0  # 0: without feedback there is nothing that kernels could multiply
 
     def with_decay(self, residual_decay: float) -> Self:
         """Return the same codec with another residual decay, in (0, 1]."""

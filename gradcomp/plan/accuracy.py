@@ -192,7 +192,7 @@ def decayed(codec: Codec, optimizer: Any) -> Codec:
         codec: any.
         optimizer: read for its class; None: not known.
     """
-    if not isinstance(codec, FeedbackCodec) or codec.residual_decay is not None:
+    if not isinstance(codec, FeedbackCodec) or not codec.error_feedback or codec.residual_decay is not None:
         return codec
     family = None if optimizer is None else family_of(optimizer)
     return codec.with_decay(DECAYS.get(family, 1.0) if family is not None else 1.0)
