@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=[1.0],
         metavar="X",
-        help="factors of the learning rate that is best for fp32 in the workload (default: 1)",
+        help="factors of the workload's learning rate, a usual one for fp32 and not tuned (default: 1)",
     )
     out.add_argument(
         "--within",
