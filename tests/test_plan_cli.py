@@ -200,7 +200,7 @@ def test_shapes_of_ones_own_and_every_option(answer, tmp_path, rates):
         (["--bucket-cap-mb", "inf"], "bucket_cap_mb must be positive and finite"),
         (["--seed", "-1"], "seed must be at least 0"),
         (["--measure", "--flops", "1e12"], "give --frame-time, not --flops"),
-        (["--ranks", "2"], "goes with --measure"),
+        (["--ranks", "2"], "--ranks needs --measure"),
         (["--measure", "--validate"], "exclude each other"),
         (["--adagrad"], "--adagrad needs --measure"),
         (["--optimizer", "adam w"], "optimizer must be a name such as adamw, sgd or lamb, got 'adam w'"),

@@ -165,8 +165,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         args.question = understand(args)
-        if args.ranks is not None and (args.ranks < 2 or not args.measure):
-            raise ValueError(f"--ranks must be at least 2 and goes with --measure, got {args.ranks}")
+        if args.ranks is not None and not args.measure:
+            raise ValueError("--ranks needs --measure, which starts them; for predictions of so many ranks say --nodes")
+        if args.ranks is not None and args.ranks < 2:
+            raise ValueError(f"--ranks must be at least 2, got {args.ranks}")
         if args.measure and args.validate:
             raise ValueError("--measure and --validate exclude each other")
         if args.measure and args.flops is not None:
@@ -174,9 +176,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if args.adagrad and not args.measure:
             raise ValueError("--adagrad needs --measure; without it give AdaGrad's time as --post-time")
     except (ValueError, OverflowError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {_said(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     return args
+
+
+def _said(error: Exception) -> str:
+    """Return what is wrong, of a file with its name first."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def main(argv: list[str]) -> int:

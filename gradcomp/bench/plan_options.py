@@ -35,7 +35,7 @@ examples:
   nodes of 8 ranks that share a link of 25 Gbit/s: is averaging inside nodes first worth it?
     python -m gradcomp.plan --model bert --link 25gbe --nodes 1:16 --ranks-per-node 8 --inside 100gbit
 
-  machines in different buildings: 30 steps on one's own, then an exchange that may be 5 steps late
+  machines in different buildings: 30 local steps, then an exchange that may be 5 steps late
     python -m gradcomp.plan --model gpt2 --link 100mbit --latency 10ms --nodes 2:8 --codec fp32,terngrad --every 30 --delay 5
 
   what this machine can do, with 2 ranks that measure at once; and how far predictions are off:

@@ -57,9 +57,11 @@ def seconds_table(found: Prediction) -> Table:
     table = Table(title="a step takes, by nodes", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
     costs = [found.tolerance.costs(row.method) for row in found.rows]
+    mixed = set()  # columns in nats and in points, whose cells name their unit
     for name in found.tolerance.columns:
         units = {row.training.unit for cost in costs if (row := cost[name]) is not None}
-        table.add_column("\n".join(("loss,", SHORT.get(name, name), *sorted(units))), justify="right", no_wrap=True)
+        mixed |= {name} if len(units) > 1 else set()
+        table.add_column("\n".join(("loss,", SHORT.get(name, name), *([] if len(units) > 1 else units))), justify="right", no_wrap=True)
     by_nodes = _by_nodes(found)
     for nodes in by_nodes:
         table.add_column(str(nodes), justify="right", vertical="bottom", no_wrap=True)
@@ -70,7 +72,7 @@ def seconds_table(found: Prediction) -> Table:
         for row in rows:
             cell, nodes = format_seconds(row.result.seconds), row.result.nodes
             cells.append(f"[bold green]{cell}[/bold green]" if row.result.seconds == least[nodes] and nodes > 1 else cell)
-        table.add_row(method.name, *(_cost(method, row) for row in found.tolerance.costs(method).values()), *cells)
+        table.add_row(method.name, *(_cost(method, row, name in mixed) for name, row in found.tolerance.costs(method).items()), *cells)
     return table
 
 
@@ -89,10 +91,11 @@ def accuracy_lines(found: Prediction) -> list[str]:
     return known
 
 
-def _cost(method: Method, row: Measured | None) -> str:
+def _cost(method: Method, row: Measured | None, with_unit: bool) -> str:
     if row is None:
         return "0" if method.codec is None and method.value_nbytes == FP32_NBYTES else "-"
-    return row.figure if row.counts else f"({row.figure})"
+    figure = f"{row.figure} {row.training.unit}" if with_unit else row.figure
+    return figure if row.counts else f"({figure})"
 
 
 def fastest_table(question: Question, found: Prediction) -> Table:

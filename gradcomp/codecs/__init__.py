@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gradcomp.arguments import suggestion
 from gradcomp.codecs.base import Codec
 from gradcomp.codecs.block import Block
 from gradcomp.codecs.identity import Identity
@@ -28,7 +29,7 @@ def resolve(codec: Codec | str) -> Codec:
         return codec
     if isinstance(codec, str):
         if codec not in _BY_NAME:
-            hint = ' ("auto" is for register and GradientAverager, which know the optimizer)' if codec == "auto" else ""
+            hint = ' ("auto" is for register and GradientAverager, which know the optimizer)' if codec == "auto" else suggestion(codec, _BY_NAME)
             raise ValueError(f"unknown codec {codec!r}; known names are {sorted(_BY_NAME)}{hint}")
         return _BY_NAME[codec]
     if isinstance(codec, type) and issubclass(codec, Codec):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradcomp.arguments import Parser
+from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.costs import LocalSteps
 from gradcomp.plan.links import parse_seconds
 from gradcomp.plan.tolerance import check_optimizer
@@ -101,7 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=_tolerance,
         default=None,
         metavar="NATS",
-        help="largest loss over fp32 that is accepted, in nats (default: 0.01)",
+        help="largest loss over fp32 that is accepted, in nats (default: "
+        f"{TOLERANCES['nats']})",
     )
     what.add_argument(
         "--every",

@@ -216,8 +216,7 @@ def predict(
     text = sentence(
         workload.weak, where, method, best, speedup, evens, optimum, cache[method.name, best], plain, counts
     )
-    if best > 1:
-        text += accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, over_run)
+    text += accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, counts, over_run)
     if best > 1 and not double_buffering and not any(m.local is not None for m in chosen):
         late = rare(best, node)
         cache[late.name, best] = run(late, best)

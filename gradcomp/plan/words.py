@@ -59,17 +59,22 @@ def accuracy(
     method: Method,
     left_out: Sequence[Method],
     n: int,
+    counts: Sequence[int],
     seconds: Callable[[Method, int], float],
 ) -> str:
-    """Return what is said of accuracy: of the method recommended, and of the fastest way of every codec that is left out."""
+    """Return what is said of accuracy: of the method recommended, and of the fastest way of every codec that is left out.
+
+    A codec is compared on the `n` nodes that are recommended; where that is one node, on the best of `counts`.
+    """
     if tolerance.optimizer is None and not tolerance.by_seconds:
         return f" {OMITS}" if left_out else ""
-    text, said = tolerance.of(method), set()
-    for other in sorted(left_out, key=lambda m: seconds(m, n)):
+    text, said = tolerance.of(method) if n > 1 else "", set()
+    took = {other: min(seconds(other, k) for k in (counts if n == 1 else [n])) for other in left_out}
+    for other in sorted(left_out, key=took.__getitem__):
         name = other.name.split()[0]
-        if name not in said and seconds(other, n) * (1 + ENOUGH) < seconds(method, n):
+        if name not in said and took[other] * (1 + ENOUGH) < seconds(method, n):
             said.add(name)
-            text += tolerance.against(other, seconds(method, n) / seconds(other, n))
+            text += tolerance.against(other, seconds(method, n) / took[other])
     return text
 
 

@@ -149,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=list(methods.DEFAULT),
         metavar="METHOD",
-        help="ways of exchanging gradients, listed below (default: %(default)s)",
+        help=f"ways of exchanging gradients, listed below (default: {' '.join(methods.DEFAULT)})",
     )
     out.add_argument(
         "--steps",

@@ -85,7 +85,7 @@ OTHERS: dict[str, Join] = {
     "powersgd4": _powersgd(4),
 }
 OVER_MPI = {"fp32": Identity(), "bf16": Identity("bf16")}  # what DDP's own all_reduce would do, exchanged over MPI as codecs are
-DEFAULT = ("fp32", "bf16", "terngrad", "block2", "block4", "onebit")
+DEFAULT = ("fp32", "bf16", "ternary", "block2", "block4", "onebit")
 
 
 @dataclass(frozen=True)

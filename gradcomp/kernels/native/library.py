@@ -6,7 +6,14 @@ import os
 
 import torch
 
-from gradcomp._gc import ffi, lib
+try:
+    from gradcomp._gc import ffi, lib
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{error}: the kernels of this source folder are not compiled. Run `pip install -e .` in the folder that has setup.py, or start Python elsewhere, "
+        "where the installed package is found.",
+        name=error.name,
+    ) from None
 from gradcomp.errors import CorruptPayload, NativeError
 
 __all__ = [
