@@ -611,6 +611,27 @@ def closes():
     return found
 
 
+def closes_before_a_channel():
+    """As `closes`, where the ranks have yet to connect the channel."""
+    comm = TorchCommunicator(timeout_s=40)
+    if comm.rank == 1:
+        comm.close()
+        found = None
+    else:
+        begun = time.monotonic()
+        with pytest.raises(PeerLost) as error:
+            comm.all_gather_bytes(b"x", 30, Channel.CONTROL)
+        found = str(error.value), time.monotonic() - begun
+    dist.barrier()
+    return found
+
+
+def test_a_rank_that_closes_before_a_channel_is_connected_is_named_soon(gloo):
+    """Its peers waited for the whole timeout."""
+    text, seconds = gloo(2, closes_before_a_channel)[0]
+    assert "rank 1 closed its communicator" in text and seconds < 20
+
+
 def test_a_rank_that_closes_is_named_to_its_peers(gloo):
     """It was gloo's "Connection closed by peer" alone, without a number."""
     rank, text = gloo(2, closes)[0]

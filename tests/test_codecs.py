@@ -349,6 +349,25 @@ def test_unsupported_tensors_are_named(codec, tensor, word):
 
 
 @pytest.mark.parametrize("kind", [Ternary, OneBit, Block])
+@pytest.mark.parametrize("decay", [-0.1, 1.0000000001, 2, math.nan, math.inf, -math.inf, True, "0.5", [0.5]])
+def test_decays_outside_0_to_1_are_refused(kind, decay):
+    with pytest.raises(ValueError, match="residual_decay must be None or a number from 0 to 1, got "):
+        kind(residual_decay=decay)
+
+
+@pytest.mark.parametrize("step", [0, -1.8, math.nan, math.inf, 1e-46, 1e39, 10**400, True, "1.8", None])
+def test_steps_that_float32_has_not_are_refused(step):
+    """Beyond its range every value was encoded as 0."""
+    with pytest.raises(ValueError, match="step must be a positive number that float32 can hold, got "):
+        Ternary(step=step)
+
+
+def test_numbers_of_numpy_are_numbers():
+    codec = Ternary(step=np.float32(1.5), residual_decay=np.float32(0.25))
+    assert codec.options() == Ternary(step=1.5, residual_decay=0.25).options()
+
+
+@pytest.mark.parametrize("kind", [Ternary, OneBit, Block])
 def test_a_decay_of_zero_and_no_feedback_are_the_same_codec(kind):
     assert kind(residual_decay=0).options() == kind(error_feedback=False).options()
     assert kind(residual_decay=0).options()["residual_decay"] == 0.0

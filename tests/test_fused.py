@@ -482,6 +482,38 @@ def test_a_gradient_that_is_written_to_in_part_is_refused(gloo, write, then):
     assert gloo(2, _partly, write, then) == [[0.5]] * 2
 
 
+def _scaled(change):
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    import gradcomp.ddp
+
+    net = nn.Linear(1, 1, bias=False)
+    model = DDP(net)
+    optimizer = SplitSGD(net.parameters(), lr=0.5)
+    state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer, min_numel=0)
+    model(torch.ones(1, 1)).sum().backward()
+    assert net.weight.grad.isnan().all()
+    CHANGES[change](net.weight.grad)
+    with pytest.raises(GradcompError, match=r"'weight' was written to while it was still packed"):
+        optimizer.step()
+    state.close()
+    return True
+
+
+CHANGES = {
+    "data": lambda grad: grad.data.mul_(0.5),
+    "itself": lambda grad: grad.mul_(0.5),
+    "negated": lambda grad: grad.data.neg_(),
+    "divided": lambda grad: torch._foreach_div_([grad.data], 2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_of_one_element_that_is_scaled_is_refused(gloo, change):
+    """torch lets one element be written to, and NaN times 0.5 is NaN: the scaling was lost without a word."""
+    assert gloo(2, _scaled, change) == [True] * 2
+
+
 def _copied():
     import io
 

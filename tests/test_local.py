@@ -462,7 +462,7 @@ LATE = {"sync_every": 6, "delay": 3, "alpha": 0.3}
     ("progress", True, {"sync_every": 5}),
     ("second moment of 0.weight", True, {"sync_every": 5, "precondition": True}),
     ("average of 4.bias", True, LATE),
-    ("loaded", True, {"sync_every": 5}),
+    ("loaded", True, {"sync_every": 4}),  # before the fourth sync: after the first, second, fourth all ranks compare anyway
 ])  # fmt: skip
 def test_what_one_rank_loads_wrongly_is_a_mismatch(over, what, live, options):
     """Anchors and outer state are the same on all ranks: without a word, every sync after this one drove them apart."""
@@ -509,6 +509,41 @@ def test_an_option_of_the_outer_optimizer_that_no_repr_shows_is_a_mismatch():
     """Ranks with other factors went on silently with other anchors."""
     assert run_local(2, hidden_option, False) == [("outer_optimizer", True)] * 2
     assert run_local(2, hidden_option, True) == [("parameter 0.weight", False)] * 2
+
+
+def changed_live(comm, when):
+    model = fresh()
+    optimizer = sgd(model)
+    local = DiLoCo(model, optimizer, "block4", comm, sync_every=1)
+    try:
+        for step in range(9):
+            inner_step(model, optimizer, step, comm.rank)
+            if step == when and comm.rank:
+                local._fragments[0].optimizer.param_groups[0]["lr"] = 0.5
+            local.step()
+    except PeerMismatch as error:
+        return error.field, step
+    return None
+
+
+@pytest.mark.parametrize(("when", "found"), [
+    (1, ("options of outer group 0", 1)), (4, ("options of outer group 0", 4)), (5, ("parameter 0.weight", 8)),
+])  # fmt: skip
+def test_an_outer_rate_that_one_rank_changes_later_is_a_mismatch(when, found):
+    """State that is the same on all ranks was compared before the second sync, and never again: now after 1, 2, 4, 8 ... syncs."""
+    assert run_local(2, changed_live, when) == [found] * 2
+
+
+def test_what_others_have_put_into_outer_groups_is_no_part_of_a_state():
+    """A scheduler's initial_lr in a state stayed, and from then on states without it were refused."""
+    local = trained_alone()
+    state = local.state_dict()
+    before, foreign = exact(state), copy.deepcopy(state)
+    foreign["fragments"][0]["outer"]["param_groups"][0]["initial_lr"] = 0.7
+    local.load_state_dict(foreign)
+    local.load_state_dict(state)
+    assert exact(local.state_dict()) == before
+    local.close()
 
 
 def test_states_of_other_models_are_refused():
@@ -603,7 +638,10 @@ FIRST, GROUP = ("fragments", 0), ("fragments", 0, "outer", "param_groups", 0)
     ((*FIRST, "anchors", "2.bias"), torch.ones(50, dtype=torch.float64), "torch.float64"),
     ((*FIRST, "anchors", "2.bias"), torch.ones(5, 10), r"\(5, 10\)"),
     ((*FIRST, "anchors", "2.bias"), 3.0, "is 3.0 in this state"),
+    ((*FIRST, "anchors", "2.bias"), torch.ones(50, device="meta"), r"strided, meta\)"),
+    ((*FIRST, "anchors", "2.bias"), torch.ones(50).to_sparse(), r"sparse_coo, cpu\)"),
     ((*FIRST, "averages"), {}, "without averages"),
+    (("under_way",), [], "averages of fragment 0, which is not under way"),
     ((*FIRST, "averages"), None, "averages of a fragment is a dictionary"),
     ((*FIRST, "averages", "0.bias"), poisoned, "average of '0.bias' holds NaN"),
     ((*FIRST, "averages", "0.bias"), LEFT_OUT, "'0.bias' is on one side"),
@@ -620,6 +658,8 @@ FIRST, GROUP = ("fragments", 0), ("fragments", 0, "outer", "param_groups", 0)
     ((*FIRST, "outer", "state", 77), {}, "of parameter 77"),
     ((*FIRST, "outer", "state", 0), None, "got None"),
     ((*FIRST, "outer", "state", 0, "momentum_buffer"), poisoned, "momentum_buffer of parameter 0 holds NaN"),
+    ((*FIRST, "outer", "state", 0, "momentum_buffer"), lambda old: old.double().fill_(1e39), "Inf in float32"),
+    ((*FIRST, "outer", "state", 0, "momentum_buffer"), lambda old: old.to_sparse(), "sparse_coo"),
     ((*FIRST, "outer", "state", 0, "momentum_buffer"), torch.ones(3), r"shape \(3,\)"),
     ((*FIRST, "averager"), None, "dictionary"),
     ((*FIRST, "averager", "step"), "2", "step '2'"),

@@ -13,6 +13,7 @@ from gradcomp.exchange.sizing import BucketPlan, Strategy
 from gradcomp.exchange.stats import Stats
 from gradcomp.kernels import native
 from gradcomp.memory import moments
+from gradcomp.optim import OneBitAdam
 from gradcomp.payload.pieces import Slot
 
 SCATTER = {"identity": "fp32", "onebit": "requantize", "bf16": "bf16", "terngrad": "exact"}
@@ -202,6 +203,46 @@ def tiny_tensors(comm, codec, flushing):
 def test_second_moments_do_not_depend_on_flushing_denormals(codec):
     """On a rank that flushed them the typical value of a tensor was 0: its moments stood still there, and averages differed."""
     kept, mixed = (run_local(2, tiny_tensors, codec, flushing) for flushing in ((), (1,)))
+    assert kept[0] == kept[1] == mixed[0] == mixed[1]
+
+
+def test_denormal_moments_are_not_0_where_the_thread_flushes_them():
+    given = [torch.full((n,), value) for n in (3, 5000) for value in (0.0, 2.0**-140)]
+    assert torch.set_flush_denormal(True)
+    try:
+        found = [moments.any_bits(values) for values in given]
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == [False, True] * 2
+
+
+def tiny_gradients(comm, size, flushing):
+    """Step OneBitAdam from gradients whose variance is near the smallest normal number."""
+    net = nn.Linear(64, 32)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(1.0)
+    optimizer = OneBitAdam(net.parameters(), lr=1e-3, freeze_step=2)
+    averager = GradientAverager(net, OneBit(), comm, optimizer=optimizer, min_numel=0, timeout_s=20)
+    try:
+        assert torch.set_flush_denormal(comm.rank in flushing)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(2 * step + comm.rank)
+            for p in net.parameters():
+                p.grad = (torch.randn(p.shape, generator=generator, dtype=torch.float64) * size).float()
+            averager.average()
+            optimizer.step()
+    finally:
+        torch.set_flush_denormal(False)
+    averager.close()
+    variances = [optimizer.state[p]["exp_avg_sq"] for p in net.parameters()]
+    return [t.detach().view(torch.int32).numpy().tobytes() for t in (*net.parameters(), *variances)]
+
+
+@pytest.mark.parametrize("size", [1e-16, 1e-17])
+def test_a_variance_that_stands_still_does_not_depend_on_flushing_denormals(size):
+    """Its smallest elements were raised to a denormal number, which is 0 where the thread flushes: weights differed."""
+    kept, mixed = (run_local(2, tiny_gradients, size, flushing) for flushing in ((), (1,)))
     assert kept[0] == kept[1] == mixed[0] == mixed[1]
 
 

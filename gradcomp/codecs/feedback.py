@@ -8,6 +8,7 @@ old residuals point where the weights have left (docs/explanation/accuracy.md).
 from __future__ import annotations
 
 import copy
+from numbers import Real
 from typing import TypeVar
 
 from typing_extensions import Self
@@ -49,7 +50,7 @@ class FeedbackCodec(Codec):
             )
         if error_feedback not in (True, False):
             raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
-        number = isinstance(residual_decay, (int, float)) and not isinstance(residual_decay, bool)
+        number = isinstance(residual_decay, Real) and not isinstance(residual_decay, bool)
         if residual_decay is not None and not (number and 0 <= residual_decay <= 1):
             raise ValueError(f"residual_decay must be None or a number from 0 to 1, got {residual_decay!r}")
         self.group = group

@@ -7,8 +7,8 @@ decoder. Residuals: Seide et al. 2014, section 2, with a decay (`gradcomp.codecs
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import RngKey
 
 STEP = 1.8
+FLOAT32 = torch.finfo(torch.float32)
 TERNGRADS = ("clip_sigma", "scale", "seed")  # options of the stochastic codec, which had this name until 2026-11
 
 
@@ -64,11 +65,10 @@ class Ternary(FeedbackCodec):
             raise ValueError(
                 'Ternary has no second_phase="exact": its scales are each rank\'s own; TernGrad(second_phase="exact") has it'
             )
-        number = isinstance(step, (int, float)) and not isinstance(step, bool)
-        if not (number and math.isfinite(step) and step > 0):
-            raise ValueError(f"step must be a positive number, got {step!r}")
+        if isinstance(step, bool) or not isinstance(step, Real) or not FLOAT32.tiny <= step <= FLOAT32.max:
+            raise ValueError(f"step must be a positive number that float32 can hold, got {step!r}")
         super().__init__(group, error_feedback, second_phase, residual_decay)
-        self.step = float(step)
+        self.step: float = float(step)
 
     def of_groups(
         self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0

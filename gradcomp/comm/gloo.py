@@ -140,23 +140,23 @@ class Groups:
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         _check_descriptors(len(channels), self._world_size)
         if channels is not DATA:  # for data the ranks have just met
-            self._meet("meeting", self._timeout_s, "begun to agree on anything")
+            self._meet("meeting", self._timeout_s, "begun to agree on anything", self.notes.look_for_cause)
         for channel in channels:
             prefix = store_below(self._store, channel.name.lower())
             self._made[channel] = make_gloo(prefix, self._rank, self._world_size, CONNECT_S, self._timeout_s)
         # a rank that leaves before the others are connected would look like a failure to them
-        self._meet(f"connected {channels[0]:d}", CONNECT_S, "connected")
+        self._meet(f"connected {channels[0]:d}", CONNECT_S, "connected", self.notes.look)  # who is connected may close at once
         job = self._job()
         if job is not None:  # all ranks are there again
             _failed.pop(job, None)
 
-    def _meet(self, prefix: str, timeout_s: float, what: str) -> None:
-        meet(store_below(self._store, prefix), self._rank, self._world_size, b"", timeout_s, what, self._look_for_notes)
+    def _meet(self, prefix: str, timeout_s: float, what: str, look: Callable[[float], tuple[int, str] | None]) -> None:
+        def look_for_notes() -> None:
+            gone = look(0.0)
+            if gone is not None:
+                raise RankGone(gone[0], what=gone[1])
 
-    def _look_for_notes(self) -> None:
-        gone = self.notes.look(0.0)
-        if gone is not None:
-            raise RankGone(gone[0], what=gone[1])
+        meet(store_below(self._store, prefix), self._rank, self._world_size, b"", timeout_s, what, look_for_notes)
 
 
 class _GlooWork(Work):

@@ -316,10 +316,9 @@ class FsdpState:
         for module in self._reduces:
             module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
         if pays:
-            self._kept, self._unpaid = kept, {part.parameter.name for part in self._alone if part.parameter.compressed}
-            for part in self._alone:
-                sharded: Any = part.sharded
-                self._hooks.append(sharded.register_post_accumulate_grad_hook(partial(self._pay, part)))
+            trained: list[tuple[Part, Any]] = [(part, part.sharded) for part in self._alone if part.sharded.requires_grad]
+            self._kept, self._unpaid = kept, {part.parameter.name for part, _ in trained if part.parameter.compressed}
+            self._hooks += [sharded.register_post_accumulate_grad_hook(partial(self._pay, part)) for part, sharded in trained]
 
     def _pay(self, part: Part, p: Any) -> None:
         """Add a loaded residual to the first gradient after it."""

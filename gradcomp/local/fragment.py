@@ -126,7 +126,7 @@ class Fragment:
         self.optimizer.step()
         self.forget()
         self.syncs += 1
-        if self.syncs == 1:  # an option that no comparison sees shows in what the first step has made
+        if self.syncs & (self.syncs - 1) == 0:  # 1, 2, 4, ...: an option that no comparison sees shows in what steps have made
             self.averager._engine.compare_next()
         self.restore(alpha)
 

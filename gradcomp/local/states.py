@@ -109,6 +109,9 @@ def _check_averages(state: Mapping[str, Any]) -> None:
     for number in numbers:
         if numbers.count(number) > 1 or not state["fragments"][number]["averages"]:
             raise ValueError(f"the state has under_way {given!r}, but fragment {number} twice or without averages")
+    for number, fragment in enumerate(state["fragments"]):
+        if fragment["averages"] and number not in numbers:
+            raise ValueError(f"the state has averages of fragment {number}, which is not under way ({given!r})")
 
 
 def check_integer(value: object, name: str) -> None:
@@ -142,7 +145,7 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
     if found != wanted:
         raise ValueError(f"the outer optimizer's state has groups of {found} parameters, this has {wanted}")
     for number, (group, mine) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        _check_options(group, mine, f"group {number} of the outer optimizer's state")
+        _check_options(group, mine, optimizer.defaults, f"group {number} of the outer optimizer's state")
     indices = [index for group in groups for index in group["params"]]
     if sorted(map(repr, indices)) != sorted(map(repr, range(len(indices)))):
         raise ValueError(f"the outer optimizer's state has params {indices}, {list(range(len(indices)))} expected")
@@ -175,10 +178,12 @@ def _try(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"the outer optimizer refuses its state: {error} ({type(error).__name__})") from error
 
 
-def _check_options(given: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
+def _check_options(given: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
     for name, value in mine.items():
-        if name not in given:
+        if name not in given and name in defaults:
             raise ValueError(f"{where} has no {name!r}: it is of another optimizer")
+        if name not in given:  # what somebody else has put there, such as a scheduler's initial_lr
+            continue
         if _numbers(value) is not None and name != "params":
             found = _numbers(given[name])
             if found is None or len(found) != len(_numbers(value) or ()) or not all(map(math.isfinite, found)):
@@ -205,13 +210,22 @@ def _check_value(value: object, name: object, index: int, anchor: Tensor, optimi
         shapes = [mine.shape] if isinstance(mine, Tensor) else shapes
         if value.dim() and shapes and value.shape != shapes[0]:
             raise ValueError(f"{where} has shape {tuple(value.shape)}, {tuple(shapes[0])} expected")
-        if value.is_complex() or value.dtype == torch.bool:
-            raise ValueError(f"{where} is {value.dtype}")
+        if value.is_complex() or value.dtype == torch.bool or not _is_readable(value):
+            raise ValueError(f"{where} is {value.dtype} ({_form(value)})")
     elif value is not None and _numbers(value) is None and not isinstance(value, bool):
         raise ValueError(f"{where} is {value!r:.80}, a tensor or a number expected")
     numbers = value if isinstance(value, Tensor) else torch.tensor(_numbers(value) or [])
-    if not bool(torch.isfinite(numbers).all()):
-        raise ValueError(f"{where} holds NaN or Inf")
+    if not bool(torch.isfinite(numbers.float()).all()):
+        raise ValueError(f"{where} holds NaN or Inf, or what is Inf in float32")
+
+
+def _is_readable(value: Tensor) -> bool:
+    """Whether a tensor has an element in memory for each index."""
+    return value.layout == torch.strided and value.device.type != "meta"
+
+
+def _form(value: Tensor) -> str:
+    return f"{str(value.layout).removeprefix('torch.')}, {value.device}"
 
 
 def _check_tensors(given: object, what: str, shapes: Mapping[str, torch.Size]) -> None:
@@ -224,8 +238,8 @@ def _check_tensors(given: object, what: str, shapes: Mapping[str, torch.Size]) -
         )
     for name, shape in shapes.items():
         value = given[name]
-        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != shape:
-            got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)
+        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != shape or not _is_readable(value):
+            got = f"{tuple(value.shape)} {value.dtype} ({_form(value)})" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"the {what} of {name!r} is {got} in this state, {tuple(shape)} torch.float32 expected")
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"the {what} of {name!r} holds NaN or Inf in this state")

@@ -92,7 +92,7 @@ class SecondMoments:
         span = slice(slot.offset, slot.offset + slot.numel)
         given, d, x, old = values[span], units[span], out[span], self.planes.pair(slot.index)[0]
         owed = residual[slot.residual : slot.residual + slot.numel] if residual is not None else None
-        floor = self.options.floor if _any(old) else 1.0  # of the whole tensor, also where the slot is a shard of it
+        floor = self.options.floor if any_bits(old) else 1.0  # of the whole tensor, also where the slot is a shard of it
         HOST.divide(given, owed, old[slot.start : slot.start + slot.numel], floor, d, x)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
@@ -117,11 +117,11 @@ class SecondMoments:
             if not inverse:
                 new.copy_(old)
                 continue
-            bad |= HOST.follow(g, inverse, old if _any(old) else None, keep, 1.0 - keep, new)
+            bad |= HOST.follow(g, inverse, old if any_bits(old) else None, keep, 1.0 - keep, new)
         return bad
 
 
-def _any(moments: Tensor) -> bool:
+def any_bits(moments: Tensor) -> bool:
     """Whether any moment is not 0; soon where, as nearly always, one of the first is."""
     bits = moments.view(torch.int32)  # denormals are 0 as numbers where the thread flushes them
     return bool(bits[:1024].any() or bits.any())

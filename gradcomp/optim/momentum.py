@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.errors import GradcompError
-from gradcomp.memory.moments import typical
+from gradcomp.memory.moments import SMALLEST, any_bits, typical
 from gradcomp.memory.momentum import Momentum
 from gradcomp.optim.base import SplitOptimizer
 from gradcomp.optim.checkpoint import COUNTED_AT, seen_by_all_steps
@@ -116,7 +116,8 @@ class MomentumExchange(SplitOptimizer):
         for entry in new:
             variance = entry.state["exp_avg_sq"]
             flat = variance.as_strided((variance.numel(),), (1,), variance.storage_offset())
-            flat.clamp_(min=float(np.float32(typical(flat)) * np.float32(self.floor) ** 2))
+            least = float(np.float32(typical(flat)) * np.float32(self.floor) ** 2)
+            flat.clamp_(min=max(least, SMALLEST))  # below, it would depend on whether the thread flushes denormals
             entry.state["floored_at"].copy_(entry.state["variance_steps"] + 1)
         for entry in entries:
             if not self.is_frozen(entry):
@@ -185,7 +186,8 @@ class MomentumExchange(SplitOptimizer):
 
 def _is_known(variance: Tensor) -> bool:
     """Whether a variance has seen a gradient: it is neither 0 everywhere nor infinite in place of that, and not empty."""
-    return bool(variance.any()) and not bool(torch.isinf(variance.flatten()[0]))
+    flat = variance.flatten()
+    return any_bits(flat) and not bool(torch.isinf(flat[0]))
 
 
 def check_steps(name: str, value: object, steps: object) -> int:

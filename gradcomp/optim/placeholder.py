@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# A NaN that arithmetic does not return (signaling), by dtype: its bits show whether somebody has calculated with it in place.
+_NAN = {torch.float32: (torch.int32, 0x7FA00000), torch.bfloat16: (torch.int16, 0x7FA0), torch.float16: (torch.int16, 0x7D00)}
 # Functions that write one value to every element.
 _FILLS = {Tensor.zero_, torch.zero_, Tensor.fill_, torch.fill_, torch._foreach_zero_}
 
@@ -29,7 +30,8 @@ class Placeholder(Tensor):
     def stand_for(cls, parameter: Tensor) -> Placeholder:
         """Replace `parameter.grad` by a placeholder, and return it."""
         assert parameter.grad is not None
-        nan = torch.full((), math.nan, dtype=parameter.grad.dtype)
+        integers, bits = _NAN[parameter.grad.dtype]
+        nan = torch.full((), bits, dtype=integers).view(parameter.grad.dtype)
         placeholder = nan.expand(parameter.shape).as_subclass(cls)
         placeholder._parameter = weakref.ref(parameter)
         parameter.grad = placeholder
@@ -39,7 +41,8 @@ class Placeholder(Tensor):
     def intact(self) -> bool:
         """Whether nobody has written to it."""
         with torch._C.DisableTorchFunctionSubclass():
-            return not self._version and math.isnan(self.as_strided((), ()).item())
+            integers, bits = _NAN[self.dtype]
+            return not self._version and self.as_strided((), ()).view(integers).item() == bits
 
     @classmethod
     def __torch_function__(
