@@ -26,7 +26,7 @@ FP32_NBYTES = 4
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Steps on one's own between exchanges of what they have changed (`gradcomp.DiLoCo`).
+    """Local steps between exchanges of what they have changed (`gradcomp.DiLoCo`).
 
     Attributes:
         every: H, inner steps from one exchange to the next.
@@ -90,7 +90,7 @@ class Method:
         return self if self.local is None else replace(self, name=self.name.removesuffix(f" {self.local}"), local=None)
 
     def after(self, local: LocalSteps) -> Method:
-        """Return the same exchange after steps on one's own; DDP's is the library's fp32 one then."""
+        """Return the same exchange after local steps; DDP's is the library's fp32 one then."""
         plain = self.each_step if self.codec is not None else IDENTITY
         return replace(plain, name=f"{plain.name} {local}", local=local)
 

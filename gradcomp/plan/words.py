@@ -79,7 +79,7 @@ def accuracy(
 
 
 def rare(n: int, node: Node) -> Method:
-    """Return what is mentioned where the network takes two thirds of every step: ternary as it comes, after H steps on one's own."""
+    """Return what is mentioned where the network takes two thirds of every step: ternary as it comes, after H local steps."""
     method = find_method("terngrad hierarchical")
     return (method if node.ranks > 1 else between(method, n)).after(RARELY)
 
