@@ -105,7 +105,7 @@ def test_losses_stand_beside_the_seconds(answer, tmp_path, rates, words, chosen,
 def test_no_cell_of_a_table_is_cut(answer, rates):
     out = answer("--model", "vgg16", "--nodes", "1:64", "--rates", rates, COLUMNS="40")
     assert out.returncode == 0 and "\u2026" not in out.stdout
-    assert re.search(rf"onebit reduce_scatter +{re.escape(ONEBIT)} +\+1\.70 +2\.40 s", out.stdout)
+    assert re.search(rf"onebit reduce_scatter +{re.escape(ONEBIT)} +\+1\.70 points +2\.40 s", out.stdout)
 
 
 def test_it_calibrates_where_no_rates_are_given(answer, tmp_path):
