@@ -606,7 +606,7 @@ def options(*words):
     [
         ([], 1e8, "block4 all_gather", 'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimizer)'),
         (["--parameters", "1e5"], 1e11, "fp32", ""),
-        (["--optimizer", "sgd"], 1e8, "terngrad all_gather", 'ddp.register(model, TernGrad(), exchange="all_gather", optimizer=optimizer)'),
+        (["--optimizer", "sgd"], 1e8, "ternary all_gather", 'ddp.register(model, Ternary(), exchange="all_gather", optimizer=optimizer)'),
         (["--every", "30", "--tolerance", "0.04"], 1e10, "every 30", "sync_every=30"),
     ],
 )

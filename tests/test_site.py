@@ -104,7 +104,8 @@ def test_pages_load_nothing_from_elsewhere(site, pages):
 
 def test_the_first_page_has_the_table_and_the_diff_of_the_readme(site, pages):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = [line.strip("| ").split(" | ") for line in text.split("\n\n")[3].splitlines() if "---" not in line]
+    first = next(part for part in text.split("\n\n") if part.startswith("|"))
+    table = [line.strip("| ").split(" | ") for line in first.splitlines() if "---" not in line]
     plain = [[cell.replace("`", "").strip("| ") for cell in row] for row in table]
     page = pages[site / "docs/index.html"]
     shown = [[cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in page.rows]
