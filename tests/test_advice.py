@@ -95,7 +95,8 @@ def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
     ternary, means = [row for row in ways("sgd") if row.codec.name == "terngrad"]  # sums of up to 7 ranks, means of more
     assert ternary.training.what == " 128-256-10" and ternary.loss == pytest.approx(7.51, abs=0.01)  # it diverged
     assert means.training.world_size == 8 and means.loss == pytest.approx(0.02)
-    assert expected("sgd", TernGrad(second_phase="block4")) is means
+    assert expected("sgd", TernGrad(second_phase="block4")) is means and not means.counts  # the perceptron speaks against it
+    assert expected("sgd", TernGrad()) is ternary  # gathered, as on 2 nodes: it took the row of means, and recommended it
     assert expected("sgd", OneBit()).training.what == " on Fashion-MNIST"
     assert expected("sgd", Ternary()).excess() < 1
     assert expected("adam", Block(2)).precondition  # the way that loses least, not the sketch without

@@ -102,6 +102,18 @@ def test_losses_stand_beside_the_seconds(answer, tmp_path, rates, words, chosen,
     assert ("under some optimizer are left out: name yours with --optimizer" in " ".join(out.stdout.split())) == (not words)
 
 
+def test_a_codec_that_is_left_out_is_named_where_no_more_nodes_than_one_are_recommended(answer, rates):
+    """It said that no more nodes are faster than one, below a table in which they were."""
+    out = answer("--model", "resnet50", "--link", "1gbe", "--nodes", "1:4", "--codec", "topk,fp32", "--optimizer", "adamw", "--rates", rates)
+    assert out.returncode == 0 and "no more nodes are faster than one" in out.stdout
+    assert re.search(r"topk all_gather would be [\d.]+ times as fast a step and was not measured under adamw; not recommended", out.stdout)
+
+
+def test_a_column_with_losses_in_two_units_says_which(answer, rates):
+    out = answer("--model", "lenet", "--nodes", "1:2", "--codec", "ternary,onebit,fp32", "--optimizer", "sgd", "--rates", rates)
+    assert re.search(r"ternary all_gather +\+0\.019 nats ", out.stdout) and re.search(r"onebit all_gather +\+1\.70 points ", out.stdout)
+
+
 def test_no_cell_of_a_table_is_cut(answer, rates):
     out = answer("--model", "vgg16", "--nodes", "1:64", "--rates", rates, COLUMNS="40")
     assert out.returncode == 0 and "\u2026" not in out.stdout
