@@ -12,17 +12,22 @@ class BuildNative(build_ext):
     """build_ext that says in one sentence what is missing when there is no C compiler."""
 
     def build_extensions(self) -> None:
-        command = getattr(self.compiler, "compiler", None)  # absent on Windows, where setuptools finds the compiler
+        command = getattr(
+            self.compiler, "compiler", None
+        )  # absent on Windows, where setuptools finds the compiler
         if command and shutil.which(command[0]) is None:
             raise SystemExit(
-                f"gradcomp needs a C compiler to build its kernels and {command[0]!r} is not on PATH: install one "
-                "(Debian/Ubuntu: apt install gcc libc6-dev python3-dev; Fedora: dnf install gcc python3-devel; "
-                "macOS: xcode-select --install) or set CC."
+                f"gradcomp needs a C compiler to build its kernels and {command[0]!r} is not on"
+                " PATH: install one (Debian/Ubuntu: apt install gcc libc6-dev python3-dev; Fedora:"
+                " dnf install gcc python3-devel; macOS: xcode-select --install) or set CC."
             )
         try:
             super().build_extensions()
         except BaseError as error:
-            raise SystemExit(f"gradcomp could not compile its kernels; the compiler's message is above ({error}).")
+            raise SystemExit(
+                "gradcomp could not compile its kernels; the compiler's message is above"
+                f" ({error})."
+            )
 
 
 packages = find_packages(include=["gradcomp", "gradcomp.*"]) or ["gradcomp"]

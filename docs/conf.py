@@ -1,4 +1,5 @@
-"""The documentation site: `make docs`. Sources are read from the root of the repository, so that links are those of the files.
+"""The documentation site: `make docs`. Sources are read from the root of the repository, so that
+links are those of the files.
 
 The Markdown pages are those that any viewer of Markdown shows, and that tests/test_docs.py runs.
 """
@@ -16,8 +17,24 @@ project_copyright = ""
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 
 root_doc = "docs/index"
-include_patterns = ["docs/**", "examples/notebook.ipynb", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
-exclude_patterns = [".*", "build", "dist", "gradcomp", "launch", "native", "tests", "**/__pycache__", "docs/_*"]
+include_patterns = [
+    "docs/**",
+    "examples/notebook.ipynb",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+]
+exclude_patterns = [
+    ".*",
+    "build",
+    "dist",
+    "gradcomp",
+    "launch",
+    "native",
+    "tests",
+    "**/__pycache__",
+    "docs/_*",
+]
 
 html_theme = "furo"
 html_title = f"gradcomp {release}"
@@ -39,7 +56,13 @@ nb_execution_show_tb = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_mock_imports = ["mpi4py", "lightning", "accelerate", "transformers", "ray"]  # extras; what is ours is documented without them
+autodoc_mock_imports = [
+    "mpi4py",
+    "lightning",
+    "accelerate",
+    "transformers",
+    "ray",
+]  # extras; what is ours is documented without them
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
@@ -61,7 +84,9 @@ def keep_deviations(app, doctree):
     """Keep a figure and its deviation on one line, in tables that a narrow window squeezes."""
     for text in list(doctree.findall(nodes.Text)):
         if " ± " in text:
-            text.parent.replace(text, nodes.Text(text.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")))
+            text.parent.replace(
+                text, nodes.Text(text.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}"))
+            )
 
 
 def mark_prose(app, doctree):

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 examples/accelerate_digits.py --codec onebit --checkpoint DIR
     torchrun --nproc-per-node 2 examples/accelerate_digits.py --sync-every 10
 
-The line that calls `register` is all that an accelerate script has to add; with local steps the model stays out of `prepare`, and
-`local_steps` takes its place. ``--checkpoint DIR`` saves at the end and goes on from there when the same command runs again.
+The line that calls `register` is all that an accelerate script has to add; with local steps the
+model stays out of `prepare`, and `local_steps` takes its place. ``--checkpoint DIR`` saves at the
+end and goes on from there when the same command runs again.
 """
 
 import argparse
@@ -24,13 +25,23 @@ from gradcomp.integrations.accelerate import local_steps, register
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train LeNet with accelerate and compressed gradients.")
+    parser = argparse.ArgumentParser(
+        description="Train LeNet with accelerate and compressed gradients."
+    )
     parser.add_argument("--codec", default="ternary", help="ternary, onebit, block4 ... (ternary)")
-    parser.add_argument("--sync-every", type=int, metavar="H", help="local steps: exchange every H steps only")
-    parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
+    parser.add_argument(
+        "--sync-every", type=int, metavar="H", help="local steps: exchange every H steps only"
+    )
+    parser.add_argument(
+        "--data",
+        type=pathlib.Path,
+        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR", help="save here, go on from here")
+    parser.add_argument(
+        "--checkpoint", type=pathlib.Path, metavar="DIR", help="save here, go on from here"
+    )
     args = parser.parse_args()
 
     accelerator = Accelerator(cpu=True)
@@ -65,7 +76,9 @@ def main() -> None:
             accelerator.save_state(str(args.checkpoint))
     if state:
         syncs = f" in each of {state.syncs} syncs" if args.sync_every else ""
-        accelerator.print(f"{state.stats.compression_ratio:.1f} times fewer bytes than fp32{syncs}", flush=True)
+        accelerator.print(
+            f"{state.stats.compression_ratio:.1f} times fewer bytes than fp32{syncs}", flush=True
+        )
     accelerator.end_training()
 
 

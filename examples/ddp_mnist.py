@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/ddp_mnist.py --codec ternary
     torchrun --nproc-per-node 2 examples/ddp_mnist.py --codec onebit --data path/to/mnist
 
-The line that says `gradcomp.ddp.register` is all that a script with DistributedDataParallel has to add.
+The line that says `gradcomp.ddp.register` is all that a script with DistributedDataParallel has to
+add.
 """
 
 import argparse
@@ -21,9 +22,17 @@ from gradcomp.bench.models import LeNet
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train LeNet under torchrun with compressed gradients.")
-    parser.add_argument("--codec", default="ternary", choices=["none", "ternary", "terngrad", "onebit"])
-    parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
+    parser = argparse.ArgumentParser(
+        description="Train LeNet under torchrun with compressed gradients."
+    )
+    parser.add_argument(
+        "--codec", default="ternary", choices=["none", "ternary", "terngrad", "onebit"]
+    )
+    parser.add_argument(
+        "--data",
+        type=pathlib.Path,
+        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)
     args = parser.parse_args()

@@ -3,8 +3,9 @@
     python examples/lightning_digits.py --devices 2
     torchrun --nproc-per-node 2 examples/lightning_digits.py --devices 2 --codec onebit
 
-The line that names `CompressedDDPStrategy` is all that a Lightning script has to add. ``--checkpoint FILE`` saves at the end and goes on
-from there when the same command runs again with more epochs, bit for bit.
+The line that names `CompressedDDPStrategy` is all that a Lightning script has to add.
+``--checkpoint FILE`` saves at the end and goes on from there when the same command runs again with
+more epochs, bit for bit.
 """
 
 import argparse
@@ -34,13 +35,21 @@ class Digits(lightning.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train LeNet with Lightning and compressed gradients.")
+    parser = argparse.ArgumentParser(
+        description="Train LeNet with Lightning and compressed gradients."
+    )
     parser.add_argument("--codec", default="ternary", help="ternary, onebit, block4 ... (ternary)")
     parser.add_argument("--devices", type=int, default=2, help="processes (2)")
-    parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
+    parser.add_argument(
+        "--data",
+        type=pathlib.Path,
+        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="FILE", help="save here, go on from here")
+    parser.add_argument(
+        "--checkpoint", type=pathlib.Path, metavar="FILE", help="save here, go on from here"
+    )
     args = parser.parse_args()
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.devices))
@@ -50,11 +59,21 @@ def main() -> None:
     loader = DataLoader(train, 64 // args.devices, shuffle=True, drop_last=True)
     strategy = CompressedDDPStrategy(args.codec)  # <- the added line
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=args.devices, strategy=strategy, max_epochs=args.epochs, enable_checkpointing=False, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=args.devices,
+        strategy=strategy,
+        max_epochs=args.epochs,
+        enable_checkpointing=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     model = Digits(args.lr)
-    trainer.fit(model, loader, ckpt_path=args.checkpoint if args.checkpoint and args.checkpoint.exists() else None)
+    trainer.fit(
+        model,
+        loader,
+        ckpt_path=args.checkpoint if args.checkpoint and args.checkpoint.exists() else None,
+    )
     if args.checkpoint:
         trainer.save_checkpoint(args.checkpoint)
     if trainer.is_global_zero:
@@ -62,7 +81,11 @@ def main() -> None:
             scores = torch.cat([model.net(some) for some in data.test_images.split(500)])
         right = (scores.argmax(dim=1) == data.test_labels).float().mean()
         stats = strategy.compression.stats
-        print(f"test accuracy {100 * right:.2f} %, {stats.compression_ratio:.1f} times fewer bytes than fp32", flush=True)
+        print(
+            f"test accuracy {100 * right:.2f} %, {stats.compression_ratio:.1f} times fewer bytes"
+            " than fp32",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m gradcomp.launch -n 4 examples/mpi_train.py --codec ternary
     mpirun -n 4 python -m mpi4py examples/mpi_train.py --codec onebit --data path/to/mnist
 
-What a plain training script has to add: a communicator, a `GradientAverager`, and one call of `average()` a step.
+What a plain training script has to add: a communicator, a `GradientAverager`, and one call of
+`average()` a step.
 """
 
 import argparse
@@ -19,9 +20,17 @@ from gradcomp.bench.models import LeNet
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train LeNet under mpirun with compressed gradients.")
-    parser.add_argument("--codec", default="ternary", choices=["fp32", "ternary", "terngrad", "onebit"])
-    parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
+    parser = argparse.ArgumentParser(
+        description="Train LeNet under mpirun with compressed gradients."
+    )
+    parser.add_argument(
+        "--codec", default="ternary", choices=["fp32", "ternary", "terngrad", "onebit"]
+    )
+    parser.add_argument(
+        "--data",
+        type=pathlib.Path,
+        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)
     args = parser.parse_args()
@@ -53,7 +62,10 @@ def main() -> None:
                 scores = torch.cat([model(some) for some in data.test_images.split(500)])
             right = (scores.argmax(dim=1) == data.test_labels).float().mean()
             sent = averager.stats.bytes_sent / 1e6
-            print(f"epoch {epoch + 1}: test accuracy {100 * right:.2f} %, {sent:.1f} MB sent", flush=True)
+            print(
+                f"epoch {epoch + 1}: test accuracy {100 * right:.2f} %, {sent:.1f} MB sent",
+                flush=True,
+            )
 
     averager.check_replicas()  # every rank holds the same weights, bit for bit
     if comm.rank == 0:

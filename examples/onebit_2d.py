@@ -1,11 +1,13 @@
-"""Train LeNet on 2 x 2 ranks: tensor-parallel layers on one dimension of a mesh, packed gradients on the other.
+"""Train LeNet on 2 x 2 ranks: tensor-parallel layers on one dimension of a mesh, packed gradients
+on the other.
 
     torchrun --nproc-per-node 4 examples/onebit_2d.py
     torchrun --nproc-per-node 4 examples/onebit_2d.py --codec ternary --data DIR --epochs 1
 
-Ranks of one row of the mesh ("tp") share the two large layers: each holds half of their weights and computes half of their
-outputs, on the same images (torch's tensor parallelism). Ranks of one column ("dp") hold the same halves and see different
-images: their gradients are averaged at 1 bit a value, shard by shard.
+Ranks of one row of the mesh ("tp") share the two large layers: each holds half of their weights and
+computes half of their outputs, on the same images (torch's tensor parallelism). Ranks of one column
+("dp") hold the same halves and see different images: their gradients are averaged at 1 bit a value,
+shard by shard.
 """
 
 import argparse
@@ -26,11 +28,17 @@ from gradcomp.comm import TorchCommunicator
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train LeNet under torchrun, tensor-parallel by data-parallel.")
+    parser = argparse.ArgumentParser(
+        description="Train LeNet under torchrun, tensor-parallel by data-parallel."
+    )
     parser.add_argument("--codec", default="onebit", choices=["onebit", "ternary", "terngrad"])
-    parser.add_argument("--tensor-parallel", type=int, default=2, metavar="N", help="ranks that share a layer (2)")
     parser.add_argument(
-        "--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)"
+        "--tensor-parallel", type=int, default=2, metavar="N", help="ranks that share a layer (2)"
+    )
+    parser.add_argument(
+        "--data",
+        type=pathlib.Path,
+        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
     )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)
@@ -38,7 +46,9 @@ def main() -> None:
     args = parser.parse_args()
 
     if "RANK" not in os.environ:
-        parser.error("start it with several ranks: torchrun --nproc-per-node 4 examples/onebit_2d.py")
+        parser.error(
+            "start it with several ranks: torchrun --nproc-per-node 4 examples/onebit_2d.py"
+        )
     dist.init_process_group("gloo")
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % args.tensor_parallel:
@@ -57,7 +67,9 @@ def main() -> None:
 
     data = load(args.data)
     train = TensorDataset(data.train_images, data.train_labels)
-    sampler = DistributedSampler(train, shape[0], mesh["dp"].get_local_rank(), seed=args.seed, drop_last=True)
+    sampler = DistributedSampler(
+        train, shape[0], mesh["dp"].get_local_rank(), seed=args.seed, drop_last=True
+    )
     loader = DataLoader(train, batch_size=64 // shape[0], sampler=sampler, drop_last=True)
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)

@@ -1,11 +1,13 @@
-"""The 1-bit SGD system of 2014, put together: what each of its parts does to accuracy, bytes and time, in one table.
+"""The 1-bit SGD system of 2014, put together: what each of its parts does to accuracy, bytes and
+time, in one table.
 
-    python -m gradcomp.launch -n 2 --torch examples/onebit_sgd.py
-    torchrun --nproc-per-node 2 examples/onebit_sgd.py --data DIR --epochs 1 --link 1gbit --json table.json
+    python -m gradcomp.launch -n 2 --torch examples/onebit_sgd.py torchrun --nproc-per-node 2
+    examples/onebit_sgd.py --data DIR --epochs 1 --link 1gbit --json table.json
 
-Rows: fp32; 1-bit gradients; double buffering on top; on top of both AdaGrad in each of its three places; and the whole
-system, where AdaGrad on the aggregate is joined by a search for the minibatch size. All but the first begin with a warm start
-in fp32. Every rank of a row sees the same samples in the same order as in the other rows of that seed.
+Rows: fp32; 1-bit gradients; double buffering on top; on top of both AdaGrad in each of its three
+places; and the whole system, where AdaGrad on the aggregate is joined by a search for the minibatch
+size. All but the first begin with a warm start in fp32. Every rank of a row sees the same samples
+in the same order as in the other rows of that seed.
 """
 
 from __future__ import annotations
@@ -96,10 +98,17 @@ class Samples:
 
 
 class Averaged:
-    """A training step without double buffering, with the methods of `DoubleBuffer` that are used here."""
+    """A training step without double buffering, with the methods of `DoubleBuffer` that are used
+    here.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, codec: object, comm: object, **options
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        codec: object,
+        comm: object,
+        **options,
     ):
         self._optimizer = optimizer
         self._averager = gradcomp.GradientAverager(model.named_parameters(), codec, comm, **options)
@@ -139,18 +148,26 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     warm = int(args.warm_start * total) if row.codec != "fp32" else 0
     comm = TorchCommunicator()
     if args.link:
-        comm = LinkCommunicator(comm, bits_per_s=args.link.bits_per_s, latency_s=args.link.latency_s)
+        comm = LinkCommunicator(
+            comm, bits_per_s=args.link.bits_per_s, latency_s=args.link.latency_s
+        )
     per_exchange = args.minibatch // (2 if row.halves else 1)
-    first = {"initial_accumulator_value": args.accumulator}  # else a first step has every weight move by lr
+    first = {
+        "initial_accumulator_value": args.accumulator
+    }  # else a first step has every weight move by lr
     transforms = {"local": LocalAdagrad(**first), "aggregate": AggregateAdagrad(**first)}
     options = {
         "start_step": warm_start_steps(warm, samples_per_exchange=per_exchange),
         "transform": transforms.get(row.adagrad),
     }
     if row.adagrad == "momentum":
-        optimizer = MomentumAdagrad(model.parameters(), args.adagrad_lr, MOMENTUM, weight_decay=WEIGHT_DECAY, **first)
+        optimizer = MomentumAdagrad(
+            model.parameters(), args.adagrad_lr, MOMENTUM, weight_decay=WEIGHT_DECAY, **first
+        )
     else:
-        optimizer = torch.optim.SGD(model.parameters(), args.lr, MOMENTUM, weight_decay=WEIGHT_DECAY)
+        optimizer = torch.optim.SGD(
+            model.parameters(), args.lr, MOMENTUM, weight_decay=WEIGHT_DECAY
+        )
     codec = gradcomp.Identity() if row.codec == "fp32" else gradcomp.OneBit()
     trainer = (DoubleBuffer if row.halves else Averaged)(model, optimizer, codec, comm, **options)
 
@@ -164,12 +181,16 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     minibatch, seen, seconds, searched, factor = args.minibatch, 0, 0.0, 0, 1.0
     packed_nbytes = packed_count = 0
     while seen + minibatch <= total:
-        rate = args.lr if not row.adagrad or seen < warm else args.adagrad_lr  # AdaGrad's gradients are of size 1
+        rate = (
+            args.lr if not row.adagrad or seen < warm else args.adagrad_lr
+        )  # AdaGrad's gradients are of size 1
         if row.adagrad == "momentum":
             rate = args.adagrad_lr
         elif rate == args.adagrad_lr:
             rate *= 1 - MOMENTUM  # which adds up what is of size 1 to 1 / (1 - MOMENTUM)
-        optimizer.param_groups[0]["lr"] = factor * rate * (1 - seen / total) ** 0.5  # TernGrad's schedule
+        optimizer.param_groups[0]["lr"] = (
+            factor * rate * (1 - seen / total) ** 0.5
+        )  # TernGrad's schedule
         begun = time.perf_counter()
         if row.searches and seen >= warm and searched < 2 and seen >= searched * total // 2:
             share = max(args.search_samples, 4 * minibatch)
@@ -191,23 +212,38 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
         seconds += time.perf_counter() - begun
         seen += minibatch
         if seen - minibatch >= warm:
-            packed_nbytes, packed_count = packed_nbytes + trainer.stats.bytes_sent - before, packed_count + 1
+            packed_nbytes, packed_count = (
+                packed_nbytes + trainer.stats.bytes_sent - before,
+                packed_count + 1,
+            )
         on_sample(seen)
     trainer.check_replicas()
     report = trainer.report()
     trainer.close()
     return Result(
-        accuracy(model, data), seconds, packed_nbytes / packed_count, report.hidden if report else 0.0, minibatch
+        accuracy(model, data),
+        seconds,
+        packed_nbytes / packed_count,
+        report.hidden if report else 0.0,
+        minibatch,
     )
 
 
 def accuracy(model: torch.nn.Module, data: ImageData) -> float:
-    """Return the percentage of test images that the model gets right; every rank takes its share."""
+    """Return the percentage of test images that the model gets right; every rank takes its
+    share.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     model.eval()
     with torch.no_grad():
-        pairs = zip(data.test_images[rank::world].split(500), data.test_labels[rank::world].split(500), strict=True)
-        right = torch.stack([(model(images).argmax(dim=1) == labels).sum() for images, labels in pairs]).sum()
+        pairs = zip(
+            data.test_images[rank::world].split(500),
+            data.test_labels[rank::world].split(500),
+            strict=True,
+        )
+        right = torch.stack(
+            [(model(images).argmax(dim=1) == labels).sum() for images, labels in pairs]
+        ).sum()
     dist.all_reduce(right)
     return 100.0 * int(right) / len(data.test_labels)
 
@@ -215,7 +251,14 @@ def accuracy(model: torch.nn.Module, data: ImageData) -> float:
 def show(results: dict[str, list[Result]], seeds: int) -> None:
     """Print the table."""
     table = Table(title=f"mean and standard deviation of {seeds} seeds")
-    for column in ("", "test accuracy, %", "training, s", "sent a minibatch, kB", "hidden, %", "minibatch"):
+    for column in (
+        "",
+        "test accuracy, %",
+        "training, s",
+        "sent a minibatch, kB",
+        "hidden, %",
+        "minibatch",
+    ):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for name, runs in results.items():
         spread = statistics.stdev([r.accuracy for r in runs]) if len(runs) > 1 else 0.0
@@ -225,25 +268,51 @@ def show(results: dict[str, list[Result]], seeds: int) -> None:
             f"{statistics.fmean(r.seconds for r in runs):.1f}",
             f"{statistics.fmean(r.nbytes for r in runs) / 1e3:,.1f}",
             f"{100 * statistics.fmean(r.hidden for r in runs):.0f}" if runs[0].hidden else "-",
-            ", ".join(str(r.minibatch) for r in runs)
-            if len({r.minibatch for r in runs}) > 1
-            else str(runs[0].minibatch),
+            (
+                ", ".join(str(r.minibatch) for r in runs)
+                if len({r.minibatch for r in runs}) > 1
+                else str(runs[0].minibatch)
+            ),
         )
     Console(width=120).print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)"
+        "--data",
+        type=pathlib.Path,
+        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
     )
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--minibatch", type=int, default=64, help="samples of all ranks together, at first (64)")
+    parser.add_argument(
+        "--minibatch", type=int, default=64, help="samples of all ranks together, at first (64)"
+    )
     parser.add_argument("--lr", type=float, default=0.03, help="of SGD (0.03)")
-    parser.add_argument("--adagrad-lr", type=float, default=0.003, help="once gradients are divided by AdaGrad (0.003)")
-    parser.add_argument("--accumulator", type=float, default=1e-4, help="AdaGrad's sum of squares at first (1e-4)")
-    parser.add_argument("--warm-start", type=float, default=0.1, metavar="SHARE", help="of the samples in fp32 (0.1)")
-    parser.add_argument("--search-samples", type=int, default=4096, help="samples of one trial of a minibatch (4096)")
+    parser.add_argument(
+        "--adagrad-lr",
+        type=float,
+        default=0.003,
+        help="once gradients are divided by AdaGrad (0.003)",
+    )
+    parser.add_argument(
+        "--accumulator", type=float, default=1e-4, help="AdaGrad's sum of squares at first (1e-4)"
+    )
+    parser.add_argument(
+        "--warm-start",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="of the samples in fp32 (0.1)",
+    )
+    parser.add_argument(
+        "--search-samples",
+        type=int,
+        default=4096,
+        help="samples of one trial of a minibatch (4096)",
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--rows",
@@ -251,10 +320,17 @@ def main() -> None:
         nargs="*",
         metavar="N",
         choices=range(len(ROWS)),
-        help="only these rows, from 0: fp32, 1-bit, double buffering, AdaGrad after momentum, before encoding, on the aggregate, with a search (all)",
+        help=(
+            "only these rows, from 0: fp32, 1-bit, double buffering, AdaGrad after momentum, before"
+            " encoding, on the aggregate, with a search (all)"
+        ),
     )
-    parser.add_argument("--link", metavar="RATE", help="emulate a slow link between the ranks: 100mbit, 1gbit, ...")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every run's figures")
+    parser.add_argument(
+        "--link", metavar="RATE", help="emulate a slow link between the ranks: 100mbit, 1gbit, ..."
+    )
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="FILE", help="write every run's figures"
+    )
     args = parser.parse_args()
 
     try:
@@ -262,7 +338,10 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if "RANK" not in os.environ:
-        parser.error("start it with several ranks: python -m gradcomp.launch -n 2 --torch examples/onebit_sgd.py")
+        parser.error(
+            "start it with several ranks: python -m gradcomp.launch -n 2 --torch"
+            " examples/onebit_sgd.py"
+        )
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     data = load(args.data)
@@ -275,12 +354,20 @@ def main() -> None:
             for number, row in enumerate(rows):
                 progress.update(bar, description=f"seed {seed}: {row.name.strip()}")
                 done = (seed * len(rows) + number) * total
-                run = train(row, seed, args, data, lambda seen, done=done: progress.update(bar, completed=done + seen))
+                run = train(
+                    row,
+                    seed,
+                    args,
+                    data,
+                    lambda seen, done=done: progress.update(bar, completed=done + seen),
+                )
                 results[row.name].append(run)
     if rank == 0:
         show(results, args.seeds)
         if args.json:
-            args.json.write_text(json.dumps({n: [vars(r) for r in runs] for n, runs in results.items()}, indent=1))
+            args.json.write_text(
+                json.dumps({n: [vars(r) for r in runs] for n, runs in results.items()}, indent=1)
+            )
     dist.destroy_process_group()
 
 

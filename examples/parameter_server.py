@@ -1,12 +1,14 @@
 """Train LeNet with packed gradients through a parameter server: the TernGrad step.
 
-    python examples/parameter_server.py --local 2                # 2 workers and a server as threads of one process
+    # 2 workers and a server as threads of one process
+    python examples/parameter_server.py --local 2
     python -m gradcomp.launch -n 3 examples/parameter_server.py  # under MPI: the last rank serves
     torchrun --nproc-per-node 3 examples/parameter_server.py
 
-Each step the workers agree on the largest |gradient| of every layer (reduce method "max"), encode with those scales in
-2 bits a value, push the payloads, and pull their average. In the first step the average is compared with what
-`gradcomp.all_reduce` makes of the same gradients: they are equal bit for bit.
+Each step the workers agree on the largest |gradient| of every layer (reduce method "max"), encode
+with those scales in 2 bits a value, push the payloads, and pull their average. In the first step
+the average is compared with what `gradcomp.all_reduce` makes of the same gradients: they are equal
+bit for bit.
 """
 
 import argparse
@@ -36,7 +38,9 @@ def main() -> None:
     data = load(args.data)
     if args.local:
         torch.set_num_threads(1)
-        run_threads(LocalCommunicator.group(args.local + args.servers), lambda comm: run(comm, data, args))
+        run_threads(
+            LocalCommunicator.group(args.local + args.servers), lambda comm: run(comm, data, args)
+        )
         return
     comm: Communicator
     if any(name in os.environ for name in MPI_VARIABLES):
@@ -55,16 +59,27 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train LeNet through a parameter server with 2-bit gradients.")
-    parser.add_argument("--local", type=int, metavar="N", help="N workers and the servers as threads of this process")
+    parser = argparse.ArgumentParser(
+        description="Train LeNet through a parameter server with 2-bit gradients."
+    )
+    parser.add_argument(
+        "--local",
+        type=int,
+        metavar="N",
+        help="N workers and the servers as threads of this process",
+    )
     parser.add_argument("--servers", type=int, default=1, help="the last ranks serve")
     parser.add_argument(
-        "--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)"
+        "--data",
+        type=pathlib.Path,
+        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
     )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=64, help="images a step over all workers")
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--compressed", action="store_true", help="pull the average in 2 bits a value as well")
+    parser.add_argument(
+        "--compressed", action="store_true", help="pull the average in 2 bits a value as well"
+    )
     return parser.parse_args()
 
 
@@ -78,7 +93,9 @@ def run(comm: Communicator, data: ImageData, args: argparse.Namespace) -> None:
         train(client, comm.rank, workers, data, args)
 
 
-def train(client: ParameterClient, rank: int, workers: int, data: ImageData, args: argparse.Namespace) -> None:
+def train(
+    client: ParameterClient, rank: int, workers: int, data: ImageData, args: argparse.Namespace
+) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     step_of_terngrad = TernGradStep(client, model, rank, compressed=args.compressed)
@@ -95,7 +112,9 @@ def train(client: ParameterClient, rank: int, workers: int, data: ImageData, arg
             optimizer.step()
     if rank == 0:
         print(f"step 1: the server's average {verdict}")
-        print(f"{step_of_terngrad.ratio():.1f} times fewer bytes than fp32, to the servers and back")
+        print(
+            f"{step_of_terngrad.ratio():.1f} times fewer bytes than fp32, to the servers and back"
+        )
         print(f"test accuracy {accuracy(model, data):.2f} %", flush=True)
 
 
@@ -106,13 +125,17 @@ class TernGradStep:
         Wen et al. 2017, TernGrad, algorithm 1 with a parameter server.
     """
 
-    def __init__(self, client: ParameterClient, model: torch.nn.Module, rank: int, *, compressed: bool) -> None:
+    def __init__(
+        self, client: ParameterClient, model: torch.nn.Module, rank: int, *, compressed: bool
+    ) -> None:
         self.client, self.rank, self.compressed = client, rank, compressed
         self.parameters = list(model.parameters())
         self.steps = self.nbytes = 0
         client.init_parameter("max_abs_grad", [len(self.parameters)], "float32")
         for index, parameter in enumerate(self.parameters):
-            client.init_parameter(f"grad {index}", [CODEC.payload_nbytes(parameter.numel())], "uint8", codec=CODEC)
+            client.init_parameter(
+                f"grad {index}", [CODEC.payload_nbytes(parameter.numel())], "uint8", codec=CODEC
+            )
 
     def pull(self, step: int, *, compressed: bool) -> list[Tensor]:
         """Return the average gradients, flat float32."""
@@ -121,10 +144,16 @@ class TernGradStep:
         scales = client.pull_parameter("max_abs_grad", reduce_method="max")
         calls = []
         for index, (grad, scale) in enumerate(zip(grads, scales, strict=True)):
-            key = gradcomp.RngKey(CODEC.seed, self.rank, step, index)  # each worker its own rank: its own draws
+            key = gradcomp.RngKey(
+                CODEC.seed, self.rank, step, index
+            )  # each worker its own rank: its own draws
             payload = CODEC.encode(grad, scale=scale, key=key)
-            push = client.push_parameter(f"grad {index}", payload, wait=False)  # travels while the next one is encoded
-            pull = client.pull_parameter(f"grad {index}", "decode_average", compressed=compressed, wait=False)
+            push = client.push_parameter(
+                f"grad {index}", payload, wait=False
+            )  # travels while the next one is encoded
+            pull = client.pull_parameter(
+                f"grad {index}", "decode_average", compressed=compressed, wait=False
+            )
             calls.append((push, pull))
         pulled = []
         for push, pull in calls:
@@ -134,13 +163,17 @@ class TernGradStep:
 
     def average(self, step: int) -> None:
         before = self.client.bytes_sent + self.client.bytes_received
-        for parameter, average in zip(self.parameters, self.pull(step, compressed=self.compressed), strict=True):
+        for parameter, average in zip(
+            self.parameters, self.pull(step, compressed=self.compressed), strict=True
+        ):
             parameter.grad.copy_(average.view_as(parameter))
         self.nbytes += self.client.bytes_sent + self.client.bytes_received - before
         self.steps += 1
 
     def ratio(self) -> float:
-        """Return how many times fewer bytes have moved than with fp32 gradients and fp32 averages."""
+        """Return how many times fewer bytes have moved than with fp32 gradients and fp32
+        averages.
+        """
         return 8 * sum(p.numel() for p in self.parameters) * self.steps / self.nbytes
 
 
@@ -166,12 +199,16 @@ def check(client: ParameterClient, step: TernGradStep, rank: int, workers: int) 
             wanted.extend(grads)
 
     run_threads(LocalCommunicator.group(workers), reduce)
-    if not all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(got, wanted, strict=True)):
+    if not all(
+        torch.equal(a.view(torch.int32), b.view(torch.int32))
+        for a, b in zip(got, wanted, strict=True)
+    ):
         raise SystemExit("the server's average differs from gradcomp.all_reduce")
     return "equals gradcomp.all_reduce bit for bit"
 
 
-# ---- model, data, threads ------------------------------------------------------------------------------------------
+# ---- model, data, threads
+# ------------------------------------------------------------------------------------------
 
 _seeding = threading.Lock()
 
@@ -199,7 +236,9 @@ def accuracy(model: LeNet, data: ImageData) -> float:
 
 
 def run_threads(group: list[LocalCommunicator], work: Callable[[LocalCommunicator], None]) -> None:
-    """Play every rank in a thread; end with the first error, and let no rank wait for one that has failed."""
+    """Play every rank in a thread; end with the first error, and let no rank wait for one that
+    has failed.
+    """
     errors: list[BaseException] = []
 
     def play(comm: LocalCommunicator) -> None:

@@ -3,8 +3,9 @@
     python examples/ray_digits.py --workers 2
     python examples/ray_digits.py --workers 2 --codec onebit --checkpoint DIR
 
-The line that calls `register` is all that a Ray Train script has to add. ``--checkpoint DIR`` keeps what is reported after every epoch, and goes on
-from the last one when the same command runs again with more epochs; so does Ray by itself after a failure.
+The line that calls `register` is all that a Ray Train script has to add. ``--checkpoint DIR`` keeps
+what is reported after every epoch, and goes on from the last one when the same command runs again
+with more epochs; so does Ray by itself after a failure.
 """
 
 import argparse
@@ -29,13 +30,19 @@ def train(config: dict) -> None:
     torch.manual_seed(0)
     data = load(config["data"])
     model = ray.train.torch.prepare_model(LeNet())
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config["lr"], momentum=0.9, weight_decay=5e-4
+    )
     state = packed.register(model, config["codec"])  # <- the added line
     samples = TensorDataset(data.train_images, data.train_labels)
     workers = ray.train.get_context().get_world_size()
-    loader = ray.train.torch.prepare_data_loader(DataLoader(samples, 64 // workers, shuffle=True, drop_last=True))
+    loader = ray.train.torch.prepare_data_loader(
+        DataLoader(samples, 64 // workers, shuffle=True, drop_last=True)
+    )
     begun = 0
-    checkpoint = ray.train.get_checkpoint() or (ray.train.Checkpoint(config["from"]) if config["from"] else None)
+    checkpoint = ray.train.get_checkpoint() or (
+        ray.train.Checkpoint(config["from"]) if config["from"] else None
+    )
     if checkpoint:
         with checkpoint.as_directory() as folder:
             saved = torch.load(f"{folder}/train.pt", weights_only=True)
@@ -56,7 +63,11 @@ def train(config: dict) -> None:
         right = (scores.argmax(dim=1) == data.test_labels).float().mean().item()
         with tempfile.TemporaryDirectory() as folder:
             if ray.train.get_context().get_world_rank() == 0:
-                told = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epoch + 1}
+                told = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "epochs": epoch + 1,
+                }
                 torch.save(told, f"{folder}/train.pt")
             packed.save(state, folder)  # every worker's
             ratio = state.stats.compression_ratio if state else 1.0
@@ -65,13 +76,24 @@ def train(config: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train LeNet with Ray Train and compressed gradients.")
+    parser = argparse.ArgumentParser(
+        description="Train LeNet with Ray Train and compressed gradients."
+    )
     parser.add_argument("--codec", default="ternary", help="ternary, onebit, block4 ... (ternary)")
     parser.add_argument("--workers", type=int, default=2, help="processes (2)")
-    parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
+    parser.add_argument(
+        "--data",
+        type=pathlib.Path,
+        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR", help="keep checkpoints here, go on from the last")
+    parser.add_argument(
+        "--checkpoint",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="keep checkpoints here, go on from the last",
+    )
     args = parser.parse_args()
 
     ray.init(include_dashboard=False, logging_level="warning")
@@ -79,14 +101,20 @@ def main() -> None:
     kept = (args.checkpoint or pathlib.Path(forgotten.name)).resolve()
     last = kept / "last"
     config = {
-        "codec": args.codec, "data": args.data and args.data.resolve(), "epochs": args.epochs, "lr": args.lr, "from": str(last.resolve()) if last.exists() else None,
+        "codec": args.codec,
+        "data": args.data and args.data.resolve(),
+        "epochs": args.epochs,
+        "lr": args.lr,
+        "from": str(last.resolve()) if last.exists() else None,
         "threads": max(1, (os.cpu_count() or 1) // args.workers),
-    }  # fmt: skip
+    }
     trainer = ray.train.torch.TorchTrainer(
         train,
         train_loop_config=config,
         scaling_config=ray.train.ScalingConfig(num_workers=args.workers),
-        run_config=ray.train.RunConfig(storage_path=str(kept), checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1)),
+        run_config=ray.train.RunConfig(
+            storage_path=str(kept), checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1)
+        ),
     )
     result = trainer.fit()
     if result.checkpoint is None:

@@ -1,11 +1,13 @@
-"""Train LeNet in bf16 with fp32 accuracy: split weights, packed gradients, updates straight from the packed averages.
+"""Train LeNet in bf16 with fp32 accuracy: split weights, packed gradients, updates straight from
+the packed averages.
 
     torchrun --nproc-per-node 2 examples/split_sgd_ddp.py
     torchrun --nproc-per-node 2 examples/split_sgd_ddp.py --weights bf16 --data path/to/mnist
 
-The model holds bf16 weights and computes with them. The 16 bits that do not fit are the optimizer's trails, so that each
-update is an fp32 one; it is made straight from the ternary payloads that the ranks exchange. ``--weights bf16`` is the same
-without trails, and ``--weights fp32`` plain fp32 training, for comparison.
+The model holds bf16 weights and computes with them. The 16 bits that do not fit are the optimizer's
+trails, so that each update is an fp32 one; it is made straight from the ternary payloads that the
+ranks exchange. ``--weights bf16`` is the same without trails, and ``--weights fp32`` plain fp32
+training, for comparison.
 """
 
 import argparse
@@ -24,15 +26,25 @@ from gradcomp.optim import SplitSGD, fp32_state_dict, split_parameters
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train LeNet under torchrun with split weights and packed gradients.")
+    parser = argparse.ArgumentParser(
+        description="Train LeNet under torchrun with split weights and packed gradients."
+    )
     parser.add_argument("--weights", default="split", choices=["split", "bf16", "fp32"])
-    parser.add_argument("--codec", default="ternary", choices=["none", "ternary", "terngrad", "onebit"])
-    parser.add_argument("--data", type=pathlib.Path, help="folder of MNIST's IDX files (default: scikit-learn's digits)")
+    parser.add_argument(
+        "--codec", default="ternary", choices=["none", "ternary", "terngrad", "onebit"]
+    )
+    parser.add_argument(
+        "--data",
+        type=pathlib.Path,
+        help="folder of MNIST's IDX files (default: scikit-learn's digits)",
+    )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="write the weights as an fp32 checkpoint")
+    parser.add_argument(
+        "--save", type=pathlib.Path, metavar="FILE", help="write the weights as an fp32 checkpoint"
+    )
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -66,12 +78,17 @@ def main() -> None:
             optimizer.step()
         if rank == 0:
             with torch.no_grad():
-                scores = torch.cat([net(some.to(dtype)).float() for some in data.test_images.split(500)])
+                scores = torch.cat(
+                    [net(some.to(dtype)).float() for some in data.test_images.split(500)]
+                )
             right = (scores.argmax(dim=1) == data.test_labels).float().mean()
             print(f"epoch {epoch + 1}: test accuracy {100 * right:.2f} %", flush=True)
 
     if rank == 0 and args.save:
-        torch.save(fp32_state_dict(net, optimizer) if args.weights == "split" else net.state_dict(), args.save)
+        torch.save(
+            fp32_state_dict(net, optimizer) if args.weights == "split" else net.state_dict(),
+            args.save,
+        )
     if state:
         state.check_replicas()  # trails included
         if rank == 0:

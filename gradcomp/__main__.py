@@ -13,7 +13,9 @@ from typing import Any
 
 
 def report() -> dict[str, Any]:
-    """Return versions, tier, threads and what is usable, without starting MPI or torch.distributed."""
+    """Return versions, tier, threads and what is usable, without starting MPI or
+    torch.distributed.
+    """
     import cffi
     import numpy
     import torch
@@ -32,7 +34,9 @@ def report() -> dict[str, Any]:
         "tier": native.tier(),
         "tiers": native.tiers(),
         "threads": native.thread_count(),
-        "torch.distributed (gloo)": "usable" if has_dist and torch.distributed.is_gloo_available() else "not built in",
+        "torch.distributed (gloo)": (
+            "usable" if has_dist and torch.distributed.is_gloo_available() else "not built in"
+        ),
         "MPI": _mpi(),
         "bench extra": _extra(("rich", "matplotlib", "sklearn", "psutil"), "bench"),
     }
@@ -43,17 +47,24 @@ def _tier(name: str, names: list[str]) -> str:
     if name != names[-1]:
         return f"{name} tier ({names[-1]} is switched off by GRADCOMP_DISABLE_CPU_FEATURES)"
     if name == "portable":
-        return "portable tier: plain C, several times slower; this CPU has no vector instructions that gradcomp knows"
+        return (
+            "portable tier: plain C, several times slower; this CPU has no vector instructions that"
+            " gradcomp knows"
+        )
     return f"{name} tier"
 
 
 def _mpi() -> str:
-    """Return flavour and thread level, asked in a process of its own: MPI is never started in this one."""
+    """Return flavour and thread level, asked in a process of its own: MPI is never started in
+    this one.
+    """
     if importlib.util.find_spec("mpi4py") is None:
         return "not usable: mpi4py is not installed (pip install 'gradcomp[mpi]')"
     ask = "from gradcomp.comm.mpi import describe_mpi; print(describe_mpi())"
     try:
-        answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
+        answer = subprocess.run(
+            [sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True
+        )
     except (subprocess.SubprocessError, OSError) as error:
         last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         return f"not usable: mpi4py is installed, but {''.join(last)}"
@@ -62,15 +73,24 @@ def _mpi() -> str:
 
 def _extra(modules: tuple[str, ...], extra: str) -> str:
     missing = [m for m in modules if importlib.util.find_spec(m) is None]
-    return f"not usable: {missing[0]} is missing (pip install 'gradcomp[{extra}]')" if missing else "usable"
+    return (
+        f"not usable: {missing[0]} is missing (pip install 'gradcomp[{extra}]')"
+        if missing
+        else "usable"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report as a table or, with --json, as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m gradcomp",
-        description="Print versions, kernel tier, threads and what gradcomp can use on this machine.",
-        epilog="GRADCOMP_DISABLE_CPU_FEATURES=avx2 switches kernel tiers off. Benchmarks: python -m gradcomp.bench --help",
+        description=(
+            "Print versions, kernel tier, threads and what gradcomp can use on this machine."
+        ),
+        epilog=(
+            "GRADCOMP_DISABLE_CPU_FEATURES=avx2 switches kernel tiers off. Benchmarks: python -m"
+            " gradcomp.bench --help"
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(argv)

@@ -1,4 +1,5 @@
-# The compiled module: cffi makes it from native/include/gradcomp.h. gradcomp.kernels.native is its only user.
+# The compiled module: cffi makes it from native/include/gradcomp.h.
+# gradcomp.kernels.native is its only user.
 from typing import Any
 
 ffi: Any

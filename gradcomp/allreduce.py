@@ -43,7 +43,9 @@ class _Call:
 
     def forget(self, exchange: BucketExchange) -> None:
         """Let the buffers of an exchange go."""
-        self.exchanges = OrderedDict((kind, one) for kind, one in self.exchanges.items() if one is not exchange)
+        self.exchanges = OrderedDict(
+            (kind, one) for kind, one in self.exchanges.items() if one is not exchange
+        )
 
 
 def all_reduce(
@@ -59,17 +61,19 @@ def all_reduce(
 ) -> Tensor:
     """Average one tensor over all ranks, compressed, in place.
 
-    Collective: every rank calls it with a tensor of the same shape and dtype and the same other arguments.
+    Collective: every rank calls it with a tensor of the same shape and dtype and the same other
+    arguments.
 
     Args:
-        tensor: any shape, float32, bfloat16 or float16, CPU, filling its memory in any order of dimensions; overwritten by
-            the average.
+        tensor: any shape, float32, bfloat16 or float16, CPU, filling its memory in any order of
+            dimensions; overwritten by the average.
         codec: codec or name.
         comm: the ranks; torch.distributed's default group when None.
-        key: tells tensors apart: it takes the place of the parameter's position in random numbers and feedback.
+        key: tells tensors apart: it takes the place of the parameter's position in random numbers
+            and feedback.
         step: training step for the random numbers; None counts the calls for this (comm, key).
-        feedback: residuals of error-feedback codecs, ``Feedback({key: tensor.numel()})``; None: no error feedback. Every call
-            is a step of it: ``feedback.discard()`` undoes the last one.
+        feedback: residuals of error-feedback codecs, ``Feedback({key: tensor.numel()})``; None: no
+            error feedback. Every call is a step of it: ``feedback.discard()`` undoes the last one.
         exchange: "auto", "all_gather" or "reduce_scatter".
         timeout_s: seconds after which a silent peer is given up.
 
@@ -79,7 +83,8 @@ def all_reduce(
     Raises:
         UnsupportedTensor: dtype, device or layout.
         ValueError: an argument out of its range.
-        GradcompError: the communicator is in use, say by an exchange that `GradientAverager.rotate` began.
+        GradcompError: the communicator is in use, say by an exchange that `GradientAverager.rotate`
+            began.
         PeerMismatch, PeerLost, CorruptPayload: as they say.
     """
     order = () if tensor.is_contiguous() else storage_order(tensor.shape, tensor.stride())
@@ -93,15 +98,24 @@ def all_reduce(
     phase = codec.resolved_second_phase(comm.world_size)
     if feedback is not None and not (codec.error_feedback or owners_feed_back(phase, codec)):
         raise ValueError(f"{codec!r} takes no feedback")
-    if feedback is None and codec.second_phase is None and codec.sum_form(comm.world_size) is not None:
-        codec = codec.with_second_phase("exact")  # means of 4 bits without residuals would lean to one side at every call
+    if (
+        feedback is None
+        and codec.second_phase is None
+        and codec.sum_form(comm.world_size) is not None
+    ):
+        codec = codec.with_second_phase(
+            "exact"
+        )  # means of 4 bits without residuals would lean to one side at every call
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
-    call = comm.kept.get(("all_reduce", key)) or comm.kept.setdefault(("all_reduce", key), _Call(comm, key))
+    call = comm.kept.get(("all_reduce", key)) or comm.kept.setdefault(
+        ("all_reduce", key), _Call(comm, key)
+    )
     now = call.step if step is None else step
     if isinstance(now, bool) or not isinstance(now, int) or not 0 <= now < STEPS:
         raise ValueError(
-            f"step must be None or an integer from 0 to 2^32 - 1, which the draws repeat after, got {now!r}"
+            "step must be None or an integer from 0 to 2^32 - 1, which the draws repeat after, got"
+            f" {now!r}"
         )
     call.step += step is None
     if comm.world_size == 1:
@@ -113,7 +127,8 @@ def all_reduce(
         if route is None:
             route = call.routes[what] = make_route(codec, call.lease, exchange)
             _shorten(call.routes, MOST_ROUTES)
-        # at every call: gloo ends the process where another rank sends as many bytes as another tensor has
+        # at every call: gloo ends the process where another rank sends as many bytes as another
+        # tensor has
         _agree(call.lease, tensor, codec, route.strategy, key, now, feedback is not None, timeout_s)
         owner = None
         if feedback is not None:
@@ -124,9 +139,13 @@ def all_reduce(
         found.timeout_s, found.owner_feedback = timeout_s, owner
         found.feedback = feedback if codec.error_feedback else None
         try:
-            run_stages(found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now)
+            run_stages(
+                found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now
+            )
         except BaseException:
-            call.forget(found)  # a slice behind the one that failed may still be under way into its memory
+            call.forget(
+                found
+            )  # a slice behind the one that failed may still be under way into its memory
             raise
         finally:
             found.feedback = found.owner_feedback = None  # residuals are the caller's, buffers stay
@@ -134,9 +153,11 @@ def all_reduce(
 
 
 def forget_buffers(comm: Communicator | None = None) -> None:
-    """Free the buffers that `all_reduce` keeps with a communicator for tensors like those it has seen; steps go on counting.
+    """Free the buffers that `all_reduce` keeps with a communicator for tensors like those it has
+    seen; steps go on counting.
 
-    No collective. They are kept for the last 16 kinds of tensor (shape, dtype, codec) of each key, and made again as needed.
+    No collective. They are kept for the last 16 kinds of tensor (shape, dtype, codec) of each key,
+    and made again as needed.
 
     Args:
         comm: torch.distributed's default group when None.
@@ -165,7 +186,9 @@ def _exchange(
     feedback: Feedback | None,
     owner: Feedback | None,
 ) -> BucketExchange:
-    """Return the buffers that average tensors like this one, made or kept; residuals are lent to them for a call."""
+    """Return the buffers that average tensors like this one, made or kept; residuals are lent to
+    them for a call.
+    """
     offset = feedback.offset(key) if feedback is not None else 0
     owned = {key: owner.offset(key)} if owner is not None else None
     kind = (*what, offset, None if owned is None else owned[key])
@@ -209,6 +232,8 @@ def _agree(
         "codec": repr(codec),
         "codec_options": f"{codec!r}, {'with' if feedback else 'without'} feedback",
         "numel": f"{tensor.numel()} values (key={key}, shape {tuple(tensor.shape)})",
-        "layout": f"key={key}, shape {tuple(tensor.shape)}{f', memory order {order}' if order else ''}",
+        "layout": (
+            f"key={key}, shape {tuple(tensor.shape)}{f', memory order {order}' if order else ''}"
+        ),
     }
     agree(comm, Record(values, words), timeout_s, bucket=0, called=f"all_reduce(key={key})")

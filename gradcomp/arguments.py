@@ -1,4 +1,6 @@
-"""Command lines of gradcomp's programs: one line for what is wrong, and the word that was probably meant."""
+"""Command lines of gradcomp's programs: one line for what is wrong, and the word that was
+probably meant.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,21 @@ SIMILAR, VERY_SIMILAR = 0.6, 0.8  # shares of letters in common
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the most similar known word, or with two that are very similar; "" for none."""
+    """Return "; did you mean ...?" with the most similar known word, or with two that are very
+    similar; "" for none.
+    """
     asked = word.lower()
     likeness = {one: difflib.SequenceMatcher(None, asked, one.lower()).ratio() for one in known}
 
     def rank(one: str) -> float:  # of words as similar as others those that begin alike are meant
-        return likeness[one] + 0.2 * len(os.path.commonprefix([asked, one.lower()])) / max(1, len(asked))
+        return likeness[one] + 0.2 * len(os.path.commonprefix([asked, one.lower()])) / max(
+            1, len(asked)
+        )
 
     near = sorted((one for one in likeness if likeness[one] >= SIMILAR), key=rank, reverse=True)
-    chosen = [one for place, one in enumerate(near[:2]) if place == 0 or likeness[one] >= VERY_SIMILAR]
+    chosen = [
+        one for place, one in enumerate(near[:2]) if place == 0 or likeness[one] >= VERY_SIMILAR
+    ]
     return f"; did you mean {' or '.join(chosen)}?" if chosen else ""
 
 

@@ -1,4 +1,6 @@
-"""Average gradients without DistributedDataParallel: one tensor with `all_reduce`, a model with `GradientAverager`."""
+"""Average gradients without DistributedDataParallel: one tensor with `all_reduce`, a model with
+`GradientAverager`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from torch import nn
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.engine import replicas
-from gradcomp.engine.buckets import Gradient, check_gradient, check_layers, check_optimizer, fuse, poison
+from gradcomp.engine.buckets import (
+    Gradient,
+    check_gradient,
+    check_layers,
+    check_optimizer,
+    fuse,
+    poison,
+)
 from gradcomp.engine.controls import Controls
 from gradcomp.engine.newcomers import Newcomers
 from gradcomp.engine.options import Changes, Options, spell_out
@@ -33,8 +42,8 @@ logger = logging.getLogger("gradcomp")
 class GradientAverager(Controls):
     """Averages the gradients of a model that is not wrapped in DDP, over any communicator.
 
-    Gradients are fused into buckets, whose exchanges overlap each other. Use it after ``loss.backward()`` and before
-    ``optimizer.step()``::
+    Gradients are fused into buckets, whose exchanges overlap each other. Use it after
+    ``loss.backward()`` and before ``optimizer.step()``::
 
         averager = gradcomp.GradientAverager(model.named_parameters(), "ternary")
         ...
@@ -43,13 +52,16 @@ class GradientAverager(Controls):
         optimizer.step()
 
     Args:
-        named_parameters: a model, or (name, parameter) pairs as its ``named_parameters()`` gives them, the same on every
-            rank; the first exchange compares the bits of those that are trained. Of a DTensor the local shard is averaged: `comm` then has the ranks that hold the same shards.
+        named_parameters: a model, or (name, parameter) pairs as its ``named_parameters()`` gives
+            them, the same on every rank; the first exchange compares the bits of those that are
+            trained. Of a DTensor the local shard is averaged: `comm` then has the ranks that hold
+            the same shards.
         codec: codec or name; "auto": as of `gradcomp.ddp.register`.
         comm: the ranks; torch.distributed's default group when None. Closed with the averager.
         options: see `gradcomp.Options`.
-        optimizer: the optimizer of these parameters; one whose momentum travels (`gradcomp.optim.OneBitAdam`) needs to be given. Any
-            other is read for its kind alone: "auto" chooses by it, and a codec that is known to lose with it is warned of.
+        optimizer: the optimizer of these parameters; one whose momentum travels
+            (`gradcomp.optim.OneBitAdam`) needs to be given. Any other is read for its kind alone:
+            "auto" chooses by it, and a codec that is known to lose with it is warned of.
         bucket_cap_mb: a bucket that has reached so many MiB is closed, as in DDP.
         changes: fields of `gradcomp.Options` to set.
 
@@ -75,9 +87,13 @@ class GradientAverager(Controls):
         self._named = _pairs(named_parameters)
         if isinstance(named_parameters, nn.Module):
             check_layers(named_parameters)
-        self._newcomers = Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
+        self._newcomers = (
+            Newcomers(named_parameters) if isinstance(named_parameters, nn.Module) else None
+        )
         self._sources = [Gradient(name, p) for name, p in self._named]
-        codec, options, chosen = settle(codec, options, changes, optimizer, self._sources, _world_size(comm))
+        codec, options, chosen = settle(
+            codec, options, changes, optimizer, self._sources, _world_size(comm)
+        )
         if optimizer is not None:
             check_optimizer(optimizer, [p for _, p in self._named])
         self._scaled = options.grad_scaler is not None
@@ -94,10 +110,13 @@ class GradientAverager(Controls):
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
         self._rotation: Rotation | None = None
-        self._compared = self._engine.comm.world_size == 1  # the parameters, with those of the other ranks
+        self._compared = (
+            self._engine.comm.world_size == 1
+        )  # the parameters, with those of the other ranks
 
     def average(self) -> None:
-        """Replace every ``p.grad`` by its average over all ranks; a missing gradient counts as zero.
+        """Replace every ``p.grad`` by its average over all ranks; a missing gradient counts as
+        zero.
 
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: on every rank, and again at every later call.
@@ -119,39 +138,51 @@ class GradientAverager(Controls):
             bucket.store()
 
     def rotate(self) -> bool:
-        """Start averaging what stands in ``p.grad``, and put the averages of the call before in its place.
+        """Start averaging what stands in ``p.grad``, and put the averages of the call before in its
+        place.
 
-        The exchange goes on while the next gradients are computed (double buffering); a second set of buckets is made at
-        the first call. A missing gradient counts as zero. Collective, as `average` is: every rank calls it as often.
+        The exchange goes on while the next gradients are computed (double buffering); a second set
+        of buckets is made at the first call. A missing gradient counts as zero. Collective, as
+        `average` is: every rank calls it as often.
 
         Returns:
-            Whether ``p.grad`` holds averages now. If not, as in the first call and after `flush`, every ``p.grad`` is None.
+            Whether ``p.grad`` holds averages now. If not, as in the first call and after `flush`,
+            every ``p.grad`` is None.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: of this or an earlier exchange, and again at every later call.
+            PeerMismatch, PeerLost, CorruptPayload: of this or an earlier exchange, and again at
+                every later call.
             UnsupportedTensor: as `average`.
-            GradcompError: a `grad_scaler` was given: averages would come back under another loss scale than they left;
-                nothing is changed then.
+            GradcompError: a `grad_scaler` was given: averages would come back under another loss
+                scale than they left; nothing is changed then.
             After any other error every ``p.grad`` is NaN.
         """
         if isinstance(self._engine.options.transform, Momentum):
             raise GradcompError(
-                f"rotate() hands back averages one step late, and {self._engine.options.transform!r} sends what the momentum "
-                "becomes in this one: call average()"
+                "rotate() hands back averages one step late, and"
+                f" {self._engine.options.transform!r} sends what the momentum becomes in this one:"
+                " call average()"
             )
         if self._scaled:
-            raise GradcompError("rotate() hands back gradients of an earlier loss scale: make the averager without one")
+            raise GradcompError(
+                "rotate() hands back gradients of an earlier loss scale: make the averager"
+                " without one"
+            )
         with self._poisoned_on_failure():
             self._check_gradients()
             self._compare_parameters()
             if self._rotation is None:
-                self._rotation = Rotation(self._engine, self._buckets, fuse(self._sources, self._bucket_cap_mb))
+                self._rotation = Rotation(
+                    self._engine, self._buckets, fuse(self._sources, self._bucket_cap_mb)
+                )
             return self._rotation.rotate()
 
     def flush(self) -> bool:
-        """Wait for what `rotate` has begun and put the averages into ``p.grad``; return whether there was any.
+        """Wait for what `rotate` has begun and put the averages into ``p.grad``; return whether
+        there was any.
 
-        No collective: the bytes are under way already, so a rank may call it when the others do not.
+        No collective: the bytes are under way already, so a rank may call it when the others do
+        not.
 
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: as `rotate`.
@@ -164,7 +195,9 @@ class GradientAverager(Controls):
         return self._rotation
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Controls.state_dict`; GradcompError while an exchange that `rotate` began is under way."""
+        """As `Controls.state_dict`; GradcompError while an exchange that `rotate` began is under
+        way.
+        """
         self._refuse_pending("state_dict()")
         return super().state_dict()
 
@@ -181,34 +214,45 @@ class GradientAverager(Controls):
         super().reset()
 
     def discard_step(self) -> None:
-        """As `Controls.discard_step`; GradcompError while an exchange that `rotate` began is under way."""
+        """As `Controls.discard_step`; GradcompError while an exchange that `rotate` began is
+        under way.
+        """
         self._refuse_pending("discard_step()")
         super().discard_step()
 
     def _refuse_pending(self, what: str) -> None:
         if self._rotation is not None and self._rotation.pending:
-            raise GradcompError(f"{what} while an exchange that rotate() began is under way: call flush() first")
+            raise GradcompError(
+                f"{what} while an exchange that rotate() began is under way: call flush() first"
+            )
 
     def _warn_if_alone(self) -> None:
-        """Warn of one rank that averages with nobody, though torch.distributed has several: usually the wrong communicator."""
+        """Warn of one rank that averages with nobody, though torch.distributed has several:
+        usually the wrong communicator.
+        """
         if self._engine.comm.world_size > 1:
             return
         from gradcomp.comm.torchdist import TorchCommunicator, group_size
 
         if group_size() > 1 and not isinstance(self._given, TorchCommunicator):
             warnings.warn(
-                f"this GradientAverager averages over 1 rank, {type(self._given).__name__} says, where torch.distributed has "
-                f"{group_size()}: every rank trains apart unless that is meant",
+                f"this GradientAverager averages over 1 rank, {type(self._given).__name__} says,"
+                f" where torch.distributed has {group_size()}: every rank trains apart unless that"
+                " is meant",
                 stacklevel=3,
             )
 
     def _advise(self, chosen: str, optimizer: Any) -> None:
-        """Log what was chosen, and a codec that is known to lose with the optimizer; rank 0 speaks for all."""
+        """Log what was chosen, and a codec that is known to lose with the optimizer; rank 0
+        speaks for all.
+        """
         if self._engine.comm.rank != 0:
             return
         if chosen:
             logger.info(self.describe())
-        lossy = warning_of(self._engine.codec, self._engine.options, optimizer, self._engine.comm.world_size)
+        lossy = warning_of(
+            self._engine.codec, self._engine.options, optimizer, self._engine.comm.world_size
+        )
         if lossy is not None and self._engine.comm.world_size > 1:
             logger.warning(lossy)
 
@@ -222,7 +266,9 @@ class GradientAverager(Controls):
             raise
 
     def _compare_parameters(self) -> None:
-        """Compare the bits of trained parameters over the ranks, once: nobody has broadcast them."""
+        """Compare the bits of trained parameters over the ranks, once: nobody has broadcast
+        them.
+        """
         engine = self._engine
         if self._compared or engine.pipeline.error is not None:
             return
@@ -230,7 +276,11 @@ class GradientAverager(Controls):
         sources = [source for source in self._sources if source.trained]
         named = [(f"parameter {source.name}", source.like) for source in sources]
         codec = engine.codec
-        settings = {"codec": codec.name, "codec_options": codec.options(), "exchange": engine.layouts.strategy.exchange}
+        settings = {
+            "codec": codec.name,
+            "codec_options": codec.options(),
+            "exchange": engine.layouts.strategy.exchange,
+        }
         try:
             with engine.comm:
                 engine.stats.setup_bytes += replicas.compare(
@@ -256,7 +306,9 @@ class GradientAverager(Controls):
         bucketed = {index for bucket in self._buckets for index, _ in bucket.members}
         for index, (name, parameter) in enumerate(self._named):
             if parameter.requires_grad and index not in bucketed:
-                raise GradcompError(f"parameter {name!r} was frozen when the averager was made; make a new one")
+                raise GradcompError(
+                    f"parameter {name!r} was frozen when the averager was made; make a new one"
+                )
             if parameter.grad is not None and parameter.requires_grad:
                 check_gradient(name, parameter)
 
@@ -283,12 +335,18 @@ def _pairs(named_parameters: Any) -> list[tuple[str, nn.Parameter]]:
         TypeError: anything else.
     """
     if isinstance(named_parameters, nn.parallel.DistributedDataParallel):
-        raise TypeError("DistributedDataParallel averages gradients already: give it to gradcomp.ddp.register")
-    pairs = list(named_parameters.named_parameters() if isinstance(named_parameters, nn.Module) else named_parameters)
+        raise TypeError(
+            "DistributedDataParallel averages gradients already: give it to gradcomp.ddp.register"
+        )
+    pairs = list(
+        named_parameters.named_parameters()
+        if isinstance(named_parameters, nn.Module)
+        else named_parameters
+    )
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise TypeError(
-                f"GradientAverager takes a model, or the pairs of model.named_parameters(), got {type(pair).__name__}: "
-                "residuals and checkpoints go by names"
+                "GradientAverager takes a model, or the pairs of model.named_parameters(), got"
+                f" {type(pair).__name__}: residuals and checkpoints go by names"
             )
     return pairs

@@ -1,6 +1,7 @@
 """Communication hook for DistributedDataParallel: one line after `DistributedDataParallel(...)`."""
 
-# Annotations here are real classes, since DDP inspects those of a hook: no postponed evaluation in this file.
+# Annotations here are real classes, since DDP inspects those of a hook: no postponed evaluation in
+# this file.
 
 import functools
 import logging
@@ -52,8 +53,9 @@ class _Detached:
         if name.startswith("__"):
             raise AttributeError(name)
         raise GradcompError(
-            "this is the state of a copy of a model (deepcopy, pickle, torch.save): it compresses nothing and has no "
-            f"{name}; ask the state of the model that trains, or register the copy itself"
+            "this is the state of a copy of a model (deepcopy, pickle, torch.save): it compresses"
+            f" nothing and has no {name}; ask the state of the model that trains, or register the"
+            " copy itself"
         )
 
 
@@ -80,24 +82,39 @@ class CompressionState(Controls):
         **changes: "Unpack[Changes]",
     ) -> None:
         if not isinstance(model, nn.parallel.DistributedDataParallel):
-            raise TypeError(f"model must be wrapped in DistributedDataParallel, got {_kind_of(model)}")
+            raise TypeError(
+                f"model must be wrapped in DistributedDataParallel, got {_kind_of(model)}"
+            )
         _check_dtypes(model)
         check_layers(model.module, getattr(model, "parameters_to_ignore", ()))
         taken = torch_private.taken_hook(model)
-        if any(isinstance(state, CompressionState) and not state._detached for state in torch_private.hook_states(model)):
+        if any(
+            isinstance(state, CompressionState) and not state._detached
+            for state in torch_private.hook_states(model)
+        ):
             raise ValueError(f"this model is registered with gradcomp already: {_ONCE}")
         if taken:
             raise ValueError(f"this model has no communication hook left for gradcomp: {taken}")
         named = list(model.module.named_parameters())
         sources = [Gradient(name, p) for name, p in named]
-        codec, options, chosen = settle(codec, options, changes, optimizer, sources, model.process_group.size())
-        self._known = {id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)}
+        codec, options, chosen = settle(
+            codec, options, changes, optimizer, sources, model.process_group.size()
+        )
+        self._known = {
+            id(p): (position, p.numel(), p.stride()) for position, (_, p) in enumerate(named)
+        }
         self._places: set[Members] = set()  # bucket layouts that have been looked at
         if optimizer is not None:
             check_optimizer(optimizer, [p for _, p in named])
-        own_comm = comm if comm is not None else TorchCommunicator(model.process_group, timeout_s=options.timeout_s)
+        own_comm = (
+            comm
+            if comm is not None
+            else TorchCommunicator(model.process_group, timeout_s=options.timeout_s)
+        )
         try:
-            same_ranks(own_comm, model.process_group, timeout_s=options.timeout_s or own_comm.timeout_s)
+            same_ranks(
+                own_comm, model.process_group, timeout_s=options.timeout_s or own_comm.timeout_s
+            )
             self._engine = Engine(sources, codec, own_comm, options, chosen)
             self._fused = self._fuse(optimizer, has_scaler=options.grad_scaler is not None)
         except BaseException:
@@ -121,9 +138,13 @@ class CompressionState(Controls):
                 logger.warning(lossy)
 
     def _fuse(self, optimizer: Any, *, has_scaler: bool) -> FusedGradients | None:
-        """Have a split optimizer take its gradients from payloads, where it can; its state must be alike on all ranks."""
+        """Have a split optimizer take its gradients from payloads, where it can; its state must
+        be alike on all ranks.
+        """
         engine = self._engine
-        self._not_fused = "" if optimizer is None else why_not_fused(optimizer, engine, has_scaler=has_scaler)
+        self._not_fused = (
+            "" if optimizer is None else why_not_fused(optimizer, engine, has_scaler=has_scaler)
+        )
         engine.layouts.keeps_packed = optimizer is not None and not self._not_fused
         if isinstance(optimizer, SplitOptimizer):
             engine.replicated = lambda: replicated(optimizer, engine)
@@ -131,23 +152,28 @@ class CompressionState(Controls):
         return FusedGradients(engine, optimizer) if engine.layouts.keeps_packed else None
 
     def describe(self) -> str:
-        """Return one line: what is compressed, what is not, the exchange, the expected ratio, what updates are fused."""
+        """Return one line: what is compressed, what is not, the exchange, the expected ratio,
+        what updates are fused.
+        """
         line = self._engine.describe()
         if self._fused is not None:
             line += "; updates go straight from payloads to weights"
         return f"{line}; updates are not fused: {self._not_fused}" if self._not_fused else line
 
     def materialize_gradients(self) -> None:
-        """Write the averaged gradients of the last backward to every `p.grad` where they are still packed.
+        """Write the averaged gradients of the last backward to every `p.grad` where they are still
+        packed.
 
-        For what needs to see or change them before ``optimizer.step()``: clipping, norms, a loss scaler. The step then
-        takes them from there. Nothing happens where they are there already.
+        For what needs to see or change them before ``optimizer.step()``: clipping, norms, a loss
+        scaler. The step then takes them from there. Nothing happens where they are there already.
         """
         if self._fused is not None:
             self._fused.materialize()
 
     def check_replicas(self) -> tuple[int, ...]:
-        """As `Controls.check_replicas`; return the ranks that were asked, as the default process group numbers them."""
+        """As `Controls.check_replicas`; return the ranks that were asked, as the default process
+        group numbers them.
+        """
         super().check_replicas()
         return self._ranks
 
@@ -168,13 +194,16 @@ class CompressionState(Controls):
             return "<CompressionState of a copy: off>"
         return f"<CompressionState {self.describe()}>"
 
-    # ---- the hook ----------------------------------------------------------------------------------------------------
+    # ---- the hook
+    # ----------------------------------------------------------------------------------------------
 
     def handle(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Average a bucket in its own memory; the future completes when that is done."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         if isinstance(bucket, tuple):
-            raise UnsupportedTensor("compiled autograd's python reducer passes (grad, param) pairs: not supported yet")
+            raise UnsupportedTensor(
+                "compiled autograd's python reducer passes (grad, param) pairs: not supported yet"
+            )
         buffer = bucket.buffer()
         engine, task = self._engine, torch_private.graph_task()
         in_backward = task != -1
@@ -184,7 +213,10 @@ class CompressionState(Controls):
         is_second = is_more and len(engine.submitted) == 1
         try:
             if momentum and not in_backward:
-                raise GradcompError("Join: a rank that has run out of data steps no more, so its momentum is not that of the others")
+                raise GradcompError(
+                    "Join: a rank that has run out of data steps no more, so its momentum is not"
+                    " that of the others"
+                )
             # DDP launches buckets in order, also from the inner backwards of checkpointing
             if bucket.index() == 0 and not is_more:
                 self._task = task
@@ -201,7 +233,11 @@ class CompressionState(Controls):
         elif bucket.is_last():  # join(): this rank has run out of data and plays along
             engine.finish_step()
             self._unpack()
-        return torch_private.record_until("gradcomp::bucket", future) if torch_private.is_profiling() else future
+        return (
+            torch_private.record_until("gradcomp::bucket", future)
+            if torch_private.is_profiling()
+            else future
+        )
 
     def _finish(self) -> None:
         self._task = -1
@@ -241,7 +277,9 @@ class CompressionState(Controls):
         for parameter in bucket.parameters():
             known = self._known.get(id(parameter))
             if known is None:
-                raise GradcompError("DDP passed a parameter that was not in the model when gradcomp was registered")
+                raise GradcompError(
+                    "DDP passed a parameter that was not in the model when gradcomp was registered"
+                )
             position, numel, stride = known
             refuse_sparse(bucket.buffer(), self._engine.named[position][0])
             if parameter.stride() != stride and storage_order(
@@ -257,14 +295,19 @@ class CompressionState(Controls):
         return members
 
     def _check_orders(self, buffer: Tensor, members: Members) -> None:
-        """Raise GradcompError where gradients lie in DDP's bucket otherwise than parameters lie in memory.
+        """Raise GradcompError where gradients lie in DDP's bucket otherwise than parameters lie in
+        memory.
 
         Its first buckets are laid out when it is made, and it does not tell how.
         """
         for position, offset in members:
             parameter = self._engine.named[position][1]
             grad = parameter.grad
-            if position not in self._engine.layouts.orders or grad is None or grad.layout != torch.strided:
+            if (
+                position not in self._engine.layouts.orders
+                or grad is None
+                or grad.layout != torch.strided
+            ):
                 continue
             view = storage_view(buffer[offset : offset + parameter.numel()], parameter)
             if not torch.allclose(view, grad, rtol=0.0, atol=0.0, equal_nan=True):
@@ -272,8 +315,9 @@ class CompressionState(Controls):
 
     def _converted(self, position: int, since: str) -> GradcompError:
         return GradcompError(
-            f"parameter {self._engine.named[position][0]!r} has another memory format than when {since}: convert the "
-            "model, for example .to(memory_format=torch.channels_last), before wrapping and registering it"
+            f"parameter {self._engine.named[position][0]!r} has another memory format than when"
+            f" {since}: convert the model, for example .to(memory_format=torch.channels_last),"
+            " before wrapping and registering it"
         )
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
@@ -285,33 +329,45 @@ class CompressionState(Controls):
             return
         if self._engine.comm.world_size > 1 and torch_private.joins_by_active_ranks(module):
             raise GradcompError(
-                "Join(divide_by_initial_world_size=False) cannot be honoured: gradcomp divides by the initial number of "
-                "ranks; leave the argument out"
+                "Join(divide_by_initial_world_size=False) cannot be honoured: gradcomp divides by"
+                " the initial number of ranks; leave the argument out"
             )
         self._newcomers.refuse()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise GradcompError(
-                    f"parameter {name!r} was frozen when the model was wrapped or registered: no bucket holds its gradient, "
-                    "and every rank would train it apart; unfreeze first, then wrap in DistributedDataParallel and register"
+                    f"parameter {name!r} was frozen when the model was wrapped or registered: no"
+                    " bucket holds its gradient, and every rank would train it apart; unfreeze"
+                    " first, then wrap in DistributedDataParallel and register"
                 )
         if self._fused is not None:
             self._fused.before_forward()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Take note where torch's own collectives (buffers, bucket rebuilds) have lost a peer: the state is lost, too."""
+        """Take note where torch's own collectives (buffers, bucket rebuilds) have lost a peer:
+        the state is lost, too.
+        """
         error = sys.exc_info()[1]
-        if self._detached or not isinstance(error, RuntimeError) or self._engine.pipeline.error is not None:
+        if (
+            self._detached
+            or not isinstance(error, RuntimeError)
+            or self._engine.pipeline.error is not None
+        ):
             return
         text = str(error)
         if any(sign in text for sign in LOST_SIGNS):
-            why = "a rank, or the network to it, was lost while DDP broadcast buffers or rebuilt buckets: read the output of the others"
+            why = (
+                "a rank, or the network to it, was lost while DDP broadcast buffers or rebuilt"
+                " buckets: read the output of the others"
+            )
             lost = PeerLost("torch's own collectives", -1, 0.0, f"{why} [{text.splitlines()[0]}]")
             lost.__cause__ = error
             self._engine.pipeline.fail(lost)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of a model (weight averaging, ``torch.save``) get a state that does nothing."""
+        """Copies and pickles of a model (weight averaging, ``torch.save``) get a state that does
+        nothing.
+        """
         return _detached, ()
 
 
@@ -323,8 +379,13 @@ def _detached() -> CompressionState:
     return state
 
 
-def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Average one DDP bucket compressed; for ``model.register_comm_hook(state, compression_hook)``."""
+def compression_hook(
+    state: CompressionState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Average one DDP bucket compressed; for ``model.register_comm_hook(state,
+    compression_hook)``.
+    """
     return state.handle(bucket)
 
 
@@ -340,29 +401,40 @@ def register(
 ) -> CompressionState:
     """Compress the gradients of a DistributedDataParallel model from the next backward pass on.
 
-    Collective: every rank of the model's process group calls it, with the same arguments, before the first backward.
+    Collective: every rank of the model's process group calls it, with the same arguments, before
+    the first backward.
 
     Args:
-        model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters on the CPU.
-        codec: `Ternary(...)`, `TernGrad(...)`, `OneBit(...)`, `Block(...)`, `Identity()`, or a name ("ternary", "onebit"). "auto": codec and options
-            for the kind of `optimizer`, by what was measured (`gradcomp.plan.accuracy`); options that are given count.
+        model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters on the
+            CPU.
+        codec: `Ternary(...)`, `TernGrad(...)`, `OneBit(...)`, `Block(...)`, `Identity()`, or a name
+            ("ternary", "onebit"). "auto": codec and options for the kind of `optimizer`, by what
+            was measured (`gradcomp.plan.accuracy`); options that are given count.
         options: see `gradcomp.Options`.
-        comm: moves the bytes; by default gloo groups made from the model's process group. Closed with the state.
-        optimizer: the optimizer of this model, checked to update these parameters; "auto" chooses by it, and takes `Block(4)`
-            without one, which is safe for all. A split optimizer (`gradcomp.optim`) of all trained parameters then updates weights straight from the payloads: no averaged gradient is written,
-            and `p.grad` is a NaN placeholder after backward (see `CompressionState.materialize_gradients`).
-        changes: fields of `gradcomp.Options` to set: ``register(model, "ternary", start_step=100)``.
+        comm: moves the bytes; by default gloo groups made from the model's process group. Closed
+            with the state.
+        optimizer: the optimizer of this model, checked to update these parameters; "auto" chooses
+            by it, and takes `Block(4)` without one, which is safe for all. A split optimizer
+            (`gradcomp.optim`) of all trained parameters then updates weights straight from the
+            payloads: no averaged gradient is written, and `p.grad` is a NaN placeholder after
+            backward (see `CompressionState.materialize_gradients`).
+        changes: fields of `gradcomp.Options` to set: ``register(model, "ternary",
+            start_step=100)``.
 
     Returns:
-        The state, with `stats`, `state_dict`, `discard_step`, `check_replicas`, `materialize_gradients` and `close`.
+        The state, with `stats`, `state_dict`, `discard_step`, `check_replicas`,
+        `materialize_gradients` and `close`.
 
     Raises:
-        TypeError: `model` is not wrapped in DDP; an option that there is not; `optimizer` is a class or a name.
+        TypeError: `model` is not wrapped in DDP; an option that there is not; `optimizer` is a
+            class or a name.
         UnsupportedTensor: a parameter's dtype, device or layout.
         ValueError: an option out of its range; the message has the value.
-        PeerMismatch: (split optimizers) "optimizer": its state, trails included, is not the same on every rank.
+        PeerMismatch: (split optimizers) "optimizer": its state, trails included, is not the same on
+            every rank.
 
-    Later, out of ``loss.backward()`` on every rank: PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor.
+    Later, out of ``loss.backward()`` on every rank: PeerMismatch, PeerLost, CorruptPayload,
+    UnsupportedTensor.
     """
     state = CompressionState(model, codec, options, comm=comm, optimizer=optimizer, **changes)
     try:
@@ -370,7 +442,9 @@ def register(
     except BaseException as error:
         state._give_back(keep_comm=comm is not None)
         if isinstance(error, RuntimeError) and "called once" in str(error):
-            raise ValueError(f"another communication hook is registered on this model: {_ONCE}") from error
+            raise ValueError(
+                f"another communication hook is registered on this model: {_ONCE}"
+            ) from error
         raise
     torch_private.name_hook(model, f"gradcomp.ddp.compression_hook: {state._engine.codec!r}")
     return state
@@ -378,22 +452,40 @@ def register(
 
 def _kind_of(model: object) -> str:
     """Return what a model that DDP has not wrapped is, and what compresses its gradients."""
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__} if isinstance(model, nn.Module) else set()
+    kinds = (
+        {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+        if isinstance(model, nn.Module)
+        else set()
+    )
     if "FSDPModule" in kinds:
-        return f"{type(model).__name__}, which fully_shard has wrapped; for FSDP2 use gradcomp.fsdp.compress"
+        return (
+            f"{type(model).__name__}, which fully_shard has wrapped; for FSDP2 use"
+            " gradcomp.fsdp.compress"
+        )
     if "FullyShardedDataParallel" in kinds:
-        return f"{type(model).__name__} of FSDP1; wrap with torch.distributed.fsdp.fully_shard, and use gradcomp.fsdp.compress"
+        return (
+            f"{type(model).__name__} of FSDP1; wrap with torch.distributed.fsdp.fully_shard, and"
+            " use gradcomp.fsdp.compress"
+        )
     return f"{type(model).__name__}; for a model without DDP use gradcomp.GradientAverager"
 
 
 def _check_dtypes(model: nn.parallel.DistributedDataParallel) -> None:
-    """Raise ValueError if parameters changed their dtype after DDP was made: it would not see their gradients."""
+    """Raise ValueError if parameters changed their dtype after DDP was made: it would not see
+    their gradients.
+    """
     names = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
     seen = torch_private.bucket_dtypes(model)
     for name, parameter in model.module.named_parameters():
         wanted = names.get(parameter.dtype)
-        if parameter.requires_grad and wanted is not None and seen is not None and wanted not in seen:
+        if (
+            parameter.requires_grad
+            and wanted is not None
+            and seen is not None
+            and wanted not in seen
+        ):
             raise ValueError(
-                f"parameter {name!r} has become {parameter.dtype} after DistributedDataParallel was made, which then does "
-                "not see its gradients: convert the model (split_parameters, .to()) before wrapping it"
+                f"parameter {name!r} has become {parameter.dtype} after DistributedDataParallel was"
+                " made, which then does not see its gradients: convert the model"
+                " (split_parameters, .to()) before wrapping it"
             )

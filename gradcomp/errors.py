@@ -1,4 +1,6 @@
-"""The errors gradcomp raises by name. Wrong arguments are plain ValueError with the value in the message."""
+"""The errors gradcomp raises by name. Wrong arguments are plain ValueError with the value in the
+message.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,22 @@ class CorruptPayload(GradcompError, ValueError):
 
 
 class NotFinite(GradcompError, ArithmeticError):
-    """A sync of local steps in which some rank's weights were NaN or Inf; nothing of it was committed, on any rank.
+    """A sync of local steps in which some rank's weights were NaN or Inf; nothing of it was
+    committed, on any rank.
 
     Attributes:
         names: parameters of this rank that are not finite; none where it was another rank.
     """
 
     def __init__(self, names: list[str]) -> None:
-        whose = f"here: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}" if names else "on another rank"
+        whose = (
+            f"here: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+            if names
+            else "on another rank"
+        )
         super().__init__(
-            f"weights that are not finite ({whose}): the sync was committed on no rank. restore() brings this rank back to "
-            "what all ranks agreed on last"
+            f"weights that are not finite ({whose}): the sync was committed on no rank. restore()"
+            " brings this rank back to what all ranks agreed on last"
         )
         self.names = names
 
@@ -57,7 +64,9 @@ class PeerMismatch(GradcompError):
         first: rank 0, or this rank for a payload header; None: this rank, whichever it is.
     """
 
-    def __init__(self, field: str, rank: int, expected: object, got: object, first: int | None = 0) -> None:
+    def __init__(
+        self, field: str, rank: int, expected: object, got: object, first: int | None = 0
+    ) -> None:
         whose = "this rank" if first is None else f"rank {first}"
         super().__init__(
             f"{field}: {whose} has {expected}, rank {rank} has {got}; "
@@ -77,7 +86,8 @@ class PeerLost(GradcompError):
     """A rank that died or stayed silent longer than ``timeout_s``.
 
     Attributes:
-        phase: what was waited for ("scale_round", "first_phase", "second_phase", "fingerprint", ...).
+        phase: what was waited for ("scale_round", "first_phase", "second_phase", "fingerprint",
+            ...).
         bucket: number of the bucket in its step, -1 when there is none.
         waited_s: seconds waited.
     """
@@ -100,7 +110,8 @@ def peers_answer(phase: str, bucket: int = -1, *, called: str = "") -> Iterator[
     """Within it, silence and a lost connection become PeerLost of this phase and bucket.
 
     Args:
-        called: what every rank has to call, for the message: a silent peer is often one that does something else.
+        called: what every rank has to call, for the message: a silent peer is often one that does
+            something else.
     """
     begun = time.perf_counter()
     try:

@@ -1,7 +1,8 @@
-"""Ctrl-C ends ``python -m gradcomp.bench`` and ``python -m gradcomp.plan`` with one line and status 130, without a traceback.
+"""Ctrl-C ends ``python -m gradcomp.bench`` and ``python -m gradcomp.plan`` with one line and status
+130, without a traceback.
 
-Python imports the package `gradcomp`, and with it torch, before a program's own first line. That takes seconds, so `begin`
-is the first thing that the package does.
+Python imports the package `gradcomp`, and with it torch, before a program's own first line. That
+takes seconds, so `begin` is the first thing that the package does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _PROGRAMS = ("gradcomp.bench", "gradcomp.plan")
 
 
 def begin() -> None:
-    """Let Ctrl-C end the process at once if it is one of these programs and still imports; else change nothing."""
+    """Let Ctrl-C end the process at once if it is one of these programs and still imports; else
+    change nothing.
+    """
     if sys.argv[:1] != ["-m"]:  # Python has found the program's file, or there is none
         return
     words = sys.orig_argv
@@ -39,7 +42,9 @@ def report() -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End the program, after Ctrl-C without collecting torch's objects, which takes seconds on a busy machine."""
+    """End the program, after Ctrl-C without collecting torch's objects, which takes seconds on a
+    busy machine.
+    """
     if status == STATUS:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

@@ -1,8 +1,9 @@
 """What every rank runs: set the variables, run the user's program in a child, record how it ended.
 
-Run by path, ``python -m mpi4py .../bootstrap.py FOLDER (SCRIPT | -m MODULE) [ARG ...]``, so that a rank does not import
-gradcomp, and torch with it, unless its program does. The process that the MPI started only watches: it alone learns of
-a kill -9 or an ``os._exit`` at once and exactly, where mpirun's own status is the OR of all ranks' (MPICH) or one of them.
+Run by path, ``python -m mpi4py .../bootstrap.py FOLDER (SCRIPT | -m MODULE) [ARG ...]``, so that a
+rank does not import gradcomp, and torch with it, unless its program does. The process that the MPI
+started only watches: it alone learns of a kill -9 or an ``os._exit`` at once and exactly, where
+mpirun's own status is the OR of all ranks' (MPICH) or one of them.
 """
 
 from __future__ import annotations
@@ -27,14 +28,23 @@ from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
-FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+FORWARDED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+)
 PR_SET_PDEATHSIG = 1
 MACHINERY = (__file__, runpy.__file__, "<frozen runpy>")
 MPI = "mpi4py.MPI"  # whose import initialises the MPI
 
 
 class Recorder:
-    """Writes a rank's ``started`` and ``ended`` records into the launcher's folder, where that exists on this host."""
+    """Writes a rank's ``started`` and ``ended`` records into the launcher's folder, where that
+    exists on this host.
+    """
 
     def __init__(self, folder: str, rank: int) -> None:
         self.folder = Path(folder) if _is_private(folder) else None
@@ -48,7 +58,12 @@ class Recorder:
         path = self.folder / f"{kind}.{self.rank}"
         if not replace and path.exists():
             return
-        identity = {"rank": self.rank, "host": socket.gethostname(), "pid": self.owner, "time_ns": time.time_ns()}
+        identity = {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": self.owner,
+            "time_ns": time.time_ns(),
+        }
         partial = self.folder / f".{kind}.{self.rank}.{os.getpid()}"
         try:
             partial.write_text(json.dumps(identity | fields), encoding="utf-8")
@@ -58,7 +73,9 @@ class Recorder:
 
 
 class SegmentsNoted(importlib.abc.MetaPathFinder):
-    """Writes down, once, what shared memory this rank has mapped when its MPI is there: its next line may be its last."""
+    """Writes down, once, what shared memory this rank has mapped when its MPI is there: its next
+    line may be its last.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -67,7 +84,9 @@ class SegmentsNoted(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return mpi4py's own spec with a loader that takes the note at its end; leave other modules to others."""
+        """Return mpi4py's own spec with a loader that takes the note at its end; leave other
+        modules to others.
+        """
         if fullname != MPI or self.asks or self.is_done:
             return None
         self.asks = True
@@ -84,7 +103,10 @@ class SegmentsNoted(importlib.abc.MetaPathFinder):
                 if module.Is_initialized():
                     self.note()
                 else:  # mpi4py.rc.initialize = False
-                    module.Init, module.Init_thread = self.noting(module.Init), self.noting(module.Init_thread)
+                    module.Init, module.Init_thread = (
+                        self.noting(module.Init),
+                        self.noting(module.Init_thread),
+                    )
 
             spec.loader.exec_module = execute_and_note  # type: ignore[method-assign]
         return spec
@@ -111,13 +133,17 @@ def _is_private(folder: str) -> bool:
         found = os.stat(folder)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    )
 
 
 def main() -> None:
     """Split into the watching parent and the child that runs the program."""
     folder, program = sys.argv[1], sys.argv[2:]
-    variables: Mapping[str, str] = runpy.run_path(str(Path(__file__).with_name("variables.py")))["environment"]()
+    variables: Mapping[str, str] = runpy.run_path(str(Path(__file__).with_name("variables.py")))[
+        "environment"
+    ]()
     os.environ.update(variables)
     recorder = Recorder(folder, int(variables["RANK"]))
     libc = ctypes.CDLL(None)
@@ -126,7 +152,9 @@ def main() -> None:
     child = os.fork()
     if child:
         watch(child, recorder)
-    os.setpgid(0, 0)  # a signal to the whole group would reach the program twice: directly and forwarded
+    os.setpgid(
+        0, 0
+    )  # a signal to the whole group would reach the program twice: directly and forwarded
     if sys.platform == "linux":
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != watcher:
@@ -139,7 +167,9 @@ def main() -> None:
 
 
 def watch(child: int, recorder: Recorder) -> None:
-    """Forward signals to the child, record its end unless it has done so itself, and end the same way."""
+    """Forward signals to the child, record its end unless it has done so itself, and end the
+    same way.
+    """
 
     def forward(number: int, frame: FrameType | None) -> None:
         os.kill(child, number)
@@ -149,10 +179,14 @@ def watch(child: int, recorder: Recorder) -> None:
         signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # before the process id is given back; the MPI may be quick
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, FORWARDED
+    )  # before the process id is given back; the MPI may be quick
     _, raw = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(raw)
-    recorder.write("ended", replace=False, status=code if code >= 0 else 128 - code, signal=max(0, -code))
+    recorder.write(
+        "ended", replace=False, status=code if code >= 0 else 128 - code, signal=max(0, -code)
+    )
     if code:
         _kill_group(child)
     if code < 0:
@@ -192,9 +226,15 @@ def run(program: list[str], recorder: Recorder) -> None:
             raise
         error.__traceback__ = user_frames(error.__traceback__)
         status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        recorder.write("ended", status=status, signal=0, traceback="".join(traceback.format_exception(error)))
+        recorder.write(
+            "ended", status=status, signal=0, traceback="".join(traceback.format_exception(error))
+        )
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # as Python does
+        sys.last_type, sys.last_value, sys.last_traceback = (
+            type(error),
+            error,
+            error.__traceback__,
+        )  # as Python does
         raise SystemExit(status) from None  # python -m mpi4py turns a status into MPI_Abort
 
 

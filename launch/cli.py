@@ -1,4 +1,6 @@
-"""The command line: read it, prepare the ranks' variables, run, and end as the first failing rank did."""
+"""The command line: read it, prepare the ranks' variables, run, and end as the first failing
+rank did.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +26,29 @@ NAME = "gradcomp.launch"
 USAGE = "python -m gradcomp.launch -n RANKS [options] (SCRIPT | -m MODULE) [ARG ...]"
 BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 NO_FOLDER = "-"
-# Open MPI (5, 4) names its session folder by process id only; one that an earlier, killed mpirun left in /tmp ends a later
-# run with "PMIx server's listener thread failed to start".
+# Open MPI (5, 4) names its session folder by process id only; one that an earlier, killed mpirun
+# left in /tmp ends a later run with "PMIx server's listener thread failed to start".
 SESSION_BASE = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
 BAD_USE = 2
 EPILOG = """
 examples:
-  python -m gradcomp.launch -n 4 train.py --epochs 3      four ranks here, under the MPI that is installed
+  python -m gradcomp.launch -n 4 train.py --epochs 3      four ranks here, under the MPI there is
   python -m gradcomp.launch -n 4 -m package.train         the same for a module
   python -m gradcomp.launch -n 4 --torch train.py         under torchrun, without MPI
   python -m gradcomp.launch -n 8 -H node1:4,node2:4 train.py
   python -m gradcomp.launch -n 8 --hostfile hosts train.py
   python -m gradcomp.launch -n 4 --dry-run train.py       print the command and do nothing
 
-Every rank has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
-MASTER_ADDR and MASTER_PORT that are set already are kept. With more ranks than cores here, OMP_NUM_THREADS is 1 unless
-it is set.
+Every rank has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
+under torchrun. MASTER_ADDR and MASTER_PORT that are set already are kept. With more ranks than
+cores here, OMP_NUM_THREADS is 1 unless it is set.
 
-The exit status is that of the rank that failed first (128 + n after signal n), and its traceback is printed last.
-Ctrl-C and SIGTERM end every rank, with status 130 and 143; a second one at once. 2 means a wrong command line.
+The exit status is that of the rank that failed first (128 + n after signal n), and its traceback
+is printed last. Ctrl-C and SIGTERM end every rank, with status 130 and 143; a second one at once.
+2 means a wrong command line.
 
-GRADCOMP_MPIRUN names the mpirun to use; otherwise it is the one beside this Python, then the first on PATH.
+GRADCOMP_MPIRUN names the mpirun to use; otherwise it is the one beside this Python, then the
+first on PATH.
 """
 
 
@@ -61,7 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"python -m {NAME}",
         usage=USAGE,
-        description="Start a program as several ranks under an MPI, or under torchrun, and see them all to their end.",
+        description=(
+            "Start a program as several ranks under an MPI, or under torchrun, and see them all to"
+            " their end."
+        ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -88,23 +95,29 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="A,B:4",
         type=mpirun.parse_hosts,
         default=[],
-        help="hosts to start ranks on, each with its number of ranks if you like, such as "
-        "node1:4,node2:4 (default: this host)",
+        help=(
+            "hosts to start ranks on, each with its number of ranks if you like, such as "
+            "node1:4,node2:4 (default: this host)"
+        ),
     )
     where.add_argument(
         "--hostfile",
         dest="hosts",
         metavar="FILE",
         type=mpirun.read_hostfile,
-        help="file with the hosts, one on each line: NAME, NAME:4 or NAME slots=4 (default: this "
-        "host)",
+        help=(
+            "file with the hosts, one on each line: NAME, NAME:4 or NAME slots=4 (default: this "
+            "host)"
+        ),
     )
     parser.add_argument(
         "--bind",
         choices=("none", "core", "socket"),
         default="none",
-        help="tie each rank to one core or socket; none leaves the threads of torch free "
-        "(default: %(default)s)",
+        help=(
+            "tie each rank to one core or socket; none leaves the threads of torch free "
+            "(default: %(default)s)"
+        ),
     )
     parser.add_argument(
         "--torch",
@@ -116,8 +129,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         type=_seconds,
         default=5.0,
-        help="seconds that ranks may take to end after a failure or a signal before they are "
-        "killed (default: %(default)g)",
+        help=(
+            "seconds that ranks may take to end after a failure or a signal before they are "
+            "killed (default: %(default)g)"
+        ),
     )
     parser.add_argument(
         "--dry-run",
@@ -191,12 +206,14 @@ def _environment(
     }
     if kept.get("MASTER_PORT") and _is_taken(added["MASTER_ADDR"], added["MASTER_PORT"]):
         raise LaunchError(
-            f"MASTER_PORT={added['MASTER_PORT']} is in use on {added['MASTER_ADDR']}, perhaps by another job: set another, "
-            "or unset it and a free one is taken"
+            f"MASTER_PORT={added['MASTER_PORT']} is in use on {added['MASTER_ADDR']}, perhaps by"
+            " another job: set another, or unset it and a free one is taken"
         )
     if not hosts and "OMP_NUM_THREADS" not in kept and ranks > _cores():
         added["OMP_NUM_THREADS"] = "1"
-        _say(f"OMP_NUM_THREADS=1, for {ranks} ranks on {_cores()} cores; set it to have it otherwise")
+        _say(
+            f"OMP_NUM_THREADS=1, for {ranks} ranks on {_cores()} cores; set it to have it otherwise"
+        )
     return kept | added, added
 
 
@@ -207,16 +224,22 @@ def _cores() -> int:
 def _is_taken(address: str, port: str) -> bool:
     """Whether somebody on this host listens there; False where that cannot be known from here."""
     try:
-        (family, kind, protocol, _, place), *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        (family, kind, protocol, _, place), *_ = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM
+        )
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an ended job leaves is no obstacle
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # what an ended job leaves is no obstacle
             probe.bind(place)
     except OSError as error:
         return error.errno == errno.EADDRINUSE
     return False
 
 
-def _command(options: argparse.Namespace, environ: Mapping[str, str], added: Mapping[str, str]) -> list[str]:
+def _command(
+    options: argparse.Namespace, environ: Mapping[str, str], added: Mapping[str, str]
+) -> list[str]:
     """Return the command up to the bootstrap's own arguments."""
     if options.torch:
         return _torchrun(options, added)
@@ -225,7 +248,10 @@ def _command(options: argparse.Namespace, environ: Mapping[str, str], added: Map
         raise LaunchError("mpi4py is not installed; install it with: pip install 'gradcomp[mpi]'")
     as_root = hasattr(os, "geteuid") and os.geteuid() == 0
     if as_root and mpi.flavour == "openmpi":
-        _say("you are root: passing --allow-run-as-root to Open MPI, which advises against it outside containers")
+        _say(
+            "you are root: passing --allow-run-as-root to Open MPI, which advises against it"
+            " outside containers"
+        )
     forward = sorted(name for name in environ if mpirun.FORWARDED.fullmatch(name))
     start = mpirun.command(
         mpi, options.ranks, hosts=options.hosts, bind=options.bind, as_root=as_root, forward=forward
@@ -235,9 +261,18 @@ def _command(options: argparse.Namespace, environ: Mapping[str, str], added: Map
 
 def _torchrun(options: argparse.Namespace, added: Mapping[str, str]) -> list[str]:
     if options.hosts or options.bind != "none":
-        raise LaunchError("--torch starts ranks on this host and binds none: no -H, --hostfile or --bind with it")
+        raise LaunchError(
+            "--torch starts ranks on this host and binds none: no -H, --hostfile or --bind with it"
+        )
     rendezvous = ["--master-addr", added["MASTER_ADDR"], "--master-port", added["MASTER_PORT"]]
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), *rendezvous]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(options.ranks),
+        *rendezvous,
+    ]
     return [*start, str(BOOTSTRAP)]
 
 
@@ -260,7 +295,9 @@ def _run(command: list[str], program: list[str], environ: Mapping[str, str], gra
 
 
 def _verdict(folder: Path, status: int, starter: str) -> int:
-    """Say why the ranks ended and return the exit status; the first failing rank's traceback comes last."""
+    """Say why the ranks ended and return the exit status; the first failing rank's traceback
+    comes last.
+    """
     failure = records.first_failure(folder)
     if failure is not None:
         _say(failure.sentence())
@@ -272,7 +309,13 @@ def _verdict(folder: Path, status: int, starter: str) -> int:
     if lost and status < 32:  # MPICH gives the bare number of a signal
         status += 128
     if lost:
-        _say(f"{starter} ended with status {status}; ranks {lost} were killed before they could say why")
+        _say(
+            f"{starter} ended with status {status}; ranks {lost} were killed before they could"
+            " say why"
+        )
     else:
-        _say(f"{starter} ended with status {status} and no rank of this host failed: see its messages above")
+        _say(
+            f"{starter} ended with status {status} and no rank of this host failed: see its"
+            " messages above"
+        )
     return status

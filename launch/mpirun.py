@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROGRAMS = ("mpirun", "mpiexec")
-NO_MPI = "no mpirun or mpiexec found in {bin} or on PATH; install one with: pip install 'gradcomp[mpi]'"
-# Open MPI passes no variables to other hosts; MPICH passes all. Variables that matter to a training, by name or prefix:
-FORWARDED = re.compile(r"(MASTER_ADDR|MASTER_PORT|PYTHON\w+|PATH|LD_LIBRARY_PATH|(OMP|MKL|GRADCOMP|GLOO|NCCL|TORCH|CUDA)_\w+)")
+NO_MPI = (
+    "no mpirun or mpiexec found in {bin} or on PATH; install one with: pip install 'gradcomp[mpi]'"
+)
+# Open MPI passes no variables to other hosts; MPICH passes all. Variables that matter to a
+# training, by name or prefix:
+FORWARDED = re.compile(
+    r"(MASTER_ADDR|MASTER_PORT|PYTHON\w+|PATH|LD_LIBRARY_PATH|(OMP|MKL|GRADCOMP|GLOO|NCCL|TORCH|CUDA)_\w+)"
+)
 # What another launcher has told this process about itself must not reach the ranks.
 STALE = re.compile(
     r"((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|PMI_\w+|PMIX_(?!MCA_)\w+|MPI_LOCALN?RANK(ID|S)|OMPI_COMM_WORLD_\w+)"
@@ -37,7 +42,9 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True)
 class Mpi:
-    """An mpirun: its path, its flavour (openmpi, mpich, intel or unknown) and its major version (0 if unknown)."""
+    """An mpirun: its path, its flavour (openmpi, mpich, intel or unknown) and its major version
+    (0 if unknown).
+    """
 
     path: str
     flavour: str
@@ -45,7 +52,9 @@ class Mpi:
 
 
 def find(python: str, environ: Mapping[str, str]) -> str:
-    """Return the mpirun to use: GRADCOMP_MPIRUN, or the one beside `python`, or the first on PATH."""
+    """Return the mpirun to use: GRADCOMP_MPIRUN, or the one beside `python`, or the first on
+    PATH.
+    """
     path, wanted = environ.get("PATH", os.defpath), environ.get("GRADCOMP_MPIRUN")
     if wanted:
         found = shutil.which(wanted, path=path)
@@ -110,12 +119,20 @@ def read_hostfile(path: str) -> list[Host]:
 def _host(word: str) -> Host:
     found = re.fullmatch(r"([\w.\-]+)(?::([1-9]\d*))?", word.strip())
     if not found:
-        raise LaunchError(f"{word!r} is not a host: write NAME or NAME:RANKS (in a file also NAME slots=RANKS)")
+        raise LaunchError(
+            f"{word!r} is not a host: write NAME or NAME:RANKS (in a file also NAME slots=RANKS)"
+        )
     return Host(found[1], int(found[2]) if found[2] else None)
 
 
 def command(
-    mpi: Mpi, ranks: int, *, hosts: Sequence[Host] = (), bind: str = "none", as_root: bool, forward: Sequence[str] = ()
+    mpi: Mpi,
+    ranks: int,
+    *,
+    hosts: Sequence[Host] = (),
+    bind: str = "none",
+    as_root: bool,
+    forward: Sequence[str] = (),
 ) -> list[str]:
     """Return the mpirun command line up to the program.
 
@@ -134,13 +151,17 @@ def command(
     elif mpi.flavour == "intel":
         options = _intel(hosts, bind)
     elif hosts or bind != "none":
-        raise LaunchError(f"{mpi.path} is an MPI of unknown kind: hosts and --bind cannot be passed to it")
+        raise LaunchError(
+            f"{mpi.path} is an MPI of unknown kind: hosts and --bind cannot be passed to it"
+        )
     else:
         options = []
     return [mpi.path, "-n", str(ranks), *options]
 
 
-def _openmpi(mpi: Mpi, hosts: Sequence[Host], bind: str, as_root: bool, forward: Sequence[str]) -> list[str]:
+def _openmpi(
+    mpi: Mpi, hosts: Sequence[Host], bind: str, as_root: bool, forward: Sequence[str]
+) -> list[str]:
     modern = mpi.major >= 5
     target = {"socket": "package" if modern else "socket"}.get(bind, bind)
     options = ["--allow-run-as-root"] if as_root else []
@@ -158,9 +179,17 @@ def _intel(hosts: Sequence[Host], bind: str) -> list[str]:
         return options
     slots = {host.slots for host in hosts}
     if len(slots) > 1:
-        raise LaunchError("Intel MPI takes one number of ranks for all hosts: give every host the same")
+        raise LaunchError(
+            "Intel MPI takes one number of ranks for all hosts: give every host the same"
+        )
     each = slots.pop()
-    return [*options, "-genvall", "-hosts", ",".join(h.name for h in hosts), *(["-ppn", str(each)] if each else [])]
+    return [
+        *options,
+        "-genvall",
+        "-hosts",
+        ",".join(h.name for h in hosts),
+        *(["-ppn", str(each)] if each else []),
+    ]
 
 
 def _join(hosts: Sequence[Host]) -> str:

@@ -9,7 +9,8 @@ from .variables import FIRST_PORT, PORTS
 
 
 def free_port() -> int:
-    """Return a port that nobody has, out of those that Linux hands out to nobody by itself: it is free until it is asked for by number.
+    """Return a port that nobody has, out of those that Linux hands out to nobody by itself: it is
+    free until it is asked for by number.
 
     Raises:
         OSError: of 100 of them none is free.

@@ -25,7 +25,10 @@ class Ended:
         """Say how it ended, in one line."""
         who = f"rank {self.rank} (pid {self.pid} on {self.host})"
         if self.signal:
-            return f"{who} failed first: killed by {signal_name(self.signal)}, exit status {self.status}"
+            return (
+                f"{who} failed first: killed by {signal_name(self.signal)}, exit status"
+                f" {self.status}"
+            )
         return f"{who} failed first: exit status {self.status}"
 
 
@@ -39,7 +42,9 @@ def signal_name(number: int) -> str:
 
 def ended(folder: Path) -> list[Ended]:
     """Return the ends on record, in order of time."""
-    found = [Ended(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("ended.*")]
+    found = [
+        Ended(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("ended.*")
+    ]
     return sorted(found, key=lambda record: record.time_ns)
 
 
@@ -57,4 +62,9 @@ def segments(folder: Path) -> set[tuple[str, int]]:
     """Return path and inode of the shared memory that ranks of this host have noted."""
     noted = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("segments.*")]
     here = socket.gethostname()
-    return {(path, inode) for record in noted if record["host"] == here for path, inode in record["files"]}
+    return {
+        (path, inode)
+        for record in noted
+        if record["host"] == here
+        for path, inode in record["files"]
+    }

@@ -1,9 +1,10 @@
 """Remove the shared memory that a job's MPI leaves on this host when its ranks are killed.
 
-MPICH and Open MPI back it by files in /dev/shm, which outlive every process. Only a file that a process below the launcher
-had mapped, that did not exist before the job, and that belongs to this user, is removed; all of the job's processes have
-ended by then. A rank writes down what it has mapped as soon as its MPI is there, for it may end before the launcher's next
-look; the looks find what comes later. Uses the standard library alone: a rank runs this file too.
+MPICH and Open MPI back it by files in /dev/shm, which outlive every process. Only a file that a
+process below the launcher had mapped, that did not exist before the job, and that belongs to this
+user, is removed; all of the job's processes have ended by then. A rank writes down what it has
+mapped as soon as its MPI is there, for it may end before the launcher's next look; the looks find
+what comes later. Uses the standard library alone: a rank runs this file too.
 """
 
 from __future__ import annotations
@@ -26,12 +27,18 @@ class Segments:
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
         self._pids = pids
-        self._known = {path: TRIES for path in _segments()}  # inode by inode, with the looks it has had
+        self._known = {
+            path: TRIES for path in _segments()
+        }  # inode by inode, with the looks it has had
         self._own: set[tuple[str, int]] = set()
 
     def look(self) -> None:
         """Take note of segments that have come; call it often."""
-        new = [found for found in _segments() if self._known.setdefault(found, 0) < TRIES and found not in self._own]
+        new = [
+            found
+            for found in _segments()
+            if self._known.setdefault(found, 0) < TRIES and found not in self._own
+        ]
         if not new:
             return
         for found in new:
@@ -40,7 +47,9 @@ class Segments:
         self._own |= {(path, inode) for path, inode in new if path in mapped}
 
     def remove(self, noted: Iterable[tuple[str, int]] = ()) -> None:
-        """Remove what is left, path and inode `noted` by the ranks too; the job's processes must have ended."""
+        """Remove what is left, path and inode `noted` by the ranks too; the job's processes must
+        have ended.
+        """
         for path, _ in self._own.union(noted) & _segments():
             try:
                 os.unlink(path)

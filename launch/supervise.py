@@ -1,4 +1,6 @@
-"""Run one command and everything below it: pass signals on, give a grace time, leave no process behind."""
+"""Run one command and everything below it: pass signals on, give a grace time, leave no process
+behind.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,14 @@ def supervise(
 ) -> tuple[int, int]:
     """Run `command` to its end; once a rank has failed or a signal has come, that end is near.
 
-    A first SIGINT, SIGTERM or SIGHUP goes to the command's process group, a second kills at once. After `has_failed`
-    the command has `grace_s` to end by itself and as long again after SIGTERM. Whatever is left then is killed, and its
-    shared memory, what was seen of it and `noted_segments`, is removed.
+    A first SIGINT, SIGTERM or SIGHUP goes to the command's process group, a second kills at once.
+    After `has_failed` the command has `grace_s` to end by itself and as long again after SIGTERM.
+    Whatever is left then is killed, and its shared memory, what was seen of it and
+    `noted_segments`, is removed.
 
     Returns:
-        The command's status (128 + n after signal n), and the first signal this process was sent, or 0.
+        The command's status (128 + n after signal n), and the first signal this process was sent,
+        or 0.
     """
     _become_subreaper()
     with _collected_signals() as signals:
@@ -78,7 +82,9 @@ def _wait(
 
 
 def _stdin() -> int | None:
-    """Return what the command reads: a pipe or file as it is, never the terminal, which is not its own any more."""
+    """Return what the command reads: a pipe or file as it is, never the terminal, which is not
+    its own any more.
+    """
     return subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
 
 
@@ -104,7 +110,10 @@ def _collected_signals() -> Iterator[list[int]]:
     try:
         yield received
     finally:
-        for number, handler in before.items():  # a second Ctrl-C must not meet a launcher that is about to exit
+        for (
+            number,
+            handler,
+        ) in before.items():  # a second Ctrl-C must not meet a launcher that is about to exit
             signal.signal(number, signal.SIG_IGN if received else handler)
 
 
@@ -132,7 +141,9 @@ def _kill_descendants(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reap_orphans(process: subprocess.Popen[bytes]) -> None:
-    """Collect inherited processes that have ended; the command's own status is its Popen's to collect."""
+    """Collect inherited processes that have ended; the command's own status is its Popen's to
+    collect.
+    """
     for pid in children().get(os.getpid(), []):
         if pid != process.pid:
             try:

@@ -1,6 +1,7 @@
 """Who a process is among its ranks, read from the variables of whatever started it.
 
-Imports the standard library only and nothing of gradcomp: a rank runs this file before anything else.
+Imports the standard library only and nothing of gradcomp: a rank runs this file before anything
+else.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from typing import NamedTuple
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEFAULT_PORT = 29500  # torch's own
 FIRST_PORT, PORTS = 10000, 20000  # below 32768, where Linux begins to hand out ports by itself
-NOT_A_TASK = ("4294967290", "4294967291", "4294967292")  # Slurm's steps "interactive", "batch" and "extern"
+NOT_A_TASK = (
+    "4294967290",
+    "4294967291",
+    "4294967292",
+)  # Slurm's steps "interactive", "batch" and "extern"
 
 
 class _Source(NamedTuple):
-    """What one starter calls the rank, the size, both of them on this host, and the job; names in order of trust."""
+    """What one starter calls the rank, the size, both of them on this host, and the job; names
+    in order of trust.
+    """
 
     rank: str
     size: tuple[str, ...]
@@ -27,9 +34,12 @@ class _Source(NamedTuple):
     job: tuple[str, ...] = ()
 
 
-# The starter nearest to the process comes first: mpirun inside a Slurm job leaves Slurm's variables of the whole step.
+# The starter nearest to the process comes first: mpirun inside a Slurm job leaves Slurm's variables
+# of the whole step.
 _SOURCES = (
-    _Source("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ("TORCHELASTIC_RUN_ID",)),
+    _Source(
+        "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ("TORCHELASTIC_RUN_ID",)
+    ),
     _Source(
         "OMPI_COMM_WORLD_RANK",
         ("OMPI_COMM_WORLD_SIZE",),
@@ -44,8 +54,15 @@ _SOURCES = (
         ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         ("PMI_JOBID",),
     ),
-    _Source("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",), ()),
-    _Source("PMIX_RANK", ("PMIX_SIZE",), ("PMIX_LOCAL_RANK",), ("PMIX_LOCAL_SIZE",), ("PMIX_NAMESPACE",)),
+    _Source(
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        ("SLURM_LOCALID",),
+        (),
+    ),
+    _Source(
+        "PMIX_RANK", ("PMIX_SIZE",), ("PMIX_LOCAL_RANK",), ("PMIX_LOCAL_SIZE",), ("PMIX_NAMESPACE",)
+    ),
 )
 
 
@@ -56,9 +73,10 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
         variables: what to read, by default `os.environ`. It is not changed.
 
     Returns:
-        RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as text. Those that are set already
-        are kept. A process that nothing has started is a world of one. What cannot be known is left out: the local pair
-        under a bare PMI, and MASTER_ADDR when the ranks are on several hosts and no variable names the first.
+        RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as text. Those
+        that are set already are kept. A process that nothing has started is a world of one. What
+        cannot be known is left out: the local pair under a bare PMI, and MASTER_ADDR when the ranks
+        are on several hosts and no variable names the first.
 
     Raises:
         ValueError: a rank without a size, or a number that is none, with the variable's name.
@@ -92,7 +110,9 @@ def _is_slurm_task(given: Mapping[str, str]) -> bool:
 
 
 def _keeps(name: str, source: _Source | None) -> bool:
-    """Whether a variable of the given ones stands: a lone RANK or WORLD_SIZE left over in a shell does not."""
+    """Whether a variable of the given ones stands: a lone RANK or WORLD_SIZE left over in a
+    shell does not.
+    """
     return name.startswith("MASTER_") or (source is not None and source.rank == "RANK")
 
 
@@ -105,7 +125,10 @@ def _ranks(source: _Source, given: Mapping[str, str]) -> dict[str, str]:
     if size is None and source.rank == "PMIX_RANK":
         size = _first(given, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
     if size is None:
-        raise ValueError(f"{source.rank} is set, but none of {', '.join(source.size)}: set WORLD_SIZE and RANK yourself")
+        raise ValueError(
+            f"{source.rank} is set, but none of {', '.join(source.size)}: set WORLD_SIZE and RANK"
+            " yourself"
+        )
     local_size = _first(given, source.local_size) or _slurm_local_size(given)
     found = {
         "RANK": _number(source.rank, given[source.rank]),
@@ -118,8 +141,12 @@ def _ranks(source: _Source, given: Mapping[str, str]) -> dict[str, str]:
     return {name: _number(name, value) for name, value in found.items() if value is not None}
 
 
-def _rendezvous(source: _Source | None, found: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the address of rank 0's host and a port: the same on every rank, without asking anybody."""
+def _rendezvous(
+    source: _Source | None, found: Mapping[str, str], given: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the address of rank 0's host and a port: the same on every rank, without asking
+    anybody.
+    """
     job = _first(given, source.job) if source else None
     if job is None and "SLURM_JOB_ID" in given and source is not None:
         step = "" if _is_mpirun(given) else given.get("SLURM_STEP_ID", "")
@@ -138,7 +165,9 @@ def _first_host(found: Mapping[str, str], given: Mapping[str, str]) -> str | Non
 
 
 def _is_mpirun(given: Mapping[str, str]) -> bool:
-    """Whether an mpirun started this process: its Slurm step is then its host's daemon's and differs between hosts."""
+    """Whether an mpirun started this process: its Slurm step is then its host's daemon's and
+    differs between hosts.
+    """
     return "OMPI_COMM_WORLD_RANK" in given or "MPI_LOCALRANKID" in given
 
 
@@ -149,7 +178,9 @@ def first_node(nodelist: str) -> str:
 
 
 def _slurm_local_size(given: Mapping[str, str]) -> str | None:
-    """Return how many tasks of the step are on this node: ``2(x3),1`` is 2 on nodes 0 to 2 and 1 on node 3."""
+    """Return how many tasks of the step are on this node: ``2(x3),1`` is 2 on nodes 0 to 2 and 1
+    on node 3.
+    """
     counts = _first(given, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     if counts is None:
         return None

@@ -1,7 +1,9 @@
-"""Forks ranks that run the doctor, from a process that has imported it already; started by test_doctor.py.
+"""Forks ranks that run the doctor, from a process that has imported it already; started by
+test_doctor.py.
 
-Reads a line of JSON for each: [arguments, variables, a program that comes first, file for the output, file for the errors] and
-answers with a process id; or a process id alone, and answers with how that process has ended.
+Reads a line of JSON for each: [arguments, variables, a program that comes first, file for the
+output, file for the errors] and answers with a process id; or a process id alone, and answers with
+how that process has ended.
 """
 
 import gc

@@ -1,4 +1,6 @@
-"""What an exchange must give, from gradcomp.reference alone: one parameter, every codec and strategy."""
+"""What an exchange must give, from gradcomp.reference alone: one parameter, every codec and
+strategy.
+"""
 
 import numpy as np
 
@@ -26,8 +28,9 @@ def average(
 ):
     """Return (average float32, new residuals, new owner residuals) of one compressed parameter.
 
-    grads: one flat float32 array a rank. residuals, owner_residuals: one array a rank or None. start: where in the
-    parameter the gradients begin. ranks: whose random numbers are drawn. transform: what owners do to the mean.
+    grads: one flat float32 array a rank. residuals, owner_residuals: one array a rank or None.
+    start: where in the parameter the gradients begin. ranks: whose random numbers are drawn.
+    transform: what owners do to the mean.
     """
     ranks = ranks or range(len(grads))
     n, world = grads[0].size, len(grads)
@@ -70,11 +73,15 @@ def average(
             owners.append(np.zeros(0, np.float32))
         elif strategy.second_phase.startswith("block"):
             old = owner_residuals[k] if owner_residuals else None
-            out[first:last], left = feed_back(Block(int(strategy.second_phase[5:]), residual_decay=codec.decay), part, piece, old)
+            out[first:last], left = feed_back(
+                Block(int(strategy.second_phase[5:]), residual_decay=codec.decay), part, piece, old
+            )
             owners.append(left)
         elif codec.name == "terngrad":
             s = ref.ternary_scales(part, piece, 0.0)
-            codes = ref.ternary_encode(part, s, piece, ref.Key(codec.seed, ranks[k], step, parameter, 1))
+            codes = ref.ternary_encode(
+                part, s, piece, ref.Key(codec.seed, ranks[k], step, parameter, 1)
+            )
             out[first:last] = ref.ternary_sum_decode([codes], [s], piece, False)
         else:
             old = owner_residuals[k] if owner_residuals else None
@@ -104,7 +111,9 @@ def signs(codec):
 
 
 def hierarchical(grads, codec, nodes, *, step=0, parameter=0, shape=None, state=None):
-    """Return (average float32, state for the next step): fp32 means of nodes, then the codec, shard by shard."""
+    """Return (average float32, state for the next step): fp32 means of nodes, then the codec,
+    shard by shard.
+    """
     size, n = len(nodes[0]), grads[0].size
     means = [ref.float_average([grads[r] for r in node]) for node in nodes]
     out, after = np.empty(n, np.float32), []

@@ -1,4 +1,6 @@
-"""What a whole process holds, counted: earlier tests in it may give back what was theirs at any time, so counts begin `steady`."""
+"""What a whole process holds, counted: earlier tests in it may give back what was theirs at any
+time, so counts begin `steady`.
+"""
 
 import gc
 import os
@@ -24,7 +26,9 @@ def settled(count, wanted):
 
 
 def steady(count):
-    """Return count() once it has been the same for a while: a warm process still gives back what earlier tests held."""
+    """Return count() once it has been the same for a while: a warm process still gives back what
+    earlier tests held.
+    """
     seen, deadline = [], time.monotonic() + PATIENCE_S
     while (len(seen) < 10 or len(set(seen[-10:])) > 1) and time.monotonic() < deadline:
         _sweep()  # groups that were left in the middle of a collective, which has ended by now

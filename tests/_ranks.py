@@ -1,4 +1,6 @@
-"""Run one function on several ranks: threads over LocalCommunicator, or warm processes over gloo or MPI."""
+"""Run one function on several ranks: threads over LocalCommunicator, or warm processes over gloo
+or MPI.
+"""
 
 import contextlib
 import gc
@@ -38,7 +40,10 @@ def run_local(world_size, function, *args, timeout_s=120):
             errors.append((comm.rank, error))
             comm.abort()
 
-    threads = [threading.Thread(target=work, args=(c,), daemon=True) for c in LocalCommunicator.group(world_size)]
+    threads = [
+        threading.Thread(target=work, args=(c,), daemon=True)
+        for c in LocalCommunicator.group(world_size)
+    ]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_s
@@ -57,7 +62,9 @@ class Pool:
     cpu_s = 0.0  # of the ranks of every pool, while they ran functions
 
     def run(self, world_size, function, *args, timeout_s=120):
-        """Return function(*args) of that many ranks; raise RankFailed with the tracebacks of those that raised."""
+        """Return function(*args) of that many ranks; raise RankFailed with the tracebacks of
+        those that raised.
+        """
         self.calls += 1
         pipes = self.pipes[:world_size]
         for pipe in pipes:
@@ -93,9 +100,11 @@ class Pool:
 
 
 class RankPool(Pool):
-    """Forks of the server that has imported torch; every call is a gloo group of its own, of as many of them as it needs.
+    """Forks of the server that has imported torch; every call is a gloo group of its own, of as
+    many of them as it needs.
 
-    A new group costs a rank 3 ms of CPU; what one test leaves behind in a group, the next one does not meet.
+    A new group costs a rank 3 ms of CPU; what one test leaves behind in a group, the next one does
+    not meet.
     """
 
     def __init__(self):
@@ -107,7 +116,9 @@ class RankPool(Pool):
         if new:
             address = os.path.join(self.directory.name, f"from{new.start}")
             with Listener(address) as listener:
-                self.processes += [_forks.start(be_rank, address, rank, self.directory.name) for rank in new]
+                self.processes += [
+                    _forks.start(be_rank, address, rank, self.directory.name) for rank in new
+                ]
                 self.accept(listener, len(new))
         return super().run(world_size, function, *args, **options)
 
@@ -134,9 +145,18 @@ class MpiPool(Pool):
         self.directory = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
         address, key = os.path.join(self.directory.name, "pool"), os.urandom(16)
         here = os.path.dirname(os.path.abspath(__file__))
-        command = [*mpirun(flavour, world_size), os.path.join(here, "_mpi_serve.py"), address, key.hex()]
+        command = [
+            *mpirun(flavour, world_size),
+            os.path.join(here, "_mpi_serve.py"),
+            address,
+            key.hex(),
+        ]
         with Listener(address, authkey=key) as listener:
-            self.pipes, self.processes, self.calls = [], [subprocess.Popen(command, env=mpi_environment())], 0
+            self.pipes, self.processes, self.calls = (
+                [],
+                [subprocess.Popen(command, env=mpi_environment())],
+                0,
+            )
             try:
                 self.accept(listener, world_size)
             except BaseException:
@@ -148,11 +168,15 @@ class MpiPool(Pool):
         return not self.spoiled and self.processes[0].poll() is None
 
     def close(self):
-        """Let the ranks finish, so that MPI removes its shared memory; ranks that cannot are killed."""
+        """Let the ranks finish, so that MPI removes its shared memory; ranks that cannot are
+        killed.
+        """
         self.release()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[0].wait(0 if self.spoiled else 10)
-        self.processes[0].terminate()  # mpirun ends its ranks, which a killed one would leave behind
+        self.processes[
+            0
+        ].terminate()  # mpirun ends its ranks, which a killed one would leave behind
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[0].wait(5)
         self.processes[0].kill()
@@ -161,7 +185,9 @@ class MpiPool(Pool):
 
 
 def mpi_python(flavour):
-    """Return the interpreter of the environment that `make mpi` made for "mpich" or "openmpi"; skip without it."""
+    """Return the interpreter of the environment that `make mpi` made for "mpich" or "openmpi";
+    skip without it.
+    """
     python = Path(f"{sys.prefix}-{flavour}", "bin", "python")
     if not python.exists():
         pytest.skip(f"no environment with {flavour}: make mpi")
@@ -171,11 +197,15 @@ def mpi_python(flavour):
 def mpirun(flavour, world_size):
     """Return the start of the command that runs a script on that many ranks."""
     python = mpi_python(flavour)
-    options = ["--oversubscribe", "--bind-to", "none"] if flavour == "openmpi" else ["-bind-to", "none"]
+    options = (
+        ["--oversubscribe", "--bind-to", "none"] if flavour == "openmpi" else ["-bind-to", "none"]
+    )
     return [str(Path(python).with_name("mpirun")), *options, "-n", str(world_size), python]
 
 
-_sessions = tempfile.TemporaryDirectory(prefix="gradcomp-test-")  # where Open MPI keeps files of jobs, killed ones too
+_sessions = tempfile.TemporaryDirectory(
+    prefix="gradcomp-test-"
+)  # where Open MPI keeps files of jobs, killed ones too
 
 
 def mpi_environment():
@@ -205,7 +235,9 @@ def serve(pipe, rank, directory):
 
     torch.set_num_threads(1)
     gc.freeze()  # what torch has imported need not be looked through by every gc.collect()
-    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # a rank that is done at once would leave while others still connect
+    os.environ["TORCH_DIST_INIT_BARRIER"] = (
+        "1"  # a rank that is done at once would leave while others still connect
+    )
     while True:
         try:
             call, world_size, function, args = pipe.recv()
@@ -214,7 +246,9 @@ def serve(pipe, rank, directory):
         began = cpu_s()
         try:
             store = os.path.join(directory, f"store{call}")
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+            )
             try:
                 result = function(*args)
             finally:
@@ -227,7 +261,9 @@ def serve(pipe, rank, directory):
 
 
 def program(path, *arguments):
-    """Run a script in this warm rank as torchrun or mpirun would start it; return what it printed."""
+    """Run a script in this warm rank as torchrun or mpirun would start it; return what it
+    printed.
+    """
     import torch.distributed as dist
 
     rank, world, port = dist.get_rank(), dist.get_world_size(), [None]
@@ -235,7 +271,13 @@ def program(path, *arguments):
         port = [free_port()]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port[0]}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_PORT": port[0],
+    }
     place["OMP_NUM_THREADS"] = 1
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     before, sys.argv, printed = sys.argv, [path, *map(str, arguments)], io.StringIO()
@@ -253,7 +295,9 @@ def with_communicator(kind, function, *args):
     """Return function(comm, *args) over a communicator of that kind."""
     from gradcomp import comm
 
-    communicator = (comm.TorchCommunicator if kind == "gloo" else comm.MpiCommunicator)(timeout_s=60)
+    communicator = (comm.TorchCommunicator if kind == "gloo" else comm.MpiCommunicator)(
+        timeout_s=60
+    )
     try:
         return function(communicator, *args)
     finally:
@@ -261,12 +305,16 @@ def with_communicator(kind, function, *args):
 
 
 def unpacked(comm, function, given):
-    """Return function(comm, *args), pickled here for the way back, as `given` was for the way there."""
+    """Return function(comm, *args), pickled here for the way back, as `given` was for the way
+    there.
+    """
     return pickle.dumps(function(comm, *pickle.loads(given)))
 
 
 def with_mpi_beneath(function, *args):
-    """Return function(*args) where `gradcomp.ddp.register` takes MPI by itself, as it would take gloo."""
+    """Return function(*args) where `gradcomp.ddp.register` takes MPI by itself, as it would take
+    gloo.
+    """
     from gradcomp import ddp
 
     before, ddp.TorchCommunicator = ddp.TorchCommunicator, mpi_like
@@ -287,7 +335,9 @@ def mpi_like(process_group=None, *, timeout_s=None):
     from gradcomp.comm import MpiCommunicator
 
     members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-    if len(members) == MPI.COMM_WORLD.Get_size():  # no collective call: a test may be about a rank that makes none
+    if (
+        len(members) == MPI.COMM_WORLD.Get_size()
+    ):  # no collective call: a test may be about a rank that makes none
         _subsets[members] = MPI.COMM_WORLD
     if members not in _subsets:
         group = MPI.COMM_WORLD.Get_group().Incl(members)

@@ -36,11 +36,17 @@ def meet(client, key="meet"):
 
 def noise(numel, *seed):
     generator = torch.Generator().manual_seed(zlib.crc32(repr(seed).encode()))
-    return torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)
+    return torch.randn(numel, generator=generator) * 10.0 ** torch.randint(
+        -3, 4, (numel,), generator=generator
+    )
 
 
 def same_bits(a, b):
-    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+    )
 
 
 def flipped(payload):
@@ -50,7 +56,11 @@ def flipped(payload):
 
 
 def as_tensor(data):
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 class Done(Work):

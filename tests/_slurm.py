@@ -1,6 +1,8 @@
-"""A Slurm of this machine's own: two nodes in network namespaces, with daemons, keys and configuration in a folder.
+"""A Slurm of this machine's own: two nodes in network namespaces, with daemons, keys and
+configuration in a folder.
 
-Nothing is installed or written outside that folder but /etc/netns, which `ip netns` lays over a node's /etc and which goes again.
+Nothing is installed or written outside that folder but /etc/netns, which `ip netns` lays over a
+node's /etc and which goes again.
 """
 
 import contextlib
@@ -45,12 +47,22 @@ START_S = 30.0
 
 def missing():
     """Return why there can be no Slurm here, "" if there can."""
-    absent = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
-    return f"{', '.join(absent)} not found: apt-get install slurm-wlm munge libpmix-dev" if absent else unavailable()
+    absent = [
+        name
+        for name in PROGRAMS
+        if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
+    ]
+    return (
+        f"{', '.join(absent)} not found: apt-get install slurm-wlm munge libpmix-dev"
+        if absent
+        else unavailable()
+    )
 
 
 class Slurm:
-    """The cluster, while a ``with`` block runs: `run` starts srun on its first node, `batch` a job."""
+    """The cluster, while a ``with`` block runs: `run` starts srun on its first node, `batch` a
+    job.
+    """
 
     def __init__(self, folder):
         self.folder, self._closing, self._hosts = Path(folder), contextlib.ExitStack(), None
@@ -70,10 +82,19 @@ class Slurm:
     def run(self, *words, timeout=100, **variables):
         """Return the ended process of a command on node0, what it printed as text."""
         command = [*self._hosts.command(0), *map(str, words)]
-        return subprocess.run(command, env=self._environment(**variables), capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command,
+            env=self._environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
 
     def batch(self, *words, timeout=100, **variables):
-        """Submit with sbatch and return the state in which the job ends: sbatch's own --wait looks every half a minute."""
+        """Submit with sbatch and return the state in which the job ends: sbatch's own --wait
+        looks every half a minute.
+        """
         submitted = self.run("sbatch", "--parsable", *words, **variables)
         assert submitted.returncode == 0, submitted.stderr
         begun = time.monotonic()
@@ -86,14 +107,32 @@ class Slurm:
         raise TimeoutError(f"the job has not ended after {timeout} s:\n{told}")
 
     def _environment(self, **more):
-        inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        inherited = {
+            k: v
+            for k, v in os.environ.items()
+            if k
+            not in (
+                "RANK",
+                "WORLD_SIZE",
+                "LOCAL_RANK",
+                "LOCAL_WORLD_SIZE",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+            )
+        }
         path = f"{inherited['PATH']}:/usr/sbin:/sbin"
-        return inherited | {"PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in more.items()}
+        return (
+            inherited
+            | {"PATH": path, "SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+            | {k: str(v) for k, v in more.items()}
+        )
 
     def _start(self):
         hosts = self._hosts = self._closing.enter_context(Hosts(2, Link(math.inf)))
         names = [hosts.command(k)[3] for k in range(2)]
-        known = "127.0.0.1 localhost\n" + "".join(f"{hosts.address(k)} node{k} {name}\n" for k, name in enumerate(names))
+        known = "127.0.0.1 localhost\n" + "".join(
+            f"{hosts.address(k)} node{k} {name}\n" for k, name in enumerate(names)
+        )
         for k, name in enumerate(names):
             own = Path("/etc/netns") / name
             own.mkdir(parents=True)
@@ -102,24 +141,41 @@ class Slurm:
             for what in ("spool", "tmp"):
                 (self.folder / f"{what}.node{k}").mkdir()
         (self.folder / "state").mkdir()
-        nodes = "\n".join(NODE.format(k=k, address=hosts.address(k), host=name) for k, name in enumerate(names))
-        (self.folder / "slurm.conf").write_text(CONF.format(here=self.folder, control=names[0], nodes=nodes))
+        nodes = "\n".join(
+            NODE.format(k=k, address=hosts.address(k), host=name) for k, name in enumerate(names)
+        )
+        (self.folder / "slurm.conf").write_text(
+            CONF.format(here=self.folder, control=names[0], nodes=nodes)
+        )
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(64))
         key.chmod(0o400)
         self.folder.chmod(0o755)
-        files = [f"--{what}={self.folder / f'munge.{what}'}" for what in ("socket", "pid-file", "log-file", "seed-file")]
+        files = [
+            f"--{what}={self.folder / f'munge.{what}'}"
+            for what in ("socket", "pid-file", "log-file", "seed-file")
+        ]
         self._daemon("munged", "--foreground", "--force", f"--key-file={key}", *files)
         self._until(lambda: (self.folder / "munge.socket").exists(), "munged")
         self._daemon(*hosts.command(0), "slurmctld", "-D")
         for k in range(2):
             self._daemon(*hosts.command(k), "slurmd", "-D", "-N", f"node{k}")
-        self._until(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout.split() == ["idle", "2"], "slurmctld and slurmd")
+        self._until(
+            lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout.split() == ["idle", "2"],
+            "slurmctld and slurmd",
+        )
 
     def _daemon(self, *words):
         with open(self.folder / f"daemon{len(self._started)}.txt", "w") as out:
-            process = subprocess.Popen(words, env=self._environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+            process = subprocess.Popen(
+                words,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
         self._started.append(process)
         self._closing.callback(self._end, process)
 
@@ -134,7 +190,12 @@ class Slurm:
     def _until(self, is_there, what):
         begun = time.monotonic()
         while not is_there():
-            if time.monotonic() - begun > START_S or any(one.poll() is not None for one in self._started):
-                said = "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.txt")))
+            if time.monotonic() - begun > START_S or any(
+                one.poll() is not None for one in self._started
+            ):
+                said = "\n".join(
+                    f"{path.name}: {path.read_text()[-2000:]}"
+                    for path in sorted(self.folder.glob("*.txt"))
+                )
                 raise RuntimeError(f"{what} did not start:\n{said}")
             time.sleep(0.1)

@@ -1,4 +1,6 @@
-"""Segment tables, guarded memory, values and tiers for the kernel tests; everything is drawn from one random seed."""
+"""Segment tables, guarded memory, values and tiers for the kernel tests; everything is drawn
+from one random seed.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,76 @@ SEGMENT = np.dtype(
     + [(name, "<u4") for name in ("start", "numel", "group_numel", "parameter")]
 )
 # Around the sizes at which a vector loop, a byte, a Philox superblock, a block sum or a stage ends.
-LENGTHS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513]
+LENGTHS = [
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    511,
+    512,
+    513,
+]
 LONG = [1023, 1024, 1025, 2000, 4095, 4096, 4097, 5000, 8200]
 GROUPS = [1, 5, 8, 25, 64, 512, 4096, 5000]
 SPECIAL = np.array(
-    [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x3F800000, 0xBF800000, 0x3F7FFFFF, 0x3F800001, 0x7F7FFFFF]
-    + [0xFF7FFFFF, 0x477FE000, 0x477FF000, 0x38800000, 0x387FFFFF, 0x33000000, 0x3F808000, 0x3F818000, 0x7F7F8000],
+    [
+        0,
+        0x80000000,
+        1,
+        0x80000001,
+        0x007FFFFF,
+        0x00800000,
+        0x3F800000,
+        0xBF800000,
+        0x3F7FFFFF,
+        0x3F800001,
+        0x7F7FFFFF,
+    ]
+    + [
+        0xFF7FFFFF,
+        0x477FE000,
+        0x477FF000,
+        0x38800000,
+        0x387FFFFF,
+        0x33000000,
+        0x3F808000,
+        0x3F818000,
+        0x7F7F8000,
+    ],
     np.uint32,
 ).view(np.float32)
-KINDS = ["normal", "normal", "tiny", "huge", "zeros", "sparse", "constant", "special", "nonfinite", "bits"]
+KINDS = [
+    "normal",
+    "normal",
+    "tiny",
+    "huge",
+    "zeros",
+    "sparse",
+    "constant",
+    "special",
+    "nonfinite",
+    "bits",
+]
 
 
 class Piece(NamedTuple):
@@ -53,7 +116,9 @@ def pieces(draw: Any, lengths: Sequence[int] = (*LENGTHS, *LONG), most: int = 4)
     for _ in range(draw(st.integers(1, most))):
         numel = draw(st.sampled_from(lengths) if not out else st.sampled_from(LENGTHS))
         last = (2**32 - 1 - numel) // 8
-        start = 8 * draw(st.sampled_from([0, 0, 1, 3, 64, 625]) | st.integers(0, 300) | st.just(last))
+        start = 8 * draw(
+            st.sampled_from([0, 0, 1, 3, 64, 625]) | st.integers(0, 300) | st.just(last)
+        )
         whole = min(2**32 - 1, max(1, start + numel))
         group = draw(st.sampled_from([*GROUPS, whole, whole]) | st.integers(1, 70))
         out.append(Piece(start, numel, group, draw(st.sampled_from([0, 1, 7, 2**32 - 1]))))
@@ -61,12 +126,16 @@ def pieces(draw: Any, lengths: Sequence[int] = (*LENGTHS, *LONG), most: int = 4)
 
 
 class Table:
-    """Segments of pieces that lie in a tensor, a plane and a payload in any order, with gaps between them.
+    """Segments of pieces that lie in a tensor, a plane and a payload in any order, with gaps
+    between them.
 
-    `bits` and `scales_per_group` are those of a code. Attributes: `rows` for C; the sizes that hold all of them.
+    `bits` and `scales_per_group` are those of a code. Attributes: `rows` for C; the sizes that hold
+    all of them.
     """
 
-    def __init__(self, parts: Sequence[Piece], bits: int, scales_per_group: int, rng: np.random.Generator) -> None:
+    def __init__(
+        self, parts: Sequence[Piece], bits: int, scales_per_group: int, rng: np.random.Generator
+    ) -> None:
         self.pieces = list(parts)
         self.bits, self.per_group = bits, scales_per_group
         self.rows = np.zeros(len(parts), SEGMENT)
@@ -83,7 +152,9 @@ class Table:
             row["codes"] = row["scales"] + 4 * scales_per_group * len(groups) + rng.integers(0, 4)
             self.tensor_numel = int(row["data"]) + piece.numel
             self.plane_numel = int(row["residual"]) + piece.numel
-            self.block_count = int(row["block"]) + sum(-(-(g.stop - g.start) // 512) for g in groups)
+            self.block_count = int(row["block"]) + sum(
+                -(-(g.stop - g.start) // 512) for g in groups
+            )
             self.payload_nbytes = int(row["codes"]) + self.code_nbytes(i)
 
     @property
@@ -97,7 +168,9 @@ class Table:
         return slice(int(self.rows["data"][i]), int(self.rows["data"][i]) + self.pieces[i].numel)
 
     def plane(self, i: int) -> slice:
-        return slice(int(self.rows["residual"][i]), int(self.rows["residual"][i]) + self.pieces[i].numel)
+        return slice(
+            int(self.rows["residual"][i]), int(self.rows["residual"][i]) + self.pieces[i].numel
+        )
 
     def codes(self, i: int) -> slice:
         return slice(int(self.rows["codes"][i]), int(self.rows["codes"][i]) + self.code_nbytes(i))
@@ -114,10 +187,16 @@ class Table:
 
 
 def guarded(numel: int, dtype: Any = np.uint8, misalign: int = 0) -> Any:
-    """Return `numel` guard-filled elements that start `misalign` elements into their memory, with guards behind."""
+    """Return `numel` guard-filled elements that start `misalign` elements into their memory,
+    with guards behind.
+    """
     size = np.dtype(dtype).itemsize
     memory = np.full((numel + misalign) * size + 64, GUARD, np.uint8)
-    return memory[misalign * size :].view(np.uint8)[: (len(memory) - misalign * size) // size * size].view(dtype)
+    return (
+        memory[misalign * size :]
+        .view(np.uint8)[: (len(memory) - misalign * size) // size * size]
+        .view(dtype)
+    )
 
 
 def pointer(array: Any, ctype: str = "void *") -> Any:
@@ -132,7 +211,11 @@ def values(kind: str, numel: int, dtype: int, rng: np.random.Generator) -> Any:
     """Return a source array of `dtype`."""
     if kind == "bits":
         words = rng.integers(0, 2**32, numel, np.uint32)
-        return words.view(np.float32) if dtype == ref.F32 else words.astype(np.uint16).view(ARRAY_DTYPES[dtype])
+        return (
+            words.view(np.float32)
+            if dtype == ref.F32
+            else words.astype(np.uint16).view(ARRAY_DTYPES[dtype])
+        )
     x = rng.standard_normal(numel)
     if kind == "tiny":
         x *= 10.0 ** rng.integers(-45, -36, numel) if dtype != ref.F16 else 2.0**-20
@@ -149,7 +232,9 @@ def values(kind: str, numel: int, dtype: int, rng: np.random.Generator) -> Any:
         if kind == "special":
             f = rng.choice(SPECIAL, numel).astype(np.float32)
         if kind == "nonfinite" and numel:
-            f[rng.integers(0, numel, 1 + numel // 50)] = rng.choice(np.float32([np.inf, -np.inf, np.nan]))
+            f[rng.integers(0, numel, 1 + numel // 50)] = rng.choice(
+                np.float32([np.inf, -np.inf, np.nan])
+            )
         elif dtype == ref.F16:
             f = np.clip(f, -65504, 65504)
         elif dtype == ref.BF16:
@@ -181,4 +266,6 @@ def same_bytes(got: Any, want: Any, number: int) -> None:
         left, right = a.view(unsigned).ravel(), b.view(unsigned).ravel()
         at = np.flatnonzero(left != right)
         first = [(int(i), hex(left[i]), hex(right[i])) for i in at[:5]]
-        raise AssertionError(f"tier {TIER_NAMES[number]}: {len(at)} differ, (index, got, want) {first}")
+        raise AssertionError(
+            f"tier {TIER_NAMES[number]}: {len(at)} differ, (index, got, want) {first}"
+        )

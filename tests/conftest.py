@@ -1,7 +1,9 @@
-"""Fixtures for every test, and which rows of a table run where; under GRADCOMP_CI=1 a skipped test is a failed one.
+"""Fixtures for every test, and which rows of a table run where; under GRADCOMP_CI=1 a skipped test
+is a failed one.
 
-Arithmetic does not depend on transports: a test that is a table and runs over several transports has its whole table on the
-first of them, and a few rows, not the same ones, on each other one. ``--every-row`` runs all of them (make test-long).
+Arithmetic does not depend on transports: a test that is a table and runs over several transports
+has its whole table on the first of them, and a few rows, not the same ones, on each other one.
+``--every-row`` runs all of them (make test-long).
 """
 
 import functools
@@ -19,11 +21,16 @@ from _ranks import MpiPool, Pool, RankPool, run_local, unpacked, with_communicat
 
 from gradcomp.kernels import native
 
-for name, examples in (("short", 50), ("long", 400)):  # make test-long takes --hypothesis-profile long
+for name, examples in (
+    ("short", 50),
+    ("long", 400),
+):  # make test-long takes --hypothesis-profile long
     hypothesis.settings.register_profile(name, max_examples=examples, deadline=None)
 hypothesis.settings.load_profile("short")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's "&" makes it so, and every program that a test interrupts would inherit it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's "&" makes it so, and every program that a test interrupts would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -38,7 +45,9 @@ def tier(request):
 
 @pytest.fixture(scope="session")
 def pools():
-    """Return run(kind, world_size, function, *args) in warm processes: one pool for gloo, one for each MPI and size."""
+    """Return run(kind, world_size, function, *args) in warm processes: one pool for gloo, one
+    for each MPI and size.
+    """
     kept = {}
 
     def run(kind, world_size, function, *args, timeout_s=120):
@@ -60,13 +69,17 @@ def pools():
 
 @pytest.fixture(scope="session")
 def gloo(pools):
-    """Return run(world_size, function, *args): results of `function` in that many gloo processes."""
+    """Return run(world_size, function, *args): results of `function` in that many gloo
+    processes.
+    """
     return functools.partial(pools, "gloo")
 
 
 @pytest.fixture(params=["gloo", "mpich", "openmpi"])
 def ranks(request, pools):
-    """Return run(world_size, function, *args) in processes of a gloo group; gradcomp's own bytes go by each in turn."""
+    """Return run(world_size, function, *args) in processes of a gloo group; gradcomp's own bytes
+    go by each in turn.
+    """
     if request.param == "gloo":
         return functools.partial(pools, "gloo")
     return lambda world_size, function, *args, **options: pools(
@@ -76,19 +89,27 @@ def ranks(request, pools):
 
 @pytest.fixture(params=["local", "gloo", "mpich", "openmpi"])
 def over(request):
-    """Return run(world_size, function, *args) with function(comm, *args), over each communicator in turn."""
+    """Return run(world_size, function, *args) with function(comm, *args), over each communicator
+    in turn.
+    """
     if request.param == "local":
         return run_local
     pools, kind = request.getfixturevalue("pools"), request.param
 
     def run(world_size, function, *args):
-        given = pickle.dumps(args)  # here and not in the pipe, where torch would share memory instead
-        return [pickle.loads(r) for r in pools(kind, world_size, with_communicator, kind, unpacked, function, given)]
+        given = pickle.dumps(
+            args
+        )  # here and not in the pipe, where torch would share memory instead
+        return [
+            pickle.loads(r)
+            for r in pools(kind, world_size, with_communicator, kind, unpacked, function, given)
+        ]
 
     return run
 
 
-# and the transport that has the whole table; the last two are of programs that are started under both MPIs
+# and the transport that has the whole table; the last two are of programs that are started under
+# both MPIs
 TRANSPORT_FIXTURES = {"over": "local", "ranks": "gloo", "flavour": "mpich", "python": "mpich"}
 ROWS = 1  # of a table, on every other transport
 
@@ -100,7 +121,11 @@ def pytest_cmdline_main():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-row", action="store_true", help="whole tables on every transport, not on the first alone")
+    parser.addoption(
+        "--every-row",
+        action="store_true",
+        help="whole tables on every transport, not on the first alone",
+    )
 
 
 def params(item):
@@ -121,19 +146,27 @@ def kind_of_ranks(item):
 
 
 def order(item):
-    """Return when a test runs: long chains first, last what needs packages that CI installs meanwhile."""
-    return 2 if item.get_closest_marker("extras") else item.get_closest_marker("xdist_group") is None
+    """Return when a test runs: long chains first, last what needs packages that CI installs
+    meanwhile.
+    """
+    return (
+        2 if item.get_closest_marker("extras") else item.get_closest_marker("xdist_group") is None
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts processes, and leave out rows of tables on transports that do not have the whole one."""
+    """Mark what starts processes, and leave out rows of tables on transports that do not have
+    the whole one.
+    """
     for item in items:
         kind = kind_of_ranks(item)
         if kind is not None:
             item.add_marker(pytest.mark.slow)
             if kind != "gloo" and not item.get_closest_marker("xdist_group"):
-                item.add_marker(pytest.mark.xdist_group(kind))  # its jobs for one worker; each has its own gloo ranks
+                item.add_marker(
+                    pytest.mark.xdist_group(kind)
+                )  # its jobs for one worker; each has its own gloo ranks
     items.sort(key=order)
     if config.getoption("--every-row"):
         return
@@ -153,12 +186,18 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     if getattr(session.config.option, "loadgroup", False):
-        apart = [i.nodeid for i in session.items if i.get_closest_marker("xdist_group") and "@" not in i.nodeid]
+        apart = [
+            i.nodeid
+            for i in session.items
+            if i.get_closest_marker("xdist_group") and "@" not in i.nodeid
+        ]
         assert not apart, "pytest-xdist does not see groups: install what constraints.txt says"
 
 
 def pytest_runtest_setup(item):
-    """Wait for packages that `.ci/run` installs beside the first tests: a file says they are there."""
+    """Wait for packages that `.ci/run` installs beside the first tests: a file says they are
+    there.
+    """
     there = os.environ.get("GRADCOMP_CI_EXTRAS")
     if there and item.get_closest_marker("extras"):
         while not os.path.exists(there):
@@ -168,7 +207,9 @@ def pytest_runtest_setup(item):
 
 
 def cpu_seconds():
-    """Return CPU seconds of this process, and those of children that have ended and of the pools' ranks."""
+    """Return CPU seconds of this process, and those of children that have ended and of the
+    pools' ranks.
+    """
     user, system, *children = os.times()[:4]
     return user + system, sum(children) + Pool.cpu_s
 
@@ -184,14 +225,18 @@ def pytest_runtest_makereport(item, call):
     outcome = yield
     report = outcome.get_result()
     before, item.config.cpu_seconds = item.config.cpu_seconds, cpu_seconds()
-    report.user_properties.append(("cpu", [now - then for now, then in zip(item.config.cpu_seconds, before, strict=True)]))
+    report.user_properties.append(
+        ("cpu", [now - then for now, then in zip(item.config.cpu_seconds, before, strict=True)])
+    )
     if report.skipped and os.environ.get("GRADCOMP_CI") == "1" and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} was skipped in CI: {report.longrepr}"
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print in CI where the time went: what a file's tests took, and what CPU they and their processes used."""
+    """Print in CI where the time went: what a file's tests took, and what CPU they and their
+    processes used.
+    """
     if os.environ.get("GRADCOMP_CI") != "1":
         return
     files = {}

@@ -1,4 +1,6 @@
-"""accelerate with compressed gradients and local steps: the plain run's weights to the last bit, checkpoints, what is refused and said."""
+"""accelerate with compressed gradients and local steps: the plain run's weights to the last bit,
+checkpoints, what is refused and said.
+"""
 
 import contextlib
 import os
@@ -30,7 +32,9 @@ def net(seed=0):
 
 def loader(rank, world):
     draw = torch.Generator().manual_seed(5)
-    data = TensorDataset(torch.randn(ROWS, 40, generator=draw), torch.randn(ROWS, 1, generator=draw))
+    data = TensorDataset(
+        torch.randn(ROWS, 40, generator=draw), torch.randn(ROWS, 1, generator=draw)
+    )
     return DataLoader(data, BATCH, sampler=DistributedSampler(data, world, rank, shuffle=False))
 
 
@@ -52,11 +56,17 @@ def forget():
 
 @contextlib.contextmanager
 def accelerator(**options):
-    """Yield an Accelerator of the ranks that are there already, as a launcher would have made them."""
+    """Yield an Accelerator of the ranks that are there already, as a launcher would have made
+    them.
+    """
     import torch.distributed as dist
     from accelerate import Accelerator
 
-    place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    place = {
+        "RANK": dist.get_rank(),
+        "LOCAL_RANK": dist.get_rank(),
+        "WORLD_SIZE": dist.get_world_size(),
+    }
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in place.items()})
     forget()
@@ -122,7 +132,10 @@ def compare_with_plain(codec, how, accumulate):
     state.close()
 
 
-@pytest.mark.parametrize(("codec", "how", "accumulate"), [("terngrad", "sgd", 1), ("onebit", "sgd", 3), ("onebit", "split", 1)])
+@pytest.mark.parametrize(
+    ("codec", "how", "accumulate"),
+    [("terngrad", "sgd", 1), ("onebit", "sgd", 3), ("onebit", "split", 1)],
+)
 def test_weights_are_those_of_plain_ddp(gloo, codec, how, accumulate):
     gloo(2, compare_with_plain, codec, how, accumulate)
 
@@ -153,7 +166,9 @@ def resume(folder):
     wanted = run("onebit", 4)[0]
     run("onebit", 2, save="half")
     dist.barrier()  # every rank writes its own file
-    assert sorted(file.name for file in Path(folder, "half").glob("gradcomp*")) == [f"gradcomp-{n}-of-2.pt" for n in (0, 1)]
+    assert sorted(file.name for file in Path(folder, "half").glob("gradcomp*")) == [
+        f"gradcomp-{n}-of-2.pt" for n in (0, 1)
+    ]
     weights, state, said = run("onebit", 2, "half")
     assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True)) and not said
     assert state.step == 24 and state.stats.steps == 12  # 6 steps an epoch
@@ -164,7 +179,9 @@ def resume(folder):
         Path(folder, "half/gradcomp-1-of-2.pt").rename(f"{folder}/one")
     dist.barrier()
     other, _, said = run("onebit", 2, "half")
-    assert not all(torch.equal(a, b) for a, b in zip(other, wanted, strict=True)), "residuals do not matter here"
+    assert not all(torch.equal(a, b) for a, b in zip(other, wanted, strict=True)), (
+        "residuals do not matter here"
+    )
     assert "ranks [1] have no gradcomp-*.pt in" in said[0]
     if rank == 0:
         Path(folder, "half/gradcomp-1-of-2.pt").write_bytes(b"cut off")
@@ -194,15 +211,25 @@ def not_called():
     rank, world = dist.get_rank(), dist.get_world_size()
     (x, y), *_ = loader(rank, world)
     with accelerator() as own:
-        for how, why in (("module", "no forward pass went through"), ("no_sync", "ran under no_sync"), ("wrapped again", "no forward pass went through")):
+        for how, why in (
+            ("module", "no forward pass went through"),
+            ("no_sync", "ran under no_sync"),
+            ("wrapped again", "no forward pass went through"),
+        ):
             model = net()
             model, optimizer = own.prepare(model, sgd(model))
             state = register(own, model, "terngrad")
             before = [p.detach().clone() for p in model.parameters()]
-            used = {"module": model.module, "no_sync": model, "wrapped again": own.prepare_model(model.module)}[how]
+            used = {
+                "module": model.module,
+                "no_sync": model,
+                "wrapped again": own.prepare_model(model.module),
+            }[how]
             with model.no_sync() if how == "no_sync" else contextlib.nullcontext():
                 own.backward(loss_of(used, x, y))
-            with pytest.raises(GradcompError, match=f"gradcomp was registered but not called in this step: .*{why}"):
+            with pytest.raises(
+                GradcompError, match=f"gradcomp was registered but not called in this step: .*{why}"
+            ):
                 optimizer.step()
             assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
             state.close()
@@ -212,7 +239,9 @@ def not_called():
         state = register(own, model, "terngrad")
         own.backward(loss_of(model, x, y))
         optimizer.step()
-        with pytest.raises(GradcompError, match="a second step on gradients that were averaged once"):
+        with pytest.raises(
+            GradcompError, match="a second step on gradients that were averaged once"
+        ):
             optimizer.step()
         state.close()
         own.free_memory()
@@ -292,14 +321,18 @@ def refused():
 
     from gradcomp.integrations.accelerate import local_steps, register
 
-    with accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)]) as own:
+    with accelerator(
+        kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)]
+    ) as own:
         model = net()
         model, optimizer = own.prepare(model, sgd(model))
         with pytest.raises(ValueError, match="comm_hook=.*fp16.* leave it out"):
             register(own, model, "terngrad")
     with accelerator() as own:
         model = net()
-        with pytest.raises(TypeError, match="must be what accelerator.prepare\\(model\\) returns.*got Sequential"):
+        with pytest.raises(
+            TypeError, match="must be what accelerator.prepare\\(model\\) returns.*got Sequential"
+        ):
             register(own, model, "terngrad")
         prepared, optimizer = own.prepare(model, sgd(model))
         with pytest.raises(ValueError, match="unknown codec 'ternari'"):
@@ -336,7 +369,9 @@ def alone():
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with accelerator() as own:
-        own.state._shared_state["distributed_type"] = own.state._shared_state["distributed_type"].__class__.NO  # as without a launcher
+        own.state._shared_state["distributed_type"] = own.state._shared_state[
+            "distributed_type"
+        ].__class__.NO  # as without a launcher
         model = net()
         model, optimizer = own.prepare(model, sgd(model))
         with pytest.warns(UserWarning, match="one process: there is nobody to send gradients to"):
@@ -354,7 +389,9 @@ def two_models(folder):
 
     with accelerator() as own:
         first, second = own.prepare(net(), net())
-        one, two = (register(own, model, "onebit", optimizer=sgd(model)) for model in (first, second))
+        one, two = (
+            register(own, model, "onebit", optimizer=sgd(model)) for model in (first, second)
+        )
         own.save_state(f"{folder}/two")
         one.close()
         own.save_state(f"{folder}/one")
@@ -367,17 +404,38 @@ def two_models(folder):
 @pytest.mark.filterwarnings("ignore:gradcomp. no optimizer")
 def test_every_model_has_files_of_its_own(gloo, tmp_path):
     gloo(2, two_models, str(tmp_path))
-    found = {name: {file.name.split("-")[0] for file in (tmp_path / name).glob("gradcomp*")} for name in ("two", "one", "new")}
-    assert found == {"two": {"gradcomp", "gradcomp1"}, "one": {"gradcomp1"}, "new": {"gradcomp", "gradcomp1"}}
+    found = {
+        name: {file.name.split("-")[0] for file in (tmp_path / name).glob("gradcomp*")}
+        for name in ("two", "one", "new")
+    }
+    assert found == {
+        "two": {"gradcomp", "gradcomp1"},
+        "one": {"gradcomp1"},
+        "new": {"gradcomp", "gradcomp1"},
+    }
 
 
 EXAMPLE = Path(__file__).parents[1] / "examples/accelerate_digits.py"
 
 
-@pytest.mark.parametrize(("options", "ratio"), [(("--codec", "onebit"), "30.3 times"), (("--sync-every", "7"), "15.*in each of [36] syncs")])
+@pytest.mark.parametrize(
+    ("options", "ratio"),
+    [(("--codec", "onebit"), "30.3 times"), (("--sync-every", "7"), "15.*in each of [36] syncs")],
+)
 def test_the_example_trains_and_goes_on_where_it_was(gloo, tmp_path, options, ratio):
     for _ in range(2):
-        out = "".join(gloo(2, example, str(EXAMPLE), "--epochs", 1, "--checkpoint", tmp_path / "saved", *options))
+        out = "".join(
+            gloo(
+                2,
+                example,
+                str(EXAMPLE),
+                "--epochs",
+                1,
+                "--checkpoint",
+                tmp_path / "saved",
+                *options,
+            )
+        )
         assert re.search(ratio, out.splitlines()[-1]), out
     assert float(re.search(r"test accuracy ([\d.]+) %", out)[1]) > 60, out  # 10 is chance
     saved = torch.load(tmp_path / "saved/gradcomp-1-of-2.pt", weights_only=True)
@@ -392,6 +450,20 @@ def example(*arguments):
 @pytest.mark.long
 def test_the_example_runs_under_torchrun():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), "--epochs", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
-    assert done.returncode == 0 and "15.8 times fewer bytes" in done.stdout, done.stdout + done.stderr[-4000:]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLE),
+        "--epochs",
+        "1",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
+    assert done.returncode == 0 and "15.8 times fewer bytes" in done.stdout, (
+        done.stdout + done.stderr[-4000:]
+    )

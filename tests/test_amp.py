@@ -50,7 +50,9 @@ def verdict(scaler, *values, dtype=torch.float32):
 
 def with_gradients(*grads):
     """Return an optimizer whose parameters have these gradients."""
-    parameters = [nn.Parameter(torch.zeros_like(g) if g is not None else torch.zeros(1)) for g in grads]
+    parameters = [
+        nn.Parameter(torch.zeros_like(g) if g is not None else torch.zeros(1)) for g in grads
+    ]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad
     return torch.optim.SGD(parameters, lr=0.0)
@@ -74,11 +76,17 @@ def raw(tensors):
 
 
 def snapshot(model, optimizer, state=None):
-    """Return every bit of parameters, optimizer state and residuals, these in units of the plain gradient."""
+    """Return every bit of parameters, optimizer state and residuals, these in units of the plain
+    gradient.
+    """
     kept = optimizer.state_dict()["state"]
     numbers = {(k, name): v for k, entry in kept.items() for name, v in entry.items()}
     tensors = {k: raw([v])[0] if isinstance(v, torch.Tensor) else v for k, v in numbers.items()}
-    plane = state.state_dict() if state is not None else {"residual": {}, "owner_residual": {}, "loss_scale": 1.0}
+    plane = (
+        state.state_dict()
+        if state is not None
+        else {"residual": {}, "owner_residual": {}, "loss_scale": 1.0}
+    )
     tensors_kept = [*plane["residual"].values(), *plane["owner_residual"].values()]
     residuals = raw(
         t / plane["loss_scale"] for t in tensors_kept if t.any()
@@ -86,7 +94,8 @@ def snapshot(model, optimizer, state=None):
     return raw(model.parameters()), tensors, residuals
 
 
-# ---- how the scale moves ---------------------------------------------------------------------------------------------
+# ---- how the scale moves
+# ---------------------------------------------------------------------------------------------
 
 
 def nnabla(bad, scale, factor, interval):
@@ -110,7 +119,9 @@ def torchs(bad, scale, factor, interval):
     now, tracker = torch.full((), scale), torch.zeros((), dtype=torch.int32)
     found = []
     for overflow in bad:
-        torch._amp_update_scale_(now, tracker, torch.full((), float(overflow)), factor, 1.0 / factor, interval)
+        torch._amp_update_scale_(
+            now, tracker, torch.full((), float(overflow)), factor, 1.0 / factor, interval
+        )
         found.append(now.item())
     return found
 
@@ -130,12 +141,16 @@ def test_scale_sequence_is_the_references(rule, bad, scale, factor, interval):
     assert scales(scaler, bad) == REFERENCES[rule](bad, scale, factor, interval)
 
 
-@pytest.mark.parametrize(("rule", "growths"), [("nnabla", [2002, 4003, 6004]), ("torch", [2000, 4000, 6000])])
+@pytest.mark.parametrize(
+    ("rule", "growths"), [("nnabla", [2002, 4003, 6004]), ("torch", [2000, 4000, 6000])]
+)
 def test_growth_of_the_defaults(rule, growths):
     """NNabla counts after it compares: first growth on good update N + 2, then every N + 1."""
     found = scales(DynamicLossScaler(rule=rule), [False] * 6100)
     assert found[0] == 8.0
-    assert [n for n, (a, b) in enumerate(itertools.pairwise([8.0, *found]), 1) if b == 2 * a] == growths
+    assert [
+        n for n, (a, b) in enumerate(itertools.pairwise([8.0, *found]), 1) if b == 2 * a
+    ] == growths
     assert found[-1] == 64.0
 
 
@@ -158,7 +173,8 @@ def test_scale_keeps_within_its_bounds(options, bad, expected):
     assert scales(DynamicLossScaler(interval=1, **options), bad) == expected
 
 
-# ---- what counts as overflow -----------------------------------------------------------------------------------------
+# ---- what counts as overflow
+# -----------------------------------------------------------------------------------------
 
 
 VERDICTS = [
@@ -175,7 +191,9 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float64], ids=str)
-@pytest.mark.parametrize(("values", "overflow"), [v[1:] for v in VERDICTS], ids=[v[0] for v in VERDICTS])
+@pytest.mark.parametrize(
+    ("values", "overflow"), [v[1:] for v in VERDICTS], ids=[v[0] for v in VERDICTS]
+)
 def test_verdict(values, overflow, dtype):
     assert verdict(DynamicLossScaler(), *values, dtype=dtype) == overflow
 
@@ -184,7 +202,9 @@ def test_verdict(values, overflow, dtype):
 def test_large_finite_values_are_no_overflow(dtype):
     """A norm of these would be Inf."""
     largest = torch.finfo(dtype).max
-    optimizer = with_gradients(torch.full((1000,), largest, dtype=dtype), torch.full((3,), -largest, dtype=dtype))
+    optimizer = with_gradients(
+        torch.full((1000,), largest, dtype=dtype), torch.full((3,), -largest, dtype=dtype)
+    )
     scaler = DynamicLossScaler()
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
@@ -195,7 +215,9 @@ def test_large_finite_values_are_no_overflow(dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("scale", "overflow"), [(1.0, False), (0.5, True), (0.25, True)])
 def test_unscaling_that_overflows_is_one(dtype, scale, overflow):
-    """A scale below 1 makes finite gradients larger; torch's GradScaler lets the Inf through to the optimizer."""
+    """A scale below 1 makes finite gradients larger; torch's GradScaler lets the Inf through to
+    the optimizer.
+    """
     assert verdict(DynamicLossScaler(scale), [1.0, torch.finfo(dtype).max], dtype=dtype) == overflow
 
 
@@ -208,7 +230,12 @@ def test_no_gradients_at_all_are_no_overflow():
 
 @pytest.mark.parametrize(
     ("values", "overflow", "summed"),
-    [([1.0, 2.0], False, [3.0]), ([1.0, NAN], True, None), ([3e38, 3e38], True, None), ([3e38, -3e38], False, [0.0])],
+    [
+        ([1.0, 2.0], False, [3.0]),
+        ([1.0, NAN], True, None),
+        ([3e38, 3e38], True, None),
+        ([3e38, -3e38], False, [0.0]),
+    ],
 )
 def test_sparse_gradients_count_with_their_duplicates_added(values, overflow, summed):
     weight = nn.Parameter(torch.zeros(4))
@@ -222,7 +249,10 @@ def test_sparse_gradients_count_with_their_duplicates_added(values, overflow, su
 
 def layouts():
     yield "transposed", torch.arange(1.0, 25.0).reshape(4, 6).t()
-    yield "channels last", torch.arange(1.0, 25.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    yield (
+        "channels last",
+        torch.arange(1.0, 25.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    )
     yield "strided", torch.arange(1.0, 25.0)[::2]
 
 
@@ -251,7 +281,8 @@ def test_unscaling_multiplies_once_and_rounds_once(dtype, scale):
     assert torch.equal(gradient(optimizer), (values.double() * inverse).float().to(dtype))
 
 
-# ---- order of calls --------------------------------------------------------------------------------------------------
+# ---- order of calls
+# --------------------------------------------------------------------------------------------------
 
 
 def ready():
@@ -342,7 +373,8 @@ def test_scale_takes_tensors_in_lists_and_tuples():
             scaler.scale(nonsense)
 
 
-# ---- wrong arguments -------------------------------------------------------------------------------------------------
+# ---- wrong arguments
+# -------------------------------------------------------------------------------------------------
 
 
 WRONG = [
@@ -403,11 +435,14 @@ def test_compression_must_follow_this_scaler():
         comm = LocalCommunicator.group(1)[0]
         averager = GradientAverager(net.named_parameters(), "onebit", comm, grad_scaler=other)
         with pytest.raises(ValueError, match="grad_scaler=scaler"):
-            DynamicLossScalingUpdater(optimizer, torch.sum, dict, scaler=scaler, compression=averager)
+            DynamicLossScalingUpdater(
+                optimizer, torch.sum, dict, scaler=scaler, compression=averager
+            )
         averager.close()
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", REFERENCES)
@@ -461,7 +496,9 @@ def test_a_state_without_one_of_its_keys(missing):
         scaler.load_state_dict(state)
 
 
-@pytest.mark.parametrize("state", [None, 3, [("scale", 8.0)], torch.amp.GradScaler("cpu").state_dict()], ids=repr)
+@pytest.mark.parametrize(
+    "state", [None, 3, [("scale", 8.0)], torch.amp.GradScaler("cpu").state_dict()], ids=repr
+)
 def test_foreign_states(state):
     with pytest.raises(ValueError, match="state"):
         DynamicLossScaler().load_state_dict(state)
@@ -475,7 +512,8 @@ def test_loading_forgets_the_step_under_way():
         scaler.step(optimizer)
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training
+# --------------------------------------------------------------------------------------------------
 
 
 def small_net(dtype=torch.float32):
@@ -487,7 +525,9 @@ NET = small_net()  # threads share torch's global generator
 
 
 def batches(rank=0, bad=(), dtype=torch.float32):
-    """Yield training batches for ever; those numbered in `bad` hold Inf. Good ones are the same whatever is in `bad`."""
+    """Yield training batches for ever; those numbered in `bad` hold Inf. Good ones are the same
+    whatever is in `bad`.
+    """
     drawn = itertools.count()
     for number in itertools.count():
         poison = number in bad
@@ -504,7 +544,9 @@ def loss_of(net):
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),  # on its own it loses step 0
+    "sgd fused": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, fused=True
+    ),  # on its own it loses step 0
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
@@ -554,7 +596,9 @@ def test_torch_rule_is_torchs_grad_scaler_bit_for_bit(bad):
             log.append(scaler.get_scale())
         return log, snapshot(net, optimizer)
 
-    theirs = torch.amp.GradScaler("cpu", 300.0, growth_factor=3.0, backoff_factor=1 / 3, growth_interval=2)
+    theirs = torch.amp.GradScaler(
+        "cpu", 300.0, growth_factor=3.0, backoff_factor=1 / 3, growth_interval=2
+    )
     ours = DynamicLossScaler(300.0, 3.0, 2, rule="torch")
     log, end = trained(ours)
     assert (log, end) == trained(theirs) and len(set(log)) > 2
@@ -562,7 +606,9 @@ def test_torch_rule_is_torchs_grad_scaler_bit_for_bit(bad):
 
 @pytest.mark.parametrize(("scale", "matters"), [(1.0, False), (1024.0, True)])
 def test_float16_gradients_that_vanish_without_a_scale(scale, matters):
-    """The gradient of the activation is 2e-8, below half of float16's smallest number; that of the weight is 4e-5."""
+    """The gradient of the activation is 2e-8, below half of float16's smallest number; that of
+    the weight is 4e-5.
+    """
     weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), DynamicLossScaler(scale)
     loss = (weight * 2000.0).float().sum() * 2e-8
@@ -572,7 +618,9 @@ def test_float16_gradients_that_vanish_without_a_scale(scale, matters):
     assert torch.allclose(weight.grad, wanted, rtol=0.02, atol=0)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients of another dtype need torch 2.10")
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="gradients of another dtype need torch 2.10"
+)
 def test_float32_gradients_of_float16_parameters_do_not_vanish_when_unscaled():
     def unscaled(grad_dtype):
         weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
@@ -586,7 +634,8 @@ def test_float32_gradients_of_float16_parameters_do_not_vanish_when_unscaled():
     assert torch.allclose(unscaled(torch.float32), torch.full((4,), 2e-8), rtol=0.01, atol=0)
 
 
-# ---- the updater -----------------------------------------------------------------------------------------------------
+# ---- the updater
+# --------------------------------------------------------------------------------------------------
 
 
 def updater_of(net, optimizer, feeder, **options):
@@ -596,7 +645,9 @@ def updater_of(net, optimizer, feeder, **options):
 def test_updater_equals_the_loop_by_hand():
     net = copy.deepcopy(NET)
     optimizer = OPTIMIZERS["sgd"](net.parameters())
-    updater = updater_of(net, optimizer, batches(bad={2}), scaler=DynamicLossScaler(1024.0), on_overflow="skip")
+    updater = updater_of(
+        net, optimizer, batches(bad={2}), scaler=DynamicLossScaler(1024.0), on_overflow="skip"
+    )
     for _ in range(6):
         updater.update()
     assert snapshot(net, optimizer) == run("sgd", {2}, 6)[0]
@@ -605,7 +656,9 @@ def test_updater_equals_the_loop_by_hand():
 def test_update_returns_the_plain_mean_loss():
     net, feeder = copy.deepcopy(NET), batches()
     wanted = sum(loss_of(net)(next(feeder)).item() for _ in range(2)) / 2
-    found = updater_of(net, torch.optim.SGD(net.parameters(), lr=0.1), batches(), accumulate=2).update()
+    found = updater_of(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), batches(), accumulate=2
+    ).update()
     assert found == pytest.approx(wanted, rel=REDUCED)
 
 
@@ -635,7 +688,9 @@ def test_decay_after_unscaling_is_that_of_sgd(name):
         net = copy.deepcopy(NET)
         kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.Adam}
         optimizer = kinds[name](net.parameters(), lr=0.01, weight_decay=there, foreach=False)
-        updater = updater_of(net, optimizer, batches(), scaler=DynamicLossScaler(1024.0), weight_decay=here)
+        updater = updater_of(
+            net, optimizer, batches(), scaler=DynamicLossScaler(1024.0), weight_decay=here
+        )
         for _ in range(4):
             updater.update()
         ends.append(raw(net.parameters()))
@@ -645,8 +700,13 @@ def test_decay_after_unscaling_is_that_of_sgd(name):
 def test_clip_sees_good_unscaled_gradients_before_the_decay():
     net, seen = copy.deepcopy(NET), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    options = {"clip": lambda: seen.append([p.grad.clone() for p in net.parameters()]), "weight_decay": 0.5}
-    updater_of(net, optimizer, batches(bad={0}), scaler=DynamicLossScaler(1024.0), **options).update()
+    options = {
+        "clip": lambda: seen.append([p.grad.clone() for p in net.parameters()]),
+        "weight_decay": 0.5,
+    }
+    updater_of(
+        net, optimizer, batches(bad={0}), scaler=DynamicLossScaler(1024.0), **options
+    ).update()
     net.zero_grad()
     loss_of(NET)(next(batches()))
     plain = torch.autograd.grad(loss_of(net)(next(batches())), list(net.parameters()))
@@ -671,11 +731,20 @@ def test_a_retry_draws_new_data_at_once():
         drawn.append(len(drawn))
         return next(feeder)
 
-    updater = DynamicLossScalingUpdater(optimizer, loss_of(net), feed, scaler=DynamicLossScaler(1024.0))
+    updater = DynamicLossScalingUpdater(
+        optimizer, loss_of(net), feed, scaler=DynamicLossScaler(1024.0)
+    )
     log = []
     for _ in range(3):
         loss = updater.update()
-        log.append((len(drawn), updater.scaler.get_scale(), math.isfinite(loss), updater.scaler.last_step_skipped))
+        log.append(
+            (
+                len(drawn),
+                updater.scaler.get_scale(),
+                math.isfinite(loss),
+                updater.scaler.last_step_skipped,
+            )
+        )
     assert log == [(1, 1024.0, True, False), (4, 256.0, True, False), (6, 128.0, True, False)]
     assert snapshot(net, optimizer) == run("sgd", set(), 3)[0]
 
@@ -688,7 +757,8 @@ def test_skip_returns_and_tells():
 
 
 @pytest.mark.parametrize(
-    ("retries", "overflows", "fails"), [(100, 100, False), (100, 101, True), (0, 1, True), (0, 0, False)]
+    ("retries", "overflows", "fails"),
+    [(100, 100, False), (100, 101, True), (0, 1, True), (0, 0, False)],
 )
 def test_a_hundred_retries_and_then_an_error(retries, overflows, fails):
     net, drawn = copy.deepcopy(NET), itertools.count()
@@ -705,7 +775,9 @@ def test_a_hundred_retries_and_then_an_error(retries, overflows, fails):
             updater.update()
         assert snapshot(net, optimizer) == before and next(drawn) == overflows
     updater.update()  # goes on with what comes next
-    assert snapshot(net, optimizer) != before and updater.scaler.get_scale() == max(2.0**-24, 8 / 2.0**overflows)
+    assert snapshot(net, optimizer) != before and updater.scaler.get_scale() == max(
+        2.0**-24, 8 / 2.0**overflows
+    )
 
 
 @pytest.mark.parametrize("loss", [torch.ones(2), 1.0, None], ids=repr)
@@ -746,26 +818,42 @@ def test_a_resumed_training_is_the_uninterrupted_one():
     assert snapshot(net_b, optimizer_b) == snapshot(net, optimizer)
 
 
-# ---- several ranks ---------------------------------------------------------------------------------------------------
+# ---- several ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def averaged(comm, codec, exchange, dtype, bad, steps):
-    """Train with a GradientAverager; `bad` batches are rank 1's. Return the bits and whether skipped steps changed none."""
+    """Train with a GradientAverager; `bad` batches are rank 1's. Return the bits and whether
+    skipped steps changed none.
+    """
     net = copy.deepcopy(NET).to(dtype)
     optimizer, scaler = OPTIMIZERS["sgd"](net.parameters()), DynamicLossScaler(1024.0)
     options = {"min_numel": 0, "exchange": exchange, "grad_scaler": scaler, "timeout_s": 30}
     averager = GradientAverager(net.named_parameters(), codec, comm, **options)
-    feeder = batches(comm.rank, bad, dtype) if comm.rank else ((x, y) for x, y in without_poison(bad, dtype))
-    updater = updater_of(net, optimizer, feeder, scaler=scaler, compression=averager, on_overflow="skip")
+    feeder = (
+        batches(comm.rank, bad, dtype)
+        if comm.rank
+        else ((x, y) for x, y in without_poison(bad, dtype))
+    )
+    updater = updater_of(
+        net, optimizer, feeder, scaler=scaler, compression=averager, on_overflow="skip"
+    )
     unchanged, log = [], []
     for _ in range(steps):
         before = snapshot(net, optimizer, averager)
         updater.update()
         log.append((scaler.last_step_skipped, scaler.get_scale()))
-        unchanged += [snapshot(net, optimizer, averager) == before] if scaler.last_step_skipped else []
+        unchanged += (
+            [snapshot(net, optimizer, averager) == before] if scaler.last_step_skipped else []
+        )
     averager.check_replicas()
     residuals = averager.state_dict()
-    return log, unchanged, raw(net.parameters()), {k: residuals[k] for k in ("residual", "owner_residual")}
+    return (
+        log,
+        unchanged,
+        raw(net.parameters()),
+        {k: residuals[k] for k in ("residual", "owner_residual")},
+    )
 
 
 AVERAGED = [
@@ -781,7 +869,11 @@ def without_poison(bad, dtype):
     """Yield rank 0's batches: good ones, also where the other rank's is not."""
     good = batches(0, (), dtype)
     for number in itertools.count():
-        yield (torch.ones(8, 16).to(dtype), torch.zeros(8, dtype=torch.int64)) if number in bad else next(good)
+        yield (
+            (torch.ones(8, 16).to(dtype), torch.zeros(8, dtype=torch.int64))
+            if number in bad
+            else next(good)
+        )
 
 
 @pytest.mark.parametrize("bad", WHEN.values(), ids=WHEN)
@@ -792,7 +884,9 @@ def test_an_overflow_on_one_rank_is_everyones(codec, exchange, dtype, bad):
     expected = [(n in bad, 1024.0 / 2 ** sum(b <= n for b in bad)) for n in range(8)]
     for log, unchanged, _, _ in results:
         assert log == expected and unchanged == [True] * len(bad)
-    if dtype != torch.float16 and not isinstance(codec, TernGrad):  # float16 rounds tiny values; ternary draws by step
+    if dtype != torch.float16 and not isinstance(
+        codec, TernGrad
+    ):  # float16 rounds tiny values; ternary draws by step
         clean = run_local(2, averaged, codec, exchange, dtype, set(), 8 - len(bad))
         for mine, theirs in zip(results, clean, strict=True):
             assert mine[2] == theirs[2]
@@ -803,14 +897,18 @@ def test_an_overflow_on_one_rank_is_everyones(codec, exchange, dtype, bad):
     if isinstance(codec, OneBit):
         kept = results[0][3]
         assert all(r.any() for r in kept["residual"].values())
-        assert any(r.any() for r in kept["owner_residual"].values()) == (exchange == "reduce_scatter")
+        assert any(r.any() for r in kept["owner_residual"].values()) == (
+            exchange == "reduce_scatter"
+        )
 
 
 def unscaled_too_far(comm):
     """Finite averages whose unscaling overflows: the exchange has committed residuals by then."""
     weight = nn.Parameter(torch.zeros(64))
     optimizer, scaler = torch.optim.SGD([weight], lr=0.1), DynamicLossScaler(2.0**-10)
-    averager = GradientAverager([("weight", weight)], "onebit", comm, min_numel=0, grad_scaler=scaler)
+    averager = GradientAverager(
+        [("weight", weight)], "onebit", comm, min_numel=0, grad_scaler=scaler
+    )
     pushes = iter([1.0, 1e36, 1.0])
     ramp = torch.linspace(1.0, 2.0, 64)
 
@@ -882,7 +980,10 @@ def test_ranks_that_differ_are_told(what):
 
 def test_a_silent_rank_is_peer_lost():
     comm = LocalCommunicator.group(2)[0]
-    scaler, optimizer = DynamicLossScaler(comm=comm, timeout_s=0.2), with_gradients(torch.full((3,), 8.0))
+    scaler, optimizer = (
+        DynamicLossScaler(comm=comm, timeout_s=0.2),
+        with_gradients(torch.full((3,), 8.0)),
+    )
     scaler.scale(torch.ones(()))
     with pytest.raises(PeerLost) as caught:
         scaler.unscale_(optimizer)
@@ -890,7 +991,8 @@ def test_a_silent_rank_is_peer_lost():
     assert scaler.step(optimizer) is None and scaler.last_step_skipped
 
 
-# ---- DistributedDataParallel -----------------------------------------------------------------------------------------
+# ---- DistributedDataParallel
+# -----------------------------------------------------------------------------------------
 
 SCALERS = {
     "torch": lambda: torch.amp.GradScaler("cpu", init_scale=1024.0),
@@ -914,7 +1016,9 @@ def by_hand(scaler_name, codec, bad, dtype):
         scaler.update()
         log.append(scaler.get_scale())
         now = snapshot(net, optimizer, state)
-        unchanged.append((now[0] == before[0], now[1] == before[1], codec == "terngrad" or now[2] == before[2]))
+        unchanged.append(
+            (now[0] == before[0], now[1] == before[1], codec == "terngrad" or now[2] == before[2])
+        )
     state.check_replicas()
     state.close()
     return log, unchanged, raw(net.parameters())
@@ -927,7 +1031,9 @@ def test_overflows_under_ddp_leave_everything_alone(gloo, scaler, codec, bad):
     for log, unchanged, _ in gloo(2, by_hand, scaler, codec, bad, torch.float32):
         assert log == [1024.0 / 2 ** sum(b <= n for b in bad) for n in range(7)]
         kept = codec == "terngrad"
-        assert unchanged == [(True, True, True) if n in bad else (False, False, kept) for n in range(7)]
+        assert unchanged == [
+            (True, True, True) if n in bad else (False, False, kept) for n in range(7)
+        ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -981,6 +1087,9 @@ def test_scales_that_differ_over_gloo(gloo):
 
 @pytest.mark.slow
 def test_amp_is_loaded_when_it_is_first_used():
-    script = "import sys, gradcomp; print('gradcomp.amp' in sys.modules, gradcomp.amp.DynamicLossScaler().get_scale())"
+    script = (
+        "import sys, gradcomp; print('gradcomp.amp' in sys.modules,"
+        " gradcomp.amp.DynamicLossScaler().get_scale())"
+    )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["False", "8.0"]

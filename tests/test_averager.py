@@ -19,10 +19,15 @@ from gradcomp.exchange.sizing import predict_bytes
 
 def model(seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
 
 
-MODEL, OTHER = model(0), model(1)  # threads share torch's global generator, so models are made once and copied
+MODEL, OTHER = (
+    model(0),
+    model(1),
+)  # threads share torch's global generator, so models are made once and copied
 
 
 def batch(step, rank):
@@ -64,9 +69,13 @@ def with_averager(comm, codec, cap, steps=4):
     return out, sent
 
 
-@pytest.mark.parametrize("codec", [TernGrad(), TernGrad(second_phase="requantize"), OneBit(), Identity()], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [TernGrad(), TernGrad(second_phase="requantize"), OneBit(), Identity()], ids=repr
+)
 def test_same_run_over_threads_and_gloo_and_any_bucket_size(gloo, codec, one_thread):
-    """Promise 2 over transports: LocalCommunicator and gloo give the same bits, whatever the buckets."""
+    """Promise 2 over transports: LocalCommunicator and gloo give the same bits, whatever the
+    buckets.
+    """
     runs = {run_local(3, with_averager, codec, cap)[r][0] for cap in (0.01, 25) for r in range(3)}
     runs |= {out for out, _ in gloo(3, over_gloo, codec)}
     assert len(runs) == 1
@@ -98,7 +107,9 @@ def test_averager_and_ddp_are_the_same_run(gloo, codec):
 def resumed(comm):
     def fresh():
         net = copy.deepcopy(MODEL)
-        return net, GradientAverager(net.named_parameters(), OneBit(), comm, exchange="reduce_scatter")
+        return net, GradientAverager(
+            net.named_parameters(), OneBit(), comm, exchange="reduce_scatter"
+        )
 
     def steps(net, averager, first, last):
         for step in range(first, last):
@@ -159,7 +170,9 @@ def test_models_of_several_dtypes():
 
 
 def bytes_counted(codec, exchange, world):
-    """Real DDP steps: what stats counts is what predict_bytes says, to the byte, after the bucket rebuild."""
+    """Real DDP steps: what stats counts is what predict_bytes says, to the byte, after the
+    bucket rebuild.
+    """
     net = DDP(copy.deepcopy(MODEL), bucket_cap_mb=0.02)
     state = gradcomp.ddp.register(net, codec, exchange=exchange)
     for step in range(3):
@@ -168,14 +181,22 @@ def bytes_counted(codec, exchange, world):
         x, y = batch(step, dist.get_rank())
         nn.functional.cross_entropy(net(x), y).backward()
     shapes = [(n, tuple(p.shape)) for n, p in net.module.named_parameters()]
-    said = predict_bytes(codec, shapes, world, exchange=exchange, bucket_cap_mb=0.02, rank=dist.get_rank())
+    said = predict_bytes(
+        codec, shapes, world, exchange=exchange, bucket_cap_mb=0.02, rank=dist.get_rank()
+    )
     stats = state.stats
     state.close()
-    return (stats.bytes_sent, stats.bytes_received, stats.baseline_bytes), (said.sent, said.received, said.baseline)
+    return (stats.bytes_sent, stats.bytes_received, stats.baseline_bytes), (
+        said.sent,
+        said.received,
+        said.baseline,
+    )
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize("codec", [TernGrad(), TernGrad(scale="own"), OneBit()], ids=["shared", "own", "onebit"])
+@pytest.mark.parametrize(
+    "codec", [TernGrad(), TernGrad(scale="own"), OneBit()], ids=["shared", "own", "onebit"]
+)
 def test_predicted_bytes_are_the_bytes_sent(gloo, codec, exchange):
     for counted, predicted in gloo(3, bytes_counted, codec, exchange, 3):
         assert counted == predicted
@@ -207,7 +228,9 @@ def wire_bytes(codec, exchange):
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 def test_counted_bytes_are_the_bytes_of_the_buffers(gloo, exchange):
-    """Promise 1. (Own scales: a scale round's all_reduce is counted by the ring formula instead.)"""
+    """Promise 1. (Own scales: a scale round's all_reduce is counted by the ring formula
+    instead.)
+    """
     for sent, counted in gloo(2, wire_bytes, TernGrad(scale="own"), exchange):
         assert sent == counted
 
@@ -281,7 +304,13 @@ def test_no_group_is_a_clear_error():
 def test_wrong_arguments():
     comm = LocalCommunicator.group(2)[0]
     named = list(model().named_parameters())
-    for options in ({"bucket_cap_mb": 0}, {"min_numel": -1}, {"start_step": -2}, {"exchange": "ring"}, {"timeout_s": -1}):
+    for options in (
+        {"bucket_cap_mb": 0},
+        {"min_numel": -1},
+        {"start_step": -2},
+        {"exchange": "ring"},
+        {"timeout_s": -1},
+    ):
         (value,) = options.values()
         with pytest.raises(ValueError, match=str(value)):
             GradientAverager(named, "terngrad", comm, **options)
@@ -298,13 +327,22 @@ def test_wrong_arguments():
     net = nn.Embedding(10, 4, sparse=True)
     averager = GradientAverager(net.named_parameters(), "terngrad", comm)
     net(torch.tensor([1])).sum().backward()
-    with pytest.raises(UnsupportedTensor, match="the gradient of 'weight' is torch.sparse_coo, .* sparse=False"):
+    with pytest.raises(
+        UnsupportedTensor, match="the gradient of 'weight' is torch.sparse_coo, .* sparse=False"
+    ):
         averager.average()
-    for made, name in ((net, "weight"), (nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum", sparse=True)), "0.weight")):
-        with pytest.raises(UnsupportedTensor, match=rf"parameter '{name}' of an Embedding.*\(sparse=True\)"):
+    for made, name in (
+        (net, "weight"),
+        (nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum", sparse=True)), "0.weight"),
+    ):
+        with pytest.raises(
+            UnsupportedTensor, match=rf"parameter '{name}' of an Embedding.*\(sparse=True\)"
+        ):
             GradientAverager(made, "terngrad", comm)
     frozen = nn.Linear(4, 4).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"none of the 2 parameters \('weight' \.\.\.\) is trained"):
+    with pytest.raises(
+        ValueError, match=r"none of the 2 parameters \('weight' \.\.\.\) is trained"
+    ):
         GradientAverager(frozen, "terngrad", comm)
     with pytest.raises(TypeError, match=r"codec is the class Ternary: write Ternary\(\)"):
         GradientAverager(nn.Linear(4, 4), gradcomp.Ternary, comm)
@@ -332,14 +370,25 @@ def test_a_rank_that_leaves_is_peer_lost_on_the_others():
 
 @pytest.mark.parametrize(
     ("codec", "shape", "bits"),
-    [(TernGrad(group="row"), (4096, 1), 34), (OneBit(), (300, 9), 8.1), (OneBit(), (300, 16), None), (TernGrad(), (9,), None)],
+    [
+        (TernGrad(group="row"), (4096, 1), 34),
+        (OneBit(), (300, 9), 8.1),
+        (OneBit(), (300, 16), None),
+        (TernGrad(), (9,), None),
+    ],
 )
 def test_scales_that_cost_more_than_codes_are_warned_of(codec, shape, bits):
     """A row of one element costs more in ternary than in fp32, and nothing said so."""
-    named = [("thin.weight", nn.Parameter(torch.zeros(shape))), ("wide", nn.Parameter(torch.zeros(40, 40)))]
+    named = [
+        ("thin.weight", nn.Parameter(torch.zeros(shape))),
+        ("wide", nn.Parameter(torch.zeros(40, 40))),
+    ]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         GradientAverager(named, codec, LocalCommunicator.group(2)[0], min_numel=0).close()
     messages = [str(w.message) for w in seen if "scale groups" in str(w.message)]
     assert len(messages) == (bits is not None)
-    assert not messages or ("1 of" in messages[0] and f"'thin.weight' has {shape[1]} and costs {bits:.1f} bits" in messages[0])
+    assert not messages or (
+        "1 of" in messages[0]
+        and f"'thin.weight' has {shape[1]} and costs {bits:.1f} bits" in messages[0]
+    )

@@ -1,4 +1,6 @@
-"""The search for the minibatch size: every bit comes back, NaN never wins, every rank chooses alike."""
+"""The search for the minibatch size: every bit comes back, NaN never wins, every rank chooses
+alike.
+"""
 
 import copy
 import gc
@@ -40,7 +42,11 @@ def fresh_model():
 def bits_of(value):
     """Return everything in nested containers, tensors as their bytes."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return {key: bits_of(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -51,8 +57,16 @@ def bits_of(value):
 
 
 def everything(net, optimizer, *others, generators=True):
-    held = [dict(net.named_parameters()), dict(net.named_buffers()), [m.training for m in net.modules()]]
-    held += [[id(p) for p in net.parameters()], optimizer.state_dict(), *(o.state_dict() for o in others)]
+    held = [
+        dict(net.named_parameters()),
+        dict(net.named_buffers()),
+        [m.training for m in net.modules()],
+    ]
+    held += [
+        [id(p) for p in net.parameters()],
+        optimizer.state_dict(),
+        *(o.state_dict() for o in others),
+    ]
     if generators:
         held += [torch.get_rng_state(), random.getstate(), np.random.get_state()]
     return bits_of(held)
@@ -66,7 +80,9 @@ def messy(net, optimizer, average=lambda: None, share=1, rank=0):
         for start in range(0, samples - minibatch + 1, minibatch):  # as many steps on every rank
             first = start + rank * own
             net.zero_grad()
-            loss = nn.functional.cross_entropy(net(DATA[first : first + own]), TARGETS[first : first + own])
+            loss = nn.functional.cross_entropy(
+                net(DATA[first : first + own]), TARGETS[first : first + own]
+            )
             loss.backward()
             average()
             optimizer.step()
@@ -104,12 +120,25 @@ def test_every_bit_is_rolled_back(name, stepped):
     seen = []
 
     def watched(minibatch, samples):
-        seen.append((minibatch, samples, everything(net, optimizer)[:4], optimizer.param_groups[0]["lr"] + 0))
+        seen.append(
+            (
+                minibatch,
+                samples,
+                everything(net, optimizer)[:4],
+                optimizer.param_groups[0]["lr"] + 0,
+            )
+        )
         yield from train(minibatch, samples)
         assert everything(net, optimizer) != before
 
     choice = find_batch_size(
-        watched, model=net, optimizer=optimizer, samples=1024, current=128, per_sample_lr=False, progress=False
+        watched,
+        model=net,
+        optimizer=optimizer,
+        samples=1024,
+        current=128,
+        per_sample_lr=False,
+        progress=False,
     )
     assert everything(net, optimizer) == before
     assert all(p.grad is None for p in net.parameters())
@@ -120,7 +149,9 @@ def test_every_bit_is_rolled_back(name, stepped):
 
 
 def test_a_run_goes_on_as_if_nothing_had_been_tried():
-    """Also through state that torch's own load_state_dict would cast: fp32 moments of a bf16 parameter."""
+    """Also through state that torch's own load_state_dict would cast: fp32 moments of a bf16
+    parameter.
+    """
 
     def run(search):
         torch.manual_seed(5)
@@ -143,10 +174,18 @@ def test_a_run_goes_on_as_if_nothing_had_been_tried():
         list(train(64, 256))
         if search:
             find_batch_size(
-                train, model=net, optimizer=optimizer, samples=512, current=64, progress=False, per_sample_lr=False
+                train,
+                model=net,
+                optimizer=optimizer,
+                samples=512,
+                current=64,
+                progress=False,
+                per_sample_lr=False,
             )
         list(train(64, 256))
-        return everything(net, optimizer)[0], bits_of([optimizer.state[p]["sum"] for p in net.parameters()])
+        return everything(net, optimizer)[0], bits_of(
+            [optimizer.state[p]["sum"] for p in net.parameters()]
+        )
 
     assert run(False) == run(True)
 
@@ -157,14 +196,17 @@ def test_split_optimizers_are_rolled_back_with_their_trails(name):
         net = nn.Sequential(*(m for m in fresh_model() if not isinstance(m, nn.BatchNorm1d)))
         torch.manual_seed(9)
         extra = {"momentum": 0.9} if name == "SplitSGD" else {}
-        optimizer = getattr(gradcomp.optim, name)(gradcomp.optim.split_parameters(net), lr=0.01, **extra)
+        optimizer = getattr(gradcomp.optim, name)(
+            gradcomp.optim.split_parameters(net), lr=0.01, **extra
+        )
 
         def train(minibatch, samples):
             for first in range(0, samples, minibatch):
                 net.zero_grad()
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = nn.functional.cross_entropy(
-                        net(DATA[first : first + minibatch]).float(), TARGETS[first : first + minibatch]
+                        net(DATA[first : first + minibatch]).float(),
+                        TARGETS[first : first + minibatch],
                     )
                 loss.backward()
                 optimizer.step()
@@ -173,7 +215,13 @@ def test_split_optimizers_are_rolled_back_with_their_trails(name):
         def search_here():
             before = everything(net, optimizer)
             find_batch_size(
-                train, model=net, optimizer=optimizer, samples=512, current=64, progress=False, per_sample_lr=False
+                train,
+                model=net,
+                optimizer=optimizer,
+                samples=512,
+                current=64,
+                progress=False,
+                per_sample_lr=False,
             )
             assert everything(net, optimizer) == before
 
@@ -245,13 +293,19 @@ def test_residuals_are_rolled_back_and_all_ranks_choose_alike(over, kind):
 
 
 def under_ddp(fused, searched):
-    """Train a DDP model with split weights and 1-bit residuals, with a search in the middle or without."""
+    """Train a DDP model with split weights and 1-bit residuals, with a search in the middle or
+    without.
+    """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    net = nn.Sequential(*(m for m in fresh_model() if not isinstance(m, (nn.BatchNorm1d, nn.Dropout))))
+    net = nn.Sequential(
+        *(m for m in fresh_model() if not isinstance(m, (nn.BatchNorm1d, nn.Dropout)))
+    )
     weights = gradcomp.optim.split_parameters(net)
     model = nn.parallel.DistributedDataParallel(net)
     optimizer = gradcomp.optim.SplitSGD(weights, lr=0.05, momentum=0.9)
-    state = gradcomp.ddp.register(model, OneBit(), optimizer=optimizer if fused else None, min_numel=0, timeout_s=30)
+    state = gradcomp.ddp.register(
+        model, OneBit(), optimizer=optimizer if fused else None, min_numel=0, timeout_s=30
+    )
 
     def train(minibatch, samples):
         own = minibatch // world
@@ -266,9 +320,16 @@ def under_ddp(fused, searched):
     list(train(64, 256))
     if searched:
         find_batch_size(
-            train, model=model, optimizer=optimizer, state=state, samples=512, current=64, progress=False,
-            per_sample_lr=False, timeout_s=30,
-        )  # fmt: skip
+            train,
+            model=model,
+            optimizer=optimizer,
+            state=state,
+            samples=512,
+            current=64,
+            progress=False,
+            per_sample_lr=False,
+            timeout_s=30,
+        )
     list(train(64, 256))
     held = everything(net, optimizer, state, generators=False)
     state.close()
@@ -283,7 +344,8 @@ def test_a_ddp_run_goes_on_as_if_nothing_had_been_tried(gloo, fused):
     assert with_it[0][0] == with_it[1][0]
 
 
-# ---- the choice ----------------------------------------------------------------------------------------------------
+# ---- the choice
+# --------------------------------------------------------------------------------------------------
 
 
 def search(losses, comm=None, **options):
@@ -291,9 +353,12 @@ def search(losses, comm=None, **options):
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     options = {"samples": 10_000, "current": 256, "progress": False, **options}
-    return find_batch_size(
-        lambda size, samples: losses[size], model=net, optimizer=optimizer, comm=comm, **options
-    ), optimizer
+    return (
+        find_batch_size(
+            lambda size, samples: losses[size], model=net, optimizer=optimizer, comm=comm, **options
+        ),
+        optimizer,
+    )
 
 
 SIZES = [128, 192, 256, 384, 512]
@@ -344,9 +409,15 @@ def test_nan_on_one_rank_is_nan_on_all_and_choices_are_equal():
         net = nn.Linear(2, 2)
         choice = find_batch_size(
             lambda size, samples: iter(losses[size]),
-            model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), comm=comm, samples=10_000, current=192,
-            smallest=192, multiple=192, progress=False,
-        )  # fmt: skip
+            model=net,
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            comm=comm,
+            samples=10_000,
+            current=192,
+            smallest=192,
+            multiple=192,
+            progress=False,
+        )
         return choice.minibatch, [repr(t) for t in choice.trials]
 
     results = run_local(3, work)
@@ -383,7 +454,8 @@ def test_learning_rates_per_sample_stay():
     """Groups' rates during trials, and after: times minibatch / current."""
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(
-        [{"params": [net.weight], "lr": 0.3}, {"params": [net.bias], "lr": torch.tensor(0.5)}], lr=1.0
+        [{"params": [net.weight], "lr": 0.3}, {"params": [net.bias], "lr": torch.tensor(0.5)}],
+        lr=1.0,
     )
     held, seen = optimizer.param_groups[1]["lr"], {}
 
@@ -394,7 +466,13 @@ def test_learning_rates_per_sample_stay():
 
     for per_sample, factor in ((False, 1.0), (True, 1.5)):
         choice = find_batch_size(
-            train, model=net, optimizer=optimizer, samples=10_000, current=256, per_sample_lr=per_sample, progress=False
+            train,
+            model=net,
+            optimizer=optimizer,
+            samples=10_000,
+            current=256,
+            per_sample_lr=per_sample,
+            progress=False,
         )
         assert choice.minibatch == 384
         for size, rates in seen.items():
@@ -404,7 +482,8 @@ def test_learning_rates_per_sample_stay():
         assert optimizer.param_groups[1]["lr"] is held
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------
+# ---- errors
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_exception_in_a_trial_rolls_back_and_is_raised():
@@ -423,7 +502,9 @@ def test_an_exception_in_a_trial_rolls_back_and_is_raised():
             ended.append(minibatch)
 
     with pytest.raises(ZeroDivisionError, match="of the user's"):
-        find_batch_size(train, model=net, optimizer=optimizer, samples=1024, current=128, progress=False)
+        find_batch_size(
+            train, model=net, optimizer=optimizer, samples=1024, current=128, progress=False
+        )
     assert everything(net, optimizer) == before
     assert ended == [64, 128, 192]
 
@@ -435,7 +516,9 @@ def test_an_exception_in_a_trial_rolls_back_and_is_raised():
             net.scratch.fill_(7)
 
     with pytest.raises(ValueError, match="a lot"):
-        find_batch_size(wordy, model=net, optimizer=optimizer, samples=1024, current=128, progress=False)
+        find_batch_size(
+            wordy, model=net, optimizer=optimizer, samples=1024, current=128, progress=False
+        )
     gc.collect()  # a generator that is only forgotten cleans up now
     assert everything(net, optimizer) == before
 
@@ -496,7 +579,8 @@ def test_a_train_that_yields_nothing_on_one_rank_is_an_error_on_all():
     run_local(3, work)
 
 
-# ---- what is shown -------------------------------------------------------------------------------------------------
+# ---- what is shown
+# -------------------------------------------------------------------------------------------------
 
 
 SHOWN = """
@@ -508,7 +592,8 @@ net = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 assert "rich" not in sys.modules or "{rich}" == "no"
 choice = gradcomp.onebit_sgd.find_batch_size(
-    lambda size, samples: [size / 1000] * 4, model=net, optimizer=optimizer, samples=2048, current=256, progress={progress}
+    lambda size, samples: [size / 1000] * 4,
+    model=net, optimizer=optimizer, samples=2048, current=256, progress={progress}
 )
 print(choice)
 """

@@ -1,4 +1,6 @@
-"""bench accuracy: simulated workers are real ones to the bit, finished runs are kept, the table says what was measured."""
+"""bench accuracy: simulated workers are real ones to the bit, finished runs are kept, the table
+says what was measured.
+"""
 
 import copy
 import json
@@ -18,7 +20,14 @@ from gradcomp.bench.accuracy.optimizers import exchanging_momentum
 from gradcomp.bench.accuracy.report import longest, summarize
 from gradcomp.bench.accuracy.run import Job, finished, rate_at, run_all
 from gradcomp.bench.accuracy.workers import Apart, Workers
-from gradcomp.bench.accuracy.workloads import BLOCK, HELD_OUT_SHARE, Images, Settings, cosine, square_root
+from gradcomp.bench.accuracy.workloads import (
+    BLOCK,
+    HELD_OUT_SHARE,
+    Images,
+    Settings,
+    cosine,
+    square_root,
+)
 from gradcomp.bench.models import ByteGPT, SmallResNet
 from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
 
@@ -98,12 +107,25 @@ def test_simulated_workers_send_momenta_as_real_ones_do():
 def one_rank_apart(comm):
     model = copy.deepcopy(MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with DiLoCo(model, optimizer, OneBit(), comm, min_numel=0, sync_every=2, outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=0.5), start_step=1) as local:
+    with DiLoCo(
+        model,
+        optimizer,
+        OneBit(),
+        comm,
+        min_numel=0,
+        sync_every=2,
+        outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=0.5),
+        start_step=1,
+    ) as local:
         for minibatches in MINIBATCHES:
             model.zero_grad()
             loss(model, minibatches[comm.rank]).backward()
             optimizer.step()
-    return [p.detach().clone() for p in model.parameters()], local.stats.bytes_sent, local.start_stats.bytes_sent
+    return (
+        [p.detach().clone() for p in model.parameters()],
+        local.stats.bytes_sent,
+        local.start_stats.bytes_sent,
+    )
 
 
 def test_simulated_workers_part_as_real_ones_do():
@@ -129,11 +151,20 @@ def test_methods_whose_momentum_travels():
     kinds = {"": OneBitAdam, "=frozen": OneBitAdam, "=renewed": ZeroOneAdam}
     for value, kind in kinds.items():
         method = parse(f"block4:momentum{value},start_step=7")
-        (made,) = exchanging_momentum([torch.optim.AdamW(parameters, lr=0.25, betas=(0.5, 0.75), eps=1e-3)], method)
+        (made,) = exchanging_momentum(
+            [torch.optim.AdamW(parameters, lr=0.25, betas=(0.5, 0.75), eps=1e-3)], method
+        )
         group = made.param_groups[0]
-        assert type(made) is kind and (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 1e-3)
+        assert type(made) is kind and (group["lr"], group["betas"], group["eps"]) == (
+            0.25,
+            (0.5, 0.75),
+            1e-3,
+        )
         assert made.wants_gradients(6) and not made.wants_gradients(7)
-    assert type(exchanging_momentum([SplitLAMB(parameters)], parse("onebit:momentum,start_step=7"))[0]) is OneBitLamb
+    assert (
+        type(exchanging_momentum([SplitLAMB(parameters)], parse("onebit:momentum,start_step=7"))[0])
+        is OneBitLamb
+    )
     with pytest.raises(ValueError, match="there is no SGD whose momentum travels"):
         exchanging_momentum([torch.optim.SGD(parameters)], parse("onebit:momentum,start_step=7"))
     for text, said in (
@@ -161,7 +192,9 @@ def test_buffers_are_those_of_the_first_worker():
 
 
 def test_without_feedback_every_step_is_a_first_one():
-    """What codes leave out is forgotten: the same gradients give the same average again, which residuals would change."""
+    """What codes leave out is forgotten: the same gradients give the same average again, which
+    residuals would change.
+    """
     found = {}
     for name in ("onebit", "onebit:feedback=off"):
         model, draw = nn.Linear(64, 4), torch.Generator().manual_seed(3)
@@ -189,23 +222,45 @@ def test_exemptions_and_wrong_methods():
     named = list(ByteGPT(8, 1, 1, 4).named_parameters())
     assert parse("onebit").options_for(named)["exclude"] == []
     ends = parse("onebit:exempt=ends,start_step=3").options_for(named)
-    assert {"head.weight", "embedding.weight", "norm.bias"} <= set(ends["exclude"]) and ends["start_step"] == 3
+    assert {"head.weight", "embedding.weight", "norm.bias"} <= set(ends["exclude"]) and ends[
+        "start_step"
+    ] == 3
     assert "blocks.0.up.weight" not in ends["exclude"]
-    wrong = [("twobit", "no method named"), ("onebit:exempt=all", "one of none"), ("onebit:x=1", "unknown")]
-    wrong += [("terngrad:feedback=off", "for codecs that have"), ("onebit:feedback=no", "feedback=off is"), ("onebit:precondition,feedback=off", "forgotten")]
+    wrong = [
+        ("twobit", "no method named"),
+        ("onebit:exempt=all", "one of none"),
+        ("onebit:x=1", "unknown"),
+    ]
+    wrong += [
+        ("terngrad:feedback=off", "for codecs that have"),
+        ("onebit:feedback=no", "feedback=off is"),
+        ("onebit:precondition,feedback=off", "forgotten"),
+    ]
     wrong += [("block2:rotate", "rotate is for onebit")]
-    wrong += [("onebit:fragments=2", "every=H"), ("bf16:every=3", "need a codec"), ("onebit:every=3,feedback=off", "neither momentum")]
+    wrong += [
+        ("onebit:fragments=2", "every=H"),
+        ("bf16:every=3", "need a codec"),
+        ("onebit:every=3,feedback=off", "neither momentum"),
+    ]
     for text, said in wrong:
         with pytest.raises(ValueError, match=said):
             parse(text)
-    assert parse("terngrad:every=3,delay=1,outer_momentum=0.5").local == {"every": 3, "delay": 1, "outer_momentum": 0.5}
+    assert parse("terngrad:every=3,delay=1,outer_momentum=0.5").local == {
+        "every": 3,
+        "delay": 1,
+        "outer_momentum": 0.5,
+    }
 
 
 def test_the_rate_rises_and_falls():
     for decay, last in ((cosine, 0.1), (square_root, math.sqrt(1 / 90))):
         settings = Settings(100, 4, None, 0.1, {}, decay=decay)
         rates = [rate_at(step, 100, settings) for step in range(100)]
-        assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[99] == pytest.approx(last, abs=1e-3)
+        assert (
+            rates[0] == 0.1
+            and rates[9] == rates[10] == 1.0
+            and rates[99] == pytest.approx(last, abs=1e-3)
+        )
         assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
@@ -226,7 +281,9 @@ def test_models_have_the_size_that_they_say():
     model = ByteGPT(16, 2, 2, 16)
     changed = text.clone()
     changed[:, 9] += 1
-    assert torch.equal(model(text)[:, :9], model(changed % 256)[:, :9])  # nobody sees what is to come
+    assert torch.equal(
+        model(text)[:, :9], model(changed % 256)[:, :9]
+    )  # nobody sees what is to come
 
 
 @pytest.fixture
@@ -239,18 +296,39 @@ def data(tmp_path):
 @pytest.mark.slow
 def test_a_table_of_small_runs_goes_on_where_it_was(data, capsys):
     out = data / "out"
-    words = ["--data", str(data), "--out", str(out), "--steps", "3", "--seeds", "2", "--workers", "2", "--jobs", "2"]
+    words = [
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--steps",
+        "3",
+        "--seeds",
+        "2",
+        "--workers",
+        "2",
+        "--jobs",
+        "2",
+    ]
     assert accuracy.main([*words, "--methods", "fp32", "bf16"]) == 0
     first = (out / "runs.jsonl").read_text()
     assert len(first.splitlines()) == 4
-    (out / "runs.jsonl").write_text(first + first.splitlines()[0][:50])  # killed while it wrote a line
+    (out / "runs.jsonl").write_text(
+        first + first.splitlines()[0][:50]
+    )  # killed while it wrote a line
     assert accuracy.main([*words, "--methods", "fp32", "bf16", "onebit", "terngrad:every=3"]) == 0
     assert (out / "runs.jsonl").read_text().startswith(first)
     printed = capsys.readouterr().out
     assert "held-out loss, nats a byte" in printed and "to bf16" in printed
     rows = {row["method"]: row for row in json.loads((out / "accuracy.json").read_text())["rows"]}
-    assert rows["fp32"]["to_fp32"] == 0 and rows["onebit"]["to_fp32"] != 0 and rows["onebit"]["seeds"] == 2
-    assert rows["fp32"]["bits"] == pytest.approx(32, rel=0.01) and rows["bf16"]["bits"] == pytest.approx(16, rel=0.01)
+    assert (
+        rows["fp32"]["to_fp32"] == 0
+        and rows["onebit"]["to_fp32"] != 0
+        and rows["onebit"]["seeds"] == 2
+    )
+    assert rows["fp32"]["bits"] == pytest.approx(32, rel=0.01) and rows["bf16"][
+        "bits"
+    ] == pytest.approx(16, rel=0.01)
     assert 1 < rows["onebit"]["bits"] < 4
     assert rows["terngrad:every=3"]["bits"] == pytest.approx(2 / 3, rel=0.1)
     assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
@@ -266,17 +344,37 @@ def test_a_paper_s_table_beside_what_was_published(tmp_path, capsys):
     folder, draw = tmp_path / "mnist", torch.Generator().manual_seed(0)
     folder.mkdir()
     for part, count in (("train", 200), ("t10k", 40)):
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(torch.randint(256, (count, 28, 28), generator=draw)))
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(
+            idx(torch.randint(256, (count, 28, 28), generator=draw))
+        )
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx(torch.arange(count) % 10))
-    words = ["terngrad-lenet", "--data", str(tmp_path), "--steps", "3", "--seeds", "1", "--out", str(tmp_path / "out")]
+    words = [
+        "terngrad-lenet",
+        "--data",
+        str(tmp_path),
+        "--steps",
+        "3",
+        "--seeds",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert paper.main(words) == 0
     printed = capsys.readouterr().out
     assert "2 workers, 3 steps" in printed and "published: Wen et al. 2017" in printed
     made = json.loads((tmp_path / "out" / "terngrad-lenet.json").read_text())
-    assert [(row["workers"], row["method"]) for row in made["rows"]] == [(2, "fp32"), (2, "terngrad"), (4, "fp32"), (4, "terngrad")]
+    assert [(row["workers"], row["method"]) for row in made["rows"]] == [
+        (2, "fp32"),
+        (2, "terngrad"),
+        (4, "fp32"),
+        (4, "terngrad"),
+    ]
     assert made["machine"]["torch"] == torch.__version__ and made["arguments"]["steps"] == 3
     wrong = ["--data", str(tmp_path), "--workloads", "lenet-terngrad", "--methods", "fp32"]
-    for more, said in ((["--optimizers", "lamb"], "no rate for lamb; it has sgd"), (["--optimizers", "sgd", "--workers", "3"], "3 workers cannot share")):
+    for more, said in (
+        (["--optimizers", "lamb"], "no rate for lamb; it has sgd"),
+        (["--optimizers", "sgd", "--workers", "3"], "3 workers cannot share"),
+    ):
         assert accuracy.main([*wrong, *more]) == 2
         assert said in capsys.readouterr().err
     assert paper.main(["ef-sign", "--data", str(tmp_path)]) == 2
@@ -294,28 +392,54 @@ def test_a_line_that_was_cut_off_is_run_again_and_an_odd_one_refused(tmp_path):
     job = Job("gpt-1m", "adamw", "fp32", 2, 6, 1.0, 0)
     line = json.dumps({**job.__dict__, "measure": 1.0, "curve": [], "bits": 32.0})
     assert list(finished_of(tmp_path, f"{line}\n{line[:40]}")) == [job]
-    assert run_all([job], tmp_path, tmp_path / "broken.jsonl", 1, lambda job, step: None)[job]["measure"] == 1.0
+    assert (
+        run_all([job], tmp_path, tmp_path / "broken.jsonl", 1, lambda job, step: None)[job][
+            "measure"
+        ]
+        == 1.0
+    )
     with pytest.raises(ValueError, match="line 1"):
         finished_of(tmp_path, f"{{}}\n{line}\n")
 
 
 def test_a_run_that_diverged_is_counted_and_not_averaged():
     kinds = [(0, 2.0), (1, None), (2, 4.0)]
-    results = {Job("w", "o", "m", 4, 10, 1.0, s): {"measure": m, "curve": [], "bits": 1.0} for s, m in kinds}
+    results = {
+        Job("w", "o", "m", 4, 10, 1.0, s): {"measure": m, "curve": [], "bits": 1.0}
+        for s, m in kinds
+    }
     (row,) = summarize(results)
     assert (row["mean"], row["diverged"], row["seeds"], row["to_fp32"]) == (3.0, 1, 3, None)
 
 
 def test_the_largest_h_that_costs_little_is_printed():
-    means = {"fp32": 1.0, "terngrad:every=30,start_step=5": 1.03, "terngrad:every=45,start_step=5": 1.05, "terngrad:every=60,start_step=5": 1.2, "fp32:every=30": 1.5}
-    results = {Job("low", "o", m, 4, 10, 1.0, 0): {"measure": mean, "curve": [], "bits": 1.0} for m, mean in means.items()}
-    results |= {Job("high", "o", m, 4, 10, 1.0, 0): {"measure": 90 - mean, "curve": [], "bits": 1.0} for m, mean in means.items()}
+    means = {
+        "fp32": 1.0,
+        "terngrad:every=30,start_step=5": 1.03,
+        "terngrad:every=45,start_step=5": 1.05,
+        "terngrad:every=60,start_step=5": 1.2,
+        "fp32:every=30": 1.5,
+    }
+    results = {
+        Job("low", "o", m, 4, 10, 1.0, 0): {"measure": mean, "curve": [], "bits": 1.0}
+        for m, mean in means.items()
+    }
+    results |= {
+        Job("high", "o", m, 4, 10, 1.0, 0): {"measure": 90 - mean, "curve": [], "bits": 1.0}
+        for m, mean in means.items()
+    }
     settings = Settings(1, 1, None, 0.0, {})
-    workloads = {name: SimpleNamespace(lower_is_better=name == "low", settings=settings) for name in ("low", "high")}
+    workloads = {
+        name: SimpleNamespace(lower_is_better=name == "low", settings=settings)
+        for name in ("low", "high")
+    }
     lines = longest(summarize(results), workloads, 0.06)
     assert len(lines) == 4
     for line, name in zip(lines[::2], workloads, strict=True):
-        assert line.startswith(f"terngrad:every=H,start_step=5, {name} under o, 4 workers, 10 steps: largest H within 0.06 of fp32 every step: 45 (30 costs 0.030, ")
+        assert line.startswith(
+            f"terngrad:every=H,start_step=5, {name} under o, 4 workers, 10 steps: largest H within"
+            " 0.06 of fp32 every step: 45 (30 costs 0.030, "
+        )
     assert all(line.endswith(": none (30 costs 0.500)") for line in lines[1::2])
 
 
@@ -329,11 +453,20 @@ def test_wrong_usage(tmp_path, capsys):
 def test_a_quick_look_sees_images_of_every_class():
     """CIFAR-10's test file has its classes in turns: every tenth image is an airplane."""
     labels = torch.arange(1000) % 10
-    images = Images("turns", Settings(1, 1, None, 0.0, {}), nn.Identity, (labels, labels), (torch.eye(10)[labels], labels), flips=False)
+    images = Images(
+        "turns",
+        Settings(1, 1, None, 0.0, {}),
+        nn.Identity,
+        (labels, labels),
+        (torch.eye(10)[labels], labels),
+        flips=False,
+    )
 
     class Always(nn.Module):
         def forward(self, x):
             return torch.eye(10)[3].expand(len(x), 10)
 
-    assert images.test(nn.Identity(), quick=True) == 100 and 2 < images.test(Always(), quick=True) < 25
+    assert (
+        images.test(nn.Identity(), quick=True) == 100 and 2 < images.test(Always(), quick=True) < 25
+    )
     assert images.test(Always()) == 10

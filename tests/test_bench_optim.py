@@ -1,4 +1,6 @@
-"""bench optim: it checks before it times, counts bytes right, judges right, and writes what it is asked for."""
+"""bench optim: it checks before it times, counts bytes right, judges right, and writes what it
+is asked for.
+"""
 
 import json
 
@@ -11,7 +13,16 @@ pytestmark = pytest.mark.slow
 
 def test_it_runs_small_and_counts_bytes(tmp_path, capsys):
     status = optim.main(
-        ["--numel", "65600", "--repeat", "1", "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png")]
+        [
+            "--numel",
+            "65600",
+            "--repeat",
+            "1",
+            "--json",
+            str(tmp_path / "o.json"),
+            "--plot",
+            str(tmp_path / "o.png"),
+        ]
     )
     assert status == 0
     assert "bytes a weight" in capsys.readouterr().out
@@ -37,7 +48,9 @@ def test_it_runs_small_and_counts_bytes(tmp_path, capsys):
 
 def test_a_wrong_optimizer_is_not_timed(monkeypatch):
     """The check before the clock starts notices a learning rate that is off by a bit."""
-    monkeypatch.setitem(optim.OURS, "AdamW", lambda p: optim.SplitAdamW(p, lr=optim.LR * (1 + 1e-6)))
+    monkeypatch.setitem(
+        optim.OURS, "AdamW", lambda p: optim.SplitAdamW(p, lr=optim.LR * (1 + 1e-6))
+    )
     with pytest.raises(SystemExit, match="split AdamW differs from the reference"):
         optim.main(["--numel", "64"])
 

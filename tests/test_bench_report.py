@@ -1,4 +1,6 @@
-"""``python -m gradcomp.bench report``: one page of what benchmarks have left, whatever state it is in."""
+"""``python -m gradcomp.bench report``: one page of what benchmarks have left, whatever state it
+is in.
+"""
 
 import csv
 import json
@@ -12,18 +14,39 @@ from gradcomp.bench.report import main, page
 
 def row(method, seconds, **more):
     found = {
-        "method": method, "seconds": seconds, "p95_seconds": 1.1 * seconds, "exposed_seconds": seconds - 0.1, "predicted_seconds": 0.9 * seconds,
-        "sent_nbytes": 4e6 * seconds, "cpu_seconds": 0.2, "phases": {"encode": 0.02, "first_phase": 0.1, "hidden": 0.03}, "hidden_share": 0.25,
-        "peak_nbytes": 5e8, "measure": None, "curve": [], "target_seconds": None,
-    }  # fmt: skip
+        "method": method,
+        "seconds": seconds,
+        "p95_seconds": 1.1 * seconds,
+        "exposed_seconds": seconds - 0.1,
+        "predicted_seconds": 0.9 * seconds,
+        "sent_nbytes": 4e6 * seconds,
+        "cpu_seconds": 0.2,
+        "phases": {"encode": 0.02, "first_phase": 0.1, "hidden": 0.03},
+        "hidden_share": 0.25,
+        "peak_nbytes": 5e8,
+        "measure": None,
+        "curve": [],
+        "target_seconds": None,
+    }
     return found | more
 
 
 def train(**more):
-    rows = [row("none", 0.1), row("noop", 0.12), row("fp32", 1.1), row("terngrad <&>", 0.2), {"method": "mine", "failed": "hung <after> 3 s"}]
+    rows = [
+        row("none", 0.1),
+        row("noop", 0.12),
+        row("fp32", 1.1),
+        row("terngrad <&>", 0.2),
+        {"method": "mine", "failed": "hung <after> 3 s"},
+    ]
     case = {"ranks": 2, "link": "1gbit", "latency_s": 0.001, "rows": rows}
     machine = {"processor": "A & B", "cores": 2, "torch": "2.13"}
-    return {"benchmark": "train", "arguments": {"workload": "mlp", "steps": 9}, "machine": machine, "cases": [case]} | more
+    return {
+        "benchmark": "train",
+        "arguments": {"workload": "mlp", "steps": 9},
+        "machine": machine,
+        "cases": [case],
+    } | more
 
 
 class Well(HTMLParser):
@@ -34,7 +57,11 @@ class Well(HTMLParser):
         self.open, self.tables, self.pictures = [], 0, 0
 
     def handle_starttag(self, tag, attrs):
-        assert not any(name in ("src", "href") and not str(value).startswith("#") for name, value in attrs if "xlink" not in name), attrs
+        assert not any(
+            name in ("src", "href") and not str(value).startswith("#")
+            for name, value in attrs
+            if "xlink" not in name
+        ), attrs
         self.tables += tag == "table"
         self.pictures += tag == "svg"
         if tag not in ("meta",):
@@ -46,10 +73,31 @@ class Well(HTMLParser):
 
 def test_the_page_has_tables_and_pictures_and_needs_nothing_else(tmp_path, capsys):
     (tmp_path / "a.json").write_text(json.dumps(train()))
-    curves = [row("none", 0.1), row("fp32", 1.1, measure=88.0, curve=[[5, 5.5, 70.0], [9, 9.9, 88.0]], target_seconds=9.9)]
-    (tmp_path / "b.json").write_text(json.dumps(train(cases=[{"ranks": 4, "link": "none", "latency_s": None, "rows": curves}])))
-    accuracy = {"workload": "gpt-1m", "optimizer": "adamw", "workers": 4, "steps": 2000, "method": "fp32", "factor": 1.0, "bits": 32.0, "seeds": 3}
-    accuracy |= {"diverged": 0, "mean": 1.34, "deviation": None, "curve": [[100, 2.0], [2000, 1.34]], "to_fp32": 0.0, "to_bf16": None}
+    curves = [
+        row("none", 0.1),
+        row("fp32", 1.1, measure=88.0, curve=[[5, 5.5, 70.0], [9, 9.9, 88.0]], target_seconds=9.9),
+    ]
+    (tmp_path / "b.json").write_text(
+        json.dumps(train(cases=[{"ranks": 4, "link": "none", "latency_s": None, "rows": curves}]))
+    )
+    accuracy = {
+        "workload": "gpt-1m",
+        "optimizer": "adamw",
+        "workers": 4,
+        "steps": 2000,
+        "method": "fp32",
+        "factor": 1.0,
+        "bits": 32.0,
+        "seeds": 3,
+    }
+    accuracy |= {
+        "diverged": 0,
+        "mean": 1.34,
+        "deviation": None,
+        "curve": [[100, 2.0], [2000, 1.34]],
+        "to_fp32": 0.0,
+        "to_bf16": None,
+    }
     (tmp_path / "c.json").write_text(json.dumps({"rows": [accuracy]}))
     assert main([str(tmp_path)]) == 0
     assert "3 of 3 files" in capsys.readouterr().out
@@ -57,22 +105,54 @@ def test_the_page_has_tables_and_pictures_and_needs_nothing_else(tmp_path, capsy
     seen = Well()
     seen.feed(text)
     assert not seen.open and (seen.tables, seen.pictures) == (3, 4)
-    for words in ("terngrad &lt;&amp;&gt;", "hung &lt;after&gt; 3 s", "2 ranks, 1gbit, 1 ms", "10.0x", "A &amp; B", "s to target", "+0.0000", "88"):
+    for words in (
+        "terngrad &lt;&amp;&gt;",
+        "hung &lt;after&gt; 3 s",
+        "2 ranks, 1gbit, 1 ms",
+        "10.0x",
+        "A &amp; B",
+        "s to target",
+        "+0.0000",
+        "88",
+    ):
         assert words in text, words
-    assert "<&>" not in text and not re.search(r"https?://(?!www\.w3\.org|purl\.org|creativecommons|matplotlib)", text)
+    assert "<&>" not in text and not re.search(
+        r"https?://(?!www\.w3\.org|purl\.org|creativecommons|matplotlib)", text
+    )
 
 
 def test_rows_and_pictures_beside_the_files(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(train()))
     (tmp_path / "bad.json").write_text("{")
-    accuracy = {"workload": "gpt-1m", "optimizer": "adamw", "workers": 4, "steps": 9, "method": "fp32", "factor": 1.0, "bits": 32.0, "seeds": 3}
-    accuracy |= {"diverged": 0, "mean": 1.34, "deviation": None, "curve": [[1, 2.0], [9, 1.34]], "to_fp32": 0.0, "to_bf16": None}
+    accuracy = {
+        "workload": "gpt-1m",
+        "optimizer": "adamw",
+        "workers": 4,
+        "steps": 9,
+        "method": "fp32",
+        "factor": 1.0,
+        "bits": 32.0,
+        "seeds": 3,
+    }
+    accuracy |= {
+        "diverged": 0,
+        "mean": 1.34,
+        "deviation": None,
+        "curve": [[1, 2.0], [9, 1.34]],
+        "to_fp32": 0.0,
+        "to_bf16": None,
+    }
     (tmp_path / "c.json").write_text(json.dumps({"rows": [accuracy]}))
     assert main([str(tmp_path), "--beside"]) == 0
     with (tmp_path / "a.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["method"] for row in rows] == ["none", "noop", "fp32", "terngrad <&>", "mine"]
-    assert (rows[2]["link"], rows[2]["seconds"], rows[2]["first_phase_seconds"], rows[4]["failed"]) == ("1gbit", "1.1", "0.1", "hung <after> 3 s")
+    assert (
+        rows[2]["link"],
+        rows[2]["seconds"],
+        rows[2]["first_phase_seconds"],
+        rows[4]["failed"],
+    ) == ("1gbit", "1.1", "0.1", "hung <after> 3 s")
     for name in ("a", "c"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "bad.csv").exists() and "1.34" in (tmp_path / "c.csv").read_text()

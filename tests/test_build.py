@@ -17,9 +17,20 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_no_compiler_is_one_sentence(tmp_path):
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", tmp_path, "--build-lib", tmp_path]
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-temp",
+        tmp_path,
+        "--build-lib",
+        tmp_path,
+    ]
     environment = {**os.environ, "CC": "no-such-compiler"}
-    out = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    out = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert out.returncode != 0
     last = out.stderr.strip().splitlines()[-1]
     assert "C compiler" in last and "no-such-compiler" in last and "Traceback" not in out.stderr
@@ -30,15 +41,24 @@ def test_one_module_for_every_python():
 
 
 def test_one_version_everywhere():
-    (declared,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    (declared,) = re.findall(
+        r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert gradcomp.__version__ == declared
-    newest = re.search(r"^## (?:Unreleased: )?(\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.search(
+        r"^## (?:Unreleased: )?(\S+)",
+        (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert newest and newest[1] == declared
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.7.1", "2.16.0", "3.0.0a0+git1234", "unknown"])
 def test_a_torch_that_was_not_tried_is_named(version):
-    with pytest.warns(UserWarning, match=rf"2\.8 to 2\.15.*{re.escape(version)}|{re.escape(version)}.*2\.8 to 2\.15"):
+    with pytest.warns(
+        UserWarning,
+        match=rf"2\.8 to 2\.15.*{re.escape(version)}|{re.escape(version)}.*2\.8 to 2\.15",
+    ):
         warn_about_torch(version)
 
 
@@ -56,7 +76,9 @@ def test_what_the_package_asks_for_is_what_was_tried():
     assert f'"{wanted}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     page = (ROOT / "docs/reference/torch-versions.md").read_text(encoding="utf-8")
     tried = re.findall(r"^\| (\d+\.\d+)\.\d+ \|", page, re.MULTILINE)
-    assert sorted(tried, key=lambda v: int(v.split(".")[1])) == [f"2.{m}" for m in range(oldest[1], next_minor)]
+    assert sorted(tried, key=lambda v: int(v.split(".")[1])) == [
+        f"2.{m}" for m in range(oldest[1], next_minor)
+    ]
 
 
 def test_the_demo_installs_only_what_it_needs(tmp_path):
@@ -68,5 +90,7 @@ def test_the_demo_installs_only_what_it_needs(tmp_path):
         return "\n".join(line for line in out.splitlines() if "pip install" in line)
 
     heavy = ("lightning", "accelerate", "transformers", "ray", "docs", "dev")
-    assert "-e '.[bench]'" in installs("demo") and not [extra for extra in heavy if extra in installs("demo")]
+    assert "-e '.[bench]'" in installs("demo") and not [
+        extra for extra in heavy if extra in installs("demo")
+    ]
     assert all(extra in installs("lint") for extra in heavy)

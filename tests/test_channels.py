@@ -1,4 +1,6 @@
-"""Who may use which channel when; and whether the ranks of a communicator are those that were meant."""
+"""Who may use which channel when; and whether the ranks of a communicator are those that were
+meant.
+"""
 
 import gc
 import logging
@@ -36,7 +38,9 @@ def at_once(*functions):
         except Exception as error:
             results[number] = error
 
-    threads = [threading.Thread(target=work, args=item, daemon=True) for item in enumerate(functions)]
+    threads = [
+        threading.Thread(target=work, args=item, daemon=True) for item in enumerate(functions)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -45,7 +49,8 @@ def at_once(*functions):
     return results
 
 
-# ---- meetings --------------------------------------------------------------------------------------------------------
+# ---- meetings
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_meeting_gives_everyone_the_records_in_rank_order():
@@ -55,11 +60,14 @@ def test_a_meeting_gives_everyone_the_records_in_rank_order():
 
 
 def test_a_meeting_leaves_nothing_behind():
-    """So the ranks of a process group that is made again over the same store do not find answers of before."""
+    """So the ranks of a process group that is made again over the same store do not find answers
+    of before.
+    """
     store = dist.HashStore()
     for word in (b"first", b"second"):
         assert (
-            at_once(*(lambda r=r, word=word: meet(store, r, 2, word, 20, "come") for r in range(2))) == [[word] * 2] * 2
+            at_once(*(lambda r=r, word=word: meet(store, r, 2, word, 20, "come") for r in range(2)))
+            == [[word] * 2] * 2
         )
     assert store.num_keys() == 0
 
@@ -104,7 +112,9 @@ def test_a_store_that_does_not_answer_is_a_lost_peer():
         def set(self, key, value):
             raise RuntimeError("Connection reset by peer\nat TCPStore.cpp")
 
-    with pytest.raises(PeerLost, match="store does not answer: .*; read its output .Connection reset by peer.$"):
+    with pytest.raises(
+        PeerLost, match="store does not answer: .*; read its output .Connection reset by peer.$"
+    ):
         meet(Gone(), 0, 2, b"", 1, "come")
 
 
@@ -152,7 +162,8 @@ def test_a_store_that_blocks_holds_nobody_up():
     answers.set()
 
 
-# ---- whose ranks -----------------------------------------------------------------------------------------------------
+# ---- whose ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def compare(how):
@@ -179,7 +190,13 @@ def compare(how):
 @pytest.mark.parametrize(
     ("how", "wanted"),
     [
-        ("alone", "rank 0 of 2 of the process group is rank 0 of 1 of the communicator (here a LocalCommunicator)"),
+        (
+            "alone",
+            (
+                "rank 0 of 2 of the process group is rank 0 of 1 of the communicator (here a"
+                " LocalCommunicator)"
+            ),
+        ),
         ("numbered otherwise", "rank 0 of 2 of the process group is rank 1 of 2"),
         ("of another job", "has ranks that the process group does not have"),
         ("the same", None),
@@ -211,7 +228,8 @@ def test_control_has_a_channel_of_its_own(over):
     assert over(2, control) == [[b"0", b"1"]] * 2
 
 
-# ---- who holds the channels ------------------------------------------------------------------------------------------
+# ---- who holds the channels
+# ------------------------------------------------------------------------------------------
 
 
 def layers(rank):
@@ -223,21 +241,31 @@ def layers(rank):
 
 
 def two_users(comm):
-    """Reproduction 2 of the findings: all_reduce while an exchange that rotate() began is under way."""
-    averager = gradcomp.GradientAverager(layers(comm.rank), "terngrad", comm, bucket_cap_mb=0.01, min_numel=0)
+    """Reproduction 2 of the findings: all_reduce while an exchange that rotate() began is under
+    way.
+    """
+    averager = gradcomp.GradientAverager(
+        layers(comm.rank), "terngrad", comm, bucket_cap_mb=0.01, min_numel=0
+    )
     averager.rotate()
     x = torch.full((64,), float(comm.rank))
     begun = time.monotonic()
-    with pytest.raises(gradcomp.GradcompError, match=r"all_reduce\(key=7\).*the averaging of 3.*duplicate\(\)"):
+    with pytest.raises(
+        gradcomp.GradcompError, match=r"all_reduce\(key=7\).*the averaging of 3.*duplicate\(\)"
+    ):
         gradcomp.all_reduce(x, gradcomp.Identity(), comm, key=7, timeout_s=20)
     with pytest.raises(gradcomp.GradcompError, match="a collective cannot start"):
-        comm.start_all_gather(torch.zeros(1, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8), Channel.FIRST)
+        comm.start_all_gather(
+            torch.zeros(1, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8), Channel.FIRST
+        )
     at_once = time.monotonic() - begun
     words = comm.all_gather_bytes(b"%d" % comm.rank, 20)  # control is free
     other = comm.duplicate()
     gradcomp.all_reduce(x, gradcomp.Identity(), other, key=7, timeout_s=20)
     averager.flush()
-    y = gradcomp.all_reduce(torch.full((64,), float(comm.rank)), gradcomp.Identity(), comm, key=7, timeout_s=20)
+    y = gradcomp.all_reduce(
+        torch.full((64,), float(comm.rank)), gradcomp.Identity(), comm, key=7, timeout_s=20
+    )
     averager.close()
     other.close()
     return at_once, words, x[0].item(), y[0].item()
@@ -254,7 +282,9 @@ def test_a_lease_is_claimed_once_and_given_back():
     first, second = comm.lease("the first"), comm.lease("the second")
     for _ in range(2):
         first.claim()
-    with pytest.raises(gradcomp.GradcompError, match="the second cannot start .* while the first has"):
+    with pytest.raises(
+        gradcomp.GradcompError, match="the second cannot start .* while the first has"
+    ):
         second.claim()
     second.release()
     with pytest.raises(gradcomp.GradcompError), second:
@@ -280,18 +310,25 @@ def duplicates(comm):
         work.wait(20)
     comm.all_gather_bytes(b"x", 20)
     other.close()
-    return other.timeout_s, [r.tolist() for r in recvs], comm.all_gather_bytes(b"%d" % comm.rank, 20, Channel.FIRST)
+    return (
+        other.timeout_s,
+        [r.tolist() for r in recvs],
+        comm.all_gather_bytes(b"%d" % comm.rank, 20, Channel.FIRST),
+    )
 
 
 def test_a_duplicate_has_channels_of_its_own(over):
     assert over(2, duplicates)[0][1:] == ([[0, 1], [10, 11]], [b"0", b"1"])
 
 
-# ---- gloo groups -----------------------------------------------------------------------------------------------------
+# ---- gloo groups
+# --------------------------------------------------------------------------------------------------
 
 
 def made_and_dropped(close):
-    """Return descriptors and gradcomp's threads before, with one communicator, and after four that came and went."""
+    """Return descriptors and gradcomp's threads before, with one communicator, and after four
+    that came and went.
+    """
     before = steady(descriptors), threading.active_count()
     for _ in range(4):
         comm = TorchCommunicator(timeout_s=20)
@@ -320,7 +357,10 @@ def few_descriptors():
     before, needed = steady(descriptors), 3 * (1 + 4)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + needed - 1, hard))
     try:
-        with pytest.raises(gradcomp.GradcompError, match=rf"3 gloo groups of 2 ranks need {needed} .*ulimit -n 65536"):
+        with pytest.raises(
+            gradcomp.GradcompError,
+            match=rf"3 gloo groups of 2 ranks need {needed} .*ulimit -n 65536",
+        ):
             TorchCommunicator(timeout_s=20)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -335,7 +375,9 @@ def test_too_few_descriptors_are_said_before_anything_is_opened(gloo):
 
 
 def forgotten_close():
-    """Finding 8: a rank that has closed and one that forgot to make their next communicator together."""
+    """Finding 8: a rank that has closed and one that forgot to make their next communicator
+    together.
+    """
     first = TorchCommunicator(timeout_s=20)
     first.all_gather_bytes(b"x", 20, Channel.FIRST)
     if dist.get_rank() == 0:
@@ -367,7 +409,9 @@ from gradcomp import PeerMismatch
 from gradcomp.comm import TorchCommunicator
 
 rank = int(sys.argv[1])
-store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), None, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+store = dist.TCPStore(
+    "127.0.0.1", int(sys.argv[2]), None, rank == 0, timedelta(seconds=60), wait_for_workers=False
+)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 if rank == 0:
     time.sleep(1)  # the other one waits, and looks every 50 ms
@@ -384,14 +428,18 @@ def test_a_mismatch_is_told_before_the_store_goes():
     """The rank that hosts the store left with it as soon as it knew: PeerLost on the other one."""
     port = free_port()
     ranks = [
-        subprocess.Popen([sys.executable, "-c", LEAVES, str(rank), str(port)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES, str(rank), str(port)], stdout=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     assert [process.communicate(timeout=90)[0] for process in ranks] == ["timeout_s\n"] * 2
 
 
 def own_timeout():
-    state = gradcomp.ddp.register(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), "terngrad")
+    state = gradcomp.ddp.register(
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), "terngrad"
+    )
     averager = gradcomp.GradientAverager(layers(0), "terngrad", min_numel=0)
     found = {TorchCommunicator().timeout_s, state._engine.timeout_s, averager._engine.timeout_s}
     state.close()
@@ -419,7 +467,9 @@ def not_everyone():
 
 def test_who_has_not_registered_is_named(gloo):
     (first, _), (second, seconds) = gloo(2, not_everyone)
-    assert first.startswith("lost a peer in setup after 0."), "without a bucket: it was 'of bucket -1'"
+    assert first.startswith("lost a peer in setup after 0."), (
+        "without a bucket: it was 'of bucket -1'"
+    )
     assert first.endswith("rank 1 has not called register, or made its communicator")
     assert second.endswith("rank 0 gave up waiting before this rank came")
     assert seconds < 10  # at once, on a busy machine too
@@ -455,7 +505,13 @@ def waits(how):
 @pytest.mark.parametrize(
     ("how", "wanted"),
     [
-        ("tells", ("RankGone", "rank 1 gave up because of UnsupportedTensor: the gradient of 'w' is sparse")),
+        (
+            "tells",
+            (
+                "RankGone",
+                "rank 1 gave up because of UnsupportedTensor: the gradient of 'w' is sparse",
+            ),
+        ),
         ("aborts", ("ConnectionError", "this rank has given up: another stage failed")),
     ],
 )
@@ -474,7 +530,9 @@ def fails_alone():
     """A bucket that one rank cannot take: its peer learns who and why."""
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.ones(64, 64)
-    averager = gradcomp.GradientAverager([("w", parameter)], gradcomp.TernGrad(), timeout_s=60, min_numel=0)
+    averager = gradcomp.GradientAverager(
+        [("w", parameter)], gradcomp.TernGrad(), timeout_s=60, min_numel=0
+    )
     averager.average()
     if dist.get_rank() == 1:
         averager._engine.codec.encode_body = refuse
@@ -491,7 +549,9 @@ def fails_alone():
 def test_a_rank_that_fails_alone_tells_its_peers_who_and_why(gloo):
     (kind, text, seconds), own = gloo(2, fails_alone)
     assert own[:2] == ("ValueError", "a codec of the user's")
-    assert kind == "PeerLost" and text.endswith("rank 1 gave up because of ValueError: a codec of the user's")
+    assert kind == "PeerLost" and text.endswith(
+        "rank 1 gave up because of ValueError: a codec of the user's"
+    )
     assert seconds < 30
 
 
@@ -509,7 +569,9 @@ def test_a_link_that_is_dropped_ends_its_threads():
 
 
 def slow_outside(comm):
-    """Two nodes of two ranks: what stays on a node takes no time, what crosses goes over the one link of the rank."""
+    """Two nodes of two ranks: what stays on a node takes no time, what crosses goes over the one
+    link of the rank.
+    """
     link = LinkCommunicator(comm, bits_per_s=1e5)  # 1,000 bytes: 80 ms
     home = comm.rank // 2
     inside = link.node_subset([2 * home, 2 * home + 1], 20)
@@ -521,7 +583,9 @@ def slow_outside(comm):
         seconds.append(time.monotonic() - begun)
     send, recv = torch.zeros(1000, dtype=torch.uint8), torch.zeros(2000, dtype=torch.uint8)
     begun = time.monotonic()
-    works = [c.start_all_gather(send, recv.clone(), Channel.FIRST) for c in (across, across.duplicate())]
+    works = [
+        c.start_all_gather(send, recv.clone(), Channel.FIRST) for c in (across, across.duplicate())
+    ]
     for work in works:
         work.wait(20)
     return *seconds, time.monotonic() - begun
@@ -549,7 +613,11 @@ def warned(timeout_s):
 
 def test_a_process_group_that_waits_far_longer_is_warned_of_once(gloo):
     first, other = gloo(2, warned, 30)
-    assert len(first) == 1 and "torch's own" in first[0] and "after 1800 s: init_process_group(timeout=" in first[0]
+    assert (
+        len(first) == 1
+        and "torch's own" in first[0]
+        and "after 1800 s: init_process_group(timeout=" in first[0]
+    )
     assert other == []
     assert gloo(2, warned, 1000) == gloo(2, warned, None) == [[], []]
 
@@ -572,20 +640,46 @@ class Ending:
 GONE = 1, "a codec of the user's"
 
 
-@pytest.mark.parametrize(("ends", "completed", "raised", "gone"), [
-    (["Operation timed out!", "", ""], [False, True], None, GONE),  # the other sent all, then gave up
-    (["Operation timed out!", *["Connection closed by peer"] * 3], [False, True, True], RankGone, GONE),
-    (["Operation timed out!"] * 2, [False, False], RankGone, GONE),
-    (["Operation timed out!", ""], [False], None, None),  # still under way, then done
-    (["Operation timed out!", ""], [True], None, None),  # done between the end of its wait and the look at it: nothing is wrong
-    (["Operation timed out!", "Operation timed out!", ""], [False, True], None, None),
-    (["Connection closed by peer", "Connection closed by peer"], [True], ConnectionError, None),
-    (["Operation timed out!", "Connection closed by peer"], [True], ConnectionError, None),
-    (["Timed out waiting 30000ms", "Timed out waiting 30000ms"], [True], TimeoutError, None),  # gloo's own timeout
-    (["Connection closed by peer"], [False], ConnectionError, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ends", "completed", "raised", "gone"),
+    [
+        (
+            ["Operation timed out!", "", ""],
+            [False, True],
+            None,
+            GONE,
+        ),  # the other sent all, then gave up
+        (
+            ["Operation timed out!", *["Connection closed by peer"] * 3],
+            [False, True, True],
+            RankGone,
+            GONE,
+        ),
+        (["Operation timed out!"] * 2, [False, False], RankGone, GONE),
+        (["Operation timed out!", ""], [False], None, None),  # still under way, then done
+        (
+            ["Operation timed out!", ""],
+            [True],
+            None,
+            None,
+        ),  # done between the end of its wait and the look at it: nothing is wrong
+        (["Operation timed out!", "Operation timed out!", ""], [False, True], None, None),
+        (["Connection closed by peer", "Connection closed by peer"], [True], ConnectionError, None),
+        (["Operation timed out!", "Connection closed by peer"], [True], ConnectionError, None),
+        (
+            ["Timed out waiting 30000ms", "Timed out waiting 30000ms"],
+            [True],
+            TimeoutError,
+            None,
+        ),  # gloo's own timeout
+        (["Connection closed by peer"], [False], ConnectionError, None),
+    ],
+)
 def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, completed, raised, gone):
-    notes, lost = SimpleNamespace(look=lambda seconds: gone, look_for_cause=lambda seconds: gone), []
+    notes, lost = (
+        SimpleNamespace(look=lambda seconds: gone, look_for_cause=lambda seconds: gone),
+        [],
+    )
     groups = SimpleNamespace(pending=set(), broken="", notes=notes, lose=lost.append)
     work = _GlooWork(Ending(*ends, completed=completed), groups, ())
     if raised is None:
@@ -598,7 +692,9 @@ def test_a_collective_that_ends_just_after_a_wait_did_is_no_failure(ends, comple
 
 
 def closes():
-    """Rank 1 closes while rank 0 waits for it, and stays alive: nothing but its word tells rank 0 who has left."""
+    """Rank 1 closes while rank 0 waits for it, and stays alive: nothing but its word tells rank
+    0 who has left.
+    """
     comm = TorchCommunicator(timeout_s=40)
     if comm.rank == 1:
         comm.close()
@@ -636,4 +732,6 @@ def test_a_rank_that_closes_is_named_to_its_peers(gloo):
     """It was gloo's "Connection closed by peer" alone, without a number."""
     rank, text = gloo(2, closes)[0]
     assert rank == 1 and text.startswith("rank 1 closed its communicator"), text
-    assert text.endswith("]") and "onnection" in text.partition(" [")[2], "gloo's own words come last"
+    assert text.endswith("]") and "onnection" in text.partition(" [")[2], (
+        "gloo's own words come last"
+    )

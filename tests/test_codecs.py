@@ -20,7 +20,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def flat(x):
-    return x.reshape(-1).view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.reshape(-1).numpy()
+    return (
+        x.reshape(-1).view(torch.uint16).numpy()
+        if x.dtype == torch.bfloat16
+        else x.reshape(-1).numpy()
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,7 +40,9 @@ def test_payloads_are_the_references(tier, dtype, group):
         flat(x), scales, size, ref.Key(5, 2, 9, 4, 1)
     )
     residual = torch.randn(1001)
-    wanted, left = ref_payload.encode_onebit(flat(x), residual.numpy().copy(), size, ref.Key(0, 0, 9, 0, 0))
+    wanted, left = ref_payload.encode_onebit(
+        flat(x), residual.numpy().copy(), size, ref.Key(0, 0, 9, 0, 0)
+    )
     got = OneBit(group=group).encode(x, residual=residual, key=RngKey(step=9))
     assert got.numpy().tobytes() == wanted
     assert residual.numpy().tobytes() == left.tobytes()
@@ -55,7 +61,10 @@ def test_identity_round_trip(dtype):
     magnitude=st.sampled_from([1e-42, 1e-30, 1.0, 1e30]),
 )
 def test_ternary_decodes_to_scale_times_sign(numel, group, seed, magnitude):
-    x = torch.from_numpy(np.random.default_rng(seed).standard_normal(numel).astype(np.float32)) * magnitude
+    x = (
+        torch.from_numpy(np.random.default_rng(seed).standard_normal(numel).astype(np.float32))
+        * magnitude
+    )
     codec = TernGrad(group=group, clip_sigma=None, seed=seed)
     payload = codec.encode(x)
     groups = math.ceil(numel / codec.group_numel((numel,)))
@@ -68,7 +77,11 @@ def test_ternary_decodes_to_scale_times_sign(numel, group, seed, magnitude):
         assert torch.all((part == 0) | (part.sign() == whole.sign()))
 
 
-@given(numel=st.integers(0, 3000), group=st.one_of(st.just("tensor"), st.integers(1, 700)), seed=st.integers(0, 1000))
+@given(
+    numel=st.integers(0, 3000),
+    group=st.one_of(st.just("tensor"), st.integers(1, 700)),
+    seed=st.integers(0, 1000),
+)
 def test_onebit_conserves_exactly(numel, group, seed):
     """Promise 5: r' = fl(fl(g + r) - q), element by element."""
     rng = np.random.default_rng(seed)
@@ -82,7 +95,12 @@ def test_onebit_conserves_exactly(numel, group, seed):
 def test_onebit_means_of_a_known_vector():
     """GRACE's decoder turns this into [760, 760, 765, 765]."""
     codec = OneBit()
-    assert codec.decode(codec.encode(torch.tensor([-1.0, -3.0, 2.0, 4.0]))).tolist() == [-2, -2, 3, 3]
+    assert codec.decode(codec.encode(torch.tensor([-1.0, -3.0, 2.0, 4.0]))).tolist() == [
+        -2,
+        -2,
+        3,
+        3,
+    ]
 
 
 @given(
@@ -100,7 +118,9 @@ def test_block_conserves_exactly(bits, numel, group, seed):
     payload = codec.encode(gradient, residual=residual)
     decoded = codec.decode(payload)
     assert torch.equal(residual, (gradient + old) - decoded)
-    assert payload.numel() == codec.payload_nbytes(numel, math.ceil(numel / codec.group_numel((numel,))))
+    assert payload.numel() == codec.payload_nbytes(
+        numel, math.ceil(numel / codec.group_numel((numel,)))
+    )
     size = codec.group_numel((numel,))
     for first in range(0, numel, size):
         x, left = (gradient + old)[first : first + size], residual[first : first + size]
@@ -112,9 +132,13 @@ def test_block_conserves_exactly(bits, numel, group, seed):
 
 
 def test_block_of_a_known_vector():
-    """Root mean square 2: with 2 bits the step is 1.9914; with 4 bits it is a seventh of the largest."""
+    """Root mean square 2: with 2 bits the step is 1.9914; with 4 bits it is a seventh of the
+    largest.
+    """
     x = torch.tensor([-2.0, 2.0, -2.0, 2.0])
-    assert Block(2).decode(Block(2).encode(x)).tolist() == pytest.approx([-2.9871, 2.9871, -2.9871, 2.9871], rel=1e-6)
+    assert Block(2).decode(Block(2).encode(x)).tolist() == pytest.approx(
+        [-2.9871, 2.9871, -2.9871, 2.9871], rel=1e-6
+    )
     x = torch.tensor([-14.0, 0.0, 2.9, 7.1, -0.9])
     assert Block(4).decode(Block(4).encode(x)).tolist() == [-14, 0, 2, 8, 0]
 
@@ -132,7 +156,9 @@ def test_untouched_rows_stay_exact(codec):
 @pytest.mark.parametrize("scale", ["shared", "own"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_without_deviation_are_kept(tier, dtype, scale):
-    """Rows of one element, and constant gradients, decoded to zeros: such a weight never trained."""
+    """Rows of one element, and constant gradients, decoded to zeros: such a weight never
+    trained.
+    """
     thin = torch.randn(4096, 1, generator=torch.Generator().manual_seed(1)).to(dtype)
     codec = TernGrad(group="row", scale=scale)
     assert torch.equal(codec.decode(codec.encode(thin)), thin.flatten().float())
@@ -146,7 +172,9 @@ def test_groups_without_deviation_are_kept(tier, dtype, scale):
 
 
 def test_encoding_again_without_a_key_warns_once(monkeypatch):
-    """The same draws on 8 ranks: an average as noisy as one payload (std 0.458 where 8 ranks of their own give 0.162)."""
+    """The same draws on 8 ranks: an average as noisy as one payload (std 0.458 where 8 ranks of
+    their own give 0.162).
+    """
     monkeypatch.setattr("gradcomp.codecs.terngrad._encodings_without_key", itertools.count())
     x, codec = torch.full((20_000,), 0.3), TernGrad(clip_sigma=None)
     with warnings.catch_warnings():
@@ -154,7 +182,9 @@ def test_encoding_again_without_a_key_warns_once(monkeypatch):
         codec.encode(x, key=RngKey(rank=1))
         first = codec.encode(x, scale=1.0)
         OneBit().encode(x), OneBit().encode(x)
-    with pytest.warns(UserWarning, match="same random numbers at every call and on every rank") as seen:
+    with pytest.warns(
+        UserWarning, match="same random numbers at every call and on every rank"
+    ) as seen:
         again = [codec.encode(x, scale=1.0) for _ in range(2)]
     assert all(torch.equal(payload, first) for payload in again)
     (mine,) = [one for one in seen if "same random numbers" in str(one.message)]
@@ -165,7 +195,10 @@ def test_encoding_again_without_a_key_warns_once(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("codec", [TernGrad(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor"), TopK()])
+@pytest.mark.parametrize(
+    "codec",
+    [TernGrad(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor"), TopK()],
+)
 def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
     x = torch.randn(5000)
     x[4999] = bad
@@ -177,9 +210,15 @@ def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
 
 
 @pytest.mark.parametrize("value", [3.3e38, float("nan"), float("inf")])
-@pytest.mark.parametrize("codec", [OneBit(group=100), Block(2, group=100), Block(8, group=100), TopK()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec",
+    [OneBit(group=100), Block(2, group=100), Block(8, group=100), TopK()],
+    ids=lambda c: c.name,
+)
 def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, codec, value):
-    """`x` is finite, its sum with the residual is not: the payload is flagged, and no group loses what it did not send."""
+    """`x` is finite, its sum with the residual is not: the payload is flagged, and no group
+    loses what it did not send.
+    """
     generator = torch.Generator().manual_seed(0)
     x, residual = torch.randn(3000, generator=generator), torch.randn(3000, generator=generator)
     x[2500] = 3.3e38
@@ -192,7 +231,9 @@ def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, codec, value
 
 
 @pytest.mark.parametrize(
-    "codec", [TernGrad(group=64), OneBit(group=64), Block(4, group=64), Identity()], ids=lambda c: c.name
+    "codec",
+    [TernGrad(group=64), OneBit(group=64), Block(4, group=64), Identity()],
+    ids=lambda c: c.name,
 )
 def test_encode_into_memory_of_the_callers(codec):
     x, key = torch.randn(1000), RngKey(step=3)
@@ -229,7 +270,11 @@ def test_signs_decode_to_one_and_lose_nothing(tier, dtype):
         before = residual.clone()
         q = codec.decode(codec.encode(x, residual=residual))
         assert torch.equal(residual, (x.float() + before) - q)
-        assert set(q.tolist()) == {-1.0, 0.0, 1.0} and (q[64:128] == 0).all() and q.count_nonzero() == 936
+        assert (
+            set(q.tolist()) == {-1.0, 0.0, 1.0}
+            and (q[64:128] == 0).all()
+            and q.count_nonzero() == 936
+        )
         sent, given = sent + q, given + x.float()
     assert residual.abs().max() < 3
     assert (sent - given).abs().max() < 3  # of a sum of about 40: what was not sent yet
@@ -237,7 +282,8 @@ def test_signs_decode_to_one_and_lose_nothing(tier, dtype):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(
-    "codec", [TernGrad(), TernGrad(group=1000), OneBit(group=512), OneBit(group=100_003), Identity()]
+    "codec",
+    [TernGrad(), TernGrad(group=1000), OneBit(group=512), OneBit(group=100_003), Identity()],
 )
 def test_threads_change_no_bit(codec, threads):
     torch.manual_seed(0)
@@ -258,7 +304,9 @@ def test_threads_change_no_bit(codec, threads):
 
 
 def test_flush_to_zero_in_the_callers_thread_changes_no_bit():
-    """torch.set_flush_denormal sets the CPU's FTZ and DAZ flags, which would turn denormal gradients into 0."""
+    """torch.set_flush_denormal sets the CPU's FTZ and DAZ flags, which would turn denormal
+    gradients into 0.
+    """
     x = torch.full((64,), 1e-41)
     wanted = TernGrad(clip_sigma=None).encode(x)
     if not torch.set_flush_denormal(True):
@@ -303,7 +351,10 @@ def test_given_scale():
         (lambda: Block(2, second_phase="exact"), "exact"),
         (lambda: Block(4, group="channel"), "channel"),
         (lambda: Block(4, error_feedback=1.5), "1.5"),
-        (lambda: Block(8, error_feedback=False).encode(torch.ones(3), residual=torch.ones(3)), "residual"),
+        (
+            lambda: Block(8, error_feedback=False).encode(torch.ones(3), residual=torch.ones(3)),
+            "residual",
+        ),
         (lambda: TopK(error_feedback=0.5), "0.5"),
         (lambda: TopK().encode(torch.ones(3), scale=1.0), "1.0"),
         (lambda: Identity("fp8"), "fp8"),
@@ -316,7 +367,10 @@ def test_given_scale():
         (lambda: TernGrad().encode(torch.ones(3), residual=torch.ones(3)), "residual"),
         (lambda: OneBit().encode(torch.ones(3), scale=1.0), "1.0"),
         (lambda: OneBit().encode(torch.ones(3), residual=torch.ones(4)), "4"),
-        (lambda: OneBit(error_feedback=False).encode(torch.ones(3), residual=torch.ones(3)), "residual"),
+        (
+            lambda: OneBit(error_feedback=False).encode(torch.ones(3), residual=torch.ones(3)),
+            "residual",
+        ),
         (lambda: TernGrad().decode(TernGrad().encode(torch.ones(3)), out=torch.ones(4)), "4"),
         (lambda: TernGrad().payload_nbytes(-1), "-1"),
         (lambda: gradcomp.codecs.resolve("fp8"), "fp8"),
@@ -349,16 +403,24 @@ def test_unsupported_tensors_are_named(codec, tensor, word):
 
 
 @pytest.mark.parametrize("kind", [Ternary, OneBit, Block])
-@pytest.mark.parametrize("decay", [-0.1, 1.0000000001, 2, math.nan, math.inf, -math.inf, True, "0.5", [0.5]])
+@pytest.mark.parametrize(
+    "decay", [-0.1, 1.0000000001, 2, math.nan, math.inf, -math.inf, True, "0.5", [0.5]]
+)
 def test_decays_outside_0_to_1_are_refused(kind, decay):
-    with pytest.raises(ValueError, match="residual_decay must be None or a number from 0 to 1, got "):
+    with pytest.raises(
+        ValueError, match="residual_decay must be None or a number from 0 to 1, got "
+    ):
         kind(residual_decay=decay)
 
 
-@pytest.mark.parametrize("step", [0, -1.8, math.nan, math.inf, 1e-46, 1e39, 10**400, True, "1.8", None])
+@pytest.mark.parametrize(
+    "step", [0, -1.8, math.nan, math.inf, 1e-46, 1e39, 10**400, True, "1.8", None]
+)
 def test_steps_that_float32_has_not_are_refused(step):
     """Beyond its range every value was encoded as 0."""
-    with pytest.raises(ValueError, match="step must be a positive number that float32 can hold, got "):
+    with pytest.raises(
+        ValueError, match="step must be a positive number that float32 can hold, got "
+    ):
         Ternary(step=step)
 
 
@@ -373,5 +435,7 @@ def test_a_decay_of_zero_and_no_feedback_are_the_same_codec(kind):
     assert kind(residual_decay=0).options()["residual_decay"] == 0.0
     x = torch.randn(2, 64)
     assert torch.equal(kind(residual_decay=0).encode(x[0]), kind(error_feedback=False).encode(x[0]))
-    averages = run_local(2, lambda comm: gradcomp.all_reduce(x[comm.rank].clone(), kind(residual_decay=0), comm))
+    averages = run_local(
+        2, lambda comm: gradcomp.all_reduce(x[comm.rank].clone(), kind(residual_decay=0), comm)
+    )
     assert torch.equal(averages[0], averages[1]) and bool(averages[0].abs().max() > 0)

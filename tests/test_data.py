@@ -1,4 +1,6 @@
-"""IDX files are read whole or refused with the file and the reason; the default digits are the same everywhere."""
+"""IDX files are read whole or refused with the file and the reason; the default digits are the
+same everywhere.
+"""
 
 import gzip
 import struct
@@ -7,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from gradcomp.bench.data import TEST_FILES, TRAIN_FILES, load, load_digits, load_idx_folder, read_idx
+from gradcomp.bench.data import (
+    TEST_FILES,
+    TRAIN_FILES,
+    load,
+    load_digits,
+    load_idx_folder,
+    read_idx,
+)
 
 
 def idx(dims, body, magic=b"\0\0\x08"):
@@ -32,12 +41,16 @@ def write_folder(folder, *, train=6, test=3, compress=()):
     return folder
 
 
-@pytest.mark.parametrize("compress", [(), (TRAIN_FILES[0], TEST_FILES[1])], ids=["plain", "some .gz"])
+@pytest.mark.parametrize(
+    "compress", [(), (TRAIN_FILES[0], TEST_FILES[1])], ids=["plain", "some .gz"]
+)
 def test_folder_is_read(tmp_path, compress):
     data = load(write_folder(tmp_path, compress=compress))
     assert data.train_images.shape == (6, 1, 28, 28) and data.train_images.dtype == torch.float32
     assert data.test_images.shape == (3, 1, 28, 28)
-    assert data.train_labels.tolist() == [0, 1, 2, 3, 4, 5] and data.train_labels.dtype == torch.int64
+    assert (
+        data.train_labels.tolist() == [0, 1, 2, 3, 4, 5] and data.train_labels.dtype == torch.int64
+    )
     pixels = np.frombuffer(images_bytes(6), dtype=np.uint8).reshape(6, 1, 28, 28) / 255.0
     expected = (pixels - pixels.mean()) / pixels.std()
     np.testing.assert_allclose(data.train_images.numpy(), expected, atol=1e-5)
@@ -49,7 +62,10 @@ BROKEN_FILES = {
     "empty": (b"", "not an IDX file"),
     "three bytes": (WHOLE[:3], "not an IDX file"),
     "other magic": (b"PK" + WHOLE[2:], "not an IDX file"),
-    "float32 values": (idx((2, 28, 28), images_bytes(2), magic=b"\0\0\x0d"), "type 0x0d is not supported"),
+    "float32 values": (
+        idx((2, 28, 28), images_bytes(2), magic=b"\0\0\x0d"),
+        "type 0x0d is not supported",
+    ),
     "no dimensions": (b"\0\0\x08\0", "0 dimensions"),
     "255 dimensions": (b"\0\0\x08\xff" + bytes(2000), "255 dimensions"),
     "cut in the header": (WHOLE[:11], "truncated inside the header"),
@@ -77,7 +93,9 @@ def test_every_truncation_and_every_flipped_byte_of_a_gzip_file_is_refused(tmp_p
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=str(path)):
             read_idx(path)
-    for at in range(10, len(whole)):  # bytes 4-9 of the gzip header are a time and hints that no reader checks
+    for at in range(
+        10, len(whole)
+    ):  # bytes 4-9 of the gzip header are a time and hints that no reader checks
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         with pytest.raises(ValueError, match=str(path)):
             read_idx(path)
@@ -92,9 +110,17 @@ def test_plain_file_named_gz_is_refused(tmp_path):
 
 BROKEN_FOLDERS = {
     "counts differ": (TRAIN_FILES[1], idx((5,), bytes(5)), "6 images but .* 5 labels"),
-    "label 10": (TRAIN_FILES[1], idx((6,), bytes([0, 1, 2, 3, 4, 10])), r"label 10 is outside 0\.\.9"),
+    "label 10": (
+        TRAIN_FILES[1],
+        idx((6,), bytes([0, 1, 2, 3, 4, 10])),
+        r"label 10 is outside 0\.\.9",
+    ),
     "labels where images belong": (TRAIN_FILES[0], idx((6,), bytes(6)), "28x28 are needed"),
-    "images where labels belong": (TRAIN_FILES[1], idx((6, 28, 28), images_bytes(6)), "labels have 1"),
+    "images where labels belong": (
+        TRAIN_FILES[1],
+        idx((6, 28, 28), images_bytes(6)),
+        "labels have 1",
+    ),
     "other image size": (TEST_FILES[0], idx((3, 28, 27), bytes(3 * 28 * 27)), "28x28 are needed"),
     "all pixels equal": (TRAIN_FILES[0], idx((6, 28, 28), bytes(6 * 784)), "nothing to learn from"),
 }
@@ -119,7 +145,9 @@ def test_missing_folder_and_file_say_what_to_give(tmp_path):
         load(tmp_path / "absent")
     write_folder(tmp_path)
     (tmp_path / TEST_FILES[1]).unlink()
-    with pytest.raises(FileNotFoundError, match=rf"neither {TEST_FILES[1]} nor {TEST_FILES[1]}\.gz"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"neither {TEST_FILES[1]} nor {TEST_FILES[1]}\.gz"
+    ):
         load(tmp_path)
 
 
@@ -127,11 +155,21 @@ def test_missing_folder_and_file_say_what_to_give(tmp_path):
 def test_digits_are_split_by_class_and_say_that_they_are_upsampled():
     data = load(None)
     assert data.name == "digits" and "upsampled to 28x28" in data.note
-    assert data.train_images.shape == (1347, 1, 28, 28) and data.test_images.shape == (450, 1, 28, 28)
+    assert data.train_images.shape == (1347, 1, 28, 28) and data.test_images.shape == (
+        450,
+        1,
+        28,
+        28,
+    )
     assert torch.bincount(data.test_labels, minlength=10).min() >= 43
-    assert abs(float(data.train_images.mean())) < 1e-5 and abs(float(data.train_images.std()) - 1) < 1e-3
+    assert (
+        abs(float(data.train_images.mean())) < 1e-5
+        and abs(float(data.train_images.std()) - 1) < 1e-3
+    )
     again = load_digits()
-    assert torch.equal(data.train_images, again.train_images) and torch.equal(data.test_labels, again.test_labels)
+    assert torch.equal(data.train_images, again.train_images) and torch.equal(
+        data.test_labels, again.test_labels
+    )
 
 
 def test_no_digit_is_in_both_sets():

@@ -20,12 +20,16 @@ from gradcomp import Identity, OneBit, PeerMismatch, TernGrad, UnsupportedTensor
 
 def small_model(dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    ).to(dtype)
 
 
 def batch(step, rank, dtype=torch.float32):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(8, 64, generator=generator).to(dtype), torch.randint(10, (8,), generator=generator)
+    return torch.randn(8, 64, generator=generator).to(dtype), torch.randint(
+        10, (8,), generator=generator
+    )
 
 
 def train(model, optimizer, steps, first=0, dtype=torch.float32):
@@ -37,7 +41,10 @@ def train(model, optimizer, steps, first=0, dtype=torch.float32):
 
 
 def bits(model):
-    return b"".join(p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in model.parameters())
+    return b"".join(
+        p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for p in model.parameters()
+    )
 
 
 def trained(codec, steps=4, register=True, ddp=None, dtype=torch.float32, **options):
@@ -51,7 +58,8 @@ def trained(codec, steps=4, register=True, ddp=None, dtype=torch.float32, **opti
     return bits(model)
 
 
-# ---- what is computed ------------------------------------------------------------------------------------------------
+# ---- what is computed
+# ------------------------------------------------------------------------------------------------
 
 
 def identity_and_plain():
@@ -89,7 +97,11 @@ CODECS = {
 
 def bucket_sizes(name, exchange):
     return [
-        trained(CODECS[name], exchange=exchange, ddp={"bucket_cap_mb": cap, "gradient_as_bucket_view": view})
+        trained(
+            CODECS[name],
+            exchange=exchange,
+            ddp={"bucket_cap_mb": cap, "gradient_as_bucket_view": view},
+        )
         for cap, view in ((0.01, False), (25, False), (0.01, True))
     ]
 
@@ -97,7 +109,9 @@ def bucket_sizes(name, exchange):
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
 @pytest.mark.parametrize("name", CODECS)
 def test_bucket_layout_changes_no_bit(ranks, name, exchange):
-    """Promise 2: runs with bucket_cap_mb 0.01 and 25, and with gradients as bucket views, are the same run."""
+    """Promise 2: runs with bucket_cap_mb 0.01 and 25, and with gradients as bucket views, are
+    the same run.
+    """
     results = ranks(3, bucket_sizes, name, exchange)
     assert len({run for rank in results for run in rank}) == 1
 
@@ -132,8 +146,12 @@ def accumulate():
     plain = DDP(small_model())
     for m in (model, plain):
         with m.no_sync():
-            nn.functional.cross_entropy(m(batch(0, dist.get_rank())[0]), batch(0, dist.get_rank())[1]).backward()
-        nn.functional.cross_entropy(m(batch(1, dist.get_rank())[0]), batch(1, dist.get_rank())[1]).backward()
+            nn.functional.cross_entropy(
+                m(batch(0, dist.get_rank())[0]), batch(0, dist.get_rank())[1]
+            ).backward()
+        nn.functional.cross_entropy(
+            m(batch(1, dist.get_rank())[0]), batch(1, dist.get_rank())[1]
+        ).backward()
     same = all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
     steps = state.stats.steps
     state.close()
@@ -146,7 +164,11 @@ def test_no_sync_accumulates_and_skips_the_hook(ranks):
 
 def half(name):
     dtype = getattr(torch, name)
-    return trained(TernGrad(), dtype=dtype), trained(OneBit(), dtype=dtype), trained(Identity(), dtype=dtype)
+    return (
+        trained(TernGrad(), dtype=dtype),
+        trained(OneBit(), dtype=dtype),
+        trained(Identity(), dtype=dtype),
+    )
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
@@ -160,7 +182,9 @@ def several_models():
     results = []
     for together in (True, False):
         models = [DDP(small_model(seed=s)) for s in (1, 2)]
-        states = [gradcomp.ddp.register(m, c, min_numel=0) for m, c in zip(models, (TernGrad(), OneBit()))]
+        states = [
+            gradcomp.ddp.register(m, c, min_numel=0) for m, c in zip(models, (TernGrad(), OneBit()))
+        ]
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
         for step in range(3):
             x, y = batch(step, dist.get_rank())
@@ -185,7 +209,9 @@ def test_several_models_in_one_backward(ranks):
 
 
 def mesh_rows():
-    """A 2x2 mesh, compression along the data-parallel dimension: each row must average over its own two ranks."""
+    """A 2x2 mesh, compression along the data-parallel dimension: each row must average over its
+    own two ranks.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
@@ -224,15 +250,20 @@ def many_buckets(name, steps):
         model.zero_grad()
         model(torch.tensor(float((dist.get_rank() + 1) * (1 + step % 3)))).backward()
         for i, weight in enumerate(model.module.weights):
-            if (
-                name == "terngrad"
-            ):  # shared scale 4 c: rank r's code is 1 with probability (r + 1) / 4; sums are of c * k
+            if name == "terngrad":
+                # shared scale 4 c: rank r's code is 1 with probability (r + 1) / 4; sums are of c *
+                # k
                 quantum = torch.tensor(4.0 * (1 + step % 3) * (i + 1)) / 4
                 levels = weight.grad / quantum
-                wrong += not torch.equal(levels, levels.round()) or not 1 <= levels.min() <= levels.max() <= 4
+                wrong += (
+                    not torch.equal(levels, levels.round())
+                    or not 1 <= levels.min() <= levels.max() <= 4
+                )
                 wrong += abs(levels.mean().item() - 2.5) > 0.1
             else:  # constant gradients decode exactly: both phases lossless
-                wrong += not torch.equal(weight.grad, torch.full((64, 64), 2.5 * (1 + step % 3) * (i + 1)))
+                wrong += not torch.equal(
+                    weight.grad, torch.full((64, 64), 2.5 * (1 + step % 3) * (i + 1))
+                )
     buckets = len(state._engine.submitted)
     state.close()
     return wrong, buckets
@@ -241,13 +272,16 @@ def many_buckets(name, steps):
 @pytest.mark.parametrize("steps", [25, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["onebit", "terngrad"])
 def test_forty_layers_in_small_buckets(ranks, name, steps):
-    """Chained collectives in Future.then hang here; FIFO stages do not, and every value is the exact expectation."""
+    """Chained collectives in Future.then hang here; FIFO stages do not, and every value is the
+    exact expectation.
+    """
     for wrong, buckets in ranks(4, many_buckets, name, steps):
         assert wrong == 0
         assert buckets == 40
 
 
-# ---- steps, checkpoints, scalers -----------------------------------------------------------------------------------
+# ---- steps, checkpoints, scalers
+# -----------------------------------------------------------------------------------
 
 
 def resume(name):
@@ -257,7 +291,11 @@ def resume(name):
     def fresh():
         model = DDP(small_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, optimizer, gradcomp.ddp.register(model, make(), min_numel=0, exchange="reduce_scatter")
+        return (
+            model,
+            optimizer,
+            gradcomp.ddp.register(model, make(), min_numel=0, exchange="reduce_scatter"),
+        )
 
     model, optimizer, state = fresh()
     train(model, optimizer, 6)
@@ -267,7 +305,14 @@ def resume(name):
     model, optimizer, state = fresh()
     train(model, optimizer, 3)
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "gradcomp": state.state_dict()}, file)
+    torch.save(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "gradcomp": state.state_dict(),
+        },
+        file,
+    )
     state.close()
 
     model, optimizer, state = fresh()
@@ -303,7 +348,9 @@ def warm_start():
             m.zero_grad()
             x, y = batch(step, dist.get_rank())
             nn.functional.cross_entropy(m(x), y).backward()
-        equal.append(all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters())))
+        equal.append(
+            all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
+        )
         sent.append(state.stats.bytes_sent)
     state.close()
     return equal, sent[0] > 8 * (sent[3] - sent[2])
@@ -321,7 +368,8 @@ def exclusion():
         x, y = batch(0, dist.get_rank())
         nn.functional.cross_entropy(m(x), y).backward()
     out = {
-        name: torch.equal(p.grad, q.grad) for (name, p), q in zip(model.module.named_parameters(), plain.parameters())
+        name: torch.equal(p.grad, q.grad)
+        for (name, p), q in zip(model.module.named_parameters(), plain.parameters())
     }
     text = state.describe()
     state.close()
@@ -340,12 +388,16 @@ def test_exclude_and_min_numel_travel_as_fp32(ranks):
 
 
 def overflow(codec_name):
-    """One rank overflows once: every rank skips that step, residuals survive, the next step is good."""
+    """One rank overflows once: every rank skips that step, residuals survive, the next step is
+    good.
+    """
     codec = {"onebit": OneBit(), "terngrad": TernGrad()}[codec_name]
     model = DDP(small_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = gradcomp.ddp.register(model, codec, min_numel=0, grad_scaler=scaler, exchange="reduce_scatter")
+    state = gradcomp.ddp.register(
+        model, codec, min_numel=0, grad_scaler=scaler, exchange="reduce_scatter"
+    )
     log = []
     for step in range(5):
         optimizer.zero_grad()
@@ -358,7 +410,11 @@ def overflow(codec_name):
         scaler.step(optimizer)
         scaler.update()
         log.append(
-            (before != bits(model), scaler.get_scale(), all(torch.isfinite(p).all() for p in model.parameters()))
+            (
+                before != bits(model),
+                scaler.get_scale(),
+                all(torch.isfinite(p).all() for p in model.parameters()),
+            )
         )
     state.check_replicas()
     residual = state.state_dict()["residual"]
@@ -377,7 +433,9 @@ def test_recovers_on_the_step_after_an_overflow(ranks, name):
 
 
 def transactional_planes():
-    """One bucket of two holds NaN: with transactional=True neither bucket's residual moves; discard_step goes back."""
+    """One bucket of two holds NaN: with transactional=True neither bucket's residual moves;
+    discard_step goes back.
+    """
     model = DDP(Stack(), bucket_cap_mb=0.01)
     state = gradcomp.ddp.register(model, OneBit(), min_numel=0, transactional=True)
 
@@ -414,7 +472,9 @@ def scale_follows():
     """Residuals live in loss-scaled units: halving the scale halves them, and nothing is lost."""
     model = DDP(nn.Linear(64, 64, bias=False))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    state = gradcomp.ddp.register(model, OneBit(), min_numel=0, grad_scaler=scaler, exchange="all_gather")
+    state = gradcomp.ddp.register(
+        model, OneBit(), min_numel=0, grad_scaler=scaler, exchange="all_gather"
+    )
 
     def backward():
         model.zero_grad()
@@ -435,7 +495,9 @@ def test_residuals_follow_the_loss_scale(ranks):
 
 
 class Checkpointed(nn.Module):
-    """Reentrant activation checkpointing: each layer's backward is a graph task of its own inside the outer one."""
+    """Reentrant activation checkpointing: each layer's backward is a graph task of its own
+    inside the outer one.
+    """
 
     def __init__(self, reentrant):
         super().__init__()
@@ -474,7 +536,9 @@ def close_in_any_order():
     for state in states if dist.get_rank() == 0 else reversed(states):
         state.close()
     models = [DDP(small_model()) for _ in range(2)]
-    states = [gradcomp.ddp.register(m, c, timeout_s=20) for m, c in zip(models, ("terngrad", "onebit"))]
+    states = [
+        gradcomp.ddp.register(m, c, timeout_s=20) for m, c in zip(models, ("terngrad", "onebit"))
+    ]
     for model in models:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     for state in states:
@@ -543,7 +607,10 @@ def nonsense():
                 {"residual": [1]},
                 {"owner_residual": lists},
                 {"owner_residual": None},
-                {"residual": {k: torch.zeros_like(v) for k, v in good["residual"].items()}, "owner_residual": {1: 2}},
+                {
+                    "residual": {k: torch.zeros_like(v) for k, v in good["residual"].items()},
+                    "owner_residual": {1: 2},
+                },
             )
         ),
     ]
@@ -556,7 +623,11 @@ def nonsense():
             pass
     now = state.state_dict()
     state.close()
-    same = all(torch.equal(now[key][n], t) for key in ("residual", "owner_residual") for n, t in good[key].items())
+    same = all(
+        torch.equal(now[key][n], t)
+        for key in ("residual", "owner_residual")
+        for n, t in good[key].items()
+    )
     return accepted, same and now["step"] == good["step"]
 
 
@@ -565,15 +636,21 @@ def test_states_that_make_no_sense_change_nothing(ranks):
 
 
 def scaler_dropped():
-    """A state saved under a loss scale of 1024, resumed without a scaler: residuals come back in plain units."""
+    """A state saved under a loss scale of 1024, resumed without a scaler: residuals come back in
+    plain units.
+    """
     model = DDP(nn.Linear(64, 64, bias=False))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    state = gradcomp.ddp.register(model, OneBit(), min_numel=0, grad_scaler=scaler, exchange="all_gather")
+    state = gradcomp.ddp.register(
+        model, OneBit(), min_numel=0, grad_scaler=scaler, exchange="all_gather"
+    )
     generator = torch.Generator().manual_seed(dist.get_rank())
     scaler.scale(model(torch.randn(4, 64, generator=generator)).square().sum()).backward()
     saved = state.state_dict()
     state.close()
-    state = gradcomp.ddp.register(DDP(nn.Linear(64, 64, bias=False)), OneBit(), min_numel=0, exchange="all_gather")
+    state = gradcomp.ddp.register(
+        DDP(nn.Linear(64, 64, bias=False)), OneBit(), min_numel=0, exchange="all_gather"
+    )
     state.load_state_dict(saved)
     loaded = state.state_dict()["residual"]["weight"]
     broken = {k: v for k, v in saved.items() if k != "step"}
@@ -621,11 +698,17 @@ def test_a_refused_registration_leaves_the_callers_communicator_open(ranks):
 
 
 def conservation():
-    """Promise 5 through bucket rebuilds: the sum of gradients = the sum of what was decoded + what is left over."""
+    """Promise 5 through bucket rebuilds: the sum of gradients = the sum of what was decoded +
+    what is left over.
+    """
     model = DDP(small_model(), bucket_cap_mb=0.01)
     state = gradcomp.ddp.register(model, OneBit(), min_numel=0, exchange="all_gather")
-    total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.module.named_parameters()}
-    decoded = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.module.named_parameters()}
+    total = {
+        n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.module.named_parameters()
+    }
+    decoded = {
+        n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.module.named_parameters()
+    }
     plain = small_model()
     for step in range(5):
         x, y = batch(step, dist.get_rank())
@@ -673,11 +756,15 @@ def unused():
         model(x, dist.get_rank() == 1 and step < 2).square().sum().backward()
     left = state.state_dict()["residual"]
     state.close()
-    return {n: bool((r != 0).any()) for n, r in left.items()}, model.module.never.weight.grad is None
+    return {
+        n: bool((r != 0).any()) for n, r in left.items()
+    }, model.module.never.weight.grad is None
 
 
 def test_unused_parameters_lose_nothing(ranks):
-    """A tensor that no rank uses keeps p.grad None; one that a rank does not use leaves no residual there."""
+    """A tensor that no rank uses keeps p.grad None; one that a rank does not use leaves no
+    residual there.
+    """
     (zero, never0), (one, never1) = ranks(2, unused)
     assert never0 and never1
     assert not zero["never.weight"] and not one["never.weight"]
@@ -714,7 +801,12 @@ def alone():
     text = state.describe()
     ratio, steps = state.stats.compression_ratio, state.stats.steps
     state.close()
-    return bits(model) == trained(None, steps=3, register=False), ratio, steps, "world size 1" in text
+    return (
+        bits(model) == trained(None, steps=3, register=False),
+        ratio,
+        steps,
+        "world size 1" in text,
+    )
 
 
 def test_world_size_one_passes_through(ranks):
@@ -740,7 +832,8 @@ def test_check_replicas_names_tensor_and_rank(ranks):
     assert ranks(2, drift) == [("parameter 2.bias", 1)] * 2
 
 
-# ---- errors ------------------------------------------------------------------------------------------------------------
+# ---- errors
+# --------------------------------------------------------------------------------------------------
 
 
 MISMATCHES = {
@@ -777,12 +870,16 @@ def test_ranks_with_other_settings_get_peer_mismatch(ranks, field):
 
 
 def other_model(what):
-    """Different models or buckets, without DDP's own checks: the averager must say so on every rank."""
+    """Different models or buckets, without DDP's own checks: the averager must say so on every
+    rank.
+    """
     size = 64 + dist.get_rank() * (what == "model")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(size, 64), nn.Linear(64, 64))
     cap = 0.01 if what == "buckets" and dist.get_rank() == 1 else 25
-    averager = gradcomp.GradientAverager(model.named_parameters(), "terngrad", bucket_cap_mb=cap, timeout_s=20)
+    averager = gradcomp.GradientAverager(
+        model.named_parameters(), "terngrad", bucket_cap_mb=cap, timeout_s=20
+    )
     try:
         averager.average()
     except PeerMismatch as error:
@@ -826,14 +923,24 @@ def bad_arguments():
 
 def test_wrong_arguments(ranks):
     out = ranks(1, bad_arguments)[0]
-    assert out["not ddp"][0] == "TypeError" and "Sequential; for a model without DDP use" in out["not ddp"][1]
-    assert out["fsdp2"][0] == "TypeError" and out["fsdp2"][1].endswith("for FSDP2 use gradcomp.fsdp.compress")
-    assert out["hook"][0] == "ValueError" and out["hook"][1].startswith("another communication hook is registered on this model: DDP keeps")
+    assert (
+        out["not ddp"][0] == "TypeError"
+        and "Sequential; for a model without DDP use" in out["not ddp"][1]
+    )
+    assert out["fsdp2"][0] == "TypeError" and out["fsdp2"][1].endswith(
+        "for FSDP2 use gradcomp.fsdp.compress"
+    )
+    assert out["hook"][0] == "ValueError" and out["hook"][1].startswith(
+        "another communication hook is registered on this model: DDP keeps"
+    )
     assert out["class"] == ("TypeError", "codec is the class OneBit: write OneBit()")
     assert out["codec"][0] == "ValueError" and "quaternary" in out["codec"][1]
     assert out["exchange"][0] == "ValueError" and "ring" in out["exchange"][1]
     assert out["min_numel"][0] == "ValueError" and "-1" in out["min_numel"][1]
-    assert out["timeout"][0] == "ValueError" and "a positive number of seconds, at most 1e+06, got 0" in out["timeout"][1]
+    assert (
+        out["timeout"][0] == "ValueError"
+        and "a positive number of seconds, at most 1e+06, got 0" in out["timeout"][1]
+    )
     assert out["scaler"][0] == "ValueError" and "int" in out["scaler"][1]
     assert out["double"][0] == "UnsupportedTensor" and "float64" in out["double"][1]
     assert out["optimizer"][0] == "ValueError"
@@ -841,7 +948,10 @@ def test_wrong_arguments(ranks):
 
 def sparse():
     model, told = DDP(nn.Sequential(nn.Embedding(100, 16, sparse=True))), []
-    for late in (False, True):  # a flag that is set when the model was registered is seen at its gradient
+    for late in (
+        False,
+        True,
+    ):  # a flag that is set when the model was registered is seen at its gradient
         model.module[0].sparse = not late
         try:
             state = gradcomp.ddp.register(model, "terngrad")
@@ -876,13 +986,24 @@ def test_a_rank_that_does_not_register(ranks):
 
 def test_sparse_gradients_are_refused_by_name(ranks):
     """At once, and in backward: it was "the bucket is torch.sparse_coo", in backward alone."""
-    at_once = "parameter '0.weight' of an Embedding(sparse=True) gets sparse gradients: make the layer with sparse=False"
-    later = "the gradient of '0.weight' is torch.sparse_coo, and gradcomp takes dense ones: make the layer with sparse=False"
-    assert ranks(2, sparse) == [[(UnsupportedTensor.__name__, at_once), (UnsupportedTensor.__name__, later)]] * 2
+    at_once = (
+        "parameter '0.weight' of an Embedding(sparse=True) gets sparse gradients: make the layer"
+        " with sparse=False"
+    )
+    later = (
+        "the gradient of '0.weight' is torch.sparse_coo, and gradcomp takes dense ones: make the"
+        " layer with sparse=False"
+    )
+    assert (
+        ranks(2, sparse)
+        == [[(UnsupportedTensor.__name__, at_once), (UnsupportedTensor.__name__, later)]] * 2
+    )
 
 
 def users_exception():
-    """An exception of the user's in the middle of backward: it comes out as itself, and nothing hangs."""
+    """An exception of the user's in the middle of backward: it comes out as itself, and nothing
+    hangs.
+    """
     model = DDP(small_model(), bucket_cap_mb=0.01)
     state = gradcomp.ddp.register(model, "terngrad", min_numel=0, timeout_s=20)
     x, y = batch(0, dist.get_rank())

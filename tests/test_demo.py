@@ -1,4 +1,6 @@
-"""The demo: command line, batches, report and picture; and (long) that the accuracy it promises is reached."""
+"""The demo: command line, batches, report and picture; and (long) that the accuracy it promises
+is reached.
+"""
 
 import dataclasses
 import importlib
@@ -22,7 +24,9 @@ from gradcomp.bench.training import Alone, RunResult, TrainConfig, batch_indices
 
 pytestmark = pytest.mark.slow
 
-CONFIG = TrainConfig(codecs=("fp32", "onebit"), seeds=2, steps=10, batch=64, lr=0.1, ranks=2, data=None)
+CONFIG = TrainConfig(
+    codecs=("fp32", "onebit"), seeds=2, steps=10, batch=64, lr=0.1, ranks=2, data=None
+)
 MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist"
 
 
@@ -41,7 +45,9 @@ def test_demo_trains_all_three_and_reports(tmp_path):
     assert report["settings"]["steps"] == 12 and report["settings"]["ranks"] == 2
     codecs = report["codecs"]
     assert list(codecs) == ["fp32", "ternary", "onebit"]
-    assert codecs["fp32"]["bytes_sent_per_step"] == 4 * 1_256_080  # 2 (N - 1) / N * 4 * numel at N = 2
+    assert (
+        codecs["fp32"]["bytes_sent_per_step"] == 4 * 1_256_080
+    )  # 2 (N - 1) / N * 4 * numel at N = 2
     assert codecs["fp32"]["compression_ratio"] == 1.0
     assert 13.0 < codecs["ternary"]["compression_ratio"] < 16.0
     assert 28.0 < codecs["onebit"]["compression_ratio"] < 32.0
@@ -53,7 +59,9 @@ def test_demo_trains_all_three_and_reports(tmp_path):
         [curve] = row["curves"]
         assert [step for step, _, _ in curve] == curve_steps(12)
         assert curve[-1][1] == pytest.approx(12 * row["bytes_sent_per_step"])
-        assert curve[-1][2] == row["accuracy_mean"] > 20.0  # ten classes; all 450 test images are in the curve
+        assert (
+            curve[-1][2] == row["accuracy_mean"] > 20.0
+        )  # ten classes; all 450 test images are in the curve
         assert set(row["phase_seconds_per_step"]) == (set() if name == "fp32" else set(demo.PHASES))
     assert codecs["ternary"]["phase_seconds_per_step"]["encode"] > 0.0
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -61,8 +69,19 @@ def test_demo_trains_all_three_and_reports(tmp_path):
 
 def results():
     """Two seeds of fp32 and onebit with numbers that are easy to average."""
-    fp32 = RunResult("fp32", 0, 90.0, [1000, 1000], 1000, 0.01, {}, [(1, 100, 50.0), (10, 1000, 90.0)])
-    keys = ("statistics", "scale_round", "encode", "first_phase", "owner", "second_phase", "decode", "hidden")
+    fp32 = RunResult(
+        "fp32", 0, 90.0, [1000, 1000], 1000, 0.01, {}, [(1, 100, 50.0), (10, 1000, 90.0)]
+    )
+    keys = (
+        "statistics",
+        "scale_round",
+        "encode",
+        "first_phase",
+        "owner",
+        "second_phase",
+        "decode",
+        "hidden",
+    )
     onebit = dataclasses.replace(
         fp32,
         codec="onebit",
@@ -70,7 +89,11 @@ def results():
         phase_seconds=dict.fromkeys(keys, 0.1),
         curve=[(1, 5, 40.0), (10, 40, 90.0)],
     )
-    return [fp32, onebit, *(dataclasses.replace(run, seed=1, accuracy=94.0) for run in (fp32, onebit))]
+    return [
+        fp32,
+        onebit,
+        *(dataclasses.replace(run, seed=1, accuracy=94.0) for run in (fp32, onebit)),
+    ]
 
 
 def test_report_holds_means_spreads_and_phases():
@@ -79,7 +102,9 @@ def test_report_holds_means_spreads_and_phases():
     onebit = report["codecs"]["onebit"]
     assert onebit["accuracy_mean"] == 92.0 and onebit["accuracy_spread"] == pytest.approx(8**0.5)
     assert onebit["bytes_sent_per_step"] == 5.0 and onebit["compression_ratio"] == 20.0
-    assert onebit["phase_seconds_per_step"]["exchange"] == pytest.approx(0.03)  # scale round and both phases
+    assert onebit["phase_seconds_per_step"]["exchange"] == pytest.approx(
+        0.03
+    )  # scale round and both phases
     assert onebit["phase_seconds_per_step"]["encode"] == pytest.approx(0.01)
     assert report["codecs"]["fp32"]["phase_seconds_per_step"] == {}
     for codec, seconds in (("fp32", 0.1), ("onebit", 0.03)):
@@ -94,9 +119,13 @@ def test_report_holds_means_spreads_and_phases():
 
 
 def test_steps_are_predicted_by_the_planner():
-    """5.0 MB over 1 Gbit/s take 40 ms: the table once showed loopback alone, on which compression only costs."""
+    """5.0 MB over 1 Gbit/s take 40 ms: the table once showed loopback alone, on which
+    compression only costs.
+    """
     seconds = demo.predict_steps(CONFIG, Alone(compute=0.03, update=0.002))
-    assert 0.06 < seconds["fp32"] < 0.08  # the larger bucket leaves when backward has ended, or nearly
+    assert (
+        0.06 < seconds["fp32"] < 0.08
+    )  # the larger bucket leaves when backward has ended, or nearly
     assert 0.032 < seconds["onebit"] < seconds["fp32"] - 0.02
 
 
@@ -105,7 +134,9 @@ def test_batches_are_permutations_that_depend_on_the_seed_alone():
     assert [len(b) for b in batches] == [30] * 7
     for epoch in (batches[0:3], batches[3:6]):
         assert len(torch.cat(epoch).unique()) == 90
-    assert all(torch.equal(a, b) for a, b in zip(batches, batch_indices(100, 30, 7, seed=3), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(batches, batch_indices(100, 30, 7, seed=3), strict=True)
+    )
     assert not torch.equal(batches[0], batch_indices(100, 30, 7, seed=4)[0])
     with pytest.raises(ValueError, match="batch 101 is larger than the training set of 100"):
         batch_indices(100, 101, 1, seed=0)
@@ -114,13 +145,18 @@ def test_batches_are_permutations_that_depend_on_the_seed_alone():
 @pytest.mark.parametrize("steps", [1, 2, 7, 40, 200])
 def test_curve_starts_early_and_ends_at_the_last_step(steps):
     points = curve_steps(steps)
-    assert points[-1] == steps and points == sorted(set(points)) and points[0] <= max(1, steps // 20)
+    assert (
+        points[-1] == steps and points == sorted(set(points)) and points[0] <= max(1, steps // 20)
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--codecs", "fp32,int8"], "'fp32,int8': give different names out of fp32, ternary, onebit, terngrad"),
+        (
+            ["--codecs", "fp32,int8"],
+            "'fp32,int8': give different names out of fp32, ternary, onebit, terngrad",
+        ),
         (["--codecs", "onebit,onebit"], "give different names"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--ranks", "1"], "--ranks 1: must be at least 2"),
@@ -155,7 +191,13 @@ def test_help_teaches(capsys):
 
 PROGRAMS = (*dispatcher.BENCHMARKS, "doctor", "launch")
 FRAGMENTS = ("of ", "that ", "to ", "for ", "from ", "instead", "(", "the same", "also after")
-NO_DEFAULT = {"--json", "--plot", "--data", "--shapes", "-n"}  # nothing is written, or it must be given or replaces another
+NO_DEFAULT = {
+    "--json",
+    "--plot",
+    "--data",
+    "--shapes",
+    "-n",
+}  # nothing is written, or it must be given or replaces another
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -182,7 +224,10 @@ def test_every_option_says_what_it_is_and_its_default(program, monkeypatch, caps
 
 def test_unknown_benchmark_is_refused(capsys):
     assert dispatcher.main(["dmeo"]) == 2
-    assert "no benchmark named 'dmeo'; there are demo, codec, accuracy, paper, train, report, allreduce, optim, ratio, plan; did you mean demo?" in capsys.readouterr().err
+    assert (
+        "no benchmark named 'dmeo'; there are demo, codec, accuracy, paper, train, report,"
+        " allreduce, optim, ratio, plan; did you mean demo?" in capsys.readouterr().err
+    )
 
 
 def test_missing_library_says_what_to_install(monkeypatch, capsys):
@@ -205,7 +250,8 @@ def _say_rank_then_fail(rank, emit, failing):
             os.kill(os.getpid(), signal.SIGKILL)
         signal.pause()  # until it is ended
     if failing == "nothing":
-        torch.distributed.barrier()  # a rank that ends while others still connect would be lost to them
+        # a rank that ends while others still connect would be lost to them
+        torch.distributed.barrier()
 
 
 @pytest.mark.parametrize(("failing", "message"), [("raise", "made to fail"), ("killed", "SIGKILL")])
@@ -223,7 +269,9 @@ def test_ranks_are_heard():
 @pytest.mark.timed
 @pytest.mark.parametrize("moment", ["importing", "reading data", "training"])
 def test_interrupted_within_two_seconds(tmp_path, moment):
-    """It ended in tracebacks of the program and of the server that forks ranks, or without a word after 9 to 11 s."""
+    """It ended in tracebacks of the program and of the server that forks ranks, or without a
+    word after 9 to 11 s.
+    """
     command = [sys.executable, "-m", "gradcomp.bench", "demo", "--out", str(tmp_path)]
     run = subprocess.Popen(
         command,
@@ -283,7 +331,13 @@ def test_ranks_of_a_program_that_is_killed_end_with_it(tmp_path, folder):
     (tmp_path / "program.py").write_text(KILLED)
     place = tmp_path / folder
     place.mkdir(exist_ok=True)
-    run = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, env=os.environ | {"TMPDIR": str(place)}, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(place)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         ranks = []
         for turn in "12":
@@ -320,10 +374,14 @@ if __name__ == "__main__":
 
 
 def test_an_interrupt_while_the_server_of_ranks_imports_torch_prints_nothing(tmp_path):
-    """Ctrl-C in the first three seconds of a bench printed a traceback of that server, which is of the same terminal."""
+    """Ctrl-C in the first three seconds of a bench printed a traceback of that server, which is
+    of the same terminal.
+    """
     (tmp_path / "program.py").write_text(EARLY)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    run = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, start_new_session=True, **pipes)
+    run = subprocess.Popen(
+        [sys.executable, "program.py"], cwd=tmp_path, start_new_session=True, **pipes
+    )
     try:
         assert run.stdout.readline() == "started\n"
         time.sleep(0.3)
@@ -349,7 +407,10 @@ def test_accuracy_stays(tmp_path, options, margin):
         pytest.skip(f"needs MNIST in {MNIST}")
     done = run_demo("--out", str(tmp_path), *options, timeout_s=1700)
     assert done.returncode == 0, done.stdout + done.stderr
-    means = {name: row["accuracy_mean"] for name, row in json.loads((tmp_path / "demo.json").read_text())["codecs"].items()}
+    means = {
+        name: row["accuracy_mean"]
+        for name, row in json.loads((tmp_path / "demo.json").read_text())["codecs"].items()
+    }
     assert means["fp32"] > 80.0
     for codec in ("ternary", "onebit"):
         assert abs(means[codec] - means["fp32"]) <= margin or means[codec] > means["fp32"], means

@@ -24,8 +24,12 @@ from gradcomp.plan import accuracy
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^```(?P<language>\w*) ?(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
-EXPECTED = re.compile(r"\A\n+(?:[^\n`#]+\n+)?```text output\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^```(?P<language>\w*) ?(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+EXPECTED = re.compile(
+    r"\A\n+(?:[^\n`#]+\n+)?```text output\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def name_of(page):
@@ -38,15 +42,24 @@ def prose(page):
 
 
 def snippets():
-    """Yield (page and line, kind, source, output that must be printed or None) of every Python block."""
+    """Yield (page and line, kind, source, output that must be printed or None) of every Python
+    block.
+    """
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for block in FENCE.finditer(text):
             if block["language"] == "python":
                 line = text.count("\n", 0, block.start("body"))
                 output = EXPECTED.match(text[block.end() :])
-                source = "\n" * line + block["body"]  # so that a traceback has the page's line numbers
-                yield f"{name_of(page)}:{line}", block["info"], source, output["body"] if output else None
+                source = (
+                    "\n" * line + block["body"]
+                )  # so that a traceback has the page's line numbers
+                yield (
+                    f"{name_of(page)}:{line}",
+                    block["info"],
+                    source,
+                    output["body"] if output else None,
+                )
 
 
 SNIPPETS = list(snippets())
@@ -72,7 +85,14 @@ def execute_as_rank(place, source, folder):
     kept = dist.init_process_group, dist.destroy_process_group
     dist.init_process_group = dist.destroy_process_group = lambda *args, **options: None
     rank, world = dist.get_rank(), dist.get_world_size()
-    as_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    as_torchrun = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }
     as_torchrun["OMP_NUM_THREADS"] = 1
     os.environ.update({name: str(value) for name, value in as_torchrun.items()})
     try:
@@ -87,8 +107,14 @@ def of_kind(kind):
     chosen = []
     for place, found, source, output in SNIPPETS:
         if found == kind:
-            framework = kind != "no-run" and place.startswith(tuple(f"docs/howto/{name}.md" for name in TRIED))
-            chosen.append(pytest.param(place, source, output, id=place, marks=[pytest.mark.extras] * framework))
+            framework = kind != "no-run" and place.startswith(
+                tuple(f"docs/howto/{name}.md" for name in TRIED)
+            )
+            chosen.append(
+                pytest.param(
+                    place, source, output, id=place, marks=[pytest.mark.extras] * framework
+                )
+            )
     return pytest.mark.parametrize(("place", "source", "output"), chosen)
 
 
@@ -120,7 +146,8 @@ def test_few_snippets_are_not_run():
     assert kinds.count("no-run") <= len(kinds) // 4
 
 
-# ---- links, placeholders, commands ---------------------------------------------------------------------------------
+# ---- links, placeholders, commands
+# ---------------------------------------------------------------------------------
 
 
 def anchor_of(heading):
@@ -146,14 +173,20 @@ def test_links_resolve(page):
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), f"{name_of(page)} links to {target}, which does not exist"
         if anchor:
-            assert anchor in anchors(there), f"{name_of(page)} links to {target}; it has {sorted(anchors(there))}"
+            assert anchor in anchors(there), (
+                f"{name_of(page)} links to {target}; it has {sorted(anchors(there))}"
+            )
 
 
 def test_every_page_is_linked():
     here = ROOT / "docs/README.md"
     linked = {(here.parent / t.partition("#")[0]).resolve() for t in links(here)} | {here}
     tables_of_contents = ("README.md", "index.md")  # the latter is the site's first page
-    missing = [name_of(p) for p in (ROOT / "docs").rglob("*.md") if p not in linked and p.name not in tables_of_contents]
+    missing = [
+        name_of(p)
+        for p in (ROOT / "docs").rglob("*.md")
+        if p not in linked and p.name not in tables_of_contents
+    ]
     assert not missing
 
 
@@ -167,26 +200,42 @@ def test_the_readme_is_read_in_two_minutes():
     assert len(text.splitlines()) <= 80 and "docs/README.md" in text
 
 
-# ---- the page that decides -----------------------------------------------------------------------------------------
+# ---- the page that decides
+# -----------------------------------------------------------------------------------------
 
 WHICH = ROOT / "docs/howto/which-mode.md"
 FIGURE = re.compile(r"(?<![\w.-])[+-]?\d[\d,]*(?:\.\d+)?")
 
 
 def claims():
-    """Yield (figures in words, pages linked to) of every paragraph, entry of a list and row of a table that has both."""
+    """Yield (figures in words, pages linked to) of every paragraph, entry of a list and row of a
+    table that has both.
+    """
     for block in re.split(r"\n\n|\n(?=[-|])", prose(WHICH)):
-        linked = {(WHICH.parent / t.partition("#")[0]).resolve() for t in re.findall(r"\]\(([^)\s]+)\)", block)}
+        linked = {
+            (WHICH.parent / t.partition("#")[0]).resolve()
+            for t in re.findall(r"\]\(([^)\s]+)\)", block)
+        }
         words = re.sub(r"`[^`]*`|\]\([^)]*\)", "", block)
-        yield [figure.rstrip(",") for figure in FIGURE.findall(words)], [page for page in linked if page.suffix == ".md"]
+        yield (
+            [figure.rstrip(",") for figure in FIGURE.findall(words)],
+            [page for page in linked if page.suffix == ".md"],
+        )
 
 
 def test_figures_that_decide_stand_on_the_pages_that_they_link_to():
     seen = 0
     for figures, linked in claims():
-        there = {figure.rstrip(",") for page in linked for figure in FIGURE.findall(page.read_text(encoding="utf-8"))}
+        there = {
+            figure.rstrip(",")
+            for page in linked
+            for figure in FIGURE.findall(page.read_text(encoding="utf-8"))
+        }
         seen += len(figures)
-        assert not set(figures) - there, (sorted(set(figures) - there), [name_of(page) for page in linked])
+        assert not set(figures) - there, (
+            sorted(set(figures) - there),
+            [name_of(page) for page in linked],
+        )
     assert seen > 60
 
 
@@ -199,7 +248,11 @@ def test_figures_that_decide_stand_on_the_pages_that_they_link_to():
     ],
 )
 def test_the_page_that_decides_takes_what_auto_takes(row, family, codecs):
-    line = next(line for line in WHICH.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {row}"))
+    line = next(
+        line
+        for line in WHICH.read_text(encoding="utf-8").splitlines()
+        if line.startswith(f"| {row}")
+    )
     counted = [way for way in accuracy.ways(family) if way.counts and way.training.world_size <= 4]
     found = {way.codec.name: way.figure for way in counted if way.codec.name in codecs}
     assert sorted(found) == sorted(codecs)
@@ -218,13 +271,39 @@ def commands():
 
 
 def test_commands_exist():
-    from gradcomp.bench import accuracy, allreduce, codec, demo, optim, paper, plan, ratio, report, train
+    from gradcomp.bench import (
+        accuracy,
+        allreduce,
+        codec,
+        demo,
+        optim,
+        paper,
+        plan,
+        ratio,
+        report,
+        train,
+    )
     from gradcomp.doctor import options as doctor
 
-    parsers = {"demo": demo.parse_config, "codec": codec.parse, "ratio": ratio.build_parser().parse_args}
-    parsers |= {"accuracy": accuracy.parser().parse_args, "allreduce": allreduce.parse, "optim": optim.parse, "plan": plan.build_parser().parse_args}
-    parsers |= {"train": train.parser().parse_args, "report": report.parser().parse_args, "paper": paper.parser().parse_args}
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    parsers = {
+        "demo": demo.parse_config,
+        "codec": codec.parse,
+        "ratio": ratio.build_parser().parse_args,
+    }
+    parsers |= {
+        "accuracy": accuracy.parser().parse_args,
+        "allreduce": allreduce.parse,
+        "optim": optim.parse,
+        "plan": plan.build_parser().parse_args,
+    }
+    parsers |= {
+        "train": train.parser().parse_args,
+        "report": report.parser().parse_args,
+        "paper": paper.parser().parse_args,
+    }
+    targets = re.findall(
+        r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
     seen = 0
     for page, words in commands():
         if not words:
@@ -250,7 +329,8 @@ def test_commands_exist():
     assert seen > 8
 
 
-# ---- the reference is complete -------------------------------------------------------------------------------------
+# ---- the reference is complete
+# -------------------------------------------------------------------------------------
 
 API = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
 ERRORS = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
@@ -274,11 +354,19 @@ def public_names():
     names |= {f"gradcomp.server.{n}": getattr(gradcomp.server, n) for n in gradcomp.server.__all__}
     names |= {f"gradcomp.amp.{n}": getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}
     names |= {f"gradcomp.optim.{n}": getattr(gradcomp.optim, n) for n in gradcomp.optim.__all__}
-    names |= {f"gradcomp.onebit_sgd.{n}": getattr(gradcomp.onebit_sgd, n) for n in gradcomp.onebit_sgd.__all__}
-    names |= {f"gradcomp.plan.{n}": getattr(gradcomp.plan, n) for n in ("optimal_nodes", "simulate", "predict")}
+    names |= {
+        f"gradcomp.onebit_sgd.{n}": getattr(gradcomp.onebit_sgd, n)
+        for n in gradcomp.onebit_sgd.__all__
+    }
+    names |= {
+        f"gradcomp.plan.{n}": getattr(gradcomp.plan, n)
+        for n in ("optimal_nodes", "simulate", "predict")
+    }
     names |= {f"gradcomp.fsdp.{n}": getattr(gradcomp.fsdp, n) for n in gradcomp.fsdp.__all__}
     for name, value in vars(gradcomp.ddp).items():
-        if not name.startswith("_") and getattr(value, "__module__", None) == gradcomp.ddp.__name__:  # defined there
+        if (
+            not name.startswith("_") and getattr(value, "__module__", None) == gradcomp.ddp.__name__
+        ):  # defined there
             names[f"gradcomp.ddp.{name}"] = value
     return names
 
@@ -287,17 +375,31 @@ PUBLIC = public_names()
 
 
 def of_frameworks():
-    """Return {name: (arguments, members)} of what integrations offer; read and not imported, which takes seconds."""
+    """Return {name: (arguments, members)} of what integrations offer; read and not imported,
+    which takes seconds.
+    """
     found = {}
     for framework in (*TRIED, "torchtitan"):  # the last imports nothing of its own
-        tree = ast.parse((ROOT / f"gradcomp/integrations/{framework}.py").read_text(encoding="utf-8"))
+        tree = ast.parse(
+            (ROOT / f"gradcomp/integrations/{framework}.py").read_text(encoding="utf-8")
+        )
         for node in tree.body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
                 inner = [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef)]
                 made = [n for n in inner if n is node or n.name == "__init__"]
-                arguments = [a.arg for n in made for a in [*n.args.args, *n.args.kwonlyargs, n.args.vararg, n.args.kwarg] if a is not None]
-                members = [n.name for n in inner if "property" in map(ast.unparse, n.decorator_list)]
-                found[f"gradcomp.integrations.{framework}.{node.name}"] = set(arguments) - {"self"}, members
+                arguments = [
+                    a.arg
+                    for n in made
+                    for a in [*n.args.args, *n.args.kwonlyargs, n.args.vararg, n.args.kwarg]
+                    if a is not None
+                ]
+                members = [
+                    n.name for n in inner if "property" in map(ast.unparse, n.decorator_list)
+                ]
+                found[f"gradcomp.integrations.{framework}.{node.name}"] = (
+                    set(arguments) - {"self"},
+                    members,
+                )
     return found
 
 
@@ -312,13 +414,19 @@ def mentions(text, word):
 
 def test_api_page_has_every_public_name_and_no_other():
     assert set(ENTRIES) - {"gradcomp.ddp"} == (set(PUBLIC) | set(FRAMEWORKS)) - {"gradcomp.ddp"}
-    assert {"gradcomp.ddp", "gradcomp.ddp.register", "gradcomp.ddp.compression_hook"} <= set(ENTRIES)
+    assert {"gradcomp.ddp", "gradcomp.ddp.register", "gradcomp.ddp.compression_hook"} <= set(
+        ENTRIES
+    )
 
 
 @pytest.mark.parametrize("name", sorted(n for n, v in PUBLIC.items() if callable(v)))
 def test_api_entry_has_every_argument_and_member(name):
     value = PUBLIC[name]
-    bases = [b for b in PUBLIC.values() if isinstance(value, type) and isinstance(b, type) and b in value.__mro__]
+    bases = [
+        b
+        for b in PUBLIC.values()
+        if isinstance(value, type) and isinstance(b, type) and b in value.__mro__
+    ]
     text = "".join(ENTRIES[n] for n, b in PUBLIC.items() if b is value or b in bases)
     if inspect.isfunction(value) or "__init__" in vars(value):
         for parameter in inspect.signature(value).parameters:
@@ -347,8 +455,17 @@ def test_signatures_are_those_of_the_code():
     shown |= {"register": gradcomp.ddp.register, "GradientAverager": gradcomp.GradientAverager}
     shown |= {"all_reduce": gradcomp.all_reduce, "TorchCommunicator": comm.TorchCommunicator}
     shown |= {n: getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}
-    inner_classes = {"BatchSizeChoice", "BatchSizeTrial", "OverlapComparison", "OverlapReport"}  # results
-    shown |= {n: getattr(gradcomp.onebit_sgd, n) for n in gradcomp.onebit_sgd.__all__ if n not in inner_classes}
+    inner_classes = {
+        "BatchSizeChoice",
+        "BatchSizeTrial",
+        "OverlapComparison",
+        "OverlapReport",
+    }  # results
+    shown |= {
+        n: getattr(gradcomp.onebit_sgd, n)
+        for n in gradcomp.onebit_sgd.__all__
+        if n not in inner_classes
+    }
     inner = {"SplitOptimizer", "SplitParameters"}  # not for users to make
     shown |= {"optimal_nodes": gradcomp.plan.optimal_nodes}
     shown |= {n: getattr(gradcomp.optim, n) for n in gradcomp.optim.__all__ if n not in inner}
@@ -356,31 +473,50 @@ def test_signatures_are_those_of_the_code():
         found = re.search(rf"^`{name}\(([^`]*)\)`", API, re.MULTILINE)
         assert found, name
         parameters = [p for n, p in inspect.signature(value).parameters.items() if n != "self"]
-        written = eval(f"lambda {' '.join(found[1].split())}: 0")  # the page's own signature, without annotations
+        written = eval(
+            f"lambda {' '.join(found[1].split())}: 0"
+        )  # the page's own signature, without annotations
         pairs = zip(inspect.signature(written).parameters.values(), parameters, strict=True)
-        assert all((a.name, a.kind, a.default) == (b.name, b.kind, b.default) for a, b in pairs), name
+        assert all((a.name, a.kind, a.default) == (b.name, b.kind, b.default) for a, b in pairs), (
+            name
+        )
 
 
 def test_stats_and_phases_are_listed():
     text = API[API.index("## Statistics") : API.index("## Without DDP")]
-    fields = [n for n in vars(stats.Stats()) if not n.startswith("_")] + ["compression_ratio", "reset"]
+    fields = [n for n in vars(stats.Stats()) if not n.startswith("_")] + [
+        "compression_ratio",
+        "reset",
+    ]
     for word in [*fields, *stats.PHASES, "hidden"]:
         assert mentions(text, word), word
 
 
 def test_error_page_has_every_class_check_field_and_phase():
-    classes = [n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.GradcompError)]
+    classes = [
+        n
+        for n, v in vars(errors).items()
+        if isinstance(v, type) and issubclass(v, errors.GradcompError)
+    ]
     for name in classes:
         assert name in ERRORS
         assert name == "GradcompError" or f"## {name}\n" in ERRORS
-    rejections = (ROOT / "docs/reference/wire-format.md").read_text(encoding="utf-8").split("## Rejections")[1]
+    rejections = (
+        (ROOT / "docs/reference/wire-format.md")
+        .read_text(encoding="utf-8")
+        .split("## Rejections")[1]
+    )
     checks = re.findall(r"^\| `(\w+)` \|", rejections.split("In an exchange")[0], re.MULTILINE)
     fields = re.findall(r"^\| `(\w+)` \|", rejections.split("In an exchange")[1], re.MULTILINE)
     assert len(checks) > 12 and len(fields) > 5
     source = "".join(p.read_text() for p in (ROOT / "gradcomp").rglob("*.py"))
     raised = re.findall(r"CorruptPayload\(\s*\"(\w+)\"", source)
-    phases = re.findall(r"_wait\(\"(\w+)\"", source) + re.findall(r"\bgather\([^\"]*\"(\w+)\"", source)
-    phases += re.findall(r"peers_answer\(\"(\w+)\"", source) + re.findall(r"\bphase(?:: str = |=)\"(\w+)\"", source)
+    phases = re.findall(r"_wait\(\"(\w+)\"", source) + re.findall(
+        r"\bgather\([^\"]*\"(\w+)\"", source
+    )
+    phases += re.findall(r"peers_answer\(\"(\w+)\"", source) + re.findall(
+        r"\bphase(?:: str = |=)\"(\w+)\"", source
+    )
     phases += re.findall(r"\b_compare\([^\"]*\"(\w+)\"", source)
     assert len(raised) > 8 and len(set(phases)) == 13
     for word in [*checks, *raised, *fields, *fingerprint.FIELDS, *phases]:

@@ -1,4 +1,6 @@
-"""The doctor: real ranks under every launcher, over a slow link, with one that is silent, and what it says of each."""
+"""The doctor: real ranks under every launcher, over a slow link, with one that is silent, and
+what it says of each.
+"""
 
 import contextlib
 import io
@@ -36,7 +38,11 @@ QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 def environment(**more):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {k: v for k, v in os.environ.items() if k not in names} | QUIET | {k: str(v) for k, v in more.items()}
+    return (
+        {k: v for k, v in os.environ.items() if k not in names}
+        | QUIET
+        | {k: str(v) for k, v in more.items()}
+    )
 
 
 class Machine:
@@ -50,7 +56,9 @@ class Machine:
     def __init__(self, folder, prefix=()):
         command = [*prefix, sys.executable, str(Path(__file__).with_name("_doctor.py"))]
         self.folder, self.started = folder, []
-        self.process = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, told):
         self.process.stdin.write(json.dumps(told) + "\n")
@@ -59,7 +67,13 @@ class Machine:
 
     def start(self, rank, world_size, port, *options, first="", address="127.0.0.1", **variables):
         """Start a rank; `first` is a program that makes it otherwise than others are."""
-        given = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": address, "MASTER_PORT": port, **variables}
+        given = {
+            "RANK": rank,
+            "WORLD_SIZE": world_size,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+            **variables,
+        }
         files = [str(self.folder / f"{len(self.started)}.{what}") for what in ("out", "err")]
         pid = self.ask([options, {k: str(v) for k, v in given.items()}, first, *files])
         self.started.append(pid)
@@ -87,10 +101,15 @@ def machine(tmp_path_factory):
 
 
 def wrongs(found, topic=None):
-    return [f["text"] for f in found["findings"] if f["level"] == "wrong" and topic in (None, f["topic"])]
+    return [
+        f["text"]
+        for f in found["findings"]
+        if f["level"] == "wrong" and topic in (None, f["topic"])
+    ]
 
 
-# ---- under launchers -----------------------------------------------------------------------------------------------
+# ---- under launchers
+# -----------------------------------------------------------------------------------------------
 
 
 def check_two_ranks(found, over):
@@ -98,11 +117,19 @@ def check_two_ranks(found, over):
     assert found["status"] == 0 and wrongs(found) == []
     (pair,) = found["pairs"]
     assert pair["ranks"] == [0, 1] and not pair["failed"]
-    assert 1e-6 < pair["latency_s"] < 0.2 and 1e5 < pair["bits_per_s"] < 1e13 and pair["nbytes"] >= 1 << 16
+    assert (
+        1e-6 < pair["latency_s"] < 0.2
+        and 1e5 < pair["bits_per_s"] < 1e13
+        and pair["nbytes"] >= 1 << 16
+    )
     (clock,) = found["clocks"]
-    assert clock["rank"] == 1 and abs(clock["ahead_s"]) <= clock["within_s"] + 1e-3  # one machine, one clock
+    assert (
+        clock["rank"] == 1 and abs(clock["ahead_s"]) <= clock["within_s"] + 1e-3
+    )  # one machine, one clock
     seen = found["lost_peer"]["seen"]["0"]
-    assert found["lost_peer"]["lost"] == 1 and set(seen) == ({"silent", "killed"} if over == "gloo" else {"silent"})
+    assert found["lost_peer"]["lost"] == 1 and set(seen) == (
+        {"silent", "killed"} if over == "gloo" else {"silent"}
+    )
     assert all(one["error"] == "PeerLost" for one in seen.values())
     assert probe.PATIENCE_S <= seen["silent"]["seconds"] < probe.PATIENCE_S + probe.LATE_S
     advice = found["recommendation"]
@@ -112,14 +139,37 @@ def check_two_ranks(found, over):
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradcomp.doctor", "--seconds", "30"]
-    out = subprocess.run([*command, "--json", tmp_path / "found.json"], env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "gradcomp.doctor",
+        "--seconds",
+        "30",
+    ]
+    out = subprocess.run(
+        [*command, "--json", tmp_path / "found.json"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert out.returncode == 0, out.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     check_two_ranks(found, "gloo")
     assert found["ranks"][0]["starter"] == "torchrun"
     assert found["lost_peer"]["seen"]["0"]["killed"]["seconds"] < probe.LATE_S
-    for words in ("2 of 2, started by torchrun, bytes over gloo", "gloo takes lo (loopback", "killed: PeerLost", "Nothing wrong"):
+    for words in (
+        "2 of 2, started by torchrun, bytes over gloo",
+        "gloo takes lo (loopback",
+        "killed: PeerLost",
+        "Nothing wrong",
+    ):
         assert words in out.stdout
     assert out.stdout.count("recommended") == 1  # rank 0 alone prints
 
@@ -130,13 +180,32 @@ def test_under_mpi(flavour):
     python = Path(f"{sys.prefix}-{flavour}", "bin", "python")
     if not python.exists():
         pytest.skip(f"{python} is missing: make mpi")
-    command = [python, "-m", "gradcomp.launch", "-n", "2", "-m", "gradcomp.doctor", "--json", "-", "--seconds", "30"]
-    out = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    command = [
+        python,
+        "-m",
+        "gradcomp.launch",
+        "-n",
+        "2",
+        "-m",
+        "gradcomp.doctor",
+        "--json",
+        "-",
+        "--seconds",
+        "30",
+    ]
+    out = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
     assert out.returncode == 0, out.stdout + out.stderr
     found = json.loads(out.stdout)
     check_two_ranks(found, "mpi")
-    assert {"mpich": "MPICH", "openmpi": "Open MPI"}[flavour] in found["ranks"][1]["versions"]["MPI"]
-    assert "MpiCommunicator" in advise.in_code(found["recommendation"], "mpi") or found["recommendation"]["codec"] is None
+    assert {"mpich": "MPICH", "openmpi": "Open MPI"}[flavour] in found["ranks"][1]["versions"][
+        "MPI"
+    ]
+    assert (
+        "MpiCommunicator" in advise.in_code(found["recommendation"], "mpi")
+        or found["recommendation"]["codec"] is None
+    )
 
 
 def test_alone_it_looks_at_the_machine_and_says_how_to_start_ranks(capsys, caplog, monkeypatch):
@@ -147,14 +216,31 @@ def test_alone_it_looks_at_the_machine_and_says_how_to_start_ranks(capsys, caplo
     crowded = any(found.level == "wrong" for found in judge.judge_cores([card.card(0, {}, None)]))
     assert main(["--plain"]) == int(crowded)
     text = capsys.readouterr().out
-    for words in ("alone on", "torchrun --standalone", "python -m gradcomp.launch -n 2", "srun -n 4", f"torch {torch.__version__}", " tier"):
+    for words in (
+        "alone on",
+        "torchrun --standalone",
+        "python -m gradcomp.launch -n 2",
+        "srun -n 4",
+        f"torch {torch.__version__}",
+        " tier",
+    ):
         assert words in text
     assert "start several ranks" in text
 
 
 def test_variables_of_srun_are_understood(monkeypatch):
-    step = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NODEID": "1"}
-    task = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    step = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "node[07-08]",
+        "SLURM_NODEID": "1",
+    }
+    task = {
+        "SLURM_PROCID": "2",
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    }
     monkeypatch.setattr(start, "Helper", lambda: None)
     me = start.Me.find("auto", step | task)
     assert (me.rank, me.world_size, me.over, me.address) == (2, 4, "gloo", ("node07", 12573))
@@ -167,7 +253,8 @@ def test_variables_of_srun_are_understood(monkeypatch):
     assert card.starter() == "srun"
 
 
-# ---- over a slow link ----------------------------------------------------------------------------------------------
+# ---- over a slow link
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timed
@@ -183,7 +270,10 @@ def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(tmp_path):
 
         def run(interface, port):
             given = {"address": two.address(0), "GLOO_SOCKET_IFNAME": interface}
-            ranks = [there[k].start(k, 2, port, "--json", "-", "--seconds", "8", **given) for k in range(2)]
+            ranks = [
+                there[k].start(k, 2, port, "--json", "-", "--seconds", "8", **given)
+                for k in range(2)
+            ]
             first, second = [end(rank) for rank in ranks]
             assert (second[0], second[1]) == (0, ""), second
             return first[0], json.loads(first[1])
@@ -193,10 +283,14 @@ def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(tmp_path):
     assert status == 0 and wrongs(found) == []
     (pair,) = found["pairs"]
     assert 0.7e8 < pair["bits_per_s"] < 1.3e8 and 0.3e8 < pair["both_bits_per_s"] < 1.3e8
-    assert len({one["identity"] for one in found["ranks"]}) == 2 and all(one["gloo"]["names"] == ["eth0"] for one in found["ranks"])
+    assert len({one["identity"] for one in found["ranks"]}) == 2 and all(
+        one["gloo"]["names"] == ["eth0"] for one in found["ranks"]
+    )
     advice = found["recommendation"]
     assert advice["codec"] == "Block(4)" and advice["speedup"] > 3 and advice["exposed_s"] > 0.5
-    assert any("pairs between hosts have" in f["text"] for f in found["findings"])  # a veth says 10 Gbit/s
+    assert any(
+        "pairs between hosts have" in f["text"] for f in found["findings"]
+    )  # a veth says 10 Gbit/s
     assert loop_status == 1 and not loop["measured"] and loop["recommendation"] is None
     (text,) = wrongs(loop)
     assert "ranks 0 and 1: gloo takes lo, the loopback, which leads to no other host" in text
@@ -206,7 +300,9 @@ def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(WHY), reason=WHY)
 def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(tmp_path):
-    """torch asks it for the name of every first connection, helpers' too, for longer than their group takes to meet."""
+    """torch asks it for the name of every first connection, helpers' too, for longer than their
+    group takes to meet.
+    """
     with hosts.Hosts(2, Link(1e9)) as two, contextlib.ExitStack() as closing:
         there = []
         for number in range(2):
@@ -214,25 +310,37 @@ def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(tmp_path
             own = Path("/etc/netns") / name
             own.mkdir(parents=True)
             closing.callback(shutil.rmtree, own)
-            (own / "resolv.conf").write_text("nameserver 192.0.2.1\noptions timeout:3 attempts:1\n")  # an address of nobody
+            (own / "resolv.conf").write_text(
+                "nameserver 192.0.2.1\noptions timeout:3 attempts:1\n"
+            )  # an address of nobody
             (own / "nsswitch.conf").write_text("hosts: files dns\n")
-            subprocess.run(["ip", "-n", name, "route", "add", "default", "via", two.address(1 - number)], check=True)
+            subprocess.run(
+                ["ip", "-n", name, "route", "add", "default", "via", two.address(1 - number)],
+                check=True,
+            )
             (tmp_path / str(number)).mkdir()
             there.append(Machine(tmp_path / str(number), two.command(number)))
             closing.callback(there[-1].close)
-        given = {"address": two.address(0), "GLOO_SOCKET_IFNAME": "eth0", "first": "from gradcomp.doctor import probe; probe.SETUP_S = 2.5"}
+        given = {
+            "address": two.address(0),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "first": "from gradcomp.doctor import probe; probe.SETUP_S = 2.5",
+        }
         ranks = [there[k].start(k, 2, 29500, "--json", "-", **given) for k in range(2)]
         (status, text, _), (other, *_) = [end(rank) for rank in ranks]
     found = json.loads(text)
     assert (status, other, wrongs(found)) == (0, 0, [])
     assert set(found["lost_peer"]["seen"]["0"]) == {"silent", "killed"}
     (said,) = [f for f in found["findings"] if "looked up" in f["text"]]
-    seconds = re.match(r"ranks 0 and 1: the name of an address is looked up for ([\d.]+)", said["text"])
+    seconds = re.match(
+        r"ranks 0 and 1: the name of an address is looked up for ([\d.]+)", said["text"]
+    )
     assert seconds and float(seconds[1]) >= 2.9, said
     assert "/etc/resolv.conf" in said["do"]
 
 
-# ---- ranks that are silent, or otherwise ---------------------------------------------------------------------------
+# ---- ranks that are silent, or otherwise
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -244,39 +352,67 @@ from gradcomp.doctor import start
 meet = start.Me.meet
 def meets(self, wait_s):
     notices, deadline = meet(self, wait_s), time.monotonic() + 60
-    while notices.look(2, "card") is None and time.monotonic() < deadline:  # then it has come in time
+    # then it has come in time
+    while notices.look(2, "card") is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return notices
 start.Me.meet = meets
 """
-    ranks = [machine.start(0, 4, port, "--wait", "2", first=patient), machine.start(2, 4, port, "--wait", "30")]
+    ranks = [
+        machine.start(0, 4, port, "--wait", "2", first=patient),
+        machine.start(2, 4, port, "--wait", "30"),
+    ]
     lone = machine.start(1, 2, empty, "--wait", "2")
     (status, text, _), (other, *_) = [end(rank) for rank in ranks]
     assert (status, other) == (1, 0)
-    assert "wrong: ranks 1 and 3 did not answer within 2 s" in text and "what is wrong above comes first" in text
+    assert (
+        "wrong: ranks 1 and 3 did not answer within 2 s" in text
+        and "what is wrong above comes first" in text
+    )
     status, _, said = end(lone)
     assert status == 1 and "rank 1 does not reach rank 0 at 127.0.0.1" in said
 
 
 @pytest.mark.slow
 def test_a_rank_that_stops_before_it_has_come_is_named(machine):
-    stops = "import os, signal; from gradcomp.doctor import visit; visit.card = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)"
+    stops = (
+        "import os, signal; from gradcomp.doctor import visit; visit.card = lambda *args:"
+        " os.kill(os.getpid(), signal.SIGSTOP)"
+    )
     options, port = ["--json", "-", "--wait", "3"], free_port()
     first, _ = machine.start(0, 2, port, *options), machine.start(1, 2, port, *options, first=stops)
     status, text, _ = end(first)
     found = json.loads(text)
-    assert (status, found["silent"], wrongs(found)) == (1, [1], ["rank 1 did not answer within 3 s"])
+    assert (status, found["silent"], wrongs(found)) == (
+        1,
+        [1],
+        ["rank 1 did not answer within 3 s"],
+    )
 
 
 @pytest.mark.slow
 def test_a_rank_that_stops_leaves_the_others_to_be_measured(machine):
-    stops = "import os, signal; from gradcomp.doctor import visit; visit.measure_all = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)"
+    stops = (
+        "import os, signal; from gradcomp.doctor import visit; visit.measure_all = lambda *args:"
+        " os.kill(os.getpid(), signal.SIGSTOP)"
+    )
     port = free_port()
-    patient = "from gradcomp.doctor import visit; visit.PAIRS_SHARE = 0.9"  # rank 2 waits for rank 1 first
-    ranks = [machine.start(k, 3, port, "--json", "-", "--seconds", "7", first=stops if k == 1 else patient) for k in range(3)]
+    patient = (  # rank 2 waits for rank 1 first
+        "from gradcomp.doctor import visit; visit.PAIRS_SHARE = 0.9"
+    )
+    ranks = [
+        machine.start(
+            k, 3, port, "--json", "-", "--seconds", "7", first=stops if k == 1 else patient
+        )
+        for k in range(3)
+    ]
     status, text, _ = end(ranks[0])
     found = json.loads(text)
-    assert (status, found["silent"], wrongs(found)) == (1, [1], ["rank 1 fell silent while measuring"])
+    assert (status, found["silent"], wrongs(found)) == (
+        1,
+        [1],
+        ["rank 1 fell silent while measuring"],
+    )
     assert [p["ranks"] for p in found["pairs"] if not p["failed"]] == [[0, 2]]
     assert found["recommendation"] is not None and end(ranks[2])[0] == 0
     assert found["lost_peer"]["skipped"] == "rank 1 did not answer" and found["seconds"] < 30
@@ -284,26 +420,42 @@ def test_a_rank_that_stops_leaves_the_others_to_be_measured(machine):
 
 @pytest.mark.slow
 def test_ranks_that_gloo_does_not_connect(machine):
-    """One rank never comes to connect, as behind a firewall: nobody waits longer than for that, and it is said."""
-    never = "import time; from gradcomp.doctor import start; start.CONNECT_S = 2.0; start.open_group = lambda *args: time.sleep(3)"
+    """One rank never comes to connect, as behind a firewall: nobody waits longer than for that,
+    and it is said.
+    """
+    never = (
+        "import time; from gradcomp.doctor import start; start.CONNECT_S = 2.0; start.open_group ="
+        " lambda *args: time.sleep(3)"
+    )
     patient, port = "from gradcomp.doctor import start; start.CONNECT_S = 2.0", free_port()
     ranks = [machine.start(k, 2, port, "--plain", first=never if k else patient) for k in range(2)]
     status, text, _ = end(ranks[0])
-    assert status == 1 and "wrong: rank 0 is not connected to all others after" in text and "a firewall between the hosts" in text
+    assert (
+        status == 1
+        and "wrong: rank 0 is not connected to all others after" in text
+        and "a firewall between the hosts" in text
+    )
 
 
 @pytest.mark.slow
 def test_a_port_that_is_taken(machine):
     with socket.create_server(("127.0.0.1", 0)) as server:
         status, _, text = end(machine.start(0, 2, server.getsockname()[1], "--wait", "2"))
-    assert status == 1 and "rank 0 cannot serve the ranks' meeting at 127.0.0.1" in text and "Is the port free?" in text
+    assert (
+        status == 1
+        and "rank 0 cannot serve the ranks' meeting at 127.0.0.1" in text
+        and "Is the port free?" in text
+    )
 
 
 @pytest.mark.slow
 def test_a_rank_with_another_version_and_other_arguments_is_named(machine):
     other = "import gradcomp.doctor.card as card; card.__version__ = '0.0.9'"
     options, port = ["--json", "-", "--seconds", "2"], free_port()
-    ranks = [machine.start(0, 2, port, *options), machine.start(1, 2, port, *options, "--compute", "3", first=other)]
+    ranks = [
+        machine.start(0, 2, port, *options),
+        machine.start(1, 2, port, *options, "--compute", "3", first=other),
+    ]
     (status, text, _), (there, *_) = [end(rank) for rank in ranks]
     assert (status, there) == (1, 0)
     found = json.loads(text)
@@ -318,25 +470,42 @@ def test_a_rank_with_another_version_and_other_arguments_is_named(machine):
 @pytest.mark.slow
 def test_another_doctor_is_named_and_not_spoken_to(machine):
     port = free_port()
-    ranks = [machine.start(k, 2, port, first="import gradcomp.doctor.card as card; card.PROTOCOL = 7" * k) for k in range(2)]
+    ranks = [
+        machine.start(
+            k, 2, port, first="import gradcomp.doctor.card as card; card.PROTOCOL = 7" * k
+        )
+        for k in range(2)
+    ]
     (status, text, _), (there, *_) = [end(rank) for rank in ranks]
     assert (status, there) == (1, 0) and "wrong: rank 1 has another doctor" in text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "says"), [("nope0", "there is no interface 'nope0' here"), ("^lo", "NCCL's way to leave interfaces out")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nope0", "there is no interface 'nope0' here"),
+        ("^lo", "NCCL's way to leave interfaces out"),
+    ],
+)
 def test_an_interface_that_is_not_there(machine, name, says):
     port = free_port()
     ranks = [machine.start(rank, 2, port, GLOO_SOCKET_IFNAME=name) for rank in range(2)]
     (status, text, _), (other, *_) = [end(rank) for rank in ranks]
     assert (status, other) == (1, 0)
-    assert "wrong: ranks 0 and 1: gloo cannot start" in text and says in text and "-> GLOO_SOCKET_IFNAME=" in text
+    assert (
+        "wrong: ranks 0 and 1: gloo cannot start" in text
+        and says in text
+        and "-> GLOO_SOCKET_IFNAME=" in text
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(WHY), reason=WHY)
 def test_no_network_at_all(tmp_path):
-    """In a namespace whose loopback is down nothing reaches anything; alone it is said, and of several ranks each says so."""
+    """In a namespace whose loopback is down nothing reaches anything; alone it is said, and of
+    several ranks each says so.
+    """
     bare = Machine(tmp_path, ["unshare", "--net"])
     try:
         alone, one = bare.start(0, 1, 29500), bare.start(1, 2, 29500, "--wait", "2")
@@ -369,14 +538,19 @@ def test_bad_usage(capsys, tmp_path):
     found = parse(["--parameters", "1.3B", "--compute", "20ms"])
     assert found.parameters == 1.3e9 and found.compute == 0.02
     assert set(agreed(found)) == set(vars(found)) - {"json", "plain"}
-    assert "exit status is 0 if all is well, 1 if something is wrong" in build_parser().format_help()
+    assert (
+        "exit status is 0 if all is well, 1 if something is wrong" in build_parser().format_help()
+    )
 
 
-# ---- pairs ----------------------------------------------------------------------------------------------------------
+# ---- pairs
+# --------------------------------------------------------------------------------------------------
 
 
 def measure(comm, shift_s):
-    """Measure a pair, with the clock of rank 1 shifted, and ranks that think differently of the time that is left."""
+    """Measure a pair, with the clock of rank 1 shifted, and ranks that think differently of the
+    time that is left.
+    """
     kept = time.time_ns
     clock = time.time_ns if comm.rank == 0 else lambda: kept() + int(shift_s * 1e9)
     pairs.SILENT_S = 60.0
@@ -402,10 +576,14 @@ def test_rounds_have_every_pair_once_and_every_rank_once_a_round(world_size):
 def test_when_time_runs_out_it_is_said():
     found = example(pairs_not_measured=5, seconds=12.5)
     text = plain(found)
-    assert "5 pairs were not measured: the time ran out" in text and "12.5 s, longer than the 10 s of --seconds" in text
+    assert (
+        "5 pairs were not measured: the time ran out" in text
+        and "12.5 s, longer than the 10 s of --seconds" in text
+    )
 
 
-# ---- what is said of it --------------------------------------------------------------------------------------------
+# ---- what is said of it
+# --------------------------------------------------------------------------------------------
 
 
 def rank(number, **more):
@@ -413,20 +591,36 @@ def rank(number, **more):
     lo = Interface("lo", "loopback", True, None, ("127.0.0.1",))
     eth = Interface("eth0", "ethernet", True, 1000, (f"10.0.0.{number + 1}",))
     given = {
-        "rank": number, "host": f"n{number}", "identity": f"n{number}", "starter": "torchrun", "protocol": card.PROTOCOL,
-        "versions": {"gradcomp": "1", "torch": "2", "python": "3"}, "tier": "avx2", "tiers": ["portable", "avx2"],
-        "cores": [0, 1, 2, 3], "quota": None, "threads": 4, "interfaces": [asdict(lo), asdict(eth)],
-        "gloo": {"variable": "eth0", "names": ["eth0"], "why": "", "problem": ""}, "options": agreed(parse([])),
-    }  # fmt: skip
+        "rank": number,
+        "host": f"n{number}",
+        "identity": f"n{number}",
+        "starter": "torchrun",
+        "protocol": card.PROTOCOL,
+        "versions": {"gradcomp": "1", "torch": "2", "python": "3"},
+        "tier": "avx2",
+        "tiers": ["portable", "avx2"],
+        "cores": [0, 1, 2, 3],
+        "quota": None,
+        "threads": 4,
+        "interfaces": [asdict(lo), asdict(eth)],
+        "gloo": {"variable": "eth0", "names": ["eth0"], "why": "", "problem": ""},
+        "options": agreed(parse([])),
+    }
     return given | more
 
 
 def pair(first, second, rate, *, latency_s=1e-4, number=0, failed=""):
-    return asdict(pairs.Pair((first, second), latency_s, rate, rate / 2, 1 << 20, 0.0, 1e-5, number, failed))
+    return asdict(
+        pairs.Pair((first, second), latency_s, rate, rate / 2, 1 << 20, 0.0, 1e-5, number, failed)
+    )
 
 
 def with_interface(number, *some, variable="", names=("eth0",)):
-    return rank(number, interfaces=[asdict(i) for i in some], gloo={"variable": variable, "names": names, "why": "", "problem": ""})
+    return rank(
+        number,
+        interfaces=[asdict(i) for i in some],
+        gloo={"variable": variable, "names": names, "why": "", "problem": ""},
+    )
 
 
 def said(findings, level="wrong"):
@@ -437,28 +631,53 @@ def test_versions_that_differ():
     assert list(judge.judge_versions([rank(0), rank(1)])) == []
     other = rank(2, versions={"gradcomp": "1", "torch": "2.1", "python": "3.9"}, tier="portable")
     found = list(judge.judge_versions([rank(0), rank(1), other]))
-    assert said(found) == ["torch differs: 2 on ranks 0 and 1, 2.1 on rank 2 -> install the same on every host"]
+    assert said(found) == [
+        "torch differs: 2 on ranks 0 and 1, 2.1 on rank 2 -> install the same on every host"
+    ]
     assert any("python differs" in text for text in said(found, "note"))
     assert any("rank 2: the avx2 tier is switched off" in text for text in said(found, "note"))
 
 
 def test_the_faster_interface_is_named():
-    slow, fast = Interface("eth1", "ethernet", True, 1000, ("10.0.0.1",)), Interface("ib0", "infiniband", True, 100000, ("10.1.0.1",))
+    slow, fast = (
+        Interface("eth1", "ethernet", True, 1000, ("10.0.0.1",)),
+        Interface("ib0", "infiniband", True, 100000, ("10.1.0.1",)),
+    )
     cards = [with_interface(k, slow, fast, names=("eth1",)) for k in range(2)]
     found = said(judge.judge_network(cards, "gloo"))
-    assert "ranks 0 and 1: gloo takes eth1 (1 Gbit/s) although ib0 (100 Gbit/s) is up -> GLOO_SOCKET_IFNAME=ib0, if it leads to the other ranks" in found
+    assert (
+        "ranks 0 and 1: gloo takes eth1 (1 Gbit/s) although ib0 (100 Gbit/s) is up ->"
+        " GLOO_SOCKET_IFNAME=ib0, if it leads to the other ranks" in found
+    )
     assert said(judge.judge_network(cards, "mpi")) == []
     down = Interface("ib0", "infiniband", False, 100000, ("10.1.0.1",))
     alike = Interface("eth2", "ethernet", True, 1500, ("10.2.0.1",))
-    cards = [with_interface(k, Interface("eth1", "ethernet", True, 1000, (f"10.0.0.{k}",)), down, alike, names=("eth1",)) for k in range(2)]
+    cards = [
+        with_interface(
+            k,
+            Interface("eth1", "ethernet", True, 1000, (f"10.0.0.{k}",)),
+            down,
+            alike,
+            names=("eth1",),
+        )
+        for k in range(2)
+    ]
     assert said(judge.judge_network(cards, "gloo")) == []
 
 
 def test_a_bridge_and_an_address_that_two_hosts_have():
     docker = Interface("docker0", "bridge", True, None, ("172.17.0.1",))
     eth = Interface("eth0", "ethernet", True, None, ("10.0.0.1",))
-    found = said(judge.judge_network([with_interface(k, docker, eth, names=("docker0",)) for k in range(2)], "gloo"))
-    assert any("ranks 0 and 1: gloo takes docker0, a bridge of containers" in text and "GLOO_SOCKET_IFNAME=eth0" in text for text in found)
+    found = said(
+        judge.judge_network(
+            [with_interface(k, docker, eth, names=("docker0",)) for k in range(2)], "gloo"
+        )
+    )
+    assert any(
+        "ranks 0 and 1: gloo takes docker0, a bridge of containers" in text
+        and "GLOO_SOCKET_IFNAME=eth0" in text
+        for text in found
+    )
     assert any("2 hosts have the address 172.17.0.1" in text for text in found)
     one_host = [with_interface(k, docker, names=("docker0",)) | {"identity": "n"} for k in range(2)]
     assert said(judge.judge_network(one_host, "gloo")) == []
@@ -483,14 +702,26 @@ def test_what_gloo_takes(variable, names, problem):
         Interface("eth2", "ethernet", True, None, ()),
     ]
     found = gloo_takes(there, variable)
-    assert found.names == names and problem in found.problem and bool(problem) == bool(found.problem)
+    assert (
+        found.names == names and problem in found.problem and bool(problem) == bool(found.problem)
+    )
 
 
 @pytest.mark.parametrize(
-    ("addresses", "names"), [(["10.0.0.1"], ("eth0",)), (["127.0.1.1"], ("lo",)), (["10.9.9.9"], ("lo",)), ([], ("lo",)), (["10.9.9.9", "10.0.0.1"], ("eth0",))]
+    ("addresses", "names"),
+    [
+        (["10.0.0.1"], ("eth0",)),
+        (["127.0.1.1"], ("lo",)),
+        (["10.9.9.9"], ("lo",)),
+        ([], ("lo",)),
+        (["10.9.9.9", "10.0.0.1"], ("eth0",)),
+    ],
 )
 def test_without_the_variable_gloo_goes_by_the_host_name(addresses, names, monkeypatch):
-    there = [Interface("lo", "loopback", True, None, ("127.0.0.1",)), Interface("eth0", "ethernet", True, None, ("10.0.0.1",))]
+    there = [
+        Interface("lo", "loopback", True, None, ("127.0.0.1",)),
+        Interface("eth0", "ethernet", True, None, ("10.0.0.1",)),
+    ]
     monkeypatch.setattr("gradcomp.doctor.interfaces._resolve", lambda host: addresses)
     assert gloo_takes(there, "").names == names
 
@@ -503,28 +734,49 @@ def test_interfaces_of_this_machine():
 
 def test_pairs_that_are_slow_or_lost():
     cards = [rank(k) for k in range(4)]
-    some = [pair(0, 1, 1e9), pair(0, 2, 1e9), pair(1, 2, 1e9), pair(0, 3, 1e8), pair(1, 3, 1e9, failed="rank 1: refused")]
+    some = [
+        pair(0, 1, 1e9),
+        pair(0, 2, 1e9),
+        pair(1, 2, 1e9),
+        pair(0, 3, 1e8),
+        pair(1, 3, 1e9, failed="rank 1: refused"),
+    ]
     found = said(judge.judge_pairs(cards, some, []))
     assert len(found) == 2
     assert found[0].startswith("ranks 1 and 3 do not reach each other: rank 1: refused")
     assert found[1].startswith("ranks 0 and 3: 100 Mbit/s, where pairs between hosts have 1 Gbit/s")
     assert len(said(judge.judge_pairs(cards, some, [3]))) == 1  # that rank is named elsewhere
     slow = said(judge.judge_pairs(cards, [pair(0, 1, 9e7)], []), "note")
-    assert slow[0].startswith("pairs between hosts have 90 Mbit/s over interfaces that say 1 Gbit/s")
+    assert slow[0].startswith(
+        "pairs between hosts have 90 Mbit/s over interfaces that say 1 Gbit/s"
+    )
 
 
 def test_cores_and_clocks():
     on_one = [rank(k, identity="n", host="n") for k in range(2)]
     assert said(judge.judge_cores(on_one)) == [
-        "ranks 0 and 1 on n: 8 threads of torch on 4 cores take the cores from each other -> OMP_NUM_THREADS=2, or torch.set_num_threads(2)"
+        (
+            "ranks 0 and 1 on n: 8 threads of torch on 4 cores take the cores from each other ->"
+            " OMP_NUM_THREADS=2, or torch.set_num_threads(2)"
+        )
     ]
     assert list(judge.judge_cores([rank(0), rank(1)])) == []
     assert said(judge.judge_cores([rank(0, quota=1.0)])) != []  # a container that grants one core
     many = [rank(k, identity="n", threads=1) for k in range(5)]
-    assert said(judge.judge_cores(many)) == [] and "5 ranks on 4 cores" in said(judge.judge_cores(many), "note")[0]
-    tied = [rank(k, identity="n", threads=1, cores=[k // 2]) for k in range(3)] + [rank(3, identity="n", threads=1, cores=[2, 3])]
-    assert said(judge.judge_cores(tied))[0].startswith("ranks 0 and 1 are tied to the same 1 of 4 cores")
-    clocks = [{"rank": 1, "ahead_s": -2.0, "within_s": 1e-3}, {"rank": 2, "ahead_s": 0.6, "within_s": 0.2}]
+    assert (
+        said(judge.judge_cores(many)) == []
+        and "5 ranks on 4 cores" in said(judge.judge_cores(many), "note")[0]
+    )
+    tied = [rank(k, identity="n", threads=1, cores=[k // 2]) for k in range(3)] + [
+        rank(3, identity="n", threads=1, cores=[2, 3])
+    ]
+    assert said(judge.judge_cores(tied))[0].startswith(
+        "ranks 0 and 1 are tied to the same 1 of 4 cores"
+    )
+    clocks = [
+        {"rank": 1, "ahead_s": -2.0, "within_s": 1e-3},
+        {"rank": 2, "ahead_s": 0.6, "within_s": 0.2},
+    ]
     (text,) = said(judge.judge_clocks(clocks), "note")
     assert text.startswith("the clock of rank 1 is 2.00 s behind rank 0's")
 
@@ -541,13 +793,25 @@ def test_quota_of_a_container(tmp_path):
     ("given", "level", "says"),
     [
         (Timeouts(60, 300, 300, None, 0), None, ""),
-        (Timeouts(60, 300, 100, None, 0), "wrong", "torch gives up after 100 s, before gradcomp after 300 s"),
-        (Timeouts(60, 300, 1800, None, 0), "note", "gradcomp gives a peer up after 300 s, torch's own"),
+        (
+            Timeouts(60, 300, 100, None, 0),
+            "wrong",
+            "torch gives up after 100 s, before gradcomp after 300 s",
+        ),
+        (
+            Timeouts(60, 300, 1800, None, 0),
+            "note",
+            "gradcomp gives a peer up after 300 s, torch's own",
+        ),
         (Timeouts(60, 300, 300, None, 45), "wrong", "the ranks came 45 s apart, and wait 60 s"),
         (Timeouts(60, 1800, 1800, None, 0), "note", "is given up after 1800 s"),
         (Timeouts(60, 300, 300, 100, 0), "note", "the job ends in 100 s"),
         (Timeouts(10, 15, 15, None, 0), "wrong", "a step computes for 10 s"),
-        (Timeouts(300, 300, 300, None, 0, "GRADCOMP_SETUP_TIMEOUT_S must be"), "wrong", "GRADCOMP_SETUP_TIMEOUT_S must be"),
+        (
+            Timeouts(300, 300, 300, None, 0, "GRADCOMP_SETUP_TIMEOUT_S must be"),
+            "wrong",
+            "GRADCOMP_SETUP_TIMEOUT_S must be",
+        ),
     ],
 )
 def test_the_order_of_timeouts(given, level, says):
@@ -559,8 +823,15 @@ def test_timeouts_here(monkeypatch):
     monkeypatch.setenv("GRADCOMP_SETUP_TIMEOUT_S", "30")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
     found = Timeouts.here("gloo", None, None, 1.0)
-    assert (found.setup_s, found.gradcomp_s, found.torch_s) == (30, 1800, 1800) and 90 < found.job_s <= 100
-    assert Timeouts.here("mpi", None, None, 0).gradcomp_s == 300 and Timeouts.here("gloo", 20, 40, 0).setup_s == 20
+    assert (found.setup_s, found.gradcomp_s, found.torch_s) == (
+        30,
+        1800,
+        1800,
+    ) and 90 < found.job_s <= 100
+    assert (
+        Timeouts.here("mpi", None, None, 0).gradcomp_s == 300
+        and Timeouts.here("gloo", 20, 40, 0).setup_s == 20
+    )
     monkeypatch.setenv("GRADCOMP_SETUP_TIMEOUT_S", "soon")
     assert "must be a number of seconds" in Timeouts.here("gloo", None, None, 0).setup_problem
 
@@ -568,8 +839,15 @@ def test_timeouts_here(monkeypatch):
 def test_a_lost_peer_that_is_not_noticed_is_wrong():
     lost = {"error": "PeerLost", "seconds": 1.2, "text": ""}
     assert list(judge.judge_probe({"seen": {"0": {"silent": lost, "killed": lost}}})) == []
-    for one in ({"error": "", "seconds": 1.0}, {"error": "RuntimeError", "seconds": 1.0}, {"error": "PeerLost", "seconds": 60.0}):
-        assert "did not hear of a lost peer in time" in said(judge.judge_probe({"seen": {"0": {"silent": lost, "killed": one}}}))[0]
+    for one in (
+        {"error": "", "seconds": 1.0},
+        {"error": "RuntimeError", "seconds": 1.0},
+        {"error": "PeerLost", "seconds": 60.0},
+    ):
+        assert (
+            "did not hear of a lost peer in time"
+            in said(judge.judge_probe({"seen": {"0": {"silent": lost, "killed": one}}}))[0]
+        )
     assert "hangs" in said(judge.judge_probe({"seen": {"0": {"failed": "it hangs: no answer"}}}))[0]
 
 
@@ -580,19 +858,31 @@ def test_who_takes_part_in_a_probe():
     assert probe.members_of(["a", "b", "c", "d"]) == [0, 1, 2]
 
 
-# ---- the recommendation --------------------------------------------------------------------------------------------
+# ---- the recommendation
+# --------------------------------------------------------------------------------------------
 
 
 def test_the_link_of_a_node_is_what_its_ranks_have_together():
     two_by_two = ["a", "a", "b", "b"]
-    some = [pair(0, 1, 8e9), pair(2, 3, 8e9), pair(0, 2, 5e8, number=1), pair(1, 3, 4e8, number=1), pair(0, 3, 2e8, number=2), pair(1, 2, 2e8, number=2)]
+    some = [
+        pair(0, 1, 8e9),
+        pair(2, 3, 8e9),
+        pair(0, 2, 5e8, number=1),
+        pair(1, 3, 4e8, number=1),
+        pair(0, 3, 2e8, number=2),
+        pair(1, 2, 2e8, number=2),
+    ]
     link, node, nodes = advise.link_of(two_by_two, some)
     assert (link.bits_per_s, node, nodes) == (9e8, Node(2, Link(8e9, 1e-4)), 2)
     link, node, nodes = advise.link_of(["a", "a"], [pair(0, 1, 8e9)])
     assert (link.bits_per_s, node.ranks, nodes) == (8e9, 1, 2)
-    link, node, nodes = advise.link_of(["a", "a", "b"], [pair(0, 1, 8e9), pair(0, 2, 1e9), pair(1, 2, 1e9)])
+    link, node, nodes = advise.link_of(
+        ["a", "a", "b"], [pair(0, 1, 8e9), pair(0, 2, 1e9), pair(1, 2, 1e9)]
+    )
     assert (link.bits_per_s, node.ranks, nodes) == (1e9, 1, 3)  # hosts that are not alike
-    link, _, nodes = advise.link_of(["a", "b", "c"], [pair(0, 1, 1e9), pair(0, 2, 1e8, number=1), pair(1, 2, 2e8, number=2)])
+    link, _, nodes = advise.link_of(
+        ["a", "b", "c"], [pair(0, 1, 1e9), pair(0, 2, 1e8, number=1), pair(1, 2, 2e8, number=2)]
+    )
     assert (link.bits_per_s, nodes) == (2e8, 3)  # of the slowest node, at its best
     assert advise.link_of(["a", "b"], [pair(0, 1, 0, failed="refused")]) is None
 
@@ -604,9 +894,19 @@ def options(*words):
 @pytest.mark.parametrize(
     ("words", "rate", "method", "code"),
     [
-        ([], 1e8, "block4 all_gather", 'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimizer)'),
+        (
+            [],
+            1e8,
+            "block4 all_gather",
+            'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimizer)',
+        ),
         (["--parameters", "1e5"], 1e11, "fp32", ""),
-        (["--optimizer", "sgd"], 1e8, "ternary all_gather", 'ddp.register(model, Ternary(), exchange="all_gather", optimizer=optimizer)'),
+        (
+            ["--optimizer", "sgd"],
+            1e8,
+            "ternary all_gather",
+            'ddp.register(model, Ternary(), exchange="all_gather", optimizer=optimizer)',
+        ),
         (["--every", "30", "--tolerance", "0.04"], 1e10, "every 30", "sync_every=30"),
     ],
 )
@@ -619,21 +919,38 @@ def test_the_planner_recommends(words, rate, method, code):
 
 
 def test_codecs_are_measured_where_there_is_time():
-    assert advise.recommend(Link(1e8, 1e-4), Node(), 2, options("--parameters", "1e6"), 2.0, 10.0)["rates_measured"]
+    assert advise.recommend(Link(1e8, 1e-4), Node(), 2, options("--parameters", "1e6"), 2.0, 10.0)[
+        "rates_measured"
+    ]
 
 
-# ---- the report -----------------------------------------------------------------------------------------------------
+# ---- the report
+# --------------------------------------------------------------------------------------------------
 
 
 def example(**more):
     cards = [rank(k) for k in range(2)]
     found = {
-        "over": "gloo", "ranks": cards, "world_size": 2, "silent": [], "pairs": [pair(0, 1, 1e9)], "pairs_not_measured": 0, "measured": True,
-        "clocks": [{"rank": 1, "ahead_s": 1e-5, "within_s": 1e-4}], "timeouts": {"order": "setup 60 s"}, "seconds": 3.0, "budget_s": 10.0, "status": 1,
-        "lost_peer": {"seen": {"0": {"silent": {"error": "PeerLost", "seconds": 1.0}}}, "skipped": "", "lost": 1},
+        "over": "gloo",
+        "ranks": cards,
+        "world_size": 2,
+        "silent": [],
+        "pairs": [pair(0, 1, 1e9)],
+        "pairs_not_measured": 0,
+        "measured": True,
+        "clocks": [{"rank": 1, "ahead_s": 1e-5, "within_s": 1e-4}],
+        "timeouts": {"order": "setup 60 s"},
+        "seconds": 3.0,
+        "budget_s": 10.0,
+        "status": 1,
+        "lost_peer": {
+            "seen": {"0": {"silent": {"error": "PeerLost", "seconds": 1.0}}},
+            "skipped": "",
+            "lost": 1,
+        },
         "recommendation": advise.recommend(Link(1e9, 1e-4), Node(), 2, options(), 2.0, 0.0),
         "findings": [asdict(judge.Finding("wrong", "link", "it is slow", "mend [it]"))],
-    }  # fmt: skip
+    }
     return found | more
 
 
@@ -645,7 +962,10 @@ def plain(found):
 
 def test_the_report_with_and_without_rich():
     text = plain(example())
-    assert "ranks 0 and 1: 100 us, 1 Gbit/s, both ways at once 500 Mbit/s each" in text and "wrong: it is slow\n                -> mend [it]\n" in text
+    assert (
+        "ranks 0 and 1: 100 us, 1 Gbit/s, both ways at once 500 Mbit/s each" in text
+        and "wrong: it is slow\n                -> mend [it]\n" in text
+    )
     assert "1 thing wrong, 0 notes; 3.0 s." in text
     out = io.StringIO()
     report.show(example(), out, plain=False)
@@ -658,12 +978,16 @@ def test_the_report_with_and_without_rich():
 
 
 def test_entries_of_both_ends_are_one():
-    merged = visit._merged([pair(0, 1, 0, failed="rank 0: late"), pair(0, 1, 1e9), pair(1, 2, 1e9), pair(1, 2, 1e9)])
+    merged = visit._merged(
+        [pair(0, 1, 0, failed="rank 0: late"), pair(0, 1, 1e9), pair(1, 2, 1e9), pair(1, 2, 1e9)]
+    )
     assert [(p["ranks"], p["failed"]) for p in merged] == [((0, 1), ""), ((1, 2), "")]
 
 
 def test_what_ended_a_helper_is_told_and_not_that_it_has_gone():
-    """A helper that found no store has said so and ended before it is told to start: a pipe without a reader."""
+    """A helper that found no store has said so and ended before it is told to start: a pipe
+    without a reader.
+    """
     script = """
 import os, socket
 from gradcomp.doctor.probe import Helper
@@ -676,7 +1000,9 @@ helper.start("probe", 0, 2)
 print(helper.answer(5.0)["failed"])
 helper.end()
 """
-    result = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     assert "BrokenPipe" not in result.stdout and "Error: " in result.stdout, result.stdout
 

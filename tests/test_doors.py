@@ -1,4 +1,6 @@
-"""What the doors refuse, survive and leave behind: failed steps, foreign communicators, copies, Join, frozen layers."""
+"""What the doors refuse, survive and leave behind: failed steps, foreign communicators, copies,
+Join, frozen layers.
+"""
 
 import contextlib
 import copy
@@ -59,7 +61,8 @@ def all_nan(model):
     return all(bool(p.grad.isnan().all()) for p in model.parameters() if p.grad is not None)
 
 
-# ---- a failed step leaves NaN ------------------------------------------------------------------------------------------
+# ---- a failed step leaves NaN
+# ------------------------------------------------------------------------------------------
 
 
 def fails_under_ddp(fused, view):
@@ -87,7 +90,9 @@ def test_a_failed_backward_leaves_no_local_gradient(gloo, fused, view):
 
 def fails_in_averager(comm, way):
     model = copy.deepcopy(MODEL)
-    averager = GradientAverager(model, "onebit", comm, min_numel=0, timeout_s=20, bucket_cap_mb=0.005)
+    averager = GradientAverager(
+        model, "onebit", comm, min_numel=0, timeout_s=20, bucket_cap_mb=0.005
+    )
     with contextlib.closing(averager):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -109,13 +114,19 @@ def test_a_failed_average_leaves_no_local_gradient(way):
 
 @pytest.mark.parametrize("way", ["average", "rotate"])
 def test_a_refused_gradient_leaves_no_local_gradient(way):
-    """All ranks refuse alike before anything is sent: a step that is taken nevertheless must not be one of each rank's own."""
+    """All ranks refuse alike before anything is sent: a step that is taken nevertheless must not
+    be one of each rank's own.
+    """
     layers = nn.ModuleList([nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)])
-    averager = GradientAverager(layers.named_parameters(), Identity(), LocalCommunicator.group(2)[0], min_numel=0)
+    averager = GradientAverager(
+        layers.named_parameters(), Identity(), LocalCommunicator.group(2)[0], min_numel=0
+    )
     (layers[1](torch.tensor([1])) @ layers[0].weight).sum().backward()
     with pytest.raises(UnsupportedTensor, match="sparse"):
         getattr(averager, way)()
-    assert all_nan(layers) and layers[0].weight.grad is not None and layers[1].weight.grad is not None
+    assert (
+        all_nan(layers) and layers[0].weight.grad is not None and layers[1].weight.grad is not None
+    )
 
 
 def interrupted_average(comm):
@@ -143,7 +154,9 @@ def test_an_interrupted_average_can_be_tried_again():
 
 
 def goes_on_after_an_exception():
-    """The user's exception on every rank, in the middle of backward: DDP is made anew, the state goes on."""
+    """The user's exception on every rank, in the middle of backward: DDP is made anew, the state
+    goes on.
+    """
     module = copy.deepcopy(MODEL)
     model = DDP(module, bucket_cap_mb=0.005)
     state = gradcomp.ddp.register(model, "onebit", min_numel=0, timeout_s=20, transactional=True)
@@ -153,7 +166,9 @@ def goes_on_after_an_exception():
     with pytest.raises(ZeroDivisionError):
         backward(model)
     handle.remove()
-    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):  # DDP's, with any hook or none
+    with pytest.raises(
+        RuntimeError, match="Expected to have finished reduction"
+    ):  # DDP's, with any hook or none
         backward(model)
     state.discard_step()
     saved = state.state_dict()
@@ -176,13 +191,16 @@ def test_what_to_do_after_an_exception_of_ones_own(gloo):
     assert gloo(2, goes_on_after_an_exception) == [(True, True, (0, 1))] * 2
 
 
-# ---- the ranks that were meant -----------------------------------------------------------------------------------------
+# ---- the ranks that were meant
+# -----------------------------------------------------------------------------------------
 
 
 def foreign_communicator(kind):
     model = DDP(copy.deepcopy(MODEL))
     rank = dist.get_rank()
-    comm = LocalCommunicator.group(1)[0] if kind == "alone" else LocalCommunicator.group(2)[1 - rank]
+    comm = (
+        LocalCommunicator.group(1)[0] if kind == "alone" else LocalCommunicator.group(2)[1 - rank]
+    )
     with pytest.raises(ValueError, match="other ranks than the process group") as caught:
         gradcomp.ddp.register(model, "terngrad", comm=comm)
     backward(model)  # no hook was left behind
@@ -195,7 +213,10 @@ def test_a_communicator_of_other_ranks_is_refused(gloo, kind):
 
 
 def averages_alone():
-    with pytest.warns(UserWarning, match="averages over 1 rank, LocalCommunicator says, where torch.distributed has 2"):
+    with pytest.warns(
+        UserWarning,
+        match="averages over 1 rank, LocalCommunicator says, where torch.distributed has 2",
+    ):
         GradientAverager(copy.deepcopy(MODEL), "terngrad", LocalCommunicator.group(1)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -232,7 +253,8 @@ def test_an_averager_takes_a_model():
             GradientAverager(wrong, "onebit", comm)
 
 
-# ---- what all_reduce keeps ---------------------------------------------------------------------------------------------
+# ---- what all_reduce keeps
+# ---------------------------------------------------------------------------------------------
 
 
 def keys_differ(comm):
@@ -254,7 +276,9 @@ def test_steps_that_would_repeat_draws_are_refused():
 
 
 def many_shapes(comm):
-    """Residuals of a tensor that comes back after its buffers were dropped go on where they stood."""
+    """Residuals of a tensor that comes back after its buffers were dropped go on where they
+    stood.
+    """
     feedback, kept = Feedback({0: 64}), []
     ours = torch.linspace(-1 + comm.rank, 1, 64)
     out = [gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback)]
@@ -277,7 +301,9 @@ def many_shapes(comm):
 
 def three_times(comm):
     feedback, ours = Feedback({0: 64}), torch.linspace(-1 + comm.rank, 1, 64)
-    return torch.stack([gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback) for _ in range(3)])
+    return torch.stack(
+        [gradcomp.all_reduce(ours.clone(), OneBit(), comm, feedback=feedback) for _ in range(3)]
+    )
 
 
 def test_all_reduce_keeps_a_bounded_number_of_buffers_and_no_residuals():
@@ -287,7 +313,8 @@ def test_all_reduce_keeps_a_bounded_number_of_buffers_and_no_residuals():
         assert torch.equal(out, wanted[rank])
 
 
-# ---- copies, pickles ---------------------------------------------------------------------------------------------------
+# ---- copies, pickles
+# --------------------------------------------------------------------------------------------------
 
 
 def saved():
@@ -300,7 +327,9 @@ def saved():
     twin = torch.load(memory, weights_only=False)
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     twin(torch.ones(1, 32))  # runs
-    again = gradcomp.ddp.register(twin, Identity(), min_numel=0)  # and trains, once it is registered
+    again = gradcomp.ddp.register(
+        twin, Identity(), min_numel=0
+    )  # and trains, once it is registered
     backward(twin)
     steps = again.step
     again.close()
@@ -316,7 +345,13 @@ def detached():
     state = gradcomp.ddp.register(DDP(copy.deepcopy(MODEL)), "onebit")
     silent = []
     for twin in (copy.deepcopy(state), copy.copy(state), pickle.loads(pickle.dumps(state))):
-        for name in ("state_dict", "discard_step", "check_replicas", "materialize_gradients", "describe"):
+        for name in (
+            "state_dict",
+            "discard_step",
+            "check_replicas",
+            "materialize_gradients",
+            "describe",
+        ):
             with pytest.raises(GradcompError, match="copy of a model"):
                 getattr(twin, name)()
         for name in ("stats", "step"):
@@ -334,7 +369,8 @@ def test_the_state_of_a_copy_says_what_it_is(gloo):
     assert gloo(1, detached) == [["<CompressionState of a copy: off>"] * 3]
 
 
-# ---- what DDP is told to do beside -------------------------------------------------------------------------------------
+# ---- what DDP is told to do beside
+# -------------------------------------------------------------------------------------
 
 
 def hook_is_taken():
@@ -362,7 +398,10 @@ def test_who_has_taken_the_hook_is_named(gloo):
 def joins():
     model = DDP(copy.deepcopy(MODEL))
     state = gradcomp.ddp.register(model, "terngrad", timeout_s=20)
-    with pytest.raises(GradcompError, match="divide_by_"), Join([model], divide_by_initial_world_size=False):
+    with (
+        pytest.raises(GradcompError, match="divide_by_"),
+        Join([model], divide_by_initial_world_size=False),
+    ):
         backward(model)
     state.close()
 
@@ -435,7 +474,11 @@ def profiled():
         everywhere = {e.key for e in prof.key_averages() if e.key.startswith("gradcomp::")}
     name, buckets = model._get_ddp_logging_data()["comm_hook"], len(state._engine.submitted)
     state.close()
-    return shown["gradcomp::bucket"] == buckets, {"gradcomp::encode", "gradcomp::decode"} <= everywhere, name
+    return (
+        shown["gradcomp::bucket"] == buckets,
+        {"gradcomp::encode", "gradcomp::decode"} <= everywhere,
+        name,
+    )
 
 
 def test_profiles_and_logs_name_gradcomp(gloo):
@@ -444,7 +487,9 @@ def test_profiles_and_logs_name_gradcomp(gloo):
 
 
 def torch_loses_a_peer(steps):
-    """Rank 0 leaves: rank 1 waits for it in torch's own broadcasts, of rebuilt buckets or of buffers."""
+    """Rank 0 leaves: rank 1 waits for it in torch's own broadcasts, of rebuilt buckets or of
+    buffers.
+    """
     model = DDP(nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8)))
     state = gradcomp.ddp.register(model, "terngrad", min_numel=0, timeout_s=20)
     for _ in range(steps):
@@ -459,7 +504,9 @@ def torch_loses_a_peer(steps):
     with pytest.raises(PeerLost, match="torch's own collectives") as caught:
         backward(model)
     state.close()
-    words = "in torch's own collectives after 0.0 s: a rank, or the network to it, was lost while DDP "  # it was gloo's text alone
+    words = (  # it was gloo's text alone
+        "in torch's own collectives after 0.0 s: a rank, or the network to it, was lost while DDP "
+    )
     return caught.value.__cause__ is first.value and words in str(caught.value)
 
 
@@ -468,11 +515,14 @@ def test_a_peer_that_torch_has_lost_is_lost(gloo, steps):
     assert gloo(2, torch_loses_a_peer, steps) == [None, True]
 
 
-# ---- what has not come to be leaves nothing behind ---------------------------------------------------------------------
+# ---- what has not come to be leaves nothing behind
+# ---------------------------------------------------------------------
 
 
 def refused_registration(given):
-    """torch refuses the hook when everything else has been made: nodes have communicators of their own by then."""
+    """torch refuses the hook when everything else has been made: nodes have communicators of
+    their own by then.
+    """
     model = DDP(copy.deepcopy(MODEL))
     comm = TorchCommunicator() if given else None
     before = steady(descriptors)
@@ -482,11 +532,15 @@ def refused_registration(given):
 
     model.register_comm_hook = refuse
     options = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]], "timeout_s": 20}
-    with pytest.raises(RuntimeError, match="no hook") as caught:  # its traceback keeps alive what was made
+    with pytest.raises(
+        RuntimeError, match="no hook"
+    ) as caught:  # its traceback keeps alive what was made
         gradcomp.ddp.register(model, "terngrad", comm=comm, **options)
     left = max(0, descriptors() - before), len(model._forward_pre_hooks), len(model._forward_hooks)
     del model.register_comm_hook
-    state = gradcomp.ddp.register(model, "terngrad", comm=comm, **options)  # a communicator that was given works on
+    state = gradcomp.ddp.register(
+        model, "terngrad", comm=comm, **options
+    )  # a communicator that was given works on
     backward(model)
     state.close()
     return left, str(caught.value)
@@ -497,7 +551,8 @@ def test_a_registration_that_torch_refuses_leaves_nothing_behind(gloo, given):
     assert gloo(4, refused_registration, given) == [((0, 0, 0), "no hook")] * 4
 
 
-# ---- ranks that do different things ------------------------------------------------------------------------------------
+# ---- ranks that do different things
+# ------------------------------------------------------------------------------------
 
 
 def does_something_else(comm, what):
@@ -511,7 +566,11 @@ def does_something_else(comm, what):
 
 @pytest.mark.parametrize(
     ("what", "called"),
-    [("all_reduce", r"all_reduce\(key=0\)"), ("check_replicas", r"check_replicas\(\)"), ("average", r"average\(\)")],
+    [
+        ("all_reduce", r"all_reduce\(key=0\)"),
+        ("check_replicas", r"check_replicas\(\)"),
+        ("average", r"average\(\)"),
+    ],
 )
 def test_a_call_that_the_other_ranks_do_not_make_is_named(what, called):
     with pytest.raises(PeerLost, match=f"every rank has to call {called}"):
@@ -542,20 +601,38 @@ def other_calls(what):
         return told(lambda: gradcomp.all_reduce(torch.ones(numel), "terngrad", comm, key=key))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if rank == 0:
-        return told(lambda: gradcomp.DiLoCo(model, optimizer, "terngrad", comm, sync_every=4, timeout_s=20))
+        return told(
+            lambda: gradcomp.DiLoCo(model, optimizer, "terngrad", comm, sync_every=4, timeout_s=20)
+        )
     if what == "average":
         return told(GradientAverager(model, "terngrad", comm).average)
     return told(lambda: gradcomp.fsdp.compress(shards, "terngrad", timeout_s=20))
 
 
-@pytest.mark.parametrize(("what", "field", "said"), [
-    ("check_replicas", "layout", r"rank 0 has .*2.bias \(32,\) float32, rank 1 has .*; parameter 3.weight \(4, 32\) float32"),
-    ("all_reduce", "numel", r"rank 0 has 100 values \(key=0, .*rank 1 has 70000 values \(key=1, "),
-    ("average", "call", r"rank 0 has DiLoCo, rank 1 has average\(\)"),
-    ("compress", "call", r"rank 0 has DiLoCo, rank 1 has gradcomp.fsdp.compress"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "field", "said"),
+    [
+        (
+            "check_replicas",
+            "layout",
+            (
+                r"rank 0 has .*2.bias \(32,\) float32, rank 1 has .*; parameter 3.weight \(4, 32\)"
+                r" float32"
+            ),
+        ),
+        (
+            "all_reduce",
+            "numel",
+            r"rank 0 has 100 values \(key=0, .*rank 1 has 70000 values \(key=1, ",
+        ),
+        ("average", "call", r"rank 0 has DiLoCo, rank 1 has average\(\)"),
+        ("compress", "call", r"rank 0 has DiLoCo, rank 1 has gradcomp.fsdp.compress"),
+    ],
+)
 def test_ranks_that_do_other_things_are_told_and_live(gloo, what, field, said):
-    """gloo ended the process of the rank that had less to send (SIGABRT): the others got PeerLost."""
+    """gloo ended the process of the rank that had less to send (SIGABRT): the others got
+    PeerLost.
+    """
     for found in gloo(2, other_calls, what):
         assert found is not None and found[:2] == (field, 1) and re.search(said, found[2]), found
 
@@ -567,8 +644,17 @@ def test_two_agreements_that_meet_are_told():
             return told(averager.check_replicas)[0]
         net = copy.deepcopy(MODEL)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        search = {"model": net, "optimizer": optimizer, "samples": 100, "current": 8, "comm": comm, "timeout_s": 20}
-        return told(lambda: gradcomp.onebit_sgd.find_batch_size(lambda size, samples: [], **search))[0]
+        search = {
+            "model": net,
+            "optimizer": optimizer,
+            "samples": 100,
+            "current": 8,
+            "comm": comm,
+            "timeout_s": 20,
+        }
+        return told(
+            lambda: gradcomp.onebit_sgd.find_batch_size(lambda size, samples: [], **search)
+        )[0]
 
     assert run_local(2, check) == ["call", "call"]
 
@@ -576,18 +662,43 @@ def test_two_agreements_that_meet_are_told():
 HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
 
 
-@pytest.mark.parametrize(("options", "field", "words"), [
-    (("terngrad", "onebit"), "codec", ("TernGrad(clip_sigma=2.5,", "OneBit(group='row',")),
-    ((gradcomp.TernGrad(seed=1), gradcomp.TernGrad(seed=2)), "codec_options", ("seed=1", "seed=2")),
-    (({}, {"precondition": True}), "precondition", ("None", "Precondition(beta=0.95, floor=0.01)")),
-    (({"start_step": 3}, {"start_step": 3, "start_codec": "block4"}), "start_step", ("3", "(3, \"Block(bits=4")),
-    (({"min_numel": 5}, {}), "min_numel", ("5", "None")),
-    (({"exclude": "0.bias"}, {"exclude": ("*.bias", "0.weight")}), "exclude", ("['0.bias']", "['*.bias', '0.weight']")),
-    (({"slice_numel": None}, {"slice_numel": 1 << 22}), "slice_numel", ("None", "4194304")),
-    (({"transform": gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-5)}, {"transform": gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-6)}),
-     "transform", ("AggregateAdagrad(eps=1e-05", "AggregateAdagrad(eps=1e-06")),
-    (({"transactional": True}, {}), "transactional", ("1", "0")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "field", "words"),
+    [
+        (("terngrad", "onebit"), "codec", ("TernGrad(clip_sigma=2.5,", "OneBit(group='row',")),
+        (
+            (gradcomp.TernGrad(seed=1), gradcomp.TernGrad(seed=2)),
+            "codec_options",
+            ("seed=1", "seed=2"),
+        ),
+        (
+            ({}, {"precondition": True}),
+            "precondition",
+            ("None", "Precondition(beta=0.95, floor=0.01)"),
+        ),
+        (
+            ({"start_step": 3}, {"start_step": 3, "start_codec": "block4"}),
+            "start_step",
+            ("3", '(3, "Block(bits=4'),
+        ),
+        (({"min_numel": 5}, {}), "min_numel", ("5", "None")),
+        (
+            ({"exclude": "0.bias"}, {"exclude": ("*.bias", "0.weight")}),
+            "exclude",
+            ("['0.bias']", "['*.bias', '0.weight']"),
+        ),
+        (({"slice_numel": None}, {"slice_numel": 1 << 22}), "slice_numel", ("None", "4194304")),
+        (
+            (
+                {"transform": gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-5)},
+                {"transform": gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-6)},
+            ),
+            "transform",
+            ("AggregateAdagrad(eps=1e-05", "AggregateAdagrad(eps=1e-06"),
+        ),
+        (({"transactional": True}, {}), "transactional", ("1", "0")),
+    ],
+)
 def test_a_mismatch_shows_what_each_rank_has(options, field, words):
     """It printed hashes: "17896042909800916847 there, 6098816465478212926 expected"."""
 
@@ -613,20 +724,39 @@ def test_a_mismatch_of_other_calls_shows_what_each_rank_has():
     def diloco(comm):
         model = copy.deepcopy(MODEL)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return told(lambda: gradcomp.DiLoCo(model, optimizer, ["terngrad", "onebit"][comm.rank], comm, sync_every=4))
+        return told(
+            lambda: gradcomp.DiLoCo(
+                model, optimizer, ["terngrad", "onebit"][comm.rank], comm, sync_every=4
+            )
+        )
 
     def reduce(comm):
-        return told(lambda: gradcomp.all_reduce(torch.ones(100), ["terngrad", "onebit"][comm.rank], comm))
+        return told(
+            lambda: gradcomp.all_reduce(torch.ones(100), ["terngrad", "onebit"][comm.rank], comm)
+        )
 
     def buckets(comm):
         cap = 0.001 if comm.rank else 25
-        return told(GradientAverager(copy.deepcopy(MODEL), "terngrad", comm, bucket_cap_mb=cap, timeout_s=20).average)
+        return told(
+            GradientAverager(
+                copy.deepcopy(MODEL), "terngrad", comm, bucket_cap_mb=cap, timeout_s=20
+            ).average
+        )
 
     for call in (diloco, reduce):
         for field, _, text in run_local(2, call):
-            assert field == "codec" and "rank 0 has TernGrad(" in text and "rank 1 has OneBit(" in text and not HASH.search(text)
+            assert (
+                field == "codec"
+                and "rank 0 has TernGrad(" in text
+                and "rank 1 has OneBit(" in text
+                and not HASH.search(text)
+            )
     for field, _, text in run_local(2, buckets):
-        assert field == "numel" and "rank 0 has 4324 values in 3.bias (4,), 3.weight (4, 32), " in text and not HASH.search(text), text
+        assert (
+            field == "numel"
+            and "rank 0 has 4324 values in 3.bias (4,), 3.weight (4, 32), " in text
+            and not HASH.search(text)
+        ), text
 
 
 def test_long_values_are_cut_to_where_they_differ():
@@ -637,7 +767,9 @@ def test_long_values_are_cut_to_where_they_differ():
 
 
 def test_words_that_do_not_come_leave_the_mismatch():
-    """A rank that sends its record and no words is a mismatch all the same, after `WORDS_S` at most."""
+    """A rank that sends its record and no words is a mismatch all the same, after `WORDS_S` at
+    most.
+    """
 
     def check(comm):
         mine = fingerprint.Record({"wire_version": 1, "codec": f"codec of rank {comm.rank}"})
@@ -649,4 +781,8 @@ def test_words_that_do_not_come_leave_the_mismatch():
         return found, time.monotonic() - begun < 8
 
     found, soon = run_local(2, check)[0]
-    assert found[:2] == ("codec", 1) and "rank 0 has codec of rank 0, rank 1 has something else" in found[2] and soon
+    assert (
+        found[:2] == ("codec", 1)
+        and "rank 0 has codec of rank 0, rank 1 has something else" in found[2]
+        and soon
+    )

@@ -1,4 +1,6 @@
-"""Double buffering: stale by one update exactly, drained where it must be, hidden as far as the link allows."""
+"""Double buffering: stale by one update exactly, drained where it must be, hidden as far as the
+link allows.
+"""
 
 import copy
 import statistics
@@ -40,7 +42,9 @@ def fresh_model():
 
 def minibatch(step, rank, samples=7):
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(samples, 20, generator=generator), torch.randint(5, (samples,), generator=generator)
+    return torch.randn(samples, 20, generator=generator), torch.randint(
+        5, (samples,), generator=generator
+    )
 
 
 def bits(net):
@@ -56,7 +60,9 @@ def loss_of(net):
 
 
 def simulate(world, steps, whole, drain_after=()):
-    """Stale SGD written out: the average of a part is applied after the next part's gradients were computed."""
+    """Stale SGD written out: the average of a part is applied after the next part's gradients
+    were computed.
+    """
     net = fresh_model()
     optimizer, late, seen = sgd(net), None, []
 
@@ -91,7 +97,9 @@ def simulate(world, steps, whole, drain_after=()):
 def stale(comm, steps, whole, drain_after=()):
     net = fresh_model()
     optimizer, seen = sgd(net), []
-    buffer = DoubleBuffer(net, optimizer, Identity(), comm, whole_steps=whole, bucket_cap_mb=0.001, timeout_s=60)
+    buffer = DoubleBuffer(
+        net, optimizer, Identity(), comm, whole_steps=whole, bucket_cap_mb=0.001, timeout_s=60
+    )
 
     def loss(x, y):
         seen.append(bits(net))  # the weights that this part is computed on
@@ -108,7 +116,9 @@ def stale(comm, steps, whole, drain_after=()):
 @pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_weights_lack_the_update_under_way_and_no_other(over, world, whole):
-    """Bit for bit the hand-written run; the weights of part h are those after the update of part h - 2."""
+    """Bit for bit the hand-written run; the weights of part h are those after the update of part
+    h - 2.
+    """
     applied, last = simulate(world, 5, whole)
     for seen, final in over(world, stale, 5, whole):
         assert final == last
@@ -160,7 +170,11 @@ def resumed(comm, whole):
     def fresh():
         net = fresh_model()
         optimizer = sgd(net)
-        return net, optimizer, DoubleBuffer(net, optimizer, OneBit(), comm, whole_steps=whole, min_numel=0)
+        return (
+            net,
+            optimizer,
+            DoubleBuffer(net, optimizer, OneBit(), comm, whole_steps=whole, min_numel=0),
+        )
 
     def steps(net, buffer, first, last):
         for step in range(first, last):
@@ -221,7 +235,9 @@ def loaded_by_fewer(comm, states, weights):
 
 
 def test_states_of_all_ranks_resume_on_fewer():
-    """Three ranks took two minibatches, four exchanges; two go on with what the three still owed."""
+    """Three ranks took two minibatches, four exchanges; two go on with what the three still
+    owed.
+    """
     saved = run_local(3, saved_by_all)
     assert run_local(2, loaded_by_fewer, [state for state, _ in saved], saved[0][1]) == [4, 4]
 
@@ -310,7 +326,9 @@ def test_zero_gradients_of_a_skip_are_divided_by_all_ranks():
 
 def split_weights(comm, drains):
     net = fresh_model()
-    optimizer = gradcomp.optim.SplitSGD(gradcomp.optim.split_parameters(net), lr=LR, momentum=MOMENTUM)
+    optimizer = gradcomp.optim.SplitSGD(
+        gradcomp.optim.split_parameters(net), lr=LR, momentum=MOMENTUM
+    )
     buffer = DoubleBuffer(net, optimizer, OneBit(), comm, min_numel=0, timeout_s=30)
 
     def loss(x, y):
@@ -321,7 +339,9 @@ def split_weights(comm, drains):
         if comm.rank == 0 and step == 2 and drains:
             buffer.drain()
     buffer.check_replicas()
-    trails = [optimizer.state[p]["trail"].view(torch.uint8).numpy().tobytes() for p in net.parameters()]
+    trails = [
+        optimizer.state[p]["trail"].view(torch.uint8).numpy().tobytes() for p in net.parameters()
+    ]
     return [p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters()], trails
 
 
@@ -333,7 +353,8 @@ def test_split_optimizers_are_stepped(drains):
     assert all(now != then for now, then in zip(first[0], start, strict=True))
 
 
-# ---- the averager's rotate -----------------------------------------------------------------------------------------
+# ---- the averager's rotate
+# -----------------------------------------------------------------------------------------
 
 
 def test_rotate_hands_back_the_averages_of_the_call_before(over):
@@ -355,7 +376,9 @@ def rotated(comm):
 
     put(1.0)
     assert averager.rotate() is False
-    assert net.weight.grad is None and net.bias.grad is None  # no local gradient that a step could take
+    assert (
+        net.weight.grad is None and net.bias.grad is None
+    )  # no local gradient that a step could take
     for call in (averager.average, averager.state_dict, averager.discard_step):
         with pytest.raises(GradcompError, match="flush"):
             call()
@@ -378,12 +401,15 @@ def rotated(comm):
 def test_rotate_takes_no_loss_scale():
     net = nn.Linear(4, 4)
     scaler = torch.amp.GradScaler("cpu")
-    averager = GradientAverager(net.named_parameters(), Identity(), LocalCommunicator.group(1)[0], grad_scaler=scaler)
+    averager = GradientAverager(
+        net.named_parameters(), Identity(), LocalCommunicator.group(1)[0], grad_scaler=scaler
+    )
     with pytest.raises(GradcompError, match="loss scale"):
         averager.rotate()
 
 
-# ---- what it refuses, what it takes ------------------------------------------------------------------------------
+# ---- what it refuses, what it takes
+# ------------------------------------------------------------------------------
 
 
 def buffer_of_one(net=None, **options):
@@ -462,7 +488,9 @@ def test_containers_are_cut_and_the_loss_is_the_minibatch_mean():
 
     got = buffer.step(loss, {"x": x}, (y, [x]), None)
     assert shapes == [(4, 4, None), (3, 3, None)]
-    torch.testing.assert_close(got, loss_of(MODEL)(x, y).detach())  # both halves before the first update
+    torch.testing.assert_close(
+        got, loss_of(MODEL)(x, y).detach()
+    )  # both halves before the first update
     assert not got.requires_grad
 
 
@@ -508,7 +536,10 @@ def test_an_exception_closes_without_waiting_for_peers():
     def work(comm):
         net = fresh_model()
         begun = time.monotonic()
-        with pytest.raises(ZeroDivisionError), DoubleBuffer(net, sgd(net), "onebit", comm, timeout_s=60) as buffer:
+        with (
+            pytest.raises(ZeroDivisionError),
+            DoubleBuffer(net, sgd(net), "onebit", comm, timeout_s=60) as buffer,
+        ):
             buffer._averager.rotate(), buffer._averager.flush()
             if comm.rank == 0:
                 buffer._averager.rotate()  # nobody will answer
@@ -533,7 +564,8 @@ def test_options_set_by_a_hook_of_the_step_stay():
     assert optimizer.param_groups[0]["momentum"] == 0.5 and optimizer.param_groups[0]["lr"] == 0.01
 
 
-# ---- what is hidden ------------------------------------------------------------------------------------------------
+# ---- what is hidden
+# ------------------------------------------------------------------------------------------------
 
 
 WIDE = 1024
@@ -556,15 +588,22 @@ def calc_seconds(net, samples):
 
 
 def hidden_shares(mode, ratio, samples=1024, steps=8):
-    """Return (median hidden share of a step, T_comm / T_calc of an exchange, ...) behind a link made for this `ratio`.
+    """Return (median hidden share of a step, T_comm / T_calc of an exchange, ...) behind a link
+    made for this `ratio`.
 
-    Of "exposed": the median time that a training without double buffering is blocked, in exchanges of that link.
+    Of "exposed": the median time that a training without double buffering is blocked, in exchanges
+    of that link.
     """
     comm = TorchCommunicator(timeout_s=60)
     net = heavy()
-    slowest = max(float(b) for b in comm.all_gather_bytes(f"{calc_seconds(net, samples):.9f}".encode()[:11], 60))
+    slowest = max(
+        float(b)
+        for b in comm.all_gather_bytes(f"{calc_seconds(net, samples):.9f}".encode()[:11], 60)
+    )
     named = [(n, tuple(p.shape)) for n, p in net.named_parameters()]
-    nbytes = gradcomp.exchange.sizing.predict_bytes(OneBit(), named, comm.world_size, rank=comm.rank).sent
+    nbytes = gradcomp.exchange.sizing.predict_bytes(
+        OneBit(), named, comm.world_size, rank=comm.rank
+    ).sent
     link = LinkCommunicator(comm, bits_per_s=8 * nbytes / (ratio * slowest))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     x, shares, taken = torch.randn(samples, WIDE), [], []
@@ -588,7 +627,11 @@ def hidden_shares(mode, ratio, samples=1024, steps=8):
             count, exchange = now.exchanges - last.exchanges, now.exchange_s - last.exchange_s
             if count:
                 shares.append(1 - (now.waited_s - last.waited_s) / exchange)
-                taken.append(exchange / count / ((now.compute_s - last.compute_s) / (1 if mode == "whole" else 2)))
+                taken.append(
+                    exchange
+                    / count
+                    / ((now.compute_s - last.compute_s) / (1 if mode == "whole" else 2))
+                )
             last = now
         report = buffer.report()
     return statistics.median(shares[1:]), statistics.median(taken[1:]), str(report), report.pays
@@ -632,7 +675,11 @@ def test_a_link_four_times_slower_than_computing_hides_little_and_does_not_pay(g
             False,
             "unless cores are free for the codecs, which take 25.0 ms",
         ),
-        (OverlapReport(False, 10, 20, 0.006, 0.0, 0.0, 0.018, 1.0), False, "an update 0.9 ms (T_comm < T_upd"),
+        (
+            OverlapReport(False, 10, 20, 0.006, 0.0, 0.0, 0.018, 1.0),
+            False,
+            "an update 0.9 ms (T_comm < T_upd",
+        ),
         (OverlapReport(False, 10, 20, 2.0, 1.0, 0.0, 0.2, 1.0), False, "waits 100.0 ms"),
         (
             OverlapReport(True, 10, 9, 0.09, 0.009, 0.009, 0.18, 1.0),
@@ -656,7 +703,9 @@ def test_the_report_says_whether_it_pays(report, pays, text):
 def test_seconds_are_counted():
     def work(comm):
         net = fresh_model()
-        buffer = DoubleBuffer(net, sgd(net), Identity(), LinkCommunicator(comm, bits_per_s=1e9, latency_s=0.02))
+        buffer = DoubleBuffer(
+            net, sgd(net), Identity(), LinkCommunicator(comm, bits_per_s=1e9, latency_s=0.02)
+        )
         buffer.step(loss_of(net), *minibatch(0, comm.rank))
         buffer.drain()
         return buffer.report()
@@ -668,7 +717,9 @@ def test_seconds_are_counted():
 
 
 def compared(comm, bits_per_s, whole):
-    """Return what `compare` says over a link, and whether it has left no trace in weights, momentum and residuals."""
+    """Return what `compare` says over a link, and whether it has left no trace in weights,
+    momentum and residuals.
+    """
     net = fresh_model()
     optimizer = sgd(net)
     link = LinkCommunicator(comm, bits_per_s=bits_per_s)
@@ -676,7 +727,11 @@ def compared(comm, bits_per_s, whole):
         x, y = minibatch(0, comm.rank)
         buffer.step(loss_of(net), x, y)
         buffer.drain()
-        before, moments, state = bits(net), copy.deepcopy(optimizer.state_dict()), buffer.state_dict()
+        before, moments, state = (
+            bits(net),
+            copy.deepcopy(optimizer.state_dict()),
+            buffer.state_dict(),
+        )
 
         def loss(a, b):
             time.sleep(0.05 * len(a) / len(x))  # what computing takes
@@ -700,9 +755,12 @@ def compared(comm, bits_per_s, whole):
 @pytest.mark.timed
 @pytest.mark.parametrize("whole", [False, True], ids=["halves", "whole"])
 def test_compare_measures_both_ways_and_leaves_no_trace(whole):
-    """Over a link whose exchanges fit behind computing it pays; where sending takes ten times as long, halves send twice."""
+    """Over a link whose exchanges fit behind computing it pays; where sending takes ten times as
+    long, halves send twice.
+    """
     nbytes = sum(
-        OneBit().payload_nbytes(p.numel(), groups=p.shape[0] if p.dim() > 1 else 1) for p in MODEL.parameters()
+        OneBit().payload_nbytes(p.numel(), groups=p.shape[0] if p.dim() > 1 else 1)
+        for p in MODEL.parameters()
     )
     fast = run_local(2, compared, 8 * nbytes / 0.02, whole)
     assert all(kept for _, kept in fast) and fast[0][0] == fast[1][0]

@@ -30,14 +30,19 @@ from gradcomp.engine.step import Engine
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
 from gradcomp.payload import fingerprint
 
-# ---- options ---------------------------------------------------------------------------------------------------------
+# ---- options
+# --------------------------------------------------------------------------------------------------
 
 DOORS = [gradcomp.ddp.register, gradcomp.ddp.CompressionState, GradientAverager, DoubleBuffer]
 
 
 def test_options_are_the_same_by_name_and_as_one():
     given = {"start_step": 3, "exclude": "a*", "exchange": "all_gather", "timeout_s": 5}
-    assert Options.of(None, **given) == Options(**given) == Options.of(Options(start_step=9, timeout_s=5), **given)
+    assert (
+        Options.of(None, **given)
+        == Options(**given)
+        == Options.of(Options(start_step=9, timeout_s=5), **given)
+    )
     assert Options.of(Options(start_step=9), min_numel=0).start_step == 9
     assert Options(exclude="a*").exclude == Options(exclude=["a*"]).exclude == ("a*",)
     with pytest.raises(AttributeError):
@@ -48,7 +53,10 @@ def test_options_are_the_same_by_name_and_as_one():
 def test_every_door_shows_every_option_with_its_default(door):
     shown = inspect.signature(door).parameters
     for name, option in inspect.signature(Options).parameters.items():
-        assert (shown[name].kind, shown[name].default) == (inspect.Parameter.KEYWORD_ONLY, option.default), name
+        assert (shown[name].kind, shown[name].default) == (
+            inspect.Parameter.KEYWORD_ONLY,
+            option.default,
+        ), name
     assert shown["options"].default is None
     assert not [p for p in shown.values() if p.kind is p.VAR_KEYWORD]
 
@@ -58,27 +66,67 @@ def test_type_checkers_know_the_same_options():
 
 
 WRONG_OPTIONS = {
-    "start_step": ({"start_step": -1}, ValueError, "start_step must be an integer of at least 0, got -1"),
-    "min_numel": ({"min_numel": 2.5}, ValueError, "min_numel must be an integer of at least 0, got 2.5"),
-    "exclude": ({"exclude": 7}, ValueError, "exclude must be a sequence of names, patterns or functions, got 7"),
+    "start_step": (
+        {"start_step": -1},
+        ValueError,
+        "start_step must be an integer of at least 0, got -1",
+    ),
+    "min_numel": (
+        {"min_numel": 2.5},
+        ValueError,
+        "min_numel must be an integer of at least 0, got 2.5",
+    ),
+    "exclude": (
+        {"exclude": 7},
+        ValueError,
+        "exclude must be a sequence of names, patterns or functions, got 7",
+    ),
     "excluded": ({"exclude": ["a", 7]}, ValueError, r"exclude must be .*, got \['a', 7\]"),
-    "exchange": ({"exchange": "ring"}, ValueError, "exchange must be one of .*'hierarchical'.*, got 'ring'"),
-    "nodes": ({"nodes": [[0]]}, ValueError, "nodes= needs exchange='hierarchical', got exchange='auto'"),
-    "transform": ({"transform": "adagrad"}, TypeError, "transform must be a gradcomp.Transform, got str"),
+    "exchange": (
+        {"exchange": "ring"},
+        ValueError,
+        "exchange must be one of .*'hierarchical'.*, got 'ring'",
+    ),
+    "nodes": (
+        {"nodes": [[0]]},
+        ValueError,
+        "nodes= needs exchange='hierarchical', got exchange='auto'",
+    ),
+    "transform": (
+        {"transform": "adagrad"},
+        TypeError,
+        "transform must be a gradcomp.Transform, got str",
+    ),
     "by nodes": (
         {"transform": AggregateAdagrad(), "exchange": "hierarchical"},
         ValueError,
         "a transform needs exchange=.*, got 'hierarchical'",
     ),
-    "scaler": ({"grad_scaler": object()}, ValueError, r"grad_scaler must have get_scale\(\), got object"),
-    "transactional": ({"transactional": "yes"}, ValueError, "transactional must be None, True or False, got 'yes'"),
+    "scaler": (
+        {"grad_scaler": object()},
+        ValueError,
+        r"grad_scaler must have get_scale\(\), got object",
+    ),
+    "transactional": (
+        {"transactional": "yes"},
+        ValueError,
+        "transactional must be None, True or False, got 'yes'",
+    ),
     "both": (
         {"grad_scaler": torch.amp.GradScaler("cpu"), "transactional": False},
         ValueError,
         "transactional=False cannot work with a grad_scaler",
     ),
-    "timeout": ({"timeout_s": 0}, ValueError, "timeout_s must be a positive number of seconds, at most 1e.06, got 0"),
-    "typing error": ({"start_steps": 3}, TypeError, "there is no option 'start_steps'; did you mean 'start_step'?"),
+    "timeout": (
+        {"timeout_s": 0},
+        ValueError,
+        "timeout_s must be a positive number of seconds, at most 1e.06, got 0",
+    ),
+    "typing error": (
+        {"start_steps": 3},
+        TypeError,
+        "there is no option 'start_steps'; did you mean 'start_step'?",
+    ),
     "guess": ({"timeout": 3}, TypeError, "no option 'timeout'; did you mean 'timeout_s'?"),
 }
 
@@ -87,7 +135,9 @@ WRONG_OPTIONS = {
 def test_wrong_options_are_refused_with_their_value(name):
     given, kind, text = WRONG_OPTIONS[name]
     with pytest.raises(kind, match=text):
-        GradientAverager(nn.Linear(2, 2).named_parameters(), "onebit", LocalCommunicator.group(1)[0], **given)
+        GradientAverager(
+            nn.Linear(2, 2).named_parameters(), "onebit", LocalCommunicator.group(1)[0], **given
+        )
     with pytest.raises(TypeError, match="options must be a gradcomp.Options, got dict"):
         Options.of(given)
 
@@ -95,25 +145,44 @@ def test_wrong_options_are_refused_with_their_value(name):
 def test_an_averager_takes_options_and_keywords_win():
     comm, named = LocalCommunicator.group(2)[0], list(nn.Linear(2, 2).named_parameters())
     comm.timeout_s = 7.0
-    averager = GradientAverager(named, "onebit", comm, Options(start_step=3, min_numel=5), min_numel=0)
-    assert "on 2 tensors (6 values)" in averager.describe() and "from step 3 on" in averager.describe()
+    averager = GradientAverager(
+        named, "onebit", comm, Options(start_step=3, min_numel=5), min_numel=0
+    )
+    assert (
+        "on 2 tensors (6 values)" in averager.describe() and "from step 3 on" in averager.describe()
+    )
     assert averager._engine.timeout_s == 7.0, "no word on it: the communicator's own"
     assert GradientAverager(named, "onebit", comm, timeout_s=9)._engine.timeout_s == 9
 
 
 def test_ranks_compare_every_option_that_could_make_them_differ():
-    """What is not in `compared` is compared as the strategy (exchange, nodes), or is each rank's own affair."""
-    own = {"exchange", "nodes", "grad_scaler", "timeout_s", "quality_every", "start_codec"}  # the last with start_step
+    """What is not in `compared` is compared as the strategy (exchange, nodes), or is each rank's
+    own affair.
+    """
+    own = {
+        "exchange",
+        "nodes",
+        "grad_scaler",
+        "timeout_s",
+        "quality_every",
+        "start_codec",
+    }  # the last with start_step
     assert set(Options().compared()) == set(inspect.signature(Options).parameters) - own
     assert set(Options().compared()) <= set(fingerprint.FIELDS)
-    assert Options(grad_scaler=torch.amp.GradScaler("cpu")).compared() == Options(transactional=True).compared()
+    assert (
+        Options(grad_scaler=torch.amp.GradScaler("cpu")).compared()
+        == Options(transactional=True).compared()
+    )
 
 
-# ---- what a step commits ---------------------------------------------------------------------------------------------
+# ---- what a step commits
+# ---------------------------------------------------------------------------------------------
 
 
 def averager_of(comm, sizes=(600, 700), codec="onebit", **options):
-    """Return parameters, an averager with a bucket for each of them, and a function that fills their gradients."""
+    """Return parameters, an averager with a bucket for each of them, and a function that fills
+    their gradients.
+    """
     params = [nn.Parameter(torch.zeros(n)) for n in sizes]
     named = [(f"p{n}", p) for n, p in enumerate(params)]
     given = {"timeout_s": 20, "min_numel": 0, "bucket_cap_mb": 1e-6} | options
@@ -141,7 +210,9 @@ def fails_in_its_last_stage(averager, bucket, error, after=lambda: None):
 
 
 def fail_in_step_one(comm, culprits, ended=None, **options):
-    """Run a good step and one in which `culprits` fail at their last bucket; return what is remembered after both."""
+    """Run a good step and one in which `culprits` fail at their last bucket; return what is
+    remembered after both.
+    """
     _, averager, fill = averager_of(comm, **options)
     fill(0)
     averager.average()
@@ -170,11 +241,15 @@ def test_a_bucket_that_failed_keeps_the_others_of_its_step_from_committing():
 
 
 def test_a_step_counts_on_all_ranks_or_on_none():
-    """Rank 0 fails in its last bucket when its peer has all it needs; alone a whole step keeps the peer from going ahead."""
+    """Rank 0 fails in its last bucket when its peer has all it needs; alone a whole step keeps
+    the peer from going ahead.
+    """
     ahead = threading.Event()
     (first, second), (before, after) = run_local(2, fail_in_step_one, (0,), ahead)
     assert ahead.is_set() and same(first, second) and after["step"] == before["step"] + 1
-    for before, after in run_local(2, lambda comm: fail_in_step_one(comm, (0,), transactional=True)):
+    for before, after in run_local(
+        2, lambda comm: fail_in_step_one(comm, (0,), transactional=True)
+    ):
         assert same(before, after) and after["step"] == 1
 
 
@@ -207,7 +282,9 @@ class Scale:
 
 
 def test_ranks_with_other_loss_scales_commit_nothing():
-    """torch's GradScaler decides on each rank alone: residuals in other units would never be noticed."""
+    """torch's GradScaler decides on each rank alone: residuals in other units would never be
+    noticed.
+    """
 
     def run(comm):
         scaler = Scale(4.0)
@@ -258,7 +335,9 @@ def test_steps_are_counted_below_two_to_the_32():
 
 
 def test_an_abandoned_step_is_waited_for_and_commits_nothing():
-    """An exception of the user's in the middle of a backward: its buckets must not run on into the next step."""
+    """An exception of the user's in the middle of a backward: its buckets must not run on into
+    the next step.
+    """
 
     def run(comm):
         _, averager, fill = averager_of(comm)
@@ -288,7 +367,9 @@ def test_an_abandoned_step_is_waited_for_and_commits_nothing():
 
 
 def test_buffers_of_layouts_that_are_used_no_more_are_freed():
-    """DDP rebuilds its buckets after the first backward: the exchanges of the first ones hold as much as the gradients."""
+    """DDP rebuilds its buckets after the first backward: the exchanges of the first ones hold as
+    much as the gradients.
+    """
 
     def run(comm):
         _, averager, fill = averager_of(comm)
@@ -305,7 +386,9 @@ def test_buffers_of_layouts_that_are_used_no_more_are_freed():
 
 
 class Drift:
-    """How far a tensor has come from an anchor that every rank holds alike: what local steps average."""
+    """How far a tensor has come from an anchor that every rank holds alike: what local steps
+    average.
+    """
 
     trained, shard = True, None
 
@@ -324,12 +407,17 @@ class Drift:
 
 
 def test_anything_with_a_name_can_be_averaged():
-    """Buckets and engines know no gradients: pseudo-gradients of local steps are a source like any other."""
+    """Buckets and engines know no gradients: pseudo-gradients of local steps are a source like
+    any other.
+    """
 
     def run(comm):
         anchors = [torch.ones(64, 3), torch.ones(100), torch.full((7,), 5.0, dtype=torch.bfloat16)]
         sources = [Drift(f"t{n}", a, a - (comm.rank + 1) * (n + 1)) for n, a in enumerate(anchors)]
-        engine, buckets = Engine(sources, "identity", comm, Options(timeout_s=20)), fuse(sources, 25.0)
+        engine, buckets = (
+            Engine(sources, "identity", comm, Options(timeout_s=20)),
+            fuse(sources, 25.0),
+        )
         assert [len(bucket.members) for bucket in buckets] == [2, 1], "one bucket a dtype"
         engine.begin_step()
         for bucket in buckets:
@@ -375,7 +463,9 @@ def ddp_fails_and_goes_on():
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 3)))
     rank = torch.distributed.get_rank()
-    with gradcomp.ddp.register(model, "onebit", min_numel=0, transactional=True, timeout_s=20) as state:
+    with gradcomp.ddp.register(
+        model, "onebit", min_numel=0, transactional=True, timeout_s=20
+    ) as state:
 
         def backward():
             model.zero_grad()
@@ -398,7 +488,9 @@ def ddp_fails_and_goes_on():
 
 
 def test_a_model_in_ddp_goes_on_after_a_reset(gloo):
-    """DDP's reducer comes to its end before the error leaves backward: the next forward finds it ready."""
+    """DDP's reducer comes to its end before the error leaves backward: the next forward finds it
+    ready.
+    """
     (step, left, grads), other = gloo(2, ddp_fails_and_goes_on)
     assert step == 5 and all(left)
     assert grads == other[2] and all(math.isfinite(value) for grad in grads for value in grad)
@@ -425,16 +517,21 @@ def test_reset_says_so_where_the_failure_left_ranks_at_different_steps():
     run_local(2, run)
 
 
-# ---- schedules -------------------------------------------------------------------------------------------------------
+# ---- schedules
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"exchange": "all_gather"}, {"exchange": "reduce_scatter", "transactional": True}])
+@pytest.mark.parametrize(
+    "options", [{"exchange": "all_gather"}, {"exchange": "reduce_scatter", "transactional": True}]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_delays_anywhere_change_no_bit(seed, options):
     """Every stage of every bucket on every rank takes its time, in another order each run."""
 
     def run(comm, delays):
-        params, averager, fill = averager_of(comm, sizes=(64, 200, 333, 1024, 5), codec="onebit", **options)
+        params, averager, fill = averager_of(
+            comm, sizes=(64, 200, 333, 1024, 5), codec="onebit", **options
+        )
         draw = random.Random(1000 * seed + comm.rank)
         work = averager._engine.pipeline._work
 
@@ -458,7 +555,8 @@ def test_delays_anywhere_change_no_bit(seed, options):
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
-# ---- the end ---------------------------------------------------------------------------------------------------------
+# ---- the end
+# --------------------------------------------------------------------------------------------------
 
 
 def stage_threads():
@@ -475,7 +573,9 @@ def wait_for(condition):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_dropped_without_close_gives_everything_back(fails):
-    """Notebooks and sweeps make one after the other: threads and buffers went on living, each with a communicator."""
+    """Notebooks and sweeps make one after the other: threads and buffers went on living, each
+    with a communicator.
+    """
     before = stage_threads()
 
     def run(comm):
@@ -491,7 +591,9 @@ def test_what_is_dropped_without_close_gives_everything_back(fails):
         return weakref.ref(averager._engine), weakref.ref(comm)
 
     alive = [ref for refs in run_local(2, run) for ref in refs]
-    assert wait_for(lambda: all(ref() is None for ref in alive)), "somebody holds an engine or a communicator"
+    assert wait_for(lambda: all(ref() is None for ref in alive)), (
+        "somebody holds an engine or a communicator"
+    )
     assert wait_for(lambda: not stage_threads() - before)
 
 
@@ -538,15 +640,26 @@ def test_with_closes_and_tells_the_peers():
     assert wait_for(lambda: not stage_threads() - before)
 
 
-# 1: torch by itself ends so where certain packages are installed (Sphinx's notebook reader brings some), without gradcomp, too
-@pytest.mark.parametrize(("how", "status"), [("interrupt", {130, -signal.SIGINT, 1}), ("rotate", {3})])
+# 1: torch by itself ends so where certain packages are installed (Sphinx's notebook reader brings
+# some), without gradcomp, too
+@pytest.mark.parametrize(
+    ("how", "status"), [("interrupt", {130, -signal.SIGINT, 1}), ("rotate", {3})]
+)
 @pytest.mark.slow
 def test_a_program_ends_at_once_with_an_exchange_under_way_and_without(how, status, tmp_path):
-    """Ctrl-C in backward, or an exit after `rotate`: it took 15 s, a core dump and the exit status."""
+    """Ctrl-C in backward, or an exit after `rotate`: it took 15 s, a core dump and the exit
+    status.
+    """
     script = Path(__file__).with_name("_interrupted.py")
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     ranks = [
-        subprocess.Popen([sys.executable, script, str(rank), tmp_path / "store", how], **pipes) for rank in range(2)
+        subprocess.Popen([sys.executable, script, str(rank), tmp_path / "store", how], **pipes)
+        for rank in range(2)
     ]
     try:
         out, errors = ranks[0].communicate(timeout=120)

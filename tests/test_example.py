@@ -32,10 +32,19 @@ def test_gradcomp_is_one_added_line():
 
 
 def under_torchrun(script, ranks, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     command += [str(EXAMPLE.with_name(script)), *map(str, options)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -45,7 +54,9 @@ def test_example_trains_under_torchrun(codec, least_ratio):
     out = under_torchrun(EXAMPLE.name, 2, "--codec", codec, "--epochs", "3")
     assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 80.0, out
     ratios = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes", out)]
-    assert (ratios == []) if least_ratio is None else (len(ratios) == 1 and ratios[0] > least_ratio), out
+    assert (
+        (ratios == []) if least_ratio is None else (len(ratios) == 1 and ratios[0] > least_ratio)
+    ), out
 
 
 def accuracies(text):
@@ -54,7 +65,9 @@ def accuracies(text):
 
 @pytest.fixture(params=["warm", pytest.param("launched", marks=pytest.mark.long)])
 def torchrun(request, gloo):
-    """Return run(script, ranks, *options): what an example prints, in warm ranks or under torchrun."""
+    """Return run(script, ranks, *options): what an example prints, in warm ranks or under
+    torchrun.
+    """
 
     def warm(script, ranks, *options):
         return "".join(gloo(ranks, program, str(EXAMPLE.with_name(script)), *options))
@@ -64,18 +77,25 @@ def torchrun(request, gloo):
 
 @pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("codec", ["terngrad", *(pytest.param(c, marks=pytest.mark.long) for c in ("onebit", "fp32"))])
+@pytest.mark.parametrize(
+    "codec", ["terngrad", *(pytest.param(c, marks=pytest.mark.long) for c in ("onebit", "fp32"))]
+)
 def test_mpi_example_trains_on_four_ranks(pools, flavour, codec, launched):
     script, options = EXAMPLE.with_name("mpi_train.py"), ["--codec", codec, "--epochs", "3"]
     if launched:
         command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "4", str(script), *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=mpi_environment(), check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=240, env=mpi_environment(), check=False
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         out = done.stdout
     else:
         out = "".join(pools(flavour, 4, program, str(script), *options))
     assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 70.0, out  # 10 is chance
-    (ratio,) = [float(r) for r in re.findall(r"([\d.]+) times fewer bytes than fp32; replicas are equal", out)]
+    (ratio,) = [
+        float(r)
+        for r in re.findall(r"([\d.]+) times fewer bytes than fp32; replicas are equal", out)
+    ]
     least, most = {"terngrad": (10, 11), "onebit": (29, 31), "fp32": (0.99, 1.01)}[codec]
     assert least < ratio < most, out
 
@@ -87,9 +107,21 @@ def test_the_mpi_example_does_not_use_torch_distributed():
 
 @pytest.mark.parametrize("flavour", ["mpich", pytest.param("openmpi", marks=pytest.mark.long)])
 def test_the_parameter_server_example_trains_over_mpi(flavour):
-    command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "3", str(EXAMPLE.with_name("parameter_server.py"))]
+    command = [
+        mpi_python(flavour),
+        "-m",
+        "gradcomp.launch",
+        "-n",
+        "3",
+        str(EXAMPLE.with_name("parameter_server.py")),
+    ]
     done = subprocess.run(
-        [*command, "--steps", "15"], capture_output=True, text=True, timeout=240, env=mpi_environment(), check=False
+        [*command, "--steps", "15"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=mpi_environment(),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "equals gradcomp.all_reduce bit for bit" in done.stdout, done.stdout
@@ -102,7 +134,9 @@ def test_the_split_sgd_example_trains_and_saves_fp32(torchrun, weights, tmp_path
     assert len(accuracies(out)) == 3 and accuracies(out)[-1] > 80.0, out
     assert ("updates go straight from payloads to weights" in out) == (weights == "split"), out
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert {v.dtype for v in state.values()} == {torch.float32 if weights == "split" else torch.bfloat16}
+    assert {v.dtype for v in state.values()} == {
+        torch.float32 if weights == "split" else torch.bfloat16
+    }
     LeNet().load_state_dict(state)
 
 
@@ -116,7 +150,12 @@ def test_the_local_steps_example_trains_and_knows_where_it_was(torchrun, tmp_pat
     folder = ["--checkpoint", tmp_path / "saved"]
     whole = torchrun("diloco_gpt.py", 2, *options, "--steps", "20", *folder)
     assert len(losses(whole)) == 10 and losses(whole)[-1] < 3.2, whole  # 5.5 is chance
-    (ratio,) = [float(r) for r in re.findall(r"(\d+) times fewer bytes than fp32 in each of 20 steps; replicas are equal", whole)]
+    (ratio,) = [
+        float(r)
+        for r in re.findall(
+            r"(\d+) times fewer bytes than fp32 in each of 20 steps; replicas are equal", whole
+        )
+    ]
     assert ratio == 5  # 4 of 20 steps in fp32, and of 16 syncs 5 in a sixteenth
     out = torchrun("diloco_gpt.py", 2, *options, "--steps", "20", *folder)  # nothing is left to do
     assert losses(out) == [] and "in each of 0 steps; replicas are equal" in out
@@ -125,7 +164,21 @@ def test_the_local_steps_example_trains_and_knows_where_it_was(torchrun, tmp_pat
 @pytest.mark.long
 @pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
 def test_the_local_steps_example_trains_over_mpi(pools, flavour):
-    out = "".join(pools(flavour, 2, program, str(EXAMPLE.with_name("diloco_gpt.py")), "--mpi", "--steps", "10", "--warm-up", "2", "--sync-every", "4"))
+    out = "".join(
+        pools(
+            flavour,
+            2,
+            program,
+            str(EXAMPLE.with_name("diloco_gpt.py")),
+            "--mpi",
+            "--steps",
+            "10",
+            "--warm-up",
+            "2",
+            "--sync-every",
+            "4",
+        )
+    )
     assert len(losses(out)) == 10 and "replicas are equal" in out, out
 
 
@@ -143,13 +196,19 @@ def test_the_1bit_sgd_example_prints_its_table(torchrun, tmp_path):
     assert "minibatch search" in out
     halves, searched = (runs[0] for runs in json.loads(file.read_text()).values())
     assert all(r["accuracy"] > 40.0 for r in (halves, searched)), out
-    assert halves["nbytes"] < 5_024_400 / 15 and 0 < halves["hidden"] < 1, out  # LeNet in fp32 sends 5,024,400
+    assert halves["nbytes"] < 5_024_400 / 15 and 0 < halves["hidden"] < 1, (
+        out
+    )  # LeNet in fp32 sends 5,024,400
     assert searched["minibatch"] >= halves["minibatch"] == 64, out
 
 
 def accuracy_of(weights, seed, *options):
     codec = ["--codec", "none"] if weights == "fp32" else []
-    return accuracies(under_torchrun("split_sgd_ddp.py", 2, "--weights", weights, "--seed", seed, *options, *codec))[-1]
+    return accuracies(
+        under_torchrun(
+            "split_sgd_ddp.py", 2, "--weights", weights, "--seed", seed, *options, *codec
+        )
+    )[-1]
 
 
 def mean_accuracies(*options):

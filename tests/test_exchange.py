@@ -1,4 +1,6 @@
-"""Every codec and exchange at many world sizes, against what the reference says the average is, bit for bit."""
+"""Every codec and exchange at many world sizes, against what the reference says the average is,
+bit for bit.
+"""
 
 import itertools
 
@@ -54,7 +56,9 @@ def gradient(rank, numel, step=0):
 def average_over(comm, codec, shape, exchange, steps):
     """Return this rank's average of each step, with error feedback where the codec has it."""
     numel = int(np.prod(shape))
-    keeps = codec.error_feedback or owners_feed_back(codec.resolved_second_phase(comm.world_size), codec)
+    keeps = codec.error_feedback or owners_feed_back(
+        codec.resolved_second_phase(comm.world_size), codec
+    )
     feedback = Feedback({7: numel}) if keeps else None
     out = []
     for step in range(steps):
@@ -71,11 +75,22 @@ def check(results, codec, shape, exchange, world, steps):
     for step in range(steps):
         grads = [gradient(r, numel, step) for r in range(world)]
         wanted, residuals, owners = average(
-            grads, codec, strategy, step=step, parameter=7, shape=shape, residuals=residuals, owner_residuals=owners
+            grads,
+            codec,
+            strategy,
+            step=step,
+            parameter=7,
+            shape=shape,
+            residuals=residuals,
+            owner_residuals=owners,
         )
         for rank in range(world):
             got = results[rank][step]
-            assert got.tobytes() == wanted.tobytes(), (rank, step, np.flatnonzero(got != wanted)[:5])
+            assert got.tobytes() == wanted.tobytes(), (
+                rank,
+                step,
+                np.flatnonzero(got != wanted)[:5],
+            )
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
@@ -97,7 +112,9 @@ def owner_keeps(comm, steps):
 
 
 def test_all_reduce_with_feedback_loses_nothing_at_the_owner():
-    """From N = 3 on the mean is quantized twice; without a residual of the owner's the mean stayed off by 40 %."""
+    """From N = 3 on the mean is quantized twice; without a residual of the owner's the mean
+    stayed off by 40 %.
+    """
     from _ranks import run_local
 
     true = np.mean([gradient(r, 4096).astype(np.float64) for r in range(4)], axis=0)
@@ -112,7 +129,11 @@ def new_feedback(comm):
         if comm.rank == 1 and step == 2:
             feedback = Feedback({0: 1000})
         tensor = torch.from_numpy(gradient(comm.rank, 1000, step))
-        out.append(gradcomp.all_reduce(tensor, OneBit(), comm, feedback=feedback, timeout_s=20).numpy().tobytes())
+        out.append(
+            gradcomp.all_reduce(tensor, OneBit(), comm, feedback=feedback, timeout_s=20)
+            .numpy()
+            .tobytes()
+        )
     return out
 
 
@@ -161,14 +182,21 @@ def test_scales_that_are_not_shared_are_noticed(world):
 
 
 def unlike(comm, what):
-    codec = {"codec": ["terngrad", "onebit"], "seed": [TernGrad(seed=1), TernGrad(seed=2)]}.get(what, ["terngrad"] * 2)
+    codec = {"codec": ["terngrad", "onebit"], "seed": [TernGrad(seed=1), TernGrad(seed=2)]}.get(
+        what, ["terngrad"] * 2
+    )
     size = [100, 101 if what == "numel" else 100]
     with pytest.raises(PeerMismatch) as error:
-        gradcomp.all_reduce(torch.ones(size[comm.rank]), codec[comm.rank], comm, step=comm.rank * (what == "step"))
+        gradcomp.all_reduce(
+            torch.ones(size[comm.rank]), codec[comm.rank], comm, step=comm.rank * (what == "step")
+        )
     return error.value.field
 
 
-@pytest.mark.parametrize(("what", "field"), [("codec", "codec"), ("seed", "codec_options"), ("numel", "numel"), ("step", "step")])
+@pytest.mark.parametrize(
+    ("what", "field"),
+    [("codec", "codec"), ("seed", "codec_options"), ("numel", "numel"), ("step", "step")],
+)
 def test_all_reduce_of_unlike_calls_is_a_mismatch_on_every_rank(over, what, field):
     assert over(2, unlike, what) == [field] * 2
 
@@ -181,7 +209,9 @@ def test_all_reduce_keeps_to_its_timeout():
         assert error.value.waited_s < timeout_s + 10
 
 
-@pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "terngrad-own", "onebit", "identity"])
+@pytest.mark.parametrize(
+    "name", ["terngrad", "terngrad-requantize", "terngrad-own", "onebit", "identity"]
+)
 @pytest.mark.parametrize("world", [1, 4, 8, 33, 64])
 def test_average_at_many_world_sizes(world, name):
     from _ranks import run_local
@@ -215,7 +245,9 @@ def test_exact_and_all_gather_agree_bit_for_bit():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["terngrad", "terngrad-own", "terngrad-requantize", "onebit", "identity"])
+@pytest.mark.parametrize(
+    "name", ["terngrad", "terngrad-own", "terngrad-requantize", "onebit", "identity"]
+)
 def test_one_bad_rank_is_everyones_verdict(over, name, value):
     """Promise 6: NaN on one rank is NaN on all, and the residuals stay as they were."""
     for before, after in over(3, bad_step, CODECS[name], value):
@@ -230,7 +262,12 @@ def bad_step(comm, codec, value):
         if poison is not None and comm.rank == 1:
             tensor[17] = poison
         return gradcomp.all_reduce(
-            tensor, codec, comm, step=step, feedback=feedback, exchange="reduce_scatter" if step % 2 else "all_gather"
+            tensor,
+            codec,
+            comm,
+            step=step,
+            feedback=feedback,
+            exchange="reduce_scatter" if step % 2 else "all_gather",
         )
 
     reduce(0)
@@ -244,7 +281,9 @@ def bad_step(comm, codec, value):
 
 
 def test_overflow_of_the_mean_reaches_every_rank():
-    """A finite sum that overflows in the owner's hands must not leave one rank with finite values."""
+    """A finite sum that overflows in the owner's hands must not leave one rank with finite
+    values.
+    """
     from _ranks import run_local
 
     def work(comm):
@@ -273,7 +312,8 @@ def test_half_precision_results_are_rounded_once(name, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_requantized_mean_is_unbiased(world):
-    """Twice quantized, with independent draws: the mean over many steps approaches the true mean (default clipping off).
+    """Twice quantized, with independent draws: the mean over many steps approaches the true mean
+    (default clipping off).
 
     With the owner drawing from the first phase's stream the two-rank mean was off by 43 %.
     """
@@ -293,16 +333,23 @@ def test_requantized_mean_is_unbiased(world):
     scale = max(np.abs(gradient(r, numel)).max() for r in range(world))
     standard_error = scale / np.sqrt(steps)  # of one element, at most
     assert np.abs(got - true).max() < 5 * standard_error
-    assert abs((got * true).sum() / (true * true).sum() - 1) < 0.03  # 0.003 and 0.016; with one stream for both 0.14 and 0.05
+    assert (
+        abs((got * true).sum() / (true * true).sum() - 1) < 0.03
+    )  # 0.003 and 0.016; with one stream for both 0.14 and 0.05
 
 
 def test_mixed_bucket_counts_every_byte():
     """Compressed and fp32 tensors share a payload; what the plan says is what the buffers hold."""
-    slots = [Slot(0, 5000, 5000, True, 0), Slot(1, 100, 100, False, 5000), Slot(2, 2048, 2048, True, 5100)]
+    slots = [
+        Slot(0, 5000, 5000, True, 0),
+        Slot(1, 100, 100, False, 5000),
+        Slot(2, 2048, 2048, True, 5100),
+    ]
     for world in (2, 4, 8):
         for exchange in ("all_gather", "reduce_scatter"):
             plans = [
-                BucketPlan(TernGrad(), slots, choose(TernGrad(), world, exchange), world, r) for r in range(world)
+                BucketPlan(TernGrad(), slots, choose(TernGrad(), world, exchange), world, r)
+                for r in range(world)
             ]
             assert sum(p.sent_nbytes for p in plans) == sum(p.received_nbytes for p in plans)
 
@@ -315,7 +362,9 @@ def test_ownership_covers_every_element_once():
             assert all(a[1] == b[0] and a[1] % 8 == 0 for a, b in itertools.pairwise(bounds))
             starts = ByElements(world).starts(numel).tolist()
             assert starts == [first for first, _ in bounds] + [numel]
-            assert [ByElements(world).numel(numel, k) for k in range(world)] == [b - a for a, b in itertools.pairwise(starts)]
+            assert [ByElements(world).numel(numel, k) for k in range(world)] == [
+                b - a for a, b in itertools.pairwise(starts)
+            ]
     assert ByElements(4).pieces([Slot(0, 5, 5, True, 0)], 0) == []
 
 
@@ -343,9 +392,13 @@ def test_steady_state_allocates_no_tensor():
 
     def work(comm):
         slot = Slot(0, 1 << 16, 256, True, 0)
-        plan = BucketPlan(OneBit(), [slot], choose(OneBit(), 2, "reduce_scatter"), 2, comm.rank, {0: 0})
+        plan = BucketPlan(
+            OneBit(), [slot], choose(OneBit(), 2, "reduce_scatter"), 2, comm.rank, {0: 0}
+        )
         feedback, owner = Feedback({0: 1 << 16}), Feedback({0: 1 << 15})
-        exchange = BucketExchange(plan, comm, torch.float32, Stats(), feedback=feedback, owner_feedback=owner)
+        exchange = BucketExchange(
+            plan, comm, torch.float32, Stats(), feedback=feedback, owner_feedback=owner
+        )
         tensor = torch.randn(1 << 16)
         run_stages(exchange, tensor, 0)
         held = memory_of(exchange)
@@ -360,7 +413,9 @@ def test_steady_state_allocates_no_tensor():
 @pytest.mark.parametrize("name", ["terngrad", "terngrad-requantize", "terngrad-own", "onebit"])
 @pytest.mark.parametrize("world", [2, 8])
 def test_memory_is_the_payloads_and_one_shard(world, name, exchange):
-    """What an exchange holds beyond the residual planes: payloads sent and received, and at most one fp32 shard."""
+    """What an exchange holds beyond the residual planes: payloads sent and received, and at most
+    one fp32 shard.
+    """
     from gradcomp.comm import LocalCommunicator
 
     numel, codec = 1 << 20, CODECS[name]

@@ -55,7 +55,9 @@ def test_discard_undoes_the_step_and_nothing_before_it():
 
 
 def test_discard_does_not_bring_back_what_has_moved_to_another_plane():
-    """After a rebuild a tensor may be moved, with its committed value; what is written next does not count until then."""
+    """After a rebuild a tensor may be moved, with its committed value; what is written next does
+    not count until then.
+    """
     feedback = Feedback({3: 10, 8: 20})
     write(feedback, [3, 8], 5.0)
     feedback.commit([3, 8])

@@ -1,4 +1,6 @@
-"""`gradcomp.fsdp.compress`: shards against the reference, wrappings, accumulation, dtypes, bad days."""
+"""`gradcomp.fsdp.compress`: shards against the reference, wrappings, accumulation, dtypes, bad
+days.
+"""
 
 import contextlib
 import copy
@@ -20,7 +22,12 @@ from _ranks import RankFailed, run_local
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -52,10 +59,12 @@ REDUCED = 1e-6  # relative: sums in float32, in an order that the library choose
 
 
 class Net(nn.Module):
-    """Rows that two and three ranks cannot share evenly, a vector that is packed, one that is not, fewer rows than ranks.
+    """Rows that two and three ranks cannot share evenly, a vector that is packed, one that is not,
+    fewer rows than ranks.
 
-    Weights of `fresh` are multiples of 1/4 and inputs whole numbers, so every sum of a first forward and backward is exact
-    (at most 21 bits): gradients are the same bits however weights lie in memory, which for a library's matmul they need not be.
+    Weights of `fresh` are multiples of 1/4 and inputs whole numbers, so every sum of a first
+    forward and backward is exact (at most 21 bits): gradients are the same bits however weights lie
+    in memory, which for a library's matmul they need not be.
     """
 
     def __init__(self):
@@ -82,7 +91,9 @@ def fresh():
 
 
 def loss_of(model, step, rank, everything=True, dtype=torch.float32):
-    x = torch.randint(-2, 3, (8, 40), generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+    x = torch.randint(
+        -2, 3, (8, 40), generator=torch.Generator().manual_seed(100 * step + rank)
+    ).to(dtype)
     return model(x, everything).square().mean()
 
 
@@ -106,7 +117,9 @@ def gradients(step, world, count=1):
 
 @pytest.mark.parametrize("step", range(3))
 def test_gradients_of_this_model_are_exact(step):
-    """So that bits may be compared: with normal values, float32 sums differ from float64 ones in thousands of places."""
+    """So that bits may be compared: with normal values, float32 sums differ from float64 ones in
+    thousands of places.
+    """
     for rank in range(4):
         model, exact = fresh(), fresh().double()
         loss_of(model, step, rank).backward()
@@ -136,7 +149,14 @@ def expected(codec, grads, step, world, rank, residuals=None, ranks=None):
             strategy = Strategy("all_gather")  # one phase
             old = residuals.get((name, rank))
             mean, residuals[name, rank], _ = average(
-                flat, codec, strategy, step=step, parameter=number * world + rank, shape=whole.shape, residuals=old, ranks=ranks
+                flat,
+                codec,
+                strategy,
+                step=step,
+                parameter=number * world + rank,
+                shape=whole.shape,
+                residuals=old,
+                ranks=ranks,
             )
         out[name] = mean.reshape(chunks[0].shape)
     return out
@@ -152,7 +172,9 @@ def trained(codec, steps, finely, wrapping=None, settings=None, bad=None):
             model.zero_grad()
             loss = loss_of(model, step, rank)
             (loss * math.inf if bad == (rank, step) else loss).backward()
-            out.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()})
+            out.append(
+                {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
+            )
         return out, state.describe(), state.stats.bytes_sent, state.stats.steps
 
 
@@ -166,7 +188,10 @@ def test_shards_are_the_references(gloo, name, world, finely):
         grads = gradients(step, world)
         for rank, (got, *_) in enumerate(results):
             for key, wanted in expected(CODECS[name], grads, step, world, rank, residuals).items():
-                assert got[step][key].shape == wanted.shape and got[step][key].tobytes() == wanted.tobytes(), (key, step, rank)
+                assert (
+                    got[step][key].shape == wanted.shape
+                    and got[step][key].tobytes() == wanted.tobytes()
+                ), (key, step, rank)
     assert "5 of 8 parameters of" in results[0][1] and f"over {world} ranks" in results[0][1]
 
 
@@ -185,17 +210,31 @@ def test_what_is_sent(gloo):
             assert baseline == 1024 * 512 * 4
 
 
-@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)},
+    ],
+)
 def test_options_of_fully_shard(gloo, options):
     plain, other = (gloo(2, trained, TernGrad(seed=3), 2, True, o) for o in ({}, options))
     for (a, *_), (b, *_) in zip(plain, other, strict=True):
-        assert all(x[name].tobytes() == y[name].tobytes() for x, y in zip(a, b, strict=True) for name in x)
+        assert all(
+            x[name].tobytes() == y[name].tobytes() for x, y in zip(a, b, strict=True) for name in x
+        )
 
 
 def in_half(dtype):
-    """Return the relative distance of averaged shards from fp32 averages, at the largest, in a reduce-scatter of `dtype`."""
+    """Return the relative distance of averaged shards from fp32 averages, at the largest, in a
+    reduce-scatter of `dtype`.
+    """
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-    model, rank, world = wrap(fresh(), True, mp_policy=policy), dist.get_rank(), dist.get_world_size()
+    model, rank, world = (
+        wrap(fresh(), True, mp_policy=policy),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
     with gradcomp.fsdp.compress(model, Identity(), min_numel=0) as state:
         loss_of(model, 0, rank).backward()
         assert state.plain == 0
@@ -231,28 +270,43 @@ def accumulated():
         for micro in range(3):
             model.set_requires_gradient_sync(micro == 2)
             loss_of(model, micro, rank).backward()
-        return {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}, state.stats.steps
+        return {
+            name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()
+        }, state.stats.steps
 
 
 def test_gradients_that_accumulate_are_exchanged_once(gloo):
     grads = gradients(0, 2, count=3)
     for rank, (got, steps) in enumerate(gloo(2, accumulated)):
         assert steps == 4  # modules
-        assert all(got[name].tobytes() == w.tobytes() for name, w in expected(TernGrad(seed=3), grads, 0, 2, rank).items())
+        assert all(
+            got[name].tobytes() == w.tobytes()
+            for name, w in expected(TernGrad(seed=3), grads, 0, 2, rank).items()
+        )
 
 
 def without_some(finely):
     model, rank = wrap(fresh(), finely), dist.get_rank()
-    with gradcomp.fsdp.compress(model, TernGrad(), min_numel=MIN_NUMEL) as state, warnings.catch_warnings(record=True) as said:
+    with (
+        gradcomp.fsdp.compress(model, TernGrad(), min_numel=MIN_NUMEL) as state,
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         for step in range(2):
             loss_of(model, step, rank, everything=False).backward()
         count = sum("travels as torch sends it" in str(one.message) for one in said)
-        return state.plain, count, model.first.weight.grad.to_local().abs().sum().item(), model.unused.weight.grad
+        return (
+            state.plain,
+            count,
+            model.first.weight.grad.to_local().abs().sum().item(),
+            model.unused.weight.grad,
+        )
 
 
 def test_parameters_without_gradients(gloo):
-    """A module all of whose parameters have none exchanges nothing; one that lacks some goes torch's way, and says so once."""
+    """A module all of whose parameters have none exchanges nothing; one that lacks some goes
+    torch's way, and says so once.
+    """
     for plain, said, size, none in gloo(2, without_some, True):
         assert (plain, said, none) == (0, 0, None) and size > 0
     for plain, said, size, none in gloo(2, without_some, False):
@@ -260,7 +314,9 @@ def test_parameters_without_gradients(gloo):
 
 
 def with_frozen():
-    """Parameters are frozen after the first step, and thawed again: the others' gradients are those of their own numbers."""
+    """Parameters are frozen after the first step, and thawed again: the others' gradients are
+    those of their own numbers.
+    """
     out, rank = [], dist.get_rank()
     model = wrap(fresh(), False)
     with gradcomp.fsdp.compress(model, TernGrad(seed=3), min_numel=MIN_NUMEL) as state:
@@ -268,7 +324,13 @@ def with_frozen():
             model.second.weight.requires_grad_(not frozen)
             model.zero_grad()
             loss_of(model, step, rank).backward()
-            out.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters() if p.grad is not None})
+            out.append(
+                {
+                    name: p.grad.to_local().numpy().copy()
+                    for name, p in model.named_parameters()
+                    if p.grad is not None
+                }
+            )
         return out, state.plain
 
 
@@ -277,7 +339,9 @@ def test_parameters_that_are_frozen_on_the_way(gloo):
         assert plain == 0 and "second.weight" not in got[1]
         for step, shards in enumerate(got):
             wanted = expected(TernGrad(seed=3), gradients(step, 2), step, 2, rank)
-            assert all(shard.tobytes() == wanted[name].tobytes() for name, shard in shards.items()), step
+            assert all(
+                shard.tobytes() == wanted[name].tobytes() for name, shard in shards.items()
+            ), step
 
 
 def run(model, steps):
@@ -288,7 +352,9 @@ def run(model, steps):
 
 
 def resumed(codec, residuals, folder):
-    """Return whether a run goes on as if it had not stopped: from a state, from a checkpoint of torch's, in another wrapping."""
+    """Return whether a run goes on as if it had not stopped: from a state, from a checkpoint of
+    torch's, in another wrapping.
+    """
     options = {"residuals": residuals, "min_numel": 0}
     model = wrap(fresh(), True)
     with gradcomp.fsdp.compress(model, codec, **options) as state:
@@ -300,7 +366,9 @@ def resumed(codec, residuals, folder):
     out = []
     for load in (
         lambda state, _: state.load_state_dict(saved),
-        lambda state, model: dcp.load({"model": model.state_dict(), "gradcomp": state}, checkpoint_id=folder),
+        lambda state, model: dcp.load(
+            {"model": model.state_dict(), "gradcomp": state}, checkpoint_id=folder
+        ),
         lambda state, _: state.load(folder),
     ):
         model = wrap(fresh(), False)
@@ -311,7 +379,9 @@ def resumed(codec, residuals, folder):
     return out
 
 
-@pytest.mark.parametrize(("codec", "residuals"), [("terngrad", "fp32"), ("onebit", "fp32"), (Block(2), "bf16")], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "residuals"), [("terngrad", "fp32"), ("onebit", "fp32"), (Block(2), "bf16")], ids=str
+)
 def test_a_resumed_run_is_the_same_run_in_another_wrapping(gloo, codec, residuals, tmp_path):
     assert gloo(2, resumed, codec, residuals, str(tmp_path)) == [[True] * 3] * 2
 
@@ -334,7 +404,9 @@ def saved_by(folder, frozen=False):
 def goes_on_with(folder, states):
     """Return the residuals of all names after loading, by both ways; what a single state says."""
     out = []
-    states = [{**one, "codec": one["codec"].replace(", residual_decay=1.0", "")} for one in states]  # from before it was an option
+    states = [
+        {**one, "codec": one["codec"].replace(", residual_decay=1.0", "")} for one in states
+    ]  # from before it was an option
     for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
         model = wrap(fresh(), False)
         with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
@@ -342,37 +414,53 @@ def goes_on_with(folder, states):
             after = state.state_dict()
             out.append(after["residual"][str(dist.get_rank())])
             assert [n for _, n in after["steps"]] == [2] * 8
-            with pytest.raises(ValueError, match="residuals of rank . are missing: the run had 2 ranks, this one has 3"):
+            with pytest.raises(
+                ValueError,
+                match="residuals of rank . are missing: the run had 2 ranks, this one has 3",
+            ):
                 state.load_state_dict(states[0])
     return out
 
 
 def test_what_other_ranks_owed_is_owed_by_more_of_them(gloo, tmp_path):
-    """Each of the new ranks has the mean of the old ones' residuals, so the sum over ranks / their number is what it was."""
+    """Each of the new ranks has the mean of the old ones' residuals, so the sum over ranks /
+    their number is what it was.
+    """
     states = gloo(2, saved_by, str(tmp_path))
     for ways in gloo(3, goes_on_with, str(tmp_path), states):
         for got in ways:
             assert len(got) == 5
             for name, tensor in got.items():
-                one, two = (state["residual"][str(rank)][name].double() for rank, state in enumerate(states))
+                one, two = (
+                    state["residual"][str(rank)][name].double() for rank, state in enumerate(states)
+                )
                 wanted = ((one + two) / 2).float()
                 assert torch.equal(tensor, wanted) and tensor.abs().sum() > 0, name
 
 
 def goes_on_alone(folder, states, frozen):
-    """Return how far the first gradients after loading are from exact ones, by name, by both ways; and the state of a run of one rank."""
+    """Return how far the first gradients after loading are from exact ones, by name, by both
+    ways; and the state of a run of one rank.
+    """
     out, exact = [], {name: grads[0] for name, grads in gradients(2, 1).items()}
     for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
         model = wrap(partly_frozen(frozen), False)
         with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
             single = state.state_dict()
-            with pytest.raises(ValueError, match="residuals of rank 1 are missing: the run had 2 ranks, this one has 1"):
+            with pytest.raises(
+                ValueError,
+                match="residuals of rank 1 are missing: the run had 2 ranks, this one has 1",
+            ):
                 state.load_state_dict(states[0])
             load(state)
-            state.load_state_dict(copy.deepcopy(state.state_dict()))  # what is not paid yet is saved, too
+            state.load_state_dict(
+                copy.deepcopy(state.state_dict())
+            )  # what is not paid yet is saved, too
             run(model, [2])
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            out.append({name: p.grad.to_local().numpy() - exact[name] for name, p in trained.items()})
+            out.append(
+                {name: p.grad.to_local().numpy() - exact[name] for name, p in trained.items()}
+            )
             assert not state.state_dict()["residual"]
             run(model, [2])
             for name, p in trained.items():
@@ -386,18 +474,26 @@ def takes(single):
         run(model, range(2))
         state.load_state_dict(single)
         after = state.state_dict()
-        return [n for _, n in after["steps"]], [t.any().item() for t in after["residual"][str(dist.get_rank())].values()]
+        return [n for _, n in after["steps"]], [
+            t.any().item() for t in after["residual"][str(dist.get_rank())].values()
+        ]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_several_ranks_owed_is_paid_by_one(gloo, tmp_path, frozen):
-    """It was dropped without a word (0.19 to 0.30 of the largest gradient); several ranks go on from a run of one, too."""
+    """It was dropped without a word (0.19 to 0.30 of the largest gradient); several ranks go on
+    from a run of one, too.
+    """
     states = gloo(2, saved_by, str(tmp_path), frozen)
     ((ways, single),) = gloo(1, goes_on_alone, str(tmp_path), states, frozen)
     residuals = [one["residual"][str(rank)] for rank, one in enumerate(states)]
     for paid in ways:
         for name, got in paid.items():
-            wanted = sum(one[name].double() for one in residuals) / 2 if name in residuals[0] else torch.zeros(got.shape)
+            wanted = (
+                sum(one[name].double() for one in residuals) / 2
+                if name in residuals[0]
+                else torch.zeros(got.shape)
+            )
             assert np.allclose(got, wanted.numpy(), atol=1e-6), name
     assert max(np.abs(got).max() for got in ways[0].values()) > 0.01
     assert gloo(2, takes, single) == [([0] * 8, [False] * 5)] * 2
@@ -457,17 +553,24 @@ def misloaded(residuals):
         with pytest.raises(ValueError, match="is no checkpoint of torch.distributed.checkpoint"):
             state.load("/nowhere")
         after = state.state_dict()
-        assert [n for _, n in after["steps"]] == [0] * 8 and not any(t.any() for t in after["residual"][rank].values())
+        assert [n for _, n in after["steps"]] == [0] * 8 and not any(
+            t.any() for t in after["residual"][rank].values()
+        )
         if residuals == "bf16":
             largest = other(torch.full((37, 40), torch.finfo(torch.float32).max))
-            with pytest.raises(ValueError, match="residual of 'first.weight' has values that are not finite in torch.bfloat16"):
+            with pytest.raises(
+                ValueError,
+                match="residual of 'first.weight' has values that are not finite in torch.bfloat16",
+            ):
                 state.load_state_dict(largest)
         return said
 
 
 @pytest.mark.parametrize("residuals", ["fp32", "bf16"])
 def test_states_that_are_refused(gloo, residuals):
-    """float64 residuals of 1e39 became Inf, and every later gradient NaN; 10**9 ranks took 3 GB and a minute."""
+    """float64 residuals of 1e39 became Inf, and every later gradient NaN; 10**9 ranks took 3 GB
+    and a minute.
+    """
     wanted = [
         "not a state of gradcomp.fsdp that",
         "not a state of gradcomp.fsdp that",
@@ -499,7 +602,9 @@ def test_states_that_are_refused(gloo, residuals):
         "states of different steps",
     ]
     for said in gloo(2, misloaded, residuals):
-        assert len(said) == len(wanted) and all(re.search(w, s) for w, s in zip(wanted, said, strict=True)), said
+        assert len(said) == len(wanted) and all(
+            re.search(w, s) for w, s in zip(wanted, said, strict=True)
+        ), said
 
 
 def in_two_dimensions():
@@ -515,15 +620,31 @@ def test_replicas_average_shards_as_torch_does(gloo):
     grads, results = gradients(0, 4), gloo(4, in_two_dimensions)
     for rank, got in enumerate(results):
         place = rank % 2
-        sides = [expected(TernGrad(seed=3), {k: v[2 * r : 2 * r + 2] for k, v in grads.items()}, 0, 2, place, ranks=[2 * r, 2 * r + 1]) for r in range(2)]
+        sides = [
+            expected(
+                TernGrad(seed=3),
+                {k: v[2 * r : 2 * r + 2] for k, v in grads.items()},
+                0,
+                2,
+                place,
+                ranks=[2 * r, 2 * r + 1],
+            )
+            for r in range(2)
+        ]
         for name, shard in got.items():
-            assert np.allclose(shard, (sides[0][name] + sides[1][name]) / 2, rtol=1e-6, atol=1e-9), (rank, name)
+            assert np.allclose(
+                shard, (sides[0][name] + sides[1][name]) / 2, rtol=1e-6, atol=1e-9
+            ), (rank, name)
 
 
 def squared_error(replicas):
-    """Return the squared error of a ternary average of four ranks with the same data, over the gradient's square."""
+    """Return the squared error of a ternary average of four ranks with the same data, over the
+    gradient's square.
+    """
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicas else None
+    mesh = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicas else None
+    )
     model = fully_shard(nn.Linear(128, 128, bias=False), **({"mesh": mesh} if mesh else {}))
     x = torch.randn(16, 128)
     with gradcomp.fsdp.compress(model, TernGrad(clip_sigma=None)) as state:
@@ -537,7 +658,9 @@ def squared_error(replicas):
 
 
 def test_replicas_draw_random_numbers_of_their_own(gloo):
-    """Ternary's noise averages out over all ranks: both replicas drew the same numbers, and it was twice as large."""
+    """Ternary's noise averages out over all ranks: both replicas drew the same numbers, and it
+    was twice as large.
+    """
     flat, replicated = (gloo(4, squared_error, replicas)[0] for replicas in (False, True))
     assert replicated == pytest.approx(flat, rel=0.1)
 
@@ -553,7 +676,9 @@ def between_nodes(codec):
             model.zero_grad()
             loss_of(model, step, rank).backward()
             averager.average()
-            out.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()})
+            out.append(
+                {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
+            )
     return out
 
 
@@ -562,14 +687,19 @@ def between_nodes_by_a_hook(codec, staged):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
     model, rank = wrap(fresh(), True, mesh=mesh["shard"]), dist.get_rank()
     out = []
-    with mock.patch.object(torchtitan, "_on_the_host", return_value=not staged), ReplicaAverage(model, mesh["node"].get_group(), codec, min_numel=MIN_NUMEL) as replicas:
+    with (
+        mock.patch.object(torchtitan, "_on_the_host", return_value=not staged),
+        ReplicaAverage(model, mesh["node"].get_group(), codec, min_numel=MIN_NUMEL) as replicas,
+    ):
         for step in range(2):
             model.zero_grad()
             model.set_requires_gradient_sync(False)  # twice half of it: averaged once
             (loss_of(model, step, rank) / 2).backward()
             model.set_requires_gradient_sync(True)
             (loss_of(model, step, rank) / 2).backward()
-            out.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()})
+            out.append(
+                {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
+            )
         assert replicas.averager.stats.steps == 2
     model.zero_grad()
     loss_of(model, 0, rank).backward()
@@ -577,30 +707,50 @@ def between_nodes_by_a_hook(codec, staged):
     return out
 
 
-@pytest.mark.parametrize("by", [(between_nodes,), (between_nodes_by_a_hook, False), (between_nodes_by_a_hook, True)], ids=["averager", "hook", "staged"])
+@pytest.mark.parametrize(
+    "by",
+    [(between_nodes,), (between_nodes_by_a_hook, False), (between_nodes_by_a_hook, True)],
+    ids=["averager", "hook", "staged"],
+)
 def test_packed_between_nodes_and_plain_inside(gloo, by):
-    """`GradientAverager` takes shards as they are: with no loss it gives the mean over all four ranks, with 1 bit residuals of shards."""
+    """`GradientAverager` takes shards as they are: with no loss it gives the mean over all four
+    ranks, with 1 bit residuals of shards.
+    """
     between, *how = by
     for rank, got in enumerate(gloo(4, between, Identity(), *how)):
         for step, shards in enumerate(got):
             for name, arrays in gradients(step, 4).items():
-                assert np.allclose(shards[name], chunk_of(np.mean(arrays, 0), 2, rank % 2), rtol=1e-5, atol=1e-8), name
+                assert np.allclose(
+                    shards[name], chunk_of(np.mean(arrays, 0), 2, rank % 2), rtol=1e-5, atol=1e-8
+                ), name
     residuals, owners = {}, {}
     results = gloo(4, between, OneBit(), *how)
     for step in range(2):
-        inside = {name: [np.mean(arrays[2 * n : 2 * n + 2], 0) for n in range(2)] for name, arrays in gradients(step, 4).items()}
+        inside = {
+            name: [np.mean(arrays[2 * n : 2 * n + 2], 0) for n in range(2)]
+            for name, arrays in gradients(step, 4).items()
+        }
         for shard in range(2):
             for name, arrays in inside.items():
                 chunks = [chunk_of(a, 2, shard).reshape(-1) for a in arrays]
                 if arrays[0].ndim < 2 or chunks[0].size < MIN_NUMEL or arrays[0].size < MIN_NUMEL:
                     continue
                 mean, residuals[name, shard], owners[name, shard] = average(
-                    chunks, OneBit(), choose(OneBit(), 2), step=step, parameter=0, shape=arrays[0].shape,
-                    residuals=residuals.get((name, shard)), owner_residuals=owners.get((name, shard)),
-                )  # fmt: skip
+                    chunks,
+                    OneBit(),
+                    choose(OneBit(), 2),
+                    step=step,
+                    parameter=0,
+                    shape=arrays[0].shape,
+                    residuals=residuals.get((name, shard)),
+                    owner_residuals=owners.get((name, shard)),
+                )
                 for node in range(2):
                     got = results[2 * node + shard][step][name]
-                    assert np.allclose(got, mean.reshape(got.shape), rtol=1e-4, atol=1e-7), (name, step)
+                    assert np.allclose(got, mean.reshape(got.shape), rtol=1e-4, atol=1e-7), (
+                        name,
+                        step,
+                    )
 
 
 class Rows(nn.Module):
@@ -616,11 +766,15 @@ class Rows(nn.Module):
 def beside_tensor_parallelism(codec):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(Rows(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = parallelize_module(
+        Rows(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     fully_shard(model.up, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
     out = []
-    x = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(7))[mesh["data"].get_local_rank()]
+    x = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(7))[
+        mesh["data"].get_local_rank()
+    ]
     with gradcomp.fsdp.compress(model, codec) if codec else contextlib.nullcontext() as state:
         for _ in range(2):
             model.zero_grad()
@@ -629,7 +783,9 @@ def beside_tensor_parallelism(codec):
         if codec == "onebit":
             saved = state.state_dict()
             state.load_state_dict(saved)
-            with pytest.raises(ValueError, match="tensor parallelism do not fit 4: resume with as many"):
+            with pytest.raises(
+                ValueError, match="tensor parallelism do not fit 4: resume with as many"
+            ):
                 state.load_state_dict({**saved, "world_size": 2})
     return out
 
@@ -673,7 +829,10 @@ def refusals():
     loss_of(model, 0, 0).backward()  # torch's own still
     with gradcomp.fsdp.compress(model, "onebit") as first:
         for again in (model, model.second):
-            with pytest.raises(ValueError, match=r"has been called for this model .* codec OneBit.*: close\(\) the state"):
+            with pytest.raises(
+                ValueError,
+                match=r"has been called for this model .* codec OneBit.*: close\(\) the state",
+            ):
                 gradcomp.fsdp.compress(again, "terngrad")
         loss_of(model, 0, 0).backward()
         assert first.stats.steps > 0, "the first one goes on"
@@ -694,12 +853,16 @@ def test_what_is_refused(gloo):
         "ValueError: start_step=3 is of exchanges",
         "ValueError: exclude='nothing' matches no parameter",
         "PeerMismatch: .*codec",
-        "TypeError: no module of this model is wrapped by .*fully_shard; without it there is gradcomp.GradientAverager",
+        (
+            "TypeError: no module of this model is wrapped by .*fully_shard; without it there is"
+            " gradcomp.GradientAverager"
+        ),
     ]
 
-
     for said in gloo(2, refusals):
-        assert len(said) == len(wanted) and all(re.search(w, s) for w, s in zip(wanted, said, strict=True)), said
+        assert len(said) == len(wanted) and all(
+            re.search(w, s) for w, s in zip(wanted, said, strict=True)
+        ), said
 
 
 def misused():
@@ -714,7 +877,9 @@ def misused():
         except gradcomp.GradcompError as error:
             said.append(str(error))
     try:
-        gradcomp.fsdp.compress(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+        gradcomp.fsdp.compress(
+            FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+        )
     except TypeError as error:
         said.append(str(error))
     return said
@@ -723,7 +888,10 @@ def misused():
 def test_models_that_are_sharded_too_late_or_by_fsdp1(gloo):
     for late, first in gloo(2, misused):
         assert "fully_shard came after gradcomp.fsdp.compress for 1 modules (FSDPLinear" in late
-        assert "FullyShardedDataParallel is FSDP1: wrap with torch.distributed.fsdp.fully_shard" in first
+        assert (
+            "FullyShardedDataParallel is FSDP1: wrap with torch.distributed.fsdp.fully_shard"
+            in first
+        )
 
 
 def dropped(door):
@@ -731,7 +899,11 @@ def dropped(door):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
     model = wrap(fresh(), True, **({"mesh": mesh["shard"]} if door == "replicas" else {}))
     optimizer, told = torch.optim.SGD(model.parameters(), lr=0.1), []
-    opened = ReplicaAverage(model, mesh["replica"].get_group()) if door == "replicas" else gradcomp.fsdp.compress(model, "terngrad")
+    opened = (
+        ReplicaAverage(model, mesh["replica"].get_group())
+        if door == "replicas"
+        else gradcomp.fsdp.compress(model, "terngrad")
+    )
     del opened  # who registers in a function keeps nothing
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -754,17 +926,26 @@ def dropped(door):
 
 @pytest.mark.parametrize("door", ["replicas", "compress"])
 def test_a_hook_that_somebody_replaces_is_found(gloo, door):
-    """Replicas would train apart: an error before the step. Gradients that torch reduces after all are right: one warning."""
+    """Replicas would train apart: an error before the step. Gradients that torch reduces after
+    all are right: one warning.
+    """
     for told, warned in gloo(2, dropped, door):
         if door == "replicas":
-            assert [(step, unchanged) for step, _, unchanged in told] == [(2, True), (3, True)] and not warned
-            assert "not called in this step" in told[0][1] and "Make ReplicaAverage last" in told[0][1]
+            assert [(step, unchanged) for step, _, unchanged in told] == [
+                (2, True),
+                (3, True),
+            ] and not warned
+            assert (
+                "not called in this step" in told[0][1] and "Make ReplicaAverage last" in told[0][1]
+            )
         else:
             assert not told and len(warned) == 1 and "call compress last" in warned[0]
 
 
 def stateful(door):
-    """Return what a model made on meta says in three steps that follow the making of its optimizer's state."""
+    """Return what a model made on meta says in three steps that follow the making of its
+    optimizer's state.
+    """
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -807,7 +988,11 @@ def test_one_rank_sends_nothing(gloo):
     ((said, nbytes, grad),) = gloo(1, alone)
     model = fresh()
     loss_of(model, 0, 0).backward()
-    assert nbytes == 0 and "0 FSDP modules packed" in said and torch.equal(grad, model.first.weight.grad)
+    assert (
+        nbytes == 0
+        and "0 FSDP modules packed" in said
+        and torch.equal(grad, model.first.weight.grad)
+    )
 
 
 def as_forward_sees_them(model):
@@ -825,7 +1010,9 @@ def with_packed_weights(finely, weights, policy, prefetched):
     model, rank = fresh(), dist.get_rank()
     whole = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
     model = wrap(model, finely, **({"mp_policy": policy} if policy else {}))
-    with gradcomp.fsdp.compress(model, TernGrad(seed=3), weights=weights, min_numel=MIN_NUMEL) as state:
+    with gradcomp.fsdp.compress(
+        model, TernGrad(seed=3), weights=weights, min_numel=MIN_NUMEL
+    ) as state:
         if prefetched:
             model.first.set_modules_to_forward_prefetch([model.second])
             model.second.set_modules_to_forward_prefetch([model.few, model.unused])
@@ -835,9 +1022,16 @@ def with_packed_weights(finely, weights, policy, prefetched):
             loss = loss_of(model, step, 0)  # the same images everywhere: so is the loss
             loss.backward()
             losses.append(loss.item())
-            grads.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()})
+            grads.append(
+                {name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()}
+            )
         kept = {name: p.detach().to_local().numpy().copy() for name, p in model.named_parameters()}
-        sent = state.weights_stats.bytes_sent, state.weights_stats.steps, state.plain, state.describe()
+        sent = (
+            state.weights_stats.bytes_sent,
+            state.weights_stats.steps,
+            state.plain,
+            state.describe(),
+        )
     return whole, seen, losses, grads, kept, sent, rank
 
 
@@ -845,17 +1039,25 @@ def with_packed_weights(finely, weights, policy, prefetched):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("weights", ["block8", "block4", Block(8, group=16), "bfloat16"], ids=str)
 def test_weights_are_gathered_as_codes(gloo, weights, world, finely):
-    """Forward sees what the reference makes of every rank's chunk, the same on all ranks; shards stay exact."""
+    """Forward sees what the reference makes of every rank's chunk, the same on all ranks; shards
+    stay exact.
+    """
     codec = gradcomp.codecs.resolve(weights)
     if isinstance(codec, Block):
         codec = Block(codec.bits, group=codec.group, error_feedback=False)
 
     def decoded(chunk, shape):
-        return average([chunk.reshape(-1)], codec, Strategy("all_gather"), step=0, parameter=0, shape=shape)[0].reshape(chunk.shape)
+        return average(
+            [chunk.reshape(-1)], codec, Strategy("all_gather"), step=0, parameter=0, shape=shape
+        )[0].reshape(chunk.shape)
 
     results = gloo(world, with_packed_weights, finely, weights, None, False)
     for whole, seen, losses, _, kept, sent, rank in results:
-        assert losses == pytest.approx(results[0][2], rel=REDUCED) and sent[2] == 0 and "weights gathered as" in sent[3]
+        assert (
+            losses == pytest.approx(results[0][2], rel=REDUCED)
+            and sent[2] == 0
+            and "weights gathered as" in sent[3]
+        )
         for name, before in whole.items():
             assert kept[name].tobytes() == chunk_of(before, world, rank).tobytes(), name
             chunks = [chunk_of(before, world, r) for r in range(world)]
@@ -867,10 +1069,17 @@ def test_weights_are_gathered_as_codes(gloo, weights, world, finely):
 def test_weights_that_arrive_early_are_the_same(gloo):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for one in (None, policy):
-        plain, early = (gloo(2, with_packed_weights, True, "block8", one, prefetched) for prefetched in (False, True))
+        plain, early = (
+            gloo(2, with_packed_weights, True, "block8", one, prefetched)
+            for prefetched in (False, True)
+        )
         for a, b in zip(plain, early, strict=True):
             assert a[2] == b[2] and a[5][:3] == b[5][:3]
-            assert all(x[name].tobytes() == y[name].tobytes() for x, y in zip(a[3], b[3], strict=True) for name in x)
+            assert all(
+                x[name].tobytes() == y[name].tobytes()
+                for x, y in zip(a[3], b[3], strict=True)
+                for name in x
+            )
 
 
 def bytes_of_weights(weights):
@@ -890,13 +1099,20 @@ def test_what_weights_send(gloo):
 
 def with_a_weight_that_is_nan():
     model, rank = wrap(fresh(), True), dist.get_rank()
-    with gradcomp.fsdp.compress(model, "terngrad", weights="block8", min_numel=0) as state, torch.no_grad():
+    with (
+        gradcomp.fsdp.compress(model, "terngrad", weights="block8", min_numel=0) as state,
+        torch.no_grad(),
+    ):
         if rank == 1:
             model.first.weight.to_local()[0, 0] = math.nan
         bad = model(torch.ones(1, 40)).isnan().all().item()
         if rank == 1:
             model.first.weight.to_local()[0, 0] = 0.5
-        return bad, model(torch.ones(1, 40)).isfinite().all().item(), state.weights_stats.nonfinite_buckets
+        return (
+            bad,
+            model(torch.ones(1, 40)).isfinite().all().item(),
+            state.weights_stats.nonfinite_buckets,
+        )
 
 
 def test_a_weight_that_is_not_finite_is_seen_by_every_rank(gloo):
@@ -925,14 +1141,20 @@ def twice(hooked):
             p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
     with gradcomp.fsdp.compress(model, Identity(), min_numel=0):
         for step in range(2):  # gradients add up
-            model(torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))).square().mean().backward()
+            model(
+                torch.randn(
+                    8, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+                )
+            ).square().mean().backward()
         out = [p.grad.to_local().numpy().copy() for p in model.parameters()]
     return out, [bool(one.abs().sum() > 0 and one.isfinite().all()) for one in seen]
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
 def test_averages_that_somebody_reads_during_backward_are_there_in_time(gloo, hooked):
-    """Gradients that add up, and hooks that read them, get averages at once; others when the backward pass is over."""
+    """Gradients that add up, and hooks that read them, get averages at once; others when the
+    backward pass is over.
+    """
     torch.manual_seed(0)
     model = Twice()
     for step in range(2):
@@ -955,22 +1177,32 @@ class Blocks(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x).tanh() if self.recompute is None else checkpoint(lambda x, own=layer: own(x).tanh(), x, use_reentrant=self.recompute)
+            x = (
+                layer(x).tanh()
+                if self.recompute is None
+                else checkpoint(lambda x, own=layer: own(x).tanh(), x, use_reentrant=self.recompute)
+            )
         return x
 
 
 def with_kept_weights(keep, recompute=None, between="", reshard=None):
-    """Train two steps; `between` forward and backward something happens to the weights. Return gradients, gathers, bytes."""
+    """Train two steps; `between` forward and backward something happens to the weights. Return
+    gradients, gathers, bytes.
+    """
     torch.manual_seed(0)
     model, rank, grads = Blocks(recompute), dist.get_rank(), []
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=reshard)
     fully_shard(model)
-    with gradcomp.fsdp.compress(model, Identity(), weights="block8", keep_weights=keep, min_numel=0) as state:
+    with gradcomp.fsdp.compress(
+        model, Identity(), weights="block8", keep_weights=keep, min_numel=0
+    ) as state:
         assert (", which backward takes from forward" in state.describe()) == keep
         for step in range(2):
             model.zero_grad()
-            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
+            x = torch.randn(
+                8, 40, generator=torch.Generator().manual_seed(10 * step + rank)
+            ).requires_grad_()
             loss = model(x).square().mean()
             if between in ("looked at", "changed"):
                 shards = [p.to_local() for p in model.parameters()]
@@ -984,7 +1216,9 @@ def with_kept_weights(keep, recompute=None, between="", reshard=None):
                         shard.data.copy_(old)
             loss.backward()
             grads.append([p.grad.to_local().numpy().tobytes() for p in model.parameters()])
-            if between == "evaluated":  # backward and step: with gradients on, no checkpoints, and no backward
+            if (
+                between == "evaluated"
+            ):  # backward and step: with gradients on, no checkpoints, and no backward
                 model.recompute = None
                 model(x)
                 model.recompute = recompute
@@ -999,26 +1233,44 @@ def with_kept_weights(keep, recompute=None, between="", reshard=None):
 def test_backward_decodes_what_forward_has_gathered(gloo, recompute):
     """Half of the gathers, and to the bit what comes of weights that are never given away."""
     cases = (True, None), (False, None), (True, False)  # kept?, given away after forward?
-    kept, twice, never = (gloo(2, with_kept_weights, keep, recompute, "", reshard) for keep, reshard in cases)
+    kept, twice, never = (
+        gloo(2, with_kept_weights, keep, recompute, "", reshard) for keep, reshard in cases
+    )
     for one, other, whole in zip(kept, twice, never, strict=True):
-        assert one[0] == whole[0] == other[0]  # Block(8) rounds to the nearest: no draw tells forward from backward
-        if recompute:  # nothing says in a reentrant forward that there will be a backward: each gathers for itself
+        assert (
+            one[0] == whole[0] == other[0]
+        )  # Block(8) rounds to the nearest: no draw tells forward from backward
+        # nothing says in a reentrant forward that there will be a backward: each gathers for itself
+        if recompute:
             assert one[1:] == other[1:]
         else:
-            assert (one[1], other[1], whole[1]) == (2 * 3, 4 * 3, 2 * 3) and 2 * one[2] == other[2] and one[3] == other[3]
+            assert (
+                (one[1], other[1], whole[1]) == (2 * 3, 4 * 3, 2 * 3)
+                and 2 * one[2] == other[2]
+                and one[3] == other[3]
+            )
 
 
 @pytest.mark.parametrize("between", ["looked at", "changed"])
 def test_gradients_are_of_the_weights_that_forward_has_used(gloo, between):
-    """Whatever happens to shards before backward; who gathers them meanwhile without gradients has them gathered once more."""
+    """Whatever happens to shards before backward; who gathers them meanwhile without gradients
+    has them gathered once more.
+    """
     cases = (True, ""), (True, between), (False, between)
-    for usual, other, twice in zip(*(gloo(2, with_kept_weights, keep, None, then) for keep, then in cases), strict=True):
-        assert other[0][0] == usual[0][0] and other[1] + (2 * 3 if between == "changed" else 0) == twice[1]
+    for usual, other, twice in zip(
+        *(gloo(2, with_kept_weights, keep, None, then) for keep, then in cases), strict=True
+    ):
+        assert (
+            other[0][0] == usual[0][0]
+            and other[1] + (2 * 3 if between == "changed" else 0) == twice[1]
+        )
         assert (other[0][1] == usual[0][1]) == (between == "looked at")
 
 
 def test_weights_kept_by_a_forward_without_backward_are_not_the_next_steps(gloo):
-    """A reentrant checkpoint's forward gathers for itself; its backward took the weights of the evaluation before it."""
+    """A reentrant checkpoint's forward gathers for itself; its backward took the weights of the
+    evaluation before it.
+    """
     kept, never = (gloo(2, with_kept_weights, keep, True, "evaluated") for keep in (True, False))
     for one, other in zip(kept, never, strict=True):
         assert one[0] == other[0]
@@ -1026,7 +1278,9 @@ def test_weights_kept_by_a_forward_without_backward_are_not_the_next_steps(gloo)
 
 def with_a_weight_that_is_nan_kept():
     model, rank = wrap(fresh(), True, reshard_after_forward=True), dist.get_rank()
-    with gradcomp.fsdp.compress(model, "terngrad", weights="block8", keep_weights=True, min_numel=0) as state:
+    with gradcomp.fsdp.compress(
+        model, "terngrad", weights="block8", keep_weights=True, min_numel=0
+    ) as state:
         if rank == 1:
             model.first.weight.to_local().data[0, 0] = math.nan
         loss_of(model, 0, rank).backward()
@@ -1075,21 +1329,35 @@ def in_another_order(codec, weights, trains):
         return draws, [p.grad.to_local().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("codec", "weights", "trains"), [
-    ("terngrad", None, True), ("onebit", None, True), ("onebit", "block8", True), ("onebit", "block8", False),
-])  # fmt: skip
-def test_modules_of_one_shape_in_another_order_are_refused_on_every_rank(gloo, codec, weights, trains):
-    """Payloads did not say whose they were: a rank averaged gradients (or took weights) of one module for another's, without an error."""
+@pytest.mark.parametrize(
+    ("codec", "weights", "trains"),
+    [
+        ("terngrad", None, True),
+        ("onebit", None, True),
+        ("onebit", "block8", True),
+        ("onebit", "block8", False),
+    ],
+)
+def test_modules_of_one_shape_in_another_order_are_refused_on_every_rank(
+    gloo, codec, weights, trains
+):
+    """Payloads did not say whose they were: a rank averaged gradients (or took weights) of one
+    module for another's, without an error.
+    """
     for rank, (draws, *got) in enumerate(gloo(3, in_another_order, codec, weights, trains)):
         assert draws == 2
         assert len(got) == 3, "averaged"
         field, peer, said = got
         assert field == "module" and peer == (0 if rank == 2 else 2)
-        assert re.search(r"module: rank \d has (left, rank \d has right|right, rank \d has left);", said), said
+        assert re.search(
+            r"module: rank \d has (left, rank \d has right|right, rank \d has left);", said
+        ), said
 
 
 def going_on_alone(codec, weights):
-    """Rank 1 leaves after a forward; return what rank 0 catches in its backward and in what it tries afterwards."""
+    """Rank 1 leaves after a forward; return what rank 0 catches in its backward and in what it
+    tries afterwards.
+    """
     rank, said = dist.get_rank(), []
     model = wrap(Either(), True, reshard_after_forward=weights is not None)
     state = gradcomp.fsdp.compress(model, codec, weights=weights, min_numel=0, timeout_s=20)
@@ -1103,7 +1371,11 @@ def going_on_alone(codec, weights):
     def tries():
         yield lambda: out.square().mean().backward()
         if weights is None:  # the scale round fails before the layer's whole weights are given away
-            yield lambda: model.left(torch.randn(8, 40, requires_grad=True)).square().mean().backward()
+            yield (
+                lambda: (
+                    model.left(torch.randn(8, 40, requires_grad=True)).square().mean().backward()
+                )
+            )
         else:
             yield lambda: model(torch.randn(8, 40), False)
             yield lambda: model(torch.randn(8, 40), False)
@@ -1121,13 +1393,18 @@ def going_on_alone(codec, weights):
 
 @pytest.mark.parametrize(("codec", "weights"), [("onebit", "block8"), ("terngrad", None)])
 def test_after_a_lost_rank_every_exchange_raises_peer_lost(gloo, codec, weights):
-    """A raw ConnectionError came out of what had not failed before, so that ``except PeerLost`` missed it."""
+    """A raw ConnectionError came out of what had not failed before, so that ``except PeerLost``
+    missed it.
+    """
     said, _ = gloo(2, going_on_alone, codec, weights)
-    assert len(said) == (4 if weights else 2) and all(one.startswith("PeerLost: lost a peer in ") for one in said), said
+    assert len(said) == (4 if weights else 2) and all(
+        one.startswith("PeerLost: lost a peer in ") for one in said
+    ), said
 
 
 def lost_in_backward(folder, weights):
-    """Rank 2 dies in backward between the reduce-scatters of the last layer and of the one before it.
+    """Rank 2 dies in backward between the reduce-scatters of the last layer and of the one before
+    it.
 
     The others save what they caught and their gradients, before and after a step.
     """
@@ -1146,7 +1423,9 @@ def lost_in_backward(folder, weights):
         os._exit(1)
 
     if rank == 2:
-        model.layers[1].register_forward_hook(lambda module, args, out: out.register_hook(die) and None)
+        model.layers[1].register_forward_hook(
+            lambda module, args, out: out.register_hook(die) and None
+        )
     raised = None
     try:
         model(torch.randn(8, 40)).square().mean().backward()
@@ -1166,14 +1445,16 @@ def lost_in_backward(folder, weights):
 def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights):
     """Uninitialised memory stayed in ``.grad`` (mean sizes of 1e33), and the optimizer applied it.
 
-    Without `weights` torch's own all_gather raises its RuntimeError, and nobody finishes what is under
-    way. Averages of modules that were complete are replaced at the optimizer's step.
+    Without `weights` torch's own all_gather raises its RuntimeError, and nobody finishes what is
+    under way. Averages of modules that were complete are replaced at the optimizer's step.
     """
     with pytest.raises(RankFailed, match="rank 2 gave no result"):
         gloo(3, lost_in_backward, str(tmp_path), weights)
     for rank in range(2):
         got, before, after = torch.load(tmp_path / str(rank))
-        assert got == "PeerLost" or (got == "RuntimeError" and weights is None)  # or it died before it had sent all
+        assert got == "PeerLost" or (
+            got == "RuntimeError" and weights is None
+        )  # or it died before it had sent all
         assert all(grad is None or grad.isnan().all() for grad in after), after
         unfinished = before if got == "PeerLost" else before[:4]
         assert all(grad is None or grad.isnan().all() for grad in unfinished), before
@@ -1181,7 +1462,9 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights):
 
 
 def gathered_bytes(comm, fill, bad):
-    """Return the payloads of both ranks after a gather whose buffer had `fill` in every byte before."""
+    """Return the payloads of both ranks after a gather whose buffer had `fill` in every byte
+    before.
+    """
     codec, numels = Block(8, error_feedback=False), (190, 77)
     slots = [[Slot(rank, numel, 10, True, 190 * rank)] for rank, numel in enumerate(numels)]
     rooms = Rooms()
@@ -1199,7 +1482,9 @@ def gathered_bytes(comm, fill, bad):
 
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "nan"])
 def test_bytes_of_weights_do_not_depend_on_the_memory_used(bad):
-    """The shorter chunk's message ended in whatever the buffer had held: other values of this process."""
+    """The shorter chunk's message ended in whatever the buffer had held: other values of this
+    process.
+    """
     (first, _), (second, _) = (run_local(2, gathered_bytes, fill, bad) for fill in (0xA5, 0x00))
     assert first == second and len(first) > 2 * 190
 
@@ -1213,7 +1498,9 @@ def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):
     assert second.data_ptr() != at
     del part
     assert reused.take(100, *like).data_ptr() == at and reused.take(101, *like).numel() == 101
-    monkeypatch.delattr(torch._C, "_storage_Use_Count")  # a torch that does not tell: new memory always
+    monkeypatch.delattr(
+        torch._C, "_storage_Use_Count"
+    )  # a torch that does not tell: new memory always
     blind = Reused()
     held = [blind.take(100, *like) for _ in range(3)]
     del held[0]

@@ -1,4 +1,6 @@
-"""Updates straight from payloads: bit for bit the run that writes gradients first, and no way to use local gradients."""
+"""Updates straight from payloads: bit for bit the run that writes gradients first, and no way to
+use local gradients.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import torch
 from torch import nn
 
 from gradcomp import GradcompError, OneBit, PeerMismatch, Ternary, TernGrad
-from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, fp32_state_dict, split_parameters
+from gradcomp.optim import (
+    SplitAdagrad,
+    SplitAdamW,
+    SplitLAMB,
+    SplitSGD,
+    fp32_state_dict,
+    split_parameters,
+)
 
 OPTIMIZERS = {
     "sgd": lambda p: SplitSGD(p, lr=0.1),
@@ -36,7 +45,9 @@ CODECS = {
 
 
 class Net(nn.Module):
-    """Two layers, a norm that stays fp32 (gradients of both dtypes), and one that only even steps use."""
+    """Two layers, a norm that stays fp32 (gradients of both dtypes), and one that only even
+    steps use.
+    """
 
     def __init__(self):
         super().__init__()
@@ -71,14 +82,18 @@ def train(
     accumulate=False,
     **options,
 ):
-    """Train on this rank; return the joined weights, all state and residuals, and how often gradients were packed."""
+    """Train on this rank; return the joined weights, all state and residuals, and how often
+    gradients were packed.
+    """
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     import gradcomp.ddp
 
     torch.manual_seed(0)
     net = Net()
-    split = split_parameters(net, rounding=rounding, predicate=lambda name, p: not name.startswith("norm"))
+    split = split_parameters(
+        net, rounding=rounding, predicate=lambda name, p: not name.startswith("norm")
+    )
     model = DDP(net, gradient_as_bucket_view=view, bucket_cap_mb=0.005, **(ddp or {}))
     optimizer = OPTIMIZERS[make](split)
     state = gradcomp.ddp.register(
@@ -103,7 +118,11 @@ def train(
         optimizer.step()
     state.check_replicas()
     found = {k: v.numpy().tobytes() for k, v in fp32_state_dict(net, optimizer).items()}
-    found |= {f"{k} {n}": v.numpy().tobytes() for n, p in net.named_parameters() for k, v in optimizer.state[p].items()}
+    found |= {
+        f"{k} {n}": v.numpy().tobytes()
+        for n, p in net.named_parameters()
+        for k, v in optimizer.state[p].items()
+    }
     found |= {k: v.numpy().tobytes() for k, v in state.state_dict()["residual"].items()}
     assert state.step == steps  # every backward is one, also the first of a static graph
     sent, line = state.stats.bytes_sent, state.describe()
@@ -113,7 +132,9 @@ def train(
 
 
 def both(codec, make, steps, **options):
-    """Return whether the fused run equals the unfused one, and what `train` tells of the fused one."""
+    """Return whether the fused run equals the unfused one, and what `train` tells of the fused
+    one.
+    """
     plain, none, plain_sent, _ = train(codec, make, False, steps, **options)
     found, packed, sent, line = train(codec, make, True, steps, **options)
     assert none == 0
@@ -130,7 +151,9 @@ def test_every_codec_and_exchange(gloo, codec, world_size):
         if world_size == 3:
             world_size = 4
         options["nodes"] = [[0, 1], [2, 3]] if world_size == 4 else [[0], [1]]
-    for differ, packed, same_bytes, line in gloo(world_size, _both, codec, "momentum", 4, {"view": True, **options}):
+    for differ, packed, same_bytes, line in gloo(
+        world_size, _both, codec, "momentum", 4, {"view": True, **options}
+    ):
         assert differ == []
         assert packed == 4 * 8
         assert same_bytes
@@ -144,12 +167,14 @@ def _both(codec, make, steps, options):
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("rounding", ["truncate", "nearest"])
 def test_every_optimizer(gloo, make, rounding):
-    for differ, packed, _, line in gloo(2, _both, "terngrad exact", make, 4, {"rounding": rounding}):
+    for differ, packed, _, line in gloo(
+        2, _both, "terngrad exact", make, 4, {"rounding": rounding}
+    ):
         assert differ == []
         assert packed == (0 if make == "nvlamb" else 4 * 8)
-        assert ("updates are not fused: SplitLAMB with these options needs the gradients twice" in line) == (
-            make == "nvlamb"
-        )
+        assert (
+            "updates are not fused: SplitLAMB with these options needs the gradients twice" in line
+        ) == (make == "nvlamb")
 
 
 def test_over_every_transport(ranks):
@@ -178,7 +203,8 @@ def test_every_way_of_ddp(gloo, options):
         assert packed >= 5 * 6
 
 
-# ---- gradients that are looked at --------------------------------------------------------------------------------------------
+# ---- gradients that are looked at
+# --------------------------------------------------------------------------------------------
 
 
 def clip(step, net, optimizer, state):
@@ -266,7 +292,9 @@ def _one_element():
     state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer, min_numel=0)
     model(torch.ones(1)).backward()
     model.module.w.grad.mul_(0.1)
-    with pytest.raises(GradcompError, match=r"the gradient of 'w' was written to while it was still packed"):
+    with pytest.raises(
+        GradcompError, match=r"the gradient of 'w' was written to while it was still packed"
+    ):
         optimizer.step()
     assert model.module.w.item() == 1.0
     optimizer.zero_grad()
@@ -281,7 +309,8 @@ def test_a_written_placeholder_of_one_element_is_noticed(gloo):
     assert gloo(2, _one_element) == [0.5, 0.5]
 
 
-# ---- gradients that are zeroed -----------------------------------------------------------------------------------------------
+# ---- gradients that are zeroed
+# -----------------------------------------------------------------------------------------------
 
 
 def _no_grads_left(model, optimizer):
@@ -318,9 +347,13 @@ ZEROS = {
     "optimizer to zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model to zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "module to zeros": lambda model, optimizer: model.module.zero_grad(set_to_none=False),
-    "another optimizer": lambda model, optimizer: torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False),
-    "another one at once": lambda model, optimizer: torch.optim.SGD(model.parameters(), foreach=True).zero_grad(
-        set_to_none=False
+    "another optimizer": (
+        lambda model, optimizer: torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False)
+    ),
+    "another one at once": (
+        lambda model, optimizer: torch.optim.SGD(model.parameters(), foreach=True).zero_grad(
+            set_to_none=False
+        )
     ),
     "at once": _zero_at_once,
     "zero_": _each(lambda grad: grad.zero_()),
@@ -334,7 +367,9 @@ ZEROS = {
 
 
 def _linear(zero, after_step, accumulate):
-    """Return the weight after each of four steps of rate 1, whose gradient is -2 (-4 if two backwards add up)."""
+    """Return the weight after each of four steps of rate 1, whose gradient is -2 (-4 if two
+    backwards add up).
+    """
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     import gradcomp.ddp
@@ -370,7 +405,9 @@ def test_zeroed_gradients_do_not_come_back(gloo, zero, after_step, accumulate):
 
 
 def _zeroed(zero, make, codec, find, accumulate):
-    """Weights and state after four steps without gradcomp, unfused and fused, as bytes; "side" is used by even steps only."""
+    """Weights and state after four steps without gradcomp, unfused and fused, as bytes; "side"
+    is used by even steps only.
+    """
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     import gradcomp.ddp
@@ -387,7 +424,11 @@ def _zeroed(zero, make, codec, find, accumulate):
             model.register_comm_hook(None, _in_rank_order)
         else:
             state = gradcomp.ddp.register(
-                model, codec, optimizer=optimizer if how == "fused" else None, min_numel=100, exchange="all_gather"
+                model,
+                codec,
+                optimizer=optimizer if how == "fused" else None,
+                min_numel=100,
+                exchange="all_gather",
             )
         for step in range(4):
             ZEROS[zero](model, optimizer)
@@ -400,14 +441,18 @@ def _zeroed(zero, make, codec, find, accumulate):
             optimizer.step()
         found = {k: v.numpy().tobytes() for k, v in fp32_state_dict(net, optimizer).items()}
         found |= {
-            f"{k} of {n}": v.numpy().tobytes() for n, p in net.named_parameters() for k, v in optimizer.state[p].items()
+            f"{k} of {n}": v.numpy().tobytes()
+            for n, p in net.named_parameters()
+            for k, v in optimizer.state[p].items()
         }
         out.append(found)
         if state is not None:
             state.check_replicas()
             state.close()
     plain, unfused, fused = out
-    return [k for k in plain if plain[k] != unfused[k]], [k for k in unfused if unfused[k] != fused[k]]
+    return [k for k in plain if plain[k] != unfused[k]], [
+        k for k in unfused if unfused[k] != fused[k]
+    ]
 
 
 def _in_rank_order(state, bucket):
@@ -451,7 +496,11 @@ def _partly(write, then):
     model(torch.ones(1, 4)).sum().backward()
     before = net.weight.detach().clone()
     WRITES[write](net.weight.grad)
-    calls = {"step": optimizer.step, "forward": lambda: model(torch.ones(1, 4)), "clip": state.materialize_gradients}
+    calls = {
+        "step": optimizer.step,
+        "forward": lambda: model(torch.ones(1, 4)),
+        "clip": state.materialize_gradients,
+    }
     with pytest.raises(GradcompError, match=r"'weight' was written to while it was still packed"):
         calls[then]()
     assert torch.equal(before, net.weight)
@@ -478,7 +527,9 @@ WRITES = {
 @pytest.mark.parametrize("then", ["step", "forward", "clip"])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_gradient_that_is_written_to_in_part_is_refused(gloo, write, then):
-    """A placeholder has one element: a zero in a row of it must not pass for a gradient of zeros, or be overlooked."""
+    """A placeholder has one element: a zero in a row of it must not pass for a gradient of
+    zeros, or be overlooked.
+    """
     assert gloo(2, _partly, write, then) == [[0.5]] * 2
 
 
@@ -510,7 +561,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gradient_of_one_element_that_is_scaled_is_refused(gloo, change):
-    """torch lets one element be written to, and NaN times 0.5 is NaN: the scaling was lost without a word."""
+    """torch lets one element be written to, and NaN times 0.5 is NaN: the scaling was lost
+    without a word.
+    """
     assert gloo(2, _scaled, change) == [True] * 2
 
 
@@ -529,7 +582,13 @@ def _copied():
     file = io.BytesIO()
     torch.save(net.weight.grad, file)
     file.seek(0)
-    for one in (copy.deepcopy(net.weight.grad), net.weight.grad.clone(), torch.load(file), net.weight.grad * 2, net.weight.grad.double()):
+    for one in (
+        copy.deepcopy(net.weight.grad),
+        net.weight.grad.clone(),
+        torch.load(file),
+        net.weight.grad * 2,
+        net.weight.grad.double(),
+    ):
         assert type(one) is torch.Tensor
         assert one.isnan().all()
         one.zero_()
@@ -546,13 +605,17 @@ def test_copies_of_a_placeholder_are_plain_tensors(gloo):
     assert gloo(2, _copied) == [[0.5]] * 2
 
 
-# ---- several backwards before a step -----------------------------------------------------------------------------------------
+# ---- several backwards before a step
+# -----------------------------------------------------------------------------------------
 
 
 class Heads(nn.Module):
     def __init__(self):
         super().__init__()
-        self.trunk, self.heads = nn.Linear(30, 40), nn.ModuleList([nn.Linear(40, 5), nn.Linear(40, 5)])
+        self.trunk, self.heads = (
+            nn.Linear(30, 40),
+            nn.ModuleList([nn.Linear(40, 5), nn.Linear(40, 5)]),
+        )
 
     def forward(self, x, heads):
         x = self.trunk(x).relu()
@@ -571,7 +634,9 @@ def _several(plan, view, find):
         net = Heads()
         optimizer = SplitSGD(split_parameters(net), lr=0.1)
         model = DDP(net, find_unused_parameters=find, gradient_as_bucket_view=view)
-        state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer if fused else None, min_numel=1)
+        state = gradcomp.ddp.register(
+            model, "onebit", optimizer=optimizer if fused else None, min_numel=1
+        )
         rank = state._engine.comm.rank
         for step in range(3):
             optimizer.zero_grad()
@@ -586,7 +651,9 @@ def _several(plan, view, find):
 
 
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize(("plan", "find"), [([[0, 1], [0, 1]], False), ([[0], [1]], True), ([[0, 1], [1], [0]], True)])
+@pytest.mark.parametrize(
+    ("plan", "find"), [([[0, 1], [0, 1]], False), ([[0], [1]], True), ([[0, 1], [1], [0]], True)]
+)
 def test_backwards_that_add_up(gloo, view, plan, find):
     assert gloo(2, _several, plan, view, find) == [[], []]
 
@@ -672,15 +739,20 @@ def _joined():
 
 
 def test_weights_that_join_hands_out_are_noticed(pools):
-    """DDP's join gives everybody the tops of the rank that went on longest, and nobody its trails."""
+    """DDP's join gives everybody the tops of the rank that went on longest, and nobody its
+    trails.
+    """
     assert any(pools("gloo", 2, _joined))
 
 
-# ---- values that are not finite -------------------------------------------------------------------------------------------
+# ---- values that are not finite
+# -------------------------------------------------------------------------------------------
 
 
 def _poisoned(codec, value, exchange):
-    """The loss of one rank explodes at step 1; NaN and Inf reach the weights as they do unfused, residuals stay."""
+    """The loss of one rank explodes at step 1; NaN and Inf reach the weights as they do unfused,
+    residuals stay.
+    """
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     import gradcomp.ddp
@@ -703,7 +775,9 @@ def _poisoned(codec, value, exchange):
             (model(x).float().sum() * torch.tensor(scale, dtype=torch.float32)).backward()
             optimizer.step()
             found.append(fp32_state_dict(net, optimizer)["weight"].numpy().tobytes())
-            found.append({k: v.numpy().tobytes() for k, v in state.state_dict()["residual"].items()})
+            found.append(
+                {k: v.numpy().tobytes() for k, v in state.state_dict()["residual"].items()}
+            )
         found.append(state.stats.nonfinite_buckets)
         state.close()
         out.append(found)
@@ -717,13 +791,18 @@ def _poisoned(codec, value, exchange):
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38, 3.3e38])
 def test_values_that_are_not_finite_or_nearly(gloo, codec, world_size, exchange, value):
-    """Values of blocks reach 127 scales, and sums that overflowed were Inf in fused weights, without a count."""
+    """Values of blocks reach 127 scales, and sums that overflowed were Inf in fused weights,
+    without a count.
+    """
     for equal, buckets in gloo(world_size, _poisoned, codec, value, exchange):
         assert equal
-        assert buckets == (0 if codec == "terngrad" and value < 1e39 else 1)  # sums of the others overflow
+        assert buckets == (
+            0 if codec == "terngrad" and value < 1e39 else 1
+        )  # sums of the others overflow
 
 
-# ---- registering, checking, resuming ------------------------------------------------------------------------------------------
+# ---- registering, checking, resuming
+# ------------------------------------------------------------------------------------------
 
 
 def _lines():
@@ -735,7 +814,9 @@ def _lines():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 2))
         model = DDP(net)
-        state = gradcomp.ddp.register(model, "terngrad", optimizer=optimizer_of(net), min_numel=0, **options)
+        state = gradcomp.ddp.register(
+            model, "terngrad", optimizer=optimizer_of(net), min_numel=0, **options
+        )
         text = state.describe()
         state.close()
         return text
@@ -744,13 +825,19 @@ def _lines():
     return [
         line(lambda net: torch.optim.SGD(net.parameters(), lr=0.1)),
         line(lambda net: SplitSGD(net[0].parameters(), lr=0.1)),
-        line(lambda net: SplitSGD(net.parameters(), lr=0.1), grad_scaler=torch.amp.GradScaler("cpu")),
+        line(
+            lambda net: SplitSGD(net.parameters(), lr=0.1), grad_scaler=torch.amp.GradScaler("cpu")
+        ),
         line(lambda net: SplitSGD(net.parameters(), lr=0.1)),
     ]
 
 
 def test_the_log_line_says_whether_updates_are_fused(gloo):
-    wanted = ["SGD is no split optimizer", "'1.weight' is not in the optimizer", "a grad_scaler needs the gradients"]
+    wanted = [
+        "SGD is no split optimizer",
+        "'1.weight' is not in the optimizer",
+        "a grad_scaler needs the gradients",
+    ]
     for *lines, fused in gloo(2, _lines):
         assert [line.split("updates are not fused: ")[1] for line in lines] == wanted
         assert fused.endswith("updates go straight from payloads to weights")
@@ -770,7 +857,9 @@ def _different(how):
     optimizer = SplitSGD(split, lr=0.1, momentum=0.9 if how == "momentum" and rank else 0.0)
     if how == "passed":
         with pytest.raises(PeerMismatch, match="optimizer"):
-            gradcomp.ddp.register(model, "terngrad", optimizer=optimizer if rank else None, timeout_s=60)
+            gradcomp.ddp.register(
+                model, "terngrad", optimizer=optimizer if rank else None, timeout_s=60
+            )
             model(torch.ones(1, 9).bfloat16()).sum().backward()
         return "passed"
     with pytest.raises(PeerMismatch) as error:
@@ -780,8 +869,13 @@ def _different(how):
 
 @pytest.mark.parametrize("how", ["seed", "momentum", "passed"])
 def test_ranks_with_other_trails_or_optimizers_are_refused(pools, how):
-    """Replicas that only look alike: their tops are equal and every later step would draw them apart."""
-    assert pools("gloo", 2, _different, how) == [{"seed": "optimizer", "momentum": "optimizer"}.get(how, how)] * 2
+    """Replicas that only look alike: their tops are equal and every later step would draw them
+    apart.
+    """
+    assert (
+        pools("gloo", 2, _different, how)
+        == [{"seed": "optimizer", "momentum": "optimizer"}.get(how, how)] * 2
+    )
 
 
 def _split_too_late():
@@ -794,12 +888,17 @@ def _split_too_late():
     with pytest.raises(TypeError, match="must come before DistributedDataParallel"):
         split_parameters(model)
     split_parameters(net)  # which cannot know
-    with pytest.raises(ValueError, match=r"'weight' has become torch.bfloat16 after DistributedDataParallel was made"):
+    with pytest.raises(
+        ValueError,
+        match=r"'weight' has become torch.bfloat16 after DistributedDataParallel was made",
+    ):
         gradcomp.ddp.register(model, "terngrad")
 
 
 def test_a_split_after_ddp_is_refused(gloo):
-    """DDP listens to what it found when it was made: gradients of the new dtype would stay local, without a word."""
+    """DDP listens to what it found when it was made: gradients of the new dtype would stay
+    local, without a word.
+    """
     gloo(2, _split_too_late)
 
 
@@ -835,7 +934,12 @@ def _resumed(codec):
         net = nn.Sequential(nn.Linear(30, 70), nn.ReLU(), nn.Linear(70, 5))
         optimizer = SplitAdamW(split_parameters(net), lr=0.01)
         model = DDP(net, bucket_cap_mb=0.005)
-        return net, optimizer, model, gradcomp.ddp.register(model, CODECS[codec][0](), optimizer=optimizer, min_numel=0)
+        return (
+            net,
+            optimizer,
+            model,
+            gradcomp.ddp.register(model, CODECS[codec][0](), optimizer=optimizer, min_numel=0),
+        )
 
     def go(run, steps):
         _, optimizer, model, state = run
@@ -853,7 +957,10 @@ def _resumed(codec):
     for target, state in zip((two[0], two[1], two[3]), saved, strict=True):
         target.load_state_dict(state)
     go(two, range(3, 6))
-    weights = [{k: v.numpy().tobytes() for k, v in fp32_state_dict(n, o).items()} for n, o, _, _ in (one, two)]
+    weights = [
+        {k: v.numpy().tobytes() for k, v in fp32_state_dict(n, o).items()}
+        for n, o, _, _ in (one, two)
+    ]
     for run in (one, two):
         run[3].close()
     return weights[0] == weights[1]
@@ -864,7 +971,8 @@ def test_a_resumed_fused_run_equals_the_uninterrupted_one(gloo, codec):
     assert gloo(2, _resumed, codec) == [True, True]
 
 
-# ---- loss scaling -------------------------------------------------------------------------------------------------------------
+# ---- loss scaling
+# --------------------------------------------------------------------------------------------------
 
 
 def _overflows(kind, codec, make):
@@ -878,15 +986,25 @@ def _overflows(kind, codec, make):
     net = Net()
     split = split_parameters(net, predicate=lambda name, p: not name.startswith("norm"))
     model, optimizer = DDP(net, bucket_cap_mb=0.005), OPTIMIZERS[make](split)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if kind == "torch" else DynamicLossScaler(64.0)
-    state = gradcomp.ddp.register(model, codec, optimizer=optimizer, grad_scaler=scaler, min_numel=100)
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=64.0) if kind == "torch" else DynamicLossScaler(64.0)
+    )
+    state = gradcomp.ddp.register(
+        model, codec, optimizer=optimizer, grad_scaler=scaler, min_numel=100
+    )
     rank, params = state._engine.comm.rank, list(net.parameters())
 
     def bits():
         tensors = [(p.detach(), *optimizer.state[p].values()) for p in params]
         saved = state.state_dict()  # residuals are in units of the loss scale, a power of two here
-        residual = {k: (v / saved["loss_scale"]).numpy().tobytes() for k, v in saved["residual"].items() if v.any()}
-        return [t.clone().flatten().view(torch.uint8).tolist() for row in tensors for t in row], residual
+        residual = {
+            k: (v / saved["loss_scale"]).numpy().tobytes()
+            for k, v in saved["residual"].items()
+            if v.any()
+        }
+        return [
+            t.clone().flatten().view(torch.uint8).tolist() for row in tensors for t in row
+        ], residual
 
     unchanged, scales = [], []
     for step in range(9):
@@ -894,7 +1012,9 @@ def _overflows(kind, codec, make):
         x, y = batch(step, rank)
         loss = nn.functional.cross_entropy(model(x), y)
         before = bits()
-        scaler.scale(loss * (float("inf") if rank == 1 and step in (0, 3, 4, 5) else 1.0)).backward()
+        scaler.scale(
+            loss * (float("inf") if rank == 1 and step in (0, 3, 4, 5) else 1.0)
+        ).backward()
         scaler.step(optimizer)
         scaler.update()
         after = bits()

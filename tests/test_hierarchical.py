@@ -1,4 +1,6 @@
-"""fp32 inside nodes, packed between them: against the reference, over every communicator, and what goes wrong."""
+"""fp32 inside nodes, packed between them: against the reference, over every communicator, and
+what goes wrong.
+"""
 
 import threading
 
@@ -23,13 +25,17 @@ def gradient(rank, number, step):
 
 
 def parameters(dtype=torch.float32):
-    return [(f"p{n}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for n, shape in enumerate(SHAPES)]
+    return [
+        (f"p{n}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for n, shape in enumerate(SHAPES)
+    ]
 
 
 def averages(comm, codec, nodes, steps, bad_rank=None, **options):
     """Return what every step's average is on this rank, and bytes sent to other nodes."""
     named = parameters()
-    averager = GradientAverager(named, codec, comm, exchange="hierarchical", nodes=nodes, min_numel=0, **options)
+    averager = GradientAverager(
+        named, codec, comm, exchange="hierarchical", nodes=nodes, min_numel=0, **options
+    )
     out = []
     for step in range(steps):
         for number, (_, p) in enumerate(named):
@@ -53,10 +59,17 @@ def check(results, codec, nodes, steps, skipped=()):
                     assert np.isnan(results[rank][0][step][number]).all(), (rank, step)
                 continue
             grads = [gradient(r, number, step).reshape(-1) for r in range(world)]
-            wanted, state = hierarchical(grads, codec, nodes, step=step, parameter=number, shape=shape, state=state)
+            wanted, state = hierarchical(
+                grads, codec, nodes, step=step, parameter=number, shape=shape, state=state
+            )
             for rank in range(world):
                 got = results[rank][0][step][number].reshape(-1)
-                assert got.tobytes() == wanted.tobytes(), (number, rank, step, np.flatnonzero(got != wanted)[:5])
+                assert got.tobytes() == wanted.tobytes(), (
+                    number,
+                    rank,
+                    step,
+                    np.flatnonzero(got != wanted)[:5],
+                )
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -66,7 +79,9 @@ def test_average_is_the_references(over, name):
     check(results, CODECS[name], nodes, 2)
 
 
-@pytest.mark.parametrize("name", ["ternary", "terngrad", "terngrad-requantize", "onebit", "identity"])
+@pytest.mark.parametrize(
+    "name", ["ternary", "terngrad", "terngrad-requantize", "onebit", "identity"]
+)
 @pytest.mark.parametrize(
     "nodes", [[[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]], ids=["2x3", "5x2"]
 )
@@ -85,7 +100,9 @@ def test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace(over, name):
 def large(comm, nodes):
     """Values whose sum inside one node, and only there, is too large for fp32."""
     named = parameters()
-    averager = GradientAverager(named, "terngrad", comm, exchange="hierarchical", nodes=nodes, min_numel=0)
+    averager = GradientAverager(
+        named, "terngrad", comm, exchange="hierarchical", nodes=nodes, min_numel=0
+    )
     for _, p in named:
         p.grad = torch.zeros_like(p)
     if comm.rank in nodes[1]:
@@ -110,7 +127,9 @@ def flat_bytes(comm):
 
 
 def test_bytes_between_nodes_fall_by_the_ranks_of_a_node():
-    """Two nodes: flat, every rank sends its codes to another node; here, a share of them. Headers and scales stay."""
+    """Two nodes: flat, every rank sends its codes to another node; here, a share of them.
+    Headers and scales stay.
+    """
     flat = sum(run_local(2, flat_bytes))
     for size in (2, 4):
         nodes = [list(range(size)), list(range(size, 2 * size))]
@@ -145,13 +164,19 @@ def test_nodes_of_unequal_sizes_are_refused_on_every_rank(pools):
 
     with pytest.raises(AssertionError, match=r"equally many ranks, got \[3, 1\]"):
         pools("gloo", 4, with_communicator, "gloo", by_host, ["a", "a", "a", "b"])
-    for nodes, text in (([[0, 1, 2], [3]], "equally many"), ([[0, 1], [2]], "every rank below 4 once"), ([], "once")):
+    for nodes, text in (
+        ([[0, 1, 2], [3]], "equally many"),
+        ([[0, 1], [2]], "every rank below 4 once"),
+        ([], "once"),
+    ):
         with pytest.raises(ValueError, match=text):
             run_local(4, find_nodes, nodes, 60)
 
 
 def described(comm, nodes):
-    averager = GradientAverager(parameters(), "terngrad", comm, exchange="hierarchical", nodes=nodes)
+    averager = GradientAverager(
+        parameters(), "terngrad", comm, exchange="hierarchical", nodes=nodes
+    )
     try:
         return averager.describe()
     finally:
@@ -161,7 +186,8 @@ def described(comm, nodes):
 def test_the_description_says_when_nothing_is_compressed():
     alone, together = [[0], [1]], [[0, 1]]
     assert all(
-        "is off: all 2 ranks are on one node and average in fp32" in t for t in run_local(2, described, together)
+        "is off: all 2 ranks are on one node and average in fp32" in t
+        for t in run_local(2, described, together)
     )
     assert not any("is off" in text for text in run_local(2, described, alone))
 
@@ -173,7 +199,12 @@ def others(comm, exchanges, nodes):
         p.grad = torch.ones_like(p)
     with pytest.raises(PeerMismatch) as error:
         averager = GradientAverager(
-            named, "terngrad", comm, exchange=exchanges[comm.rank], nodes=nodes[comm.rank], timeout_s=20
+            named,
+            "terngrad",
+            comm,
+            exchange=exchanges[comm.rank],
+            nodes=nodes[comm.rank],
+            timeout_s=20,
         )
         try:
             averager.average()
@@ -197,7 +228,9 @@ def test_ranks_that_ask_for_other_nodes_are_a_mismatch_everywhere(over, exchange
 
 def test_nodes_need_the_hierarchical_exchange():
     comm = LocalCommunicator.group(2)[0]
-    with pytest.raises(ValueError, match="nodes= needs exchange='hierarchical', got exchange='auto'"):
+    with pytest.raises(
+        ValueError, match="nodes= needs exchange='hierarchical', got exchange='auto'"
+    ):
         GradientAverager(parameters(), "terngrad", comm, nodes=[[0], [1]])
 
 
@@ -215,7 +248,9 @@ def test_the_ends_of_the_scale(nodes):
 def one_dies(comm, nodes, told):
     """Rank 3 never comes to its second step."""
     named = parameters()
-    averager = GradientAverager(named, "terngrad", comm, exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=3)
+    averager = GradientAverager(
+        named, "terngrad", comm, exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=3
+    )
     for _ in range(1 if comm.rank == 3 else 2):
         for _, p in named:
             p.grad = torch.ones_like(p)
@@ -233,7 +268,12 @@ def one_dies(comm, nodes, told):
 
 @pytest.mark.slow
 def test_a_silent_rank_is_lost_to_every_node():
-    assert run_local(4, one_dies, [[0, 1], [2, 3]], threading.Semaphore(0)) == [True, True, True, None]
+    assert run_local(4, one_dies, [[0, 1], [2, 3]], threading.Semaphore(0)) == [
+        True,
+        True,
+        True,
+        None,
+    ]
 
 
 class Scale:
@@ -273,7 +313,9 @@ def resumed(comm, codec, nodes, cut, options):
     return out
 
 
-@pytest.mark.parametrize("options", [{"min_numel": 0}, {"min_numel": 60, "start_step": 1}, {"scaled": True}])
+@pytest.mark.parametrize(
+    "options", [{"min_numel": 0}, {"min_numel": 60, "start_step": 1}, {"scaled": True}]
+)
 @pytest.mark.parametrize("name", ["onebit", "terngrad-requantize"])
 def test_a_resumed_run_equals_the_uninterrupted_one(name, options):
     nodes = [[0, 1], [2, 3]]
@@ -284,11 +326,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name, options):
 
 
 def other_places(comm):
-    """A checkpoint of one layout of nodes in a run of another one: residuals would meet other elements."""
+    """A checkpoint of one layout of nodes in a run of another one: residuals would meet other
+    elements.
+    """
     states = []
     for nodes in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
         averager = GradientAverager(
-            parameters(), "onebit", comm.subset(range(4), 20), exchange="hierarchical", nodes=nodes, min_numel=0
+            parameters(),
+            "onebit",
+            comm.subset(range(4), 20),
+            exchange="hierarchical",
+            nodes=nodes,
+            min_numel=0,
         )
         if states:
             with pytest.raises(ValueError, match="nodes"):
@@ -303,15 +352,22 @@ def test_a_checkpoint_of_other_nodes_is_refused():
 
 
 def trained(nodes, dtype):
-    """Train DDP models over gloo or MPI; replicas stay equal, and bytes inside nodes are counted apart."""
+    """Train DDP models over gloo or MPI; replicas stay equal, and bytes inside nodes are counted
+    apart.
+    """
     from torch.nn.parallel import DistributedDataParallel as DDP
 
     import gradcomp.ddp
 
     torch.manual_seed(0)
-    model = DDP(nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 10)).to(dtype), bucket_cap_mb=0.005)
+    model = DDP(
+        nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 10)).to(dtype),
+        bucket_cap_mb=0.005,
+    )
     for _ in range(2):  # registered again after the first state was closed
-        state = gradcomp.ddp.register(model, "onebit", exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=30)
+        state = gradcomp.ddp.register(
+            model, "onebit", exchange="hierarchical", nodes=nodes, min_numel=0, timeout_s=30
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for step in range(8):
@@ -323,7 +379,11 @@ def trained(nodes, dtype):
             optimizer.step()
             losses.append(float(loss))
         state.check_replicas()
-        found = state.stats.bytes_sent, state.stats.inside_nodes.bytes_sent, "hierarchical" in state.describe()
+        found = (
+            state.stats.bytes_sent,
+            state.stats.inside_nodes.bytes_sent,
+            "hierarchical" in state.describe(),
+        )
         state.close()
         model = DDP(model.module, bucket_cap_mb=0.005)
     return [p.detach().float().numpy().tobytes() for p in model.module.parameters()], found

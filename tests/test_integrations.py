@@ -28,7 +28,9 @@ def test_a_missing_framework_names_the_extra(monkeypatch, framework):
     module = f"gradcomp.integrations.{framework}"
     monkeypatch.setitem(sys.modules, framework, None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, module, raising=False)
-    with pytest.raises(ImportError, match=rf"{module} needs {framework}: pip install 'gradcomp\[{framework}\]'") as caught:
+    with pytest.raises(
+        ImportError, match=rf"{module} needs {framework}: pip install 'gradcomp\[{framework}\]'"
+    ) as caught:
         importlib.import_module(module)
     assert caught.value.name == framework
 
@@ -36,16 +38,22 @@ def test_a_missing_framework_names_the_extra(monkeypatch, framework):
 @pytest.mark.parametrize("framework", versions.TRIED)
 def test_extras_and_pins_are_what_was_tried(framework):
     oldest, (major, minor) = versions.TRIED[framework]
-    asked = re.findall(rf'^(\w+) = \[.*"{framework}(?:\[train\])?>=([\d.]+),<([\d.]+)', PYPROJECT, re.MULTILINE)
+    asked = re.findall(
+        rf'^(\w+) = \[.*"{framework}(?:\[train\])?>=([\d.]+),<([\d.]+)', PYPROJECT, re.MULTILINE
+    )
     assert framework in {extra for extra, *_ in asked}  # transformers asks for accelerate, too
-    assert {(low, high) for _, low, high in asked} == {(".".join(map(str, oldest)), f"{major}.{minor + 1}")}
+    assert {(low, high) for _, low, high in asked} == {
+        (".".join(map(str, oldest)), f"{major}.{minor + 1}")
+    }
     assert re.search(rf"^{framework}=={major}\.{minor}\.", CONSTRAINTS, re.MULTILINE)
 
 
 @pytest.mark.parametrize("framework", versions.TRIED)
 def test_the_page_lists_releases_from_the_oldest_to_the_newest(framework):
     text = (HOWTO / f"{framework}.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(rf"^Tried with {framework} ([\d., and]+\d)", text, re.MULTILINE | re.IGNORECASE)
+    (listed,) = re.findall(
+        rf"^Tried with {framework} ([\d., and]+\d)", text, re.MULTILINE | re.IGNORECASE
+    )
     releases = [tuple(map(int, one.split("."))) for one in re.findall(r"\d+\.\d+\.\d+", listed)]
     assert releases == sorted(releases)
     assert (releases[0][:2], releases[-1][:2]) == versions.TRIED[framework]
@@ -55,7 +63,13 @@ def test_the_page_lists_releases_from_the_oldest_to_the_newest(framework):
 def test_other_versions_are_warned_of_with_the_range(framework):
     oldest, newest = versions.TRIED[framework]
     for found in (f"{newest[0]}.{newest[1] + 1}.0", f"{oldest[0] - 1}.99", "main"):
-        with pytest.warns(UserWarning, match=rf"was tried with {framework} {oldest[0]}\.{oldest[1]}.*this is {found}.*pip install"):
+        with pytest.warns(
+            UserWarning,
+            match=(
+                rf"was tried with {framework} {oldest[0]}\.{oldest[1]}.*this is {found}.*pip"
+                r" install"
+            ),
+        ):
             versions.warn_unless_tried(framework, found)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -64,7 +78,9 @@ def test_other_versions_are_warned_of_with_the_range(framework):
 
 
 def watched_and_dropped():
-    """A program that trains one model after another in the same process: nothing of the first is left, nobody watches the second for it."""
+    """A program that trains one model after another in the same process: nothing of the first is
+    left, nobody watches the second for it.
+    """
     from gradcomp.engine import watch
     from gradcomp.integrations import ray as packed
 
@@ -83,7 +99,9 @@ def watched_and_dropped():
         return weakref.ref(state), weakref.ref(model.module.weight)
 
     left, deadline = train(), time.monotonic() + 20
-    while any(one() is not None for one in left) and time.monotonic() < deadline:  # a stage's thread may hold the last task yet
+    while (
+        any(one() is not None for one in left) and time.monotonic() < deadline
+    ):  # a stage's thread may hold the last task yet
         gc.collect()
         time.sleep(0.01)
     return [one() is None for one in left], len(set(watch._watchers) - before)

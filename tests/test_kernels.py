@@ -1,4 +1,6 @@
-"""Every C kernel on every tier against the NumPy reference, byte for byte, and the bytes around its output untouched."""
+"""Every C kernel on every tier against the NumPy reference, byte for byte, and the bytes around
+its output untouched.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +71,15 @@ def random_codes(bits: int, top: int, numel: int, rng: np.random.Generator) -> A
 
 
 def random_scales(count: int, rng: np.random.Generator, *, signed: bool) -> Any:
-    scales = np.where(rng.random(count) < 0.2, rng.choice(np.abs(SPECIAL), count), rng.random(count) * 3)
+    scales = np.where(
+        rng.random(count) < 0.2, rng.choice(np.abs(SPECIAL), count), rng.random(count) * 3
+    )
     return (scales * rng.choice([-1, 1], count) if signed else scales).astype(np.float32)
 
 
-def random_payload(table: Table, top: int, rng: np.random.Generator, *, signed: bool = False) -> Any:
+def random_payload(
+    table: Table, top: int, rng: np.random.Generator, *, signed: bool = False
+) -> Any:
     payload = guarded(table.payload_nbytes, misalign=int(rng.integers(0, 8)))
     for i, piece in enumerate(table.pieces):
         payload[table.codes(i)] = random_codes(table.bits, top, piece.numel, rng)
@@ -91,7 +97,8 @@ def expect_decoded(table: Table, decoded: list[Any], out: Any, dtype: int) -> bo
     return bad
 
 
-# ---- statistics ------------------------------------------------------------------------------------------------------
+# ---- statistics
+# --------------------------------------------------------------------------------------------------
 @kernel_settings
 @given(parts=pieces(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(KINDS), seed=SEEDS)
 def test_block_sums(parts: list[Piece], dtype: int, kind: str, seed: int) -> None:
@@ -105,12 +112,21 @@ def test_block_sums(parts: list[Piece], dtype: int, kind: str, seed: int) -> Non
             blocks[name][np.isnan(blocks[name])] = np.nan
         first = int(table.rows["block"][i])
         want[first : first + len(blocks)] = blocks
-    bad = any(not np.isfinite(ref.to_float32(tensor[table.data(i)])).all() for i in range(len(parts)))
+    bad = any(
+        not np.isfinite(ref.to_float32(tensor[table.data(i)])).all() for i in range(len(parts))
+    )
     for number in TIERS:
         got, seen = guarded(table.block_count, ref.BLOCK), flag()
         with tier(number):
             check(
-                lib.gc_block_sums(pointer(tensor), dtype, table.pointer, len(parts), pointer(got, "gc_block *"), seen)
+                lib.gc_block_sums(
+                    pointer(tensor),
+                    dtype,
+                    table.pointer,
+                    len(parts),
+                    pointer(got, "gc_block *"),
+                    seen,
+                )
             )
         same_bytes(got, want, number)
         assert seen[0] == bad
@@ -131,7 +147,9 @@ def test_ternary_scales(lengths: list[int], sigma: float, kind: str, seed: int) 
     edges = np.cumsum([0, *(len(t) for t in tables)]).astype(np.uint64)
     numels = np.array(lengths, np.uint32)
     want = guarded(len(lengths), np.float32)
-    want[: len(lengths)] = [ref.group_scale(t, len(x), sigma) for t, x in zip(tables, groups, strict=True)]
+    want[: len(lengths)] = [
+        ref.group_scale(t, len(x), sigma) for t, x in zip(tables, groups, strict=True)
+    ]
     for number in TIERS:
         got = guarded(len(lengths), np.float32)
         with tier(number):
@@ -148,12 +166,19 @@ def test_ternary_scales(lengths: list[int], sigma: float, kind: str, seed: int) 
         same_bytes(got, want, number)
 
 
-# ---- ternary ---------------------------------------------------------------------------------------------------------
-def encode_ternary(table: Table, tensor: Any, dtype: int, payload: Any, key: ref.Key, number: int) -> bool:
+# ---- ternary
+# --------------------------------------------------------------------------------------------------
+def encode_ternary(
+    table: Table, tensor: Any, dtype: int, payload: Any, key: ref.Key, number: int
+) -> bool:
     seen, rng_key = flag(), ffi.new("gc_rng_key *", (key.seed, key.rank, key.step, key.stream))[0]
     out = pointer(payload, "uint8_t *")
     with tier(number):
-        check(lib.gc_ternary_encode(pointer(tensor), dtype, table.pointer, len(table.pieces), out, rng_key, seen))
+        check(
+            lib.gc_ternary_encode(
+                pointer(tensor), dtype, table.pointer, len(table.pieces), out, rng_key, seen
+            )
+        )
     return bool(seen[0])
 
 
@@ -162,7 +187,9 @@ def encode_ternary(table: Table, tensor: Any, dtype: int, payload: Any, key: ref
     parts=pieces(),
     dtype=st.sampled_from(DTYPES),
     kind=st.sampled_from(KINDS),
-    scaling=st.sampled_from(["max", "max", "clip", "special", "zero", "denormal", "huge", "nonfinite"]),
+    scaling=st.sampled_from(
+        ["max", "max", "clip", "special", "zero", "denormal", "huge", "nonfinite"]
+    ),
     words=st.tuples(WORDS, WORDS, WORDS, st.sampled_from([0, 1, 3, 2**31 - 1])),
     seed=SEEDS,
 )
@@ -177,7 +204,12 @@ def test_ternary_encode(
     key = ref.Key(seed=words[0], rank=words[1], step=words[2], stream=words[3])
     for i, piece in enumerate(parts):
         x, count = tensor[table.data(i)], len(piece.ref.groups())
-        fixed = {"zero": 0.0, "denormal": 1e-45, "huge": 3e38, "nonfinite": rng.choice([np.inf, np.nan])}
+        fixed = {
+            "zero": 0.0,
+            "denormal": 1e-45,
+            "huge": 3e38,
+            "nonfinite": rng.choice([np.inf, np.nan]),
+        }
         if scaling in ("max", "clip"):
             scales = ref.ternary_scales(x, piece.ref, 1.0 if scaling == "clip" else -1.0)
         elif scaling == "special":
@@ -186,8 +218,12 @@ def test_ternary_encode(
             scales = np.full(count, fixed[scaling], np.float32)
         for payload in (empty, want):
             table.put_scales(payload, i, scales)
-        want[table.codes(i)] = ref.ternary_encode(x, scales, piece.ref, key._replace(parameter=piece.parameter))
-    bad = any(not np.isfinite(ref.to_float32(tensor[table.data(i)])).all() for i in range(len(parts)))
+        want[table.codes(i)] = ref.ternary_encode(
+            x, scales, piece.ref, key._replace(parameter=piece.parameter)
+        )
+    bad = any(
+        not np.isfinite(ref.to_float32(tensor[table.data(i)])).all() for i in range(len(parts))
+    )
     for number in TIERS:
         payload = guarded(table.payload_nbytes, misalign=number)
         payload[: len(empty)] = empty[: len(payload)]
@@ -198,11 +234,13 @@ def test_ternary_encode(
 @pytest.mark.parametrize("number", TIERS)
 @pytest.mark.parametrize("scale", [1.0, 3.0, 0.7, 1e-30, 6.1e37])
 def test_ternary_encode_of_ties_only(scale: float, number: int) -> None:
-    """Every 16-bit draw ties: the thresholds are the draws, and the rests stand just below and above the deep draws.
+    """Every 16-bit draw ties: the thresholds are the draws, and the rests stand just below and
+    above the deep draws.
 
-    fp32 holds a threshold plus a multiple of 1/256 exactly, so what must come out is known without a reference. Values
-    are chosen whose quotient by the scale is that number; elements without such a value are 0. A tier that multiplies by
-    the inverse of the scale gets some of these wrong by one.
+    fp32 holds a threshold plus a multiple of 1/256 exactly, so what must come out is known without
+    a reference. Values are chosen whose quotient by the scale is that number; elements without such
+    a value are 0. A tier that multiplies by the inverse of the scale gets some of these wrong by
+    one.
     """
     n, key = 20_003, ref.Key(seed=3, rank=1, step=2, parameter=5)
     elements, divisor = np.arange(n), np.float32(scale)
@@ -212,7 +250,11 @@ def test_ternary_encode_of_ties_only(scale: float, number: int) -> None:
     for rest, kept in ((below, 0), (below + 1, 1)):
         p = ((draws + rest / 256) / 65536).astype(np.float32)
         x, near = np.zeros(n, np.float32), (p.astype(np.float64) * divisor).astype(np.float32)
-        for candidate in (near, np.nextafter(near, np.float32(0)), np.nextafter(near, np.float32(np.inf))):
+        for candidate in (
+            near,
+            np.nextafter(near, np.float32(0)),
+            np.nextafter(near, np.float32(np.inf)),
+        ):
             x = np.where((x == 0) & (candidate / divisor == p), candidate, x)
         assert (x != 0).mean() > 0.6
         x = np.where(elements % 3 == 0, -x, x)
@@ -226,10 +268,14 @@ def test_ternary_encode_of_ties_only(scale: float, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", TIERS)
-@pytest.mark.parametrize("far", [16383.0, 16384.0, 32767.0, 32768.0, 65536.0, 1e9, 3e38, np.inf, np.nan])
+@pytest.mark.parametrize(
+    "far", [16383.0, 16384.0, 32767.0, 32768.0, 65536.0, 1e9, 3e38, np.inf, np.nan]
+)
 @pytest.mark.parametrize("group", [5000, 100])
 def test_ternary_encode_far_above_the_scale(group: int, far: float, number: int) -> None:
-    """Thresholds that no 32-bit integer holds: such elements are +-1 for sure, and their neighbours what they were."""
+    """Thresholds that no 32-bit integer holds: such elements are +-1 for sure, and their
+    neighbours what they were.
+    """
     n, key = 5000, ref.Key(seed=3, rank=1, step=2, parameter=5)
     piece = Piece(0, n, group, 5)
     table, rng = Table([piece], 2, 1, np.random.default_rng(0)), np.random.default_rng(1)
@@ -254,13 +300,19 @@ def test_ternary_encode_of_a_tie_with_the_deep_draw(number: int) -> None:
     assert (ref.ternary_draws(at, key)[0], deep) == (0, 0xC4B61400)
     table = Table([Piece(start, 16, 2**32 - 1, 0)], 2, 1, np.random.default_rng(0))
     equal = np.float32(deep / 2.0**48)
-    for p, code in ((equal, 1), (np.nextafter(equal, np.float32(1)), 2), (np.nextafter(equal, np.float32(0)), 1)):
+    for p, code in (
+        (equal, 1),
+        (np.nextafter(equal, np.float32(1)), 2),
+        (np.nextafter(equal, np.float32(0)), 1),
+    ):
         tensor = guarded(table.tensor_numel, np.float32)
         tensor[table.data(0)] = np.where(np.arange(16) == 6, p, np.float32(0))
         payload = guarded(table.payload_nbytes)
         table.put_scales(payload, 0, 1.0)
         encode_ternary(table, tensor, ref.F32, payload, key, number)
-        same_bytes(payload[table.codes(0)], ref.pack_bits(np.where(np.arange(16) == 6, code, 1), 2), number)
+        same_bytes(
+            payload[table.codes(0)], ref.pack_bits(np.where(np.arange(16) == 6, code, 1), 2), number
+        )
 
 
 @kernel_settings
@@ -272,7 +324,9 @@ def test_ternary_encode_of_a_tie_with_the_deep_draw(number: int) -> None:
     stream=st.booleans(),
     seed=SEEDS,
 )
-def test_ternary_sum_decode(parts: list[Piece], count: int, shared: bool, dtype: int, stream: bool, seed: int) -> None:
+def test_ternary_sum_decode(
+    parts: list[Piece], count: int, shared: bool, dtype: int, stream: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     table = Table(parts, 2, 1, rng)
     payloads = [random_payload(table, 2, rng) for _ in range(count)]
@@ -280,7 +334,10 @@ def test_ternary_sum_decode(parts: list[Piece], count: int, shared: bool, dtype:
     want = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], offset)
     decoded = [
         ref.ternary_sum_decode(
-            [p[table.codes(i)] for p in payloads], [table.get_scales(p, i) for p in payloads], piece.ref, shared
+            [p[table.codes(i)] for p in payloads],
+            [table.get_scales(p, i) for p in payloads],
+            piece.ref,
+            shared,
         )
         for i, piece in enumerate(parts)
     ]
@@ -290,7 +347,15 @@ def test_ternary_sum_decode(parts: list[Piece], count: int, shared: bool, dtype:
         with tier(number):
             check(
                 lib.gc_ternary_sum_decode(
-                    pointers(payloads), count, shared, table.pointer, len(parts), pointer(out), dtype, stream, seen
+                    pointers(payloads),
+                    count,
+                    shared,
+                    table.pointer,
+                    len(parts),
+                    pointer(out),
+                    dtype,
+                    stream,
+                    seen,
                 )
             )
         same_bytes(out, want, number)
@@ -315,15 +380,25 @@ def test_ternary_sums_of_many_payloads_do_not_wrap(count: int, number: int) -> N
     sums = guarded(lanes.payload_nbytes)
     many = pointers([payload] * count)
     with tier(number):
-        check(lib.gc_ternary_sum_decode(many, count, 1, table.pointer, 1, pointer(out), ref.F32, 0, seen))
-        check(lib.gc_ternary_sum_lanes(many, count, table.pointer, lanes.pointer, 1, bits, pointer(sums, "uint8_t *")))
+        check(
+            lib.gc_ternary_sum_decode(
+                many, count, 1, table.pointer, 1, pointer(out), ref.F32, 0, seen
+            )
+        )
+        check(
+            lib.gc_ternary_sum_lanes(
+                many, count, table.pointer, lanes.pointer, 1, bits, pointer(sums, "uint8_t *")
+            )
+        )
     same_bytes(out[table.data(0)], ref.shared_average(total, scales, count), number)
     same_bytes(sums[lanes.codes(0)], ref.pack_bits(total + count, bits), number)
 
 
 @kernel_settings
 @given(parts=pieces(), count=st.sampled_from([1, 2, 5]), shared=st.booleans(), seed=SEEDS)
-def test_forbidden_codes_decode_within_bounds(parts: list[Piece], count: int, shared: bool, seed: int) -> None:
+def test_forbidden_codes_decode_within_bounds(
+    parts: list[Piece], count: int, shared: bool, seed: int
+) -> None:
     """Values are unspecified; the elements around them stay as they were."""
     rng = np.random.default_rng(seed)
     table = Table(parts, 2, 1, rng)
@@ -337,13 +412,22 @@ def test_forbidden_codes_decode_within_bounds(parts: list[Piece], count: int, sh
         with tier(number):
             check(
                 lib.gc_ternary_sum_decode(
-                    pointers(payloads), count, shared, table.pointer, len(parts), pointer(out), ref.F32, 0, flag()
+                    pointers(payloads),
+                    count,
+                    shared,
+                    table.pointer,
+                    len(parts),
+                    pointer(out),
+                    ref.F32,
+                    0,
+                    flag(),
                 )
             )
         same_bytes(out[untouched], before[untouched], number)
 
 
-# ---- lanes -----------------------------------------------------------------------------------------------------------
+# ---- lanes
+# --------------------------------------------------------------------------------------------------
 @kernel_settings
 @given(parts=pieces(), count=COUNTS | st.sampled_from([63, 64, 127, 128]), seed=SEEDS)
 def test_ternary_sum_lanes(parts: list[Piece], count: int, seed: int) -> None:
@@ -360,7 +444,13 @@ def test_ternary_sum_lanes(parts: list[Piece], count: int, seed: int) -> None:
         with tier(number):
             check(
                 lib.gc_ternary_sum_lanes(
-                    pointers(payloads), count, source.pointer, target.pointer, len(parts), bits, bytes_out
+                    pointers(payloads),
+                    count,
+                    source.pointer,
+                    target.pointer,
+                    len(parts),
+                    bits,
+                    bytes_out,
                 )
             )
         same_bytes(out, want, number)
@@ -370,7 +460,9 @@ WORLDS = st.sampled_from([1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64, 127, 128, 10
 
 
 @kernel_settings
-@given(parts=pieces(), world=WORLDS, dtype=st.sampled_from(DTYPES), stream=st.booleans(), seed=SEEDS)
+@given(
+    parts=pieces(), world=WORLDS, dtype=st.sampled_from(DTYPES), stream=st.booleans(), seed=SEEDS
+)
 def test_lanes_decode(parts: list[Piece], world: int, dtype: int, stream: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
     bits = ref.lane_bits(world)
@@ -392,13 +484,24 @@ def test_lanes_decode(parts: list[Piece], world: int, dtype: int, stream: bool, 
         with tier(number):
             check(lib.gc_lanes_validate(source, world, bits, table.pointer, len(parts)))
             check(
-                lib.gc_lanes_decode(source, world, bits, table.pointer, len(parts), pointer(out), dtype, stream, seen)
+                lib.gc_lanes_decode(
+                    source,
+                    world,
+                    bits,
+                    table.pointer,
+                    len(parts),
+                    pointer(out),
+                    dtype,
+                    stream,
+                    seen,
+                )
             )
         same_bytes(out, want, number)
         assert seen[0] == bad
 
 
-# ---- 1 bit -----------------------------------------------------------------------------------------------------------
+# ---- 1 bit
+# --------------------------------------------------------------------------------------------------
 DECAYS = st.sampled_from([1.0, 1.0, 0.25, 0.3, 1e-30])
 
 
@@ -450,7 +553,10 @@ def test_onebit_encode(
         payload, seen = guarded(table.payload_nbytes), flag()
         plane_in = old.copy()
         plane_out = plane_in if residuals == "same" else guarded(table.plane_numel, np.float32)
-        kept, want_kept = guarded(table.plane_numel, np.float32, seed % 4), guarded(table.plane_numel, np.float32, seed % 4)
+        kept, want_kept = (
+            guarded(table.plane_numel, np.float32, seed % 4),
+            guarded(table.plane_numel, np.float32, seed % 4),
+        )
         for i in range(len(parts) * (keeps and has_in)):
             want_kept[table.plane(i)] = old[table.plane(i)]
         with tier(number):
@@ -461,7 +567,11 @@ def test_onebit_encode(
                     table.pointer,
                     len(parts),
                     pointer(plane_in, "float *") if has_in else ffi.NULL,
-                    pointer(plane_out, "float *") if residuals in ("out", "both", "same") else ffi.NULL,
+                    (
+                        pointer(plane_out, "float *")
+                        if residuals in ("out", "both", "same")
+                        else ffi.NULL
+                    ),
                     pointer(kept, "float *") if keeps else ffi.NULL,
                     decay,
                     ffi.NULL,
@@ -480,15 +590,24 @@ def test_onebit_encode(
 
 
 @kernel_settings
-@given(parts=pieces(), count=COUNTS, dtype=st.sampled_from(DTYPES), stream=st.booleans(), seed=SEEDS)
-def test_onebit_sum_decode(parts: list[Piece], count: int, dtype: int, stream: bool, seed: int) -> None:
+@given(
+    parts=pieces(), count=COUNTS, dtype=st.sampled_from(DTYPES), stream=st.booleans(), seed=SEEDS
+)
+def test_onebit_sum_decode(
+    parts: list[Piece], count: int, dtype: int, stream: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     table = Table(parts, 1, 2, rng)
     payloads = [random_payload(table, 1, rng, signed=True) for _ in range(count)]
     offset = int(rng.integers(0, 16))
     want = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], offset)
     decoded = [
-        ref.float_average([ref.onebit_decode(p[table.codes(i)], table.get_scales(p, i), piece.ref) for p in payloads])
+        ref.float_average(
+            [
+                ref.onebit_decode(p[table.codes(i)], table.get_scales(p, i), piece.ref)
+                for p in payloads
+            ]
+        )
         for i, piece in enumerate(parts)
     ]
     bad = expect_decoded(table, decoded, want, dtype)
@@ -497,14 +616,22 @@ def test_onebit_sum_decode(parts: list[Piece], count: int, dtype: int, stream: b
         with tier(number):
             check(
                 lib.gc_onebit_sum_decode(
-                    pointers(payloads), count, table.pointer, len(parts), pointer(out), dtype, stream, seen
+                    pointers(payloads),
+                    count,
+                    table.pointer,
+                    len(parts),
+                    pointer(out),
+                    dtype,
+                    stream,
+                    seen,
                 )
             )
         same_bytes(out, want, number)
         assert seen[0] == bad
 
 
-# ---- blocks ----------------------------------------------------------------------------------------------------------
+# ---- blocks
+# --------------------------------------------------------------------------------------------------
 BITS = st.sampled_from([2, 4, 8])
 
 
@@ -546,7 +673,11 @@ def test_block_encode(
     want, want_left = guarded(table.payload_nbytes), guarded(table.plane_numel, np.float32)
     if residuals == "same":
         want_left = old.copy()
-    has_in, has_out, bad = residuals in ("in", "both", "same"), residuals in ("out", "both", "same"), False
+    has_in, has_out, bad = (
+        residuals in ("in", "both", "same"),
+        residuals in ("out", "both", "same"),
+        False,
+    )
     for i, piece in enumerate(parts):
         x, before = tensor[table.data(i)], old[table.plane(i)] if has_in else None
         of = ref.nearest_encode if ternary else ref.block_encode
@@ -554,7 +685,9 @@ def test_block_encode(
         want[table.codes(i)] = codes
         table.put_scales(want, i, canonical(scales))
         want_left[table.plane(i)] = canonical(left)
-        bad |= not np.isfinite(ref.to_float32(x) if before is None else ref.to_float32(x) + before).all()
+        bad |= not np.isfinite(
+            ref.to_float32(x) if before is None else ref.to_float32(x) + before
+        ).all()
     for number in TIERS:
         payload, seen, plane_in = guarded(table.payload_nbytes), flag(), old.copy()
         plane_out = plane_in if residuals == "same" else guarded(table.plane_numel, np.float32)
@@ -588,8 +721,17 @@ def test_block_encode(
 
 
 @kernel_settings
-@given(parts=pieces(), bits=BITS, count=COUNTS, dtype=st.sampled_from(DTYPES), stream=st.booleans(), seed=SEEDS)
-def test_block_sum_decode(parts: list[Piece], bits: int, count: int, dtype: int, stream: bool, seed: int) -> None:
+@given(
+    parts=pieces(),
+    bits=BITS,
+    count=COUNTS,
+    dtype=st.sampled_from(DTYPES),
+    stream=st.booleans(),
+    seed=SEEDS,
+)
+def test_block_sum_decode(
+    parts: list[Piece], bits: int, count: int, dtype: int, stream: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     table = Table(parts, bits, 1, rng)
     payloads = [random_payload(table, 2**bits - 1, rng, signed=True) for _ in range(count)]
@@ -597,7 +739,10 @@ def test_block_sum_decode(parts: list[Piece], bits: int, count: int, dtype: int,
     want = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], offset)
     decoded = []
     for i, piece in enumerate(parts):
-        of_one = [ref.block_decode(p[table.codes(i)], table.get_scales(p, i), piece.ref, bits) for p in payloads]
+        of_one = [
+            ref.block_decode(p[table.codes(i)], table.get_scales(p, i), piece.ref, bits)
+            for p in payloads
+        ]
         decoded.append(ref.float_average(of_one))
     bad = expect_decoded(table, decoded, want, dtype)
     for number in TIERS:
@@ -605,7 +750,15 @@ def test_block_sum_decode(parts: list[Piece], bits: int, count: int, dtype: int,
         with tier(number):
             check(
                 lib.gc_block_sum_decode(
-                    pointers(payloads), count, bits, table.pointer, len(parts), pointer(out), dtype, stream, seen
+                    pointers(payloads),
+                    count,
+                    bits,
+                    table.pointer,
+                    len(parts),
+                    pointer(out),
+                    dtype,
+                    stream,
+                    seen,
                 )
             )
         same_bytes(out, want, number)
@@ -631,10 +784,21 @@ def test_encoders_add_up_what_a_decay_drops(number: int, numel: int) -> None:
             with tier(number):
                 check(
                     getattr(lib, f"gc_{name}_encode")(
-                        pointer(tensor), 0, table.pointer, 2, *head, ffi.NULL, pointer(plane, "float *"), ffi.NULL,
-                        decay, pointer(dropped, "double *"), *more, payload, flag(),
+                        pointer(tensor),
+                        0,
+                        table.pointer,
+                        2,
+                        *head,
+                        ffi.NULL,
+                        pointer(plane, "float *"),
+                        ffi.NULL,
+                        decay,
+                        pointer(dropped, "double *"),
+                        *more,
+                        payload,
+                        flag(),
                     )
-                )  # fmt: skip
+                )
             left.append(plane)
         want = [0.75 * np.abs(left[0][table.plane(i)].astype(np.float64)).sum() for i in range(2)]
         np.testing.assert_allclose(dropped, want, rtol=1e-5)
@@ -642,7 +806,8 @@ def test_encoders_add_up_what_a_decay_drops(number: int, numel: int) -> None:
             same_bytes(left[1][table.plane(i)], np.float32(0.25) * left[0][table.plane(i)], number)
 
 
-# ---- values ----------------------------------------------------------------------------------------------------------
+# ---- values
+# --------------------------------------------------------------------------------------------------
 @kernel_settings
 @given(
     parts=pieces(),
@@ -651,7 +816,9 @@ def test_encoders_add_up_what_a_decay_drops(number: int, numel: int) -> None:
     kind=st.sampled_from([k for k in KINDS if k != "bits"]),
     seed=SEEDS,
 )
-def test_values_encode(parts: list[Piece], dtype: int, value_dtype: int, kind: str, seed: int) -> None:
+def test_values_encode(
+    parts: list[Piece], dtype: int, value_dtype: int, kind: str, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     table = Table(parts, 32 if value_dtype == ref.F32 else 16, 0, rng)
     tensor = tensor_of(table, kind, dtype, rng)
@@ -664,7 +831,11 @@ def test_values_encode(parts: list[Piece], dtype: int, value_dtype: int, kind: s
         payload, seen = guarded(table.payload_nbytes), flag()
         out = pointer(payload, "uint8_t *")
         with tier(number):
-            check(lib.gc_values_encode(pointer(tensor), dtype, table.pointer, len(parts), value_dtype, out, seen))
+            check(
+                lib.gc_values_encode(
+                    pointer(tensor), dtype, table.pointer, len(parts), value_dtype, out, seen
+                )
+            )
         same_bytes(payload, want, number)
         assert seen[0] == bad
 
@@ -684,7 +855,9 @@ def test_values_sum_decode(
 ) -> None:
     rng = np.random.default_rng(seed)
     table = Table(parts, 32 if value_dtype == ref.F32 else 16, 0, rng)
-    payloads = [guarded(table.payload_nbytes, misalign=int(rng.integers(0, 8))) for _ in range(count)]
+    payloads = [
+        guarded(table.payload_nbytes, misalign=int(rng.integers(0, 8))) for _ in range(count)
+    ]
     want, decoded = guarded(table.tensor_numel, ARRAY_DTYPES[dtype]), []
     for i, piece in enumerate(parts):
         narrow = [values(kind, piece.numel, value_dtype, rng) for _ in payloads]
@@ -715,7 +888,9 @@ def test_values_sum_decode(
 @pytest.mark.parametrize("number", TIERS)
 @pytest.mark.parametrize("value_dtype", [ref.F32, ref.BF16])
 def test_every_16_bit_pattern_converts_alike(value_dtype: int, number: int) -> None:
-    """All bf16 and f16 sources, NaN patterns included, encode as on the portable tier; numbers as in the reference."""
+    """All bf16 and f16 sources, NaN patterns included, encode as on the portable tier; numbers
+    as in the reference.
+    """
     piece = Piece(0, 65536, 65536, 0)
     table = Table([piece], 32 if value_dtype == ref.F32 else 16, 0, np.random.default_rng(0))
     for dtype in (ref.BF16, ref.F16):
@@ -728,10 +903,18 @@ def test_every_16_bit_pattern_converts_alike(value_dtype: int, number: int) -> N
             with tier(each):
                 check(
                     lib.gc_values_encode(
-                        pointer(tensor), dtype, table.pointer, 1, value_dtype, pointer(payload, "uint8_t *"), flag()
+                        pointer(tensor),
+                        dtype,
+                        table.pointer,
+                        1,
+                        value_dtype,
+                        pointer(payload, "uint8_t *"),
+                        flag(),
                     )
                 )
-            codes.append(payload[table.codes(0)].view(np.float32 if value_dtype == ref.F32 else np.uint16))
+            codes.append(
+                payload[table.codes(0)].view(np.float32 if value_dtype == ref.F32 else np.uint16)
+            )
         same_bytes(codes[1], codes[0], number)
         got = ref.to_float32(codes[1])
         number_mask = ~np.isnan(wide)
@@ -748,27 +931,38 @@ def test_outputs_round_to_nearest_even(dtype: int, number: int) -> None:
     wide = ref.to_float32(patterns.view(ARRAY_DTYPES[dtype]))
     wide = wide[np.isfinite(wide)].view(np.uint32)
     half = np.uint32(0x8000 if dtype == ref.BF16 else 0x1000)
-    x = np.concatenate([(wide + d).astype(np.uint32) for d in (0, 1, half - 1, half, half + 1)]).view(np.float32)
+    x = np.concatenate(
+        [(wide + d).astype(np.uint32) for d in (0, 1, half - 1, half, half + 1)]
+    ).view(np.float32)
     table = Table([Piece(0, len(x), len(x), 0)], 32, 0, np.random.default_rng(0))
     payload = guarded(table.payload_nbytes)
     payload[table.codes(0)] = np.frombuffer(x.tobytes(), np.uint8)
     out = guarded(table.tensor_numel, ARRAY_DTYPES[dtype])
     with tier(number):
         check(
-            lib.gc_values_sum_decode(pointers([payload]), 1, ref.F32, table.pointer, 1, pointer(out), dtype, 0, flag())
+            lib.gc_values_sum_decode(
+                pointers([payload]), 1, ref.F32, table.pointer, 1, pointer(out), dtype, 0, flag()
+            )
         )
     same_bytes(out[table.data(0)], ref.from_float32(canonical(x), dtype), number)
 
 
 @pytest.mark.parametrize("number", TIERS)
-@pytest.mark.parametrize(("dtype", "largest"), [(ref.F32, 0x7F7FFFFF), (ref.BF16, 0x7F7F7FFF), (ref.F16, 0x477FEFFF)])
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(ref.F32, 0x7F7FFFFF), (ref.BF16, 0x7F7F7FFF), (ref.F16, 0x477FEFFF)]
+)
 def test_overflow_of_the_output_dtype_is_flagged(dtype: int, largest: int, number: int) -> None:
-    """The largest fp32 value that rounds to a finite output, and the next one, which is half way or Inf."""
+    """The largest fp32 value that rounds to a finite output, and the next one, which is half way
+    or Inf.
+    """
     n = 24
     for bits in (largest, largest + 1):
         x = np.zeros(n, np.float32)
         x[5] = -np.array([bits], np.uint32).view(np.float32)[0]
-        tables = [Table([Piece(0, n, n, 0)], width, per, np.random.default_rng(0)) for width, per in ((32, 0), (2, 1))]
+        tables = [
+            Table([Piece(0, n, n, 0)], width, per, np.random.default_rng(0))
+            for width, per in ((32, 0), (2, 1))
+        ]
         values_payload, ternary = (guarded(table.payload_nbytes) for table in tables)
         values_payload[tables[0].codes(0)] = np.frombuffer(x.tobytes(), np.uint8)
         ternary[tables[1].codes(0)] = ref.pack_bits(np.sign(x).astype(int) + 1, 2, 1)
@@ -779,21 +973,28 @@ def test_overflow_of_the_output_dtype_is_flagged(dtype: int, largest: int, numbe
             check(lib.gc_values_sum_decode(one, 1, ref.F32, rows, 1, pointer(out), dtype, 0, seen))
             assert seen[0] == (bits > largest)
             one, rows = pointers([ternary]), tables[1].pointer
-            check(lib.gc_ternary_sum_decode(one, 1, 0, rows, 1, pointer(out), dtype, 0, seen_ternary))
+            check(
+                lib.gc_ternary_sum_decode(one, 1, 0, rows, 1, pointer(out), dtype, 0, seen_ternary)
+            )
             assert seen_ternary[0] == (bits > largest and dtype != ref.F32)
 
 
-# ---- validators ------------------------------------------------------------------------------------------------------
+# ---- validators
+# --------------------------------------------------------------------------------------------------
 @kernel_settings
 @given(numel=st.sampled_from([*LENGTHS[1:], 1000, 1030]), start=st.sampled_from([0, 8]), seed=SEEDS)
 def test_validators_find_a_single_bad_bit(numel: int, start: int, seed: int) -> None:
-    """TernGrad `11`, every padding bit, a lane just above the range; anywhere, in the second of two segments."""
+    """TernGrad `11`, every padding bit, a lane just above the range; anywhere, in the second of
+    two segments.
+    """
     rng = np.random.default_rng(seed)
     parts = [Piece(0, 64, 64, 0), Piece(start, numel, 7, 1)]
     world = int(rng.choice([1, 2, 3, 5, 9, 60, 100, 129, 300, 32767]))
     bits = ref.lane_bits(world)
     at = int(rng.integers(0, numel))
-    cases: list[tuple[str, int, int, int]] = []  # validator, bits of a code, largest code, what stands in its place
+    cases: list[
+        tuple[str, int, int, int]
+    ] = []  # validator, bits of a code, largest code, what stands in its place
     cases.append(("ternary", 2, 2, 3))
     cases.append(("lanes", bits, 2 * world, 2 * world + 1 if 2 * world + 1 < 1 << bits else -1))
     cases.append(("onebit", 1, 1, -1))
@@ -805,7 +1006,9 @@ def test_validators_find_a_single_bad_bit(numel: int, start: int, seed: int) -> 
         payload[table.codes(0)] = random_codes(width, top, 64, rng)
         payload[table.codes(1)] = ref.pack_bits(codes, width, int(name == "ternary"))
 
-        def status(name: str = name, width: int = width, table: Table = table, payload: Any = payload) -> set[int]:
+        def status(
+            name: str = name, width: int = width, table: Table = table, payload: Any = payload
+        ) -> set[int]:
             source, found = pointer(payload, "const uint8_t *"), set()
             for number in TIERS:
                 with tier(number):
@@ -834,7 +1037,9 @@ def test_validators_find_a_single_bad_bit(numel: int, start: int, seed: int) -> 
 def test_scales_validate(number: int) -> None:
     cases = [(b, True, True) for b in (0, 1, 0x007FFFFF, 0x3F800000, 0x7F7FFFFF)]
     cases += [(b, True, False) for b in (0x80000000, 0x80000001, 0xBF800000, 0xFF7FFFFF)]
-    cases += [(b, False, False) for b in (0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF)]
+    cases += [
+        (b, False, False) for b in (0x7F800000, 0xFF800000, 0x7F800001, 0x7FC00000, 0xFFFFFFFF)
+    ]
     for bits, finite, positive in cases:
         for count in (1, 2, 8, 9, 33):
             for at in {0, count // 2, count - 1}:
@@ -845,34 +1050,55 @@ def test_scales_validate(number: int) -> None:
                 with tier(number):
                     source = pointer(memory, "const uint8_t *")
                     assert (lib.gc_scales_validate(source, count, 0) == lib.GC_OK) == finite
-                    assert (lib.gc_scales_validate(source, count, 1) == lib.GC_OK) == (finite and positive)
+                    assert (lib.gc_scales_validate(source, count, 1) == lib.GC_OK) == (
+                        finite and positive
+                    )
                     if not finite:
                         assert lib.gc_scales_validate(source, count, 0) == lib.GC_BAD_SCALE
 
 
-# ---- units of second moments ------------------------------------------------------------------------------------------
+# ---- units of second moments
+# ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [0, 1, 7, 16, 33, 1000])
 def test_moments(n: int, kind: str) -> None:
-    """As numpy rounds, one operation after the other; what is not finite is flagged, bytes behind the end stay."""
+    """As numpy rounds, one operation after the other; what is not finite is flagged, bytes
+    behind the end stay.
+    """
     rng = np.random.default_rng(n)
     x, r, v = (values(kind, n, ref.F32, rng) for _ in range(3))
     v = np.abs(v)
-    floor, inverse, keep, gain = np.float32(0.01), np.float32(1.7), np.float32(0.95), np.float32(0.05)
+    floor, inverse, keep, gain = (
+        np.float32(0.01),
+        np.float32(1.7),
+        np.float32(0.95),
+        np.float32(0.05),
+    )
     with np.errstate(all="ignore"):
         units = np.sqrt(v) + floor
-        follow = {True: (x * inverse) * (x * inverse) * gain + v * keep, False: (x * inverse) * (x * inverse) * gain + keep}
+        follow = {
+            True: (x * inverse) * (x * inverse) * gain + v * keep,
+            False: (x * inverse) * (x * inverse) * gain + keep,
+        }
         quotients, products = {True: (x + r) / units, False: x / units}, x * units
     memory = {name: guarded(4 * n) for name in ("units", "out", "after", "values")}
 
     def same(name: str, wanted: Any) -> None:
-        same_bytes(canonical(memory[name][: 4 * n].view(np.float32)), canonical(wanted.astype(np.float32)), 0)
+        same_bytes(
+            canonical(memory[name][: 4 * n].view(np.float32)),
+            canonical(wanted.astype(np.float32)),
+            0,
+        )
         assert (memory[name][4 * n :] == GUARD).all()
 
     source, owed, squares = (pointer(a, "const float *") for a in (x, r, v))
     into = {name: pointer(memory[name], "float *") for name in memory}
     for whole in (True, False):
-        check(lib.gc_moments_divide(source, owed if whole else ffi.NULL, squares, floor, n, into["units"], into["out"]))
+        check(
+            lib.gc_moments_divide(
+                source, owed if whole else ffi.NULL, squares, floor, n, into["units"], into["out"]
+            )
+        )
         same("units", units)
         same("out", quotients[whole])
         seen = flag()
@@ -909,7 +1135,8 @@ def test_moments_refuse_what_overlaps_or_is_missing() -> None:
     check(lib.gc_moments_follow(null, 1.0, null, 0.5, 0.5, 0, null, seen))
 
 
-# ---- checksum, copies, random numbers --------------------------------------------------------------------------------
+# ---- checksum, copies, random numbers
+# --------------------------------------------------------------------------------
 @kernel_settings
 @given(data=st.binary(max_size=700), cut=st.integers(0, 700), misalign=st.integers(0, 15))
 def test_crc32c(data: bytes, cut: int, misalign: int) -> None:
@@ -945,7 +1172,11 @@ def test_copy_moves_ranges_and_nothing_else() -> None:
             want[dst : dst + nbytes] = source[src : src + nbytes]
         with tier(number):
             rows = pointer(ranges, "const gc_copy_range *")
-            check(lib.gc_copy(pointer(target, "uint8_t *"), pointer(source, "uint8_t *"), rows, len(ranges)))
+            check(
+                lib.gc_copy(
+                    pointer(target, "uint8_t *"), pointer(source, "uint8_t *"), rows, len(ranges)
+                )
+            )
         same_bytes(target, want, number)
 
 
@@ -957,11 +1188,18 @@ def test_philox(counter: tuple[int, ...], key: tuple[int, int]) -> None:
     assert list(out) == ref.philox4x32_10(np.array(counter), key).tolist()
 
 
-# ---- promises that hold for every kernel -----------------------------------------------------------------------------
+# ---- promises that hold for every kernel
+# -----------------------------------------------------------------------------
 def all_kernels(table: Table, memory: dict[str, Any]) -> dict[str, int]:
-    """Call every kernel once over a table of ternary, 1-bit or value codes and return the statuses."""
+    """Call every kernel once over a table of ternary, 1-bit or value codes and return the
+    statuses.
+    """
     rows, n, seen = table.pointer, len(table.pieces), flag()
-    src, out, bytes_out = pointer(memory["src"]), pointer(memory["out"]), pointer(memory["payload"], "uint8_t *")
+    src, out, bytes_out = (
+        pointer(memory["src"]),
+        pointer(memory["out"]),
+        pointer(memory["payload"], "uint8_t *"),
+    )
     one, key = pointers([memory["in"]]), ffi.new("gc_rng_key *", (1, 2, 3, 0))[0]
     plane, blocks = pointer(memory["plane"], "float *"), pointer(memory["blocks"], "gc_block *")
     return {
@@ -970,9 +1208,13 @@ def all_kernels(table: Table, memory: dict[str, Any]) -> dict[str, int]:
         "gc_ternary_sum_decode": lib.gc_ternary_sum_decode(one, 1, 1, rows, n, out, 0, 0, seen),
         "gc_ternary_sum_lanes": lib.gc_ternary_sum_lanes(one, 1, rows, rows, n, 2, bytes_out),
         "gc_lanes_decode": lib.gc_lanes_decode(one[0], 1, 2, rows, n, out, 0, 0, seen),
-        "gc_onebit_encode": lib.gc_onebit_encode(src, 0, rows, n, plane, plane, ffi.NULL, 0.5, ffi.NULL, ffi.NULL, bytes_out, seen),
+        "gc_onebit_encode": lib.gc_onebit_encode(
+            src, 0, rows, n, plane, plane, ffi.NULL, 0.5, ffi.NULL, ffi.NULL, bytes_out, seen
+        ),
         "gc_onebit_sum_decode": lib.gc_onebit_sum_decode(one, 1, rows, n, out, 0, 0, seen),
-        "gc_block_encode": lib.gc_block_encode(src, 0, rows, n, 4, plane, plane, ffi.NULL, 0.5, ffi.NULL, bytes_out, seen),
+        "gc_block_encode": lib.gc_block_encode(
+            src, 0, rows, n, 4, plane, plane, ffi.NULL, 0.5, ffi.NULL, bytes_out, seen
+        ),
         "gc_nearest_encode": lib.gc_nearest_encode(
             src, 0, rows, n, 1.8, plane, plane, ffi.NULL, 0.5, ffi.NULL, bytes_out, seen
         ),
@@ -1037,18 +1279,30 @@ def test_bad_arguments_are_refused(number: int) -> None:
             "null payload": lib.gc_ternary_encode(src, 0, rows, 1, null, key, seen),
             "null flag": lib.gc_ternary_encode(src, 0, rows, 1, payload, key, null),
             "null rows": lib.gc_ternary_encode(src, 0, null, 1, payload, key, seen),
-            "onebit dtype": lib.gc_onebit_encode(src, 9, rows, 1, null, null, null, 1.0, null, null, payload, seen),
+            "onebit dtype": lib.gc_onebit_encode(
+                src, 9, rows, 1, null, null, null, 1.0, null, null, payload, seen
+            ),
             **{
-                f"decay {decay}": lib.gc_onebit_encode(src, 0, rows, 1, null, null, null, decay, null, null, payload, seen)
+                f"decay {decay}": lib.gc_onebit_encode(
+                    src, 0, rows, 1, null, null, null, decay, null, null, payload, seen
+                )
                 for decay in (-0.1, 0.0, 1.1, float("nan"))
             },
             **{
-                f"step {step}": lib.gc_nearest_encode(src, 0, rows, 1, step, null, null, null, 1.0, null, payload, seen)
+                f"step {step}": lib.gc_nearest_encode(
+                    src, 0, rows, 1, step, null, null, null, 1.0, null, payload, seen
+                )
                 for step in (0.0, -1.8, float("nan"), float("inf"))
             },
-            "decay of blocks": lib.gc_block_encode(src, 0, rows, 1, 2, null, null, null, 2.0, null, payload, seen),
-            "bits of a block": lib.gc_block_encode(src, 0, rows, 1, 3, null, null, null, 1.0, null, payload, seen),
-            "bits of a decoded block": lib.gc_block_sum_decode(one, 1, 16, rows, 1, out, 0, 0, seen),
+            "decay of blocks": lib.gc_block_encode(
+                src, 0, rows, 1, 2, null, null, null, 2.0, null, payload, seen
+            ),
+            "bits of a block": lib.gc_block_encode(
+                src, 0, rows, 1, 3, null, null, null, 1.0, null, payload, seen
+            ),
+            "bits of a decoded block": lib.gc_block_sum_decode(
+                one, 1, 16, rows, 1, out, 0, 0, seen
+            ),
             "value dtype": lib.gc_values_encode(src, 0, rows, 1, 2, payload, seen),
             "value dtype decoded": lib.gc_values_sum_decode(one, 1, 2, rows, 1, out, 0, 0, seen),
             "no payload": lib.gc_ternary_sum_decode(one, 0, 1, rows, 1, out, 0, 0, seen),
@@ -1076,7 +1330,11 @@ def test_nothing_to_do_needs_no_memory(number: int) -> None:
         for rows, count in ((table.pointer, 1), (null, 0)):
             check(lib.gc_block_sums(null, 0, rows, count, null, seen))
             check(lib.gc_ternary_encode(null, 0, rows, count, null, key, seen))
-            check(lib.gc_onebit_encode(null, 0, rows, count, null, null, null, 1.0, null, null, null, seen))
+            check(
+                lib.gc_onebit_encode(
+                    null, 0, rows, count, null, null, null, 1.0, null, null, null, seen
+                )
+            )
             check(lib.gc_ternary_validate(null, rows, count))
         check(lib.gc_scales_validate(null, 0, 1))
         check(lib.gc_copy(null, null, null, 0))
@@ -1106,7 +1364,9 @@ FE_UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(platform.machine())
 @pytest.mark.skipif(FE_UPWARD is None, reason="knows the rounding modes of x86-64 and AArch64 only")
 @pytest.mark.parametrize("number", TIERS)
 def test_results_do_not_depend_on_the_floating_point_environment(number: int) -> None:
-    """Rounding upwards and flushing denormals in the calling thread change nothing, and stay set after the call."""
+    """Rounding upwards and flushing denormals in the calling thread change nothing, and stay set
+    after the call.
+    """
     libm = ctypes.CDLL("libm.so.6")
     n = 200
     rng = np.random.default_rng(1)
@@ -1119,7 +1379,9 @@ def test_results_do_not_depend_on_the_floating_point_environment(number: int) ->
     want_codes = ref.ternary_encode(x, scales, ref.Piece(n, 25), key)
     want_means, want_bits, want_left = ref.onebit_encode(x, ref.Piece(n, 25), r)
     want_mean = ref.ternary_sum_decode([want_codes] * 3, [scales] * 3, ref.Piece(n, 25), False)
-    src, out, plane, left = (guarded(m, np.float32) for m in (ternary.tensor_numel, ternary.tensor_numel, 999, 999))
+    src, out, plane, left = (
+        guarded(m, np.float32) for m in (ternary.tensor_numel, ternary.tensor_numel, 999, 999)
+    )
     src_bits = guarded(onebit.tensor_numel, np.float32)
     src[ternary.data(0)], src_bits[onebit.data(0)], plane[onebit.plane(0)] = x, x, r
     p2, p1 = guarded(ternary.payload_nbytes), guarded(onebit.payload_nbytes)
@@ -1137,7 +1399,20 @@ def test_results_do_not_depend_on_the_floating_point_environment(number: int) ->
             statuses = [
                 lib.gc_ternary_encode(p_src, 0, rows2, 1, b2, c_key, seen),
                 lib.gc_ternary_sum_decode(three, 3, 0, rows2, 1, p_out, 0, 0, seen),
-                lib.gc_onebit_encode(p_bits, 0, rows1, 1, p_plane, p_left, ffi.NULL, 1.0, ffi.NULL, ffi.NULL, b1, seen),
+                lib.gc_onebit_encode(
+                    p_bits,
+                    0,
+                    rows1,
+                    1,
+                    p_plane,
+                    p_left,
+                    ffi.NULL,
+                    1.0,
+                    ffi.NULL,
+                    ffi.NULL,
+                    b1,
+                    seen,
+                ),
             ]
             after = libm.fegetround()
             libm.fesetround(before)
@@ -1167,7 +1442,15 @@ def test_tiers() -> None:
 
 
 def test_status_names() -> None:
-    names = ["OK", "INVALID_ARGUMENT", "UNSUPPORTED_TIER", "FORBIDDEN_CODE", "BAD_PADDING", "LANE_RANGE", "BAD_SCALE"]
+    names = [
+        "OK",
+        "INVALID_ARGUMENT",
+        "UNSUPPORTED_TIER",
+        "FORBIDDEN_CODE",
+        "BAD_PADDING",
+        "LANE_RANGE",
+        "BAD_SCALE",
+    ]
     for number, name in enumerate(names):
         assert ffi.string(lib.gc_status_name(number)).decode() == f"GC_{name}"
     for other in (-1, len(names), 1000):
@@ -1180,11 +1463,13 @@ def test_structs_have_the_sizes_of_the_contract() -> None:
     assert [name for name, _ in ffi.typeof("gc_segment").fields] == list(SEGMENT.names)
 
 
-# ---- the frozen vectors ----------------------------------------------------------------------------------------------
+# ---- the frozen vectors
+# ----------------------------------------------------------------------------------------------
 def frozen(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     content = json.loads((VECTORS / f"{name}.json").read_text())
     inputs = {
-        key: np.frombuffer(bytes.fromhex(entry["data"]), entry["dtype"]) for key, entry in content["inputs"].items()
+        key: np.frombuffer(bytes.fromhex(entry["data"]), entry["dtype"])
+        for key, entry in content["inputs"].items()
     }
     return content, inputs
 
@@ -1225,14 +1510,20 @@ def test_frozen_ternary(number: int) -> None:
         if "payload" in case:
             want = np.frombuffer(bytes.fromhex(case["payload"]), np.uint8).copy()
         else:
-            want = np.frombuffer(bytes(32) + bytes.fromhex(case["scales"] + case["codes"]), np.uint8).copy()
+            want = np.frombuffer(
+                bytes(32) + bytes.fromhex(case["scales"] + case["codes"]), np.uint8
+            ).copy()
             row["codes"] = 32 + len(case["scales"]) // 2
         payload = np.zeros(len(want), np.uint8)
         first_code = int(row["codes"][0])
         payload[:first_code] = want[:first_code]
         key = ffi.new("gc_rng_key *", (k["seed"], k["rank"], k["step"], k["stream"]))[0]
         with tier(number):
-            check(lib.gc_ternary_encode(pointer(x), dtype, rows, 1, pointer(payload, "uint8_t *"), key, seen))
+            check(
+                lib.gc_ternary_encode(
+                    pointer(x), dtype, rows, 1, pointer(payload, "uint8_t *"), key, seen
+                )
+            )
             same_bytes(payload, want, number)
             if "payload" not in case:
                 continue
@@ -1259,7 +1550,11 @@ def test_frozen_ternary(number: int) -> None:
                 same_bytes(scales.view(np.uint8), want[32:first_code], number)
             if not seen[0]:
                 out = np.zeros(len(x), np.float32)
-                check(lib.gc_ternary_sum_decode(pointers([payload]), 1, 0, rows, 1, pointer(out), 0, 0, flag()))
+                check(
+                    lib.gc_ternary_sum_decode(
+                        pointers([payload]), 1, 0, rows, 1, pointer(out), 0, 0, flag()
+                    )
+                )
                 assert crc_of(out) == case["decoded_crc"]
 
 
@@ -1271,7 +1566,11 @@ def test_frozen_onebit(number: int) -> None:
         row, _ = layout_of(case, 1, 2)
         rows, seen, n = pointer(row, "gc_segment *"), flag(), case["numel"]
         want = np.frombuffer(bytes.fromhex(case["payload"]), np.uint8).copy()
-        payload, left, out = np.zeros(len(want), np.uint8), np.zeros(n, np.float32), np.zeros(n, np.float32)
+        payload, left, out = (
+            np.zeros(len(want), np.uint8),
+            np.zeros(n, np.float32),
+            np.zeros(n, np.float32),
+        )
         payload[:32] = want[:32]
         old = inputs[case["residual"]][:n].copy() if case["residual"] else None
         source = pointer(old, "float *") if old is not None else ffi.NULL
@@ -1286,7 +1585,11 @@ def test_frozen_onebit(number: int) -> None:
             assert seen[0] == want[7]
             assert crc_of(left) == case["residual_crc"]
             if not seen[0]:
-                check(lib.gc_onebit_sum_decode(pointers([payload]), 1, rows, 1, pointer(out), 0, 0, flag()))
+                check(
+                    lib.gc_onebit_sum_decode(
+                        pointers([payload]), 1, rows, 1, pointer(out), 0, 0, flag()
+                    )
+                )
                 assert crc_of(out) == case["decoded_crc"]
 
 
@@ -1300,7 +1603,11 @@ def test_frozen_levels(number: int, name: str) -> None:
         row, _ = layout_of(case, bits, 1)
         rows, seen, n = pointer(row, "gc_segment *"), flag(), case["numel"]
         want = np.frombuffer(bytes.fromhex(case["payload"]), np.uint8).copy()
-        payload, left, out = np.zeros(len(want), np.uint8), np.zeros(n, np.float32), np.zeros(n, np.float32)
+        payload, left, out = (
+            np.zeros(len(want), np.uint8),
+            np.zeros(n, np.float32),
+            np.zeros(n, np.float32),
+        )
         payload[:32] = want[:32]
         old = inputs[case["residual"]][:n].copy() if case["residual"] else None
         source = pointer(old, "float *") if old is not None else ffi.NULL
@@ -1334,13 +1641,21 @@ def test_frozen_identity(number: int) -> None:
         payload, out = np.zeros(len(want), np.uint8), np.zeros(len(x), np.float32)
         payload[:32] = want[:32]
         with tier(number):
-            check(lib.gc_values_encode(pointer(x), dtype, rows, 1, value_dtype, pointer(payload, "uint8_t *"), seen))
+            check(
+                lib.gc_values_encode(
+                    pointer(x), dtype, rows, 1, value_dtype, pointer(payload, "uint8_t *"), seen
+                )
+            )
             same_bytes(payload, want, number)
             check_checksum(payload)
             assert seen[0] == want[7]
             if not seen[0]:
                 one = pointers([payload])
-                check(lib.gc_values_sum_decode(one, 1, value_dtype, rows, 1, pointer(out), 0, 0, flag()))
+                check(
+                    lib.gc_values_sum_decode(
+                        one, 1, value_dtype, rows, 1, pointer(out), 0, 0, flag()
+                    )
+                )
                 assert crc_of(out) == case["decoded_crc"]
 
 
@@ -1362,11 +1677,19 @@ def test_frozen_lanes(number: int) -> None:
         rows_in, rows_out = pointer(source, "gc_segment *"), pointer(target, "gc_segment *")
         bytes_out = pointer(payload, "uint8_t *")
         with tier(number):
-            check(lib.gc_ternary_sum_lanes(pointers(parts), world, rows_in, rows_out, 1, bits, bytes_out))
+            check(
+                lib.gc_ternary_sum_lanes(
+                    pointers(parts), world, rows_in, rows_out, 1, bits, bytes_out
+                )
+            )
             same_bytes(payload, want, number)
             check_checksum(payload)
-            check(lib.gc_lanes_decode(bytes_out, world, bits, rows_out, 1, pointer(out), 0, 0, flag()))
-        same_bytes(out.view(np.uint8), np.frombuffer(bytes.fromhex(case["decoded"]), np.uint8), number)
+            check(
+                lib.gc_lanes_decode(bytes_out, world, bits, rows_out, 1, pointer(out), 0, 0, flag())
+            )
+        same_bytes(
+            out.view(np.uint8), np.frombuffer(bytes.fromhex(case["decoded"]), np.uint8), number
+        )
 
 
 @pytest.mark.parametrize("number", TIERS)
@@ -1400,5 +1723,9 @@ def test_frozen_draws(number: int) -> None:
             payload[:4] = np.frombuffer(np.float32(1).tobytes(), np.uint8)
             with tier(number):
                 out = pointer(payload, "uint8_t *")
-                check(lib.gc_ternary_encode(pointer(x), 0, pointer(row, "gc_segment *"), 1, out, key, flag()))
+                check(
+                    lib.gc_ternary_encode(
+                        pointer(x), 0, pointer(row, "gc_segment *"), 1, out, key, flag()
+                    )
+                )
             same_bytes(payload[4:], ref.pack_bits(np.full(n, code), 2, 1), number)

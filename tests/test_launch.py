@@ -1,4 +1,6 @@
-"""The launcher: right variables, exit status and last words under both MPIs and torchrun, and nothing left behind."""
+"""The launcher: right variables, exit status and last words under both MPIs and torchrun, and
+nothing left behind.
+"""
 
 import ast
 import itertools
@@ -14,7 +16,15 @@ import uuid
 from pathlib import Path
 
 import pytest
-from gradcomp.launch import cli, environment, export_environment, mpirun, records, segments, supervise
+from gradcomp.launch import (
+    cli,
+    environment,
+    export_environment,
+    mpirun,
+    records,
+    segments,
+    supervise,
+)
 from gradcomp.launch.variables import NAMES, first_node
 
 pytestmark = pytest.mark.slow
@@ -35,7 +45,8 @@ if "nompi" not in sys.argv:
 else:
     time.sleep(0.5)
 segments = {line.split()[5] + "\\n" for line in open("/proc/self/maps") if "/dev/shm/" in line}
-with open(f"segments.{rank}", "w") as mine:  # what is printed last may be lost where a job ends by MPI_Abort
+# what is printed last may be lost where a job ends by MPI_Abort
+with open(f"segments.{rank}", "w") as mine:
     mine.writelines(segments)
 os.write(1, b"ready\\n")  # one piece: print's newline may be parted from its text
 def fail():
@@ -56,9 +67,10 @@ comm.recv(source=1)
 """
 SHOW = """
 import os, sys
-names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS".split()
-line = repr({"argv": sys.argv[1:], "main": __name__, "path": sys.path[0], "torch": "torch" in sys.modules}
-            | {n: os.environ.get(n) for n in names})
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+line = repr({"argv": sys.argv[1:], "main": __name__, "path": sys.path[0]}
+            | {"torch": "torch" in sys.modules}
+            | {n: os.environ.get(n) for n in names.split()})
 os.write(1, (line + "\\n").encode())
 """
 
@@ -120,7 +132,13 @@ class Launch:
 class Sleeping(Launch):
     """A launcher that a busy machine does not let look between a rank's first line and its last."""
 
-    launcher = ("-c", "from gradcomp.launch import cli, supervise; supervise.POLL_S = 2; raise SystemExit(cli.main())")
+    launcher = (
+        "-c",
+        (
+            "from gradcomp.launch import cli, supervise; supervise.POLL_S = 2; raise"
+            " SystemExit(cli.main())"
+        ),
+    )
 
 
 def launch(python, *arguments, cwd, kind=Launch, **variables):
@@ -137,11 +155,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-# ---- what every rank is given --------------------------------------------------------------------------------------
+# ---- what every rank is given
+# --------------------------------------------------------------------------------------
 
 
 def shown(lines):
-    return sorted((ast.literal_eval(line) for line in lines if line.startswith("{")), key=lambda f: int(f["RANK"]))
+    return sorted(
+        (ast.literal_eval(line) for line in lines if line.startswith("{")),
+        key=lambda f: int(f["RANK"]),
+    )
 
 
 def assert_ranks(found, size):
@@ -155,8 +177,16 @@ def assert_ranks(found, size):
 
 def test_every_rank_has_its_variables_and_arguments(python, folder):
     ranks = len(os.sched_getaffinity(0)) + 1
-    stale = {"RANK": "7", "WORLD_SIZE": "9", "PMI_RANK": "5", "PMI_SIZE": "6", "OMPI_COMM_WORLD_RANK": "4"}
-    status, lines = launch(python, "-n", ranks, "show.py", "-n", "a b", "--dry-run", cwd=folder, **stale)
+    stale = {
+        "RANK": "7",
+        "WORLD_SIZE": "9",
+        "PMI_RANK": "5",
+        "PMI_SIZE": "6",
+        "OMPI_COMM_WORLD_RANK": "4",
+    }
+    status, lines = launch(
+        python, "-n", ranks, "show.py", "-n", "a b", "--dry-run", cwd=folder, **stale
+    )
     assert status == 0, lines
     found = shown(lines)
     assert_ranks(found, ranks)
@@ -170,18 +200,23 @@ def test_a_module_runs_and_what_is_set_is_kept(python, folder):
     status, lines = launch(python, "-n", 1, "-m", "show", "x", cwd=folder, **given)
     assert status == 0, lines
     (found,) = shown(lines)
-    assert found["argv"] == ["x"] and found["path"] == str(folder) and given.items() <= found.items()
+    assert (
+        found["argv"] == ["x"] and found["path"] == str(folder) and given.items() <= found.items()
+    )
 
 
 def test_torchrun_gives_the_same_variables_and_rules(folder):
     status, lines = launch(sys.executable, "-n", 2, "--torch", "show.py", "x", cwd=folder)
     assert status == 0, lines
     assert_ranks(shown(lines), 2)
-    status, lines = launch(sys.executable, "-n", 2, "--torch", "program.py", "_exit", "nompi", cwd=folder)
+    status, lines = launch(
+        sys.executable, "-n", 2, "--torch", "program.py", "_exit", "nompi", cwd=folder
+    )
     assert status == 5 and "rank 1 " in lines[-1], lines  # torchrun's own status is 1
 
 
-# ---- how it ends ---------------------------------------------------------------------------------------------------
+# ---- how it ends
+# --------------------------------------------------------------------------------------------------
 
 ENDS = {
     "raise": (1, "LookupError: this rank's own words"),
@@ -194,14 +229,33 @@ ENDS = {
 
 
 def segments_of(folder):
-    return {line for path in folder.glob("segments.*") for line in path.read_text().split() if line.startswith("/")}
+    return {
+        line
+        for path in folder.glob("segments.*")
+        for line in path.read_text().split()
+        if line.startswith("/")
+    }
 
 
-@pytest.mark.parametrize("first", ["", "import importlib.util; importlib.util.find_spec('mpi4py.MPI')", "import mpi4py; mpi4py.rc.initialize = False"], ids=["", "sought", "late"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "",
+        "import importlib.util; importlib.util.find_spec('mpi4py.MPI')",
+        "import mpi4py; mpi4py.rc.initialize = False",
+    ],
+    ids=["", "sought", "late"],
+)
 def test_shared_memory_that_the_launcher_had_no_time_to_see_is_removed(python, folder, first):
     program = folder / "program.py"
-    program.write_text(f"{first}\n{PROGRAM}".replace("comm = MPI", "MPI.Is_initialized() or MPI.Init()\n    comm = MPI"))
-    status, lines = launch(python, "-n", 3, "--grace", 1, "program.py", "_exit", cwd=folder, kind=Sleeping)
+    program.write_text(
+        f"{first}\n{PROGRAM}".replace(
+            "comm = MPI", "MPI.Is_initialized() or MPI.Init()\n    comm = MPI"
+        )
+    )
+    status, lines = launch(
+        python, "-n", 3, "--grace", 1, "program.py", "_exit", cwd=folder, kind=Sleeping
+    )
     assert status == 5, lines
     assert segments_of(folder) and not [path for path in segments_of(folder) if Path(path).exists()]
 
@@ -220,11 +274,15 @@ def test_the_first_failing_rank_decides(python, folder, how):
 
 
 def test_ranks_without_mpi_that_ignore_sigterm_go_too(python, folder):
-    status, lines = launch(python, "-n", 2, "--grace", "0.5", "program.py", "raise", "nompi", "deaf", cwd=folder)
+    status, lines = launch(
+        python, "-n", 2, "--grace", "0.5", "program.py", "raise", "nompi", "deaf", cwd=folder
+    )
     assert status == 1 and lines[-1] == "LookupError: this rank's own words"
 
 
-@pytest.mark.parametrize(("number", "deaf"), [(signal.SIGINT, ()), (signal.SIGTERM, ("deaf",))], ids=["SIGINT", "deaf"])
+@pytest.mark.parametrize(
+    ("number", "deaf"), [(signal.SIGINT, ()), (signal.SIGTERM, ("deaf",))], ids=["SIGINT", "deaf"]
+)
 def test_a_signal_to_the_launcher_ends_every_process(python, folder, number, deaf):
     run = Launch(python, "-n", 2, "--grace", "1", "program.py", "wait", *deaf, cwd=folder)
     run.wait_ready(2)
@@ -237,10 +295,14 @@ def test_a_signal_to_the_launcher_ends_every_process(python, folder, number, dea
 
 
 def test_a_second_ctrl_c_kills_at_once(folder):
-    run = Launch(python_of("mpich"), "-n", 2, "--grace", "60", "program.py", "wait", "deaf", cwd=folder)
+    run = Launch(
+        python_of("mpich"), "-n", 2, "--grace", "60", "program.py", "wait", "deaf", cwd=folder
+    )
     run.wait_ready(2)
     begin = time.monotonic()
-    while run.process.poll() is None and time.monotonic() - begin < 30:  # two that come at once are one
+    while (
+        run.process.poll() is None and time.monotonic() - begin < 30
+    ):  # two that come at once are one
         run.process.send_signal(signal.SIGINT)
         time.sleep(0.5)
     status, _ = run.end()
@@ -265,19 +327,30 @@ def test_a_rank_killed_while_the_mpi_cleans_up_is_still_on_record(tmp_path):
     assert records.first_failure(folder).status == 137
 
 
-@pytest.mark.parametrize(("ends", "died"), [("raise LookupError", True), ("raise SystemExit(3)", False), ("", False)])
+@pytest.mark.parametrize(
+    ("ends", "died"), [("raise LookupError", True), ("raise SystemExit(3)", False), ("", False)]
+)
 def test_what_runs_at_exit_sees_whether_the_program_died(tmp_path, ends, died):
-    """MpiCommunicator ends the job at once after an exception, and waits for other ranks after any other end."""
+    """MpiCommunicator ends the job at once after an exception, and waits for other ranks after
+    any other end.
+    """
     script = tmp_path / "script.py"
-    script.write_text(f"import atexit, sys\natexit.register(lambda: print(hasattr(sys, 'last_value')))\n{ends}\n")
+    script.write_text(
+        f"import atexit, sys\natexit.register(lambda: print(hasattr(sys, 'last_value')))\n{ends}\n"
+    )
     command = [sys.executable, str(cli.BOOTSTRAP), cli.NO_FOLDER, str(script)]
-    done = subprocess.run(command, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split() == [str(died)], done
 
 
 def test_records_tell_the_first_failure(tmp_path):
     for rank, when, status in ((0, 30, 1), (1, 20, 137), (2, 10, 0)):
-        text = f'{{"rank": {rank}, "host": "h", "pid": 5, "time_ns": {when}, "status": {status}, "signal": 0}}'
+        text = (
+            f'{{"rank": {rank}, "host": "h", "pid": 5, "time_ns": {when}, "status": {status},'
+            ' "signal": 0}'
+        )
         (tmp_path / f"ended.{rank}").write_text(text)
     (tmp_path / "started.3").write_text("{}")
     assert [r.rank for r in records.ended(tmp_path)] == [2, 1, 0]
@@ -305,7 +378,9 @@ def test_a_folder_that_others_can_write_gets_no_record(tmp_path):
         folder.mkdir()
         folder.chmod(mode)
         environ = {"PATH": os.environ["PATH"]}
-        subprocess.run([sys.executable, str(cli.BOOTSTRAP), str(folder), str(script)], check=True, env=environ)
+        subprocess.run(
+            [sys.executable, str(cli.BOOTSTRAP), str(folder), str(script)], check=True, env=environ
+        )
         assert sorted(p.name for p in folder.iterdir()) == expected
 
 
@@ -321,12 +396,23 @@ def test_only_shared_memory_of_the_job_itself_is_removed(tmp_path, monkeypatch):
     appear("before")
     job = segments.Segments(lambda: [1])
     appear("own", "other", "again", "foreign")
-    monkeypatch.setattr(segments, "_mapped", lambda pid: {str(files[n]) for n in ("before", "own", "again", "foreign")})
+    monkeypatch.setattr(
+        segments,
+        "_mapped",
+        lambda pid: {str(files[n]) for n in ("before", "own", "again", "foreign")},
+    )
     job.look()
     (tmp_path / "anew").write_bytes(bytes(4096))
     (tmp_path / "anew").replace(files["again"])  # another job's, under the same name
-    job.remove([(str(files["other"]), files["other"].stat().st_ino + 1)])  # noted by a rank, and since then anew
-    assert {n for n, path in files.items() if path.exists()} == {"before", "other", "again", "foreign"}
+    job.remove(
+        [(str(files["other"]), files["other"].stat().st_ino + 1)]
+    )  # noted by a rank, and since then anew
+    assert {n for n, path in files.items() if path.exists()} == {
+        "before",
+        "other",
+        "again",
+        "foreign",
+    }
     assert (str(files["other"]), files["other"].stat().st_ino) not in segments.mapped_by(1)
     job.remove([(str(files["other"]), files["other"].stat().st_ino)])
     assert not files["other"].exists()
@@ -344,7 +430,8 @@ def test_descendants_finds_grandchildren():
         child.wait()
 
 
-# ---- command lines -------------------------------------------------------------------------------------------------
+# ---- command lines
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -417,7 +504,10 @@ def test_mpi4py_missing_says_how_to_get_it(fake, monkeypatch, capsys):
     fake("HYDRA build details:\n    Version:  4.2.0")
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["-n", "1", __file__]) == 2
-    assert "mpi4py is not installed; install it with: pip install 'gradcomp[mpi]'" in capsys.readouterr().err
+    assert (
+        "mpi4py is not installed; install it with: pip install 'gradcomp[mpi]'"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_mpirun_that_is_none(monkeypatch, capsys, tmp_path):
@@ -434,7 +524,9 @@ def test_the_environment_s_own_mpirun_comes_before_path(tmp_path):
     environ = {"PATH": str(tmp_path / "path")}
     assert mpirun.find(str(tmp_path / "bin/python"), environ) == own
     assert mpirun.find(str(tmp_path / "elsewhere/python"), environ) == other
-    assert mpirun.find(str(tmp_path / "bin/python"), environ | {"GRADCOMP_MPIRUN": "mpiexec"}) == other
+    assert (
+        mpirun.find(str(tmp_path / "bin/python"), environ | {"GRADCOMP_MPIRUN": "mpiexec"}) == other
+    )
 
 
 VERSIONS = {
@@ -456,15 +548,24 @@ def test_flavour_from_version(text):
 COMMANDS = [
     ("openmpi", 5, {}, "--map-by :OVERSUBSCRIBE --bind-to none"),
     ("openmpi", 5, {"as_root": True}, "--allow-run-as-root --map-by :OVERSUBSCRIBE --bind-to none"),
-    ("openmpi", 5, {"bind": "socket"}, "--map-by :OVERSUBSCRIBE --bind-to package:overload-allowed"),
+    (
+        "openmpi",
+        5,
+        {"bind": "socket"},
+        "--map-by :OVERSUBSCRIBE --bind-to package:overload-allowed",
+    ),
     ("openmpi", 4, {"bind": "socket"}, "--oversubscribe --bind-to socket:overload-allowed"),
-    ("openmpi", 5, {"hosts": "a,b:2", "forward": ["MASTER_ADDR"]},
-     "--map-by :OVERSUBSCRIBE --bind-to none --host a,b:2 -x MASTER_ADDR"),
+    (
+        "openmpi",
+        5,
+        {"hosts": "a,b:2", "forward": ["MASTER_ADDR"]},
+        "--map-by :OVERSUBSCRIBE --bind-to none --host a,b:2 -x MASTER_ADDR",
+    ),
     ("mpich", 4, {"as_root": True, "bind": "core", "hosts": "a,b:2"}, "-bind-to core -hosts a,b:2"),
     ("intel", 2021, {"hosts": "a:2,b:2"}, "-genv I_MPI_PIN 0 -genvall -hosts a,b -ppn 2"),
     ("intel", 2021, {"bind": "core"}, "-genv I_MPI_PIN_DOMAIN core"),
     ("unknown", 0, {}, ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("flavour", "major", "options", "expected"), COMMANDS)
@@ -476,7 +577,8 @@ def test_command_of_each_flavour(flavour, major, options, expected):
 
 
 @pytest.mark.parametrize(
-    ("flavour", "hosts", "bind"), [("unknown", "a", "none"), ("unknown", "", "core"), ("intel", "a:1,b:2", "none")]
+    ("flavour", "hosts", "bind"),
+    [("unknown", "a", "none"), ("unknown", "", "core"), ("intel", "a:1,b:2", "none")],
 )
 def test_what_a_flavour_cannot_do_is_refused(flavour, hosts, bind):
     given = mpirun.parse_hosts(hosts) if hosts else []
@@ -499,7 +601,9 @@ def test_host_files(tmp_path):
 def test_hosts_of_this_machine_run(python, folder):
     """Both MPIs accept the host list and hand the variables on."""
     (folder / "hosts").write_text("localhost slots=2\n")
-    status, lines = launch(python, "-n", 2, "--bind", "core", "--hostfile", "hosts", "show.py", cwd=folder)
+    status, lines = launch(
+        python, "-n", 2, "--bind", "core", "--hostfile", "hosts", "show.py", cwd=folder
+    )
     assert status == 0, lines
     assert [(f["RANK"], f["MASTER_ADDR"], f["OMP_NUM_THREADS"]) for f in shown(lines)] == [
         ("0", "localhost", None),
@@ -515,7 +619,10 @@ def test_dry_run_prints_what_a_shell_can_run(fake, capsys, monkeypatch):
     assert cli.main(["-n", "1", "-H", "h", "--dry-run", __file__, "a b"]) == 0
     out, err = capsys.readouterr()
     words = shlex.split(out)
-    assert words[:3] == ["MASTER_ADDR=h", "MASTER_PORT=1234", path] and words[-2:] == [__file__, "a b"]
+    assert words[:3] == ["MASTER_ADDR=h", "MASTER_PORT=1234", path] and words[-2:] == [
+        __file__,
+        "a b",
+    ]
     assert "--allow-run-as-root" in words and words[words.index("--host") + 1] == "h"
     passed = [after for word, after in itertools.pairwise(words) if word == "-x"]
     assert {"MASTER_ADDR", "MASTER_PORT"} <= set(passed)
@@ -526,7 +633,9 @@ def test_dry_run_prints_what_a_shell_can_run(fake, capsys, monkeypatch):
 def test_dry_run_runs(python, folder):
     status, lines = launch(python, "-n", 1, "--dry-run", "show.py", "a b", cwd=folder)
     assert status == 0 and not shown(lines)
-    out = subprocess.run(lines[-1], shell=True, cwd=folder, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        lines[-1], shell=True, cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
     assert shown(out.splitlines())[0]["argv"] == ["a b"]
 
 
@@ -535,57 +644,174 @@ def test_help_teaches(capsys):
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "examples:" in text
-    for word in ("--torch", "--hostfile", "--bind", "--grace", "--dry-run", "GRADCOMP_MPIRUN", "-m MODULE"):
+    for word in (
+        "--torch",
+        "--hostfile",
+        "--bind",
+        "--grace",
+        "--dry-run",
+        "GRADCOMP_MPIRUN",
+        "-m MODULE",
+    ):
         assert word in text
 
 
-# ---- environment() -------------------------------------------------------------------------------------------------
+# ---- environment()
+# -------------------------------------------------------------------------------------------------
 
 TWO_OF_FOUR = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
-    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[07-08]",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[07-08]",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
-}  # fmt: skip
+}
 PORT_OF_SLURM = "12573"  # 10000 + CRC-32 of "4711.0" modulo 20000
 RECORDED = {
-    "torchrun": (TWO_OF_FOUR | {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"}, TWO_OF_FOUR
-                 | {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"}),
-    "openmpi": ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-                 "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-vm-4401@1"},
-                {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-                 "MASTER_ADDR": "127.0.0.1"}),
-    "openmpi in slurm": ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                          "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "1",
-                          "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n08", "SLURM_JOB_NODELIST": "n[07-08]"},
-                         TWO_OF_FOUR | {"MASTER_ADDR": "n07"}),
-    "hydra": ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "9"},
-              {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
-    "hydra, two hosts": ({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
-                         TWO_OF_FOUR | {"MASTER_PORT": "29500"}),
-    "intel": ({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "I_MPI_MPIRUN": "mpirun"},
-              {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+    "torchrun": (
+        TWO_OF_FOUR | {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"},
+        TWO_OF_FOUR | {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"},
+    ),
+    "openmpi": (
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "PMIX_RANK": "1",
+            "PMIX_NAMESPACE": "prterun-vm-4401@1",
+        },
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+        },
+    ),
+    "openmpi in slurm": (
+        {
+            "OMPI_COMM_WORLD_RANK": "2",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": "n08",
+            "SLURM_JOB_NODELIST": "n[07-08]",
+        },
+        TWO_OF_FOUR | {"MASTER_ADDR": "n07"},
+    ),
+    "hydra": (
+        {
+            "PMI_RANK": "1",
+            "PMI_SIZE": "2",
+            "MPI_LOCALRANKID": "1",
+            "MPI_LOCALNRANKS": "2",
+            "PMI_FD": "9",
+        },
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        },
+    ),
+    "hydra, two hosts": (
+        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+        TWO_OF_FOUR | {"MASTER_PORT": "29500"},
+    ),
+    "intel": (
+        {
+            "PMI_RANK": "0",
+            "PMI_SIZE": "2",
+            "MPI_LOCALRANKID": "0",
+            "MPI_LOCALNRANKS": "2",
+            "I_MPI_MPIRUN": "mpirun",
+        },
+        {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        },
+    ),
     "slurm": (SLURM, TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM}),
-    "slurm with pmi2": (SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4", "PMI_FD": "3"},
-                        TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM}),
-    "slurm with pmix": (SLURM | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.4711.0"},
-                        TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM}),
-    "slurm, named only by address": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0",
-                                      "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"},
-                                     {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.9",
-                                      "MASTER_PORT": "29500"}),
-    "slurm's batch script": ({"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
-                             {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
-    "bare pmi": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}),
-    "bare pmix": ({"PMIX_RANK": "1", "PMIX_SIZE": "2", "PMIX_NAMESPACE": "ns"}, {"RANK": "1", "WORLD_SIZE": "2"}),
-    "nothing": ({}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
-    "a stale rank": ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
-}  # fmt: skip
+    "slurm with pmi2": (
+        SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4", "PMI_FD": "3"},
+        TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM},
+    ),
+    "slurm with pmix": (
+        SLURM | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.4711.0"},
+        TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM},
+    ),
+    "slurm, named only by address": (
+        {
+            "SLURM_PROCID": "1",
+            "SLURM_NTASKS": "2",
+            "SLURM_LOCALID": "0",
+            "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+        },
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "10.0.0.9",
+            "MASTER_PORT": "29500",
+        },
+    ),
+    "slurm's batch script": (
+        {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
+        {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        },
+    ),
+    "bare pmi": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"},
+    ),
+    "bare pmix": (
+        {"PMIX_RANK": "1", "PMIX_SIZE": "2", "PMIX_NAMESPACE": "ns"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
+    ),
+    "nothing": (
+        {},
+        {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        },
+    ),
+    "a stale rank": (
+        {"RANK": "3"},
+        {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -601,22 +827,39 @@ def test_environment_of_recorded_variables(name):
     assert (kept["MASTER_ADDR"], kept["MASTER_PORT"]) == ("mine", "77")
 
 
-@pytest.mark.parametrize("given", [{"PMIX_RANK": "1"}, {"PMI_RANK": "1"}, {"PMI_RANK": "one", "PMI_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "given", [{"PMIX_RANK": "1"}, {"PMI_RANK": "1"}, {"PMI_RANK": "one", "PMI_SIZE": "2"}]
+)
 def test_a_rank_that_cannot_be_placed_is_an_error(given):
     with pytest.raises(ValueError, match=r"PMIX?_RANK"):
         environment(given)
 
 
 def test_ranks_agree_on_address_and_port():
-    ranks = [SLURM | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2), "SLURM_NODEID": str(r // 2)} for r in range(4)]
+    ranks = [
+        SLURM | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2), "SLURM_NODEID": str(r // 2)}
+        for r in range(4)
+    ]
     assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in map(environment, ranks)}) == 1
-    assert environment(SLURM)["MASTER_PORT"] != environment(SLURM | {"SLURM_JOB_ID": "4712"})["MASTER_PORT"]
-    assert environment(SLURM)["MASTER_PORT"] != environment(SLURM | {"SLURM_STEP_ID": "1"})["MASTER_PORT"]
+    assert (
+        environment(SLURM)["MASTER_PORT"]
+        != environment(SLURM | {"SLURM_JOB_ID": "4712"})["MASTER_PORT"]
+    )
+    assert (
+        environment(SLURM)["MASTER_PORT"]
+        != environment(SLURM | {"SLURM_STEP_ID": "1"})["MASTER_PORT"]
+    )
 
 
 @pytest.mark.parametrize(
     ("nodelist", "first"),
-    [("n1", "n1"), ("n[03-05,9]-ib,m1", "n03-ib"), ("a,b", "a"), ("r[1-2]n[4,6-9]", "r1n4"), ("x[7]", "x7")],
+    [
+        ("n1", "n1"),
+        ("n[03-05,9]-ib,m1", "n03-ib"),
+        ("a,b", "a"),
+        ("r[1-2]n[4,6-9]", "r1n4"),
+        ("x[7]", "x7"),
+    ],
 )
 def test_first_node(nodelist, first):
     assert first_node(nodelist) == first
@@ -640,9 +883,13 @@ def test_a_plain_mpirun_or_srun_needs_no_launcher(python, folder):
     path = str(Path(python).with_name("mpirun"))
     mpi = mpirun.identify(path, os.environ)
     command = mpirun.command(mpi, 2, as_root=os.geteuid() == 0)
-    out = subprocess.run([*command, python, "plain.py"], cwd=folder, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [*command, python, "plain.py"], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
     found = shown(out.splitlines())
-    assert [(f["RANK"], f["WORLD_SIZE"], f["LOCAL_RANK"], f["LOCAL_WORLD_SIZE"]) for f in found] == [
+    assert [
+        (f["RANK"], f["WORLD_SIZE"], f["LOCAL_RANK"], f["LOCAL_WORLD_SIZE"]) for f in found
+    ] == [
         ("0", "2", "0", "2"),
         ("1", "2", "1", "2"),
     ]

@@ -1,4 +1,6 @@
-"""Segment tables: every element and every code byte exactly once, cuts where kernels can bear them."""
+"""Segment tables: every element and every code byte exactly once, cuts where kernels can bear
+them.
+"""
 
 import itertools
 
@@ -32,11 +34,16 @@ def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
         offset += numel
     seen = np.zeros(offset, int)
     for rank in range(world):
-        layout = PayloadLayout(form, ByElements(world).pieces(slots, rank), whole_groups=whole_groups)
+        layout = PayloadLayout(
+            form, ByElements(world).pieces(slots, rank), whole_groups=whole_groups
+        )
         codes = np.zeros(layout.nbytes, int)
         for row in layout.packed.rows:
             seen[row["data"] : row["data"] + row["numel"]] += 1
-            codes[row["codes"] : row["codes"] + form.code_nbytes(int(row["start"]), int(row["start"] + row["numel"]))] += 1
+            codes[
+                row["codes"] : row["codes"]
+                + form.code_nbytes(int(row["start"]), int(row["start"] + row["numel"]))
+            ] += 1
             assert row["start"] % 8 == 0
             piece = next(p for p in layout.pieces if p.slot.index == row["parameter"])
             assert row["data"] - row["start"] == piece.slot.offset
@@ -57,13 +64,17 @@ def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
 
 
 def test_large_tensors_are_cut_for_threads():
-    layout = PayloadLayout(TERNARY, whole_pieces([Slot(0, 10 * CHUNK_NUMEL, 10 * CHUNK_NUMEL, True, 0)]))
+    layout = PayloadLayout(
+        TERNARY, whole_pieces([Slot(0, 10 * CHUNK_NUMEL, 10 * CHUNK_NUMEL, True, 0)])
+    )
     assert len(layout.packed) == 10
     first, second = layout.packed.ranges(2)
     assert first[1] == second[1] == 5
 
 
-@pytest.mark.parametrize(("world", "bits"), [(2, 3), (3, 3), (4, 4), (7, 4), (8, 5), (15, 5), (16, 6), (64, 8), (127, 8)])
+@pytest.mark.parametrize(
+    ("world", "bits"), [(2, 3), (3, 3), (4, 4), (7, 4), (8, 5), (15, 5), (16, 6), (64, 8), (127, 8)]
+)
 def test_lane_bits_are_the_least_that_hold_every_sum(world, bits):
     assert lanes_form(world).bits == bits == int(np.ceil(np.log2(2 * world + 1)))
 
@@ -75,29 +86,73 @@ def test_buckets_as_torchs_reducer_cuts_them():
     assert assign_buckets([], 8) == []
 
 
-@pytest.mark.parametrize("form", [PLAIN, TERNARY, ONEBIT, lanes_form(5)], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form", [PLAIN, TERNARY, ONEBIT, lanes_form(5)], ids=lambda form: form.name
+)
 @pytest.mark.parametrize("world", [1, 3, 8])
 def test_sizes_over_ranks_are_those_of_layouts(form, world):
-    """The planner's arithmetic over thousands of ranks and the layouts that an exchange runs by say the same bytes."""
+    """The planner's arithmetic over thousands of ranks and the layouts that an exchange runs by
+    say the same bytes.
+    """
     numels = [0, 1, 7, 8, 63, 4097, 100_000, 4097]
-    parameters = [Parameter(i, str(i), (n,), n, 25 if i % 2 else max(1, n), n > 8) for i, n in enumerate(numels)]
+    parameters = [
+        Parameter(i, str(i), (n,), n, 25 if i % 2 else max(1, n), n > 8)
+        for i, n in enumerate(numels)
+    ]
     slots = [Slot(p.index, p.numel, p.group_numel, p.compressed, 0) for p in parameters]
     layouts = [PayloadLayout(form, ByElements(world).pieces(slots, rank)) for rank in range(world)]
-    assert owned_nbytes(parameters, form, ByElements(world)).tolist() == [layout.nbytes for layout in layouts]
+    assert owned_nbytes(parameters, form, ByElements(world)).tolist() == [
+        layout.nbytes for layout in layouts
+    ]
 
 
 NAMES = {
-    "gpt2": ["wte.weight", "wpe.weight", "h.0.ln_1.weight", "h.0.attn.c_attn.weight", "h.0.mlp.c_fc.weight", "ln_f.bias", "lm_head.weight"],
-    "bert": ["embeddings.word_embeddings.weight", "encoder.layer.0.attention.output.LayerNorm.weight", "classifier.weight"],
-    "resnet": ["conv1.weight", "bn1.weight", "layer1.0.bn2.bias", "layer1.0.conv1.weight", "fc.weight"],
-    "llama": ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"],
-}  # fmt: skip
+    "gpt2": [
+        "wte.weight",
+        "wpe.weight",
+        "h.0.ln_1.weight",
+        "h.0.attn.c_attn.weight",
+        "h.0.mlp.c_fc.weight",
+        "ln_f.bias",
+        "lm_head.weight",
+    ],
+    "bert": [
+        "embeddings.word_embeddings.weight",
+        "encoder.layer.0.attention.output.LayerNorm.weight",
+        "classifier.weight",
+    ],
+    "resnet": [
+        "conv1.weight",
+        "bn1.weight",
+        "layer1.0.bn2.bias",
+        "layer1.0.conv1.weight",
+        "fc.weight",
+    ],
+    "llama": [
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.norm.weight",
+    ],
+}
 KINDS_OF = {
-    "norm": {"h.0.ln_1.weight", "ln_f.bias", "encoder.layer.0.attention.output.LayerNorm.weight", "bn1.weight", "layer1.0.bn2.bias",
-             "model.layers.0.input_layernorm.weight", "model.norm.weight"},
-    "embedding": {"wte.weight", "wpe.weight", "embeddings.word_embeddings.weight", "model.embed_tokens.weight"},
+    "norm": {
+        "h.0.ln_1.weight",
+        "ln_f.bias",
+        "encoder.layer.0.attention.output.LayerNorm.weight",
+        "bn1.weight",
+        "layer1.0.bn2.bias",
+        "model.layers.0.input_layernorm.weight",
+        "model.norm.weight",
+    },
+    "embedding": {
+        "wte.weight",
+        "wpe.weight",
+        "embeddings.word_embeddings.weight",
+        "model.embed_tokens.weight",
+    },
     "head": {"lm_head.weight", "classifier.weight", "fc.weight"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("preset", KINDS_OF)
@@ -109,7 +164,10 @@ def test_presets_know_what_libraries_call_their_layers(preset):
 
 def test_vectors_travel_as_fp32_unless_a_number_says_otherwise():
     shapes = [("w", (64, 64)), ("small", (4, 4)), ("b", (5000,)), ("scalar", ())]
-    compressed = {n: [p.name for p in describe_parameters(shapes, lambda s: 64, n, ()) if p.compressed] for n in (None, 1000, 0)}
+    compressed = {
+        n: [p.name for p in describe_parameters(shapes, lambda s: 64, n, ()) if p.compressed]
+        for n in (None, 1000, 0)
+    }
     assert compressed == {None: ["w"], 1000: ["w", "b"], 0: ["w", "small", "b", "scalar"]}
 
 
@@ -123,6 +181,18 @@ def test_functions_exempt_by_name_and_shape_and_entries_without_use_are_refused(
 
 
 def test_every_form_has_a_number_and_a_name_of_its_own():
-    names = ["identity", "ternary", "onebit", "lanes", "bfloat16", "block2", "block4", "block8", "topk"]
+    names = [
+        "identity",
+        "ternary",
+        "onebit",
+        "lanes",
+        "bfloat16",
+        "block2",
+        "block4",
+        "block8",
+        "topk",
+    ]
     assert dict(enumerate(names, start=1)) == {code: form.name for code, form in FORMS.items()}
-    assert all(kind.form is FORMS[kind.form.code] for kind in KINDS) and len({kind.name for kind in KINDS}) == len(KINDS)
+    assert all(kind.form is FORMS[kind.form.code] for kind in KINDS) and len(
+        {kind.name for kind in KINDS}
+    ) == len(KINDS)

@@ -1,4 +1,6 @@
-"""Lightning with compressed gradients: the plain DDP run's weights to the last bit, checkpoints, what is refused and said."""
+"""Lightning with compressed gradients: the plain DDP run's weights to the last bit, checkpoints,
+what is refused and said.
+"""
 
 import contextlib
 import logging
@@ -31,7 +33,9 @@ def net():
 
 def loader(rank, world):
     draw = torch.Generator().manual_seed(5)
-    data = TensorDataset(torch.randn(ROWS, 40, generator=draw), torch.randn(ROWS, 1, generator=draw))
+    data = TensorDataset(
+        torch.randn(ROWS, 40, generator=draw), torch.randn(ROWS, 1, generator=draw)
+    )
     return DataLoader(data, BATCH, sampler=DistributedSampler(data, world, rank, seed=3))
 
 
@@ -42,7 +46,15 @@ def optimizer_of(model):
 @contextlib.contextmanager
 def cluster(rank, world):
     """Let Lightning find the ranks that are there already, as a launcher would have made them."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "NODE_RANK": 0, "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "NODE_RANK": 0,
+        "TORCHELASTIC_RUN_ID": "tests",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }
     os.environ.update({name: str(value) for name, value in place.items()})
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -78,10 +90,20 @@ def trainer(strategy, epochs, folder, **options):
     import torch.distributed as dist
     from lightning import Trainer
 
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     return Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_epochs=epochs, default_root_dir=folder, **{**quiet, **options}
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        max_epochs=epochs,
+        default_root_dir=folder,
+        **{**quiet, **options},
+    )
 
 
 def plain(rank, world, codec, epochs, accumulate=1, clip=None):
@@ -115,14 +137,23 @@ def compare_with_plain(codec, accumulate, clip, folder):
     dist.barrier()
     with cluster(rank, world):
         strategy, module = CompressedDDPStrategy(codec), module_class()()
-        own = trainer(strategy, 2, folder, use_distributed_sampler=False, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+        own = trainer(
+            strategy,
+            2,
+            folder,
+            use_distributed_sampler=False,
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=clip,
+        )
         own.fit(module, loader(rank, world))
     assert strategy.compression.stats.bytes_sent == sent > 0
     assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), wanted, strict=True))
     return strategy.compression.stats.compression_ratio
 
 
-@pytest.mark.parametrize(("codec", "accumulate", "clip"), [("terngrad", 1, None), ("onebit", 3, 0.5)])
+@pytest.mark.parametrize(
+    ("codec", "accumulate", "clip"), [("terngrad", 1, None), ("onebit", 3, 0.5)]
+)
 def test_weights_are_those_of_plain_ddp(gloo, tmp_path, codec, accumulate, clip):
     assert gloo(2, compare_with_plain, codec, accumulate, clip, str(tmp_path))[0] > 7
 
@@ -161,7 +192,9 @@ def resume(folder):
     bare = str(Path(folder, f"bare{dist.get_rank()}.ckpt"))
     torch.save(without, bare)
     _, other, _, said = fit(codec, 4, folder, bare)
-    assert not all(torch.equal(a, b) for a, b in zip(other, wanted, strict=True)), "residuals do not matter here"
+    assert not all(torch.equal(a, b) for a, b in zip(other, wanted, strict=True)), (
+        "residuals do not matter here"
+    )
     with pytest.raises(ValueError, match="does not fit.*OneBit.*remove its entry 'gradcomp'"):
         fit("block4", 4, folder, half)
     dist.destroy_process_group()  # the same checkpoint in a run of one rank
@@ -173,11 +206,16 @@ def resume(folder):
 
 def test_a_run_resumes_bit_for_bit(gloo, tmp_path):
     said = gloo(2, resume, str(tmp_path))
-    assert "this checkpoint has no gradcomp state: residuals begin at zero" in said[0][0] and not said[1]
+    assert (
+        "this checkpoint has no gradcomp state: residuals begin at zero" in said[0][0]
+        and not said[1]
+    )
 
 
 def by_hand(how):
-    """Return a module that gradcomp is not called for: its loop accumulates only, or sets gradients itself."""
+    """Return a module that gradcomp is not called for: its loop accumulates only, or sets
+    gradients itself.
+    """
 
     class Module(module_class()):
         def __init__(self):
@@ -188,7 +226,9 @@ def by_hand(how):
             loss, optimizer = super().training_step(batch, index), self.optimizers()
             if how == "no_sync":
                 with self.trainer.strategy.model.no_sync():
-                    nn.functional.mse_loss(self.trainer.strategy.model.module.net(batch[0]), batch[1]).backward()
+                    nn.functional.mse_loss(
+                        self.trainer.strategy.model.module.net(batch[0]), batch[1]
+                    ).backward()
             else:
                 parameters = list(self.parameters())
                 for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
@@ -200,7 +240,13 @@ def by_hand(how):
 
 def not_called(folder):
     for how in ("no_sync", "grad"):
-        with pytest.raises(GradcompError, match="gradcomp was registered but not called in this step: .*another hook or none.*changed nothing yet"):
+        with pytest.raises(
+            GradcompError,
+            match=(
+                "gradcomp was registered but not called in this step: .*another hook or"
+                " none.*changed nothing yet"
+            ),
+        ):
             fit("terngrad", 1, folder, changed=lambda how=how: by_hand(how))
 
 
@@ -209,7 +255,9 @@ def test_a_step_without_the_hook_is_an_error(gloo, tmp_path):
 
 
 def auto_and_split(folder):
-    """A split optimizer under "auto": gradients are there for Lightning to clip, and updates are those of the plain loop."""
+    """A split optimizer under "auto": gradients are there for Lightning to clip, and updates are
+    those of the plain loop.
+    """
     import torch.distributed as dist
 
     from gradcomp.integrations.lightning import CompressedDDPStrategy
@@ -245,8 +293,13 @@ def auto_and_split(folder):
 
     with cluster(rank, world):
         strategy, module = CompressedDDPStrategy("auto"), Module()
-        trainer(strategy, 1, folder, use_distributed_sampler=False, gradient_clip_val=0.1).fit(module, loader(rank, world))
-    assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), model.module.parameters(), strict=True))
+        trainer(strategy, 1, folder, use_distributed_sampler=False, gradient_clip_val=0.1).fit(
+            module, loader(rank, world)
+        )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(module.net.parameters(), model.module.parameters(), strict=True)
+    )
     return strategy.compression.describe()
 
 
@@ -283,7 +336,11 @@ def refused():
     for error, match, arguments in (
         (ValueError, "unknown codec 'ternari'", {"codec": "ternari"}),
         (ValueError, "start_step must be an integer of at least 0, got -1", {"start_step": -1}),
-        (TypeError, "no.* argument 'find_unused'; did you mean 'find_unused_parameters'", {"find_unused": True}),
+        (
+            TypeError,
+            "no.* argument 'find_unused'; did you mean 'find_unused_parameters'",
+            {"find_unused": True},
+        ),
         (TypeError, "options must be a gradcomp.Options, got dict", {"options": {}}),
         (ValueError, "DDP takes one communication hook", {"ddp_comm_hook": len}),
     ):
@@ -293,7 +350,9 @@ def refused():
     with cluster(0, 1), pytest.raises(UnsupportedTensor, match="runs on cuda:0: Trainer"):
         on_gpu.cluster_environment = type("Environment", (), {"local_rank": lambda self: 0})()
         on_gpu.setup_environment()
-    with pytest.raises(MisconfigurationException, match="gpu"):  # Lightning's own words, where there is none
+    with pytest.raises(
+        MisconfigurationException, match="gpu"
+    ):  # Lightning's own words, where there is none
         Trainer(accelerator="gpu", devices=1, strategy=CompressedDDPStrategy("terngrad"))
 
 
@@ -306,8 +365,22 @@ EXAMPLE = Path(__file__).parents[1] / "examples/lightning_digits.py"
 
 def test_the_example_trains_and_goes_on_where_it_was(gloo, tmp_path):
     for epochs in (1, 2):
-        out = "".join(gloo(2, program, str(EXAMPLE), "--epochs", epochs, "--codec", "onebit", "--checkpoint", tmp_path / "saved"))
-        accuracy, ratio = re.fullmatch(r"test accuracy ([\d.]+) %, ([\d.]+) times fewer bytes than fp32\n", out).groups()
+        out = "".join(
+            gloo(
+                2,
+                program,
+                str(EXAMPLE),
+                "--epochs",
+                epochs,
+                "--codec",
+                "onebit",
+                "--checkpoint",
+                tmp_path / "saved",
+            )
+        )
+        accuracy, ratio = re.fullmatch(
+            r"test accuracy ([\d.]+) %, ([\d.]+) times fewer bytes than fp32\n", out
+        ).groups()
         assert float(ratio) > 29, out
     assert float(accuracy) > 70, out  # 10 is chance
     saved = torch.load(tmp_path / "saved", weights_only=True)
@@ -318,5 +391,7 @@ def test_the_example_trains_and_goes_on_where_it_was(gloo, tmp_path):
 def test_lightning_starts_the_ranks_of_the_example_itself():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(EXAMPLE), "--epochs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
     assert done.returncode == 0 and "15.8 times fewer bytes" in done.stdout, done.stderr[-4000:]

@@ -25,7 +25,10 @@ def gather(comm, late_s, latency_s):
     time.sleep(late_s[comm.rank])
     link.start_all_gather(send, recv, Channel.FIRST).wait(30)
     link.close()
-    return time.monotonic() - begun, recv.view(comm.world_size, NBYTES).unique(dim=1).flatten().tolist()
+    return (
+        time.monotonic() - begun,
+        recv.view(comm.world_size, NBYTES).unique(dim=1).flatten().tolist(),
+    )
 
 
 @pytest.mark.parametrize(("world", "latency_s"), [(2, 0.0), (3, 0.05)])
@@ -48,7 +51,8 @@ def two_at_once(comm):
     recvs = [torch.empty(2 * NBYTES, dtype=torch.uint8) for _ in range(2)]
     begun = time.monotonic()
     works = [
-        link.start_all_gather(t, r, c) for t, r, c in zip(tensors, recvs, (Channel.FIRST, Channel.SECOND), strict=True)
+        link.start_all_gather(t, r, c)
+        for t, r, c in zip(tensors, recvs, (Channel.FIRST, Channel.SECOND), strict=True)
     ]
     works[0].wait(30)
     first = time.monotonic() - begun
@@ -77,11 +81,15 @@ def test_averages_are_those_of_the_communicator_beneath():
 def test_a_silent_peer_times_out():
     comms = LocalCommunicator.group(2)
     recv = torch.empty(20, dtype=torch.uint8)
-    work = LinkCommunicator(comms[0], bits_per_s=1e9).start_all_gather(recv[:10], recv, Channel.FIRST)
+    work = LinkCommunicator(comms[0], bits_per_s=1e9).start_all_gather(
+        recv[:10], recv, Channel.FIRST
+    )
     with pytest.raises(TimeoutError):
         work.wait(0.2)
     for bits_per_s in (1.0, 5e-324):
-        work = LinkCommunicator(comms[0], bits_per_s=bits_per_s).start_all_gather(recv[:10], recv, Channel.SECOND)
+        work = LinkCommunicator(comms[0], bits_per_s=bits_per_s).start_all_gather(
+            recv[:10], recv, Channel.SECOND
+        )
         with pytest.raises(TimeoutError, match="not sent"):
             work.wait(0.1)
         assert not work.is_done()
@@ -92,7 +100,8 @@ def test_closing_ends_what_is_under_way(end):
     link = LinkCommunicator(LocalCommunicator.group(2)[0], bits_per_s=1.0)
     recv = torch.empty(20, dtype=torch.uint8)
     works = [
-        link.start_all_gather(recv[:10], recv, channel) for channel in (Channel.FIRST, Channel.FIRST, Channel.SECOND)
+        link.start_all_gather(recv[:10], recv, channel)
+        for channel in (Channel.FIRST, Channel.FIRST, Channel.SECOND)
     ]
     threading.Timer(0.2, getattr(link, end)).start()
     begun = time.monotonic()
@@ -112,13 +121,16 @@ def test_no_process_waits_for_a_slow_link():
         from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator
         comm = LocalCommunicator.group(2)[0]
         recv = torch.empty(20, dtype=torch.uint8)
-        work = LinkCommunicator(comm, bits_per_s=0.1).start_all_gather(recv[:10], recv, Channel.FIRST)
+        link = LinkCommunicator(comm, bits_per_s=0.1)
+        work = link.start_all_gather(recv[:10], recv, Channel.FIRST)
         try:
             work.wait(0.1)
         except TimeoutError:
             print("not sent")
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout == "not sent\n", done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Local steps: DiLoCo and LocalSGD by their formulas, the same bits everywhere, commits on all ranks or on none, resumes anywhere."""
+"""Local steps: DiLoCo and LocalSGD by their formulas, the same bits everywhere, commits on all
+ranks or on none, resumes anywhere.
+"""
 
 import contextlib
 import copy
@@ -120,7 +122,10 @@ def simulate(world, steps, h, *, fragments=1, delay=0, alpha=0.5, outer=None):
         while due and due[0][0] == step:
             apply(*due.pop(0)[1:])
         for k in turns.take():
-            changes = [[anchors[at].detach() - list(m.parameters())[at].detach() for at in parts[k]] for m in models]
+            changes = [
+                [anchors[at].detach() - list(m.parameters())[at].detach() for at in parts[k]]
+                for m in models
+            ]
             means = [torch.stack(each).sum(0) / world for each in zip(*changes, strict=True)]
             due.append((step + delay, k, means))
             if not delay:
@@ -128,14 +133,22 @@ def simulate(world, steps, h, *, fragments=1, delay=0, alpha=0.5, outer=None):
     return [weights(m) for m in models], [a.detach() for a in anchors]
 
 
-# ---- what is computed ------------------------------------------------------------------------------------------------
+# ---- what is computed
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("h", "fragments", "delay"), [(4, 1, 0), (4, 3, 0), (1, 1, 0), (5, 2, 3), (6, 1, 2), (4, 4, 3)])
+@pytest.mark.parametrize(
+    ("h", "fragments", "delay"), [(4, 1, 0), (4, 3, 0), (1, 1, 0), (5, 2, 3), (6, 1, 2), (4, 4, 3)]
+)
 def test_diloco_is_its_formula(world, h, fragments, delay):
     wanted, anchors = simulate(world, 17, h, fragments=fragments, delay=delay, alpha=0.25)
-    found = run_local(world, lambda comm: train(comm, "identity", 17, sync_every=h, fragments=fragments, delay=delay, alpha=0.25))
+    found = run_local(
+        world,
+        lambda comm: train(
+            comm, "identity", 17, sync_every=h, fragments=fragments, delay=delay, alpha=0.25
+        ),
+    )
     for rank in range(world):
         for got, expected in zip(found[rank][0], wanted[rank], strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
@@ -160,15 +173,24 @@ def test_momentum_at_the_owners_is_the_same_formula(world, nesterov):
 def test_every_rank_keeps_its_share_of_the_outer_state():
     def rank(comm):
         model = fresh()
-        local = DiLoCo(model, sgd(model), "block4", comm, sync_every=1, shard_outer=True, min_numel=0)
+        local = DiLoCo(
+            model, sgd(model), "block4", comm, sync_every=1, shard_outer=True, min_numel=0
+        )
         local.step()
         (state,) = local.state_dict()["fragments"]
         local.close()
-        return sum(t.numel() for t in state["averager"]["transform_state"].values()), state["outer"]["state"]
+        return (
+            sum(t.numel() for t in state["averager"]["transform_state"].values()),
+            state["outer"]["state"],
+        )
 
     shares = run_local(3, rank)
-    assert sum(n for n, _ in shares) == sum(p.numel() for p in MODEL.parameters()) and max(n for n, _ in shares) < 0.5 * sum(n for n, _ in shares)
-    assert [{k: v for k, v in one.items() if v.get("momentum_buffer") is not None} for _, one in shares] == [{}] * 3
+    assert sum(n for n, _ in shares) == sum(p.numel() for p in MODEL.parameters()) and max(
+        n for n, _ in shares
+    ) < 0.5 * sum(n for n, _ in shares)
+    assert [
+        {k: v for k, v in one.items() if v.get("momentum_buffer") is not None} for _, one in shares
+    ] == [{}] * 3
 
 
 def test_local_sgd_is_the_mean():
@@ -184,10 +206,15 @@ def packed(comm, codec, fragments, shard_outer):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(("codec", "fragments", "shard_outer"), [
-    (codec, fragments, shares) for codec in ("ternary", "terngrad", "onebit", "block2", "block4", "topk")
-    for fragments, shares in ((1, False), (2, False), (2, True)) if not (shares and codec == "topk")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codec", "fragments", "shard_outer"),
+    [
+        (codec, fragments, shares)
+        for codec in ("ternary", "terngrad", "onebit", "block2", "block4", "topk")
+        for fragments, shares in ((1, False), (2, False), (2, True))
+        if not (shares and codec == "topk")
+    ],
+)
 def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments, shard_outer):
     found = over(world, packed, codec, fragments, shard_outer)
     assert all(bits(one[1]) == bits(found[0][1]) for one in found)
@@ -197,7 +224,9 @@ def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments
 
 
 def test_two_savings_multiply():
-    """Against an fp32 ring every step: 30 local steps of 2 bits 470 times fewer bytes, of 1 bit 900 times, of the largest 5,500."""
+    """Against an fp32 ring every step: 30 local steps of 2 bits 470 times fewer bytes, of 1 bit
+    900 times, of the largest 5,500.
+    """
 
     def rank(comm, codec):
         model = nn.Linear(1024, 1024, bias=False)
@@ -209,28 +238,48 @@ def test_two_savings_multiply():
                 model.weight.grad = torch.randn(1024, 1024)
                 optimizer.step()
             assert (local.inner_steps, local.syncs) == (60, 2)
-            return 30 * local.stats.baseline_bytes / (local.stats.bytes_sent + local.stats.setup_bytes)
+            return (
+                30 * local.stats.baseline_bytes / (local.stats.bytes_sent + local.stats.setup_bytes)
+            )
 
-    for world, codec, least in ((2, "terngrad", 470), (2, "onebit", 895), (2, "topk", 5500), (4, TernGrad(second_phase="block2"), 470), (4, "onebit", 895)):
+    for world, codec, least in (
+        (2, "terngrad", 470),
+        (2, "onebit", 895),
+        (2, "topk", 5500),
+        (4, TernGrad(second_phase="block2"), 470),
+        (4, "onebit", 895),
+    ):
         assert min(run_local(world, rank, codec)) >= least
 
 
 def test_top_k_loses_nothing_between_syncs():
-    """A rank's change and what it owed are what its payload says and what it owes now; and anchors move by all payloads' mean."""
+    """A rank's change and what it owed are what its payload says and what it owes now; and
+    anchors move by all payloads' mean.
+    """
 
     def rank(comm):
         model = nn.Linear(300, 331, bias=False)  # three scale groups and a bit
         with torch.no_grad():
             model.weight.zero_()
         optimizer, found = torch.optim.SGD(model.parameters(), lr=1.0), []
-        local = DiLoCo(model, optimizer, "topk", comm, sync_every=2, outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0))
+        local = DiLoCo(
+            model,
+            optimizer,
+            "topk",
+            comm,
+            sync_every=2,
+            outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0),
+        )
         owed = torch.zeros(331 * 300)
         for step in range(8):
             generator = torch.Generator().manual_seed(10 * step + comm.rank)
             model.weight.grad = torch.randn(331, 300, generator=generator)
             optimizer.step()
-            (_, anchor), = local._fragments[0].anchors
-            before, change = anchor.detach().clone(), (anchor.detach() - model.weight.detach()).flatten()
+            ((_, anchor),) = local._fragments[0].anchors
+            before, change = (
+                anchor.detach().clone(),
+                (anchor.detach() - model.weight.detach()).flatten(),
+            )
             local.step()
             if step % 2:
                 (left,) = local.state_dict()["fragments"][0]["averager"]["residual"].values()
@@ -255,7 +304,9 @@ def test_top_k_has_no_owners_of_means():
 
 
 def test_start_averages_gradients_every_step():
-    """Until `start_step` ranks hold the same bits after every step, as under DDP; then they part."""
+    """Until `start_step` ranks hold the same bits after every step, as under DDP; then they
+    part.
+    """
 
     def rank(comm):
         model = fresh()
@@ -285,7 +336,9 @@ def test_start_averages_gradients_every_step():
             (nn.functional.cross_entropy(alone(x), y) / 2).backward()
         optimizer.step()
     ours = torch.frombuffer(bytearray(one[3]), dtype=torch.float32)
-    torch.testing.assert_close(ours, torch.cat([p.detach().flatten() for p in alone.parameters()]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours, torch.cat([p.detach().flatten() for p in alone.parameters()]), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_split_weights_keep_their_lower_halves():
@@ -311,7 +364,8 @@ def test_split_weights_keep_their_lower_halves():
     assert (after - (a + b) / 2).abs().max() < 1e-7 < (a - b).abs().min()
 
 
-# ---- turns -----------------------------------------------------------------------------------------------------------
+# ---- turns
+# --------------------------------------------------------------------------------------------------
 
 
 def test_turns_lie_apart_and_a_schedule_changes_their_length():
@@ -325,17 +379,22 @@ def test_turns_lie_apart_and_a_schedule_changes_their_length():
         [late.take() for _ in range(4)]
 
 
-@pytest.mark.parametrize("sizes", [[5], [1, 1, 1, 1], [100, 1, 1], [1, 1, 100], [3, 3, 3, 3, 3, 3], [0, 0, 7]])
+@pytest.mark.parametrize(
+    "sizes", [[5], [1, 1, 1, 1], [100, 1, 1], [1, 1, 100], [3, 3, 3, 3, 3, 3], [0, 0, 7]]
+)
 def test_fragments_are_all_of_the_tensors_in_order(sizes):
     for count in range(1, len(sizes) + 1):
         parts = cut(sizes, count)
-        assert [i for part in parts for i in part] == list(range(len(sizes))) and all(len(p) for p in parts)
+        assert [i for part in parts for i in part] == list(range(len(sizes))) and all(
+            len(p) for p in parts
+        )
     assert [len(p) for p in cut([3] * 6, 3)] == [2, 2, 2]
     with pytest.raises(ValueError, match="9 fragments of"):
         cut(sizes, 9)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 def part_of(comm, codec, options, first, steps, saved):
@@ -356,12 +415,20 @@ def part_of(comm, codec, options, first, steps, saved):
     return state, bits(model.parameters())
 
 
-@pytest.mark.parametrize(("codec", "options"), [
-    (codec, options) for codec in ("ternary", "terngrad", "onebit", "block2", "topk") for options in (
-        {"sync_every": 5}, {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3}, {"sync_every": 4, "start_step": 6},
-        {"sync_every": 5, "shard_outer": True},
-    ) if not (codec == "topk" and "shard_outer" in options)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [
+        (codec, options)
+        for codec in ("ternary", "terngrad", "onebit", "block2", "topk")
+        for options in (
+            {"sync_every": 5},
+            {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3},
+            {"sync_every": 4, "start_step": 6},
+            {"sync_every": 5, "shard_outer": True},
+        )
+        if not (codec == "topk" and "shard_outer" in options)
+    ],
+)
 def test_a_run_goes_on_bit_for_bit_wherever_it_was(codec, options):
     whole = run_local(2, part_of, codec, options, 0, 21, None)
     for middle in (2, 7, 12, 13):
@@ -387,13 +454,18 @@ def test_other_numbers_of_ranks_go_on_from_the_anchors(options):
         return bits(loaded), bits(model.parameters()), local.syncs
 
     one, two = run_local(2, go_on)
-    assert one == two and one[0] == bits(saved[0]["fragments"][0]["anchors"].values()) and one[2] == 4
+    assert (
+        one == two and one[0] == bits(saved[0]["fragments"][0]["anchors"].values()) and one[2] == 4
+    )
 
 
 def changed(state, what):
     """Return a state of which something that every rank must hold alike is another run's."""
     state = copy.deepcopy(state)
-    fragment = next((one for one in state["fragments"] if what.split()[-1] in one["anchors"]), state["fragments"][0])
+    fragment = next(
+        (one for one in state["fragments"] if what.split()[-1] in one["anchors"]),
+        state["fragments"][0],
+    )
     if what == "parameter 2.bias":
         fragment["anchors"]["2.bias"][5] += 1e-3
     elif what == "outer momentum_buffer of 0.bias":
@@ -453,19 +525,28 @@ def loaded_wrongly(comm, what, live, options):
 LATE = {"sync_every": 6, "delay": 3, "alpha": 0.3}
 
 
-@pytest.mark.parametrize(("what", "live", "options"), [
-    ("parameter 2.bias", True, {"sync_every": 5}),
-    ("parameter 2.bias", False, {"sync_every": 6, "fragments": 2, "delay": 3}),
-    ("outer momentum_buffer of 0.bias", True, {"sync_every": 5}),
-    ("options of outer group 0", False, {"sync_every": 5}),
-    ("syncs", True, {"sync_every": 5}),
-    ("progress", True, {"sync_every": 5}),
-    ("second moment of 0.weight", True, {"sync_every": 5, "precondition": True}),
-    ("average of 4.bias", True, LATE),
-    ("loaded", True, {"sync_every": 4}),  # before the fourth sync: after the first, second, fourth all ranks compare anyway
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "live", "options"),
+    [
+        ("parameter 2.bias", True, {"sync_every": 5}),
+        ("parameter 2.bias", False, {"sync_every": 6, "fragments": 2, "delay": 3}),
+        ("outer momentum_buffer of 0.bias", True, {"sync_every": 5}),
+        ("options of outer group 0", False, {"sync_every": 5}),
+        ("syncs", True, {"sync_every": 5}),
+        ("progress", True, {"sync_every": 5}),
+        ("second moment of 0.weight", True, {"sync_every": 5, "precondition": True}),
+        ("average of 4.bias", True, LATE),
+        (
+            "loaded",
+            True,
+            {"sync_every": 4},
+        ),  # before the fourth sync: after the first, second, fourth all ranks compare anyway
+    ],
+)
 def test_what_one_rank_loads_wrongly_is_a_mismatch(over, what, live, options):
-    """Anchors and outer state are the same on all ranks: without a word, every sync after this one drove them apart."""
+    """Anchors and outer state are the same on all ranks: without a word, every sync after this
+    one drove them apart.
+    """
     for first, second, goes_on in over(2, loaded_wrongly, what, live, options):
         assert first == (None if what == "loaded" else (what, 1)), "check_replicas"
         # averages move the anchors before anything is exchanged again
@@ -495,7 +576,12 @@ def hidden_option(comm, hidden):
     optimizer = sgd(model)
     try:
         local = DiLoCo(
-            model, optimizer, "block4", comm, sync_every=2, outer_optimizer=lambda ps: Shrinking(ps, 1 - 0.1 * comm.rank, hidden)
+            model,
+            optimizer,
+            "block4",
+            comm,
+            sync_every=2,
+            outer_optimizer=lambda ps: Shrinking(ps, 1 - 0.1 * comm.rank, hidden),
         )
         for step in range(6):
             inner_step(model, optimizer, step, comm.rank)
@@ -526,16 +612,25 @@ def changed_live(comm, when):
     return None
 
 
-@pytest.mark.parametrize(("when", "found"), [
-    (1, ("options of outer group 0", 1)), (4, ("options of outer group 0", 4)), (5, ("parameter 0.weight", 8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("when", "found"),
+    [
+        (1, ("options of outer group 0", 1)),
+        (4, ("options of outer group 0", 4)),
+        (5, ("parameter 0.weight", 8)),
+    ],
+)
 def test_an_outer_rate_that_one_rank_changes_later_is_a_mismatch(when, found):
-    """State that is the same on all ranks was compared before the second sync, and never again: now after 1, 2, 4, 8 ... syncs."""
+    """State that is the same on all ranks was compared before the second sync, and never again:
+    now after 1, 2, 4, 8 ... syncs.
+    """
     assert run_local(2, changed_live, when) == [found] * 2
 
 
 def test_what_others_have_put_into_outer_groups_is_no_part_of_a_state():
-    """A scheduler's initial_lr in a state stayed, and from then on states without it were refused."""
+    """A scheduler's initial_lr in a state stayed, and from then on states without it were
+    refused.
+    """
     local = trained_alone()
     state = local.state_dict()
     before, foreign = exact(state), copy.deepcopy(state)
@@ -568,7 +663,9 @@ def test_states_of_other_models_are_refused():
 
 
 def trained_alone(kind=DiLoCo, **options):
-    """Return local steps of one rank after 8 inner steps, by default while the averages of the second sync are under way."""
+    """Return local steps of one rank after 8 inner steps, by default while the averages of the
+    second sync are under way.
+    """
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     optimizer = sgd(model)
@@ -605,69 +702,86 @@ def poisoned(tensor):
 FIRST, GROUP = ("fragments", 0), ("fragments", 0, "outer", "param_groups", 0)
 
 
-@pytest.mark.parametrize(("path", "value", "said"), [
-    (("inner_steps",), "6", "inner_steps '6'"),
-    (("inner_steps",), -1, "inner_steps -1"),
-    (("inner_steps",), 6.5, "inner_steps 6.5"),
-    (("inner_steps",), True, "inner_steps True"),
-    (("inner_steps",), 2**70, "inner_steps 1180591620717411303424"),
-    (("done",), 99, r"done 99, less than sync_every \(4\)"),
-    (("done",), "1", "done '1'"),
-    (("round",), -3, "round -3"),
-    (("round",), None, "round None"),
-    (("sync_every",), 5, "sync_every 5 in round 2, this has 4"),
-    (("under_way",), [[7, 9]], r"under_way \[\[7, 9\]\]"),
-    (("under_way",), [[-1, 9]], "under_way"),
-    (("under_way",), [[0, 8]], "inner step after 8"),
-    (("under_way",), [[0, 99]], "at most 12"),
-    (("under_way",), [[0, 9], [0, 10]], "fragment 0 twice"),
-    (("under_way",), [[0, "9"]], "'9'"),
-    (("under_way",), 5, "under_way 5"),
-    (("under_way",), LEFT_OUT, "no 'under_way'"),
-    (("kind",), ["DiLoCo"], "kind"),
-    (("version",), 1, "version 1"),
-    (("gradients",), {}, "gradients"),
-    (("fragments",), None, "None fragments"),
-    (FIRST, "x", "a fragment of this state is a dictionary, got 'x'"),
-    ((*FIRST, "syncs"), 1.5, "syncs 1.5"),
-    ((*FIRST, "syncs"), LEFT_OUT, "no 'syncs'"),
-    ((*FIRST, "anchors"), [1], r"anchors of a fragment is a dictionary, got \[1\]"),
-    ((*FIRST, "anchors", "2.bias"), LEFT_OUT, "'2.bias' is on one side only"),
-    ((*FIRST, "anchors", "2.bias"), poisoned, "anchor of '2.bias' holds NaN"),
-    ((*FIRST, "anchors", "2.bias"), torch.ones(50, dtype=torch.int64), r"\(50,\) torch.int64"),
-    ((*FIRST, "anchors", "2.bias"), torch.ones(50, dtype=torch.float64), "torch.float64"),
-    ((*FIRST, "anchors", "2.bias"), torch.ones(5, 10), r"\(5, 10\)"),
-    ((*FIRST, "anchors", "2.bias"), 3.0, "is 3.0 in this state"),
-    ((*FIRST, "anchors", "2.bias"), torch.ones(50, device="meta"), r"strided, meta\)"),
-    ((*FIRST, "anchors", "2.bias"), torch.ones(50).to_sparse(), r"sparse_coo, cpu\)"),
-    ((*FIRST, "averages"), {}, "without averages"),
-    (("under_way",), [], "averages of fragment 0, which is not under way"),
-    ((*FIRST, "averages"), None, "averages of a fragment is a dictionary"),
-    ((*FIRST, "averages", "0.bias"), poisoned, "average of '0.bias' holds NaN"),
-    ((*FIRST, "averages", "0.bias"), LEFT_OUT, "'0.bias' is on one side"),
-    ((*FIRST, "outer"), None, "got None"),
-    ((*FIRST, "outer", "state"), LEFT_OUT, "no 'state'"),
-    ((*FIRST, "outer", "param_groups"), [], r"groups of \[\] parameters, this has \[6\]"),
-    ((*GROUP, "params"), [0, 1, 2, 3, 4], r"groups of \[5\] parameters"),
-    ((*GROUP, "params"), [0, 1, 2, 3, 4, 9], r"params \[0, 1, 2, 3, 4, 9\]"),
-    ((*GROUP, "lr"), "0.7", "lr '0.7'"),
-    ((*GROUP, "lr"), NAN, "lr nan"),
-    ((*GROUP, "momentum"), LEFT_OUT, "no 'momentum'"),
-    ((*GROUP, "nesterov"), "yes", "nesterov 'yes'"),
-    ((*FIRST, "outer", "state", 0), LEFT_OUT, "has no '"),
-    ((*FIRST, "outer", "state", 77), {}, "of parameter 77"),
-    ((*FIRST, "outer", "state", 0), None, "got None"),
-    ((*FIRST, "outer", "state", 0, "momentum_buffer"), poisoned, "momentum_buffer of parameter 0 holds NaN"),
-    ((*FIRST, "outer", "state", 0, "momentum_buffer"), lambda old: old.double().fill_(1e39), "Inf in float32"),
-    ((*FIRST, "outer", "state", 0, "momentum_buffer"), lambda old: old.to_sparse(), "sparse_coo"),
-    ((*FIRST, "outer", "state", 0, "momentum_buffer"), torch.ones(3), r"shape \(3,\)"),
-    ((*FIRST, "averager"), None, "dictionary"),
-    ((*FIRST, "averager", "step"), "2", "step '2'"),
-    ((*FIRST, "averager", "residual"), {"0.bias": torch.ones(64)}, "is on one side only"),
-    ((*FIRST, "averager", "residual"), LEFT_OUT, "no 'residual'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("inner_steps",), "6", "inner_steps '6'"),
+        (("inner_steps",), -1, "inner_steps -1"),
+        (("inner_steps",), 6.5, "inner_steps 6.5"),
+        (("inner_steps",), True, "inner_steps True"),
+        (("inner_steps",), 2**70, "inner_steps 1180591620717411303424"),
+        (("done",), 99, r"done 99, less than sync_every \(4\)"),
+        (("done",), "1", "done '1'"),
+        (("round",), -3, "round -3"),
+        (("round",), None, "round None"),
+        (("sync_every",), 5, "sync_every 5 in round 2, this has 4"),
+        (("under_way",), [[7, 9]], r"under_way \[\[7, 9\]\]"),
+        (("under_way",), [[-1, 9]], "under_way"),
+        (("under_way",), [[0, 8]], "inner step after 8"),
+        (("under_way",), [[0, 99]], "at most 12"),
+        (("under_way",), [[0, 9], [0, 10]], "fragment 0 twice"),
+        (("under_way",), [[0, "9"]], "'9'"),
+        (("under_way",), 5, "under_way 5"),
+        (("under_way",), LEFT_OUT, "no 'under_way'"),
+        (("kind",), ["DiLoCo"], "kind"),
+        (("version",), 1, "version 1"),
+        (("gradients",), {}, "gradients"),
+        (("fragments",), None, "None fragments"),
+        (FIRST, "x", "a fragment of this state is a dictionary, got 'x'"),
+        ((*FIRST, "syncs"), 1.5, "syncs 1.5"),
+        ((*FIRST, "syncs"), LEFT_OUT, "no 'syncs'"),
+        ((*FIRST, "anchors"), [1], r"anchors of a fragment is a dictionary, got \[1\]"),
+        ((*FIRST, "anchors", "2.bias"), LEFT_OUT, "'2.bias' is on one side only"),
+        ((*FIRST, "anchors", "2.bias"), poisoned, "anchor of '2.bias' holds NaN"),
+        ((*FIRST, "anchors", "2.bias"), torch.ones(50, dtype=torch.int64), r"\(50,\) torch.int64"),
+        ((*FIRST, "anchors", "2.bias"), torch.ones(50, dtype=torch.float64), "torch.float64"),
+        ((*FIRST, "anchors", "2.bias"), torch.ones(5, 10), r"\(5, 10\)"),
+        ((*FIRST, "anchors", "2.bias"), 3.0, "is 3.0 in this state"),
+        ((*FIRST, "anchors", "2.bias"), torch.ones(50, device="meta"), r"strided, meta\)"),
+        ((*FIRST, "anchors", "2.bias"), torch.ones(50).to_sparse(), r"sparse_coo, cpu\)"),
+        ((*FIRST, "averages"), {}, "without averages"),
+        (("under_way",), [], "averages of fragment 0, which is not under way"),
+        ((*FIRST, "averages"), None, "averages of a fragment is a dictionary"),
+        ((*FIRST, "averages", "0.bias"), poisoned, "average of '0.bias' holds NaN"),
+        ((*FIRST, "averages", "0.bias"), LEFT_OUT, "'0.bias' is on one side"),
+        ((*FIRST, "outer"), None, "got None"),
+        ((*FIRST, "outer", "state"), LEFT_OUT, "no 'state'"),
+        ((*FIRST, "outer", "param_groups"), [], r"groups of \[\] parameters, this has \[6\]"),
+        ((*GROUP, "params"), [0, 1, 2, 3, 4], r"groups of \[5\] parameters"),
+        ((*GROUP, "params"), [0, 1, 2, 3, 4, 9], r"params \[0, 1, 2, 3, 4, 9\]"),
+        ((*GROUP, "lr"), "0.7", "lr '0.7'"),
+        ((*GROUP, "lr"), NAN, "lr nan"),
+        ((*GROUP, "momentum"), LEFT_OUT, "no 'momentum'"),
+        ((*GROUP, "nesterov"), "yes", "nesterov 'yes'"),
+        ((*FIRST, "outer", "state", 0), LEFT_OUT, "has no '"),
+        ((*FIRST, "outer", "state", 77), {}, "of parameter 77"),
+        ((*FIRST, "outer", "state", 0), None, "got None"),
+        (
+            (*FIRST, "outer", "state", 0, "momentum_buffer"),
+            poisoned,
+            "momentum_buffer of parameter 0 holds NaN",
+        ),
+        (
+            (*FIRST, "outer", "state", 0, "momentum_buffer"),
+            lambda old: old.double().fill_(1e39),
+            "Inf in float32",
+        ),
+        (
+            (*FIRST, "outer", "state", 0, "momentum_buffer"),
+            lambda old: old.to_sparse(),
+            "sparse_coo",
+        ),
+        ((*FIRST, "outer", "state", 0, "momentum_buffer"), torch.ones(3), r"shape \(3,\)"),
+        ((*FIRST, "averager"), None, "dictionary"),
+        ((*FIRST, "averager", "step"), "2", "step '2'"),
+        ((*FIRST, "averager", "residual"), {"0.bias": torch.ones(64)}, "is on one side only"),
+        ((*FIRST, "averager", "residual"), LEFT_OUT, "no 'residual'"),
+    ],
+)
 def test_values_that_no_state_has_are_refused_before_anything_is_written(path, value, said):
-    """Half of them were taken (and `state_dict()` raised IndexError from then on), others raised KeyError half-way."""
+    """Half of them were taken (and `state_dict()` raised IndexError from then on), others raised
+    KeyError half-way.
+    """
     local = trained_alone()
     state = local.state_dict()
     before = exact(state)
@@ -683,17 +797,30 @@ def test_values_that_no_state_has_are_refused_before_anything_is_written(path, v
 
 def paths_of(state, here=()):
     """Yield the path of every value of a nested state."""
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    items = (
+        state.items()
+        if isinstance(state, dict)
+        else enumerate(state)
+        if isinstance(state, list)
+        else ()
+    )
     for key, value in items:
         yield (*here, key)
         yield from paths_of(value, (*here, key))
 
 
-@pytest.mark.parametrize("options", [
-    {"fragments": 2}, {"start_step": 12, "delay": 0}, {"outer_optimizer": lambda ps: torch.optim.AdamW(ps, lr=0.1), "delay": 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fragments": 2},
+        {"start_step": 12, "delay": 0},
+        {"outer_optimizer": lambda ps: torch.optim.AdamW(ps, lr=0.1), "delay": 1},
+    ],
+)
 def test_any_value_of_a_state_replaced_is_refused_or_harmless(options):
-    """Whatever a state's values are, loading raises ValueError and changes nothing, or `state_dict()` goes on."""
+    """Whatever a state's values are, loading raises ValueError and changes nothing, or
+    `state_dict()` goes on.
+    """
     local = trained_alone(**options)
     state = local.state_dict()
     before, refused = exact(state), 0
@@ -712,18 +839,36 @@ def test_any_value_of_a_state_replaced_is_refused_or_harmless(options):
     local.close()
 
 
-# ---- the bad day -----------------------------------------------------------------------------------------------------
+# ---- the bad day
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize(("codec", "shard_outer"), [
-    *((codec, shares) for codec in ("terngrad", "onebit", "identity") for shares in (False, True)), ("topk", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codec", "shard_outer"),
+    [
+        *(
+            (codec, shares)
+            for codec in ("terngrad", "onebit", "identity")
+            for shares in (False, True)
+        ),
+        ("topk", False),
+    ],
+)
 def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_outer):
     def rank(comm):
         model = fresh()
         optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, codec, comm, sync_every=3, delay=delay, min_numel=0, shard_outer=shard_outer)
+        local = DiLoCo(
+            model,
+            optimizer,
+            codec,
+            comm,
+            sync_every=3,
+            delay=delay,
+            min_numel=0,
+            shard_outer=shard_outer,
+        )
         for step in range(3 + delay):
             inner_step(model, optimizer, step, comm.rank)
             local.step()
@@ -748,7 +893,11 @@ def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_o
             inner_step(model, optimizer, step, comm.rank)
             local.step()
         local.close()
-        return caught, bits(local._fragments[0].optimizer.param_groups[0]["params"]), torch.isfinite(model[2].weight).all().item()
+        return (
+            caught,
+            bits(local._fragments[0].optimizer.param_groups[0]["params"]),
+            torch.isfinite(model[2].weight).all().item(),
+        )
 
     one, two = run_local(2, rank)
     assert one[0].names == [] and "on another rank" in str(one[0]) and "2.weight" in two[0].names
@@ -781,18 +930,29 @@ def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
     assert run_local(2, rank) == [True, True]
 
 
-@pytest.mark.parametrize(("field", "mine", "theirs"), [
-    ("sync_every", {"sync_every": 4}, {"sync_every": 5}),
-    ("sync_every", {"sync_every": lambda n: 4}, {"sync_every": lambda n: 4 + n}),
-    ("fragments", {"fragments": 1}, {"fragments": 2}),
-    ("delay", {"delay": 1}, {"delay": 2}),
-    ("alpha", {"alpha": 0.5}, {"alpha": 0.25}),
-    ("codec", {"codec": "terngrad"}, {"codec": "onebit"}),
-    ("start_step", {"start_step": 0}, {"start_step": 3}),
-    ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=0.5)}),
-    ("shard_outer", {}, {"shard_outer": True}),
-    ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD([{"params": ps, "lr": 0.1}], 0.7, 0.9, nesterov=True)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "mine", "theirs"),
+    [
+        ("sync_every", {"sync_every": 4}, {"sync_every": 5}),
+        ("sync_every", {"sync_every": lambda n: 4}, {"sync_every": lambda n: 4 + n}),
+        ("fragments", {"fragments": 1}, {"fragments": 2}),
+        ("delay", {"delay": 1}, {"delay": 2}),
+        ("alpha", {"alpha": 0.5}, {"alpha": 0.25}),
+        ("codec", {"codec": "terngrad"}, {"codec": "onebit"}),
+        ("start_step", {"start_step": 0}, {"start_step": 3}),
+        ("outer_optimizer", {}, {"outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=0.5)}),
+        ("shard_outer", {}, {"shard_outer": True}),
+        (
+            "outer_optimizer",
+            {},
+            {
+                "outer_optimizer": lambda ps: torch.optim.SGD(
+                    [{"params": ps, "lr": 0.1}], 0.7, 0.9, nesterov=True
+                )
+            },
+        ),
+    ],
+)
 def test_ranks_with_other_settings_are_told_apart(field, mine, theirs):
     def rank(comm):
         given = {"codec": "terngrad", "sync_every": 4} | (theirs if comm.rank else mine)
@@ -828,26 +988,63 @@ def test_models_that_differ_are_named():
     assert run_local(2, rank) == [True, True]
 
 
-@pytest.mark.parametrize(("options", "error", "said"), [
-    ({"sync_every": 0}, ValueError, "at least 1, got 0"),
-    ({"sync_every": 2.5}, ValueError, "got 2.5"),
-    ({"sync_every": 4, "fragments": 0}, ValueError, "fragments must be"),
-    ({"sync_every": 4, "fragments": 5}, ValueError, "5 fragments need"),
-    ({"sync_every": 9, "fragments": 7}, ValueError, "7 fragments of 6 tensors"),
-    ({"sync_every": 4, "delay": 4}, ValueError, "less than sync_every, got 4"),
-    ({"sync_every": 4, "delay": -1}, ValueError, "got -1"),
-    ({"sync_every": 4, "alpha": 1.5}, ValueError, "alpha"),
-    ({"sync_every": 4, "grad_scaler": torch.amp.GradScaler("cpu")}, ValueError, "grad_scaler"),
-    ({"sync_every": 4, "start_codec": "block4"}, ValueError, "start_codec"),
-    ({"sync_every": 4, "shard_outer": True, "outer_optimizer": torch.optim.Adam}, ValueError, "shares out the momentum of torch.optim.SGD"),
-    ({"sync_every": 4, "shard_outer": True, "outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=1.0, weight_decay=0.1)}, ValueError, "this is SGD"),
-    ({"sync_every": 4, "shard_outer": True, "exchange": "all_gather"}, ValueError, "shard_outer needs exchange='auto' or 'reduce_scatter'"),
-    ({"sync_every": 4, "shard_outer": True, "exchange": "hierarchical"}, ValueError, "got 'hierarchical'"),
-    ({"sync_every": 4, "shard_outer": True, "outer_optimizer": lambda ps: torch.optim.SGD(
-        [{"params": ps[:1], "lr": 0.1}, {"params": ps[1:]}] if len(ps) > 1 else ps, lr=0.7)}, ValueError, "the same for all anchors"),
-    ({"sync_every": 4, "shard_outer": True, "precondition": True}, ValueError, "precondition does not go with"),
-    ({"sync_evry": 4, "sync_every": 4}, TypeError, "sync_evry"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"sync_every": 0}, ValueError, "at least 1, got 0"),
+        ({"sync_every": 2.5}, ValueError, "got 2.5"),
+        ({"sync_every": 4, "fragments": 0}, ValueError, "fragments must be"),
+        ({"sync_every": 4, "fragments": 5}, ValueError, "5 fragments need"),
+        ({"sync_every": 9, "fragments": 7}, ValueError, "7 fragments of 6 tensors"),
+        ({"sync_every": 4, "delay": 4}, ValueError, "less than sync_every, got 4"),
+        ({"sync_every": 4, "delay": -1}, ValueError, "got -1"),
+        ({"sync_every": 4, "alpha": 1.5}, ValueError, "alpha"),
+        ({"sync_every": 4, "grad_scaler": torch.amp.GradScaler("cpu")}, ValueError, "grad_scaler"),
+        ({"sync_every": 4, "start_codec": "block4"}, ValueError, "start_codec"),
+        (
+            {"sync_every": 4, "shard_outer": True, "outer_optimizer": torch.optim.Adam},
+            ValueError,
+            "shares out the momentum of torch.optim.SGD",
+        ),
+        (
+            {
+                "sync_every": 4,
+                "shard_outer": True,
+                "outer_optimizer": lambda ps: torch.optim.SGD(ps, lr=1.0, weight_decay=0.1),
+            },
+            ValueError,
+            "this is SGD",
+        ),
+        (
+            {"sync_every": 4, "shard_outer": True, "exchange": "all_gather"},
+            ValueError,
+            "shard_outer needs exchange='auto' or 'reduce_scatter'",
+        ),
+        (
+            {"sync_every": 4, "shard_outer": True, "exchange": "hierarchical"},
+            ValueError,
+            "got 'hierarchical'",
+        ),
+        (
+            {
+                "sync_every": 4,
+                "shard_outer": True,
+                "outer_optimizer": lambda ps: torch.optim.SGD(
+                    [{"params": ps[:1], "lr": 0.1}, {"params": ps[1:]}] if len(ps) > 1 else ps,
+                    lr=0.7,
+                ),
+            },
+            ValueError,
+            "the same for all anchors",
+        ),
+        (
+            {"sync_every": 4, "shard_outer": True, "precondition": True},
+            ValueError,
+            "precondition does not go with",
+        ),
+        ({"sync_evry": 4, "sync_every": 4}, TypeError, "sync_evry"),
+    ],
+)
 def test_wrong_arguments_are_named(options, error, said):
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
@@ -894,7 +1091,9 @@ def test_parameters_that_take_no_part_are_named():
 
 
 def test_a_start_that_is_interrupted_goes_on_from_where_it_was():
-    """`restore` in the start phase keeps its weights, a list of its states has them; a batch averaged twice counts once."""
+    """`restore` in the start phase keeps its weights, a list of its states has them; a batch
+    averaged twice counts once.
+    """
 
     def rank(comm, saved):
         model = fresh()
@@ -936,7 +1135,9 @@ def test_an_exchange_that_fails_behind_steps_is_not_half_there():
     def rank(comm):
         model = fresh()
         optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=4, delay=2, min_numel=0, timeout_s=60.0)
+        local = DiLoCo(
+            model, optimizer, "onebit", comm, sync_every=4, delay=2, min_numel=0, timeout_s=60.0
+        )
         for step in range(6):
             inner_step(model, optimizer, step, comm.rank)
             local.step()
@@ -952,7 +1153,11 @@ def test_an_exchange_that_fails_behind_steps_is_not_half_there():
                 caught.append(type(error))
         assert len(caught) >= 2 and set(caught) == {PeerLost}
         state = local.state_dict()
-        assert state["under_way"] == [] and state["fragments"][0]["averages"] == {} and state["fragments"][0]["syncs"] == 1
+        assert (
+            state["under_way"] == []
+            and state["fragments"][0]["averages"] == {}
+            and state["fragments"][0]["syncs"] == 1
+        )
         local.close()
         return True
 
@@ -987,7 +1192,14 @@ def test_rounding_to_bf16_is_no_change():
     with torch.no_grad():
         model.weight.fill_(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    local = DiLoCo(model, optimizer, "identity", comm, sync_every=1, outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=0.3))
+    local = DiLoCo(
+        model,
+        optimizer,
+        "identity",
+        comm,
+        sync_every=1,
+        outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=0.3),
+    )
     with torch.no_grad():
         model.weight.sub_(2**-7)
     local.step()
@@ -1016,14 +1228,18 @@ def test_steps_count_once_in_a_with_block():
 
 def pair(model, rest=torch.optim.AdamW):
     """Muon for matrices, or where torch has none momentum; something else for vectors."""
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) is wide] for wide in (True, False))
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.ndim == 2) is wide] for wide in (True, False)
+    )
     first = torch.optim.Muon if hasattr(torch.optim, "Muon") else torch.optim.SGD
     return [first(matrices, lr=0.02), rest(vectors, lr=0.01)]
 
 
 @pytest.mark.parametrize("rest", [torch.optim.AdamW, SplitSGD])
 def test_two_optimizers_share_a_model(rest):
-    """Which of them steps first does not matter, and gradients before start_step are averaged once, by the first."""
+    """Which of them steps first does not matter, and gradients before start_step are averaged
+    once, by the first.
+    """
 
     def run(comm, first, counts):
         model = fresh()
@@ -1031,7 +1247,11 @@ def test_two_optimizers_share_a_model(rest):
         local = DiLoCo(model, optimizers, "terngrad", comm, sync_every=2, start_step=2)
         with local if counts else contextlib.nullcontext():
             for step in range(6):
-                x = torch.randn(8, model[0].in_features, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+                x = torch.randn(
+                    8,
+                    model[0].in_features,
+                    generator=torch.Generator().manual_seed(10 * step + comm.rank),
+                )
                 model.zero_grad()
                 model(x).square().mean().backward()
                 for optimizer in optimizers if first == 0 else optimizers[::-1]:
@@ -1045,7 +1265,10 @@ def test_two_optimizers_share_a_model(rest):
         local.close()
         return [p.detach().clone() for p in model.parameters()]
 
-    found = [run_local(2, lambda comm, way=way: run(comm, *way)) for way in ((0, False), (1, False), (0, True), (1, True))]
+    found = [
+        run_local(2, lambda comm, way=way: run(comm, *way))
+        for way in ((0, False), (1, False), (0, True), (1, True))
+    ]
     for one in found:
         assert all(torch.equal(a, b) for a, b in zip(one[0], found[0][1], strict=True))
 
@@ -1054,7 +1277,11 @@ def test_inner_optimizers_that_are_refused():
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     optimizer = sgd(model)
-    for wrong, words in (([], "several different ones"), ([optimizer, optimizer], "different"), ([optimizer, sgd(fresh())], "no parameter of this model")):
+    for wrong, words in (
+        ([], "several different ones"),
+        ([optimizer, optimizer], "different"),
+        ([optimizer, sgd(fresh())], "no parameter of this model"),
+    ):
         with pytest.raises(ValueError, match=words):
             DiLoCo(model, wrong, "terngrad", comm, sync_every=2)
 
@@ -1094,7 +1321,12 @@ class Bare(Around):
     """As accelerate's: without what Optimizer.__init__ makes."""
 
     def __init__(self, inside):
-        self.inside, self.param_groups, self.state, self.defaults = inside, inside.param_groups, inside.state, {}
+        self.inside, self.param_groups, self.state, self.defaults = (
+            inside,
+            inside.param_groups,
+            inside.state,
+            {},
+        )
 
     def step(self, closure=None):  # of its own, as zero_grad: torch's makes a step one with hooks
         return self.inside.step(closure)
@@ -1133,7 +1365,11 @@ def test_optimizers_as_frameworks_wrap_them(kind, given, block):
 def test_an_optimizer_without_hooks_is_counted_by_who_calls_step():
     class Foreign:
         def __init__(self, inside):
-            self.param_groups, self.state, self._step = inside.param_groups, inside.state, inside.step
+            self.param_groups, self.state, self._step = (
+                inside.param_groups,
+                inside.state,
+                inside.step,
+            )
             self.zero_grad = inside.zero_grad
 
         def step(self):
@@ -1143,7 +1379,9 @@ def test_an_optimizer_without_hooks_is_counted_by_who_calls_step():
     model = fresh()
     optimizer = Foreign(sgd(model))
     local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=2)
-    with pytest.raises(TypeError, match=r"steps of Foreign cannot be counted.*call step\(\) after each"):
+    with pytest.raises(
+        TypeError, match=r"steps of Foreign cannot be counted.*call step\(\) after each"
+    ):
         local.__enter__()
     for step in range(2):
         inner_step(model, optimizer, step, 0)
@@ -1160,7 +1398,10 @@ def test_parameters_may_be_swapped_and_local_steps_forgotten_during_a_step():
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
     other = fresh()
     optimizer = sgd(other)
-    hooks = [register_optimizer_step_pre_hook(call) for call in (lambda *_: gc.collect() and None, lambda *_: None)]
+    hooks = [
+        register_optimizer_step_pre_hook(call)
+        for call in (lambda *_: gc.collect() and None, lambda *_: None)
+    ]
     gc.collect()  # models of earlier tests
     gc.disable()
     watching = len(watch._watchers)
@@ -1184,7 +1425,9 @@ def test_optimizers_that_follow_each_other_are_not_taken_for_one():
     steps._begun = None  # averages have come since
     for parameter in (one, two):
         parameter.grad = torch.ones_like(parameter)
-        steps.check(torch.optim.SGD([parameter], lr=0.1))  # at the place in memory of the one before
+        steps.check(
+            torch.optim.SGD([parameter], lr=0.1)
+        )  # at the place in memory of the one before
     assert not missed
 
 
@@ -1203,13 +1446,18 @@ def test_local_steps_that_are_dropped_watch_nobody():
 
 @pytest.mark.parametrize("itself", [True, False])
 def test_gradients_that_add_up_are_no_inner_steps(itself):
-    """A sync falls behind optimizer steps and never between minibatches; who calls `step` after each of those is told."""
+    """A sync falls behind optimizer steps and never between minibatches; who calls `step` after
+    each of those is told.
+    """
     (comm,) = LocalCommunicator.group(1)
     model = fresh()
     optimizer = sgd(model)
     local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=4)
     synced_at = []
-    with warnings.catch_warnings(record=True) as told, local if itself else contextlib.nullcontext():
+    with (
+        warnings.catch_warnings(record=True) as told,
+        local if itself else contextlib.nullcontext(),
+    ):
         warnings.simplefilter("always")
         for minibatch in range(48):
             before = local.syncs
@@ -1227,11 +1475,18 @@ def test_gradients_that_add_up_are_no_inner_steps(itself):
         assert local.inner_steps == 24 and synced_at == [7, 15, 23, 31, 39, 47] and not told
     else:
         (one,) = told
-        assert "called 16 times while the inner optimizer stepped 8 times: call it after optimizer.step()" in str(one.message) and one.filename == __file__
+        assert (
+            "called 16 times while the inner optimizer stepped 8 times: call it after"
+            " optimizer.step()"
+            in str(one.message)
+            and one.filename == __file__
+        )
 
 
 def test_a_rank_that_has_made_fewer_steps_is_waited_for_until_it_leaves():
-    """Syncs are paired by their number: who has skipped a step makes one more before the next one; who ends early is named at once."""
+    """Syncs are paired by their number: who has skipped a step makes one more before the next
+    one; who ends early is named at once.
+    """
 
     def rank(comm):
         model = fresh()
@@ -1259,7 +1514,9 @@ def test_a_rank_that_has_made_fewer_steps_is_waited_for_until_it_leaves():
 
 @pytest.mark.timed
 def test_a_sync_takes_little_more_than_its_exchange():
-    """What is around the exchange is a few passes over the weights: changes, the outer step, the copy back."""
+    """What is around the exchange is a few passes over the weights: changes, the outer step, the
+    copy back.
+    """
 
     def rank(comm):
         torch.set_num_threads(1)

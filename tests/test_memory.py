@@ -1,4 +1,6 @@
-"""Checkpoints of all ranks of a run, loaded by another number of ranks, and lists that are no such thing."""
+"""Checkpoints of all ranks of a run, loaded by another number of ranks, and lists that are no
+such thing.
+"""
 
 import copy
 
@@ -54,14 +56,23 @@ WRONG = {
     "another step": (lambda s: changed(s, 1, step=7), "not of one run: step"),
     "residual is none": (lambda s: changed(s, 1, residual=None), "residual holds NoneType"),
     "residual is text": (lambda s: changed(s, 1, residual={"w": "x"}), "residual holds str"),
-    "residual in float64": (lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"].double()}), "float32"),
-    "residual in int32": (lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"].int()}), "float32"),
+    "residual in float64": (
+        lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"].double()}),
+        "float32",
+    ),
+    "residual in int32": (
+        lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"].int()}),
+        "float32",
+    ),
     "residual gone": (lambda s: changed(s, 1, residual={}), "residual of rank 1 does not fit"),
     "residual of another shape": (
         lambda s: changed(s, 1, residual={"w": torch.zeros(9)}),
         "residual of rank 1 does not fit",
     ),
-    "residual is NaN": (lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"] * float("nan")}), "NaN or Inf"),
+    "residual is NaN": (
+        lambda s: changed(s, 1, residual={"w": s[1]["residual"]["w"] * float("nan")}),
+        "NaN or Inf",
+    ),
     "owner's residual gone": (lambda s: changed(s, 1, owner_residual={}), "owner_residual of 'w'"),
     "of another model": (lambda s: run_local(3, trained, (64, 16)), "'w'"),
 }
@@ -86,7 +97,9 @@ def test_ranks_that_own_nothing_have_states_too():
 
     def run(comm):
         m = copy.deepcopy(layer)
-        averager = GradientAverager(m.named_parameters(), "onebit", comm, transform=AggregateAdagrad(), timeout_s=20)
+        averager = GradientAverager(
+            m.named_parameters(), "onebit", comm, transform=AggregateAdagrad(), timeout_s=20
+        )
         for p in m.parameters():
             p.grad = torch.ones_like(p)
         averager.average()
@@ -94,7 +107,9 @@ def test_ranks_that_own_nothing_have_states_too():
 
     def load(comm, states):
         m = copy.deepcopy(layer)
-        averager = GradientAverager(m.named_parameters(), "onebit", comm, transform=AggregateAdagrad(), timeout_s=20)
+        averager = GradientAverager(
+            m.named_parameters(), "onebit", comm, transform=AggregateAdagrad(), timeout_s=20
+        )
         averager.load_state_dict(states)
         return averager.state_dict()["transform_state"]
 
@@ -117,7 +132,9 @@ def test_a_list_with_as_many_ranks_is_ones_own_state(states):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_single_rank_pays_what_the_others_owed(dtype):
-    """Promise 5: nothing is lost, whatever number of ranks goes on; NaN and a step thrown away leave the debt."""
+    """Promise 5: nothing is lost, whatever number of ranks goes on; NaN and a step thrown away
+    leave the debt.
+    """
 
     def run(comm):
         p = nn.Parameter(torch.zeros(64, 32, dtype=dtype))

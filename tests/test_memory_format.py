@@ -1,4 +1,6 @@
-"""Channels-last and transposed parameters: elements travel in the order in which they lie in memory."""
+"""Channels-last and transposed parameters: elements travel in the order in which they lie in
+memory.
+"""
 
 import contextlib
 import copy
@@ -25,7 +27,10 @@ LAST = torch.channels_last
         (torch.zeros(4, 3, 2, 5), ()),
         (torch.zeros(4, 3, 2, 5).to(memory_format=LAST), (0, 2, 3, 1)),
         (torch.zeros(1, 3, 2, 5).to(memory_format=LAST), (0, 2, 3, 1)),
-        (torch.zeros(4, 1, 2, 5).to(memory_format=LAST), ()),  # one channel: the same order in memory
+        (
+            torch.zeros(4, 1, 2, 5).to(memory_format=LAST),
+            (),
+        ),  # one channel: the same order in memory
         (torch.zeros(4, 3, 1, 1).to(memory_format=LAST), ()),
         (torch.zeros(3, 7).t(), (1, 0)),
         (torch.zeros(3, 1, 7).permute(2, 1, 0), (2, 0, 1)),
@@ -48,7 +53,9 @@ def test_order_in_memory(tensor, order):
 
 def convolutions(memory_format=torch.contiguous_format):
     torch.manual_seed(3)
-    net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3), nn.Flatten(), nn.Linear(64, 5))
+    net = nn.Sequential(
+        nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3), nn.Flatten(), nn.Linear(64, 5)
+    )
     return net.to(memory_format=memory_format)
 
 
@@ -56,7 +63,9 @@ MODELS = {"rows": convolutions(), "last": convolutions(LAST)}
 
 
 def averaged(comm, name, codec, exchange):
-    """Return averages of small whole numbers, whose sums are exact in any order, and the checkpoint."""
+    """Return averages of small whole numbers, whose sums are exact in any order, and the
+    checkpoint.
+    """
     net = copy.deepcopy(MODELS[name])
     averager = GradientAverager(net.named_parameters(), codec, comm, min_numel=0, exchange=exchange)
     with contextlib.closing(averager):
@@ -64,7 +73,9 @@ def averaged(comm, name, codec, exchange):
         for step in range(2):
             generator = torch.Generator().manual_seed(10 * step + comm.rank)
             for p in net.parameters():
-                p.grad = torch.empty_like(p).copy_(torch.randint(-8, 9, p.shape, generator=generator).float())
+                p.grad = torch.empty_like(p).copy_(
+                    torch.randint(-8, 9, p.shape, generator=generator).float()
+                )
             averager.average()
             assert all(p.grad.stride() == p.stride() for p in net.parameters())
             out += [p.grad.contiguous().view(-1).tolist() for p in net.parameters()]
@@ -78,7 +89,9 @@ def test_channels_last_is_averaged_as_the_contiguous_model(exchange):
 
 
 def test_a_row_is_the_same_row_in_channels_last():
-    """The first dimension is outermost in memory in both formats, so 1-bit groups are those of one output channel."""
+    """The first dimension is outermost in memory in both formats, so 1-bit groups are those of
+    one output channel.
+    """
     codec = OneBit(error_feedback=False)
     rows, last = (run_local(2, averaged, name, codec, "all_gather") for name in MODELS)
     assert rows[0][0] == last[0][0]
@@ -96,14 +109,18 @@ def transposed(comm, codec):
 def test_groups_of_a_transposed_weight_are_runs_of_memory():
     assert torch.equal(run_local(2, transposed, Identity())[0], torch.arange(1.0, 13).view(4, 3))
     means = run_local(2, transposed, OneBit(error_feedback=False))[0]
-    assert torch.equal(means, torch.tensor([5.5, 6.5, 7.5]).expand(4, 3))  # of columns, the outermost dimension here
+    assert torch.equal(
+        means, torch.tensor([5.5, 6.5, 7.5]).expand(4, 3)
+    )  # of columns, the outermost dimension here
 
 
 def test_checkpoints_keep_to_their_memory_format():
     (_, saved), _ = run_local(2, averaged, "last", OneBit(), "all_gather")
     comm = gradcomp.comm.LocalCommunicator.group(2)[0]
     same, other = (
-        GradientAverager(MODELS[name].named_parameters(), OneBit(), comm, min_numel=0, exchange="all_gather")
+        GradientAverager(
+            MODELS[name].named_parameters(), OneBit(), comm, min_numel=0, exchange="all_gather"
+        )
         for name in ("last", "rows")
     )
     same.load_state_dict(saved)
@@ -122,7 +139,11 @@ def test_ranks_with_other_formats_are_told():
 
 def reduced(comm, transpose):
     tensor = torch.arange(12.0).view(3, 4)
-    tensor = tensor.t() if transpose == "all" or (transpose == "one" and comm.rank) else tensor.view(4, 3)
+    tensor = (
+        tensor.t()
+        if transpose == "all" or (transpose == "one" and comm.rank)
+        else tensor.view(4, 3)
+    )
     return gradcomp.all_reduce(tensor * (comm.rank + 1), Identity(), comm)
 
 
@@ -132,7 +153,8 @@ def test_all_reduce_takes_tensors_that_fill_their_memory():
         run_local(2, reduced, "one")
 
 
-# ---- under DDP ---------------------------------------------------------------------------------------------------------
+# ---- under DDP
+# --------------------------------------------------------------------------------------------------
 
 
 def images(step):
@@ -149,7 +171,10 @@ def train(model, optimizer, steps=3, first=0):
 
 
 def under_ddp():
-    plain, packed = DDP(copy.deepcopy(MODELS["last"])), DDP(copy.deepcopy(MODELS["last"]), bucket_cap_mb=0.005)
+    plain, packed = (
+        DDP(copy.deepcopy(MODELS["last"])),
+        DDP(copy.deepcopy(MODELS["last"]), bucket_cap_mb=0.005),
+    )
     state = gradcomp.ddp.register(packed, Identity(), min_numel=0, exchange="all_gather")
     runs = [train(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (plain, packed)]
     state.check_replicas()
@@ -159,7 +184,9 @@ def under_ddp():
         model = copy.deepcopy(MODELS["last"])
         optimizer = SplitSGD(split_parameters(model), lr=0.1)
         model = DDP(model)
-        state = gradcomp.ddp.register(model, "terngrad", min_numel=0, optimizer=optimizer if optimize else None)
+        state = gradcomp.ddp.register(
+            model, "terngrad", min_numel=0, optimizer=optimizer if optimize else None
+        )
         fused.append(train(model, optimizer))
         model(images(9).bfloat16()).sum().backward()
         state.materialize_gradients()
@@ -169,7 +196,9 @@ def under_ddp():
 
 
 def test_channels_last_under_ddp_and_fused(gloo):
-    """Identity is stock DDP to the bit; updates from payloads are those from gradients, also where they are written out."""
+    """Identity is stock DDP to the bit; updates from payloads are those from gradients, also
+    where they are written out.
+    """
     assert gloo(2, under_ddp) == [[True, True]] * 2
 
 

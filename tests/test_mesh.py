@@ -40,7 +40,9 @@ def start():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     whole = Net()
-    model = parallelize_module(copy.deepcopy(whole), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = parallelize_module(
+        copy.deepcopy(whole), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     return mesh, model, whole
 
 
@@ -54,7 +56,9 @@ def loss(model, step, column):
 
 
 def against_the_expectation(codec, transform):
-    """Compare three steps with the reference, shard by shard, and the first gradients with those of a whole model."""
+    """Compare three steps with the reference, shard by shard, and the first gradients with those
+    of a whole model.
+    """
     mesh, model, whole = start()
     group, column = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
     averager = GradientAverager(
@@ -62,7 +66,10 @@ def against_the_expectation(codec, transform):
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = choose(codec, 2, owner_transform=transform is not None)
-    formulas = {name: Squares() if transform else (lambda mean: mean) for name, _ in model.named_parameters()}
+    formulas = {
+        name: Squares() if transform else (lambda mean: mean)
+        for name, _ in model.named_parameters()
+    }
     kept = {name: (None, None) for name in formulas}
     for step in range(3):
         optimizer.zero_grad()
@@ -111,8 +118,13 @@ class Squares:
 @pytest.mark.parametrize("codec", [Identity(), OneBit(), TernGrad()], ids=repr)
 def test_gradients_equal_the_exact_expectation(gloo, codec, transform):
     states = gloo(4, against_the_expectation, codec, transform)
-    assert states[0] == states[2] and states[1] == states[3], "columns of the mesh hold the same shards"
-    assert states[0]["up.weight"] != states[1]["up.weight"] and states[0]["head.bias"] == states[1]["head.bias"]
+    assert states[0] == states[2] and states[1] == states[3], (
+        "columns of the mesh hold the same shards"
+    )
+    assert (
+        states[0]["up.weight"] != states[1]["up.weight"]
+        and states[0]["head.bias"] == states[1]["head.bias"]
+    )
 
 
 def double_buffered():
@@ -141,7 +153,10 @@ def missing_and_wrong():
     if column == 0:
         model.up.weight.grad = None  # counts as zero, and comes back as a DTensor
     averager.average()
-    assert isinstance(model.up.weight.grad, DTensor) and model.up.weight.grad.placements == model.up.weight.placements
+    assert (
+        isinstance(model.up.weight.grad, DTensor)
+        and model.up.weight.grad.placements == model.up.weight.placements
+    )
     assert model.up.weight.grad.shape == (62, 48)
     model.up.weight.grad = model.up.weight.grad.redistribute(placements=[Replicate()])
     with pytest.raises(UnsupportedTensor, match="up.weight"):
@@ -170,7 +185,9 @@ def mismatch(call):
 
 def across_shards():
     _, model, _ = start()
-    averager = GradientAverager(model.named_parameters(), "onebit", TorchCommunicator(timeout_s=20), timeout_s=20)
+    averager = GradientAverager(
+        model.named_parameters(), "onebit", TorchCommunicator(timeout_s=20), timeout_s=20
+    )
     loss(model, 0, 0).backward()
     return mismatch(averager.average)
 
@@ -186,7 +203,9 @@ def other_cuts():
     group, column = mesh["dp"].get_group(), mesh["dp"].get_local_rank()
     shape = (32, 64) if column else (64, 32)
     p = nn.Parameter(DTensor.from_local(torch.zeros(shape), mesh["tp"], [Shard(1 - column)]))
-    averager = GradientAverager([("w", p)], "terngrad", TorchCommunicator(group, timeout_s=20), timeout_s=20)
+    averager = GradientAverager(
+        [("w", p)], "terngrad", TorchCommunicator(group, timeout_s=20), timeout_s=20
+    )
     p.grad = DTensor.from_local(torch.ones(shape), mesh["tp"], [Shard(1 - column)])
     return mismatch(averager.average)
 

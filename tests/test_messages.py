@@ -1,4 +1,6 @@
-"""Messages from rank to rank over every communicator: order, any source, sizes, and peers that go."""
+"""Messages from rank to rank over every communicator: order, any source, sizes, and peers that
+go.
+"""
 
 import asyncio
 import contextlib
@@ -32,7 +34,9 @@ def ping(comm, sizes):
     for _ in range((comm.world_size - 1) * len(sizes)):
         sender, message = comm.receive(20, max_nbytes=max(sizes))
         got[sender].append(message.numel())
-        works.append(comm.start_send(message.sum(dtype=torch.int64).view(1).view(torch.uint8), sender))
+        works.append(
+            comm.start_send(message.sum(dtype=torch.int64).view(1).view(torch.uint8), sender)
+        )
     for work in works:
         work.wait(20)
     comm.all_gather_bytes(b"end", 20)
@@ -106,7 +110,9 @@ def test_silence_is_a_timeout_and_can_be_waited_out(over):
 
 
 def one_goes(comm):
-    """Rank 2 gives up: the others are told once, and go on with each other. Each ends only when both have been told."""
+    """Rank 2 gives up: the others are told once, and go on with each other. Each ends only when
+    both have been told.
+    """
     comm.all_gather_bytes(b"begin", 20)
     if comm.rank == 2:
         comm.start_send(torch.zeros(1, dtype=torch.uint8), 0).wait(20)
@@ -117,7 +123,9 @@ def one_goes(comm):
     word = torch.ones(1, dtype=torch.uint8)
     comm.start_send(word, 1 - comm.rank).wait(20)
     heard = []
-    while len(heard) < 3:  # two words of the other, the second of which says that it was told, and the end of rank 2
+    while (
+        len(heard) < 3
+    ):  # two words of the other, the second of which says that it was told, and the end of rank 2
         try:
             heard.append(comm.receive(10, max_nbytes=1)[0])
         except RankGone as error:
@@ -136,7 +144,9 @@ def test_a_rank_that_gives_up_is_told_once_and_the_others_go_on(over):
 
 
 def in_pieces(comm):
-    """Rank 0 waits in slices far shorter than the message takes; a short one of another rank gets through meanwhile."""
+    """Rank 0 waits in slices far shorter than the message takes; a short one of another rank
+    gets through meanwhile.
+    """
     if comm.rank:
         size = 60_000_000 if comm.rank == 1 else 5
         comm.start_send(torch.full((size,), comm.rank, dtype=torch.uint8), 0).wait(60)
@@ -192,7 +202,8 @@ def test_a_message_to_nowhere_is_refused(over):
     assert over(2, nowhere) == [[True] * 3] * 2
 
 
-# ---- a mailbox: who may connect -----------------------------------------------------------------------------------------
+# ---- a mailbox: who may connect
+# -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -204,7 +215,10 @@ def nothing_left():
 
     def left():
         now = open_now()
-        return now[0] - before[0], now[1] - before[1]  # what an earlier test left may have gone meanwhile
+        return (
+            now[0] - before[0],
+            now[1] - before[1],
+        )  # what an earlier test left may have gone meanwhile
 
     before = open_now()
     yield
@@ -216,7 +230,9 @@ def nothing_left():
 
 
 def boxes(comm, work, change=lambda rank, cards: cards, timeout_s=20.0):
-    """Return work(mailbox, cards) of a rank; `change` sees, and may replace, the cards that it gets."""
+    """Return work(mailbox, cards) of a rank; `change` sees, and may replace, the cards that it
+    gets.
+    """
     seen = []
 
     def share(card):
@@ -238,7 +254,9 @@ def greetings(box, cards):
     return sorted(int(box.receive(20, None, 1)[1]) for _ in range(box._post.world_size - 1))
 
 
-@pytest.mark.parametrize(("interface", "address"), [("", "127.0.0.1"), ("lo", "127.0.0.1"), ("6", "::1")])
+@pytest.mark.parametrize(
+    ("interface", "address"), [("", "127.0.0.1"), ("lo", "127.0.0.1"), ("6", "::1")]
+)
 def test_ranks_of_one_host_listen_on_the_loopback_only(monkeypatch, interface, address):
     if interface == "6":
         if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
@@ -255,9 +273,13 @@ def test_ranks_of_several_hosts_listen_where_the_host_name_leads(monkeypatch):
     routes = {"here": ["127.0.1.1", "203.0.113.7"], "master": []}
     monkeypatch.setattr(addresses.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(
-        addresses.socket, "getaddrinfo", lambda host, port, type: [(0, 0, 0, "", (a, 0)) for a in routes[host]]
+        addresses.socket,
+        "getaddrinfo",
+        lambda host, port, type: [(0, 0, 0, "", (a, 0)) for a in routes[host]],
     )
-    with pytest.raises(OSError, match=r"'here' resolves to no address.*203.0.113.7: .*set GLOO_SOCKET_IFNAME"):
+    with pytest.raises(
+        OSError, match=r"'here' resolves to no address.*203.0.113.7: .*set GLOO_SOCKET_IFNAME"
+    ):
         addresses.listen(False, 1)  # not 0.0.0.0, and not the loopback, where nobody would come
     monkeypatch.setattr(addresses, "_is_public", lambda address: True)
     with addresses.listen(False, 1) as listener:
@@ -268,13 +290,23 @@ def test_an_interface_that_is_not_there_is_told_to_all_ranks(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none7")
     with nothing_left():
         for error in run_local(2, caught):
-            assert "rank 0 cannot listen" in error and "GLOO_SOCKET_IFNAME=none7: no such interface" in error
+            assert (
+                "rank 0 cannot listen" in error
+                and "GLOO_SOCKET_IFNAME=none7: no such interface" in error
+            )
 
 
 def caught(comm, change=lambda rank, cards: cards, patience_s=20.0):
-    """Return what a rank is told; the last one fails at once, the others when their patience ends."""
+    """Return what a rank is told; the last one fails at once, the others when their patience
+    ends.
+    """
     with pytest.raises(PeerLost) as error:
-        boxes(comm, lambda box, cards: None, change, 20.0 if comm.rank == comm.world_size - 1 else patience_s)
+        boxes(
+            comm,
+            lambda box, cards: None,
+            change,
+            20.0 if comm.rank == comm.world_size - 1 else patience_s,
+        )
     return str(error.value)
 
 
@@ -296,7 +328,9 @@ def test_a_rank_that_proves_nothing_is_refused(world, change):
 
 
 def among_strangers(comm):
-    """Before rank 1 connects to rank 0, three strangers do: silent, asking for a proof, sending what is no greeting."""
+    """Before rank 1 connects to rank 0, three strangers do: silent, asking for a proof, sending
+    what is no greeting.
+    """
     strangers = []
 
     def change(rank, cards):
@@ -372,7 +406,9 @@ def test_both_ends_prove_themselves_and_no_proof_serves_twice():
     assert asyncio.run(relayed(honest)) == (None, 1)
     for stranger in (mirror, wrong_key, wrong_rank, no_greeting):
         heard, end = asyncio.run(relayed(stranger))
-        assert not heard and isinstance(end, (handshake.Stranger, asyncio.IncompleteReadError)), stranger
+        assert not heard and isinstance(end, (handshake.Stranger, asyncio.IncompleteReadError)), (
+            stranger
+        )
     assert isinstance(asyncio.run(relayed(mirror))[1], handshake.Stranger)
 
 

@@ -1,4 +1,6 @@
-"""Optimizers whose momentum travels: what is sent, a variance that stands still, bad days, checkpoints, DDP, every transport."""
+"""Optimizers whose momentum travels: what is sent, a variance that stands still, bad days,
+checkpoints, DDP, every transport.
+"""
 
 import copy
 import io
@@ -15,24 +17,49 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp.ddp
-from gradcomp import Block, GradcompError, GradientAverager, Identity, OneBit, PeerMismatch, UnsupportedTensor
+from gradcomp import (
+    Block,
+    GradcompError,
+    GradientAverager,
+    Identity,
+    OneBit,
+    PeerMismatch,
+    UnsupportedTensor,
+)
 from gradcomp.amp import DynamicLossScaler
 from gradcomp.memory.momentum import Momentum
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
-from gradcomp.optim import OneBitAdam, OneBitLamb, SplitAdamW, SplitLAMB, ZeroOneAdam, fp32_state_dict, split_parameters
+from gradcomp.optim import (
+    OneBitAdam,
+    OneBitLamb,
+    SplitAdamW,
+    SplitLAMB,
+    ZeroOneAdam,
+    fp32_state_dict,
+    split_parameters,
+)
 from gradcomp.reference import optim as ref
 
 FREEZE = 4
 MAKE = {
-    "adam": lambda params, **more: OneBitAdam(params, **{"lr": 0.02, "weight_decay": 0.1, "freeze_step": FREEZE, **more}),
-    "zero-one": lambda params, **more: ZeroOneAdam(params, **{"lr": 0.02, "var_freeze_step": 9, "var_update_scaler": 2, **more}),
-    "lamb": lambda params, **more: OneBitLamb(params, **{"lr": 0.02, "freeze_step": FREEZE, **more}),
+    "adam": lambda params, **more: OneBitAdam(
+        params, **{"lr": 0.02, "weight_decay": 0.1, "freeze_step": FREEZE, **more}
+    ),
+    "zero-one": lambda params, **more: ZeroOneAdam(
+        params, **{"lr": 0.02, "var_freeze_step": 9, "var_update_scaler": 2, **more}
+    ),
+    "lamb": lambda params, **more: OneBitLamb(
+        params, **{"lr": 0.02, "freeze_step": FREEZE, **more}
+    ),
 }
 every_kind = pytest.mark.parametrize("kind", MAKE)
 
 
 def network():
-    net, generator = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 6)), torch.Generator().manual_seed(5)
+    net, generator = (
+        nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 6)),
+        torch.Generator().manual_seed(5),
+    )
     for p in net.parameters():  # torch's own generator belongs to all threads
         p.data.normal_(0.0, 0.2, generator=generator)
     return net
@@ -50,11 +77,23 @@ def backward(net, step, rank, scaled=lambda loss: loss):
     scaled((net(x).float() - y).square().mean()).backward()
 
 
-def train(comm, kind, codec, steps, options=None, wrap=lambda net: net.parameters(), first=0, state=None, **more):
+def train(
+    comm,
+    kind,
+    codec,
+    steps,
+    options=None,
+    wrap=lambda net: net.parameters(),
+    first=0,
+    state=None,
+    **more,
+):
     """Return weights, the optimizer and the averager after some steps."""
     net = network()
     optimizer = MAKE[kind](wrap(net), **more)
-    averager = GradientAverager(net, codec, comm, optimizer=optimizer, min_numel=0, **(options or {}))
+    averager = GradientAverager(
+        net, codec, comm, optimizer=optimizer, min_numel=0, **(options or {})
+    )
     if state is not None:
         net.load_state_dict(state[0])
         optimizer.load_state_dict(state[1])
@@ -72,10 +111,14 @@ def bits(net):
 
 
 def same(first, second):
-    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, second, strict=True))
+    return all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in zip(first, second, strict=True)
+    )
 
 
-# ---- what is sent ----------------------------------------------------------------------------------------------------
+# ---- what is sent
+# --------------------------------------------------------------------------------------------------
 
 
 class Source:
@@ -143,7 +186,9 @@ def test_uncompressed_momenta_train_as_gradients_do(kind, world):
 
 @every_kind
 @pytest.mark.parametrize("codec", [OneBit(), Block(4)], ids=repr)
-@pytest.mark.parametrize("options", [{}, {"precondition": True}, {"exchange": "all_gather"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"precondition": True}, {"exchange": "all_gather"}], ids=str
+)
 def test_replicas_stay_equal_and_momenta_arrive_as_they_are(kind, codec, options):
     def one(comm):
         net, optimizer, averager = train(comm, kind, codec, 9, options)
@@ -160,7 +205,9 @@ def test_replicas_stay_equal_and_momenta_arrive_as_they_are(kind, codec, options
 
 
 def test_the_steps_are_adams_and_then_those_of_a_frozen_variance():
-    """Bit for bit, from the reference: warm-up, then the averages of momenta divided by what the warm-up has left."""
+    """Bit for bit, from the reference: warm-up, then the averages of momenta divided by what the
+    warm-up has left.
+    """
     g = torch.randn(6, 50) * torch.logspace(-4, 0, 50)
     p = nn.Parameter(torch.randn(50))
     w, m, v = p.detach().numpy().copy(), np.zeros(50, np.float32), np.zeros(50, np.float32)
@@ -170,10 +217,22 @@ def test_the_steps_are_adams_and_then_those_of_a_frozen_variance():
         optimizer.arrived = {p} if step >= 3 else set()
         optimizer.step()
         if step < 3:
-            w, m, v = ref.adamw(w, g[step].numpy(), m, v, step + 1, lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+            w, m, v = ref.adamw(
+                w,
+                g[step].numpy(),
+                m,
+                v,
+                step + 1,
+                lr=0.1,
+                betas=(0.9, 0.999),
+                eps=1e-8,
+                weight_decay=0.01,
+            )
         else:
             m = g[step].numpy()
-            u = (np.float32(-(0.1 / (1 - 0.9 ** (step + 1)))) * m) / (np.sqrt(v) / np.float32((1 - 0.999**3) ** 0.5) + np.float32(1e-8))
+            u = (np.float32(-(0.1 / (1 - 0.9 ** (step + 1)))) * m) / (
+                np.sqrt(v) / np.float32((1 - 0.999**3) ** 0.5) + np.float32(1e-8)
+            )
             w = w * np.float32(1 - 0.1 * 0.01) + u
         assert np.array_equal(p.detach().numpy(), w)
         assert np.array_equal(optimizer.state[p]["exp_avg"].numpy(), m)
@@ -182,7 +241,17 @@ def test_the_steps_are_adams_and_then_those_of_a_frozen_variance():
 
 def test_zero_one_adam_renews_its_variance_ever_more_rarely():
     optimizer = ZeroOneAdam(network().parameters(), var_freeze_step=40, var_update_scaler=2)
-    assert [s for s in range(100) if optimizer.wants_gradients(s)] == [0, 1, 2, 4, 6, 10, 14, 22, 30]
+    assert [s for s in range(100) if optimizer.wants_gradients(s)] == [
+        0,
+        1,
+        2,
+        4,
+        6,
+        10,
+        14,
+        22,
+        30,
+    ]
     every = ZeroOneAdam(network().parameters(), var_freeze_step=5)
     assert [s for s in range(100) if every.wants_gradients(s)] == [0, 1, 2, 3, 4]
 
@@ -199,7 +268,9 @@ def test_fp32_is_sent_at_the_steps_that_renew_the_variance_and_bits_at_all_other
             averager.average()
             optimizer.step()
             sent.append(averager.stats.bytes_sent)
-        return [b - a for a, b in itertools.pairwise(sent)], [optimizer.wants_gradients(s) for s in range(12)]
+        return [b - a for a, b in itertools.pairwise(sent)], [
+            optimizer.wants_gradients(s) for s in range(12)
+        ]
 
     sent, wanted = run_local(2, one)[0]
     assert {big > 3000 for big, fp32 in zip(sent, wanted, strict=True) if fp32} == {True}
@@ -238,16 +309,22 @@ def test_lamb_keeps_the_ratio_of_its_warm_up_times_a_factor_that_moves_slowly():
     factors = []
     for step in range(8):
         backward(net, step, 0)
-        p.grad *= 10.0 ** -(step >= 2)  # what follows the warm-up is smaller: the fresh variance sinks below the frozen one
+        p.grad *= 10.0 ** -(
+            step >= 2
+        )  # what follows the warm-up is smaller: the fresh variance sinks below the frozen one
         optimizer.step()
         factors.append(float(optimizer.state[p]["factor"]))
         assert float(optimizer.state[p]["coefficient"]) <= 0.5
     assert factors[:2] == [0.0, 0.0]
-    assert all(1.0 <= later / earlier <= 1.1 + 1e-6 for earlier, later in zip([1.0, *factors[2:]], factors[2:], strict=False))
+    assert all(
+        1.0 <= later / earlier <= 1.1 + 1e-6
+        for earlier, later in zip([1.0, *factors[2:]], factors[2:], strict=False)
+    )
     assert factors[-1] > 1.0
 
 
-# ---- DDP -------------------------------------------------------------------------------------------------------------
+# ---- DDP
+# --------------------------------------------------------------------------------------------------
 
 
 def with_ddp(kind, options):
@@ -282,7 +359,9 @@ def with_averager(kind, options):
 @every_kind
 @pytest.mark.parametrize("options", [{}, {"precondition": True}], ids=str)
 def test_ddp_and_the_averager_give_the_same_bits(kind, options, ranks):
-    runs = [w for function in (with_ddp, with_averager) for w, _ in ranks(2, function, kind, options)]
+    runs = [
+        w for function in (with_ddp, with_averager) for w, _ in ranks(2, function, kind, options)
+    ]
     assert all(same(runs[0], other) for other in runs[1:])
 
 
@@ -293,21 +372,40 @@ def test_the_line_says_what_travels_and_updates_are_fused(gloo):
     assert "are not fused: OneBitLamb" in gloo(2, with_ddp, "lamb", {})[0][1]
 
 
-# ---- bad days --------------------------------------------------------------------------------------------------------
+# ---- bad days
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: OneBitAdam(p, freeze_step=0), "freeze_step must be an integer of at least 1, got 0"),
+        (
+            lambda p: OneBitAdam(p, freeze_step=0),
+            "freeze_step must be an integer of at least 1, got 0",
+        ),
         (lambda p: OneBitAdam(p, freeze_step=2.5), "freeze_step must be an integer"),
-        (lambda p: OneBitAdam(p, freeze_step=100, steps=100), "freeze_step=100 is not below steps=100: the run would end before"),
-        (lambda p: ZeroOneAdam(p, var_freeze_step=9, steps=8), "var_freeze_step=9 is not below steps=8"),
-        (lambda p: ZeroOneAdam(p, var_freeze_step=9, var_update_scaler=0), "var_update_scaler must be"),
+        (
+            lambda p: OneBitAdam(p, freeze_step=100, steps=100),
+            "freeze_step=100 is not below steps=100: the run would end before",
+        ),
+        (
+            lambda p: ZeroOneAdam(p, var_freeze_step=9, steps=8),
+            "var_freeze_step=9 is not below steps=8",
+        ),
+        (
+            lambda p: ZeroOneAdam(p, var_freeze_step=9, var_update_scaler=0),
+            "var_update_scaler must be",
+        ),
         (lambda p: OneBitAdam(p, freeze_step=1, floor=0.0), "floor must be above 0"),
         (lambda p: OneBitAdam(p, freeze_step=1, betas=(0.9, 1.0)), "betas"),
-        (lambda p: OneBitAdam([{"params": p, "maximize": True}], freeze_step=1), "maximize must be False"),
-        (lambda p: OneBitLamb(p, freeze_step=1, min_coeff=2, max_coeff=1), "min_coeff, max_coeff must be positive and in order"),
+        (
+            lambda p: OneBitAdam([{"params": p, "maximize": True}], freeze_step=1),
+            "maximize must be False",
+        ),
+        (
+            lambda p: OneBitLamb(p, freeze_step=1, min_coeff=2, max_coeff=1),
+            "min_coeff, max_coeff must be positive and in order",
+        ),
         (lambda p: OneBitLamb(p, freeze_step=1, coeff_beta=1.0), "coeff_beta"),
     ],
 )
@@ -327,7 +425,13 @@ def test_arguments_that_are_refused(make, words):
 def test_options_that_do_not_go_with_it(options, words):
     net = network()
     with pytest.raises(ValueError, match=words):
-        GradientAverager(net, OneBit(), run_local(1, lambda comm: comm)[0], optimizer=MAKE["adam"](net.parameters()), **options)
+        GradientAverager(
+            net,
+            OneBit(),
+            run_local(1, lambda comm: comm)[0],
+            optimizer=MAKE["adam"](net.parameters()),
+            **options,
+        )
 
 
 def test_a_variance_that_is_still_zero_is_named_and_nothing_is_changed():
@@ -342,7 +446,10 @@ def test_a_variance_that_is_still_zero_is_named_and_nothing_is_changed():
     net[2].weight.grad = torch.ones_like(net[2].weight)
     assert not same(before, bits(net))
     before = bits(net)
-    with pytest.raises(GradcompError, match=r"variance of parameter '2.weight' is still zero after \d steps of warm-up"):
+    with pytest.raises(
+        GradcompError,
+        match=r"variance of parameter '2.weight' is still zero after \d steps of warm-up",
+    ):
         optimizer.step()
     assert same(before, bits(net))
 
@@ -390,7 +497,9 @@ def test_sparse_gradients_are_refused_and_a_closure_works():
 def test_averages_that_come_one_step_late_are_refused():
     def one(comm):
         net = network()
-        averager = GradientAverager(net, OneBit(), comm, optimizer=MAKE["adam"](net.parameters()), min_numel=0)
+        averager = GradientAverager(
+            net, OneBit(), comm, optimizer=MAKE["adam"](net.parameters()), min_numel=0
+        )
         backward(net, 0, comm.rank)
         with pytest.raises(GradcompError, match="one step late"):
             averager.rotate()
@@ -401,7 +510,9 @@ def test_averages_that_come_one_step_late_are_refused():
 def test_a_double_buffer_is_refused():
     net = network()
     with pytest.raises(ValueError, match="DoubleBuffer averages one step late"):
-        DoubleBuffer(net, MAKE["adam"](net.parameters()), OneBit(), comm=run_local(1, lambda comm: comm)[0])
+        DoubleBuffer(
+            net, MAKE["adam"](net.parameters()), OneBit(), comm=run_local(1, lambda comm: comm)[0]
+        )
 
 
 def with_uneven_inputs():
@@ -424,7 +535,10 @@ def with_uneven_inputs():
 
 def test_a_rank_that_has_run_out_of_data_is_refused(gloo):
     first, second = gloo(2, with_uneven_inputs)
-    assert "Join: a rank that has run out of data steps no more" in first + second and "went on" not in (first, second)
+    assert (
+        "Join: a rank that has run out of data steps no more" in first + second
+        and "went on" not in (first, second)
+    )
 
 
 def test_ranks_with_other_warm_ups_hear_of_it():
@@ -443,7 +557,9 @@ def test_a_run_that_ended_in_its_warm_up_says_so(caplog):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "gradcomp"):
             run_local(2, one, steps)
-        found = [r.getMessage() for r in caplog.records if "nothing was compressed" in r.getMessage()]
+        found = [
+            r.getMessage() for r in caplog.records if "nothing was compressed" in r.getMessage()
+        ]
         assert len(found) == says, found
 
 
@@ -453,7 +569,9 @@ def test_steps_that_a_loss_scaler_skips_leave_no_trace():
     def one(comm, spoiled):
         net = network()
         optimizer, scaler = MAKE["adam"](net.parameters()), DynamicLossScaler(2.0**10)
-        averager = GradientAverager(net, Block(4), comm, optimizer=optimizer, min_numel=0, grad_scaler=scaler)
+        averager = GradientAverager(
+            net, Block(4), comm, optimizer=optimizer, min_numel=0, grad_scaler=scaler
+        )
         for step in range(8):
             for attempt in range(1 + (step in spoiled)):
                 backward(net, step, comm.rank, scaler.scale)
@@ -470,10 +588,13 @@ def test_steps_that_a_loss_scaler_skips_leave_no_trace():
     good, bad = run_local(2, one, ())[0], run_local(2, one, (6,))[0]
     assert bad[1] == good[1] == [8.0] * 4
     for a, b in zip(good[0], bad[0], strict=True):
-        torch.testing.assert_close(a, b)  # random draws there are none: only the rounding of another scale
+        torch.testing.assert_close(
+            a, b
+        )  # random draws there are none: only the rounding of another scale
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -488,12 +609,20 @@ def test_a_run_resumes_bit_for_bit_in_the_warm_up_and_after_it(kind, first):
         torch.save((net.state_dict(), optimizer.state_dict(), averager.state_dict()), kept)
         kept.seek(0)
         state = torch.load(kept, weights_only=True)
-        return bits(train(comm, kind, OneBit(), 12 - first, {"precondition": True}, first=first, state=state)[0])
+        return bits(
+            train(
+                comm, kind, OneBit(), 12 - first, {"precondition": True}, first=first, state=state
+            )[0]
+        )
 
     assert same(run_local(2, whole)[0], run_local(2, halves)[0])
 
 
-@pytest.mark.parametrize("theirs", [lambda p: torch.optim.AdamW(p, lr=0.02), lambda p: SplitAdamW(p, lr=0.02)], ids=["torch", "split"])
+@pytest.mark.parametrize(
+    "theirs",
+    [lambda p: torch.optim.AdamW(p, lr=0.02), lambda p: SplitAdamW(p, lr=0.02)],
+    ids=["torch", "split"],
+)
 def test_a_checkpoint_of_adam_is_taken_over_and_back(theirs):
     net = network()
     adam = theirs(net.parameters())
@@ -522,7 +651,10 @@ def test_a_checkpoint_of_lamb_is_taken_over_and_needs_some_warm_up():
     own = OneBitLamb(net.named_parameters(), freeze_step=2)
     own.load_state_dict(lamb.state_dict())
     own.arrived = set(net.parameters())
-    with pytest.raises(GradcompError, match=r"parameter '0.weight' has had no warm-up: its ratio of norms is not known"):
+    with pytest.raises(
+        GradcompError,
+        match=r"parameter '0.weight' has had no warm-up: its ratio of norms is not known",
+    ):
         own.step()
     own.arrived = set()
     own.step()
@@ -544,7 +676,10 @@ def test_copies_and_pickles_go_on(kind):
     for step in range(6):
         backward(net, step, 0)
         optimizer.step()
-    for other in (copy.deepcopy((net, optimizer)), torch.load(_saved((net, optimizer)), weights_only=False)):
+    for other in (
+        copy.deepcopy((net, optimizer)),
+        torch.load(_saved((net, optimizer)), weights_only=False),
+    ):
         backward(other[0], 6, 0)
         other[1].step()
     backward(net, 6, 0)
@@ -559,7 +694,8 @@ def _saved(what):
     return kept
 
 
-# ---- what a review has found -----------------------------------------------------------------------------------------
+# ---- what a review has found
+# -----------------------------------------------------------------------------------------
 
 
 def trained(steps=60, freeze=5, make=OneBitAdam):
@@ -575,7 +711,9 @@ def move(net, optimizer, step):
     before = bits(net)
     backward(net, step, 0)
     optimizer.step()
-    return math.sqrt(sum(float((a - b).norm()) ** 2 for a, b in zip(before, net.parameters(), strict=True)))
+    return math.sqrt(
+        sum(float((a - b).norm()) ** 2 for a, b in zip(before, net.parameters(), strict=True))
+    )
 
 
 @pytest.mark.parametrize("theirs", [SplitAdamW, torch.optim.AdamW])
@@ -583,7 +721,9 @@ def test_adam_goes_on_with_steps_of_the_same_size_and_back(theirs):
     """Its bias correction is by its steps, and the variance has seen the warm-up only."""
     net, own = trained()
     adam = theirs(net.parameters(), lr=0.01, weight_decay=0.0)
-    adam.load_state_dict(own.plain_state_dict() if theirs is torch.optim.AdamW else own.state_dict())
+    adam.load_state_dict(
+        own.plain_state_dict() if theirs is torch.optim.AdamW else own.state_dict()
+    )
     kept = copy.deepcopy(net)
     mine = OneBitAdam(kept.parameters(), lr=0.01, freeze_step=5, weight_decay=0.0)
     mine.load_state_dict(own.state_dict())
@@ -629,7 +769,9 @@ def grads_of(net, step, rank):
 
 @every_kind
 def test_two_exchanges_before_a_step_are_refused(kind):
-    """The second took the momentum that the first had left in p.grad for a gradient, without a word."""
+    """The second took the momentum that the first had left in p.grad for a gradient, without a
+    word.
+    """
 
     def one(comm, twice):
         net, optimizer, averager = train(comm, kind, Identity(), 10)
@@ -637,9 +779,13 @@ def test_two_exchanges_before_a_step_are_refused(kind):
             before = bits(net)
             backward(net, 10, comm.rank)
             averager.average()
-            with pytest.raises(GradcompError, match=r"p\.grad holds the momentum of the exchange before"):
+            with pytest.raises(
+                GradcompError, match=r"p\.grad holds the momentum of the exchange before"
+            ):
                 loss_of(net, 11, comm.rank).backward()
-            with pytest.raises(GradcompError, match=r"p\.grad holds the momentum of the exchange before"):
+            with pytest.raises(
+                GradcompError, match=r"p\.grad holds the momentum of the exchange before"
+            ):
                 averager.average()
             assert same(before, bits(net))
         for step in range(12, 14):  # all is well after it
@@ -655,7 +801,9 @@ def test_two_exchanges_before_a_step_are_refused(kind):
 @every_kind
 @pytest.mark.parametrize("how", ["none", "zeros", "data", "another gradient"])
 def test_a_step_that_is_left_out_after_an_exchange(kind, how):
-    """Gradients that were dropped or zeroed after an exchange are none of its momenta, whoever did it."""
+    """Gradients that were dropped or zeroed after an exchange are none of its momenta, whoever
+    did it.
+    """
 
     def one(comm, skips):
         net, optimizer, averager = train(comm, kind, Identity(), 10)
@@ -671,7 +819,9 @@ def test_a_step_that_is_left_out_after_an_exchange(kind, how):
                 net.zero_grad(set_to_none=how == "none")
         for step in range(10, 12):
             if how == "another gradient":
-                for p, gradient in zip(net.parameters(), grads_of(net, step, comm.rank), strict=True):
+                for p, gradient in zip(
+                    net.parameters(), grads_of(net, step, comm.rank), strict=True
+                ):
                     p.grad = gradient
             else:
                 loss_of(net, step, comm.rank).backward()
@@ -740,12 +890,15 @@ def test_two_backwards_under_ddp_before_a_step_are_refused(pools, fused, view):
 def test_one_optimizer_for_two_models():
     def one(comm, apart):
         nets = [network(), network()]
-        optimizer = OneBitAdam([p for net in nets for p in net.parameters()], lr=0.02, freeze_step=2)
+        optimizer = OneBitAdam(
+            [p for net in nets for p in net.parameters()], lr=0.02, freeze_step=2
+        )
         parts = [[(f"{k}.{n}", p) for n, p in net.named_parameters()] for k, net in enumerate(nets)]
         comms = [comm, comm.duplicate(30)] if apart else [comm]
         groups = parts if apart else [parts[0] + parts[1]]
         averagers = [
-            GradientAverager(g, Identity(), c, optimizer=optimizer, min_numel=0) for g, c in zip(groups, comms, strict=True)
+            GradientAverager(g, Identity(), c, optimizer=optimizer, min_numel=0)
+            for g, c in zip(groups, comms, strict=True)
         ]
         for step in range(6):
             for k, net in enumerate(nets):
@@ -762,7 +915,11 @@ def test_one_optimizer_for_two_models():
 def test_tensors_without_a_gradient_or_without_elements_do_no_harm(kind):
     def one(comm):
         net = network()
-        still, empty, late = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(0, 4)), nn.Parameter(torch.zeros(20))
+        still, empty, late = (
+            nn.Parameter(torch.ones(20)),
+            nn.Parameter(torch.ones(0, 4)),
+            nn.Parameter(torch.zeros(20)),
+        )
         optimizer = MAKE[kind]([*net.parameters(), still, empty, late])
         named = [*net.named_parameters(), ("still", still), ("empty", empty), ("late", late)]
         averager = GradientAverager(named, OneBit(), comm, optimizer=optimizer, min_numel=0)
@@ -780,7 +937,9 @@ def test_tensors_without_a_gradient_or_without_elements_do_no_harm(kind):
 def test_a_packed_momentum_of_a_tensor_that_had_no_gradient_is_found_before_it_moves_anything():
     p = nn.Parameter(torch.ones(20))
     optimizer = OneBitAdam([("late", p)], freeze_step=1, weight_decay=0.0)
-    entry = type("Packed", (), {"gradient": None, "parameter": p, "state": optimizer.state[p], "step": 2})()
+    entry = type(
+        "Packed", (), {"gradient": None, "parameter": p, "state": optimizer.state[p], "step": 2}
+    )()
     optimizer.arrived = {p}
     optimizer.settle([entry])
     assert bool(torch.isinf(optimizer.state[p]["exp_avg_sq"]).all())
@@ -799,7 +958,9 @@ def test_what_is_no_optimizer_of_these_parameters_is_refused(given):
         with pytest.raises(TypeError, match="optimizer must be an optimizer"):
             GradientAverager(network(), OneBit(), comm, optimizer=given)
         with pytest.raises(ValueError, match="updates no parameter of this model"):
-            GradientAverager(network(), OneBit(), comm, optimizer=MAKE["adam"](network().parameters()))
+            GradientAverager(
+                network(), OneBit(), comm, optimizer=MAKE["adam"](network().parameters())
+            )
 
     run_local(1, one)
 

@@ -1,4 +1,6 @@
-"""What is MPI's own: ranks alone and four of them, the bytes on the wire, thread levels, and peers that are lost."""
+"""What is MPI's own: ranks alone and four of them, the bytes on the wire, thread levels, and
+peers that are lost.
+"""
 
 import hashlib
 import re
@@ -29,11 +31,15 @@ def flavour(request):
 @pytest.fixture
 def mpi(flavour, pools):
     """Return run(world_size, function, *args) with function(MpiCommunicator, *args)."""
-    return lambda world, function, *args: pools(flavour, world, with_communicator, flavour, function, *args)
+    return lambda world, function, *args: pools(
+        flavour, world, with_communicator, flavour, function, *args
+    )
 
 
 def script(tmp_path, flavour, world, text, timeout_s=90):
-    """Run a program on `world` ranks; return its result and its seconds since a rank first printed "at TIME"."""
+    """Run a program on `world` ranks; return its result and its seconds since a rank first
+    printed "at TIME".
+    """
     path = tmp_path / "program.py"
     path.write_text(text)
     begun = time.time()
@@ -45,10 +51,13 @@ def script(tmp_path, flavour, world, text, timeout_s=90):
         timeout=timeout_s,
         check=False,
     )
-    return done, time.time() - min(map(float, re.findall(r" at ([\d.]+)", done.stdout)), default=begun)
+    return done, time.time() - min(
+        map(float, re.findall(r" at ([\d.]+)", done.stdout)), default=begun
+    )
 
 
-# ---- the same as elsewhere -----------------------------------------------------------------------------------------
+# ---- the same as elsewhere
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -60,7 +69,9 @@ def test_average_on_one_rank_and_on_four(mpi, world, name):
 
 
 def sent_bytes(comm, codec, exchange):
-    """Return a hash of everything that this rank hands to its communicator, as it stands when the transfer ends."""
+    """Return a hash of everything that this rank hands to its communicator, as it stands when
+    the transfer ends.
+    """
     log = hashlib.sha256()
     for name in ("start_max", "start_all_to_all", "start_all_gather"):
         start = getattr(comm, name)
@@ -88,15 +99,20 @@ def test_the_same_bytes_go_out_over_gloo_and_mpi(pools, flavour, world, name, ex
     assert len(set(seen[0])) == world  # ranks send different bytes, so the hash sees them
 
 
-# ---- making and closing --------------------------------------------------------------------------------------------
+# ---- making and closing
+# --------------------------------------------------------------------------------------------
 
 
 def in_slices(comm, slice_numel):
     parameter = torch.nn.Parameter(torch.zeros(64, 300))
-    averager = gradcomp.GradientAverager([("w", parameter)], "onebit", comm, timeout_s=30, slice_numel=slice_numel)
+    averager = gradcomp.GradientAverager(
+        [("w", parameter)], "onebit", comm, timeout_s=30, slice_numel=slice_numel
+    )
     out = []
     for step in range(3):
-        parameter.grad = torch.randn(64, 300, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        parameter.grad = torch.randn(
+            64, 300, generator=torch.Generator().manual_seed(10 * step + comm.rank)
+        )
         averager.average()
         out.append(parameter.grad.numpy().tobytes())
     averager.close()
@@ -121,7 +137,10 @@ def many(comm):
     with pytest.raises(RuntimeError, match="closed"):
         other.all_gather_bytes(b"x", 1)
     other.close()
-    first, second = MpiCommunicator(), MpiCommunicator()  # two at once do not meet each other's messages
+    first, second = (
+        MpiCommunicator(),
+        MpiCommunicator(),
+    )  # two at once do not meet each other's messages
     order = (first, second) if comm.rank == 0 else (second, first)
     works = {}
     for one in order:
@@ -141,7 +160,9 @@ def test_communicators_can_be_made_again_and_again(mpi):
 
 
 def forgotten(comm):
-    """Communicators that nobody closes, and that go a little later on one rank than on the other."""
+    """Communicators that nobody closes, and that go a little later on one rank than on the
+    other.
+    """
     from gradcomp.comm import MpiCommunicator, channels
 
     before, held = len(channels._made), []
@@ -201,7 +222,10 @@ def alone(comm):
 
 def test_a_process_that_mpi_does_not_know_the_peers_of_is_refused(mpi):
     (said,) = mpi(1, alone)
-    assert all("RANK=1 and WORLD_SIZE=2" in text and "gradcomp.launch -n 2 SCRIPT" in text for text in said[:2]), said
+    assert all(
+        "RANK=1 and WORLD_SIZE=2" in text and "gradcomp.launch -n 2 SCRIPT" in text
+        for text in said[:2]
+    ), said
     assert "PMI_RANK=1 and PMI_SIZE=4" in said[2] and said[3:] == ["", "", ""], said
 
 
@@ -223,20 +247,28 @@ def test_anything_but_an_intracommunicator_is_refused(mpi):
 
 
 def test_without_mpi4py_the_error_says_what_to_install():
-    program = "import gradcomp.comm\ntry:\n    gradcomp.comm.MpiCommunicator()\nexcept ImportError as e:\n    print(e)"
+    program = (
+        "import gradcomp.comm\ntry:\n    gradcomp.comm.MpiCommunicator()\nexcept ImportError as"
+        " e:\n    print(e)"
+    )
     block = "import sys; sys.modules['mpi4py'] = None\n"
-    done = subprocess.run([sys.executable, "-c", block + program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", block + program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "MpiCommunicator needs mpi4py: pip install 'gradcomp[mpi]'"
 
 
 def test_the_report_names_flavour_and_thread_level(flavour):
     command = [mpi_python(flavour), "-m", "gradcomp"]
-    done = subprocess.run(command, env=mpi_environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=mpi_environment(), capture_output=True, text=True, check=True
+    )
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("MPI ")]
     assert {"mpich": "MPICH", "openmpi": "Open MPI"}[flavour] in line and "THREAD_MULTIPLE" in line
 
 
-# ---- thread levels ---------------------------------------------------------------------------------------------------
+# ---- thread levels
+# --------------------------------------------------------------------------------------------------
 
 LEVEL = """
 import sys, time, mpi4py
@@ -255,7 +287,9 @@ assert tensor.eq(1.5).all()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40))
 try:
-    averager = gradcomp.GradientAverager(model.named_parameters(), gradcomp.Identity(), comm, bucket_cap_mb=0.001)
+    averager = gradcomp.GradientAverager(
+        model.named_parameters(), gradcomp.Identity(), comm, bucket_cap_mb=0.001
+    )
     for step in range(20):
         for p in model.parameters():
             p.grad = torch.full_like(p, rank + step)
@@ -280,7 +314,14 @@ for turn in (0, 1):  # rank 1 comes when rank 0 has given up
 """
 
 
-@pytest.mark.parametrize("level", ["multiple", "funneled", *(pytest.param(x, marks=pytest.mark.long) for x in ("serialized", "single"))])
+@pytest.mark.parametrize(
+    "level",
+    [
+        "multiple",
+        "funneled",
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("serialized", "single")),
+    ],
+)
 def test_every_thread_level_works_or_says_what_to_set(tmp_path, flavour, level):
     done, _ = script(tmp_path, flavour, 2, LEVEL.format(level=level, upper=level.upper()))
     assert done.returncode == 0, done.stderr[-2000:]
@@ -288,10 +329,14 @@ def test_every_thread_level_works_or_says_what_to_set(tmp_path, flavour, level):
     if level in ("multiple", "serialized"):
         assert done.stdout.count("averaged") == 2, done.stderr[-2000:]
     else:
-        assert done.stdout.count("refused") == 2 and "mpi4py.rc.thread_level = 'serialized'" in done.stdout, done
+        assert (
+            done.stdout.count("refused") == 2
+            and "mpi4py.rc.thread_level = 'serialized'" in done.stdout
+        ), done
 
 
-# ---- peers that are lost -----------------------------------------------------------------------------------------------
+# ---- peers that are lost
+# -----------------------------------------------------------------------------------------------
 
 
 def gives_up(comm):
@@ -304,7 +349,11 @@ def gives_up(comm):
     begun = time.monotonic()
     with pytest.raises(PeerLost) as error:
         gradcomp.all_reduce(torch.ones(100), "terngrad", comm, timeout_s=50)
-    return time.monotonic() - begun < 25, error.value.phase, "rank 1 gave up because of no memory left" in str(error.value)
+    return (
+        time.monotonic() - begun < 25,
+        error.value.phase,
+        "rank 1 gave up because of no memory left" in str(error.value),
+    )
 
 
 def test_a_rank_that_gives_up_tells_the_others(mpi):
@@ -323,7 +372,9 @@ channels.LEAVE_S = 15.0
 rank = MPI.COMM_WORLD.Get_rank()
 comm = MpiCommunicator(timeout_s=20)
 parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(300_000))) for i in range(6)]
-averager = gradcomp.GradientAverager(parameters, "terngrad", comm, bucket_cap_mb=1, timeout_s=60 if rank else 3.0)
+averager = gradcomp.GradientAverager(
+    parameters, "terngrad", comm, bucket_cap_mb=1, timeout_s=60 if rank else 3.0
+)
 def other(what):  # waits for what the other rank has to say: a file
     deadline = time.monotonic() + 60
     while not os.path.exists(f"{__file__}.{what}") and time.monotonic() < deadline:
@@ -347,12 +398,15 @@ filled = [torch.full((1_000_000,), 7.0) for _ in range(20)]  # where freed buffe
 other(f"sent{1 - rank}")
 time.sleep(0.5)  # what the other has sent arrives
 assert all(t.eq(7.0).all() for t in filled)
-open(__file__ + f".intact{rank}", "w").close()  # what is printed last may be lost where a job ends by MPI_Abort
+# what is printed last may be lost where a job ends by MPI_Abort
+open(__file__ + f".intact{rank}", "w").close()
 """
 
 
 def test_buffers_of_a_failed_step_stay_until_mpi_is_done(tmp_path, flavour):
-    """Requests that nobody waited for: what MPI still writes to is not given back to other tensors."""
+    """Requests that nobody waited for: what MPI still writes to is not given back to other
+    tensors.
+    """
     done, took = script(tmp_path, flavour, 2, FORGOTTEN)
     intact = list(tmp_path.glob("*.intact*"))
     assert len(intact) == 2 and list(tmp_path.glob("*.lost0")) and took < 40, (done, took)
@@ -371,7 +425,8 @@ parameters = [("p", torch.nn.Parameter(torch.zeros(5000)))]
 parameters[0][1].grad = torch.ones(5000)
 try:
     averager = gradcomp.GradientAverager(
-        parameters, "terngrad", MpiCommunicator(), exchange="hierarchical" if rank else "auto", timeout_s=20
+        parameters, "terngrad", MpiCommunicator(),
+        exchange="hierarchical" if rank else "auto", timeout_s=20
     )
     try:
         averager.average()
@@ -404,7 +459,8 @@ import torch
 import gradcomp
 from gradcomp.comm import MpiCommunicator, channels
 from mpi4py import MPI
-logging.basicConfig(level=logging.INFO, filename=f"{{__file__}}.log")  # what is printed last may be lost where a job ends by MPI_Abort
+# what is printed last may be lost where a job ends by MPI_Abort
+logging.basicConfig(level=logging.INFO, filename=f"{{__file__}}.log")
 channels.LEAVE_S = 1.5
 rank = MPI.COMM_WORLD.Get_rank()
 comm = MpiCommunicator(timeout_s=20, abort={abort})
@@ -438,7 +494,11 @@ def test_after_a_lost_peer_nobody_waits_in_finalize(tmp_path, flavour, after):
 
 def test_a_peer_that_sleeps_for_ever_does_not_keep_the_job(tmp_path, flavour):
     done, took = script(tmp_path, flavour, 2, SILENT.format(abort=False, sleep=50, after="pass"))
-    assert (tmp_path / "program.py.ends").exists() and "the silent rank ends" not in done.stdout and took < 15
+    assert (
+        (tmp_path / "program.py.ends").exists()
+        and "the silent rank ends" not in done.stdout
+        and took < 15
+    )
     assert done.returncode != 0
 
 
@@ -464,9 +524,13 @@ for _ in range(2):
     try:
         MpiCommunicator(timeout_s=0.3)
     except PeerLost as error:
-        with open(sys.argv[0] + ".heard", "a") as heard:  # an mpirun that ends the job may lose what was printed last
+        # an mpirun that ends the job may lose what was printed last
+        with open(sys.argv[0] + ".heard", "a") as heard:
             print(error.phase, file=heard)
 """
     done, took = script(tmp_path, flavour, 2, text)
-    assert (tmp_path / "program.py.heard").read_text().split() == ["setup", "setup"] and took < 30, (done, took)
+    assert (tmp_path / "program.py.heard").read_text().split() == [
+        "setup",
+        "setup",
+    ] and took < 30, (done, took)
     assert done.returncode != 0

@@ -1,4 +1,6 @@
-"""Values that are not finite, or nearly so: no way for them into weights, packed or decoded, flagged or not."""
+"""Values that are not finite, or nearly so: no way for them into weights, packed or decoded,
+flagged or not.
+"""
 
 import numpy as np
 import pytest
@@ -28,21 +30,29 @@ def averaged(comm, codec, values, strategy, dtype=torch.float32, keeps_packed=Tr
     """Exchange one bucket; return (flagged, kept packed, the averages as float32)."""
     slots = [Slot(0, 512, codec.group_numel((512,)), True, 0), Slot(1, 64, 64, False, 512)]
     exchange = exchange_of(comm, codec, slots, strategy, dtype, keeps_packed)
-    bucket = torch.tensor(values[comm.rank] if isinstance(values, list) else values).expand(576).to(dtype).contiguous()
+    bucket = (
+        torch.tensor(values[comm.rank] if isinstance(values, list) else values)
+        .expand(576)
+        .to(dtype)
+        .contiguous()
+    )
     run_stages(exchange, bucket, 0)
     flagged, kept = exchange.flagged, exchange.averages is not None
     exchange.unpack()
     return flagged, kept, bucket.float()
 
 
-# ---- finite values whose sum overflows -----------------------------------------------------------------------------------
+# ---- finite values whose sum overflows
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", [Identity(), OneBit()], ids=lambda c: c.name)
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
 def test_a_packed_sum_overflows_exactly_where_a_decoded_one_does(world, codec, dtype):
-    """At 5 and 8 ranks each payload was small enough, their sum was not: Inf went into weights, and nothing was flagged."""
+    """At 5 and 8 ranks each payload was small enough, their sum was not: Inf went into weights,
+    and nothing was flagged.
+    """
     strategy = Strategy("all_gather")
     for flagged, kept, packed in run_local(world, averaged, codec, 8e37, strategy, dtype):
         assert flagged == (world > 4)  # the sum reaches 3.4e38
@@ -53,33 +63,46 @@ def test_a_packed_sum_overflows_exactly_where_a_decoded_one_does(world, codec, d
 
 
 def around(bound, world):
-    """Return values of all ranks whose sum is the last float32 below `bound`, and values whose sum is `bound`."""
+    """Return values of all ranks whose sum is the last float32 below `bound`, and values whose
+    sum is `bound`.
+    """
     share = np.float32(bound / world)
-    return [[float(np.nextafter(share, np.float32(0)))] + [float(share)] * (world - 1), [float(share)] * world]
+    return [
+        [float(np.nextafter(share, np.float32(0)))] + [float(share)] * (world - 1),
+        [float(share)] * world,
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_averages_stay_packed_up_to_the_bound_and_not_at_it(world):
     """2**127 for the sum over ranks, whatever their number: at 2**128 it would overflow."""
     for values, keeps in zip(around(2.0**127, world), (True, False), strict=True):
-        for flagged, kept, average in run_local(world, averaged, Identity(), values, Strategy("all_gather")):
+        for flagged, kept, average in run_local(
+            world, averaged, Identity(), values, Strategy("all_gather")
+        ):
             assert (flagged, kept) == (False, keeps)
             assert torch.isfinite(average).all()
 
 
 @pytest.mark.parametrize("name", SCATTER)
 def test_owners_means_are_bounded_one_by_one(name):
-    """Of a reduce_scatter each average arrives as one payload, so eight large ones are no reason to unpack."""
-    codec = {"identity": Identity(), "onebit": OneBit(), "bf16": OneBit(second_phase="bf16"), "terngrad": TernGrad()}[
-        name
-    ]
+    """Of a reduce_scatter each average arrives as one payload, so eight large ones are no reason
+    to unpack.
+    """
+    codec = {
+        "identity": Identity(),
+        "onebit": OneBit(),
+        "bf16": OneBit(second_phase="bf16"),
+        "terngrad": TernGrad(),
+    }[name]
     strategy = Strategy("reduce_scatter", SCATTER[name])
     for flagged, kept, average in run_local(3, averaged, codec, 2e37, strategy):
         assert (flagged, kept) == (False, True)
         assert torch.isfinite(average).all()
 
 
-# ---- a peer that sends NaN and does not say so -----------------------------------------------------------------------------
+# ---- a peer that sends NaN and does not say so
+# -----------------------------------------------------------------------------
 
 
 def unflagged(comm, codec, value, strategy, keeps_packed, hides):
@@ -106,9 +129,13 @@ def unflagged(comm, codec, value, strategy, keeps_packed, hides):
 
 @pytest.mark.parametrize("keeps_packed", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("codec", [Identity(), OneBit(error_feedback=False), TernGrad()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec", [Identity(), OneBit(error_feedback=False), TernGrad()], ids=lambda c: c.name
+)
 def test_a_plain_nan_without_a_flag_is_corrupt(codec, value, keeps_packed):
-    """max(x, nan) is x, so a NaN passed for a small value: the packed bucket was kept, and weights became NaN."""
+    """max(x, nan) is x, so a NaN passed for a small value: the packed bucket was kept, and
+    weights became NaN.
+    """
     results = run_local(2, unflagged, codec, value, Strategy("all_gather"), keeps_packed, 3)
     assert results == [("value", True, True)] * 2
 
@@ -143,12 +170,16 @@ def test_decode_refuses_a_value_that_no_flag_announces(value):
     assert error.value.check == "value"
 
 
-# ---- threads that flush denormals to zero ------------------------------------------------------------------------------------
+# ---- threads that flush denormals to zero
+# ------------------------------------------------------------------------------------
 
 
 def denormal_averages(comm, codec, exchange, dtype, flushes):
     """Average denormal gradients over three steps; return the bits of averages and residuals."""
-    named = [("w", nn.Parameter(torch.zeros(40, 30, dtype=dtype))), ("b", nn.Parameter(torch.zeros(10, dtype=dtype)))]
+    named = [
+        ("w", nn.Parameter(torch.zeros(40, 30, dtype=dtype))),
+        ("b", nn.Parameter(torch.zeros(10, dtype=dtype))),
+    ]
     found = []
     integers = torch.int32 if dtype == torch.float32 else torch.int16
     averager = GradientAverager(named, codec, comm, min_numel=100, exchange=exchange)
@@ -163,7 +194,9 @@ def denormal_averages(comm, codec, exchange, dtype, flushes):
             found += [p.grad.view(integers).numpy().tobytes() for _, p in named]
     finally:
         torch.set_flush_denormal(False)
-    found += [r.view(torch.int32).numpy().tobytes() for r in averager.state_dict()["residual"].values()]
+    found += [
+        r.view(torch.int32).numpy().tobytes() for r in averager.state_dict()["residual"].values()
+    ]
     averager.close()
     return found
 
@@ -173,13 +206,18 @@ def denormal_averages(comm, codec, exchange, dtype, flushes):
 @pytest.mark.parametrize("codec", [Identity(), TernGrad(), OneBit()], ids=lambda c: c.name)
 def test_averages_do_not_depend_on_flushing_denormals(codec, exchange, dtype):
     """Kernels keep denormals whatever the caller's thread has set."""
-    kept, flushed = (run_local(2, denormal_averages, codec, exchange, dtype, flushes) for flushes in (False, True))
+    kept, flushed = (
+        run_local(2, denormal_averages, codec, exchange, dtype, flushes)
+        for flushes in (False, True)
+    )
     assert kept == flushed
     assert any(set(average) != {0} for average in kept[0])
 
 
 def tiny_tensors(comm, codec, flushing):
-    """Average gradients of which a tensor's typical one is denormal, then ordinary ones, in units of second moments."""
+    """Average gradients of which a tensor's typical one is denormal, then ordinary ones, in
+    units of second moments.
+    """
     named = [("w", nn.Parameter(torch.zeros(40, 30))), ("v", nn.Parameter(torch.zeros(2000)))]
     found = []
     averager = GradientAverager(named, codec, comm, min_numel=100, precondition=True, timeout_s=20)
@@ -188,8 +226,14 @@ def tiny_tensors(comm, codec, flushing):
         for step in range(4):
             generator = torch.Generator().manual_seed(2 * step + comm.rank)
             for _, p in named:
-                bits = torch.randint(1 << 22, 1 << 23, p.shape, generator=generator, dtype=torch.int32)  # 5.9e-39 and up
-                p.grad = bits.view(torch.float32) if step < 2 else torch.randn(p.shape, generator=generator)
+                bits = torch.randint(
+                    1 << 22, 1 << 23, p.shape, generator=generator, dtype=torch.int32
+                )  # 5.9e-39 and up
+                p.grad = (
+                    bits.view(torch.float32)
+                    if step < 2
+                    else torch.randn(p.shape, generator=generator)
+                )
             averager.average()
             found += [p.grad.view(torch.int32).numpy().tobytes() for _, p in named]
     finally:
@@ -199,9 +243,13 @@ def tiny_tensors(comm, codec, flushing):
     return found, [m.view(torch.int32).numpy().tobytes() for m in kept]
 
 
-@pytest.mark.parametrize("codec", [Identity(), TernGrad(), OneBit(), Block(2)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec", [Identity(), TernGrad(), OneBit(), Block(2)], ids=lambda c: c.name
+)
 def test_second_moments_do_not_depend_on_flushing_denormals(codec):
-    """On a rank that flushed them the typical value of a tensor was 0: its moments stood still there, and averages differed."""
+    """On a rank that flushed them the typical value of a tensor was 0: its moments stood still
+    there, and averages differed.
+    """
     kept, mixed = (run_local(2, tiny_tensors, codec, flushing) for flushing in ((), (1,)))
     assert kept[0] == kept[1] == mixed[0] == mixed[1]
 
@@ -229,7 +277,9 @@ def tiny_gradients(comm, size, flushing):
         for step in range(5):
             generator = torch.Generator().manual_seed(2 * step + comm.rank)
             for p in net.parameters():
-                p.grad = (torch.randn(p.shape, generator=generator, dtype=torch.float64) * size).float()
+                p.grad = (
+                    torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
+                ).float()
             averager.average()
             optimizer.step()
     finally:
@@ -241,7 +291,9 @@ def tiny_gradients(comm, size, flushing):
 
 @pytest.mark.parametrize("size", [1e-16, 1e-17])
 def test_a_variance_that_stands_still_does_not_depend_on_flushing_denormals(size):
-    """Its smallest elements were raised to a denormal number, which is 0 where the thread flushes: weights differed."""
+    """Its smallest elements were raised to a denormal number, which is 0 where the thread
+    flushes: weights differed.
+    """
     kept, mixed = (run_local(2, tiny_gradients, size, flushing) for flushing in ((), (1,)))
     assert kept[0] == kept[1] == mixed[0] == mixed[1]
 
@@ -256,14 +308,18 @@ def test_the_inverse_of_a_typical_value_is_one_rounding(flushes):
     assert torch.set_flush_denormal(flushes)
     try:
         found = [moments._inverse(moments._exact(b)) for b in bits]
-        none = [moments._inverse(moments._exact(b)) for b in (0, 0x7F800000, 0x7FC00000, 0x7F7FFFFF)]
+        none = [
+            moments._inverse(moments._exact(b)) for b in (0, 0x7F800000, 0x7FC00000, 0x7F7FFFFF)
+        ]
     finally:
         torch.set_flush_denormal(False)
     assert found == [v if v < float("inf") else 0.0 for v in wanted] and none == [0.0] * 4
 
 
 def test_rescaling_and_given_scales_keep_denormals():
-    """Both were torch operations, which flush where the thread does: residuals and a scale became 0."""
+    """Both were torch operations, which flush where the thread does: residuals and a scale
+    became 0.
+    """
     plane, scale = torch.full((100,), 2.0**-130), torch.full((1,), 2.0**-130)
     assert torch.set_flush_denormal(True)
     try:

@@ -1,4 +1,6 @@
-"""Split optimizers: against torch and the reference, as torch optimizers go, and every trap that is known of them."""
+"""Split optimizers: against torch and the reference, as torch optimizers go, and every trap that
+is known of them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ ROUNDINGS = ["truncate", "nearest"]
 MAKERS = {
     "sgd": lambda p: SplitSGD(p, lr=0.1),
     "sgd momentum": lambda p: SplitSGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adagrad": lambda p: SplitAdagrad(p, lr=0.1, lr_decay=0.01, weight_decay=0.01, initial_accumulator_value=0.1),
+    "adagrad": lambda p: SplitAdagrad(
+        p, lr=0.1, lr_decay=0.01, weight_decay=0.01, initial_accumulator_value=0.1
+    ),
     "adamw": lambda p: SplitAdamW(p, lr=0.01, weight_decay=0.1),
     "lamb": lambda p: SplitLAMB(p, lr=0.01),
     "nvlamb": lambda p: SplitLAMB(p, lr=0.01, variant="nvlamb"),
@@ -75,7 +79,8 @@ def state_bytes(optimizer):
     return out
 
 
-# ---- storage ---------------------------------------------------------------------------------------------------------------
+# ---- storage
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -95,7 +100,10 @@ def test_split_parameters_loses_nothing(rounding):
     assert list(after) == list(before)
     assert all(after[k].numpy().tobytes() == before[k].numpy().tobytes() for k in before)
     if rounding == "truncate":
-        assert (net[0].weight.view(torch.int16) == (before["0.weight"].view(torch.int32) >> 16).to(torch.int16)).all()
+        assert (
+            net[0].weight.view(torch.int16)
+            == (before["0.weight"].view(torch.int32) >> 16).to(torch.int16)
+        ).all()
     else:
         assert (net[0].weight == before["0.weight"].bfloat16()).all()  # no exact ties among these
 
@@ -118,7 +126,9 @@ def test_a_bf16_model_starts_from_zero_trails():
     optimizer = SplitSGD(split_parameters(net), lr=0.1)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     assert not any(optimizer.trail(p).any() for p in net.parameters())
-    assert SplitSGD(model().bfloat16().parameters(), lr=1.0).param_groups[0]["rounding"] == "truncate"
+    assert (
+        SplitSGD(model().bfloat16().parameters(), lr=1.0).param_groups[0]["rounding"] == "truncate"
+    )
 
 
 def test_channels_last_and_split_join_by_hand():
@@ -127,10 +137,14 @@ def test_channels_last_and_split_join_by_hand():
     optimizer = SplitSGD(split_parameters(conv), lr=0.5)
     assert optimizer.trail(conv.weight).stride() == conv.weight.stride() == w.stride()
     assert torch.equal(optimizer.fp32(conv.weight), w)
-    conv.weight.grad = torch.randn(conv.weight.shape).bfloat16()  # contiguous: other strides than the weight
+    conv.weight.grad = torch.randn(
+        conv.weight.shape
+    ).bfloat16()  # contiguous: other strides than the weight
     conv.bias.grad = torch.zeros(6).bfloat16()
     optimizer.step()
-    torch.testing.assert_close(optimizer.fp32(conv.weight), w - 0.5 * conv.weight.grad.float(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        optimizer.fp32(conv.weight), w - 0.5 * conv.weight.grad.float(), rtol=1e-6, atol=1e-7
+    )
     top, trail = split(w, rounding="nearest")
     assert torch.equal(join(top, trail, rounding="nearest"), w)
     assert torch.equal(join(top, trail.contiguous(), rounding="nearest"), w)
@@ -164,30 +178,40 @@ def test_trails_that_nobody_adopts_stop_the_first_step():
     first = SplitSGD(list(net[0].parameters()), lr=0.1)
     give_gradients(net.parameters(), 0)
     before = state_bytes(first)
-    with pytest.raises(ValueError, match=r"no optimizer has the parameters \['2.weight', '2.bias', '3.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"no optimizer has the parameters \['2.weight', '2.bias', '3.weight'\]"
+    ):
         first.step()
     assert state_bytes(first) == before
-    second = SplitSGD([p for name, p in split_of.named_parameters() if not name.startswith("0")], lr=0.1)
+    second = SplitSGD(
+        [p for name, p in split_of.named_parameters() if not name.startswith("0")], lr=0.1
+    )
     first.step()
     second.step()
 
 
 def test_tops_that_changed_after_the_split_stop_the_first_step():
-    """A checkpoint loaded, or other weights broadcast by DDP, after the split: the trails belong to the old weights."""
+    """A checkpoint loaded, or other weights broadcast by DDP, after the split: the trails belong
+    to the old weights.
+    """
     net = model()
     optimizer = SplitSGD(split_parameters(net), lr=0.1)
     with torch.no_grad():
         net[0].weight.mul_(2)
     give_gradients(net.parameters(), 0)
     before = state_bytes(optimizer)
-    with pytest.raises(ValueError, match="parameter 0 of group 0 belongs to other weights: it was changed after split"):
+    with pytest.raises(
+        ValueError,
+        match="parameter 0 of group 0 belongs to other weights: it was changed after split",
+    ):
         optimizer.step()
     assert state_bytes(optimizer) == before
     optimizer.zero_trails()
     optimizer.step()
 
 
-# ---- arithmetic ---------------------------------------------------------------------------------------------------------------
+# ---- arithmetic
+# --------------------------------------------------------------------------------------------------
 
 SGD_OPTIONS = [
     {"lr": 0.1},
@@ -214,10 +238,14 @@ def test_sgd_equals_torch_sgd_on_the_joined_weights(options, rounding, tier):
             net[0].weight.grad = twin[0].weight.grad = None
         optimizer.step()
         theirs.step()
-        assert weights(net, optimizer) == {k: v.numpy().tobytes() for k, v in twin.state_dict().items()}
+        assert weights(net, optimizer) == {
+            k: v.numpy().tobytes() for k, v in twin.state_dict().items()
+        }
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         if "momentum" in options:
-            assert torch.equal(optimizer.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
+            assert torch.equal(
+                optimizer.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"]
+            )
 
 
 def reference_steps(name, w, gradients, options):
@@ -242,10 +270,14 @@ AGAINST_REFERENCE = [
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize(("name", "cls", "options"), AGAINST_REFERENCE, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("name", "cls", "options"), AGAINST_REFERENCE, ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_many_steps_equal_the_reference(name, cls, options, rounding, tier):
     extra = {"initial_accumulator_value": 0.3} if name == "adagrad" else {}
-    dtypes = [torch.bfloat16] + [torch.float32] * hasattr(torch.Tensor, "grad_dtype")  # an older torch takes no others
+    dtypes = [torch.bfloat16] + [torch.float32] * hasattr(
+        torch.Tensor, "grad_dtype"
+    )  # an older torch takes no others
     for numel, dtype in itertools.product([1, 15, 16, 17, 1000, 70001], dtypes):
         w = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
         holder = nn.ParameterList([w.clone()])
@@ -275,14 +307,17 @@ TORCH_STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("ours", "theirs", "options"), TORCH_STEPS, ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"), TORCH_STEPS, ids=lambda v: getattr(v, "__name__", "")
+)
 @pytest.mark.parametrize("exact_root", [True, False])
 def test_steps_of_torch(ours, theirs, options, exact_root, monkeypatch):
     """One step from the same state, ten times.
 
-    MKL's square root, which torch uses, is off by up to 0.75 ulp. With a correctly rounded one in its place torch's step
-    is ours bit for bit; with its own, ours is within 1 ulp of max(|w|, |w'|) wherever the update is at most a quarter of
-    that. Where it is larger the root's error, which is relative to the update, shows: 3 ulp of the update come on top.
+    MKL's square root, which torch uses, is off by up to 0.75 ulp. With a correctly rounded one in
+    its place torch's step is ours bit for bit; with its own, ours is within 1 ulp of max(|w|, |w'|)
+    wherever the update is at most a quarter of that. Where it is larger the root's error, which is
+    relative to the update, shows: 3 ulp of the update come on top.
     """
     if exact_root:
         monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
@@ -322,11 +357,19 @@ def lamb64(w, g, m, v, step, lr, betas, eps, weight_decay):
 @pytest.mark.parametrize("variant", ["lamb", "nvlamb"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_lamb_against_float64(variant, weight_decay):
-    """Weights of several tensors, one of them zero (ratio 1); nvlamb divides by the norm of all gradients."""
+    """Weights of several tensors, one of them zero (ratio 1); nvlamb divides by the norm of all
+    gradients.
+    """
     generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(300, generator=generator), torch.zeros(50), torch.randn(7, 9, generator=generator)]
+    values = [
+        torch.randn(300, generator=generator),
+        torch.zeros(50),
+        torch.randn(7, 9, generator=generator),
+    ]
     holder = nn.ParameterList([v.clone() for v in values])
-    optimizer = SplitLAMB(split_parameters(holder), lr=0.01, weight_decay=weight_decay, variant=variant)
+    optimizer = SplitLAMB(
+        split_parameters(holder), lr=0.01, weight_decay=weight_decay, variant=variant
+    )
     exact = [(v.double().numpy(), 0.0, 0.0) for v in values]
     for step in range(1, 21):
         gradients = [torch.randn(v.shape, generator=generator).bfloat16() for v in values]
@@ -346,7 +389,10 @@ def test_lamb_against_float64(variant, weight_decay):
 def test_plain_bf16_loses_small_updates_and_split_does_not():
     """lr * g is a thousandth of the weight: bf16 with 8 bits of mantissa stands still."""
     split_one, plain = nn.ParameterList([torch.ones(100)]), nn.Parameter(torch.ones(100).bfloat16())
-    optimizer, stock = SplitSGD(split_parameters(split_one), lr=1e-3), torch.optim.SGD([plain], lr=1e-3)
+    optimizer, stock = (
+        SplitSGD(split_parameters(split_one), lr=1e-3),
+        torch.optim.SGD([plain], lr=1e-3),
+    )
     for _ in range(500):
         split_one[0].grad = plain.grad = torch.ones(100).bfloat16()
         optimizer.step()
@@ -355,7 +401,8 @@ def test_plain_bf16_loses_small_updates_and_split_does_not():
     np.testing.assert_allclose(optimizer.fp32(split_one[0]).numpy(), 0.5, rtol=1e-4)
 
 
-# ---- as torch optimizers go --------------------------------------------------------------------------------------------------
+# ---- as torch optimizers go
+# --------------------------------------------------------------------------------------------------
 
 
 @every_optimizer
@@ -386,7 +433,9 @@ def test_gradients_are_never_written(make):
 
 @every_optimizer
 def test_a_step_with_lr_0_and_zero_gradients_changes_no_bit_of_a_weight(make):
-    """What distributed checkpointing does to make state; -0.0, subnormals and infinities included."""
+    """What distributed checkpointing does to make state; -0.0, subnormals and infinities
+    included.
+    """
     special = torch.tensor([0.0, -0.0, 1e-40, -1e-45, 3.4e38, 1.5, -2.25] * 5)
     holder = nn.ParameterList([special.clone(), special.clone()])
     optimizer = make(split_parameters(holder, predicate=lambda name, p: name == "0"))
@@ -456,7 +505,11 @@ def test_autograd_notices_the_update():
         (SplitSGD, {"lr": 0.1, "momentum": -0.1}, "momentum must be"),
         (SplitSGD, {"lr": 0.1, "nesterov": True}, "nesterov needs momentum"),
         (SplitAdagrad, {"lr_decay": -1}, "lr_decay must be"),
-        (SplitAdamW, {"betas": (0.9, 1.0)}, r"betas\[1\] must be a number of at least 0 and below 1, got 1.0"),
+        (
+            SplitAdamW,
+            {"betas": (0.9, 1.0)},
+            r"betas\[1\] must be a number of at least 0 and below 1, got 1.0",
+        ),
         (SplitAdamW, {"betas": 0.9}, "betas must be two numbers"),
         (SplitLAMB, {"variant": "lars"}, "variant must be one of"),
         (SplitLAMB, {"weight_decay": True}, "weight_decay must be"),
@@ -495,7 +548,9 @@ def test_bad_gradients_stop_a_step_before_anything_changes(make, gradient, error
     params[0].grad = torch.ones(5)
     before = state_bytes(optimizer)
 
-    class Given:  # torch checks what is assigned to .grad; a gradient of another kind comes by grad_dtype or hooks
+    # torch checks what is assigned to .grad; a gradient of another kind comes by grad_dtype or
+    # hooks
+    class Given:
         def __get__(self, instance, owner):
             return gradient if instance is params[1] else torch.ones(5)
 
@@ -526,7 +581,9 @@ def test_replaced_parameters_stop_a_step():
         optimizer.step()
 
 
-@pytest.mark.parametrize("make", [MAKERS["sgd"], lambda p: SplitAdagrad(p, lr=0.1)], ids=["sgd", "adagrad"])
+@pytest.mark.parametrize(
+    "make", [MAKERS["sgd"], lambda p: SplitAdagrad(p, lr=0.1)], ids=["sgd", "adagrad"]
+)
 def test_sparse_gradients_update_tops_and_trails_as_dense_ones_do(make):
     """The rows that a sparse gradient names, bit for bit; the others not at all."""
     torch.manual_seed(0)
@@ -570,7 +627,9 @@ def test_sparse_gradients_are_refused_by_name(make):
 
 
 def test_momentum_that_comes_later():
-    """A scheduler that turns momentum on: the buffer begins with that step's gradient, as torch's does."""
+    """A scheduler that turns momentum on: the buffer begins with that step's gradient, as
+    torch's does.
+    """
     net, twin = model(), model()
     optimizer, theirs = (
         SplitSGD(split_parameters(net), lr=0.1),
@@ -589,7 +648,9 @@ def test_momentum_that_comes_later():
 
 @every_optimizer
 def test_grad_scaler_skips_leave_every_bit(make):
-    """fp32 parameters under torch's GradScaler: overflows at step 0, in the middle and repeatedly."""
+    """fp32 parameters under torch's GradScaler: overflows at step 0, in the middle and
+    repeatedly.
+    """
     net = model()
     optimizer, scaler = make(net.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
     torch.manual_seed(0)
@@ -605,7 +666,8 @@ def test_grad_scaler_skips_leave_every_bit(make):
         assert (state_bytes(optimizer) == before) is (step in (0, 3, 4))
 
 
-# ---- who has the trails --------------------------------------------------------------------------------------------------------
+# ---- who has the trails
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_refused_constructor_leaves_the_trails_where_they_were():
@@ -613,7 +675,10 @@ def test_a_refused_constructor_leaves_the_trails_where_they_were():
     before = {k: v.numpy().tobytes() for k, v in net.state_dict().items()}
     split_of = split_parameters(net)
     first, *rest = split_of
-    for bad in ([{"params": [first]}, {"params": rest, "lr": -1.0}], [{"params": [first]}, {"params": [first, *rest]}]):
+    for bad in (
+        [{"params": [first]}, {"params": rest, "lr": -1.0}],
+        [{"params": [first]}, {"params": [first, *rest]}],
+    ):
         with pytest.raises(ValueError, match=r"lr must be|more than one parameter group"):
             SplitSGD(bad, lr=0.1)
     optimizer = SplitSGD(split_of, lr=0.1)
@@ -626,7 +691,9 @@ def test_trails_are_handed_to_the_next_optimizer_only_by_release():
     first = SplitSGD(split_parameters(net, rounding="nearest"), lr=0.1)
     train(list(net.parameters()), first, 2)
     before = weights(net, first)
-    with pytest.raises(ValueError, match=r"belongs to another optimizer: call its release\(\) first"):
+    with pytest.raises(
+        ValueError, match=r"belongs to another optimizer: call its release\(\) first"
+    ):
         SplitAdamW(net.parameters())
     first.release()
     second = SplitAdamW(net.parameters())
@@ -640,7 +707,9 @@ def test_trails_are_handed_to_the_next_optimizer_only_by_release():
 
 
 def test_weights_written_in_place_are_noticed_at_the_next_step():
-    """load_state_dict of the model alone, DDP's join, an average: the trails belong to the old weights."""
+    """load_state_dict of the model alone, DDP's join, an average: the trails belong to the old
+    weights.
+    """
     net = model()
     optimizer = SplitSGD(split_parameters(net), lr=0.1)
     params = list(net.parameters())
@@ -684,7 +753,11 @@ def test_a_checkpoint_taken_before_the_model_was_loaded_keeps_its_checksums():
     other = model(3)
     again = SplitSGD(split_parameters(other), lr=0.1)
     again.load_state_dict(states[1])
-    for copied in (again, pickle.loads(pickle.dumps((other, again)))[1], copy.deepcopy((other, again))[1]):
+    for copied in (
+        again,
+        pickle.loads(pickle.dumps((other, again)))[1],
+        copy.deepcopy((other, again))[1],
+    ):
         state = copy.deepcopy(copied.state_dict())
         params = copied.param_groups[0]["params"]
         give_gradients(params, 5)
@@ -699,7 +772,10 @@ def test_a_checkpoint_taken_before_the_model_was_loaded_keeps_its_checksums():
 
 def test_loading_turns_momentum_off_and_keeps_own_options():
     p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    one, two = SplitSGD([p], lr=0.1, momentum=0.9), SplitSGD([{"params": [q], "name": "head"}], lr=0.1)
+    one, two = (
+        SplitSGD([p], lr=0.1, momentum=0.9),
+        SplitSGD([{"params": [q], "name": "head"}], lr=0.1),
+    )
     for optimizer, x in ((one, p), (two, q)):
         x.grad = torch.ones(2)
         optimizer.step()
@@ -744,7 +820,9 @@ def test_distributed_checkpoints_of_frozen_parameters_and_flat_ones(make, flat):
         optimizers.append(make(split_parameters(n)))
     trained = [p for p in net.parameters() if p.requires_grad]
     train(trained, optimizers[0], 2)
-    saved = copy.deepcopy((net.state_dict(), get_optimizer_state_dict(net, optimizers[0], options=options)))
+    saved = copy.deepcopy(
+        (net.state_dict(), get_optimizer_state_dict(net, optimizers[0], options=options))
+    )
     other.load_state_dict(saved[0])
     for n, optimizer in ((other, optimizers[1]), (wrong, optimizers[2])):
         set_optimizer_state_dict(n, optimizer, copy.deepcopy(saved[1]), options=options)
@@ -800,7 +878,8 @@ def test_fp32_state_of_a_model_with_two_optimizers():
     assert all(torch.equal(fp32_state_dict(net, [one, two])[k], v) for k, v in other.items())
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 def saved_and_loaded(obj):
@@ -862,7 +941,10 @@ def test_pickle_and_deepcopy(make):
 
 @every_optimizer
 def test_distributed_checkpoint_round_trip(make):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
 
     net = model()
     optimizer = make(split_parameters(net))
@@ -890,9 +972,13 @@ def test_weights_of_another_checkpoint_are_noticed_at_the_next_step():
     optimizer.load_state_dict(state)  # but not the model's
     give_gradients(net.parameters(), 5)
     before = state_bytes(optimizer)
-    with pytest.raises(ValueError, match="it was not loaded from the checkpoint that the optimizer was loaded from"):
+    with pytest.raises(
+        ValueError, match="it was not loaded from the checkpoint that the optimizer was loaded from"
+    ):
         optimizer.step()
-    with pytest.raises(ValueError, match="belongs to other weights"):  # an export would join what does not belong together
+    with pytest.raises(
+        ValueError, match="belongs to other weights"
+    ):  # an export would join what does not belong together
         fp32_state_dict(net, optimizer)
     assert state_bytes(optimizer) == before
 
@@ -910,17 +996,35 @@ def broken_states():
     yield "foreign key", put("momentum_buffer", torch.zeros(17)), "has 'momentum_buffer'"
     yield "other shape", put("trail", torch.zeros(3, dtype=torch.int16)), "it is of another model"
     yield "trail as bf16", put("trail", torch.zeros(17).bfloat16()), "it is of another model"
-    yield "moment as int16", put("exp_avg", torch.zeros(17, dtype=torch.int16)), "it is of another model"
-    yield "negative step", put("step", torch.tensor(-1.0)), "'step' of parameter 1 of group 0 is -1.0"
+    yield (
+        "moment as int16",
+        put("exp_avg", torch.zeros(17, dtype=torch.int16)),
+        "it is of another model",
+    )
+    yield (
+        "negative step",
+        put("step", torch.tensor(-1.0)),
+        "'step' of parameter 1 of group 0 is -1.0",
+    )
     yield "no groups", lambda s: s.pop("param_groups"), "no optimizer's state"
-    yield "other groups", lambda s: s["param_groups"].append(s["param_groups"][0]), r"groups of \[6, 6\] parameters"
+    yield (
+        "other groups",
+        lambda s: s["param_groups"].append(s["param_groups"][0]),
+        r"groups of \[6, 6\] parameters",
+    )
     yield "bad option", lambda s: s["param_groups"][0].update(lr=-3.0), "lr must be"
     yield "bad rounding", lambda s: s["param_groups"][0].update(rounding="up"), "rounding 'up'"
-    yield "no option", lambda s: s["param_groups"][0].pop("betas"), "has no 'betas': it is from another optimizer"
+    yield (
+        "no option",
+        lambda s: s["param_groups"][0].pop("betas"),
+        "has no 'betas': it is from another optimizer",
+    )
     yield "amsgrad", lambda s: s["param_groups"][0].update(amsgrad=True), "amsgrad=True"
 
 
-@pytest.mark.parametrize(("change", "text"), [b[1:] for b in broken_states()], ids=[b[0] for b in broken_states()])
+@pytest.mark.parametrize(
+    ("change", "text"), [b[1:] for b in broken_states()], ids=[b[0] for b in broken_states()]
+)
 def test_broken_states_are_refused_whole(change, text):
     net = model()
     optimizer = SplitAdamW(split_parameters(net), lr=0.01)
@@ -996,9 +1100,14 @@ def test_tensor_subclasses_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_negative_views_are_refused(dtype):
-    """Their memory holds -p: a step took the gradient's sign for the other one, -1 went to -0.5 in place of -1.5."""
+    """Their memory holds -p: a step took the gradient's sign for the other one, -1 went to -0.5
+    in place of -1.5.
+    """
     p = nn.Parameter(torch._neg_view(torch.ones(4, dtype=dtype)))
-    with pytest.raises(UnsupportedTensor, match=r"parameter 0 of the group is a negative view .* p\.data\.resolve_neg\(\)"):
+    with pytest.raises(
+        UnsupportedTensor,
+        match=r"parameter 0 of the group is a negative view .* p\.data\.resolve_neg\(\)",
+    ):
         SplitSGD([p], lr=0.5)
     p.data = p.data.resolve_neg()
     optimizer = SplitSGD([p], lr=0.5)
@@ -1039,7 +1148,10 @@ def test_fp32_checkpoints_there_and_back(rounding):
         (lambda s: s.pop("0.weight"), "misses '0.weight'"),
         (lambda s: s.update(more=torch.zeros(1)), "has unexpected 'more'"),
         (lambda s: s.update({"3.bias": torch.zeros(6)}), r"'3.bias' has shape \(6,\)"),
-        (lambda s: s.update({"3.bias": torch.zeros(5, dtype=torch.int32)}), "'3.bias' is torch.int32"),
+        (
+            lambda s: s.update({"3.bias": torch.zeros(5, dtype=torch.int32)}),
+            "'3.bias' is torch.int32",
+        ),
     ],
 )
 def test_broken_fp32_checkpoints_are_refused_whole(change, text):
@@ -1062,7 +1174,9 @@ def test_what_others_look_for_in_an_optimizer():
 
 
 def test_trails_do_not_begin_where_weights_do():
-    """Streams a multiple of 4 KB apart get in each other's way: 64 M weights took 70 ms instead of 30."""
+    """Streams a multiple of 4 KB apart get in each other's way: 64 M weights took 70 ms instead
+    of 30.
+    """
     net = nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(3)])
     optimizer = SplitAdamW(split_parameters(net), lr=0.1)
     for m in net:

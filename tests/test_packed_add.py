@@ -1,4 +1,6 @@
-"""`packed_add` against its reference, and what split optimizers do with hooks, Dynamo, slices and closures."""
+"""`packed_add` against its reference, and what split optimizers do with hooks, Dynamo, slices
+and closures.
+"""
 
 import numpy as np
 import pytest
@@ -23,7 +25,10 @@ def test_packed_add_is_its_reference(rounding, dtype, shape):
     if len(shape) == 4:
         weight = weight.to(memory_format=torch.channels_last)  # delta lies otherwise
     top, trail = split(weight, rounding=rounding)
-    flat = [t.contiguous().view(-1).view(kind).numpy() for t, kind in ((top, torch.uint16), (trail, torch.uint16))]
+    flat = [
+        t.contiguous().view(-1).view(kind).numpy()
+        for t, kind in ((top, torch.uint16), (trail, torch.uint16))
+    ]
     values = delta.float().contiguous().view(-1).numpy()
     want = reference.packed_add(*(f.copy() for f in flat), values, -0.1, rounding)
     assert packed_add(top, trail, delta, alpha=-0.1, rounding=rounding) is top
@@ -50,7 +55,11 @@ def test_a_rule_of_ones_own_trains_in_place():
     [
         ({"top": torch.zeros(4)}, UnsupportedTensor, "top is torch.float32"),
         ({"trail": torch.zeros(4)}, UnsupportedTensor, "trail is torch.float32"),
-        ({"delta": torch.zeros(4, dtype=torch.float16)}, UnsupportedTensor, "delta is torch.float16"),
+        (
+            {"delta": torch.zeros(4, dtype=torch.float16)},
+            UnsupportedTensor,
+            "delta is torch.float16",
+        ),
         ({"delta": torch.zeros(5)}, ValueError, "shape"),
         ({"trail": torch.zeros(8, dtype=torch.int16)[::2]}, UnsupportedTensor, "fill its memory"),
         ({"rounding": "up"}, ValueError, "rounding"),
@@ -98,13 +107,17 @@ def test_compiled_steps_run_as_they_are():
 
 def test_a_parameter_that_is_a_slice_is_refused_with_the_way_out():
     p = nn.Parameter(torch.zeros(8, 8)[:, :4])
-    with pytest.raises(UnsupportedTensor, match=r"parameter 0 .* slice .*p\.data = p\.data\.contiguous\(\)"):
+    with pytest.raises(
+        UnsupportedTensor, match=r"parameter 0 .* slice .*p\.data = p\.data\.contiguous\(\)"
+    ):
         SplitSGD([p], lr=0.1)
     p.data = p.data.contiguous()
     SplitSGD([p], lr=0.1)
 
 
-@pytest.mark.parametrize("options", [{}, {"lr_decay": 0.1, "weight_decay": 0.01}, {"maximize": True, "eps": 1e-3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"lr_decay": 0.1, "weight_decay": 0.01}, {"maximize": True, "eps": 1e-3}]
+)
 def test_closures_give_what_torchs_adagrad_gives(options):
     runs = []
     for kind in (torch.optim.Adagrad, SplitAdagrad):
@@ -131,4 +144,7 @@ def test_momentum_adagrad_keeps_its_sums_in_fp32():
     assert torch.equal(optimizer.state[p]["sum"], torch.full((4,), 700.0))
     again = MomentumAdagrad([p], lr=1e-3, momentum=0.0)
     again.load_state_dict(optimizer.state_dict())
-    assert torch.equal(again.state[p]["sum"], torch.full((4,), 700.0)) and again.state[p]["sum"].dtype == torch.float32
+    assert (
+        torch.equal(again.state[p]["sum"], torch.full((4,), 700.0))
+        and again.state[p]["sum"].dtype == torch.float32
+    )

@@ -27,7 +27,9 @@ def test_every_stage_sees_tasks_in_order():
         return run
 
     for task in range(20):
-        pipeline.submit(Task([stage(n, task) for n in range(3)], lambda error, t=task: ended.append((t, error))))
+        pipeline.submit(
+            Task([stage(n, task) for n in range(3)], lambda error, t=task: ended.append((t, error)))
+        )
     pipeline.wait()
     assert seen == [list(range(20))] * 3
     assert ended == [(t, None) for t in range(20)]
@@ -43,7 +45,9 @@ def test_a_failure_ends_pending_tasks_and_later_ones():
 
     for task in range(4):
         first = fail if task == 1 else lambda: None
-        pipeline.submit(Task([first, lambda: None], lambda error, t=task: ended.append((t, type(error)))))
+        pipeline.submit(
+            Task([first, lambda: None], lambda error, t=task: ended.append((t, type(error))))
+        )
     gate.set()
     with pytest.raises(KeyError):
         pipeline.wait()
@@ -60,8 +64,15 @@ def test_a_failure_ends_pending_tasks_and_later_ones():
 
 
 def test_a_task_stuck_in_a_stage_does_not_keep_the_others_waiting():
-    pipeline, entered, stuck, ended = Pipeline(2), threading.Event(), threading.Event(), threading.Event()
-    pipeline.submit(Task([lambda: None, lambda: (entered.set(), stuck.wait(60))], lambda error: ended.set()))
+    pipeline, entered, stuck, ended = (
+        Pipeline(2),
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+    )
+    pipeline.submit(
+        Task([lambda: None, lambda: (entered.set(), stuck.wait(60))], lambda error: ended.set())
+    )
     assert entered.wait(20)
     begun = time.monotonic()
     pipeline.fail(RuntimeError("from outside"))
@@ -115,7 +126,9 @@ def test_a_task_ends_after_its_stage_has(patient):
         gate.wait(20)
         order.append("decoded")
 
-    pipeline._on_failure = lambda: threading.Timer(0.05, gate.set).start()  # as an abort ends a collective
+    pipeline._on_failure = lambda: threading.Timer(
+        0.05, gate.set
+    ).start()  # as an abort ends a collective
     pipeline.submit(Task([lambda: None, decode], lambda error: order.append("ended")))
     assert entered.wait(20)
     pipeline.fail(RuntimeError("from outside"))
@@ -163,7 +176,9 @@ def test_a_pipeline_that_nobody_uses_frees_its_threads():
 
     for _ in range(3):
         pipeline = Pipeline(4, name="dropped")
-        pipeline.submit(Task([lambda: None] * 4, lambda error, mine=pipeline: None))  # a task knows its owner
+        pipeline.submit(
+            Task([lambda: None] * 4, lambda error, mine=pipeline: None)
+        )  # a task knows its owner
         pipeline.wait()
     assert alive() >= 4
     del pipeline
@@ -175,7 +190,9 @@ def test_a_pipeline_that_nobody_uses_frees_its_threads():
 
 
 def test_after_a_failure_no_task_ends_while_a_stage_is_at_work(patient):
-    """The slices of one bucket are tasks of their own: the last one ends the bucket, which an earlier one may still write to."""
+    """The slices of one bucket are tasks of their own: the last one ends the bucket, which an
+    earlier one may still write to.
+    """
     pipeline, order = Pipeline(2), []
     writing, failed = threading.Event(), threading.Event()
 

@@ -15,15 +15,22 @@ from gradcomp.plan.links import Link, format_rate, format_seconds, parse_rate, p
 from gradcomp.plan.models import MODELS, load_shapes
 from gradcomp.plan.nodes import calc_seconds, comm_seconds
 
-# ---- optimal node count --------------------------------------------------------------------------------------------
+# ---- optimal node count
+# --------------------------------------------------------------------------------------------
 
 
 def brute_force(settings):
-    """Return the smallest K among those with the least max(T_calc(K), T_comm), by trying them; None: no least one."""
-    comm = comm_seconds(t_comm_fp32=settings["t_comm_fp32"], compression_ratio=settings["compression_ratio"])
+    """Return the smallest K among those with the least max(T_calc(K), T_comm), by trying them;
+    None: no least one.
+    """
+    comm = comm_seconds(
+        t_comm_fp32=settings["t_comm_fp32"], compression_ratio=settings["compression_ratio"]
+    )
     calc = {k: v for k, v in settings.items() if k not in ("t_comm_fp32", "compression_ratio")}
     if comm <= Fraction(settings["t_update"]):
-        return math.inf  # T_calc(K) > T_upd >= T_comm for all K, so that a larger K is always better
+        return (
+            math.inf
+        )  # T_calc(K) > T_upd >= T_comm for all K, so that a larger K is always better
     best, best_nodes = None, 0
     for nodes in range(1, 20_000):
         longest = max(calc_seconds(nodes, **calc), comm)
@@ -42,22 +49,37 @@ def random_settings(number):
         update = draw.randint(0, 20)
         minibatch = 2 * target * gap if double_buffering else target * gap
         return {
-            "minibatch": minibatch, "t_frame": 1, "t_post": 0, "t_comm_fp32": 32 * (gap + update), "t_update": update,
-            "compression_ratio": 32, "parallel_post": 1, "double_buffering": double_buffering,
-        }, target  # fmt: skip
+            "minibatch": minibatch,
+            "t_frame": 1,
+            "t_post": 0,
+            "t_comm_fp32": 32 * (gap + update),
+            "t_update": update,
+            "compression_ratio": 32,
+            "parallel_post": 1,
+            "double_buffering": double_buffering,
+        }, target
     if number % 3 == 1:  # near an integer, where floats round
         target, unit = draw.randint(1, 300), draw.choice([0.1, 0.3, 0.7, 1e-3])
         return {
-            "minibatch": 2.0 * target if double_buffering else float(target), "t_frame": unit, "t_post": 0.0,
-            "t_comm_fp32": unit * 32, "t_update": 0.0, "compression_ratio": 32.0, "parallel_post": 1.0,
+            "minibatch": 2.0 * target if double_buffering else float(target),
+            "t_frame": unit,
+            "t_post": 0.0,
+            "t_comm_fp32": unit * 32,
+            "t_update": 0.0,
+            "compression_ratio": 32.0,
+            "parallel_post": 1.0,
             "double_buffering": double_buffering,
-        }, None  # fmt: skip
+        }, None
     return {
-        "minibatch": draw.choice([32, 256, 1024, 2880.0]), "t_frame": 10 ** draw.uniform(-5, -2),
-        "t_post": draw.choice([0, 0.0182, 1e-3]), "t_comm_fp32": 10 ** draw.uniform(-1, 1.5),
-        "t_update": draw.choice([0, 1e-3, 0.009]), "compression_ratio": draw.choice([1, 2.0, 15.8, 29.1, 32.0]),
-        "parallel_post": draw.choice([0, 0.5, 1.0, 2]), "double_buffering": double_buffering,
-    }, None  # fmt: skip
+        "minibatch": draw.choice([32, 256, 1024, 2880.0]),
+        "t_frame": 10 ** draw.uniform(-5, -2),
+        "t_post": draw.choice([0, 0.0182, 1e-3]),
+        "t_comm_fp32": 10 ** draw.uniform(-1, 1.5),
+        "t_update": draw.choice([0, 1e-3, 0.009]),
+        "compression_ratio": draw.choice([1, 2.0, 15.8, 29.1, 32.0]),
+        "parallel_post": draw.choice([0, 0.5, 1.0, 2]),
+        "double_buffering": double_buffering,
+    }, None
 
 
 @pytest.mark.slow
@@ -88,21 +110,42 @@ def test_optimal_nodes_is_the_brute_force_optimum():
     ],
 )
 def test_optimal_nodes_by_hand(changed, expected):
-    settings = {"minibatch": 1000, "t_frame": 1e-3, "t_post": 0.02, "t_comm_fp32": 2.4, "t_update": 0.005}
+    settings = {
+        "minibatch": 1000,
+        "t_frame": 1e-3,
+        "t_post": 0.02,
+        "t_comm_fp32": 2.4,
+        "t_update": 0.005,
+    }
     assert optimal_nodes(**settings | changed) == expected
 
 
-@pytest.mark.parametrize("name", ["minibatch", "t_frame", "t_post", "t_comm_fp32", "t_update", "compression_ratio", "parallel_post"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "minibatch",
+        "t_frame",
+        "t_post",
+        "t_comm_fp32",
+        "t_update",
+        "compression_ratio",
+        "parallel_post",
+    ],
+)
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_a_bad_number_is_named(name, value):
-    settings = {"minibatch": 1, "t_frame": 1, "t_post": 0, "t_comm_fp32": 1, "t_update": 0} | {name: value}
+    settings = {"minibatch": 1, "t_frame": 1, "t_post": 0, "t_comm_fp32": 1, "t_update": 0} | {
+        name: value
+    }
     with pytest.raises(ValueError, match=rf"{name} must be .*, got {value}"):
         optimal_nodes(**settings)
 
 
 @pytest.mark.parametrize("name", ["minibatch", "t_frame", "compression_ratio"])
 def test_zero_is_refused_where_it_means_nothing(name):
-    settings = {"minibatch": 1, "t_frame": 1, "t_post": 0, "t_comm_fp32": 1, "t_update": 0} | {name: 0}
+    settings = {"minibatch": 1, "t_frame": 1, "t_post": 0, "t_comm_fp32": 1, "t_update": 0} | {
+        name: 0
+    }
     with pytest.raises(ValueError, match=f"{name} must be positive and finite, got 0"):
         optimal_nodes(**settings)
 
@@ -114,7 +157,8 @@ def test_what_is_no_number_is_a_type_error():
         calc_seconds(0, minibatch=1, t_frame=1, t_post=0, t_update=0)
 
 
-# ---- links ---------------------------------------------------------------------------------------------------------
+# ---- links
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,11 +179,17 @@ def test_links_are_understood(text, latency, expected):
     assert (link.bits_per_s, link.latency_s) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("text", ["", "fast", "1", "-1gbit", "0gbit", "1gb yte", "nan", "1.2.3gbit"])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "1", "-1gbit", "0gbit", "1gb yte", "nan", "1.2.3gbit"]
+)
 def test_a_rate_that_is_not_understood_lists_what_is(text):
     with pytest.raises(ValueError, match="understood") as caught:
         parse_rate(text)
-    assert repr(text) in str(caught.value) and "gbit" in str(caught.value) and "10gbe" in str(caught.value)
+    assert (
+        repr(text) in str(caught.value)
+        and "gbit" in str(caught.value)
+        and "10gbe" in str(caught.value)
+    )
 
 
 @pytest.mark.parametrize("text", ["", "1", "-1ms", "1 hour", "ms"])
@@ -148,7 +198,15 @@ def test_a_time_that_is_not_understood_lists_what_is(text):
         parse_seconds(text)
 
 
-@pytest.mark.parametrize(("arguments", "name"), [((0,), "bits_per_s"), ((1e9, -1), "latency_s"), ((math.nan,), "bits_per_s"), ((1e9, math.inf), "latency_s")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((0,), "bits_per_s"),
+        ((1e9, -1), "latency_s"),
+        ((math.nan,), "bits_per_s"),
+        ((1e9, math.inf), "latency_s"),
+    ],
+)
 def test_a_bad_link_is_refused(arguments, name):
     with pytest.raises(ValueError, match=f"{name} must be"):
         Link(*arguments)
@@ -156,10 +214,16 @@ def test_a_bad_link_is_refused(arguments, name):
 
 def test_quantities_are_written_with_units():
     assert [format_rate(r) for r in (1e9, 2.5e6, 12)] == ["1 Gbit/s", "2.5 Mbit/s", "12 bit/s"]
-    assert [format_seconds(s) for s in (0, 0.1234, 2.5e-6, 12)] == ["0 s", "123 ms", "2.50 us", "12.0 s"]
+    assert [format_seconds(s) for s in (0, 0.1234, 2.5e-6, 12)] == [
+        "0 s",
+        "123 ms",
+        "2.50 us",
+        "12.0 s",
+    ]
 
 
-# ---- models --------------------------------------------------------------------------------------------------------
+# ---- models
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -176,18 +240,31 @@ def test_forward_flops(name, gflops):
     assert find_model(name).forward_flops / 1e9 == pytest.approx(gflops, rel=0.002)
 
 
-@pytest.mark.parametrize(("name", "found"), [("vgg16", "VGG-16"), ("VGG-16", "VGG-16"), ("resnet 50", "ResNet-50"), ("bert", "BERT-base"), ("gpt2", "GPT-2 small")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("vgg16", "VGG-16"),
+        ("VGG-16", "VGG-16"),
+        ("resnet 50", "ResNet-50"),
+        ("bert", "BERT-base"),
+        ("gpt2", "GPT-2 small"),
+    ],
+)
 def test_model_names_are_forgiving(name, found):
     assert find_model(name).name == found
 
 
-@pytest.mark.parametrize(("name", "hint"), [("vgg19", "did you mean VGG-16"), ("", "LeNet"), ("alexnet", "GPT-2 small")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "hint"), [("vgg19", "did you mean VGG-16"), ("", "LeNet"), ("alexnet", "GPT-2 small")]
+)
 def test_an_unknown_model_lists_the_known(name, hint):
     with pytest.raises(ValueError, match=hint):
         find_model(name)
 
 
-@pytest.mark.parametrize("bad", [[], [["w"]], [["w", 3]], [["w", [0]]], [["w", [2.5]]], [[3, [3]]], ["ab"]])
+@pytest.mark.parametrize(
+    "bad", [[], [["w"]], [["w", 3]], [["w", [0]]], [["w", [2.5]]], [[3, [3]]], ["ab"]]
+)
 def test_bad_shapes_are_refused(bad):
     with pytest.raises(ValueError, match="shape"):
         own_model("mine", bad)
@@ -200,7 +277,8 @@ def test_a_bad_file_of_shapes_is_refused(text, tmp_path):
         load_shapes(tmp_path / "shapes.json")
 
 
-# ---- bytes ---------------------------------------------------------------------------------------------------------
+# ---- bytes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["LeNet", "ResNet-50"])
@@ -210,7 +288,12 @@ def test_bytes_are_those_of_the_bucket_plans(model, method):
     for world_size, rank in ((2, 0), (2, 1), (3, 2), (8, 0), (17, 16)):
         for cap in (None, 0.5):
             expected = predict_bytes(
-                method.codec, shapes, world_size, exchange=method.exchange, rank=rank, bucket_cap_mb=cap
+                method.codec,
+                shapes,
+                world_size,
+                exchange=method.exchange,
+                rank=rank,
+                bucket_cap_mb=cap,
             )
             planned = plan_buckets(method, shapes, world_size, rank=rank, bucket_cap_mb=cap)
             sent = sum(b.sent_nbytes for b in planned)
@@ -226,7 +309,9 @@ def test_ddps_own_all_reduce_sends_a_ring():
     for name, share in (("fp32", 1), ("bf16", 0.5)):
         sent = sum(b.sent_nbytes for b in plan_buckets(find_method(name), shapes, 8))
         assert sent == pytest.approx(share * ring_bytes(1_256_080, 8), abs=4)
-        assert {c.rounds for b in plan_buckets(find_method(name), shapes, 8) for c in b.collectives} == {14}
+        assert {
+            c.rounds for b in plan_buckets(find_method(name), shapes, 8) for c in b.collectives
+        } == {14}
 
 
 def test_thousands_of_ranks_are_quick_and_own_everything():

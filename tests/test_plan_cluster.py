@@ -30,7 +30,10 @@ pytestmark = pytest.mark.slow
 def test_alpha_and_beta_are_found(alpha, beta, seconds):
     sizes = [1e3, 1e5, 1e6, 1e7]
     found = cluster.fit_alpha_beta(sizes, seconds or [alpha + beta * s for s in sizes])
-    assert found == (pytest.approx(alpha, abs=1e-12), pytest.approx(beta, abs=1e-15, rel=0 if seconds is None else 1))
+    assert found == (
+        pytest.approx(alpha, abs=1e-12),
+        pytest.approx(beta, abs=1e-15, rel=0 if seconds is None else 1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,9 @@ def test_methods_are_what_auto_takes(codec, world_size, exchange, second_phase):
 
 
 def measured(t_frame=1e-3):
-    return cluster.Measured(2, 64, t_frame, 0.4, 2e-3, 4e-3, 1e-3, Rates(), Transport({"all_gather": 1e-3}, {}), 1.0)
+    return cluster.Measured(
+        2, 64, t_frame, 0.4, 2e-3, 4e-3, 1e-3, Rates(), Transport({"all_gather": 1e-3}, {}), 1.0
+    )
 
 
 def test_a_measurement_becomes_a_workload():
@@ -64,10 +69,18 @@ def test_a_measurement_becomes_a_workload():
         True,
     )
     alone = measured().workload(lenet, averager=True)
-    assert (alone.t_update, alone.overlaps, len(plan_buckets(cluster.METHODS[0], alone.parameters, 2, bucket_cap_mb=alone.bucket_cap_mb))) == (pytest.approx(3e-3), False, 1)  # fmt: skip
+    assert (
+        alone.t_update,
+        alone.overlaps,
+        len(
+            plan_buckets(cluster.METHODS[0], alone.parameters, 2, bucket_cap_mb=alone.bucket_cap_mb)
+        ),
+    ) == (pytest.approx(3e-3), False, 1)
     larger = measured().workload(other, minibatch=8)
     assert larger.minibatch == 8 and larger.t_post == 0
-    assert measured().workload(other, adagrad=True).t_post == pytest.approx(4e-3 * other.numel / lenet.numel)
+    assert measured().workload(other, adagrad=True).t_post == pytest.approx(
+        4e-3 * other.numel / lenet.numel
+    )
     assert larger.t_frame == pytest.approx(1e-3 * other.forward_flops / lenet.forward_flops)
     assert larger.t_update == pytest.approx(2e-3 * other.numel / lenet.numel)
     found = simulate(alone, "onebit all_gather", 2, Link(math.inf), transport=measured().transport)
@@ -78,7 +91,11 @@ def told(comm):
     """Rank 1 tells what a pickle would run, and then lies about its length."""
     exact = cluster.gather(comm, {"s": [0.1 + comm.rank, 5e-324]})
     caught = []
-    for own in (b"cos\nsystem\n(S'exit 3'\ntR.", b"[" * 100_000, b"x" * (cluster.GATHER_NBYTES + 1)):
+    for own in (
+        b"cos\nsystem\n(S'exit 3'\ntR.",
+        b"[" * 100_000,
+        b"x" * (cluster.GATHER_NBYTES + 1),
+    ):
         value = Raw(own) if comm.rank else {}
         try:
             cluster.gather(comm, value)
@@ -96,7 +113,9 @@ class Raw:
 
 def test_ranks_exchange_numbers_not_programs(monkeypatch):
     dumps = json.dumps
-    monkeypatch.setattr(cluster.json, "dumps", lambda v: v.data.decode() if isinstance(v, Raw) else dumps(v))
+    monkeypatch.setattr(
+        cluster.json, "dumps", lambda v: v.data.decode() if isinstance(v, Raw) else dumps(v)
+    )
     for exact, caught in run_local(2, told):
         assert exact == [{"s": [0.1, 5e-324]}, {"s": [1.1, 5e-324]}]
         assert caught == [(1, "JSON"), (1, "JSON"), (1, f"at most {cluster.GATHER_NBYTES} bytes")]
@@ -163,7 +182,9 @@ def test_the_program_measures_with_ranks_of_its_own(tmp_path):
 def test_measuring_without_ranks_says_how_to_get_some():
     alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-m", "gradcomp.plan", "--measure"]
-    out = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=alone)
+    out = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=100, env=alone
+    )
     assert out.returncode == 2
     assert "--ranks 2 starts some here" in out.stderr and out.stderr.count("\n") == 1
 

@@ -1,4 +1,6 @@
-"""The simulated step: cases computed by hand, orders that must hold, and what `predict` makes of it."""
+"""The simulated step: cases computed by hand, orders that must hold, and what `predict` makes of
+it.
+"""
 
 import itertools
 import math
@@ -11,9 +13,27 @@ from gradcomp import Block, OneBit, TernGrad
 from gradcomp.exchange.routes import NodeRoute
 from gradcomp.exchange.slices import Slicing
 from gradcomp.payload.pieces import Slot
-from gradcomp.plan import METHODS, Link, Node, Rates, StageRate, Stragglers, Transport, Workload, predict, simulate
+from gradcomp.plan import (
+    METHODS,
+    Link,
+    Node,
+    Rates,
+    StageRate,
+    Stragglers,
+    Transport,
+    Workload,
+    predict,
+    simulate,
+)
 from gradcomp.plan.accuracy import expected
-from gradcomp.plan.costs import HIERARCHICAL, IDENTITY, Collective, between, find_method, plan_buckets
+from gradcomp.plan.costs import (
+    HIERARCHICAL,
+    IDENTITY,
+    Collective,
+    between,
+    find_method,
+    plan_buckets,
+)
 from gradcomp.plan.events import BucketWork, Run, Stage
 from gradcomp.plan.links import format_rates, format_seconds
 from gradcomp.plan.rates import STAGES, calibrate
@@ -22,13 +42,18 @@ from gradcomp.plan.simulate import _slice_work
 FAST = Link(math.inf)
 ONE = (("w", (1000, 1000)),)  # one bucket: 4 MB in fp32
 MANY = tuple((f"w{i}", (500, 1000)) for i in range(12))
-RATES = Rates({
-    m.name: {s: StageRate(1e-5, 1e-6, 1e-10, 1e-10) for s in ((*STAGES, "cast", "uncast"))} for m in METHODS
-})  # fmt: skip
+RATES = Rates(
+    {
+        m.name: {s: StageRate(1e-5, 1e-6, 1e-10, 1e-10) for s in (*STAGES, "cast", "uncast")}
+        for m in METHODS
+    }
+)
 
 
 def run_one(stages, *, compute=(1.0,), pieces=((1.0, (0,)),), link=FAST, cores=2, **options):
-    """Simulate one node with one kind of bucket; return the times at which its halves began, and the end."""
+    """Simulate one node with one kind of bucket; return the times at which its halves began, and
+    the end.
+    """
     count = sum(len(ready) for _, ready in pieces)
     run = Run(
         nodes=1,
@@ -46,40 +71,59 @@ def run_one(stages, *, compute=(1.0,), pieces=((1.0, (0,)),), link=FAST, cores=2
     return run.started
 
 
-# ---- by hand -------------------------------------------------------------------------------------------------------
+# ---- by hand
+# --------------------------------------------------------------------------------------------------
 
 GATHER = Collective("all_gather", 1000, 3, 1000)  # 8 s over 1 kbit/s, and three latencies
 SLOW = Link(1000.0, 0.5)
 
 
 def test_one_bucket_is_the_sum_of_everything():
-    """1 s of computing, 0.25 s of encoding, 8 s on the link, 1.5 s under way, 0.5 s of decoding, 0.125 s of update."""
+    """1 s of computing, 0.25 s of encoding, 8 s on the link, 1.5 s under way, 0.5 s of decoding,
+    0.125 s of update.
+    """
     stages = ((0.25, GATHER), (0.5, None))
     for cores in (1, 2):
-        assert run_one(stages, link=SLOW, cores=cores, update=0.125) == [0, 1 + 0.25 + 8 + 1.5 + 0.5 + 0.125]
+        assert run_one(stages, link=SLOW, cores=cores, update=0.125) == [
+            0,
+            1 + 0.25 + 8 + 1.5 + 0.5 + 0.125,
+        ]
 
 
 def test_the_link_sends_one_thing_at_a_time_but_latencies_overlap():
     """Two buckets at once: the second leaves 8 s after the first and arrives as late after it."""
-    assert run_one(((0.0, GATHER), (0.0, None)), link=SLOW, pieces=((1.0, (0, 1)),)) == [0, 1 + 16 + 1.5]
+    assert run_one(((0.0, GATHER), (0.0, None)), link=SLOW, pieces=((1.0, (0, 1)),)) == [
+        0,
+        1 + 16 + 1.5,
+    ]
 
 
 def test_a_stage_works_in_order_and_stages_overlap():
-    """Three buckets through stages of 1 s and 2 s: 1 + 3 * 2, on a core each; one after the other on a shared core."""
+    """Three buckets through stages of 1 s and 2 s: 1 + 3 * 2, on a core each; one after the
+    other on a shared core.
+    """
     stages = ((1.0, None), (2.0, None))
     assert run_one(stages, pieces=((1.0, (0, 1, 2)),), cores=3) == [0, 1 + 7]
     assert run_one(stages, pieces=((1.0, (0, 1, 2)),), cores=2) == [0, 1 + 9]
 
 
 def test_backward_hides_the_exchange_of_early_buckets():
-    """Forward 1 s, backward 2 + 6 s; 4 s of encoding the first bucket hide behind backward where there is a core for it."""
+    """Forward 1 s, backward 2 + 6 s; 4 s of encoding the first bucket hide behind backward where
+    there is a core for it.
+    """
     pieces = ((0.25, (0,)), (0.75, ()))
-    assert run_one(((4.0, None),), compute=(9.0,), pieces=pieces, forward_share=1 / 9)[1] == pytest.approx(9)
-    assert run_one(((4.0, None),), compute=(9.0,), pieces=pieces, forward_share=1 / 9, cores=1)[1] == pytest.approx(13)
+    assert run_one(((4.0, None),), compute=(9.0,), pieces=pieces, forward_share=1 / 9)[
+        1
+    ] == pytest.approx(9)
+    assert run_one(((4.0, None),), compute=(9.0,), pieces=pieces, forward_share=1 / 9, cores=1)[
+        1
+    ] == pytest.approx(13)
 
 
 def test_a_shared_core_never_pauses():
-    """On one core a job waits for backward's piece, and backward for the job; the end is the sum."""
+    """On one core a job waits for backward's piece, and backward for the job; the end is the
+    sum.
+    """
     pieces = tuple((0.125, (i,)) for i in range(8))
     ends = run_one(((0.5, None), (0.25, None)), compute=(4.0,), pieces=pieces, cores=1)
     assert ends[1] == pytest.approx(4 + 8 * 0.75)
@@ -108,19 +152,30 @@ def test_transport_comes_after_the_link_one_at_a_time():
 
 @pytest.mark.parametrize(("cores", "end"), [(1, 4 + 0.5), (2, 4)])
 def test_moving_bytes_takes_the_only_core_from_backward(cores, end):
-    """Half a second of waiting hides behind backward everywhere; half a second of work does not on a node with one core."""
-    options = {"pieces": ((0.5, (0,)), (0.5, ())), "transport": Transport({"all_gather": 0.5}, {"all_gather": 0.0005}).parts}
-    assert run_one(((0.0, GATHER), (0.0, None)), compute=(4.0,), cores=cores, **options)[1] == pytest.approx(end)
+    """Half a second of waiting hides behind backward everywhere; half a second of work does not
+    on a node with one core.
+    """
+    options = {
+        "pieces": ((0.5, (0,)), (0.5, ())),
+        "transport": Transport({"all_gather": 0.5}, {"all_gather": 0.0005}).parts,
+    }
+    assert run_one(((0.0, GATHER), (0.0, None)), compute=(4.0,), cores=cores, **options)[
+        1
+    ] == pytest.approx(end)
 
 
 def test_bf16_that_was_not_measured_moves_as_fp32_does():
-    measured = Transport({"all_reduce": 1.0, "all_reduce_bf16": 2.0}, {"all_reduce": 0.5, "all_reduce_bf16": 0.75})
+    measured = Transport(
+        {"all_reduce": 1.0, "all_reduce_bf16": 2.0}, {"all_reduce": 0.5, "all_reduce_bf16": 0.75}
+    )
     assert (measured.seconds("all_reduce_bf16", 4), measured.seconds("all_reduce", 4)) == (5.0, 3.0)
     assert Transport({"all_reduce": 1.0}, {"all_reduce": 0.5}).seconds("all_reduce_bf16", 4) == 3.0
 
 
 def test_fp32_over_a_link_by_hand():
-    """4 nodes, 4 MB: 2 * 3/4 * 4 MB at 1 Gbit/s = 48 ms, six latencies; compute 100 ms, update 5 ms."""
+    """4 nodes, 4 MB: 2 * 3/4 * 4 MB at 1 Gbit/s = 48 ms, six latencies; compute 100 ms, update 5
+    ms.
+    """
     found = simulate(Workload(ONE, 100, 4e-3, 5e-3), "fp32", 4, Link(1e9, 1e-3))
     assert found.seconds == pytest.approx(0.1 + 0.048 + 0.006 + 0.005)
     assert found.compute_seconds == pytest.approx(0.105)
@@ -130,14 +185,17 @@ def test_fp32_over_a_link_by_hand():
     assert found.sent_nbytes == 6_000_000
 
 
-# ---- orders that must hold -----------------------------------------------------------------------------------------
+# ---- orders that must hold
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
 @pytest.mark.parametrize("cores", [1, 2, 8])
 def test_one_node_and_an_infinite_link_only_compute(method, cores):
     work = Workload(MANY, 64, 1e-3, 2e-3)
-    assert simulate(work, method, 1, Link(1e6, 1e-3), rates=RATES, cores=cores).seconds == pytest.approx(0.066)
+    assert simulate(
+        work, method, 1, Link(1e6, 1e-3), rates=RATES, cores=cores
+    ).seconds == pytest.approx(0.066)
     for nodes in (2, 32):
         found = simulate(work, method, nodes, FAST, cores=cores)
         assert found.seconds == pytest.approx(0.064 / nodes + 0.002)
@@ -151,11 +209,19 @@ def test_a_faster_link_is_never_slower(method, double_buffering):
     for cores in (1, 2):
         seconds = [
             simulate(
-                work, method, 8, Link(rate, 1e-4), rates=RATES, cores=cores, double_buffering=double_buffering
+                work,
+                method,
+                8,
+                Link(rate, 1e-4),
+                rates=RATES,
+                cores=cores,
+                double_buffering=double_buffering,
             ).seconds
             for rate in (1e7, 1e8, 1e9, 1e10, 1e11)
         ]
-        assert all(b <= a * 1.02 for a, b in itertools.pairwise(seconds)), seconds  # jobs may change places
+        assert all(b <= a * 1.02 for a, b in itertools.pairwise(seconds)), (
+            seconds
+        )  # jobs may change places
         assert seconds[-1] < seconds[0] / 2
 
 
@@ -174,28 +240,46 @@ def test_every_node_is_like_the_one_that_stands_for_all(method, double_buffering
 def test_double_buffering_hides_what_backward_cannot():
     work = Workload(ONE, 64, 1e-3, 0)  # one bucket: ready when backward is over
     plain = simulate(work, "onebit reduce_scatter", 4, Link(1e9), rates=RATES)
-    buffered = simulate(work, "onebit reduce_scatter", 4, Link(1e9), rates=RATES, double_buffering=True)
+    buffered = simulate(
+        work, "onebit reduce_scatter", 4, Link(1e9), rates=RATES, double_buffering=True
+    )
     assert buffered.seconds == pytest.approx(0.016) and plain.seconds > 0.017
     assert buffered.sent_nbytes == 2 * plain.sent_nbytes  # each half's gradient is exchanged
 
 
-@pytest.mark.parametrize("stragglers", [Stragglers(jitter=0.2), Stragglers(slow_share=0.1, slow_factor=2.0)])
+@pytest.mark.parametrize(
+    "stragglers", [Stragglers(jitter=0.2), Stragglers(slow_share=0.1, slow_factor=2.0)]
+)
 def test_stragglers_slow_everyone(stragglers):
     work = Workload(MANY, 320, 1e-3, 2e-3)
     calm = simulate(work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES)
-    found = simulate(work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers)
+    found = simulate(
+        work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers
+    )
     assert found.seconds > 1.1 * calm.seconds
     assert found.straggler_seconds > 0.1 * calm.compute_seconds
-    assert found.seconds == pytest.approx(found.compute_seconds + found.straggler_seconds + found.exposed_seconds)
-    assert found == simulate(work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers)
+    assert found.seconds == pytest.approx(
+        found.compute_seconds + found.straggler_seconds + found.exposed_seconds
+    )
+    assert found == simulate(
+        work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=stragglers
+    )
     if stragglers.jitter:
         other = replace(stragglers, seed=1)
-        assert found != simulate(work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=other)
+        assert found != simulate(
+            work, "terngrad exact", 10, Link(1e9, 1e-4), rates=RATES, stragglers=other
+        )
 
 
 def test_one_slow_node_sets_the_pace():
     """One of 4 nodes takes twice as long: 64/4 * 1 ms * 2 for all of them."""
-    found = simulate(Workload(ONE, 64, 1e-3), "fp32", 4, FAST, stragglers=Stragglers(slow_share=0.25, slow_factor=2.0))
+    found = simulate(
+        Workload(ONE, 64, 1e-3),
+        "fp32",
+        4,
+        FAST,
+        stragglers=Stragglers(slow_share=0.25, slow_factor=2.0),
+    )
     assert found.seconds == pytest.approx(0.032)
     assert (found.compute_seconds, found.straggler_seconds) == pytest.approx((0.020, 0.012))
 
@@ -203,14 +287,24 @@ def test_one_slow_node_sets_the_pace():
 def test_thousands_of_nodes_with_stragglers_report_progress():
     seen = []
     work = Workload(ONE, 4096, 1e-3)
-    found = simulate(work, "fp32", 4096, Link(1e9), stragglers=Stragglers(jitter=0.1), steps=1, progress=seen.append)
+    found = simulate(
+        work,
+        "fp32",
+        4096,
+        Link(1e9),
+        stragglers=Stragglers(jitter=0.1),
+        steps=1,
+        progress=seen.append,
+    )
     assert found.straggler_seconds > 0
     assert len(seen) > 10 and seen == sorted(seen) and 0 < seen[0] and seen[-1] <= 1
 
 
 def test_weak_scaling_keeps_the_work_of_a_node():
     work = Workload(ONE, 32, 1e-3, weak=True)
-    assert [simulate(work, "fp32", n, FAST).seconds for n in (1, 4, 64)] == pytest.approx([0.032] * 3)
+    assert [simulate(work, "fp32", n, FAST).seconds for n in (1, 4, 64)] == pytest.approx(
+        [0.032] * 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +319,12 @@ def test_weak_scaling_keeps_the_work_of_a_node():
     ],
 )
 def test_bad_arguments_are_refused(options, message):
-    arguments = {"workload": Workload(ONE, 1, 1), "method": "fp32", "nodes": 2, "link": FAST} | options
+    arguments = {
+        "workload": Workload(ONE, 1, 1),
+        "method": "fp32",
+        "nodes": 2,
+        "link": FAST,
+    } | options
     with pytest.raises(ValueError, match=message):
         simulate(**arguments)
 
@@ -236,13 +335,28 @@ def test_bad_arguments_are_refused(options, message):
         (lambda: Workload((), 1, 1), "parameters must name at least one"),
         (lambda: Workload(ONE, 0, 1), "minibatch must be positive and finite, got 0"),
         (lambda: Workload(ONE, 1, -1), "t_frame must be at least 0 and finite, got -1"),
-        (lambda: Workload(ONE, 1, 1, t_update=math.inf), "t_update must be at least 0 and finite, got inf"),
+        (
+            lambda: Workload(ONE, 1, 1, t_update=math.inf),
+            "t_update must be at least 0 and finite, got inf",
+        ),
         (lambda: Workload(ONE, 1, 1, forward_share=2), "forward_share must be in"),
         (lambda: Workload(ONE, 1, 1, flops=()), "flops must have one entry a parameter"),
-        (lambda: Workload(ONE, 1, 1, flops=(-1.0,)), "flops must be at least 0 and finite, got -1.0"),
-        (lambda: Workload(ONE, 1, 1, flops=(math.nan,)), "flops must be at least 0 and finite, got nan"),
-        (lambda: Workload(ONE, 1, 1, bucket_cap_mb=0), "bucket_cap_mb must be positive and finite, got 0"),
-        (lambda: Workload(ONE, 1, 1, bucket_cap_mb=math.inf), "bucket_cap_mb must be positive and finite, got inf"),
+        (
+            lambda: Workload(ONE, 1, 1, flops=(-1.0,)),
+            "flops must be at least 0 and finite, got -1.0",
+        ),
+        (
+            lambda: Workload(ONE, 1, 1, flops=(math.nan,)),
+            "flops must be at least 0 and finite, got nan",
+        ),
+        (
+            lambda: Workload(ONE, 1, 1, bucket_cap_mb=0),
+            "bucket_cap_mb must be positive and finite, got 0",
+        ),
+        (
+            lambda: Workload(ONE, 1, 1, bucket_cap_mb=math.inf),
+            "bucket_cap_mb must be positive and finite, got inf",
+        ),
         (lambda: Workload((("w", (10**10, 10**10)),), 1, 1), "parameters must hold at most"),
         (lambda: Stragglers(jitter=-1), r"jitter must be in \[0, 10\], got -1"),
         (lambda: Stragglers(jitter=1e200), r"jitter must be in \[0, 10\], got 1e\+200"),
@@ -257,7 +371,8 @@ def test_bad_descriptions_are_refused(make, message):
         make()
 
 
-# ---- rates ---------------------------------------------------------------------------------------------------------
+# ---- rates
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timed
@@ -267,30 +382,55 @@ def test_calibration_finds_rates_that_describe_a_stage(tmp_path):
     small, large = (rates.stage_seconds(methods[0], 4, n, n // 4) for n in (1 << 10, 1 << 22))
     assert len(small) == 4 and min(small) >= 0 and 10 * sum(small) < sum(large) < 10
     few, more = (rates.stage_seconds(methods[1], n, 1 << 20, 1 << 20) for n in (2, 64))
-    assert more[3] > 4 * few[3] and more[3] > more[1]  # decoding grows with the ranks, encoding does not
+    assert (
+        more[3] > 4 * few[3] and more[3] > more[1]
+    )  # decoding grows with the ranks, encoding does not
     assert 0 < sum(rates.stage_seconds(methods[2], 4, 1 << 22, 1 << 20)) < 1
     rates.save(tmp_path / "rates.json")
     assert Rates.load(tmp_path / "rates.json") == rates
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"fp32": 3}', '{"fp32": {"cast": {"speed": 3}}}', '{"fp32": {"cast": {"fixed_s": -3}}}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"fp32": 3}',
+        '{"fp32": {"cast": {"speed": 3}}}',
+        '{"fp32": {"cast": {"fixed_s": -3}}}',
+    ],
+)
 def test_bad_rates_are_refused(text, tmp_path):
     (tmp_path / "rates.json").write_text(text)
     with pytest.raises(ValueError, match=r"rates\.json does not hold rates"):
         Rates.load(tmp_path / "rates.json")
 
 
-# ---- predictions ---------------------------------------------------------------------------------------------------
+# ---- predictions
+# --------------------------------------------------------------------------------------------------
 
 BIG = tuple((f"w{i}", (1000, 4000)) for i in range(10))  # 160 MB
 
 
 def test_a_slow_link_asks_for_compression():
-    found = predict(Workload(BIG, 1024, 1e-3, 2e-3), Link(1e9, 1e-4), [1, 2, 4, 8, 16], rates=RATES, by_seconds=True)
+    found = predict(
+        Workload(BIG, 1024, 1e-3, 2e-3),
+        Link(1e9, 1e-4),
+        [1, 2, 4, 8, 16],
+        rates=RATES,
+        by_seconds=True,
+    )
     assert found.method.compresses and found.nodes == 16 and found.speedup > 5
-    assert found.sentence.startswith("Compress: over 1 Gbit/s") and found.method.name in found.sentence
+    assert (
+        found.sentence.startswith("Compress: over 1 Gbit/s") and found.method.name in found.sentence
+    )
     assert 1e9 < found.break_even_bits_per_s < 1e12
-    above = predict(Workload(BIG, 1024, 1e-3, 2e-3), Link(found.break_even_bits_per_s * 1.2, 1e-4), [16], rates=RATES)
+    above = predict(
+        Workload(BIG, 1024, 1e-3, 2e-3),
+        Link(found.break_even_bits_per_s * 1.2, 1e-4),
+        [16],
+        rates=RATES,
+    )
     assert not above.method.compresses
     assert found.result("fp32", 16).seconds == pytest.approx(
         found.speedup * found.result(found.method.name, 16).seconds
@@ -324,12 +464,20 @@ def test_fewer_nodes_than_asked_for_may_be_best():
     work = Workload(BIG, 4, 1e-3, 2e-3)
     found = predict(work, Link(1e6), [2, 4], rates=RATES)
     alone = simulate(work, found.method, 1, Link(1e6), rates=RATES).seconds
-    assert found.sentence.startswith(f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: ")
+    assert found.sentence.startswith(
+        f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: "
+    )
 
 
 def test_weak_scaling_has_no_formula():
-    found = predict(Workload(BIG, 64, 1e-3, weak=True), Link(1e9), [1, 2, 4], rates=RATES, by_seconds=True)
-    assert found.optimal_nodes == math.inf and "formula" not in found.sentence and "distribute" not in found.sentence
+    found = predict(
+        Workload(BIG, 64, 1e-3, weak=True), Link(1e9), [1, 2, 4], rates=RATES, by_seconds=True
+    )
+    assert (
+        found.optimal_nodes == math.inf
+        and "formula" not in found.sentence
+        and "distribute" not in found.sentence
+    )
 
 
 def test_crossings_are_where_the_fastest_method_changes():
@@ -340,7 +488,8 @@ def test_crossings_are_where_the_fastest_method_changes():
     for crossing in coarse.crossings:
         assert crossing in fine.crossings
         now, before = (
-            {m.name: fine.result(m.name, n).seconds for m in METHODS} for n in (crossing.nodes, crossing.nodes - 1)
+            {m.name: fine.result(m.name, n).seconds for m in METHODS}
+            for n in (crossing.nodes, crossing.nodes - 1)
         )
         assert now[crossing.after] <= 1.01 * min(now.values())
         assert now[crossing.before] > 1.01 * min(now.values())
@@ -356,16 +505,21 @@ def test_predictions_need_nodes_and_methods():
         predict(Workload(ONE, 1, 1), FAST, [2], rates=RATES).result("fp32", 3)
 
 
-# ---- accuracy ------------------------------------------------------------------------------------------------------
+# ---- accuracy
+# --------------------------------------------------------------------------------------------------
 
 
 def ask(optimizer=None, link=1e9, methods=METHODS, **more):
     work = Workload(BIG, 1024, 1e-3, 2e-3)
-    return predict(work, Link(link, 1e-4), [4], methods=methods, rates=RATES, optimizer=optimizer, **more)
+    return predict(
+        work, Link(link, 1e-4), [4], methods=methods, rates=RATES, optimizer=optimizer, **more
+    )
 
 
 def test_every_block_is_a_candidate():
-    assert {f"block{bits} {how}" for bits in (2, 4, 8) for how in ("all_gather", "reduce_scatter")} <= {m.name for m in METHODS}
+    assert {
+        f"block{bits} {how}" for bits in (2, 4, 8) for how in ("all_gather", "reduce_scatter")
+    } <= {m.name for m in METHODS}
 
 
 @pytest.mark.parametrize(
@@ -379,38 +533,66 @@ def test_every_block_is_a_candidate():
 )
 def test_what_loses_too_much_is_not_recommended(optimizer, codec, costs):
     fast, kept = ask(), ask(optimizer)
-    assert fast.method.name.startswith("onebit") and kept.method.name.startswith(codec) and costs in kept.sentence
+    assert (
+        fast.method.name.startswith("onebit")
+        and kept.method.name.startswith(codec)
+        and costs in kept.sentence
+    )
     assert 1 < kept.speedup < fast.speedup
-    assert set(kept.permitted) < set(fast.permitted) == {m.name for m in METHODS} - {"topk all_gather"}
-    assert {"fp32", "bf16"} < set(kept.permitted) and not any(n.startswith("onebit") for n in kept.permitted)
+    assert (
+        set(kept.permitted) < set(fast.permitted) == {m.name for m in METHODS} - {"topk all_gather"}
+    )
+    assert {"fp32", "bf16"} < set(kept.permitted) and not any(
+        n.startswith("onebit") for n in kept.permitted
+    )
     times = kept.result(kept.method.name, 4).seconds / fast.result(fast.method.name, 4).seconds
     if times > 1.05:  # what gains less is not mentioned
-        assert f" {fast.method.name} would be {times:.2g} times as fast a step and " in kept.sentence
+        assert (
+            f" {fast.method.name} would be {times:.2g} times as fast a step and " in kept.sentence
+        )
     assert "not recommended." in kept.sentence and kept.sentence.count(" onebit ") == (times > 1.05)
 
 
 def test_a_codec_that_was_measured_nowhere_is_not_recommended():
-    """Not for seconds alone either: "topk" sends least by far and would be the answer to every slow link."""
+    """Not for seconds alone either: "topk" sends least by far and would be the answer to every
+    slow link.
+    """
     found = ask(link=1e8)
     times = {row.method.name: row.seconds for row in found.rows}
-    assert min(times, key=times.get) == "topk all_gather" and "topk all_gather" not in found.permitted
-    assert "topk all_gather would be" in found.sentence and "times as fast a step and was not measured; not recommended." in found.sentence
+    assert (
+        min(times, key=times.get) == "topk all_gather" and "topk all_gather" not in found.permitted
+    )
+    assert (
+        "topk all_gather would be" in found.sentence
+        and "times as fast a step and was not measured; not recommended." in found.sentence
+    )
     assert "was not measured under adamw; not recommended." in ask("adamw", link=1e8).sentence
     alone = ask(methods=[m for m in METHODS if m.name == "topk all_gather"])
-    assert alone.sentence.startswith("Nothing here is known to keep the accuracy; by seconds alone: ")
+    assert alone.sentence.startswith(
+        "Nothing here is known to keep the accuracy; by seconds alone: "
+    )
 
 
 def test_why_a_faster_codec_is_left_out():
     adam, sgd = ask("adamw").sentence, ask("sgd").sentence
     onebit = expected("adam", OneBit())
     assert f"costs {onebit.cost} with {onebit.given()}; not recommended." in adam
-    assert "terngrad requantize would be" in adam and "was not measured under adamw; not recommended." in adam
-    assert "It costs +0.019 nats (a perceptron 128-256-10 under SGD" in sgd and "was not measured under sgd" in sgd
+    assert (
+        "terngrad requantize would be" in adam
+        and "was not measured under adamw; not recommended." in adam
+    )
+    assert (
+        "It costs +0.019 nats (a perceptron 128-256-10 under SGD" in sgd
+        and "was not measured under sgd" in sgd
+    )
 
 
 def test_without_an_optimizer_the_losses_are_told():
     found = ask()
-    assert f"by seconds a step alone: onebit costs {expected('adam', OneBit()).cost}" in found.sentence and "+1.70 points" in found.sentence
+    assert (
+        f"by seconds a step alone: onebit costs {expected('adam', OneBit()).cost}" in found.sentence
+        and "+1.70 points" in found.sentence
+    )
     row = found.tolerance.costs(found.method)
     assert {cost.training.optimizer for cost in row.values()} == {"AdamW", "SGD"}
 
@@ -419,7 +601,10 @@ def test_without_an_optimizer_only_what_is_safe_for_all_is_recommended():
     """It recommended 1 bit by seconds alone and said last that it costs 1.70 points."""
     found = ask(by_seconds=False)
     assert {name.split()[0] for name in found.permitted} == {"fp32", "bf16", "block4"}
-    assert found.method.name.startswith("block4") and "under some optimizer are left out" in found.sentence
+    assert (
+        found.method.name.startswith("block4")
+        and "under some optimizer are left out" in found.sentence
+    )
     assert "not recommended" not in found.sentence
     loose = ask(by_seconds=False, tolerances={"nats": 1, "points": 2})
     assert loose.method.name.startswith("onebit")  # within what is tolerated under each
@@ -427,10 +612,15 @@ def test_without_an_optimizer_only_what_is_safe_for_all_is_recommended():
 
 def test_the_rate_at_which_compression_stops_paying_is_a_range():
     """Measured a minute apart it was 50 and 98 Gbit/s, each given as if it were exact."""
-    slower = Rates({
-        method: {stage: StageRate(*(16 * value for value in asdict(rate).values())) for stage, rate in stages.items()}
-        for method, stages in RATES.stages.items()
-    })  # fmt: skip
+    slower = Rates(
+        {
+            method: {
+                stage: StageRate(*(16 * value for value in asdict(rate).values()))
+                for stage, rate in stages.items()
+            }
+            for method, stages in RATES.stages.items()
+        }
+    )
     once, again = ask(), ask(repeated=[RATES, slower])
     assert once.break_even_range == (once.break_even_bits_per_s,) * 2
     least, most = again.break_even_range
@@ -442,29 +632,47 @@ def test_the_rate_at_which_compression_stops_paying_is_a_range():
 
 
 def test_a_tolerance_lets_more_in():
-    """1 bit is measured with a warm start of 4: over a run it takes longer than by its own steps, without them yet longer."""
+    """1 bit is measured with a warm start of 4: over a run it takes longer than by its own
+    steps, without them yet longer.
+    """
     found = ask("adamw", tolerances={"nats": 0.07})
     rows = {row.method.name: row for row in found.rows}
     onebit, block4 = rows["onebit reduce_scatter"], rows["block4 reduce_scatter"]
     assert "with precondition=True" in found.sentence
     assert onebit.result.seconds < onebit.seconds < block4.seconds == block4.result.seconds
-    assert onebit.seconds == pytest.approx(5 / 6 * onebit.result.seconds + block4.result.seconds / 6)
-    without = ask("adamw", tolerances={"nats": 0.07}, methods=[m for m in METHODS if m.name in ("fp32", "onebit reduce_scatter")])
+    assert onebit.seconds == pytest.approx(
+        5 / 6 * onebit.result.seconds + block4.result.seconds / 6
+    )
+    without = ask(
+        "adamw",
+        tolerances={"nats": 0.07},
+        methods=[m for m in METHODS if m.name in ("fp32", "onebit reduce_scatter")],
+    )
     rows = {row.method.name: row for row in without.rows}
     onebit = rows["onebit reduce_scatter"]
-    assert onebit.seconds == pytest.approx(5 / 6 * onebit.result.seconds + rows["fp32"].result.seconds / 6)
+    assert onebit.seconds == pytest.approx(
+        5 / 6 * onebit.result.seconds + rows["fp32"].result.seconds / 6
+    )
     assert ask("sgd", tolerances={"points": 2, "nats": 0.1}).method.name.startswith("onebit")
-    assert not ask("sgd", tolerances={"points": 0, "nats": 0.0}).method.name.startswith(("onebit", "ternary", "terngrad"))
+    assert not ask("sgd", tolerances={"points": 0, "nats": 0.0}).method.name.startswith(
+        ("onebit", "ternary", "terngrad")
+    )
 
 
 def test_where_nothing_asked_for_keeps_the_accuracy_it_says_so():
     found = ask("adamw", methods=[m for m in METHODS if m.name.startswith("onebit")])
-    assert found.sentence.startswith("Nothing here is known to keep the accuracy under adamw; by seconds alone: Compress")
+    assert found.sentence.startswith(
+        "Nothing here is known to keep the accuracy under adamw; by seconds alone: Compress"
+    )
 
 
 def test_nothing_is_said_of_codecs_where_none_pays():
     found = ask("adamw", link=1e13)
-    assert found.method.name == "fp32" and "costs" not in found.sentence and "not recommended" not in found.sentence
+    assert (
+        found.method.name == "fp32"
+        and "costs" not in found.sentence
+        and "not recommended" not in found.sentence
+    )
 
 
 @pytest.mark.parametrize(
@@ -472,9 +680,18 @@ def test_nothing_is_said_of_codecs_where_none_pays():
     [
         ({"optimizer": ""}, "optimizer must be a name such as adamw, sgd or lamb, got ''"),
         ({"optimizer": "adam w"}, "got 'adam w'"),
-        ({"optimizer": "sgd", "tolerances": {"nats": -1}}, "the tolerance in nats must be at least 0 and finite, got -1"),
-        ({"optimizer": "sgd", "tolerances": {"points": math.nan}}, "the tolerance in points must be .* got nan"),
-        ({"optimizer": "sgd", "tolerances": {"bits": 1}}, "tolerances are in nats and points, got 'bits'"),
+        (
+            {"optimizer": "sgd", "tolerances": {"nats": -1}},
+            "the tolerance in nats must be at least 0 and finite, got -1",
+        ),
+        (
+            {"optimizer": "sgd", "tolerances": {"points": math.nan}},
+            "the tolerance in points must be .* got nan",
+        ),
+        (
+            {"optimizer": "sgd", "tolerances": {"bits": 1}},
+            "tolerances are in nats and points, got 'bits'",
+        ),
     ],
 )
 def test_bad_tolerances_are_refused(settings, message):
@@ -493,9 +710,16 @@ def test_parameters_without_values_still_compute():
 
 
 def test_a_second_phase_in_one_piece_follows_the_last_slice():
-    """`TernGrad`'s means of a whole tensor have one scale, so 8 ranks wait for all of the first phase; rows do not."""
+    """`TernGrad`'s means of a whole tensor have one scale, so 8 ranks wait for all of the first
+    phase; rows do not.
+    """
     workload = Workload((("w", (4096, 4096)),), minibatch=1.0, t_frame=0.0, weak=True)
-    rates = Rates({name: {s: StageRate(per_value_s=1e-9) for s in ("encode", "owner", "decode")} for name in ("terngrad block4", "block4 reduce_scatter")})
+    rates = Rates(
+        {
+            name: {s: StageRate(per_value_s=1e-9) for s in ("encode", "owner", "decode")}
+            for name in ("terngrad block4", "block4 reduce_scatter")
+        }
+    )
     work = {}
     for name in rates.stages:
         method = find_method(name)
@@ -510,14 +734,17 @@ def test_a_second_phase_in_one_piece_follows_the_last_slice():
         assert sum(one.stages[1].seconds for one in slices) == pytest.approx(4096**2 * 1e-9)
 
 
-# ---- nodes of several ranks ------------------------------------------------------------------------------------------
+# ---- nodes of several ranks
+# ------------------------------------------------------------------------------------------
 
 FOUR = Node(4, Link(8e9, 1e-6))
 WEIGHT = (("w", (1024, 4096)),)  # 16.8 MB in fp32
 
 
 def test_ranks_of_a_node_share_its_link():
-    """Of pairs most leave the node, of a ring one rank's bytes do; what stays goes over what joins the ranks."""
+    """Of pairs most leave the node, of a ring one rank's bytes do; what stays goes over what
+    joins the ranks.
+    """
     ring = Collective.of("all_gather", 700, 8, 4)
     assert (ring.leaving_nbytes, ring.staying_nbytes, ring.rounds) == (700, 700, 7)
     pairs = Collective.of("all_to_all", 700, 8, 4)
@@ -530,16 +757,32 @@ def test_ranks_of_a_node_share_its_link():
 
 
 def test_a_hierarchical_exchange_by_hand():
-    """2 nodes of 4 ranks, 1 Gbit/s between and 8 Gbit/s inside: 12.6 MB to the node's ranks, 2 bits of a quarter between nodes, 12.6 MB back."""
+    """2 nodes of 4 ranks, 1 Gbit/s between and 8 Gbit/s inside: 12.6 MB to the node's ranks, 2
+    bits of a quarter between nodes, 12.6 MB back.
+    """
     work = Workload(WEIGHT, minibatch=1.0, t_frame=0.0, weak=True)
     (bucket,) = plan_buckets(find_method("terngrad hierarchical"), WEIGHT, 8, node_ranks=4)
     numel = 1024 * 4096
     inside, scale, packed, *_, back = bucket.collectives
-    assert (inside.nbytes, inside.leaving_nbytes, inside.staying_nbytes) == (3 * numel, 0, 3 * numel)
+    assert (inside.nbytes, inside.leaving_nbytes, inside.staying_nbytes) == (
+        3 * numel,
+        0,
+        3 * numel,
+    )
     assert (back.nbytes, back.leaving_nbytes, back.staying_nbytes) == (3 * numel, 0, 3 * numel)
-    assert packed.kind == "all_gather" and packed.leaving_nbytes == 4 * packed.nbytes == pytest.approx(numel / 4, rel=0.01)
+    assert (
+        packed.kind == "all_gather"
+        and packed.leaving_nbytes == 4 * packed.nbytes == pytest.approx(numel / 4, rel=0.01)
+    )
     found = simulate(work, "terngrad hierarchical", 2, Link(1e9, 1e-3), node=FOUR)
-    by_hand = 2 * 3 * numel / 1e9 + 4e-6 + 2e-3 + packed.leaving_nbytes * 8e-9 + 1e-3 + scale.leaving_nbytes * 8e-9
+    by_hand = (
+        2 * 3 * numel / 1e9
+        + 4e-6
+        + 2e-3
+        + packed.leaving_nbytes * 8e-9
+        + 1e-3
+        + scale.leaving_nbytes * 8e-9
+    )
     assert found.seconds == pytest.approx(by_hand, rel=1e-6)
     assert found.sent_nbytes == packed.leaving_nbytes + scale.leaving_nbytes and found.ranks == 8
     places = _Places(2, 4)
@@ -552,7 +795,10 @@ class _Places:
 
     def __init__(self, nodes, ranks):
         self._codec, self._slicing = TernGrad(), Slicing(0)
-        self._nodes = SimpleNamespace(inside=SimpleNamespace(world_size=ranks, rank=0), across=SimpleNamespace(world_size=nodes, rank=0))
+        self._nodes = SimpleNamespace(
+            inside=SimpleNamespace(world_size=ranks, rank=0),
+            across=SimpleNamespace(world_size=nodes, rank=0),
+        )
 
 
 @pytest.mark.parametrize("name", [m.name for m in HIERARCHICAL])
@@ -564,35 +810,62 @@ def test_a_hierarchical_method_is_the_flat_one_on_nodes_of_one_rank_and_fp32_on_
     assert one.sent_nbytes == 0 and one.exposed_seconds > 0 and one.ranks == 4
     assert one == simulate(work, IDENTITY, 1, SLOW, node=FOUR)
     more = simulate(work, name, 4, SLOW, node=FOUR)
-    assert 0 < more.sent_nbytes and more.compute_seconds == pytest.approx(simulate(work, name, 16, SLOW).compute_seconds)
+    assert 0 < more.sent_nbytes and more.compute_seconds == pytest.approx(
+        simulate(work, name, 16, SLOW).compute_seconds
+    )
 
 
 def test_averaging_inside_nodes_first_pays_where_links_are_slow_and_ranks_many():
     work = Workload((("w", (4096, 4096)),), 64, 1e-4)
     found = predict(work, Link(1e8), [4], node=Node(8, Link(1e11)), rates=RATES, by_seconds=True)
     seconds = {row.method.name: row.result.seconds for row in found.rows}
-    assert seconds["terngrad hierarchical"] < 0.5 * seconds["terngrad exact"] and "terngrad hierarchical" in found.permitted
+    assert (
+        seconds["terngrad hierarchical"] < 0.5 * seconds["terngrad exact"]
+        and "terngrad hierarchical" in found.permitted
+    )
     assert found.method.exchange == "hierarchical"
-    assert not any(row.method.exchange == "hierarchical" for row in predict(work, Link(1e8), [4], rates=RATES).rows)
+    assert not any(
+        row.method.exchange == "hierarchical"
+        for row in predict(work, Link(1e8), [4], rates=RATES).rows
+    )
     adamw = predict(work, Link(1e8), [4], node=Node(8), rates=RATES, optimizer="adamw")
-    assert "onebit hierarchical" not in adamw.permitted  # what it was measured with does not go with it
+    assert (
+        "onebit hierarchical" not in adamw.permitted
+    )  # what it was measured with does not go with it
     for ranks in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="ranks of a node"):
             Node(ranks)
 
 
 def test_slices_between_nodes():
-    """The exchange inside begins before the first and ends after the last, whose work is as much as in one piece."""
+    """The exchange inside begins before the first and ends after the last, whose work is as much
+    as in one piece.
+    """
     work = (("w", (8192, 4096)),)
     method = find_method("onebit hierarchical")
     (bucket,) = plan_buckets(method, work, 4, node_ranks=2)
-    rates = Rates({"identity": {"owner": StageRate(fixed_s=1.0), "decode": StageRate(fixed_s=2.0)}, "onebit all_gather": {"encode": StageRate(per_value_s=1e-9)}})
+    rates = Rates(
+        {
+            "identity": {"owner": StageRate(fixed_s=1.0), "decode": StageRate(fixed_s=2.0)},
+            "onebit all_gather": {"encode": StageRate(per_value_s=1e-9)},
+        }
+    )
     slices = _slice_work(between(method, 2), bucket, 4, 2, rates)
     assert len(slices) == bucket.slices == 8192 * 4096 // 2 // 2**21
     kinds = [[s.collective and s.collective.kind for s in one.stages] for one in slices]
-    assert kinds[0][0] == "all_to_all" and kinds[-1][4] == "all_gather" and all(len(k) == 6 for k in kinds)
-    assert not any(k[0] for k in kinds[1:]) and not any(k[4] for k in kinds[:-1]) and all(k[2] == "all_gather" for k in kinds)
-    assert sum(s.seconds for one in slices for s in one.stages) == pytest.approx(3.0 + 8192 * 2048 * 1e-9)
+    assert (
+        kinds[0][0] == "all_to_all"
+        and kinds[-1][4] == "all_gather"
+        and all(len(k) == 6 for k in kinds)
+    )
+    assert (
+        not any(k[0] for k in kinds[1:])
+        and not any(k[4] for k in kinds[:-1])
+        and all(k[2] == "all_gather" for k in kinds)
+    )
+    assert sum(s.seconds for one in slices for s in one.stages) == pytest.approx(
+        3.0 + 8192 * 2048 * 1e-9
+    )
 
 
 def test_rates_of_another_way_of_the_codec_stand_in_for_missing_ones():

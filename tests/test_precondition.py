@@ -1,4 +1,6 @@
-"""Preconditioning: gradients encoded in units of their second moments; the formula, bad days, checkpoints, DDP."""
+"""Preconditioning: gradients encoded in units of their second moments; the formula, bad days,
+checkpoints, DDP.
+"""
 
 import copy
 import logging
@@ -41,7 +43,9 @@ def parameters(dtype=torch.float32):
 
 
 def gradient(name, step, rank):
-    """Elements of a row differ by orders of magnitude, as Adam's do; most rows of "rare" have none."""
+    """Elements of a row differ by orders of magnitude, as Adam's do; most rows of "rare" have
+    none.
+    """
     generator = torch.Generator().manual_seed(7919 * step + 31 * rank + len(name))
     x = torch.randn(SHAPES[name], generator=generator)
     x = x * 10.0 ** -(torch.arange(x.numel()) % 5).view_as(x)
@@ -70,7 +74,11 @@ def expected(codec, world, steps, exchange="auto"):
     out = [{} for _ in range(steps)]
     for index, (name, shape) in enumerate(SHAPES.items()):
         n = int(np.prod(shape))
-        moments, owed, owners = np.zeros(n, np.float32), [np.zeros(n, np.float32)] * world, np.zeros(n, np.float32)
+        moments, owed, owners = (
+            np.zeros(n, np.float32),
+            [np.zeros(n, np.float32)] * world,
+            np.zeros(n, np.float32),
+        )
         for step in range(steps):
             grads = [gradient(name, step, k).numpy().ravel() for k in range(world)]
             if n < MIN_NUMEL or codec.name == "identity":
@@ -84,7 +92,11 @@ def expected(codec, world, steps, exchange="auto"):
                 step=step,
                 parameter=index,
                 shape=shape,
-                transform=(lambda m: m + owners / d) if owners_feed_back(strategy.second_phase, codec) else (lambda m: m),  # noqa: B023
+                transform=(
+                    (lambda m: m + owners / d)  # noqa: B023
+                    if owners_feed_back(strategy.second_phase, codec)
+                    else (lambda m: m)
+                ),
             )
             if left is not None:
                 owed = [x * d for x in left]
@@ -97,13 +109,19 @@ def expected(codec, world, steps, exchange="auto"):
 
 
 def expected_of_nodes(codec, nodes, steps):
-    """Return the same for a hierarchical exchange: means of nodes, which owners exchange in units of the moments of whole tensors."""
+    """Return the same for a hierarchical exchange: means of nodes, which owners exchange in
+    units of the moments of whole tensors.
+    """
     world, size, options = sum(map(len, nodes)), len(nodes[0]), Precondition()
     strategy = choose(codec, len(nodes))
     out = [{} for _ in range(steps)]
     for index, (name, shape) in enumerate(SHAPES.items()):
         n = int(np.prod(shape))
-        moments, owed, owners = np.zeros(n, np.float32), [np.zeros(n, np.float32) for _ in nodes], np.zeros(n, np.float32)
+        moments, owed, owners = (
+            np.zeros(n, np.float32),
+            [np.zeros(n, np.float32) for _ in nodes],
+            np.zeros(n, np.float32),
+        )
         for step in range(steps):
             grads = [gradient(name, step, k).numpy().ravel() for k in range(world)]
             means = [ref.float_average([grads[rank] for rank in node]) for node in nodes]
@@ -114,7 +132,10 @@ def expected_of_nodes(codec, nodes, steps):
                 here = slice(*ByElements(size).bounds(n, place))
                 feeds = packed and owners_feed_back(strategy.second_phase, codec)
                 mean[here], left, owner_left = average(
-                    [(m[here] + r[here]) / d[here] if packed else m[here] for m, r in zip(means, owed, strict=True)],
+                    [
+                        (m[here] + r[here]) / d[here] if packed else m[here]
+                        for m, r in zip(means, owed, strict=True)
+                    ],
                     codec if packed else Identity(),
                     strategy if packed else choose(Identity(), len(nodes)),
                     step=step,
@@ -122,7 +143,7 @@ def expected_of_nodes(codec, nodes, steps):
                     shape=shape,
                     start=here.start,
                     ranks=[node[place] for node in nodes],
-                    transform=(lambda m: m + owners[here] / d[here]) if feeds else (lambda m: m),  # noqa: B023
+                    transform=((lambda m: m + owners[here] / d[here]) if feeds else (lambda m: m)),  # noqa: B023
                 )
                 for r, x in zip(owed, left if packed and left is not None else (), strict=False):
                     r[here] = x * d[here]
@@ -134,13 +155,19 @@ def expected_of_nodes(codec, nodes, steps):
     return out
 
 
-@pytest.mark.parametrize("nodes", [[[0, 1], [2, 3]], [[0, 2, 4], [1, 3, 5]], [[0, 1], [2, 3], [4, 5]]], ids=["2x2", "2x3", "3x2"])
+@pytest.mark.parametrize(
+    "nodes",
+    [[[0, 1], [2, 3]], [[0, 2, 4], [1, 3, 5]], [[0, 1], [2, 3], [4, 5]]],
+    ids=["2x2", "2x3", "3x2"],
+)
 @pytest.mark.parametrize("name", CODECS)
 def test_averages_between_nodes_are_the_formulas(name, nodes):
     codec = CODECS[name]
     wanted = expected_of_nodes(codec, nodes, 5)
     options = {"exchange": "hierarchical", "nodes": nodes}
-    for got, averager in run_local(sum(map(len, nodes)), lambda comm: averages(comm, codec, 5, **options)):
+    for got, averager in run_local(
+        sum(map(len, nodes)), lambda comm: averages(comm, codec, 5, **options)
+    ):
         for step, averaged in enumerate(got):
             for key, tensor in averaged.items():
                 assert tensor.numpy().tobytes() == wanted[step][key].tobytes(), (step, key)
@@ -160,8 +187,9 @@ def test_averages_are_the_formulas(name, world, exchange):
 
 
 def test_small_elements_beside_large_ones_keep_their_direction():
-    """Every other element is a tenth of its neighbours: divided by the root of the second moment, as Adam does, these elements
-    are noise ten times over without units of their own."""
+    """Every other element is a tenth of its neighbours: divided by the root of the second moment,
+    as Adam does, these elements are noise ten times over without units of their own.
+    """
     size = torch.where(torch.arange(500) % 2 == 0, 1.0, 0.1)
 
     def cosine(comm, codec, precondition):
@@ -169,15 +197,27 @@ def test_small_elements_beside_large_ones_keep_their_direction():
         averager = GradientAverager([("p", p)], codec, comm, precondition=precondition)
         exact, sent = [], []
         for step in range(150):
-            grads = [torch.randn(20, 500, generator=torch.Generator().manual_seed(2 * step + k)) * size for k in range(2)]
+            grads = [
+                torch.randn(20, 500, generator=torch.Generator().manual_seed(2 * step + k)) * size
+                for k in range(2)
+            ]
             p.grad = grads[comm.rank].clone()
             averager.average()
             exact.append((grads[0] + grads[1]) / 2 / size)
             sent.append(p.grad / size)
-        return float(torch.cosine_similarity(torch.stack(exact[100:]).flatten(), torch.stack(sent[100:]).flatten(), dim=0))
+        return float(
+            torch.cosine_similarity(
+                torch.stack(exact[100:]).flatten(), torch.stack(sent[100:]).flatten(), dim=0
+            )
+        )
 
-    for codec, least, most in ((Block(2), 0.8, 0.4), (TernGrad(scale="own", clip_sigma=None), 0.4, 0.3)):
-        plain, units = (run_local(2, lambda comm, c=codec, p=p: cosine(comm, c, p))[0] for p in (None, True))
+    for codec, least, most in (
+        (Block(2), 0.8, 0.4),
+        (TernGrad(scale="own", clip_sigma=None), 0.4, 0.3),
+    ):
+        plain, units = (
+            run_local(2, lambda comm, c=codec, p=p: cosine(comm, c, p))[0] for p in (None, True)
+        )
         assert units > least and plain < most, (codec, plain, units)
 
 
@@ -188,7 +228,11 @@ def test_nothing_is_lost(codec):
     def run(comm):
         got, averager = averages(comm, codec, 30, exchange="reduce_scatter")
         state = averager.state_dict()
-        return sum(g["v"].double() for g in got), state["residual"]["v"], state["owner_residual"]["v"]
+        return (
+            sum(g["v"].double() for g in got),
+            state["residual"]["v"],
+            state["owner_residual"]["v"],
+        )
 
     ranks = run_local(2, run)
     owed = sum(r[1].double() for r in ranks) / 2 + torch.cat([r[2] for r in ranks]).double()
@@ -205,7 +249,9 @@ def test_a_bucket_with_nan_and_a_discarded_step_leave_no_trace(world, options):
         _, averager = averages(comm, Block(2), 3, **options)
         before = averager.state_dict()
         for source in averager._engine.sources:
-            source.like.grad = torch.full(source.like.shape, float("nan") if comm.rank == 1 else 1.0)
+            source.like.grad = torch.full(
+                source.like.shape, float("nan") if comm.rank == 1 else 1.0
+            )
         averager.average()
         after = averager.state_dict()
         _, _ = averages(comm, Block(2), 1, first=4, averager=averager)
@@ -217,7 +263,9 @@ def test_a_bucket_with_nan_and_a_discarded_step_leave_no_trace(world, options):
         for part in ("residual", "owner_residual", "second_moment"):
             assert before[part].keys() == after[part].keys()
             for name, tensor in before[part].items():
-                assert torch.equal(tensor, after[part][name]) and torch.equal(tensor, discarded[part][name])
+                assert torch.equal(tensor, after[part][name]) and torch.equal(
+                    tensor, discarded[part][name]
+                )
         assert not torch.equal(before["second_moment"]["w"], changed["second_moment"]["w"])
 
 
@@ -227,39 +275,52 @@ def test_a_resumed_run_is_the_same_run(world, options):
         whole, _ = averages(comm, Block(2), 6, **options)
         _, averager = averages(comm, Block(2), 3, **options)
         state = averager.state_dict()
-        fresh = GradientAverager(parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL, **options)
+        fresh = GradientAverager(
+            parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL, **options
+        )
         fresh.load_state_dict(state)
         later, _ = averages(comm, Block(2), 3, first=3, averager=fresh)
         return whole[3:], later
 
     for whole, later in run_local(world, run):
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(whole, later, strict=True) for name in a)
+        assert all(
+            torch.equal(a[name], b[name]) for a, b in zip(whole, later, strict=True) for name in a
+        )
 
 
 def test_moments_go_to_another_number_of_ranks():
     states = run_local(4, lambda comm: averages(comm, Block(2), 3)[1].state_dict())
 
     def run(comm):
-        fresh = GradientAverager(parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL)
+        fresh = GradientAverager(
+            parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL
+        )
         fresh.load_state_dict(states)
         return fresh.state_dict()["second_moment"]
 
     for moments in run_local(2, run):
-        assert all(torch.equal(moments[name], tensor) for name, tensor in states[0]["second_moment"].items())
+        assert all(
+            torch.equal(moments[name], tensor)
+            for name, tensor in states[0]["second_moment"].items()
+        )
 
 
 def test_a_state_of_other_settings_is_refused():
     def run(comm):
         plain = averages(comm, Block(2), 2, precondition=None)[1].state_dict()
         fresh = averages(comm, Block(2), 1)[1]
-        with pytest.raises(ValueError, match=r"precondition 'None', .*Precondition\(beta=0.95, floor=0.01\)"):
+        with pytest.raises(
+            ValueError, match=r"precondition 'None', .*Precondition\(beta=0.95, floor=0.01\)"
+        ):
             fresh.load_state_dict(plain)
 
     run_local(2, run)
 
 
 def test_moments_that_differ_are_found():
-    """Units come from moments: ranks with other ones would decode the same payloads to other averages."""
+    """Units come from moments: ranks with other ones would decode the same payloads to other
+    averages.
+    """
 
     def run(comm):
         _, averager = averages(comm, Block(2), 2)
@@ -275,10 +336,14 @@ def test_moments_that_differ_are_found():
 
 
 def wrong_moments(comm, codec, who, live):
-    """Train two steps; rank 1 loads a state of another run at that step; load the right one and go on."""
+    """Train two steps; rank 1 loads a state of another run at that step; load the right one and
+    go on.
+    """
     wanted, right = averages(comm, codec, 3)
     state = averages(comm, codec, 2)[1].state_dict()
-    other = averages(comm, codec, 2, scale=torch.arange(1, 5).repeat_interleave(5)[comm.rank].item())[1].state_dict()
+    other = averages(
+        comm, codec, 2, scale=torch.arange(1, 5).repeat_interleave(5)[comm.rank].item()
+    )[1].state_dict()
     other["second_moment"]["v"][3] *= 2
     averager = averages(comm, codec, 2 if live else 0)[1]
     for rank in who:
@@ -293,14 +358,19 @@ def wrong_moments(comm, codec, who, live):
     return caught.value.field, caught.value.rank, str(caught.value.got)[:20], same, right.step
 
 
-@pytest.mark.parametrize(("codec", "who", "live", "field", "got"), [
-    (Block(2), (0, 1), True, "second moment of v", "(1111,) float32, sum"),
-    (Block(2), (0, 1), False, "second moment of v", "(1111,) float32, sum"),
-    (TernGrad(seed=3), (1,), True, "loaded", "a state loaded since"),
-    (OneBit(), (1,), True, "loaded", "a state loaded since"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codec", "who", "live", "field", "got"),
+    [
+        (Block(2), (0, 1), True, "second moment of v", "(1111,) float32, sum"),
+        (Block(2), (0, 1), False, "second moment of v", "(1111,) float32, sum"),
+        (TernGrad(seed=3), (1,), True, "loaded", "a state loaded since"),
+        (OneBit(), (1,), True, "loaded", "a state loaded since"),
+    ],
+)
 def test_moments_that_one_rank_loads_wrongly_are_a_mismatch(over, codec, who, live, field, got):
-    """Ranks would decode the same payloads to other averages, and their weights would drift apart, silently."""
+    """Ranks would decode the same payloads to other averages, and their weights would drift
+    apart, silently.
+    """
     assert over(2, wrong_moments, codec, who, live) == [(field, 1, got, True, 3)] * 2
 
 
@@ -327,8 +397,15 @@ def test_moments_do_not_know_the_loss_scale():
         return scaled, averager.state_dict(), plain, other.state_dict()
 
     for scaled, state, plain, other in run_local(2, run):
-        assert all(torch.equal(a[name], 1024.0 * b[name]) for a, b in zip(scaled, plain, strict=True) for name in a)
-        assert all(torch.equal(t, state["second_moment"][name]) for name, t in other["second_moment"].items())
+        assert all(
+            torch.equal(a[name], 1024.0 * b[name])
+            for a, b in zip(scaled, plain, strict=True)
+            for name in a
+        )
+        assert all(
+            torch.equal(t, state["second_moment"][name])
+            for name, t in other["second_moment"].items()
+        )
 
 
 def test_a_warm_start_takes_moments_in():
@@ -349,7 +426,9 @@ def test_a_warm_start_takes_moments_in():
 
 def in_bfloat16(comm):
     named = parameters(torch.bfloat16)
-    averager = GradientAverager(named.items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL)
+    averager = GradientAverager(
+        named.items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL
+    )
     out = []
     for step in range(3):
         for name, p in named.items():
@@ -360,7 +439,9 @@ def in_bfloat16(comm):
 
 
 def test_gradients_of_bfloat16():
-    """Sums and units are fp32; the average is rounded once, at the end. So it differs from fp32 by inputs and that rounding."""
+    """Sums and units are fp32; the average is rounded once, at the end. So it differs from fp32
+    by inputs and that rounding.
+    """
     ranks = run_local(2, in_bfloat16)
     exact = run_local(2, lambda comm: averages(comm, Block(2), 1)[0])[0]
     for name in SHAPES:
@@ -373,7 +454,11 @@ def with_ddp(fused):
     net = DDP(nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 10)).bfloat16())
     optimizer = SplitAdamW(net.parameters(), lr=1e-3)
     state = gradcomp.ddp.register(
-        net, Block(2, residual_decay=1), min_numel=100, precondition=True, optimizer=optimizer if fused else None
+        net,
+        Block(2, residual_decay=1),
+        min_numel=100,
+        precondition=True,
+        optimizer=optimizer if fused else None,
     )
     for step in range(4):
         torch.manual_seed(10 * step + dist.get_rank())
@@ -429,7 +514,11 @@ def test_a_codec_that_is_known_to_lose_says_so(gloo, codec, kind, options, says)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"precondition": "yes"}, TypeError, "precondition must be True, False or a gradcomp.Precondition, got str"),
+        (
+            {"precondition": "yes"},
+            TypeError,
+            "precondition must be True, False or a gradcomp.Precondition, got str",
+        ),
         ({"precondition": True, "transform": AggregateAdagrad()}, ValueError, "AggregateAdagrad"),
     ],
 )
@@ -438,7 +527,9 @@ def test_options_that_are_refused(options, error, words):
         gradcomp.Options(**options)
 
 
-@pytest.mark.parametrize("settings", [{"beta": 1.0}, {"beta": -0.1}, {"beta": "x"}, {"floor": 0.0}, {"floor": 1.5}])
+@pytest.mark.parametrize(
+    "settings", [{"beta": 1.0}, {"beta": -0.1}, {"beta": "x"}, {"floor": 0.0}, {"floor": 1.5}]
+)
 def test_settings_out_of_range(settings):
     with pytest.raises(ValueError, match=str(next(iter(settings.values())))):
         Precondition(**settings)

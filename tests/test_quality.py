@@ -1,4 +1,6 @@
-"""quality(): what codes make of gradients, sampled while training, against the same worked out by hand."""
+"""quality(): what codes make of gradients, sampled while training, against the same worked out
+by hand.
+"""
 
 import logging
 import math
@@ -23,7 +25,9 @@ def gradient(name, step, rank):
 
 def averaged(comm, codec, steps, dtype=torch.float32, **options):
     named = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
-    averager = GradientAverager(named.items(), codec, comm, min_numel=100, **{"quality_every": 1, **options})
+    averager = GradientAverager(
+        named.items(), codec, comm, min_numel=100, **{"quality_every": 1, **options}
+    )
     for step in range(steps):
         for name, p in named.items():
             p.grad = gradient(name, step, comm.rank).to(dtype)
@@ -62,7 +66,9 @@ def test_a_codec_with_residuals(codec):
             else:
                 rows = x.view(SHAPES[name])
                 limits = 2 * 0.9957 * rows.square().mean(1, keepdim=True).sqrt()
-                assert row.clipped == pytest.approx(float((rows.abs() > limits).float().mean()), abs=0.003)
+                assert row.clipped == pytest.approx(
+                    float((rows.abs() > limits).float().mean()), abs=0.003
+                )
                 assert 0.01 < row.clipped < 0.1
 
 
@@ -74,20 +80,30 @@ def test_a_codec_without_residuals():
         for name, row in quality.rows.items():
             g = gradient(name, 0, rank).flatten()
             assert row.residual == 0 and 0.3 < row.cosine < 0.8
-            assert row.clipped == pytest.approx(float((g.abs() > 2.5 * g.std(unbiased=False)).float().mean()), abs=1e-6)
+            assert row.clipped == pytest.approx(
+                float((g.abs() > 2.5 * g.std(unbiased=False)).float().mean()), abs=1e-6
+            )
 
 
 def test_preconditioned_gradients_are_compared_in_their_own_units():
-    """The first step has units of 1, so it is as without; later ones decode to gradients, whatever the units are."""
+    """The first step has units of 1, so it is as without; later ones decode to gradients,
+    whatever the units are.
+    """
 
     def run(comm):
-        return [averaged(comm, Block(8), n, precondition=p).quality().rows for n, p in ((1, None), (1, True), (40, Precondition()))]
+        return [
+            averaged(comm, Block(8), n, precondition=p).quality().rows
+            for n, p in ((1, None), (1, True), (40, Precondition()))
+        ]
 
     for plain, first, later in run_local(2, run):
         assert list(plain) == list(first)
         for a, b in zip(plain.values(), first.values(), strict=True):
             assert astuple(a) == pytest.approx(astuple(b), rel=REDUCED)
-        assert all(row.cosine > 0.999 and row.error < 0.02 and row.residual < 0.02 for row in later.values())
+        assert all(
+            row.cosine > 0.999 and row.error < 0.02 and row.residual < 0.02
+            for row in later.values()
+        )
 
 
 def test_sums_are_float64_wherever_the_values_lie():
@@ -95,7 +111,11 @@ def test_sums_are_float64_wherever_the_values_lie():
     memory, n = torch.empty(1_000_016), 1_000_000
     q = 1 + 0.01 * torch.randn(n, generator=torch.Generator().manual_seed(3))
     g = q + 0.005 * torch.randn(n, generator=torch.Generator().manual_seed(4))
-    exact = {"cosine": cosine(g, q), "error": norm(g - q) / norm(g), "residual": norm(g - q) / norm(g)}
+    exact = {
+        "cosine": cosine(g, q),
+        "error": norm(g - q) / norm(g),
+        "residual": norm(g - q) / norm(g),
+    }
     for offset in range(16):
         placed = memory[offset : offset + n].copy_(g)
         found = _measure(placed, placed, q, torch.ones(n), g - q)
@@ -115,7 +135,13 @@ def test_samples_are_taken_at_multiples_and_zero_is_none():
 def test_a_sample_changes_no_bit():
     def run(comm):
         states = [averaged(comm, Block(2), 5, quality_every=k).state_dict() for k in (0, 1)]
-        return [{part: {n: t.numpy().tobytes() for n, t in s[part].items()} for part in ("residual", "owner_residual")} for s in states]
+        return [
+            {
+                part: {n: t.numpy().tobytes() for n, t in s[part].items()}
+                for part in ("residual", "owner_residual")
+            }
+            for s in states
+        ]
 
     for without, sampled in run_local(3, run):
         assert without == sampled
@@ -142,7 +168,9 @@ def test_residuals_that_grow_without_bound_are_named_once(caplog):
 
     def run(comm):
         p = nn.Parameter(torch.zeros(4, 500))
-        averager = GradientAverager([("too.large", p)], OneBit(values="sign"), comm, quality_every=5, exchange="all_gather")
+        averager = GradientAverager(
+            [("too.large", p)], OneBit(values="sign"), comm, quality_every=5, exchange="all_gather"
+        )
         for _ in range(60):
             p.grad = torch.full((4, 500), 5.0)
             averager.average()
@@ -152,7 +180,9 @@ def test_residuals_that_grow_without_bound_are_named_once(caplog):
         rows = run_local(2, run)
     assert all(row.residual > 40 for row in rows)
     said = [r.getMessage() for r in caplog.records if "grow without bound" in r.getMessage()]
-    assert len(said) == 2 and all("'too.large'" in text and "exclude='too.large'" in text for text in said)  # one a rank
+    assert len(said) == 2 and all(
+        "'too.large'" in text and "exclude='too.large'" in text for text in said
+    )  # one a rank
 
 
 def test_nothing_is_said_of_residuals_that_stay(caplog):
@@ -167,13 +197,18 @@ def test_a_table_has_no_nan():
     assert all(line.split()[-1] == "-" for line in lines[1:]) and len(lines) > 1
     assert len({len(line) for line in lines}) == 1
     row = Measured("w", 1, 4, math.nan, 0.5, math.nan, 0.25)
-    assert "nan" not in "\n".join(lines) + str(Quality({"w": row})) and "25.00%" in str(Quality({"w": row}))
+    assert "nan" not in "\n".join(lines) + str(Quality({"w": row})) and "25.00%" in str(
+        Quality({"w": row})
+    )
 
 
 def test_a_table_and_a_picture(tmp_path):
     quality = run_local(2, lambda comm: averaged(comm, Block(2), 2).quality())[0]
     lines = str(quality).splitlines()
-    assert lines[0].split() == ["parameter", "step", "cosine", "error", "residual", "clipped"] and len(lines) == 3
+    assert (
+        lines[0].split() == ["parameter", "step", "cosine", "error", "residual", "clipped"]
+        and len(lines) == 3
+    )
     assert [line.split()[0] for line in lines[1:]] == [row.name for row in quality.worst()]
     assert quality.worst(1)[0].cosine == min(row.cosine for row in quality.rows.values())
     quality.plot(tmp_path / "quality.png")

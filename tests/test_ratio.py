@@ -1,4 +1,6 @@
-"""Parameter lists are the published models', the promised ratios hold, and predictions equal what gloo counted."""
+"""Parameter lists are the published models', the promised ratios hold, and predictions equal
+what gloo counted.
+"""
 
 import dataclasses
 import json
@@ -16,11 +18,26 @@ pytestmark = pytest.mark.slow
 
 PUBLISHED = {  # values, and a few (name, shape) that only the real model has
     "LeNet": (1_256_080, 8, {"fc1.weight": (500, 2450)}),
-    "ResNet-50": (25_557_032, 161, {"layer3.5.conv2.weight": (256, 256, 3, 3), "layer4.0.downsample.0.weight": (2048, 1024, 1, 1)}),
-    "VGG-16": (138_357_544, 32, {"features.28.weight": (512, 512, 3, 3), "classifier.0.weight": (4096, 25088)}),
-    "BERT-base": (109_482_240, 199, {"encoder.layer.11.output.dense.weight": (768, 3072), "pooler.dense.bias": (768,)}),
+    "ResNet-50": (
+        25_557_032,
+        161,
+        {
+            "layer3.5.conv2.weight": (256, 256, 3, 3),
+            "layer4.0.downsample.0.weight": (2048, 1024, 1, 1),
+        },
+    ),
+    "VGG-16": (
+        138_357_544,
+        32,
+        {"features.28.weight": (512, 512, 3, 3), "classifier.0.weight": (4096, 25088)},
+    ),
+    "BERT-base": (
+        109_482_240,
+        199,
+        {"encoder.layer.11.output.dense.weight": (768, 3072), "pooler.dense.bias": (768,)},
+    ),
     "GPT-2 small": (124_439_808, 148, {"h.0.attn.c_attn.weight": (768, 2304), "ln_f.bias": (768,)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -68,19 +85,30 @@ def test_ratios_are_near_the_bits_of_the_design(rows):
             numel = total_numel(MODELS[row.model]())
             assert row.baseline_bytes >= math.ceil(7 / 8 * 8 * numel)
             extra = row.bytes_sent / (bits[row.scheme] * numel / 8)
-            most = 1.5 if row.scheme.startswith("topk") else 1.15  # beside so few bytes vectors in fp32 count
-            assert 1.0 <= extra < most, (row, extra)  # scales, headers and vectors in fp32 cost a little, and never nothing
+            most = (
+                1.5 if row.scheme.startswith("topk") else 1.15
+            )  # beside so few bytes vectors in fp32 count
+            assert 1.0 <= extra < most, (
+                row,
+                extra,
+            )  # scales, headers and vectors in fp32 cost a little, and never nothing
 
 
 @pytest.mark.parametrize(
     ("scheme", "world_size", "failing"),
-    [("terngrad requantize", 8, "at least 15x"), ("onebit reduce_scatter", 64, "flat"), ("terngrad exact", 16, "follows")],
+    [
+        ("terngrad requantize", 8, "at least 15x"),
+        ("onebit reduce_scatter", 64, "flat"),
+        ("terngrad exact", 16, "follows"),
+    ],
 )
 def test_a_broken_promise_fails(rows, scheme, world_size, failing):
     worse = [
-        dataclasses.replace(r, compression_ratio=r.compression_ratio * 0.85)
-        if (r.scheme, r.world_size) == (scheme, world_size)
-        else r
+        (
+            dataclasses.replace(r, compression_ratio=r.compression_ratio * 0.85)
+            if (r.scheme, r.world_size) == (scheme, world_size)
+            else r
+        )
         for r in rows
     ]
     failed = [c.name for c in ratio.check_ratios(worse) if not c.passed]
@@ -106,11 +134,24 @@ def test_verify_sees_one_byte(monkeypatch):
 
 
 def test_command_line_writes_json_and_plot(tmp_path):
-    command = [sys.executable, "-m", "gradcomp.bench", "ratio", "--no-verify", "--check", "--models", "LeNet"]
+    command = [
+        sys.executable,
+        "-m",
+        "gradcomp.bench",
+        "ratio",
+        "--no-verify",
+        "--check",
+        "--models",
+        "LeNet",
+    ]
     command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "1,256,080 parameters" in done.stdout and done.stdout.count("pass ") == 8 and "FAIL" not in done.stdout
+    assert (
+        "1,256,080 parameters" in done.stdout
+        and done.stdout.count("pass ") == 8
+        and "FAIL" not in done.stdout
+    )
     assert "…" not in done.stdout, "the table is cut at 80 columns"
     report = json.loads((tmp_path / "r.json").read_text())
     assert len(report["rows"]) == len(ratio.SCHEMES) * len(ratio.WORLD_SIZES)
@@ -118,7 +159,9 @@ def test_command_line_writes_json_and_plot(tmp_path):
 
 
 def test_failed_check_is_the_exit_status(monkeypatch, capsys):
-    monkeypatch.setattr(ratio, "check_ratios", lambda rows: [ratio.Check("made to fail", False, "1.00x")])
+    monkeypatch.setattr(
+        ratio, "check_ratios", lambda rows: [ratio.Check("made to fail", False, "1.00x")]
+    )
     assert ratio.main(["--no-verify", "--check", "--models", "LeNet"]) == 1
     assert "FAIL  made to fail: 1.00x" in capsys.readouterr().out
 

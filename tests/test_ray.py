@@ -1,4 +1,6 @@
-"""Ray Train with compressed gradients: restarted by Ray after a failure, the plain run's weights to the last bit; what is refused and said."""
+"""Ray Train with compressed gradients: restarted by Ray after a failure, the plain run's weights
+to the last bit; what is refused and said.
+"""
 
 import inspect
 import json
@@ -27,10 +29,13 @@ def installed():
 
 
 def packed():
-    """Return what is tested; ray takes seconds to import, which collecting tests need not wait for."""
+    """Return what is tested; ray takes seconds to import, which collecting tests need not wait
+    for.
+    """
     from gradcomp.integrations import ray
 
     return ray
+
 
 STEPS, FAILS = 6, 4  # of a run, and the one before which a worker dies once
 
@@ -52,7 +57,7 @@ def advance(model, optimizer, step, rank):
     optimizer.step()
 
 
-PROGRAM = f'''
+PROGRAM = f"""
 import json, sys, tempfile
 import ray
 import ray.train.torch
@@ -84,19 +89,23 @@ def train(config):
         advance(model, optimizer, step, rank)
         with tempfile.TemporaryDirectory() as folder:
             if rank == 0:
-                torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": step + 1}}, f"{{folder}}/train.pt")
+                state_now = {{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
+                torch.save(state_now | {{"steps": step + 1}}, f"{{folder}}/train.pt")
             packed.save(state, folder)
             weights = [p.tolist() for p in model.parameters()]
-            ray.train.report({{"begun": begun, "weights": weights}}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({{"begun": begun, "weights": weights}}, checkpoint=checkpoint)
 
 ray.init(num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
 trainer = ray.train.torch.TorchTrainer(
     train,
     scaling_config=ray.train.ScalingConfig(num_workers=2),
-    run_config=ray.train.RunConfig(storage_path=sys.argv[1], failure_config=ray.train.FailureConfig(max_failures=1)),
+    run_config=ray.train.RunConfig(
+        storage_path=sys.argv[1], failure_config=ray.train.FailureConfig(max_failures=1)
+    ),
 )
 print("@" + json.dumps(trainer.fit().metrics))
-'''
+"""
 
 
 def plain():
@@ -113,13 +122,23 @@ def plain():
 def test_a_run_that_ray_restarts_is_the_plain_run(gloo, tmp_path):
     """Residuals of both workers travel through Ray's checkpoints."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "kept")]
     for _ in range(2):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140, check=False)
-        if "timed out during startup" not in done.stderr:  # Ray gives its own processes 30 s, whatever else computes
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=140, check=False
+        )
+        if (
+            "timed out during startup" not in done.stderr
+        ):  # Ray gives its own processes 30 s, whatever else computes
             break
-    (line,) = [one[1:] for one in done.stdout.splitlines() if one.startswith("@")] or [done.stdout + done.stderr]
+    (line,) = [one[1:] for one in done.stdout.splitlines() if one.startswith("@")] or [
+        done.stdout + done.stderr
+    ]
     told = json.loads(line)
     assert told["begun"] == FAILS
     assert all(weights == told["weights"] for weights in gloo(2, plain))
@@ -127,11 +146,30 @@ def test_a_run_that_ray_restarts_is_the_plain_run(gloo, tmp_path):
 
 @pytest.mark.long
 def test_the_example_goes_on_where_it_was(tmp_path):
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo", "RAY_OVERRIDE_RESOURCES": '{"CPU": 3}'}  # 2.50's trainer takes one
+    environment = os.environ | {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RAY_OVERRIDE_RESOURCES": '{"CPU": 3}',
+    }  # 2.50's trainer takes one
     example = Path(__file__).parents[1] / "examples/ray_digits.py"
-    for epochs, expected in ((1, r"epoch 1: .*\n3\d.\d times"), (2, r"epoch 2: .*\n3\d.\d times"), (2, "nothing to do")):
-        command = [sys.executable, str(example), "--epochs", str(epochs), "--codec", "onebit", "--checkpoint", str(tmp_path)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    for epochs, expected in (
+        (1, r"epoch 1: .*\n3\d.\d times"),
+        (2, r"epoch 2: .*\n3\d.\d times"),
+        (2, "nothing to do"),
+    ):
+        command = [
+            sys.executable,
+            str(example),
+            "--epochs",
+            str(epochs),
+            "--codec",
+            "onebit",
+            "--checkpoint",
+            str(tmp_path),
+        ]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
         assert done.returncode == 0 and re.search(expected, done.stdout), done.stdout + done.stderr
 
 
@@ -147,7 +185,11 @@ def refusals():
 
 def test_what_is_refused(gloo):
     for said in gloo(2, refusals):
-        assert re.search(r"must be what ray.train.torch.prepare_model returns.*got Linear.*gradcomp.fsdp.compress", said[0])
+        assert re.search(
+            r"must be what ray.train.torch.prepare_model returns.*got"
+            r" Linear.*gradcomp.fsdp.compress",
+            said[0],
+        )
         assert "this model is on meta: ScalingConfig(use_gpu=False)" in said[1]
 
 
@@ -162,7 +204,10 @@ def test_one_worker_is_told_that_nothing_is_compressed(tmp_path):
 def forgotten():
     model = DistributedDataParallel(net())
     with packed().register(model, "terngrad", min_numel=0):
-        optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        optimizer, other = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1),
+        )
         other.step()  # of another model: nobody's business
         x, y = minibatch(0, dist.get_rank())
         nn.functional.mse_loss(model.module(x), y).backward()
@@ -175,16 +220,26 @@ def forgotten():
 def test_a_hook_that_was_not_called_is_found(gloo):
     """Whatever optimizer steps: nobody had to name it."""
     for said in gloo(2, forgotten):
-        assert "gradcomp was registered but not called in this step: no forward pass went through" in said
+        assert (
+            "gradcomp was registered but not called in this step: no forward pass went through"
+            in said
+        )
 
 
 def without_files(folder):
     model = DistributedDataParallel(net())
-    with packed().register(model, "onebit", min_numel=0) as state, warnings.catch_warnings(record=True) as caught:
+    with (
+        packed().register(model, "onebit", min_numel=0) as state,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         return packed().load(state, folder), [str(one.message) for one in caught]
 
 
 def test_a_checkpoint_of_another_run_is_a_warning(gloo, tmp_path):
     (found, said), (other, _) = gloo(2, without_files, str(tmp_path))
-    assert not found and not other and any("has no gradcomp state: residuals begin at zero" in one for one in said)
+    assert (
+        not found
+        and not other
+        and any("has no gradcomp state: residuals begin at zero" in one for one in said)
+    )

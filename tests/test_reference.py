@@ -1,4 +1,6 @@
-"""The NumPy reference against truths that do not come from it: published vectors, hand-worked examples, exact laws."""
+"""The NumPy reference against truths that do not come from it: published vectors, hand-worked
+examples, exact laws.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def random_f32(n: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
 
 
-# ---- the frozen vectors ----------------------------------------------------------------------------------------------
+# ---- the frozen vectors
+# ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", generate.NAMES)
 def test_reference_reproduces_frozen_vectors(name: str) -> None:
     frozen = json.loads((VECTORS / f"{name}.json").read_text())
@@ -56,7 +59,8 @@ def test_vector_files_stay_small() -> None:
     assert sum(f.stat().st_size for f in VECTORS.glob("*.json")) < 450_000
 
 
-# ---- random numbers, checksum ----------------------------------------------------------------------------------------
+# ---- random numbers, checksum
+# ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("counter", "key", "words"),  # kat_vectors of Random123 (Salmon et al. 2011)
     [
@@ -69,7 +73,9 @@ def test_vector_files_stay_small() -> None:
         ),
     ],
 )
-def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]) -> None:
+def test_philox_known_answers(
+    counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
+) -> None:
     assert tuple(ref.philox4x32_10(np.array(counter), key).tolist()) == words
 
 
@@ -90,7 +96,9 @@ def test_crc32c_known_answers(data: bytes, crc: int) -> None:
 
 
 def test_each_element_has_its_own_draws() -> None:
-    """64 consecutive elements share 8 blocks: all 64 half words, each once, whatever the element's position."""
+    """64 consecutive elements share 8 blocks: all 64 half words, each once, whatever the
+    element's position.
+    """
     key = KEY
     for first in (0, 64, 2**32 - 128):
         blocks = 8 * (first // 64) + np.arange(8)
@@ -110,7 +118,9 @@ def test_draws_of_a_piece_are_those_of_the_whole() -> None:
 
 @pytest.mark.parametrize("field", ref.Key._fields)
 def test_every_part_of_the_key_changes_the_draws(field: str) -> None:
-    """The owner's second draw must not repeat its first: with equal draws the mean of two ranks was off by 43 %."""
+    """The owner's second draw must not repeat its first: with equal draws the mean of two ranks
+    was off by 43 %.
+    """
     other = KEY._replace(**{field: getattr(KEY, field) + 1})
     elements = np.arange(4096)
     same = (ref.ternary_draws(elements, KEY) == ref.ternary_draws(elements, other)).mean()
@@ -118,7 +128,8 @@ def test_every_part_of_the_key_changes_the_draws(field: str) -> None:
     assert (ref.deep_draws(elements, KEY) != ref.deep_draws(elements, other)).all()
 
 
-# ---- dtypes ----------------------------------------------------------------------------------------------------------
+# ---- dtypes
+# --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("value", "want"),
     [
@@ -133,7 +144,9 @@ def test_every_part_of_the_key_changes_the_draws(field: str) -> None:
     ],
 )
 def test_bf16_rounds_to_nearest_even(value: int, want: int) -> None:
-    assert ref.from_float32(np.array([value], np.uint32).view(np.float32), ref.BF16).tolist() == [want]
+    assert ref.from_float32(np.array([value], np.uint32).view(np.float32), ref.BF16).tolist() == [
+        want
+    ]
 
 
 @pytest.mark.parametrize("pattern", [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF])
@@ -152,7 +165,8 @@ def test_every_narrow_value_survives_a_round_trip(dtype: int) -> None:
     assert (back == patterns)[~np.isnan(wide)].all()
 
 
-# ---- sums and scales -------------------------------------------------------------------------------------------------
+# ---- sums and scales
+# -------------------------------------------------------------------------------------------------
 def test_block_sums_follow_the_written_order() -> None:
     """The same sum, written out one addition at a time for one block and a tail."""
     x = random_f32(700) * np.float32(1e10) ** random_f32(700, seed=1)
@@ -201,7 +215,9 @@ def test_nonfinite_maximum_wins(bad: float) -> None:
 @pytest.mark.parametrize("value", [3.0, -0.1, 1e-45, 3e38])
 @pytest.mark.parametrize("numel", [1, 2, 64, 5000])
 def test_group_without_deviation_keeps_its_values(numel: int, value: float, sigma: float) -> None:
-    """Equal elements have no deviation about their mean, but for rounding: clipping made them all 0."""
+    """Equal elements have no deviation about their mean, but for rounding: clipping made them
+    all 0.
+    """
     x = np.full(numel, value, np.float32)
     (scale,) = ref.ternary_scales(x, ref.Piece(numel, numel), sigma)
     assert scale == pytest.approx(abs(x[0]), rel=1e-7)
@@ -209,7 +225,9 @@ def test_group_without_deviation_keeps_its_values(numel: int, value: float, sigm
 
 
 def test_clipping_leaves_the_mean_of_one_sided_gradients() -> None:
-    """At mean 5.81 and deviation 0.616 everything was cut to 1.54; a mean below the deviation changes no scale."""
+    """At mean 5.81 and deviation 0.616 everything was cut to 1.54; a mean below the deviation
+    changes no scale.
+    """
     x = random_f32(20_000).astype(np.float64)
     x = (x - x.mean()) / x.std()
     for mean, off in ((5.81 / 0.616, 0.005), (2.0, 0.02)):
@@ -221,7 +239,8 @@ def test_clipping_leaves_the_mean_of_one_sided_gradients() -> None:
     assert ref.ternary_scales(y, ref.Piece(len(y), len(y))) == pytest.approx(2.5, rel=1e-5)
 
 
-# ---- ternary ---------------------------------------------------------------------------------------------------------
+# ---- ternary
+# --------------------------------------------------------------------------------------------------
 def test_ternary_codes_are_laid_out_as_drawn() -> None:
     """-1, 0, +1, +1, -1 is 10 10 01 00, then padding 01 01 01 and 00."""
     x = f32(-1, 0, 1, 1, -1)
@@ -236,7 +255,9 @@ def test_ternary_is_unbiased() -> None:
         total += ref.ternary_signs(x, f32(scale), ref.Piece(64, 64), ref.Key(seed=seed))
     p = np.abs(x) / scale
     deviation = scale * np.sqrt(p * (1 - p) / n)
-    assert (np.abs(total * scale / n - x) <= SIX_SIGMA * deviation + EXACT_PROBABILITY * scale).all()
+    assert (
+        np.abs(total * scale / n - x) <= SIX_SIGMA * deviation + EXACT_PROBABILITY * scale
+    ).all()
 
 
 def test_ternary_is_unbiased_over_elements_of_one_encoding() -> None:
@@ -258,7 +279,8 @@ def test_values_beyond_the_scale_are_clipped_to_it() -> None:
 
 
 def test_deep_draw_decides_ties_on_both_sides() -> None:
-    """A probability is built for one element that ties with its 16-bit draw, just above and just below its deep draw.
+    """A probability is built for one element that ties with its 16-bit draw, just above and just
+    below its deep draw.
 
     All arithmetic of the expectation is in integers and fractions.
     """
@@ -285,7 +307,10 @@ def test_deep_draw_decides_ties_on_both_sides() -> None:
 def test_tie_with_the_deep_draw_is_not_kept() -> None:
     """Element 3876382 draws 0, and then 0xC4B61400, which fp32 holds: equal is not below."""
     piece, key = ref.Piece(1, 1, start=3876382), ref.Key(seed=1)
-    assert (ref.ternary_draws(piece.elements, key)[0], ref.deep_draws(piece.elements, key)[0]) == (0, 0xC4B61400)
+    assert (ref.ternary_draws(piece.elements, key)[0], ref.deep_draws(piece.elements, key)[0]) == (
+        0,
+        0xC4B61400,
+    )
     equal = np.float32(0xC4B61400 / 2.0**48)
     above = np.nextafter(equal, np.float32(1))
     assert [ref.ternary_signs(f32(p), f32(1), piece, key)[0] for p in (equal, above)] == [0, 1]
@@ -316,15 +341,21 @@ def test_shared_average_counts_and_own_average_adds() -> None:
     shared = ref.ternary_sum_decode(codes, [f32(1)] * 3, piece, shared=True)
     assert bits(shared) == bits([third * np.float32(3), -third, -third])
     own = ref.ternary_sum_decode(codes, [f32(1), f32(2), f32(4)], piece, shared=False)
-    assert bits(own) == bits([np.float32(7) * third, np.float32(-3) * third, np.float32(-4) * third])
-    assert bits(ref.ternary_sum_decode(codes[:1], [f32(0.1)], piece, shared=False)) == bits(f32(0.1, -0.1, 0.0))
+    assert bits(own) == bits(
+        [np.float32(7) * third, np.float32(-3) * third, np.float32(-4) * third]
+    )
+    assert bits(ref.ternary_sum_decode(codes[:1], [f32(0.1)], piece, shared=False)) == bits(
+        f32(0.1, -0.1, 0.0)
+    )
 
 
 def test_shared_average_divides_before_it_multiplies() -> None:
     """fl(fl(S / N) * k), not fl(fl(S * k) / N): here they differ in the last bit."""
     step = np.float32(1.1) / np.float32(7)
     assert step * np.float32(5) != np.float32(1.1) * np.float32(5) / np.float32(7)
-    assert bits(ref.shared_average(np.array([5, -5, 0]), f32(1.1), 7)) == bits([step * 5, step * -5, 0.0])
+    assert bits(ref.shared_average(np.array([5, -5, 0]), f32(1.1), 7)) == bits(
+        [step * 5, step * -5, 0.0]
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 127, 128])
@@ -332,7 +363,9 @@ def test_lanes_give_the_shared_average(world: int) -> None:
     assert ref.lane_bits(world) == math.ceil(math.log2(2 * world + 1))
     x = random_f32(77)
     scales = ref.ternary_scales(x, ref.Piece(77, 20))
-    codes = [ref.ternary_encode(x, scales, ref.Piece(77, 20), KEY._replace(rank=r)) for r in range(world)]
+    codes = [
+        ref.ternary_encode(x, scales, ref.Piece(77, 20), KEY._replace(rank=r)) for r in range(world)
+    ]
     lanes = ref.sum_lanes(codes, 77)
     assert len(lanes) == -(-77 * ref.lane_bits(world) // 8)
     average = ref.ternary_sum_decode(codes, [scales] * world, ref.Piece(77, 20), shared=True)
@@ -340,11 +373,14 @@ def test_lanes_give_the_shared_average(world: int) -> None:
 
 
 def test_lanes_are_a_little_endian_bit_stream() -> None:
-    codes = [ref.pack_bits(np.array([2, 0, 1]), 2, 1)] * 3  # sums 3, -3, 0 -> lanes 6, 0, 3 of 3 bits
+    codes = [
+        ref.pack_bits(np.array([2, 0, 1]), 2, 1)
+    ] * 3  # sums 3, -3, 0 -> lanes 6, 0, 3 of 3 bits
     assert ref.sum_lanes(codes, 3).tolist() == [0b11_000_110, 0b0]
 
 
-# ---- 1 bit -----------------------------------------------------------------------------------------------------------
+# ---- 1 bit
+# --------------------------------------------------------------------------------------------------
 def test_onebit_example() -> None:
     """GRACE's torch decoder turns this into [760, 760, 765, 765]."""
     payload, left = ref_payload.encode_onebit(f32(-1, -3, 2, 4), None, 4, KEY)
@@ -405,13 +441,18 @@ def test_onebit_overflow_of_gradient_plus_residual_is_flagged() -> None:
 
 def test_float_average_adds_in_payload_order() -> None:
     big, one = f32(1e8), f32(1)
-    assert bits(ref.float_average([big, -big, one])) == bits(f32(1) * (np.float32(1) / np.float32(3)))
+    assert bits(ref.float_average([big, -big, one])) == bits(
+        f32(1) * (np.float32(1) / np.float32(3))
+    )
     assert bits(ref.float_average([one, big, -big])) == bits(f32(0))
 
 
-# ---- payloads --------------------------------------------------------------------------------------------------------
+# ---- payloads
+# --------------------------------------------------------------------------------------------------
 def payloads() -> dict[str, tuple[bytes, int]]:
-    """One valid payload of every codec, with its world size; the codes of 9 elements leave padding everywhere."""
+    """One valid payload of every codec, with its world size; the codes of 9 elements leave
+    padding everywhere.
+    """
     x = random_f32(9)
     ternary = [ref_payload.encode_ternary(x, f32(1, 2), 5, KEY._replace(rank=r)) for r in range(2)]
     return {
@@ -459,7 +500,9 @@ def test_every_prefix_extension_and_bit_flip_is_refused(name: str) -> None:
 
 
 U32 = "<I"
-FAULTS: list[tuple[str, str, int, bytes]] = [  # check, payload, offset, bytes put there (then sealed again)
+FAULTS: list[
+    tuple[str, str, int, bytes]
+] = [  # check, payload, offset, bytes put there (then sealed again)
     ("magic", "ternary", 0, b"PMCG"),
     ("version", "ternary", 4, b"\x01"),
     ("codec", "ternary", 5, b"\x00"),
@@ -532,7 +575,10 @@ def test_a_nonfinite_value_is_flagged_and_decodes_to_nan_everywhere(bad: float) 
 
 def test_empty_tensor_is_a_header() -> None:
     x = f32()
-    made = [ref_payload.encode_values(x, ref_payload.IDENTITY, KEY), ref_payload.encode_ternary(x, f32(), 25, KEY)]
+    made = [
+        ref_payload.encode_values(x, ref_payload.IDENTITY, KEY),
+        ref_payload.encode_ternary(x, f32(), 25, KEY),
+    ]
     made.append(ref_payload.encode_onebit(x, None, 25, KEY)[0])
     for payload in made:
         assert len(payload) == 32

@@ -1,4 +1,6 @@
-"""1 bit of rotated values: kernels and exchanges against the reference, unbiased, and what is refused."""
+"""1 bit of rotated values: kernels and exchanges against the reference, unbiased, and what is
+refused.
+"""
 
 import math
 
@@ -22,7 +24,21 @@ from gradcomp.reference import rotation
 CODEC = OneBit(rotate=True)
 
 
-@pytest.mark.parametrize(("numel", "group", "first"), [(1, 5, 0), (2, 2, 0), (3, 3, 0), (7, 100, 0), (300, 300, 0), (384, 128, 0), (1000, 96, 0), (5000, 5000, 0), (2048, 1024, 512), (100, 33, 40)])
+@pytest.mark.parametrize(
+    ("numel", "group", "first"),
+    [
+        (1, 5, 0),
+        (2, 2, 0),
+        (3, 3, 0),
+        (7, 100, 0),
+        (300, 300, 0),
+        (384, 128, 0),
+        (1000, 96, 0),
+        (5000, 5000, 0),
+        (2048, 1024, 512),
+        (100, 33, 40),
+    ],
+)
 def test_kernels_are_the_reference(numel, group, first):
     rng = np.random.default_rng(numel)
     x = (rng.standard_normal(numel) * 10.0 ** rng.integers(-3, 4, numel)).astype(np.float32)
@@ -36,13 +52,22 @@ def test_kernels_are_the_reference(numel, group, first):
     assert scaled.numpy().tobytes() == rotation.unbias(turned.numpy(), group, first).tobytes()
     back = turned.clone()
     HOST.rotate(back, group, first, 11, (7, 0, 3, STREAM_ROTATION), back=True)
-    assert back.numpy().tobytes() == rotation.rotate(turned.numpy(), group, first, key, back=True).tobytes()
+    assert (
+        back.numpy().tobytes()
+        == rotation.rotate(turned.numpy(), group, first, key, back=True).tobytes()
+    )
     assert np.allclose(back.numpy(), x, rtol=1e-4, atol=1e-4 * np.abs(x).max())
 
 
 def test_other_steps_and_parameters_are_rotated_otherwise():
     x, seen = torch.arange(256.0), set()
-    for parameter, key in ((0, (0, 0, 0, 4)), (1, (0, 0, 0, 4)), (0, (0, 0, 1, 4)), (0, (1, 0, 0, 4)), (0, (0, 0, 0, 1))):
+    for parameter, key in (
+        (0, (0, 0, 0, 4)),
+        (1, (0, 0, 0, 4)),
+        (0, (0, 0, 1, 4)),
+        (0, (1, 0, 0, 4)),
+        (0, (0, 0, 0, 1)),
+    ):
         y = x.clone()
         HOST.rotate(y, 256, 0, parameter, key)
         seen.add(y.numpy().tobytes())
@@ -70,7 +95,8 @@ def test_c_refuses():
     assert lib.gc_rotate(ffi.NULL, 0, 4, 0, 0, key, 0) == lib.GC_OK
 
 
-# ---- exchanges ---------------------------------------------------------------------------------------------------------
+# ---- exchanges
+# --------------------------------------------------------------------------------------------------
 
 
 def coded(x, group, first):
@@ -84,13 +110,19 @@ def coded(x, group, first):
 
 def ref_means(values):
     positive = values > 0
-    return [np.float32(values[c].astype(np.float64).mean()) if c.any() else np.float32(0) for c in (positive, ~positive)]
+    return [
+        np.float32(values[c].astype(np.float64).mean()) if c.any() else np.float32(0)
+        for c in (positive, ~positive)
+    ]
 
 
 def expected(arrays, group, step, parameter, second):
     """Return the average of one parameter, to rounding."""
     key, world = ref.Key(0, 0, step, parameter, STREAM_ROTATION), len(arrays)
-    codes = [coded(rotation.unbias(rotation.rotate(a, group, 0, key), group, 0), group, 0) for a in arrays]
+    codes = [
+        coded(rotation.unbias(rotation.rotate(a, group, 0, key), group, 0), group, 0)
+        for a in arrays
+    ]
     mean = np.mean(codes, 0, dtype=np.float64).astype(np.float32)
     if second:
         for rank in range(world):
@@ -98,19 +130,32 @@ def expected(arrays, group, step, parameter, second):
             if last > first:
                 own = key._replace(stream=STREAM_OWNED)
                 turned = rotation.rotate(mean[first:last], group, first, own)
-                mean[first:last] = rotation.rotate(coded(rotation.unbias(turned, group, first), group, first), group, first, own, back=True)
+                mean[first:last] = rotation.rotate(
+                    coded(rotation.unbias(turned, group, first), group, first),
+                    group,
+                    first,
+                    own,
+                    back=True,
+                )
     return rotation.rotate(mean, group, 0, key, back=True)
 
 
 def averaged(comm, arrays, exchange, slice_numel, dtype):
-    model = [("w", nn.Parameter(torch.zeros(arrays[0].shape, dtype=dtype))), ("b", nn.Parameter(torch.zeros(5, dtype=dtype)))]
-    averager = gradcomp.GradientAverager(model, CODEC, comm, Options(exchange=exchange, slice_numel=slice_numel, quality_every=1))
+    model = [
+        ("w", nn.Parameter(torch.zeros(arrays[0].shape, dtype=dtype))),
+        ("b", nn.Parameter(torch.zeros(5, dtype=dtype))),
+    ]
+    averager = gradcomp.GradientAverager(
+        model, CODEC, comm, Options(exchange=exchange, slice_numel=slice_numel, quality_every=1)
+    )
     out = []
     for step in range(2):
         model[0][1].grad = torch.from_numpy(arrays[comm.rank] * (step + 1)).to(dtype)
         model[1][1].grad = torch.full((5,), float(comm.rank), dtype=dtype)
         averager.average()
-        out.append((model[0][1].grad.float().numpy().copy(), model[1][1].grad.float().numpy().copy()))
+        out.append(
+            (model[0][1].grad.float().numpy().copy(), model[1][1].grad.float().numpy().copy())
+        )
     cosine = averager.quality().rows["w"].cosine
     averager.close()
     return out, cosine
@@ -118,12 +163,20 @@ def averaged(comm, arrays, exchange, slice_numel, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
-@pytest.mark.parametrize(("world", "shape", "slice_numel"), [(2, (40, 96), None), (3, (24, 300), None), (4, (128, 128), 4096)])
+@pytest.mark.parametrize(
+    ("world", "shape", "slice_numel"),
+    [(2, (40, 96), None), (3, (24, 300), None), (4, (128, 128), 4096)],
+)
 def test_averages_are_the_references(world, shape, slice_numel, exchange, dtype):
     rng = np.random.default_rng(world)
-    arrays = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(dtype).float().numpy() for _ in range(world)]
+    arrays = [
+        torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).to(dtype).float().numpy()
+        for _ in range(world)
+    ]
     results = run_local(world, lambda comm: averaged(comm, arrays, exchange, slice_numel, dtype))
-    tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    tolerance = (
+        {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    )
     for (out, cosine), step in ((r, s) for r in results for s in range(2)):
         given = [(a * (step + 1)).astype(np.float32).reshape(-1) for a in arrays]
         if dtype != torch.float32:
@@ -136,13 +189,25 @@ def test_averages_are_the_references(world, shape, slice_numel, exchange, dtype)
 
 
 def over_many_steps(comm, steps):
-    """Return the mean of averages of the same gradients, and the exact one; a few large values among small ones."""
+    """Return the mean of averages of the same gradients, and the exact one; a few large values
+    among small ones.
+    """
     rng = np.random.default_rng(comm.rank)
-    mine = torch.from_numpy((rng.standard_normal((8, 128)) * np.where(np.arange(128) % 32 == 0, 10, 1)).astype(np.float32))
+    mine = torch.from_numpy(
+        (rng.standard_normal((8, 128)) * np.where(np.arange(128) % 32 == 0, 10, 1)).astype(
+            np.float32
+        )
+    )
     out = {}
     for rotates in (True, False):
         p = nn.Parameter(torch.zeros(8, 128))
-        averager = gradcomp.GradientAverager([("w", p)], OneBit(rotate=rotates, error_feedback=False), comm.duplicate(60.0), exchange="reduce_scatter", min_numel=0)
+        averager = gradcomp.GradientAverager(
+            [("w", p)],
+            OneBit(rotate=rotates, error_feedback=False),
+            comm.duplicate(60.0),
+            exchange="reduce_scatter",
+            min_numel=0,
+        )
         total = torch.zeros(8, 128)
         for _ in range(steps):
             p.grad = mine.clone()
@@ -155,7 +220,9 @@ def over_many_steps(comm, steps):
 
 
 def test_averages_are_unbiased():
-    """The mean of many rotations comes ever closer to the exact average, which signs of the values themselves never do."""
+    """The mean of many rotations comes ever closer to the exact average, which signs of the
+    values themselves never do.
+    """
     few, many = (run_local(4, lambda comm, n=n: over_many_steps(comm, n))[0] for n in (10, 160))
     assert many[0] < 0.4 * few[0] < 0.2 and many[0] < 0.1, (few, many)
     assert many[1] > 0.5 and few[1] == pytest.approx(many[1])
@@ -211,10 +278,18 @@ def test_what_is_refused():
         OneBit(rotate=True, values="sign")
     with pytest.raises(ValueError, match="rotate must be True or False"):
         OneBit(rotate="yes")
-    for call in (lambda: CODEC.encode(torch.ones(64)), lambda: CODEC.decode(torch.zeros(64, dtype=torch.uint8))):
+    for call in (
+        lambda: CODEC.encode(torch.ones(64)),
+        lambda: CODEC.decode(torch.zeros(64, dtype=torch.uint8)),
+    ):
         with pytest.raises(ValueError, match="exchanges rotate what it encodes"):
             call()
-    assert "rotate=True" in repr(CODEC) and not CODEC.error_feedback and OneBit().error_feedback and "rotate" not in repr(OneBit())
+    assert (
+        "rotate=True" in repr(CODEC)
+        and not CODEC.error_feedback
+        and OneBit().error_feedback
+        and "rotate" not in repr(OneBit())
+    )
     assert repr(OneBit(rotate=True)) != repr(OneBit(error_feedback=False))
     p = [("w", nn.Parameter(torch.zeros(64, 64)))]
 
@@ -224,14 +299,21 @@ def test_what_is_refused():
         return str(error.value)
 
     assert "precondition" in run_local(2, lambda comm: refused(comm, precondition=True))[0]
-    assert "owner" in run_local(2, lambda comm: refused(comm, transform=gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-8)))[0]
+    assert (
+        "owner"
+        in run_local(
+            2, lambda comm: refused(comm, transform=gradcomp.onebit_sgd.AggregateAdagrad(eps=1e-8))
+        )[0]
+    )
 
 
 def between_and_inside_nodes(comm, nodes, steps):
     rng = np.random.default_rng(comm.rank)
     mine = torch.from_numpy(rng.standard_normal((24, 128)).astype(np.float32))
     p = nn.Parameter(torch.zeros(24, 128))
-    averager = gradcomp.GradientAverager([("w", p)], CODEC, comm.duplicate(60.0), exchange="hierarchical", nodes=nodes, min_numel=0)
+    averager = gradcomp.GradientAverager(
+        [("w", p)], CODEC, comm.duplicate(60.0), exchange="hierarchical", nodes=nodes, min_numel=0
+    )
     total = torch.zeros(24, 128)
     for _ in range(steps):
         p.grad = mine.clone()
@@ -243,7 +325,9 @@ def between_and_inside_nodes(comm, nodes, steps):
 
 
 def test_between_nodes_averages_are_unbiased_too():
-    few, many = (run_local(4, between_and_inside_nodes, [(0, 1), (2, 3)], steps) for steps in (8, 128))
+    few, many = (
+        run_local(4, between_and_inside_nodes, [(0, 1), (2, 3)], steps) for steps in (8, 128)
+    )
     assert len({bits for _, bits in many}) == 1
     assert many[0][0] < 0.4 * few[0][0] and many[0][0] < 0.12, (few[0][0], many[0][0])
 
@@ -258,14 +342,18 @@ def local_steps(comm):
     for again in (False, True):
         with torch.no_grad():
             model.weight.fill_(1.0)
-        with gradcomp.DiLoCo(model, optimizer, CODEC, comm.duplicate(60.0), sync_every=2, min_numel=0) as local:
+        with gradcomp.DiLoCo(
+            model, optimizer, CODEC, comm.duplicate(60.0), sync_every=2, min_numel=0
+        ) as local:
             if again:
                 local.load_state_dict(saved)
                 local.restore()
             for step in range(4 if again else 0, 8):
                 if step == 4 and not again:
                     saved = local.state_dict()
-                x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+                x = torch.randn(
+                    8, 64, generator=torch.Generator().manual_seed(10 * step + comm.rank)
+                )
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()

@@ -32,12 +32,22 @@ def test_a_second_phase_knows_its_form(name, codec):
 
 
 def test_there_is_a_phase_for_every_name_that_options_take():
-    assert [second_phase(name, TernGrad(), 3).form.bits for name in SECOND_PHASES] == [3, 2, 2, 4, 8, 16, 32]
+    assert [second_phase(name, TernGrad(), 3).form.bits for name in SECOND_PHASES] == [
+        3,
+        2,
+        2,
+        4,
+        8,
+        16,
+        32,
+    ]
     with pytest.raises(ValueError, match="fp64"):
         second_phase("fp64", TernGrad(), 3)
 
 
-@pytest.mark.parametrize("codec", [OneBit(), TernGrad(scale="own"), Identity()], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "codec", [OneBit(), TernGrad(scale="own"), Identity()], ids=lambda c: c.name
+)
 def test_codes_without_integer_sums_have_no_exact_phase(codec):
     assert codec.sum_form(3) is None
     with pytest.raises(ValueError, match="integer sums"):
@@ -45,7 +55,9 @@ def test_codes_without_integer_sums_have_no_exact_phase(codec):
 
 
 def test_auto_counts_the_bits_of_the_phase():
-    """The most ranks at which all_gather sends fewer bits than a reduce_scatter with each second phase."""
+    """The most ranks at which all_gather sends fewer bits than a reduce_scatter with each second
+    phase.
+    """
     for name, most in (("exact", 2), ("requantize", 2), ("block4", 3), ("bf16", 9), ("fp32", 17)):
         codec = TernGrad(second_phase=name)
         assert max(n for n in range(2, 40) if choose(codec, n).exchange == "all_gather") == most
@@ -59,23 +71,31 @@ def test_exact_sums_take_no_room_in_the_shard(second, plain_only):
 
 
 def test_joined_tables_are_every_owners_pieces():
-    """One call of a kernel over all owners' payloads covers every element once, in the place of each payload."""
+    """One call of a kernel over all owners' payloads covers every element once, in the place of
+    each payload.
+    """
     slots = [Slot(0, 1000, 10, True, 0), Slot(1, 100, 100, False, 1000)]
     plan = BucketPlan(TernGrad(), slots, Strategy("reduce_scatter", "exact"), 3, 0)
     seen = np.zeros(1100, int)
     one, *others = plan.slices
     assert not others
-    for kind, table in zip(("packed", "plain"), joined_tables(one.second, one.second_nbytes), strict=True):
+    for kind, table in zip(
+        ("packed", "plain"), joined_tables(one.second, one.second_nbytes), strict=True
+    ):
         for row in table.rows:
             seen[row["data"] : row["data"] + row["numel"]] += 1
         per_owner = [row["codes"] for theirs in one.second for row in getattr(theirs, kind).rows]
         owners = [k for k, theirs in enumerate(one.second) for _ in getattr(theirs, kind).rows]
-        assert table.rows["codes"].tolist() == [c + k * one.second_nbytes for c, k in zip(per_owner, owners, strict=True)]
+        assert table.rows["codes"].tolist() == [
+            c + k * one.second_nbytes for c, k in zip(per_owner, owners, strict=True)
+        ]
     assert (seen == 1).all()
 
 
 def test_lanes_above_their_sum_are_refused():
-    plan = BucketPlan(TernGrad(), [Slot(0, 64, 64, True, 0)], Strategy("reduce_scatter", "exact"), 3, 0)
+    plan = BucketPlan(
+        TernGrad(), [Slot(0, 64, 64, True, 0)], Strategy("reduce_scatter", "exact"), 3, 0
+    )
     layout = plan.slices[0].second[0]
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
     plan.second_phase.validate(payload, layout)
@@ -94,8 +114,16 @@ def test_the_cpu_has_kernels_and_other_devices_say_so():
 
 def test_ternary_sends_sums_as_long_as_they_take_four_bits():
     """Up to 7 ranks; means of 4 bits from 8 on, and what was said is left alone."""
-    assert [TernGrad().resolved_second_phase(n) for n in (2, 7, 8, 64)] == ["exact", "exact", "block4", "block4"]
-    assert {second_phase(TernGrad().resolved_second_phase(n), TernGrad(), n).form.bits for n in range(4, 65)} == {4}
+    assert [TernGrad().resolved_second_phase(n) for n in (2, 7, 8, 64)] == [
+        "exact",
+        "exact",
+        "block4",
+        "block4",
+    ]
+    assert {
+        second_phase(TernGrad().resolved_second_phase(n), TernGrad(), n).form.bits
+        for n in range(4, 65)
+    } == {4}
     assert TernGrad(second_phase="exact").resolved_second_phase(64) == "exact"
     assert TernGrad().resolved_second_phase(64, transformed=True) == "requantize"
     for codec in (OneBit(), Block(4), TernGrad(scale="own")):

@@ -24,7 +24,8 @@ from gradcomp.server import ParameterClient, Pending, ServerStats, messages, ser
 
 ROOT = Path(__file__).parents[1]
 
-# ---- reduce methods ------------------------------------------------------------------------------------------------
+# ---- reduce methods
+# ------------------------------------------------------------------------------------------------
 
 
 def reduce_all(client, index, names, shape, rounds):
@@ -40,7 +41,8 @@ def reduce_all(client, index, names, shape, rounds):
 
 
 @pytest.mark.parametrize(
-    ("workers", "servers"), [(1, 1), (2, 1), (3, [0]), (2, 2), (1, [1, 3, 0]), (4, 1), (3, 2), (4, 3)]
+    ("workers", "servers"),
+    [(1, 1), (2, 1), (3, [0]), (2, 2), (1, [1, 3, 0]), (4, 1), (3, 2), (4, 3)],
 )
 @pytest.mark.parametrize("shape", [(1,), (7, 3), (0,), ()])
 def test_values_are_reduced_in_rank_order(workers, servers, shape):
@@ -92,17 +94,23 @@ def push_special(client, index, values):
 
 def test_max_propagates_nan_and_is_exact():
     nan, inf = float("nan"), float("inf")
-    for values in ([[nan, -inf], [1.0, 2.0], [inf, 1e-45]], [[1.0, -3.0], [nan, -inf], [inf, -2.0]]):
+    for values in (
+        [[nan, -inf], [1.0, 2.0], [inf, 1e-45]],
+        [[1.0, -3.0], [nan, -inf], [inf, -2.0]],
+    ):
         for got in run_local(4, play, 1, push_special, values)[:3]:
             assert torch.isnan(got[0])
             assert got[1] == max(v[1] for v in values)
 
 
-# ---- packed gradients ----------------------------------------------------------------------------------------------
+# ---- packed gradients
+# ----------------------------------------------------------------------------------------------
 
 
 def terngrad_step(client, index, numel, seed, step, parameter, codec):
-    """Return the average by the seed's protocol: agree on the largest |g|, push codes, pull their average."""
+    """Return the average by the seed's protocol: agree on the largest |g|, push codes, pull
+    their average.
+    """
     gradient = noise(numel, "g", index)
     ternary = TernGrad(clip_sigma=None, seed=seed)
     client.init_parameter("max_abs_grad", [1], "float32")
@@ -135,7 +143,9 @@ def check_terngrad_step(run, workers, numel, codec):
     for exchange in ("all_gather", "reduce_scatter"):
         wanted = run_local(
             workers,
-            lambda c, e=exchange: all_reduced(c, grads, TernGrad(clip_sigma=None, seed=5), key=3, step=7, exchange=e),
+            lambda c, e=exchange: all_reduced(
+                c, grads, TernGrad(clip_sigma=None, seed=5), key=3, step=7, exchange=e
+            ),
         )
         assert all(same_bits(g, wanted[0]) for g in got)
     assert bool((got[0] != 0).any())
@@ -145,7 +155,9 @@ def test_terngrad_step_of_one_worker_is_its_own_code():
     got = run_local(2, play, 1, terngrad_step, 100, 0, 0, 0, None)[0]
     gradient = noise(100, "g", 0)
     ternary = TernGrad(clip_sigma=None)
-    assert same_bits(got, ternary.decode(ternary.encode(gradient, scale=float(gradient.abs().max()))))
+    assert same_bits(
+        got, ternary.decode(ternary.encode(gradient, scale=float(gradient.abs().max())))
+    )
 
 
 def push_payloads(client, index, codec, given, payloads, *, compressed=False, key="p"):
@@ -181,23 +193,34 @@ def test_own_scales_average_as_an_exchange_does(given):
     got = run_local(4, play, 1, push_payloads, codec, codec if given else None, payloads)[:3]
     for r in range(3):
         grads = [noise(999, r, k) for k in range(3)]
-        wanted = run_local(3, lambda c, g=grads, s=r: all_reduced(c, g, codec, key=2, step=s, exchange="all_gather"))
+        wanted = run_local(
+            3,
+            lambda c, g=grads, s=r: all_reduced(c, g, codec, key=2, step=s, exchange="all_gather"),
+        )
         assert all(same_bits(g[r], wanted[0]) for g in got)
 
 
 def test_equal_scales_count_as_shared_only_without_a_codec():
-    """Own scales that happen to be equal keep the arithmetic of own scales when the key has its codec."""
+    """Own scales that happen to be equal keep the arithmetic of own scales when the key has its
+    codec.
+    """
     own = TernGrad(scale="own", clip_sigma=None)
     payloads = [[own.encode(noise(500, k), scale=0.3, key=RngKey(0, k)) for k in range(3)]]
     headers_only = run_local(4, play, 1, push_payloads, own, None, payloads)[0][0]
     as_own = run_local(4, play, 1, push_payloads, own, own, payloads)[0][0]
     total = sum(own.decode(p) / np.float32(0.3) for p in payloads[0]).round().numpy()
-    assert np.array_equal(headers_only.numpy(), np.float32(np.float32(0.3) / np.float32(3)) * total.astype(np.float32))
-    assert np.array_equal(as_own.numpy(), reference.float_average([own.decode(p).numpy() for p in payloads[0]]))
+    assert np.array_equal(
+        headers_only.numpy(), np.float32(np.float32(0.3) / np.float32(3)) * total.astype(np.float32)
+    )
+    assert np.array_equal(
+        as_own.numpy(), reference.float_average([own.decode(p).numpy() for p in payloads[0]])
+    )
     assert not torch.equal(headers_only, as_own)
 
 
-@pytest.mark.parametrize("codec", [OneBit(group=100), Ternary(group=100)], ids=["onebit", "ternary"])
+@pytest.mark.parametrize(
+    "codec", [OneBit(group=100), Ternary(group=100)], ids=["onebit", "ternary"]
+)
 @pytest.mark.parametrize("given", [True, False])
 def test_codecs_with_residuals_average_as_an_exchange_does(given, codec):
     rounds = 4
@@ -207,7 +230,14 @@ def test_codecs_with_residuals_average_as_an_exchange_does(given, codec):
     def exchange(comm):
         feedback = gradcomp.Feedback({2: 999})
         return [
-            gradcomp.all_reduce(noise(999, r, comm.rank), codec, comm, key=2, feedback=feedback, exchange="all_gather")
+            gradcomp.all_reduce(
+                noise(999, r, comm.rank),
+                codec,
+                comm,
+                key=2,
+                feedback=feedback,
+                exchange="all_gather",
+            )
             for r in range(rounds)
         ]
 
@@ -223,7 +253,10 @@ def test_top_k_averages_as_an_exchange_does(given):
 
     def exchange(comm):
         feedback = gradcomp.Feedback({2: 40_000})
-        return [gradcomp.all_reduce(noise(40_000, r, comm.rank), codec, comm, key=2, feedback=feedback) for r in range(2)]
+        return [
+            gradcomp.all_reduce(noise(40_000, r, comm.rank), codec, comm, key=2, feedback=feedback)
+            for r in range(2)
+        ]
 
     wanted = run_local(3, exchange)[0]
     assert all(same_bits(g[r], wanted[r]) for g in got for r in range(2))
@@ -245,7 +278,9 @@ def test_compressed_ternary_is_the_mean_encoded_again(servers, codec):
     own = TernGrad(scale="own", seed=4, group=codec.group)
     got = run_local(2 + servers, play, servers, push_compressed, codec, own, payloads)[:2]
     for r in range(2):
-        mean = torch.from_numpy(reference.float_average([own.decode(p).numpy() for p in payloads[r]]))
+        mean = torch.from_numpy(
+            reference.float_average([own.decode(p).numpy() for p in payloads[r]])
+        )
         key = RngKey(4, 0, r, zlib.crc32(b"p"), 2)
         wanted = own.requantizer().encode(mean, key=key)
         assert all(same_bits(g[r], wanted) for g in got)
@@ -255,7 +290,9 @@ def test_compressed_ternary_is_the_mean_encoded_again(servers, codec):
 
 @pytest.mark.parametrize("codec", [OneBit(group=50), Ternary(group=50)], ids=["onebit", "ternary"])
 def test_the_server_keeps_what_codes_leave_over(over, codec):
-    """mean + old residual = decoded + new residual at every round: nothing is lost, and a NaN leaves no trace."""
+    """mean + old residual = decoded + new residual at every round: nothing is lost, and a NaN
+    leaves no trace.
+    """
     rounds, numel = 6, 333
     payloads = encode_rounds(codec, numel, 2, rounds)
     payloads[2][1] = codec.encode(torch.full((numel,), float("nan")), key=RngKey(0, 1, 2, 2))
@@ -265,7 +302,9 @@ def test_the_server_keeps_what_codes_leave_over(over, codec):
         if r == 2:
             assert all(bool(torch.isnan(codec.decode(g[r])).all()) for g in got)
             continue
-        mean = torch.from_numpy(reference.float_average([codec.decode(p).numpy() for p in payloads[r]]))
+        mean = torch.from_numpy(
+            reference.float_average([codec.decode(p).numpy() for p in payloads[r]])
+        )
         before = residual.clone()
         wanted = codec.encode(mean, residual=residual)
         assert all(torch.equal(codec.decode(g[r]), codec.decode(wanted)) for g in got)
@@ -278,13 +317,18 @@ def test_without_error_feedback_the_server_keeps_nothing():
     payloads = encode_rounds(codec, 100, 2, 3)
     got = run_local(3, play, 1, push_compressed, codec, codec, payloads)[0]
     for r in range(3):
-        mean = torch.from_numpy(reference.float_average([codec.decode(p).numpy() for p in payloads[r]]))
+        mean = torch.from_numpy(
+            reference.float_average([codec.decode(p).numpy() for p in payloads[r]])
+        )
         assert torch.equal(codec.decode(got[r]), codec.decode(codec.encode(mean)))
 
 
 def test_one_nan_is_everybodys_nan_for_one_round():
     codec = TernGrad(clip_sigma=None)
-    payloads = [[codec.encode(noise(50, k), scale=2.0, key=RngKey(0, k)) for k in range(3)] for _ in range(3)]
+    payloads = [
+        [codec.encode(noise(50, k), scale=2.0, key=RngKey(0, k)) for k in range(3)]
+        for _ in range(3)
+    ]
     bad = noise(50, 1)
     bad[7] = float("inf")
     payloads[1][1] = codec.encode(bad)
@@ -293,7 +337,8 @@ def test_one_nan_is_everybodys_nan_for_one_round():
         assert bool(torch.isfinite(got[2]).all())
 
 
-# ---- rounds --------------------------------------------------------------------------------------------------------
+# ---- rounds
+# --------------------------------------------------------------------------------------------------
 
 
 def run_ahead(client, index):
@@ -306,7 +351,9 @@ def run_ahead(client, index):
     meet(client)
     if index == 1:
         client.push_parameter("x", 2.0)
-        first.append(float(client.pull_parameter("x", "sum")))  # round 1, although rank 0 is past it
+        first.append(
+            float(client.pull_parameter("x", "sum"))
+        )  # round 1, although rank 0 is past it
         first.append(float(client.pull_parameter("x", "sum")))  # again
     meet(client)
     if index == 0:
@@ -337,7 +384,10 @@ def disagree(client, index, pulls):
     meet(client)  # every push is in before the first pull
     got = [caught(client.pull_parameter, "x", pulls[index])]
     meet(client)
-    got += [caught(client.pull_parameter, "x", pulls[index]), caught(client.push_parameter, "x", 1.0)]
+    got += [
+        caught(client.pull_parameter, "x", pulls[index]),
+        caught(client.push_parameter, "x", 1.0),
+    ]
     client.push_parameter("y", 1.0)
     return got, float(client.pull_parameter("y", "mean"))
 
@@ -350,7 +400,9 @@ def test_differing_reduce_methods_are_an_error_for_all():
 
 
 def disagree_waiting(client, index):
-    """Worker 0 waits for worker 2's push when worker 1 pulls otherwise; nobody closes before worker 0 knows."""
+    """Worker 0 waits for worker 2's push when worker 1 pulls otherwise; nobody closes before
+    worker 0 knows.
+    """
     client.init_parameter("x", [1])
     meet(client)
     if index == 2:
@@ -394,7 +446,8 @@ def test_compressed_on_one_side_only_is_an_error_for_all():
         assert isinstance(error, PeerMismatch) and error.field == "compressed"
 
 
-# ---- asynchronous keys ---------------------------------------------------------------------------------------------
+# ---- asynchronous keys
+# ---------------------------------------------------------------------------------------------
 
 
 def descend(client, index):
@@ -417,11 +470,16 @@ def test_asynchronous_pushes_are_applied_at_once_and_staleness_is_counted(over):
     (first, one), (second, two), stats = over(3, play, 1, descend)
     wanted = np.array([[1.0, 2.0]], np.float32)
     for turn in range(4):
-        for push in (np.array([[0.3, -0.7]], np.float32) * np.float32(turn + 1), np.ones((1, 2), np.float32)):
+        for push in (
+            np.array([[0.3, -0.7]], np.float32) * np.float32(turn + 1),
+            np.ones((1, 2), np.float32),
+        ):
             wanted = wanted + push * np.float32(-0.1)
     assert one.shape == (1, 2) and same_bits(one, two) and np.array_equal(one.numpy(), wanted)
     assert torch.equal(first[0], torch.tensor([[1.0, 2.0]]))
-    assert bool((second[0] < first[0])[0, 0])  # the second worker sees the first one's pushes at once
+    assert bool(
+        (second[0] < first[0])[0, 0]
+    )  # the second worker sees the first one's pushes at once
     assert first[1:] == [0, 2] and second[1:] == [0, 2]
     assert (stats.asynchronous_pushes, stats.staleness_sum, stats.staleness_max) == (8, 8, 2)
     assert stats.staleness_mean == 1.0
@@ -440,7 +498,9 @@ def push_returns(client, index):
 
 
 def test_a_push_returns_its_staleness_and_nan_leaves_no_trace():
-    for index, (stale, synchronous, bad, value) in enumerate(run_local(3, play, 1, push_returns)[:2]):
+    for index, (stale, synchronous, bad, value) in enumerate(
+        run_local(3, play, 1, push_returns)[:2]
+    ):
         assert stale == index and synchronous == 0 and value == 2.0
         assert isinstance(bad, ValueError) and "NaN" in str(bad)
 
@@ -464,7 +524,9 @@ def descend_packed(client, index):
 
 def test_asynchronous_packed_gradients():
     codec = TernGrad(clip_sigma=None)
-    steps = [codec.decode(codec.encode(noise(32, k), key=RngKey(rank=k))).view(4, 8) for k in range(2)]
+    steps = [
+        codec.decode(codec.encode(noise(32, k), key=RngKey(rank=k))).view(4, 8) for k in range(2)
+    ]
     orders = [(torch.ones(4, 8) + a * -0.5) + b * -0.5 for a, b in (steps, steps[::-1])]
     for wrong, got in run_local(3, play, 1, descend_packed)[:2]:
         assert any(torch.equal(got, order) for order in orders)
@@ -487,7 +549,8 @@ def test_asynchronous_keys_do_not_need_the_others():
     assert run_local(3, play, 1, lone_worker, timeout_s=30)[0] == 1.0
 
 
-# ---- the rest of the house -----------------------------------------------------------------------------------------
+# ---- the rest of the house
+# -----------------------------------------------------------------------------------------
 
 
 def test_the_server_counts():
@@ -506,26 +569,54 @@ def add_large_twice(client, index):
 
 def test_documentation_names_every_argument_member_and_phase():
     text = (
-        (ROOT / "docs/reference/api.md").read_text(encoding="utf-8").split("## Parameter server")[1].split("\n## ")[0]
+        (ROOT / "docs/reference/api.md")
+        .read_text(encoding="utf-8")
+        .split("## Parameter server")[1]
+        .split("\n## ")[0]
     )
     words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", text))))
-    for value in (serve, ParameterClient.__init__, *(getattr(ParameterClient, n) for n in CLIENT_METHODS), *PENDING):
+    for value in (
+        serve,
+        ParameterClient.__init__,
+        *(getattr(ParameterClient, n) for n in CLIENT_METHODS),
+        *PENDING,
+    ):
         assert set(inspect.signature(value).parameters) - {"self"} <= words, value
     assert {*CLIENT_METHODS, *vars(ServerStats()), "staleness_mean", *messages.METHODS} <= words
     errors = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
-    for word in ("`init`", "`push`", "`pull`", "`serve`", "`message`", "`reduce_method`", "`compressed`", "`servers`"):
+    for word in (
+        "`init`",
+        "`push`",
+        "`pull`",
+        "`serve`",
+        "`message`",
+        "`reduce_method`",
+        "`compressed`",
+        "`servers`",
+    ):
         assert word in errors, word
 
 
 PENDING = (Pending.done, Pending.wait)
-CLIENT_METHODS = [n for n, v in vars(ParameterClient).items() if inspect.isfunction(v) and not n.startswith("_")]
+CLIENT_METHODS = [
+    n for n, v in vars(ParameterClient).items() if inspect.isfunction(v) and not n.startswith("_")
+]
 
 
 @pytest.mark.slow
 def test_the_example_trains_and_equals_all_reduce():
-    command = [sys.executable, str(ROOT / "examples/parameter_server.py"), "--local", "2", "--steps", "40"]
+    command = [
+        sys.executable,
+        str(ROOT / "examples/parameter_server.py"),
+        "--local",
+        "2",
+        "--steps",
+        "40",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "equals gradcomp.all_reduce bit for bit" in done.stdout
     accuracy = float(re.search(r"test accuracy ([\d.]+) %", done.stdout)[1])

@@ -1,4 +1,6 @@
-"""The parameter server's raw codes, calls that are not waited for, and failures of the server itself."""
+"""The parameter server's raw codes, calls that are not waited for, and failures of the server
+itself.
+"""
 
 import threading
 import time
@@ -15,11 +17,14 @@ from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, GradcompError, PeerMismatch
 from gradcomp.server import ParameterClient, Pending, reduce, requests, rounds, serve
 
-# ---- raw codes -----------------------------------------------------------------------------------------------------
+# ---- raw codes
+# --------------------------------------------------------------------------------------------------
 
 
 def seed_calls(client, index, scale_key):
-    """The calls of the proposal of 2017, its section 5 (which pushes "op_id_grad" into "op_id_grads": a slip)."""
+    """The calls of the proposal of 2017, its section 5 (which pushes "op_id_grad" into
+    "op_id_grads": a slip).
+    """
     client.init_parameter(key="max_abs_grad", shape=[1], type="float32")
     client.push_parameter(key="max_abs_grad", value=0.5)
     scale = client.pull_parameter(key="max_abs_grad", reduce_method="max")
@@ -28,7 +33,10 @@ def seed_calls(client, index, scale_key):
     return scale, client.pull_parameter(key="op_id_grads", reduce_method="decode_average")
 
 
-SEED_CODES = [[0, -1, -1, -1, 0, 0, -1, -1], [-1, 1, -1, -1, 1, -1, -1, -1]]  # 00 is -1, 01 is 0, 10 is 1
+SEED_CODES = [
+    [0, -1, -1, -1, 0, 0, -1, -1],
+    [-1, 1, -1, -1, 1, -1, -1, -1],
+]  # 00 is -1, 01 is 0, 10 is 1
 
 
 @pytest.mark.parametrize(("scale_key", "scale"), [({"scale_key": "max_abs_grad"}, 0.5), ({}, 1.0)])
@@ -83,17 +91,34 @@ def push_raw_wrongly(client, index):
     code = caught(client.push_parameter, "codes", [[1, 1], [1, 3 if index else 1]])
     pull = caught(client.pull_parameter, "codes", "decode_average")
     client.push_parameter("codes", [[2, 1], [1, 1]])
-    return early, flagged, negative, code, pull, client.pull_parameter("codes", "decode_average", compressed=True)
+    return (
+        early,
+        flagged,
+        negative,
+        code,
+        pull,
+        client.pull_parameter("codes", "decode_average", compressed=True),
+    )
 
 
 def test_raw_codes_that_are_none_and_scales_that_are_none():
-    for index, (early, flagged, negative, code, pull, after) in enumerate(run_local(3, play, 1, push_raw_wrongly)[:2]):
+    for index, (early, flagged, negative, code, pull, after) in enumerate(
+        run_local(3, play, 1, push_raw_wrongly)[:2]
+    ):
         assert isinstance(early, ValueError) and "'scale'" in str(early) and "max" in str(early)
         assert flagged.shape == (2, 8) and bool(torch.isnan(flagged).all())
         assert isinstance(negative, ValueError) and "-1.0" in str(negative)
-        assert (code is None) == (index == 0) and isinstance(pull, CorruptPayload) and pull.check == "code"
+        assert (
+            (code is None) == (index == 0)
+            and isinstance(pull, CorruptPayload)
+            and pull.check == "code"
+        )
         decoded = TernGrad().decode(after)
-        assert decoded.numel() == 16 and set(decoded.abs().tolist()) <= {0.0, 2.0} and decoded[0] == 2.0
+        assert (
+            decoded.numel() == 16
+            and set(decoded.abs().tolist()) <= {0.0, 2.0}
+            and decoded[0] == 2.0
+        )
 
 
 def init_wrongly(client, index):
@@ -110,11 +135,14 @@ def init_wrongly(client, index):
 
 def test_wrong_settings_of_raw_codes_name_the_value():
     errors = run_local(2, play, 1, init_wrongly)[0]
-    for error, word in zip(errors, ("one element", "nobody", "float32", "uint8", "two words"), strict=True):
+    for error, word in zip(
+        errors, ("one element", "nobody", "float32", "uint8", "two words"), strict=True
+    ):
         assert type(error) is ValueError and word in str(error), error
 
 
-# ---- calls that are not waited for ---------------------------------------------------------------------------------
+# ---- calls that are not waited for
+# ---------------------------------------------------------------------------------
 
 
 def push_ahead(client, index):
@@ -145,7 +173,9 @@ def many_pulls(client, index):
     for key in keys:
         client.push_parameter(key, torch.full((50_000,), float(len(key))), wait=False)
     calls = [client.pull_parameter(key, "sum", wait=False) for key in keys]
-    return all(bool((call.wait() == 2.0 * len(key)).all()) for key, call in zip(keys, calls, strict=True))
+    return all(
+        bool((call.wait() == 2.0 * len(key)).all()) for key, call in zip(keys, calls, strict=True)
+    )
 
 
 def test_many_calls_may_be_under_way(over):
@@ -201,7 +231,9 @@ class Held(LocalCommunicator):
 
 
 def step_over_a_held_server(comm, let_go):
-    """Compute while a push and its pull are under way, and go on to compute when they have come, without waiting for either."""
+    """Compute while a push and its pull are under way, and go on to compute when they have come,
+    without waiting for either.
+    """
     if comm.rank == 1:
         return serve(Held(comm, let_go), 1, timeout_s=60)
     with ParameterClient(comm, 1, timeout_s=60) as client:
@@ -253,7 +285,8 @@ def test_where_threads_may_not_receive_only_waiting_calls_work():
     assert value == 1.0 and stats.pushes == 1
 
 
-# ---- a server that fails -------------------------------------------------------------------------------------------
+# ---- a server that fails
+# -------------------------------------------------------------------------------------------
 
 
 def fail_once(monkeypatch, owner, name, error):
@@ -288,13 +321,19 @@ def use_failing(client, index, key, method):
         (reduce.PackedReducer, "admit", "packed", "decode_average", RuntimeError("a bug")),
     ],
 )
-def test_an_unexpected_failure_fails_its_round_and_nothing_else(monkeypatch, owner, name, key, method, error):
+def test_an_unexpected_failure_fails_its_round_and_nothing_else(
+    monkeypatch, owner, name, key, method, error
+):
     fail_once(monkeypatch, owner, name, error)
     *clients, stats = run_local(3, play, 1, use_failing, key, method)
     assert sum(push is not None for push, _, _ in clients) == (name == "admit")
     for _, pulls, after in clients:
         for found in pulls:
-            assert type(found) is GradcompError and str(error) in str(found) and type(error).__name__ in str(found)
+            assert (
+                type(found) is GradcompError
+                and str(error) in str(found)
+                and type(error).__name__ in str(found)
+            )
         assert after == [1.0] * 4
     assert stats.failures == 1 and stats.lost == []
 

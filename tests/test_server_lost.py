@@ -1,4 +1,6 @@
-"""The parameter server when ranks die, fall silent or take no replies: named errors in bounded time."""
+"""The parameter server when ranks die, fall silent or take no replies: named errors in bounded
+time.
+"""
 
 import queue
 import threading
@@ -14,7 +16,8 @@ from gradcomp.errors import PeerLost
 from gradcomp.server import ParameterClient, messages, serve
 from gradcomp.server.messages import Kind, Message
 
-# ---- ranks that die or are silent (communicators of threads: a closed one is a dead rank) ----------------------------
+# ---- ranks that die or are silent (communicators of threads: a closed one is a dead rank)
+# ----------------------------
 
 
 def worker_dies(comm, farewell, pushed):
@@ -47,7 +50,9 @@ def worker_dies(comm, farewell, pushed):
 
 @pytest.mark.parametrize("farewell", [False, True])
 def test_a_worker_that_goes_in_the_middle_of_a_round(farewell):
-    first, second, _, stats = run_local(4, worker_dies, farewell, threading.Semaphore(0), timeout_s=40)
+    first, second, _, stats = run_local(
+        4, worker_dies, farewell, threading.Semaphore(0), timeout_s=40
+    )
     for waited, errors, done in (first, second):
         assert waited < 15
         for error in errors:
@@ -62,7 +67,10 @@ def server_dies(comm, how, both):
         for _ in range(3):  # two inits and one push
             rank, raw = comm.receive(20, max_nbytes=1000)
             comm.start_send(
-                messages.pack(Message(Kind.OK, messages.request_number(raw), 0, body=as_tensor(bytes(8)))), rank
+                messages.pack(
+                    Message(Kind.OK, messages.request_number(raw), 0, body=as_tensor(bytes(8)))
+                ),
+                rank,
             )
         if how == "dies":
             comm.abort()
@@ -83,10 +91,17 @@ def server_dies(comm, how, both):
 @pytest.mark.parametrize("how", ["dies", "falls silent"])
 @pytest.mark.slow
 def test_a_server_that_is_lost_is_told_in_bounded_time(how):
-    for waited, error, again in run_local(3, server_dies, how, threading.Barrier(2), timeout_s=40)[:2]:
+    for waited, error, again in run_local(3, server_dies, how, threading.Barrier(2), timeout_s=40)[
+        :2
+    ]:
         assert waited < 15
         for e in (error, again):
-            assert isinstance(e, PeerLost) and "server" in str(e) and e.phase in ("push", "pull") and e.bucket == -1
+            assert (
+                isinstance(e, PeerLost)
+                and "server" in str(e)
+                and e.phase in ("push", "pull")
+                and e.bucket == -1
+            )
 
 
 def late_worker(client, index):
@@ -110,7 +125,9 @@ def test_a_silent_worker_is_named_and_may_still_come(over):
 
 
 class Slow(LocalCommunicator):
-    """A server's communicator that keeps one reply back: it leaves when somebody calls what is in `held`."""
+    """A server's communicator that keeps one reply back: it leaves when somebody calls what is
+    in `held`.
+    """
 
     def __init__(self, comm, held=None):
         self.__dict__.update(comm.__dict__)
@@ -146,7 +163,9 @@ def test_a_late_reply_is_not_taken_for_another():
 
 
 class Stuck(Slow):
-    """A server's communicator whose messages to rank 0 never arrive, as those to a stopped process."""
+    """A server's communicator whose messages to rank 0 never arrive, as those to a stopped
+    process.
+    """
 
     def start_send(self, message, to):
         return Never() if to == 0 else LocalCommunicator.start_send(self, message, to)

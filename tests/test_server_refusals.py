@@ -1,4 +1,6 @@
-"""The parameter server refuses by name: clients that disagree, payloads and messages that are none, wrong arguments."""
+"""The parameter server refuses by name: clients that disagree, payloads and messages that are
+none, wrong arguments.
+"""
 
 import struct
 
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 
 from gradcomp import OneBit, RngKey, TernGrad
 from gradcomp.comm import LocalCommunicator
-from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch, UnsupportedTensor
+from gradcomp.errors import (
+    CorruptPayload,
+    GradcompError,
+    NativeError,
+    PeerLost,
+    PeerMismatch,
+    UnsupportedTensor,
+)
 from gradcomp.reference import payload as ref_payload
 from gradcomp.server import ParameterClient, loop, messages, replies, serve
 from gradcomp.server.keys import ClientKey
@@ -20,7 +29,8 @@ from gradcomp.server.messages import Kind, Message
 from gradcomp.server.requests import Call
 from gradcomp.server.spec import make_spec, pack_spec, parse_spec
 
-# ---- what clients must agree on ------------------------------------------------------------------------------------
+# ---- what clients must agree on
+# ------------------------------------------------------------------------------------
 
 CODEC = TernGrad(clip_sigma=None)
 ASYNCHRONOUS = {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(64)}
@@ -29,9 +39,17 @@ DIFFERENCES = [
     ("dtype", ([64], "float32", {}), ([64], "uint8", {})),
     ("codec", ([64], "uint8", {"codec": "onebit"}), ([64], "uint8", {"codec": "terngrad"})),
     ("codec", ([64], "uint8", {}), ([64], "uint8", {"codec": "terngrad"})),
-    ("codec_options", ([64], "uint8", {"codec": TernGrad(seed=1)}), ([64], "uint8", {"codec": TernGrad(seed=2)})),
+    (
+        "codec_options",
+        ([64], "uint8", {"codec": TernGrad(seed=1)}),
+        ([64], "uint8", {"codec": TernGrad(seed=2)}),
+    ),
     ("asynchronous", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {})),
-    ("learning_rate", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {**ASYNCHRONOUS, "learning_rate": 0.25})),
+    (
+        "learning_rate",
+        ([64], "float32", ASYNCHRONOUS),
+        ([64], "float32", {**ASYNCHRONOUS, "learning_rate": 0.25}),
+    ),
 ]
 
 
@@ -76,20 +94,31 @@ def push_unlike(client, index, payloads, codec):
     [
         ("step", None, lambda k: CODEC.encode(torch.ones(8), scale=1.0, key=RngKey(step=k))),
         ("stream", None, lambda k: CODEC.encode(torch.ones(8), scale=1.0, key=RngKey(stream=k))),
-        ("dtype", None, lambda k: CODEC.encode(torch.ones(8, dtype=[torch.float32, torch.float16][k]), scale=1.0)),
+        (
+            "dtype",
+            None,
+            lambda k: CODEC.encode(
+                torch.ones(8, dtype=[torch.float32, torch.float16][k]), scale=1.0
+            ),
+        ),
         ("scale", CODEC, lambda k: CODEC.encode(torch.ones(8), scale=1.0 + k)),
         # 5 + 2 scales and 1 byte of codes against 3 + 5: as many bytes, otherwise divided
         (
             "codec",
             None,
-            lambda k: [TernGrad(group=4), OneBit(group="tensor")][k].encode(torch.ones(16 if k == 0 else 96)),
+            lambda k: [TernGrad(group=4), OneBit(group="tensor")][k].encode(
+                torch.ones(16 if k == 0 else 96)
+            ),
         ),
     ],
 )
 def test_payloads_of_one_round_must_be_alike(field, codec, make):
     payloads = [make(0), make(1)]
     if field == "codec":  # pad neither: choose sizes that are equal
-        payloads = [TernGrad(group="tensor").encode(torch.ones(32)), OneBit(group="tensor").encode(torch.ones(32))]
+        payloads = [
+            TernGrad(group="tensor").encode(torch.ones(32)),
+            OneBit(group="tensor").encode(torch.ones(32)),
+        ]
         assert payloads[0].numel() == payloads[1].numel()
     results = run_local(3, play, 1, push_unlike, payloads, codec)[:2]
     assert sum(push is not None for push, _ in results) == 1
@@ -98,14 +127,17 @@ def test_payloads_of_one_round_must_be_alike(field, codec, make):
         assert push is None or (isinstance(push, PeerMismatch) and push.field == field)
 
 
-# ---- payloads that do not decode -----------------------------------------------------------------------------------
+# ---- payloads that do not decode
+# -----------------------------------------------------------------------------------
 
 
 def resealed(payload, change):
     """Return a copy whose header and body `change` has changed, under a right checksum."""
     out = payload.clone()
     change(out.numpy())
-    crc = ref_payload.crc32c(out.numpy()[32:].tobytes(), ref_payload.crc32c(out.numpy()[:28].tobytes()))
+    crc = ref_payload.crc32c(
+        out.numpy()[32:].tobytes(), ref_payload.crc32c(out.numpy()[:28].tobytes())
+    )
     out.numpy()[28:32] = np.frombuffer(struct.pack("<I", crc), np.uint8)
     return out
 
@@ -150,7 +182,9 @@ def push_damaged(client, index, damaged):
     return push, pull, other, client.pull_parameter("x", "decode_average")
 
 
-@pytest.mark.parametrize(("check", "damaged"), DAMAGE, ids=[f"{n}-{c}" for n, (c, _) in enumerate(DAMAGE)])
+@pytest.mark.parametrize(
+    ("check", "damaged"), DAMAGE, ids=[f"{n}-{c}" for n, (c, _) in enumerate(DAMAGE)]
+)
 def test_a_payload_that_does_not_decode_fails_its_round_only(check, damaged):
     check_damage(run_local, check, damaged)
 
@@ -169,7 +203,8 @@ def check_damage(run, check, damaged, workers=3):
     assert isinstance(results[1][0], CorruptPayload) and results[1][0].check == check
 
 
-# ---- wrong arguments -----------------------------------------------------------------------------------------------
+# ---- wrong arguments
+# -----------------------------------------------------------------------------------------------
 
 
 def lone_client(**options):
@@ -204,7 +239,12 @@ WRONG = [
     ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": float("nan")}, "nan"),
     ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": 0.5}, "value"),
     ("init_parameter", ("k", [1]), {"value": torch.zeros(1)}, "value"),
-    ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(2)}, "(2,)"),
+    (
+        "init_parameter",
+        ("k", [1]),
+        {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(2)},
+        "(2,)",
+    ),
     ("init_parameter", ("k", [1]), {"asynchronous": 1, "learning_rate": 0.5}, "1"),
     ("push_parameter", ("nobody", 1.0), {}, "nobody"),
     ("push_parameter", ("f", torch.zeros(3)), {}, "(3,)"),
@@ -239,7 +279,9 @@ def test_tensors_elsewhere_are_unsupported():
         lone_client().push_parameter("f", torch.zeros(2).to_sparse())
 
 
-@pytest.mark.parametrize("servers", [0, 3, -1, True, None, "1", [], [0, 0], [3], [-1], [0, 1, 2], [1.0], 1.5])
+@pytest.mark.parametrize(
+    "servers", [0, 3, -1, True, None, "1", [], [0, 0], [3], [-1], [0, 1, 2], [1.0], 1.5]
+)
 def test_servers_must_exist_and_leave_a_worker(servers):
     with pytest.raises(ValueError) as error:
         messages.server_ranks(servers, 3)
@@ -267,7 +309,11 @@ def test_keys_are_spread_by_a_pinned_hash():
     names = [f"layer{n}.weight" for n in range(300)]
     homes = [messages.home_of(name, (4, 5, 6)) for name in names]
     assert all(70 < homes.count(rank) < 130 for rank in (4, 5, 6))
-    assert [messages.home_of(k, (0, 1, 2)) for k in ("max_abs_grad", "op_id_grads", "ключ")] == [1, 1, 2]
+    assert [messages.home_of(k, (0, 1, 2)) for k in ("max_abs_grad", "op_id_grads", "ключ")] == [
+        1,
+        1,
+        2,
+    ]
 
 
 def use_closed(client, index):
@@ -283,7 +329,8 @@ def test_a_closed_client_says_so(over):
     assert stats.lost == [] and stats.errors == 0
 
 
-# ---- what reaches the server past the client's checks --------------------------------------------------------------
+# ---- what reaches the server past the client's checks
+# --------------------------------------------------------------
 
 
 def ask_raw(client, kind, key="f", method=None, compressed=False, body=None):
@@ -301,7 +348,13 @@ def send_wrong(client, index):
         caught(ask_raw, client, Kind.CANCEL, key="unknown"),
         caught(ask_raw, client, Kind.PULL, method="sum"),  # before the first push
         caught(ask_raw, client, Kind.PUSH, body=short),
-        caught(ask_raw, client, Kind.INIT, key="", body=pack_spec(make_spec((1,), "float32", None, False, None), None)),
+        caught(
+            ask_raw,
+            client,
+            Kind.INIT,
+            key="",
+            body=pack_spec(make_spec((1,), "float32", None, False, None), None),
+        ),
     ]
     client.push_parameter("f", torch.ones(2))
     client.push_parameter("u", GOOD)
@@ -325,7 +378,10 @@ def test_the_server_checks_for_itself():
     for errors, corrupt, mismatch, after in run_local(3, play, 1, send_wrong)[:2]:
         assert [type(e) for e in errors] == [ValueError] * len(errors)
         assert [type(e) for e in corrupt] == [CorruptPayload] * 2
-        assert isinstance(mismatch, PeerMismatch) and (mismatch.field, mismatch.rank) == ("servers", 2)
+        assert isinstance(mismatch, PeerMismatch) and (mismatch.field, mismatch.rank) == (
+            "servers",
+            2,
+        )
         assert torch.equal(after, torch.full((2,), 2.0))
 
 
@@ -335,9 +391,19 @@ def send_garbage(client, index):
     if index == 0:
         generator = torch.Generator().manual_seed(1)
         comm, digest = client._requests._comm, client._requests._digest
-        push = messages.pack(Message(Kind.PUSH, 7, digest, "x", body=torch.zeros(4, dtype=torch.uint8)))
-        garbage = [torch.empty(0, dtype=torch.uint8), torch.zeros(24, dtype=torch.uint8), push[:-1], push[:20]]
-        garbage += [torch.randint(0, 256, (n,), generator=generator).to(torch.uint8) for n in (1, 23, 24, 25, 300)]
+        push = messages.pack(
+            Message(Kind.PUSH, 7, digest, "x", body=torch.zeros(4, dtype=torch.uint8))
+        )
+        garbage = [
+            torch.empty(0, dtype=torch.uint8),
+            torch.zeros(24, dtype=torch.uint8),
+            push[:-1],
+            push[:20],
+        ]
+        garbage += [
+            torch.randint(0, 256, (n,), generator=generator).to(torch.uint8)
+            for n in (1, 23, 24, 25, 300)
+        ]
         for data in garbage:
             comm.start_send(data, client._servers[0]).wait(60)
             _, raw = comm.receive(60, client._servers[0], max_nbytes=10_000)
@@ -357,7 +423,9 @@ def test_hostile_bytes_get_an_error_reply_and_the_server_lives(over):
 
 def send_too_much(client, index):
     if index == 0:
-        client._requests._comm.start_send(torch.zeros(2000, dtype=torch.uint8), client._servers[0]).wait(60)
+        client._requests._comm.start_send(
+            torch.zeros(2000, dtype=torch.uint8), client._servers[0]
+        ).wait(60)
     return meet(client)
 
 
@@ -383,7 +451,10 @@ HEADERS = st.tuples(
 @st.composite
 def almost_messages(draw):
     """Bytes that look like messages, with true lengths more often than not."""
-    kind, key = draw(st.sampled_from(list(Kind))), draw(st.sampled_from(["x", "u", "new", "y" * 9, ""]))
+    kind, key = (
+        draw(st.sampled_from(list(Kind))),
+        draw(st.sampled_from(["x", "u", "new", "y" * 9, ""])),
+    )
     spec = struct.pack(
         "<BBBBIIQdQQQ",
         *(draw(st.integers(0, n)) for n in (2, 9, 5, 8)),
@@ -394,9 +465,18 @@ def almost_messages(draw):
         *(draw(st.sampled_from([0, 0, 4, 2**63])) for _ in range(3)),
     )
     dims = b"".join(
-        struct.pack("<Q", draw(st.sampled_from([0, 1, 2, 2**20, 2**63]))) for _ in range(draw(st.integers(0, 9)))
+        struct.pack("<Q", draw(st.sampled_from([0, 1, 2, 2**20, 2**63])))
+        for _ in range(draw(st.integers(0, 9)))
     )
-    values = [b"", bytes(4), bytes(8), spec, spec + dims, GOOD.numpy().tobytes(), spec + dims + bytes(4)]
+    values = [
+        b"",
+        bytes(4),
+        bytes(8),
+        spec,
+        spec + dims,
+        GOOD.numpy().tobytes(),
+        spec + dims + bytes(4),
+    ]
     body = draw(st.one_of(st.binary(max_size=60), st.sampled_from(values)))
     method = draw(st.sampled_from([None, *messages.METHODS]))
     data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else None
@@ -437,7 +517,13 @@ class Mailbox:
         return Done()
 
 
-@given(st.one_of(st.binary(max_size=200), st.tuples(HEADERS, st.binary(max_size=90)).map(b"".join), almost_messages()))
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.tuples(HEADERS, st.binary(max_size=90)).map(b"".join),
+        almost_messages(),
+    )
+)
 def test_any_bytes_parse_or_are_refused_by_name(data):
     try:
         message = messages.parse(as_tensor(data))
@@ -480,18 +566,24 @@ class Untaken(Done):
 def test_a_client_that_takes_no_replies_is_ended_and_costs_no_more_memory(monkeypatch):
     monkeypatch.setattr(replies, "MAX_WAITING", 10)
     box = Mailbox()
-    box.start_send = lambda message, to: box.sent.append((to, message)) or (Untaken() if to == 0 else Done())
+    box.start_send = lambda message, to: (
+        box.sent.append((to, message)) or (Untaken() if to == 0 else Done())
+    )
     server = loop._Server(box, (2,))
     for rank in (0, 1):
         for number in range(50):
             server._handle(rank, messages.pack(Message(Kind.PULL, number, DIGEST, "unknown")))
-    assert [to for to, _ in box.sent].count(0) == replies.MAX_UNTAKEN and [to for to, _ in box.sent].count(1) == 50
+    assert [to for to, _ in box.sent].count(0) == replies.MAX_UNTAKEN and [
+        to for to, _ in box.sent
+    ].count(1) == 50
     assert server._open == {1} and not server._replies.any_waits()
 
 
 def test_replies_wait_for_earlier_ones_and_leave_in_order():
     box, taken = Mailbox(), []
-    box.start_send = lambda message, to: box.sent.append((to, message)) or taken.append(Untaken()) or taken[-1]
+    box.start_send = lambda message, to: (
+        box.sent.append((to, message)) or taken.append(Untaken()) or taken[-1]
+    )
     out = replies.Replies(box)
     for number in range(20):
         out.put(0, lambda number=number: torch.tensor([number], dtype=torch.uint8))
@@ -526,15 +618,30 @@ def test_errors_travel_as_themselves(error):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'{"error": "PeerMismatch", "fields": [1]}', b'{"error": 1}', b"\xff", b"[" * 100_000]
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"error": "PeerMismatch", "fields": [1]}',
+        b'{"error": 1}',
+        b"\xff",
+        b"[" * 100_000,
+    ],
 )
 def test_an_error_that_cannot_be_read_is_still_an_error(body):
     found = messages.parse_error(as_tensor(body), "pull", 0.0)
     assert isinstance(found, CorruptPayload) and found.check == "message"
 
 
-@pytest.mark.parametrize("error", [NativeError("GC_X", "f"), RuntimeError("not enough memory"), MemoryError("none")])
+@pytest.mark.parametrize(
+    "error", [NativeError("GC_X", "f"), RuntimeError("not enough memory"), MemoryError("none")]
+)
 def test_other_errors_are_the_server_s_own(error):
     found = messages.parse_error(messages.pack_error(error), "pull", 0.0)
-    assert type(found) is GradcompError and str(error) in str(found) and type(error).__name__ in str(found)
+    assert (
+        type(found) is GradcompError
+        and str(error) in str(found)
+        and type(error).__name__ in str(found)
+    )
     assert not messages.is_foreseen(error)

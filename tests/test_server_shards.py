@@ -1,4 +1,6 @@
-"""Large keys are cut into shards over several servers: the same bits as whole keys, and as careful."""
+"""Large keys are cut into shards over several servers: the same bits as whole keys, and as
+careful.
+"""
 
 import math
 from dataclasses import replace
@@ -26,7 +28,9 @@ WORKERS = 2
 
 
 def cluster(comm, servers, shard_nbytes, body, *args):
-    """Serve, or return body(client, rank, *args) of a client that cuts keys into shards of that size."""
+    """Serve, or return body(client, rank, *args) of a client that cuts keys into shards of that
+    size.
+    """
     if comm.rank >= WORKERS:
         return serve(comm, servers, timeout_s=20)
     with ParameterClient(comm, servers, timeout_s=60, shard_nbytes=shard_nbytes) as client:
@@ -39,7 +43,8 @@ def run(body, *args, servers=2, shard_nbytes=256, over=run_local):
     return results[:WORKERS], results[WORKERS:]
 
 
-# ---- how a key is cut ----------------------------------------------------------------------------------------------
+# ---- how a key is cut
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -50,7 +55,12 @@ def run(body, *args, servers=2, shard_nbytes=256, over=run_local):
         (1000, 64, 16, 64),
         (1000, 64, 20, 40),  # whole groups that begin on a byte of codes
         (1000, 64, 7, 56),
-        (1000, 64, 100, 200),  # a group of more than the limit is a shard of its own (or several, on a byte)
+        (
+            1000,
+            64,
+            100,
+            200,
+        ),  # a group of more than the limit is a shard of its own (or several, on a byte)
         (1000, 64, 1, 64),
         (50, 64, 50, 50),
         (1001, 8, 1001, 8),
@@ -60,20 +70,29 @@ def test_shards_are_whole_scale_groups_and_begin_on_a_byte(numel, limit, group, 
     shards = Shards.of(numel, limit, TERNARY, group)
     bounds = list(shards.bounds())
     assert shards.unit == unit and shards.count == len(bounds) == -(-numel // unit)
-    assert [first for first, _ in bounds] == [0, *(last for _, last in bounds[:-1])] and bounds[-1][1] == numel
+    assert [first for first, _ in bounds] == [0, *(last for _, last in bounds[:-1])] and bounds[-1][
+        1
+    ] == numel
     for first, _ in bounds:
         assert first % 8 == 0 and (group >= numel or first % group == 0)
 
 
 def test_the_arithmetic_of_huge_keys():
-    """8 GiB of float32, and a payload of 2^32 - 1 elements, in messages that MPI can count; nothing is allocated."""
+    """8 GiB of float32, and a payload of 2^32 - 1 elements, in messages that MPI can count;
+    nothing is allocated.
+    """
     limit = check_shard_nbytes(DEFAULT_SHARD_NBYTES)
     for numel, form in ((2**31, PLAIN), (2**32 - 1, TERNARY)):
         shards = Shards.of(numel, limit, form, numel)
         bounds = list(shards.bounds())
         assert bounds[-1][1] == numel and len(bounds) == -(-numel // limit)
-        assert all(4 * (last - first) < messages.MAX_MESSAGE_NBYTES and first % 8 == 0 for first, last in bounds)
-        assert max(shards.nbytes(first, last) for first, last in bounds) < messages.MAX_MESSAGE_NBYTES
+        assert all(
+            4 * (last - first) < messages.MAX_MESSAGE_NBYTES and first % 8 == 0
+            for first, last in bounds
+        )
+        assert (
+            max(shards.nbytes(first, last) for first, last in bounds) < messages.MAX_MESSAGE_NBYTES
+        )
     with pytest.raises(ValueError, match="raise shard_nbytes"):
         Shards.of(limit * MAX_SHARDS + 1, limit, PLAIN)
     with pytest.raises(ValueError, match="smaller groups"):
@@ -94,17 +113,30 @@ def test_shards_go_round_the_servers():
 
 
 @pytest.mark.parametrize(
-    "codec", [TernGrad(), TernGrad(group=64), TernGrad(group=20), OneBit(group=56), OneBit(group="tensor"), Identity(), TopK()]
+    "codec",
+    [
+        TernGrad(),
+        TernGrad(group=64),
+        TernGrad(group=20),
+        OneBit(group=56),
+        OneBit(group="tensor"),
+        Identity(),
+        TopK(),
+    ],
 )
 @pytest.mark.parametrize("numel", [999, 1000, 64, 65])
 def test_a_payload_that_was_cut_and_joined_decodes_to_the_same(codec, numel):
     payload = codec.encode(noise(numel, "cut"), key=RngKey(step=3))
     header = wire.parse(payload.numpy())
-    shards = Shards.of(numel, 64, FORMS[header.codec], header.group_numel if codec.form.scales_per_group else 1)
+    shards = Shards.of(
+        numel, 64, FORMS[header.codec], header.group_numel if codec.form.scales_per_group else 1
+    )
     parts = shards.cut(payload)
     decoded = torch.cat([codec.decode(part) for part in parts])
     assert len(parts) == shards.count and same_bits(decoded, codec.decode(payload))
-    assert [part.numel() for part in parts] == [shards.nbytes(*bounds) for bounds in shards.bounds()]
+    assert [part.numel() for part in parts] == [
+        shards.nbytes(*bounds) for bounds in shards.bounds()
+    ]
     joined = shards.join(parts)
     assert same_bits(codec.decode(joined), decoded) and wire.parse(joined.numpy()).step == 3
     if header.group_numel < numel or len(parts) == 1:
@@ -125,7 +157,8 @@ def test_top_k_payloads_are_cut_at_groups():
         assert torch.equal(shards.join(parts), payload)
 
 
-# ---- whole keys and cut keys: the same bits -------------------------------------------------------------------------
+# ---- whole keys and cut keys: the same bits
+# -------------------------------------------------------------------------
 
 
 def reduce_values(client, index):
@@ -140,7 +173,9 @@ def reduce_values(client, index):
 def test_values_of_a_cut_key_have_the_bits_of_a_whole_one(over):
     whole, _ = run(reduce_values, shard_nbytes=4096)
     for got in run(reduce_values, servers=1, over=over)[0]:
-        assert all(a.shape == (20, 50) and same_bits(a, b) for a, b in zip(got, whole[0], strict=True))
+        assert all(
+            a.shape == (20, 50) and same_bits(a, b) for a, b in zip(got, whole[0], strict=True)
+        )
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -156,7 +191,9 @@ def average_payloads(client, index, codec, named, compressed, numel=NUMEL):
     residual = torch.zeros(numel) if codec.error_feedback else None
     out = []
     for step in range(3):
-        payload = codec.encode(noise(numel, step, index), residual=residual, key=RngKey(codec.seed, index, step, 2))
+        payload = codec.encode(
+            noise(numel, step, index), residual=residual, key=RngKey(codec.seed, index, step, 2)
+        )
         client.init_parameter("p", payload.shape, "uint8", codec=codec if named else None)
         client.push_parameter("p", payload)
         out.append(client.pull_parameter("p", "decode_average", compressed=compressed))
@@ -170,7 +207,9 @@ CODECS = [TernGrad(scale="own", group=20, seed=3), OneBit(group=56), Identity()]
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("codec", CODECS)
 def test_packed_averages_of_a_cut_key_have_the_bits_of_a_whole_one(codec, named, compressed):
-    """Packed again as well: the draws and residuals of a shard are those of its elements in the whole key."""
+    """Packed again as well: the draws and residuals of a shard are those of its elements in the
+    whole key.
+    """
     whole, _ = run(average_payloads, codec, named, compressed, shard_nbytes=1 << 20)
     cut, stats = run(average_payloads, codec, named, compressed)
     for got in cut:
@@ -194,7 +233,9 @@ def test_one_shared_scale_over_all_shards_equals_all_reduce():
     cut, _ = run(average_shared, False)
     grads = [noise(NUMEL, "shared", k) for k in range(2)]
     codec = TernGrad(clip_sigma=None, seed=5)
-    wanted = run_local(2, lambda c: gradcomp.all_reduce(grads[c.rank].clone(), codec, c, key=0, step=0))
+    wanted = run_local(
+        2, lambda c: gradcomp.all_reduce(grads[c.rank].clone(), codec, c, key=0, step=0)
+    )
     assert all(same_bits(got, wanted[0]) for got in cut)
 
 
@@ -239,7 +280,8 @@ def test_raw_codes_are_cut_as_well():
     assert torch.equal(got, (here + there).float() * 0.5)
 
 
-# ---- asynchronous keys ---------------------------------------------------------------------------------------------
+# ---- asynchronous keys
+# ---------------------------------------------------------------------------------------------
 
 
 def descend(client, index, packed):
@@ -276,7 +318,11 @@ def test_asynchronous_keys_are_cut_and_nan_leaves_no_trace_in_any_shard(packed):
 
 
 def start_unlike(client, index):
-    options = {"asynchronous": True, "learning_rate": 1.0, "value": torch.full((NUMEL,), float(index))}
+    options = {
+        "asynchronous": True,
+        "learning_rate": 1.0,
+        "value": torch.full((NUMEL,), float(index)),
+    }
     if index:
         meet(client)
     error = caught(client.init_parameter, "w", [NUMEL], **options)
@@ -291,11 +337,14 @@ def test_initial_values_of_a_cut_key_must_be_alike():
     assert first is None and isinstance(second, PeerMismatch) and second.field == "value"
 
 
-# ---- what goes wrong -----------------------------------------------------------------------------------------------
+# ---- what goes wrong
+# -----------------------------------------------------------------------------------------------
 
 
 def run_ahead(client, index):
-    """Worker 0's third push may find worker 1's first one in some shards only: it tries again as a user would."""
+    """Worker 0's third push may find worker 1's first one in some shards only: it tries again as
+    a user would.
+    """
     client.init_parameter("x", [NUMEL])
     value, pulled = torch.ones(NUMEL), []
     if index:
@@ -316,13 +365,17 @@ def run_ahead(client, index):
 def test_a_worker_too_far_ahead_is_refused_by_all_shards_or_none():
     (error, ahead), behind = run(run_ahead)[0]
     assert type(error) is ValueError and "push 3" in str(error)
-    assert [float(p[0]) for p in behind] == [3.0, 30.0, 3000.0] and all(bool((p == p[0]).all()) for p in behind)
+    assert [float(p[0]) for p in behind] == [3.0, 30.0, 3000.0] and all(
+        bool((p == p[0]).all()) for p in behind
+    )
     assert same_bits(ahead, behind[-1])
 
 
 def test_later_shards_take_a_push_that_the_first_has_taken():
     """Where the slowest worker's push has reached the first shard, and not yet the others."""
-    spec = replace(make_spec((NUMEL,), "float32", None, False, None), shard_numel=64, part_nbytes=256)
+    spec = replace(
+        make_spec((NUMEL,), "float32", None, False, None), shard_numel=64, part_nbytes=256
+    )
     for first, taken in ((0, 2), (64, 3)):
         shard = SynchronousParameter("x", replace(spec, first=first), 0, [0, 1])
         for _ in range(taken):
@@ -354,7 +407,11 @@ def test_payloads_that_do_not_decode(damaged):
         assert type(early) is ValueError and "first payload" in str(early)
         assert (push is None) == (index == 0)
         assert push is None or (isinstance(push, CorruptPayload) and push.check == damaged)
-        assert pull is None if damaged == "crc" else (isinstance(pull, CorruptPayload) and pull.check == "code")
+        assert (
+            pull is None
+            if damaged == "crc"
+            else (isinstance(pull, CorruptPayload) and pull.check == "code")
+        )
         assert torch.equal(after, torch.ones(NUMEL))
 
 
@@ -383,7 +440,9 @@ def unlike_shard_nbytes(comm):
 
 
 def test_another_shard_nbytes_is_a_mismatch():
-    errors = run_local(3, unlike_shard_nbytes)[:2]  # of one client or, where the first shards come in turns, of both
+    errors = run_local(3, unlike_shard_nbytes)[
+        :2
+    ]  # of one client or, where the first shards come in turns, of both
     assert {e.field for e in errors if e is not None} == {"shard_numel"}
 
 

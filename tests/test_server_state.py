@@ -1,4 +1,6 @@
-"""Checkpoints of the parameter server: bit for bit continuation with any number of servers, and files that are refused."""
+"""Checkpoints of the parameter server: bit for bit continuation with any number of servers, and
+files that are refused.
+"""
 
 import struct
 import zlib
@@ -13,7 +15,15 @@ from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, PeerMismatch
 from gradcomp.server import ParameterClient, serve
 from gradcomp.server.spec import make_spec
-from gradcomp.server.state import State, StateFile, pack_state, parse_state, read_states, steps_of, with_steps
+from gradcomp.server.state import (
+    State,
+    StateFile,
+    pack_state,
+    parse_state,
+    read_states,
+    steps_of,
+    with_steps,
+)
 
 WORKERS, NUMEL = 2, 300
 ONEBIT = OneBit(group=20)
@@ -27,7 +37,9 @@ def cluster(comm, servers, checkpoint, shard_nbytes, body, *args):
 
 
 def run(body, *args, servers=1, checkpoint=None, shard_nbytes=1 << 20, over=run_local):
-    return over(WORKERS + servers, cluster, servers, checkpoint, shard_nbytes, body, *args)[:WORKERS]
+    return over(WORKERS + servers, cluster, servers, checkpoint, shard_nbytes, body, *args)[
+        :WORKERS
+    ]
 
 
 def train(client, index, first, last, path):
@@ -39,12 +51,17 @@ def train(client, index, first, last, path):
     client.init_parameter("weight", [NUMEL], asynchronous=True, learning_rate=-0.1, value=start)
     out = []
     for step in range(first, last):
-        residual = noise(NUMEL, "residual", step, index)  # a worker's own, which its own checkpoint would hold
+        residual = noise(
+            NUMEL, "residual", step, index
+        )  # a worker's own, which its own checkpoint would hold
         client.push_parameter(
-            "packed", ONEBIT.encode(noise(NUMEL, step, index), residual=residual, key=RngKey(step=step))
+            "packed",
+            ONEBIT.encode(noise(NUMEL, step, index), residual=residual, key=RngKey(step=step)),
         )
         out.append(client.pull_parameter("packed", "decode_average", compressed=True))
-        client.push_parameter("raw", (noise(75, step, index).abs() * 100).to(torch.uint8).view(5, 15) & 0x55)
+        client.push_parameter(
+            "raw", (noise(75, step, index).abs() * 100).to(torch.uint8).view(5, 15) & 0x55
+        )
         out.append(client.pull_parameter("raw", "decode_average", compressed=True))
         if index == 0:
             client.push_parameter("weight", noise(NUMEL, "step", step))
@@ -60,7 +77,9 @@ def train(client, index, first, last, path):
 @pytest.mark.parametrize("shard_nbytes", [1 << 20, 256])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_restored_server_goes_on_bit_for_bit(tmp_path, servers, shard_nbytes):
-    """Values, 1-bit residuals and the draws of raw codes, under another number of servers, whole keys and cut ones."""
+    """Values, 1-bit residuals and the draws of raw codes, under another number of servers, whole
+    keys and cut ones.
+    """
     whole = run(train, 0, 6, None, shard_nbytes=shard_nbytes)
     path = tmp_path / "state"
     before = run(train, 0, 3, path, servers=2, shard_nbytes=shard_nbytes)
@@ -126,7 +145,9 @@ def test_keys_must_be_as_they_were(tmp_path):
     run(train, 0, 1, path)
     for errors in zip(*run(init_otherwise, checkpoint=path), strict=True):
         assert all(isinstance(error, PeerMismatch) for error in errors)
-        assert WORKERS in {error.rank for error in errors}  # the server's: the checkpoint came first
+        assert WORKERS in {
+            error.rank for error in errors
+        }  # the server's: the checkpoint came first
 
 
 def damaged(data):
@@ -138,7 +159,9 @@ def damaged(data):
     yield "empty", b""
     yield "foreign", b"PK\x03\x04" + bytes(200)
     yield "flipped", data[:100] + bytes([data[100] ^ 1]) + data[101:]
-    yield from ((f"cut at {at}", data[:at]) for at in (1, 16, 20, 60, len(data) // 2, len(data) - 1))
+    yield from (
+        (f"cut at {at}", data[:at]) for at in (1, 16, 20, 60, len(data) // 2, len(data) - 1)
+    )
     yield "longer", data + bytes(4)
     yield "version", sealed(data[:8] + b"\x02" + data[9:-4])
     yield "more records", sealed(data[:12] + struct.pack("<I", 99) + data[16:-4])
@@ -155,7 +178,11 @@ def test_files_that_are_none_are_refused_whole(tmp_path):
     with StateFile(path, 2) as file:
         spec = make_spec((2,), "float32", None, True, 0.5)
         file.add("wort", 0, pack_state(State(3, spec, torch.ones(2))))
-        file.add("last", 0, pack_state(State(0, make_spec((8,), "uint8", None, False, None), None, torch.ones(2))))
+        file.add(
+            "last",
+            0,
+            pack_state(State(0, make_spec((8,), "uint8", None, False, None), None, torch.ones(2))),
+        )
     whole = path.read_bytes()
     assert len(read_states(path, lambda key, shard: True)) == 2
     seen = 0
@@ -167,7 +194,10 @@ def test_files_that_are_none_are_refused_whole(tmp_path):
     assert seen > 15
     error = caught(serve, LocalCommunicator.group(2)[1], 1, checkpoint=path, timeout_s=0.1)
     assert type(error) is ValueError and "checkpoint" in str(error)
-    assert isinstance(caught(serve, LocalCommunicator.group(2)[1], 1, checkpoint=tmp_path / "none"), FileNotFoundError)
+    assert isinstance(
+        caught(serve, LocalCommunicator.group(2)[1], 1, checkpoint=tmp_path / "none"),
+        FileNotFoundError,
+    )
 
 
 def test_an_error_while_saving_leaves_the_older_file(tmp_path):

@@ -1,4 +1,6 @@
-"""The documentation site is built without a warning, its links and anchors resolve, and the notebook in it has run."""
+"""The documentation site is built without a warning, its links and anchors resolve, and the
+notebook in it has run.
+"""
 
 import json
 import os
@@ -19,11 +21,20 @@ SHOWN = [page for page in PAGES if page.name != "index.md" and page != ROOT / "R
 
 
 class Page(HTMLParser):
-    """What a page refers to, what can be referred to in it, classes of its blocks, rows of its tables."""
+    """What a page refers to, what can be referred to in it, classes of its blocks, rows of its
+    tables.
+    """
 
     def __init__(self, file):
         super().__init__()
-        self.links, self.loads, self.ids, self.classes, self.rows, self.images = [], [], set(), [], [], 0
+        self.links, self.loads, self.ids, self.classes, self.rows, self.images = (
+            [],
+            [],
+            set(),
+            [],
+            [],
+            0,
+        )
         self.text, self._in_cell = "", False
         self.feed(file.read_text(encoding="utf-8"))
 
@@ -34,7 +45,9 @@ class Page(HTMLParser):
         self.images += tag == "img"
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
-        if tag in ("script", "img", "iframe") or (tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload")):
+        if tag in ("script", "img", "iframe") or (
+            tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload")
+        ):
             self.loads += [given[k] for k in ("src", "href") if k in given]
         if tag == "tr":
             self.rows.append([])
@@ -53,12 +66,36 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Return the folder of the site, built as `make docs` builds it, in an environment that finds no other machine."""
+    """Return the folder of the site, built as `make docs` builds it, in an environment that
+    finds no other machine.
+    """
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", "-d", folder / "doctrees", ".", folder / "html"]
-    nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-c",
+        "docs",
+        "-d",
+        folder / "doctrees",
+        ".",
+        folder / "html",
+    ]
+    nowhere = {
+        name: "http://127.0.0.1:9"
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    }
     built = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **nowhere}, capture_output=True, text=True, timeout=280, check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, **nowhere},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert built.returncode == 0, built.stdout + built.stderr
     return folder / "html"
@@ -88,7 +125,11 @@ def test_links_and_anchors_resolve(pages):
             there = (file.parent / unquote(where.path)).resolve() if where.path else file
             if not there.is_file():
                 wrong.append(f"{file.name}: {link}")
-            elif where.fragment and there in pages and unquote(where.fragment) not in pages[there].ids:
+            elif (
+                where.fragment
+                and there in pages
+                and unquote(where.fragment) not in pages[there].ids
+            ):
                 wrong.append(f"{file.name}: {link} has no such anchor")
     assert seen > 2000
     assert not wrong, wrong[:20]
@@ -110,7 +151,9 @@ def test_the_first_page_has_the_table_and_the_diff_of_the_readme(site, pages):
     page = pages[site / "docs/index.html"]
     shown = [[cell.strip().replace("\N{NO-BREAK SPACE}", " ") for cell in row] for row in page.rows]
     for row in plain:
-        assert [cell for cell in row if cell] in [[cell for cell in other if cell] for other in shown], row
+        assert [cell for cell in row if cell] in [
+            [cell for cell in other if cell] for other in shown
+        ], row
     diff = next(block["body"] for block in FENCE.finditer(text) if block["language"] == "diff")
     assert len(plain) == 5 and diff.strip() in page.text
     assert "highlight-diff" in page.classes
@@ -120,33 +163,68 @@ def test_every_public_name_is_documented(site):
     packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # after four lines of header
     entries = [line.split() for line in zlib.decompress(packed).decode().splitlines()]
     found = {words[0] for words in entries if words[1].startswith("py:")}
-    modules = {f"gradcomp.{n}" for n in ("amp", "codecs", "comm", "ddp", "fsdp", "integrations", "local", "onebit_sgd", "optim", "plan", "server")}
+    modules = {
+        f"gradcomp.{n}"
+        for n in (
+            "amp",
+            "codecs",
+            "comm",
+            "ddp",
+            "fsdp",
+            "integrations",
+            "local",
+            "onebit_sgd",
+            "optim",
+            "plan",
+            "server",
+        )
+    }
     assert modules <= found
     assert not set(PUBLIC) - found - {"gradcomp.__version__"}
-    assert {"gradcomp.TernGrad", "gradcomp.PeerLost", "gradcomp.ddp.CompressionState.state_dict"} <= found
+    assert {
+        "gradcomp.TernGrad",
+        "gradcomp.PeerLost",
+        "gradcomp.ddp.CompressionState.state_dict",
+    } <= found
 
 
 def test_marks_of_blocks_are_written_out(site, pages):
     """A reader sees which program runs on two ranks and what is only a fragment."""
     for mark, name in (("ranks=2", "on-two-ranks"), ("no-run", "fragment"), ("output", "prints")):
         for page in SHOWN:
-            count = sum(block["info"] == mark for block in FENCE.finditer(page.read_text(encoding="utf-8")))
-            assert pages[site / page.relative_to(ROOT).with_suffix(".html")].classes.count(name) == count, (page.name, mark)
-    assert pages[site / "docs/howto/which-mode.html"].classes.count("prose") == 4  # two tables and what scrolls them
+            count = sum(
+                block["info"] == mark for block in FENCE.finditer(page.read_text(encoding="utf-8"))
+            )
+            assert (
+                pages[site / page.relative_to(ROOT).with_suffix(".html")].classes.count(name)
+                == count
+            ), (page.name, mark)
+    assert (
+        pages[site / "docs/howto/which-mode.html"].classes.count("prose") == 4
+    )  # two tables and what scrolls them
     assert "div.on-two-ranks::before" in (site / "_static/site.css").read_text(encoding="utf-8")
 
 
 def test_the_notebook_is_committed_without_outputs_and_has_run(site, pages):
     committed = json.loads((ROOT / NOTEBOOK).read_text(encoding="utf-8"))
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in committed["cells"])
+    assert not any(
+        cell.get("outputs") or cell.get("execution_count") for cell in committed["cells"]
+    )
     run = json.loads((site.parent / "jupyter_execute" / NOTEBOOK).read_text(encoding="utf-8"))
     outputs = [output for cell in run["cells"] for output in cell.get("outputs", [])]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
     assert pictures == 4 == pages[site / "examples/notebook.html"].images
-    assert {output.get("name", "stdout") for output in outputs} == {"stdout"}, "a warning is no thing to show"
-    printed = "".join(text for output in outputs if output["output_type"] == "stream" for text in output["text"])
+    assert {output.get("name", "stdout") for output in outputs} == {"stdout"}, (
+        "a warning is no thing to show"
+    )
+    printed = "".join(
+        text for output in outputs if output["output_type"] == "stream" for text in output["text"]
+    )
     assert printed.count("equal on all ranks: True") == 5
-    rows = {line[:14].strip(): [float(n) for n in line[14:].split()] for line in printed[printed.index("one gradient") :].splitlines()[1:9]}
+    rows = {
+        line[:14].strip(): [float(n) for n in line[14:].split()]
+        for line in printed[printed.index("one gradient") :].splitlines()[1:9]
+    }
     assert len(rows) == 8
     for name in ("Block(8)", "Block(4)", "Block(2)", "Ternary", "OneBit", "TopK"):
         _, once, final, plain = rows[name]

@@ -56,7 +56,9 @@ def slots_of(codec):
 
 
 def plan_of(codec, exchange, world, rank, slicing, owners=None):
-    return BucketPlan(codec, slots_of(codec), choose(codec, world, exchange), world, rank, owners, slicing=slicing)
+    return BucketPlan(
+        codec, slots_of(codec), choose(codec, world, exchange), world, rank, owners, slicing=slicing
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
@@ -70,20 +72,28 @@ def test_slices_change_no_bit(name, exchange, world):
         owner = {s.index: s.residual for s in slots_of(codec)}
         plan = plan_of(codec, exchange, comm.world_size, comm.rank, slicing, owner)
         sizes = {s.index: s.numel for s in plan.slots}
-        kept = {"feedback": Feedback(sizes), "owner_feedback": Feedback(sizes)} if codec.error_feedback else {}
+        kept = (
+            {"feedback": Feedback(sizes), "owner_feedback": Feedback(sizes)}
+            if codec.error_feedback
+            else {}
+        )
         if "block4" in name:
             kept = {"owner_feedback": Feedback(sizes)}
         made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30, **kept)
         assert len(made.slices) == (1 if slicing is WHOLE else SLICES)
         out = []
         for step in range(3):
-            bucket = torch.from_numpy(np.random.default_rng([comm.rank, step]).standard_normal(numel).astype(np.float32))
+            bucket = torch.from_numpy(
+                np.random.default_rng([comm.rank, step]).standard_normal(numel).astype(np.float32)
+            )
             run_stages(made, bucket, step)
             assert not made.flagged
             out.append(bucket)
         return out + [k.state({i: str(i) for i in sizes}) for k in kept.values()]
 
-    whole, sliced = (run_local(world, work, slicing) for slicing in (WHOLE, Slicing(numel // SLICES)))
+    whole, sliced = (
+        run_local(world, work, slicing) for slicing in (WHOLE, Slicing(numel // SLICES))
+    )
     for mine, other in zip(whole, sliced, strict=True):
         for a, b in zip(mine, other, strict=True):
             if isinstance(a, dict):
@@ -95,19 +105,35 @@ def test_slices_change_no_bit(name, exchange, world):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"precondition": True}, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}, {"transform": AggregateAdagrad()},
-     {"transactional": True}, {"quality_every": 2}, {"start_step": 1}, {"start_step": 2, "start_codec": "block4"}],
+    [
+        {},
+        {"precondition": True},
+        {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]},
+        {"transform": AggregateAdagrad()},
+        {"transactional": True},
+        {"quality_every": 2},
+        {"start_step": 1},
+        {"start_step": 2, "start_codec": "block4"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_averager_gives_the_same_with_slices(options, dtype):
     """Through the pipeline of an averager, with whatever is on, and its state is the same, too."""
 
     def work(comm, slice_numel):
-        named = [(f"w{i}", torch.nn.Parameter(torch.zeros(s, dtype=dtype))) for i, s in enumerate([(256, 64), (9,), (64, 100)])]
-        averager = GradientAverager(named, OneBit(), comm, timeout_s=30, slice_numel=slice_numel, **options)
+        named = [
+            (f"w{i}", torch.nn.Parameter(torch.zeros(s, dtype=dtype)))
+            for i, s in enumerate([(256, 64), (9,), (64, 100)])
+        ]
+        averager = GradientAverager(
+            named, OneBit(), comm, timeout_s=30, slice_numel=slice_numel, **options
+        )
         for step in range(4):
             for index, (_, p) in enumerate(named):
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + 10 * comm.rank + index)).to(dtype)
+                p.grad = torch.randn(
+                    p.shape,
+                    generator=torch.Generator().manual_seed(1000 * step + 10 * comm.rank + index),
+                ).to(dtype)
             averager.average()
         state, sent = averager.state_dict(), averager.stats.bytes_sent
         averager.close()
@@ -120,7 +146,11 @@ def test_an_averager_gives_the_same_with_slices(options, dtype):
             a, b = (state.get(part) or {} for state in (mine[1], other[1]))
             assert a.keys() == b.keys()
             for name, values in a.items():
-                pairs = zip(values.values(), b[name].values(), strict=True) if isinstance(values, dict) else [(values, b[name])]
+                pairs = (
+                    zip(values.values(), b[name].values(), strict=True)
+                    if isinstance(values, dict)
+                    else [(values, b[name])]
+                )
                 assert all(torch.equal(x, y) for x, y in pairs)
         assert mine[2] < other[2] < 1.2 * mine[2]  # headers
 
@@ -129,11 +159,15 @@ def test_an_averager_gives_the_same_with_slices(options, dtype):
 @pytest.mark.parametrize("name", ["terngrad", "onebit", "terngrad-block4"])
 @pytest.mark.parametrize("where", [0, 95_000, 190_000])
 def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
-    """The whole bucket is NaN on all ranks, residuals stay, and the next step is as if nothing had been."""
+    """The whole bucket is NaN on all ranks, residuals stay, and the next step is as if nothing
+    had been.
+    """
     codec, numel = CODECS[name], sum(int(np.prod(s)) for s in SHAPES)
 
     def work(comm):
-        feedback = Feedback({s.index: s.numel for s in slots_of(codec)}) if codec.error_feedback else None
+        feedback = (
+            Feedback({s.index: s.numel for s in slots_of(codec)}) if codec.error_feedback else None
+        )
         plan = plan_of(codec, exchange, 3, comm.rank, Slicing(numel // SLICES))
         made = BucketExchange(plan, comm, torch.float32, Stats(), feedback=feedback, timeout_s=30)
         good = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
@@ -143,7 +177,9 @@ def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
             if bad and comm.rank == 1:
                 bucket[where] = float("inf")
             run_stages(made, bucket, step)
-            out.append((made.flagged, bucket, feedback.state(dict(enumerate("abcd"))) if feedback else {}))
+            out.append(
+                (made.flagged, bucket, feedback.state(dict(enumerate("abcd"))) if feedback else {})
+            )
         return out
 
     for first, second, third in run_local(3, work):
@@ -154,10 +190,19 @@ def test_one_bad_value_in_any_slice_is_everyones_verdict(name, exchange, where):
 
 
 def test_an_overflow_in_a_late_slice_is_nan_everywhere():
-    """Means that overflow bf16 in the last slice alone: what earlier slices have written is NaN, too."""
+    """Means that overflow bf16 in the last slice alone: what earlier slices have written is NaN,
+    too.
+    """
 
     def work(comm):
-        plan = BucketPlan(Identity(), [Slot(0, 4096, 4096, True, 0)], choose(Identity(), 2), 2, comm.rank, slicing=Slicing(512))
+        plan = BucketPlan(
+            Identity(),
+            [Slot(0, 4096, 4096, True, 0)],
+            choose(Identity(), 2),
+            2,
+            comm.rank,
+            slicing=Slicing(512),
+        )
         made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30)
         bucket = torch.ones(4096)
         bucket[-1] = 3e38
@@ -170,7 +215,12 @@ def test_an_overflow_in_a_late_slice_is_nan_everywhere():
 @pytest.mark.parametrize("count", [1, 2, 7, 64])
 def test_a_cut_covers_every_element_once(count):
     """In order, at multiples of 8, between groups where groups are small, and evenly."""
-    slots = [Slot(0, 5000, 5000, True, 0), Slot(1, 77, 1, False, 5000), Slot(2, 40_040, 10, True, 5077), Slot(3, 0, 1, True, 45_117)]
+    slots = [
+        Slot(0, 5000, 5000, True, 0),
+        Slot(1, 77, 1, False, 5000),
+        Slot(2, 40_040, 10, True, 5077),
+        Slot(3, 0, 1, True, 45_117),
+    ]
     runs = cut(whole_pieces(slots), count)
     assert len(runs) == count
     flat = [p for one in runs for p in one]
@@ -206,39 +256,65 @@ def test_every_row_is_encoded_once_and_before_it_is_sent(name, exchange):
 def test_second_phases_whose_scales_span_slices_go_whole():
     """So that no value depends on slices: a tensor's one scale of means needs all of them."""
     slicing, counts = Slicing(40_000), {}
-    for name in ("terngrad", "terngrad-own", "terngrad-block4", "terngrad-row", "terngrad-bf16", "onebit", "onebit-tensor", "block2"):
+    for name in (
+        "terngrad",
+        "terngrad-own",
+        "terngrad-block4",
+        "terngrad-row",
+        "terngrad-bf16",
+        "onebit",
+        "onebit-tensor",
+        "block2",
+    ):
         plan = plan_of(CODECS[name], "reduce_scatter", 4, 0, slicing)
         counts[name] = [len(one.second) for one in plan.slices]
     last_alone = [0] * (len(counts["terngrad"]) - 1) + [4]
-    assert {name for name, found in counts.items() if found == last_alone} == {"terngrad-own", "terngrad-block4", "onebit-tensor"}
+    assert {name for name, found in counts.items() if found == last_alone} == {
+        "terngrad-own",
+        "terngrad-block4",
+        "onebit-tensor",
+    }
     assert all(set(found) == {4} for name, found in counts.items() if found != last_alone)
     owner = BucketPlan(
-        OneBit(), slots_of(OneBit()), Strategy("reduce_scatter", "requantize"), 4, 0, slicing=Slicing(40_000, whole_second=True)
+        OneBit(),
+        slots_of(OneBit()),
+        Strategy("reduce_scatter", "requantize"),
+        4,
+        0,
+        slicing=Slicing(40_000, whole_second=True),
     )
     assert [len(one.second) for one in owner.slices] == last_alone
 
 
 def test_slices_cost_less_than_a_percent_and_small_buckets_none():
     """Headers and scales of slices as large as they are by default, at up to 64 ranks."""
-    assert [Slicing().count(n, 2) for n in (0, 1, 2 * SLICE_NUMEL - 1, 2 * SLICE_NUMEL, 16 * SLICE_NUMEL)] == [1, 1, 1, 2, 16]
+    assert [
+        Slicing().count(n, 2)
+        for n in (0, 1, 2 * SLICE_NUMEL - 1, 2 * SLICE_NUMEL, 16 * SLICE_NUMEL)
+    ] == [1, 1, 1, 2, 16]
     numel = 16 * SLICE_NUMEL
     for codec, world in itertools.product((TernGrad(), OneBit(), Block(2), Identity()), (2, 8, 64)):
         slot = Slot(0, numel, codec.group_numel((4096, 4096)), True, 0)
         whole, sliced = (
-            BucketPlan(codec, [slot], choose(codec, world), world, 0, slicing=s).sent_nbytes for s in (WHOLE, Slicing())
+            BucketPlan(codec, [slot], choose(codec, world), world, 0, slicing=s).sent_nbytes
+            for s in (WHOLE, Slicing())
         )
         assert whole < sliced < 1.01 * whole, (codec, world)
 
 
 def test_run_stages_overlaps_slices():
-    """A slice is encoded after the one before it has left and before that one's answer is waited for; each in its order."""
+    """A slice is encoded after the one before it has left and before that one's answer is waited
+    for; each in its order.
+    """
     order = []
 
     class Recorder:
         flagged = True
 
         def begin(self, buffer, step, bucket):
-            self.slices = tuple(tuple(lambda n=n, s=s: order.append((n, s)) for s in range(4)) for n in range(3))
+            self.slices = tuple(
+                tuple(lambda n=n, s=s: order.append((n, s)) for s in range(4)) for n in range(3)
+            )
 
     run_stages(Recorder(), torch.zeros(1), 0)
     assert len(order) == 12
@@ -251,7 +327,9 @@ def test_run_stages_overlaps_slices():
 def test_ranks_with_other_slices_are_a_mismatch():
     def work(comm):
         p = torch.nn.Parameter(torch.zeros(64, 64))
-        averager = GradientAverager([("w", p)], OneBit(), comm, slice_numel=512 << comm.rank, timeout_s=20)
+        averager = GradientAverager(
+            [("w", p)], OneBit(), comm, slice_numel=512 << comm.rank, timeout_s=20
+        )
         p.grad = torch.ones_like(p)
         try:
             averager.average()
@@ -267,7 +345,9 @@ def test_ranks_with_other_slices_are_a_mismatch():
 def test_a_slice_of_nothing_is_refused(value):
     parameter = torch.nn.Parameter(torch.zeros(64, 64))
     with pytest.raises(ValueError, match="slice_numel must be None or an integer of at least 64"):
-        GradientAverager([("w", parameter)], OneBit(), LocalCommunicator.group(1)[0], slice_numel=value)
+        GradientAverager(
+            [("w", parameter)], OneBit(), LocalCommunicator.group(1)[0], slice_numel=value
+        )
 
 
 def test_all_reduce_goes_in_slices():
@@ -288,7 +368,12 @@ def test_all_reduce_goes_in_slices():
     def whole(comm):
         tensor = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
         slot = Slot(0, numel, numel, True, 0)
-        made = BucketExchange(BucketPlan(TernGrad(), [slot], choose(TernGrad(), 2), 2, comm.rank), comm, torch.float32, Stats())
+        made = BucketExchange(
+            BucketPlan(TernGrad(), [slot], choose(TernGrad(), 2), 2, comm.rank),
+            comm,
+            torch.float32,
+            Stats(),
+        )
         run_stages(made, tensor, 0)
         return tensor
 
@@ -304,12 +389,17 @@ def test_all_reduce_without_residuals_sends_exact_sums_at_every_size():
         gradcomp.all_reduce(tensor, codec, comm, timeout_s=60)
         return tensor
 
-    exact, found, four = (run_local(8, work, c)[0] for c in (TernGrad(second_phase="exact"), TernGrad(), TernGrad(second_phase="block4")))
+    exact, found, four = (
+        run_local(8, work, c)[0]
+        for c in (TernGrad(second_phase="exact"), TernGrad(), TernGrad(second_phase="block4"))
+    )
     assert torch.equal(exact, found) and not torch.equal(exact, four)
 
 
 def test_a_failed_all_reduce_keeps_no_buffers(monkeypatch):
-    """A slice behind the one that failed may still be arriving in them; ranks that do not agree have begun none."""
+    """A slice behind the one that failed may still be arriving in them; ranks that do not agree
+    have begun none.
+    """
     import gradcomp.allreduce
 
     def run(exchange, values, step):
@@ -320,7 +410,10 @@ def test_a_failed_all_reduce_keeps_no_buffers(monkeypatch):
     monkeypatch.setattr(gradcomp.allreduce, "run_stages", run)
 
     def work(comm):
-        tensor, errors = torch.randn(2 * SLICE_NUMEL, generator=torch.Generator().manual_seed(comm.rank)), []
+        tensor, errors = (
+            torch.randn(2 * SLICE_NUMEL, generator=torch.Generator().manual_seed(comm.rank)),
+            [],
+        )
         gradcomp.all_reduce(tensor.clone(), TernGrad(), comm, timeout_s=60)
         kept = comm.kept["all_reduce", 0].exchanges
         with pytest.raises(PeerMismatch):

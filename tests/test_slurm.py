@@ -1,4 +1,6 @@
-"""Under a real Slurm of two nodes: the variables it sets, training over gloo and both MPIs by launch/slurm.sbatch, the doctor, a task that dies."""
+"""Under a real Slurm of two nodes: the variables it sets, training over gloo and both MPIs by
+launch/slurm.sbatch, the doctor, a task that dies.
+"""
 
 import json
 import sys
@@ -9,7 +11,11 @@ from _slurm import Slurm, missing
 
 ROOT = Path(__file__).resolve().parent.parent
 WHY = missing()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY), reason=WHY), pytest.mark.xdist_group("slurm")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(WHY), reason=WHY),
+    pytest.mark.xdist_group("slurm"),
+]
 
 TRAIN = """
 import json, os, signal, sys, torch
@@ -41,15 +47,34 @@ def slurm(tmp_path_factory):
 def test_srun_starts_ranks_that_find_each_other(slurm):
     ended = slurm.run("srun", "-N2", "-n2", sys.executable, slurm.folder / "train.py")
     assert ended.returncode == 0, ended.stderr
-    told = sorted((json.loads(line) for line in ended.stdout.splitlines()), key=lambda one: one[0]["RANK"])
+    told = sorted(
+        (json.loads(line) for line in ended.stdout.splitlines()), key=lambda one: one[0]["RANK"]
+    )
     (first, here, ratio), (second, there, _) = told
-    assert (first["RANK"], second["RANK"], first["WORLD_SIZE"], second["LOCAL_RANK"], second["LOCAL_WORLD_SIZE"]) == ("0", "1", "2", "0", "1")
-    assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == "node0" and first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert (
+        first["RANK"],
+        second["RANK"],
+        first["WORLD_SIZE"],
+        second["LOCAL_RANK"],
+        second["LOCAL_WORLD_SIZE"],
+    ) == ("0", "1", "2", "0", "1")
+    assert (
+        first["MASTER_ADDR"] == second["MASTER_ADDR"] == "node0"
+        and first["MASTER_PORT"] == second["MASTER_PORT"]
+    )
     assert here != there and ratio > 12
 
 
 def test_a_task_that_is_killed_ends_the_step(slurm):
-    ended = slurm.run("srun", "-N2", "-n2", "--kill-on-bad-exit=1", sys.executable, slurm.folder / "train.py", "killed")
+    ended = slurm.run(
+        "srun",
+        "-N2",
+        "-n2",
+        "--kill-on-bad-exit=1",
+        sys.executable,
+        slurm.folder / "train.py",
+        "killed",
+    )
     assert ended.returncode != 0 and "task 1: Killed" in ended.stderr
     assert not ended.stdout  # nobody has trained to the end
 
@@ -60,9 +85,20 @@ def test_the_batch_script_trains_over_mpi(slurm, flavour, pmi):
     if not python.exists():
         pytest.skip(f"{python} is missing: make mpi")
     smaller = ["--ntasks-per-node=1", "--cpus-per-task=1", f"--output={out}"]
-    command = [*smaller, ROOT / "launch/slurm.sbatch", ROOT / "examples/mpi_train.py", "--codec", "onebit", "--epochs", "1"]
+    command = [
+        *smaller,
+        ROOT / "launch/slurm.sbatch",
+        ROOT / "examples/mpi_train.py",
+        "--codec",
+        "onebit",
+        "--epochs",
+        "1",
+    ]
     assert slurm.batch(*command, MPI=pmi, PYTHON=python) == "COMPLETED", out.read_text()
-    assert "times fewer bytes than fp32; replicas are equal" in out.read_text() and "over 2 ranks" in out.read_text()
+    assert (
+        "times fewer bytes than fp32; replicas are equal" in out.read_text()
+        and "over 2 ranks" in out.read_text()
+    )
 
 
 def test_the_doctor_under_srun(slurm):

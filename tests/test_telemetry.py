@@ -48,7 +48,13 @@ def after(stats, steps, sent):
 def test_a_report_is_of_the_steps_since_the_one_before():
     stats, reports = Stats(), []
     after(stats, 3, 999)  # before anybody logged
-    one = Telemetry(lambda values, step: reports.append((step, values)), lambda: stats, None, every=2, prefix="g")
+    one = Telemetry(
+        lambda values, step: reports.append((step, values)),
+        lambda: stats,
+        None,
+        every=2,
+        prefix="g",
+    )
     for step in range(1, 6):
         after(stats, 1, 100 * step)
         one.step(step)
@@ -74,8 +80,13 @@ def test_a_sample_is_reported_once():
     one.step(3)
     assert ["gradcomp/quality/cosine_worst" in values for values in reports] == [False, True, False]
     values = reports[1]
-    assert values["gradcomp/quality/cosine_worst"] == 0.7 and values["gradcomp/quality/cosine_mean"] == pytest.approx(0.8)
-    assert values["gradcomp/quality/residual_worst"] == 3.0 and "gradcomp/quality/clipped_mean" not in values
+    assert values["gradcomp/quality/cosine_worst"] == 0.7 and values[
+        "gradcomp/quality/cosine_mean"
+    ] == pytest.approx(0.8)
+    assert (
+        values["gradcomp/quality/residual_worst"] == 3.0
+        and "gradcomp/quality/clipped_mean" not in values
+    )
 
 
 def test_targets(caplog):
@@ -85,14 +96,24 @@ def test_targets(caplog):
 
     writer, run, text, terminal, calls = Writer(), Run(), io.StringIO(), Terminal(), []
     stats = Stats()
-    targets = (writer, run, text, terminal, logging.getLogger("shown"), lambda values, step: calls.append((values, step)))
+    targets = (
+        writer,
+        run,
+        text,
+        terminal,
+        logging.getLogger("shown"),
+        lambda values, step: calls.append((values, step)),
+    )
     for target in targets:
         one = Telemetry(target, lambda: stats, None, every=1)
         with caplog.at_level(logging.INFO), caplog.at_level(logging.INFO, "gradcomp"):
             one.step(7)
             one.step(8)
     assert {tag for tag, _, _ in writer.scalars} == set(calls[0][0]) == set(run.logged[0][0])
-    assert [step for _, step in run.logged] == [step for _, step in calls] == [7, 8] and writer.scalars[-1][2] == 8
+    assert [step for _, step in run.logged] == [step for _, step in calls] == [
+        7,
+        8,
+    ] and writer.scalars[-1][2] == 8
     assert text.getvalue().count("\n") == 2 and "gradcomp: step 8, " in text.getvalue()
     assert terminal.getvalue().count("\r") == 2 and "\n" not in terminal.getvalue()
     assert sum("gradcomp: step" in record.message for record in caplog.records) == 2
@@ -145,18 +166,34 @@ def test_every_door_reports(gloo, kind):
     for reports in gloo(2, logged, kind):
         assert [step for step, _ in reports] == [2, 4]
         for _, values in reports:
-            assert values["gradcomp/bytes_sent_per_step"] > 1000 and values["gradcomp/compression_ratio"] > 5
-            assert values["gradcomp/codec_seconds_per_step"] > 0 and values["gradcomp/exposed_seconds_per_step"] >= 0
-        assert ("gradcomp/quality/cosine_mean" in reports[0][1]) == (kind in ("ddp", "local", "averager"))
+            assert (
+                values["gradcomp/bytes_sent_per_step"] > 1000
+                and values["gradcomp/compression_ratio"] > 5
+            )
+            assert (
+                values["gradcomp/codec_seconds_per_step"] > 0
+                and values["gradcomp/exposed_seconds_per_step"] >= 0
+            )
+        assert ("gradcomp/quality/cosine_mean" in reports[0][1]) == (
+            kind in ("ddp", "local", "averager")
+        )
         if kind == "ddp":
-            assert values["gradcomp/exposed_seconds_per_step"] + values["gradcomp/hidden_seconds_per_step"] > 0
+            assert (
+                values["gradcomp/exposed_seconds_per_step"]
+                + values["gradcomp/hidden_seconds_per_step"]
+                > 0
+            )
 
 
 @pytest.mark.timed
 def test_reports_cost_next_to_nothing():
-    """A report of every step is below 1 % of a step of 20 ms: less than 200 us, and a step without one far below."""
+    """A report of every step is below 1 % of a step of 20 ms: less than 200 us, and a step
+    without one far below.
+    """
     stats = Stats()
-    busy, idle = (Telemetry(io.StringIO(), lambda: stats, None, every=every) for every in (1, 10**9))
+    busy, idle = (
+        Telemetry(io.StringIO(), lambda: stats, None, every=every) for every in (1, 10**9)
+    )
     for one, limit in ((busy, 200e-6), (idle, 5e-6)):
         times = []
         for step in range(300):

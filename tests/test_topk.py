@@ -1,4 +1,6 @@
-"""Top-k: kernels against the reference, hostile codes, exchanges, servers, what is refused, and what it sends."""
+"""Top-k: kernels against the reference, hostile codes, exchanges, servers, what is refused, and
+what it sends.
+"""
 
 import json
 import math
@@ -30,7 +32,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp import Block, CorruptPayload, Feedback, GradientAverager, OneBit, Options, TernGrad, TopK
+from gradcomp import (
+    Block,
+    CorruptPayload,
+    Feedback,
+    GradientAverager,
+    OneBit,
+    Options,
+    TernGrad,
+    TopK,
+)
 from gradcomp.codecs import KINDS as CODECS
 from gradcomp.codecs import resolve
 from gradcomp.exchange.bucket import BucketExchange
@@ -70,7 +81,11 @@ def pieces(draw):
     out = []
     for _ in range(draw(st.integers(1, 3))):
         numel = draw(st.sampled_from(LENGTHS if out else [*LENGTHS, *LONG]))
-        start = 8 * draw(st.sampled_from([0, 0, 1, 511, 512, 4096, 5000]) | st.integers(0, 9000) | st.just((2**32 - 1 - numel) // 8))
+        start = 8 * draw(
+            st.sampled_from([0, 0, 1, 511, 512, 4096, 5000])
+            | st.integers(0, 9000)
+            | st.just((2**32 - 1 - numel) // 8)
+        )
         out.append(Piece(start, numel, GROUP, 0))
     return out
 
@@ -83,7 +98,8 @@ def check(status):
     assert ffi.string(lib.gc_status_name(status)) == b"GC_OK"
 
 
-# ---- kernels ---------------------------------------------------------------------------------------------------------
+# ---- kernels
+# --------------------------------------------------------------------------------------------------
 
 
 @topk_settings
@@ -97,7 +113,9 @@ def check(status):
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")
 def test_encode(parts, dtype, kind, residuals, keeps, seed):
-    """Many equal magnitudes ("steps", "constant", "sparse"), cut blocks, groups without gradient, values that are not finite."""
+    """Many equal magnitudes ("steps", "constant", "sparse"), cut blocks, groups without
+    gradient, values that are not finite.
+    """
     rng = np.random.default_rng(seed)
     table = TopKTable(parts, rng)
     tensor = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], int(rng.integers(0, 8)))
@@ -113,15 +131,25 @@ def test_encode(parts, dtype, kind, residuals, keeps, seed):
     want, want_left = guarded(table.payload_nbytes), guarded(table.plane_numel, np.float32)
     if residuals == "same":
         want_left = old.copy()
-    has_in, has_out, bad = residuals in ("in", "both", "same"), residuals in ("out", "both", "same"), False
+    has_in, has_out, bad = (
+        residuals in ("in", "both", "same"),
+        residuals in ("out", "both", "same"),
+        False,
+    )
     for i, piece in enumerate(parts):
         x, before = tensor[table.data(i)], old[table.plane(i)] if has_in else None
         scales, codes, left = ref_topk.topk_encode(x, piece.ref, before)
-        assert len(codes) == table.code_nbytes(i) == TOPK.code_nbytes(piece.start, piece.start + piece.numel)
+        assert (
+            len(codes)
+            == table.code_nbytes(i)
+            == TOPK.code_nbytes(piece.start, piece.start + piece.numel)
+        )
         want[table.codes(i)] = codes
         table.put_scales(want, i, scales)
         want_left[table.plane(i)] = canonical(left)
-        bad |= not np.isfinite(ref.to_float32(x) if before is None else ref.to_float32(x) + before).all()
+        bad |= not np.isfinite(
+            ref.to_float32(x) if before is None else ref.to_float32(x) + before
+        ).all()
     for number in TIERS:
         payload, seen, plane_in = guarded(table.payload_nbytes), flag(), old.copy()
         plane_out = plane_in if residuals == "same" else guarded(table.plane_numel, np.float32)
@@ -142,7 +170,10 @@ def test_encode(parts, dtype, kind, residuals, keeps, seed):
                     seen,
                 )
             )
-            assert lib.gc_topk_validate(pointer(payload, "uint8_t *"), table.pointer, len(parts)) == lib.GC_OK
+            assert (
+                lib.gc_topk_validate(pointer(payload, "uint8_t *"), table.pointer, len(parts))
+                == lib.GC_OK
+            )
         same_bytes(payload, want, number)
         same_bytes(kept, want_kept, number)
         if has_out:
@@ -154,20 +185,30 @@ def test_encode(parts, dtype, kind, residuals, keeps, seed):
 
 @topk_settings
 @given(
-    parts=pieces(), count=st.sampled_from([1, 1, 2, 3, 9]), dtype=st.sampled_from([ref.F32, ref.BF16, ref.F16]), seed=SEEDS
+    parts=pieces(),
+    count=st.sampled_from([1, 1, 2, 3, 9]),
+    dtype=st.sampled_from([ref.F32, ref.BF16, ref.F16]),
+    seed=SEEDS,
 )
 def test_sum_decode(parts, count, dtype, seed):
     """Also of scales so large that sums overflow, and of those that are 0."""
     rng = np.random.default_rng(seed)
     table = TopKTable(parts, rng)
-    payloads = [guarded(table.payload_nbytes, misalign=int(rng.integers(0, 8))) for _ in range(count)]
+    payloads = [
+        guarded(table.payload_nbytes, misalign=int(rng.integers(0, 8))) for _ in range(count)
+    ]
     offset, bad = int(rng.integers(0, 16)), False
     want = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], offset)
     for i, piece in enumerate(parts):
         decoded = []
         for payload in payloads:
-            _, codes, _ = ref_topk.topk_encode(values(str(rng.choice(["normal", "steps", "zeros"])), piece.numel, ref.F32, rng), piece.ref)
-            scales = np.float32(rng.choice([0, 1, 3e38, 1e-45, 65520], (len(piece.ref.groups()), 2))) * np.float32(rng.random())
+            _, codes, _ = ref_topk.topk_encode(
+                values(str(rng.choice(["normal", "steps", "zeros"])), piece.numel, ref.F32, rng),
+                piece.ref,
+            )
+            scales = np.float32(
+                rng.choice([0, 1, 3e38, 1e-45, 65520], (len(piece.ref.groups()), 2))
+            ) * np.float32(rng.random())
             payload[table.codes(i)] = codes
             table.put_scales(payload, i, scales)
             decoded.append(ref_topk.topk_decode(codes, scales, piece.ref))
@@ -177,7 +218,18 @@ def test_sum_decode(parts, count, dtype, seed):
     for number in TIERS:
         out, seen = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], offset), flag()
         with tier(number):
-            check(lib.gc_topk_sum_decode(pointers(payloads), count, table.pointer, len(parts), pointer(out), dtype, 0, seen))
+            check(
+                lib.gc_topk_sum_decode(
+                    pointers(payloads),
+                    count,
+                    table.pointer,
+                    len(parts),
+                    pointer(out),
+                    dtype,
+                    0,
+                    seen,
+                )
+            )
         same_bytes(out, want, number)
         assert seen[0] == bad
 
@@ -188,11 +240,15 @@ def said(codes, piece):
     try:
         return lib.GC_OK, ref_topk.topk_decode(codes, scales, piece.ref)
     except ValueError as error:
-        return (lib.GC_FORBIDDEN_CODE if str(error).startswith("code:") else lib.GC_BAD_PADDING), None
+        return (
+            lib.GC_FORBIDDEN_CODE if str(error).startswith("code:") else lib.GC_BAD_PADDING
+        ), None
 
 
 def check_codes(codes, piece, rng):
-    """The validator says what the reference says; what is decoded all the same touches nothing else, and is right where it is well."""
+    """The validator says what the reference says; what is decoded all the same touches nothing
+    else, and is right where it is well.
+    """
     table = TopKTable([piece], rng)
     payload = guarded(table.payload_nbytes)
     payload[table.codes(0)] = codes
@@ -203,7 +259,11 @@ def check_codes(codes, piece, rng):
         before = out.copy()
         with tier(number):
             assert lib.gc_topk_validate(pointer(payload, "uint8_t *"), table.pointer, 1) == status
-            check(lib.gc_topk_sum_decode(pointers([payload]), 1, table.pointer, 1, pointer(out), 0, 0, seen))
+            check(
+                lib.gc_topk_sum_decode(
+                    pointers([payload]), 1, table.pointer, 1, pointer(out), 0, 0, seen
+                )
+            )
         got = out[table.data(0)].copy()
         out[table.data(0)] = before[table.data(0)]
         same_bytes(out, before, number)
@@ -225,17 +285,28 @@ def test_every_flipped_bit_of_codes_is_judged_as_by_the_reference():
 
 
 @topk_settings
-@given(piece=pieces().map(lambda parts: parts[0]), share=st.sampled_from([0.0, 0.02, 0.5, 1.0]), ones=st.booleans(), seed=SEEDS)
+@given(
+    piece=pieces().map(lambda parts: parts[0]),
+    share=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    ones=st.booleans(),
+    seed=SEEDS,
+)
 def test_hostile_codes(piece, share, ones, seed):
     """Random bytes, ones throughout (a gap without end), good codes with some bytes changed."""
     rng = np.random.default_rng(seed)
     _, codes, _ = ref_topk.topk_encode(values("normal", piece.numel, ref.F32, rng), piece.ref)
     bad = rng.random(len(codes)) < share
-    check_codes(np.where(bad, 255 if ones else rng.integers(0, 256, len(codes)), codes).astype(np.uint8), piece, rng)
+    check_codes(
+        np.where(bad, 255 if ones else rng.integers(0, 256, len(codes)), codes).astype(np.uint8),
+        piece,
+        rng,
+    )
 
 
 def test_the_longest_gap():
-    """What is kept stands at the very end of a block: the quotients add up to 63, and one bit is left."""
+    """What is kept stands at the very end of a block: the quotients add up to 63, and one bit is
+    left.
+    """
     x = np.zeros(4096, np.float32)
     x[-64:] = 1
     scales, codes, _ = ref_topk.topk_encode(x, ref.Piece(4096, GROUP))
@@ -248,12 +319,26 @@ def test_the_longest_gap():
 @pytest.mark.parametrize("number", TIERS)
 def test_frozen(number):
     content = json.loads((Path(__file__).parent / "vectors/topk.json").read_text())
-    inputs = {n: np.frombuffer(bytes.fromhex(a["data"]), np.dtype(a["dtype"])) for n, a in content["inputs"].items()}
-    codec, dtypes = TopK(), {"float32": torch.float32, "float16": torch.float16, "uint16": torch.bfloat16}
+    inputs = {
+        n: np.frombuffer(bytes.fromhex(a["data"]), np.dtype(a["dtype"]))
+        for n, a in content["inputs"].items()
+    }
+    codec, dtypes = (
+        TopK(),
+        {
+            "float32": torch.float32,
+            "float16": torch.float16,
+            "uint16": torch.bfloat16,
+        },
+    )
     for case in content["payloads"]:
-        x, old = (inputs[n][: case["numel"]] if n else None for n in (case["input"], case["residual"]))
+        x, old = (
+            inputs[n][: case["numel"]] if n else None for n in (case["input"], case["residual"])
+        )
         x, old = (repeated(a, case["repeat"]) if a is not None else None for a in (x, old))
-        values_in = torch.from_numpy(x.view(np.int16 if x.itemsize == 2 else np.int32).copy()).view(dtypes[x.dtype.name])
+        values_in = torch.from_numpy(x.view(np.int16 if x.itemsize == 2 else np.int32).copy()).view(
+            dtypes[x.dtype.name]
+        )
         key = gradcomp.RngKey(**case["key"])
         want = bytes.fromhex(case["payload"])
         with tier(number):
@@ -261,14 +346,25 @@ def test_frozen(number):
             payload = codec.encode(values_in, residual=left, key=key)
             assert payload.numpy().tobytes() == want
             if not want[7]:
-                assert left is None or ref_payload.crc32c(left.numpy().tobytes()) == case["residual_crc"]
-                assert ref_payload.crc32c(codec.decode(payload).numpy().tobytes()) == case["decoded_crc"]
+                assert (
+                    left is None
+                    or ref_payload.crc32c(left.numpy().tobytes()) == case["residual_crc"]
+                )
+                assert (
+                    ref_payload.crc32c(codec.decode(payload).numpy().tobytes())
+                    == case["decoded_crc"]
+                )
 
 
 def repeated(x, count):
     """As tests/vectors/generate.py makes long inputs of short ones."""
-    scales = [np.float32(0.5 ** (i % 3)) if x.dtype == np.float32 else x.dtype.type(1) for i in range(count)]
-    return np.concatenate([np.roll(x, 37 * i) * s for i, s in enumerate(scales)]) if count > 1 else x
+    scales = [
+        np.float32(0.5 ** (i % 3)) if x.dtype == np.float32 else x.dtype.type(1)
+        for i in range(count)
+    ]
+    return (
+        np.concatenate([np.roll(x, 37 * i) * s for i, s in enumerate(scales)]) if count > 1 else x
+    )
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written():
@@ -277,16 +373,31 @@ def test_wrong_arguments_are_refused_before_anything_is_written():
     src, payload = pointer(np.ones(64, np.float32)), pointer(memory, "uint8_t *")
     row = np.zeros(1, Table([Piece(0, 8, 8, 0)], 32, 2, np.random.default_rng(0)).rows.dtype)
     one, rows = pointers([memory]), pointer(row, "const gc_segment *")
-    for changes in ({"group_numel": 4096}, {"group_numel": 0}, {"start": 4}, {"numel": 2**32 - 4095}):
+    for changes in (
+        {"group_numel": 4096},
+        {"group_numel": 0},
+        {"start": 4},
+        {"numel": 2**32 - 4095},
+    ):
         row["numel"], row["group_numel"], row["start"] = 16, GROUP, 0
         for name, value in changes.items():
             row[name] = value
-        assert lib.gc_topk_encode(src, 0, rows, 1, null, null, null, payload, seen) == lib.GC_INVALID_ARGUMENT
-        assert lib.gc_topk_sum_decode(one, 1, rows, 1, payload, 0, 0, seen) == lib.GC_INVALID_ARGUMENT
+        assert (
+            lib.gc_topk_encode(src, 0, rows, 1, null, null, null, payload, seen)
+            == lib.GC_INVALID_ARGUMENT
+        )
+        assert (
+            lib.gc_topk_sum_decode(one, 1, rows, 1, payload, 0, 0, seen) == lib.GC_INVALID_ARGUMENT
+        )
         assert lib.gc_topk_validate(payload, rows, 1) == lib.GC_INVALID_ARGUMENT
     row["numel"], row["group_numel"], row["start"] = 16, GROUP, 0
-    assert lib.gc_topk_encode(src, 3, rows, 1, null, null, null, payload, seen) == lib.GC_INVALID_ARGUMENT
-    assert lib.gc_topk_encode(src, 0, rows, 1, null, null, null, null, seen) == lib.GC_INVALID_ARGUMENT
+    assert (
+        lib.gc_topk_encode(src, 3, rows, 1, null, null, null, payload, seen)
+        == lib.GC_INVALID_ARGUMENT
+    )
+    assert (
+        lib.gc_topk_encode(src, 0, rows, 1, null, null, null, null, seen) == lib.GC_INVALID_ARGUMENT
+    )
     assert lib.gc_topk_sum_decode(one, 1, rows, 1, null, 0, 0, seen) == lib.GC_INVALID_ARGUMENT
     assert lib.gc_topk_sum_decode(one, 1, rows, 1, payload, 0, 2, seen) == lib.GC_INVALID_ARGUMENT
     assert lib.gc_topk_validate(null, rows, 1) == lib.GC_INVALID_ARGUMENT
@@ -296,11 +407,14 @@ def test_wrong_arguments_are_refused_before_anything_is_written():
     same_bytes(memory, before, 0)
 
 
-# ---- sizes and layouts -----------------------------------------------------------------------------------------------
+# ---- sizes and layouts
+# -----------------------------------------------------------------------------------------------
 
 
 def test_bytes_are_arithmetic():
-    """Of numbers and of arrays alike; pieces that are cut at blocks add up; a payload holds no more elements than its bytes say."""
+    """Of numbers and of arrays alike; pieces that are cut at blocks add up; a payload holds no
+    more elements than its bytes say.
+    """
     rng = np.random.default_rng(0)
     first = rng.integers(0, 40_000, 300) // 8 * 8
     last = first + rng.integers(0, 20_000, 300)
@@ -321,18 +435,34 @@ def test_message_sizes(numel, nbytes):
 
 
 @pytest.mark.parametrize(
-    ("codec", "ranks"), [(OneBit(), 13), (TernGrad(second_phase="requantize"), 26), (Block(2), 26), (TernGrad(), 38), (Block(4), 51)], ids=str
+    ("codec", "ranks"),
+    [
+        (OneBit(), 13),
+        (TernGrad(second_phase="requantize"), 26),
+        (Block(2), 26),
+        (TernGrad(), 38),
+        (Block(4), 51),
+    ],
+    ids=str,
 )
 def test_from_how_many_ranks_on_dense_codecs_send_less(codec, ranks):
-    """All ranks get all payloads, so bytes grow with ranks: docs/howto/local-steps.md has these numbers."""
+    """All ranks get all payloads, so bytes grow with ranks: docs/howto/local-steps.md has these
+    numbers.
+    """
     shapes = [("w", (4096, 4096))]
-    more = [n for n in range(2, 60) if predict_bytes(TopK(), shapes, n).sent > predict_bytes(codec, shapes, n).sent]
+    more = [
+        n
+        for n in range(2, 60)
+        if predict_bytes(TopK(), shapes, n).sent > predict_bytes(codec, shapes, n).sent
+    ]
     assert more == list(range(ranks, 60))
 
 
 def test_beside_so_few_bytes_vectors_count():
     """The ratios of docs/howto/local-steps.md, to an fp32 ring between two ranks."""
-    found = [predict_bytes(TopK(), MODELS["ResNet-50"](), 2, min_numel=least) for least in (None, 0)]
+    found = [
+        predict_bytes(TopK(), MODELS["ResNet-50"](), 2, min_numel=least) for least in (None, 0)
+    ]
     assert [round(n.baseline / n.sent) for n in found] == [142, 202]
 
 
@@ -342,32 +472,44 @@ def test_messages_of_slices_are_cut_at_blocks():
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     slot = Slot(0, numel, GROUP, True, 0)
     plan = BucketPlan(codec, [slot], choose(codec, 3), 3, 0, slicing=Slicing(2000))
-    assert len(plan.slices) == 50 and 20 < sum(bool(s.messages[0].pieces) for s in plan.slices) <= 25
+    assert (
+        len(plan.slices) == 50 and 20 < sum(bool(s.messages[0].pieces) for s in plan.slices) <= 25
+    )
     whole = codec.encode(x)
     for one in plan.slices:
         (message,) = one.messages
         for piece in message.pieces:
             assert piece.start % 4096 == 0
             target = torch.zeros(message.nbytes, dtype=torch.uint8)
-            for dst, src, nbytes in message_copies(PayloadLayout(codec.form, whole_pieces([slot])), [message], [0]).rows.tolist():
+            for dst, src, nbytes in message_copies(
+                PayloadLayout(codec.form, whole_pieces([slot])), [message], [0]
+            ).rows.tolist():
                 target[dst : dst + nbytes] = whole[src : src + nbytes]
             out = torch.zeros(numel)
             codec.decode_body(gradcomp.kernels.HOST, [target], message, out)
-            assert torch.equal(out[piece.start : piece.start + piece.numel], codec.decode(whole)[piece.start : piece.start + piece.numel])
+            assert torch.equal(
+                out[piece.start : piece.start + piece.numel],
+                codec.decode(whole)[piece.start : piece.start + piece.numel],
+            )
 
 
-# ---- codec -----------------------------------------------------------------------------------------------------------
+# ---- codec
+# --------------------------------------------------------------------------------------------------
 
 
 @given(numel=st.integers(0, 50_000), seed=st.integers(0, 1000))
 def test_conserves_exactly(numel, seed):
     """Promise 5; and what is kept are the largest of every block."""
     rng = np.random.default_rng(seed)
-    gradient, residual = (torch.from_numpy(rng.standard_normal(numel).astype(np.float32)) for _ in range(2))
+    gradient, residual = (
+        torch.from_numpy(rng.standard_normal(numel).astype(np.float32)) for _ in range(2)
+    )
     old, codec = residual.clone(), TopK()
     payload = codec.encode(gradient, residual=residual)
     decoded, x = codec.decode(payload), gradient + old
-    assert torch.equal(residual, x - decoded) and payload.numel() == codec.payload_nbytes(numel, math.ceil(numel / GROUP))
+    assert torch.equal(residual, x - decoded) and payload.numel() == codec.payload_nbytes(
+        numel, math.ceil(numel / GROUP)
+    )
     for first in range(0, numel, 4096):
         block, kept = x[first : first + 4096].abs(), decoded[first : first + 4096] != 0
         assert int(kept.sum()) == math.ceil(block.numel() / 64)
@@ -376,23 +518,33 @@ def test_conserves_exactly(numel, seed):
 
 
 def test_a_known_vector():
-    """One of 64 is kept, two of 65 to 128: the mean of 4 and 2 is 3, so that 2 is inner and 4 outer."""
+    """One of 64 is kept, two of 65 to 128: the mean of 4 and 2 is 3, so that 2 is inner and 4
+    outer.
+    """
     x = torch.zeros(128)
     x[5], x[100], x[101] = -2.0, 4.0, 1.0
     payload = TopK().encode(x)
     assert TopK().decode(payload)[[5, 100, 101]].tolist() == [-2, 4, 0]
     scales = payload[HEADER_NBYTES : HEADER_NBYTES + 8].view(torch.float32).tolist()
-    assert scales == [2, 4] and payload[HEADER_NBYTES + 8 :].tolist() == [0b10001010, 0b00111100, 0b1001]  # gaps 5 and 94 = 64 + 30
+    assert scales == [2, 4] and payload[HEADER_NBYTES + 8 :].tolist() == [
+        0b10001010,
+        0b00111100,
+        0b1001,
+    ]  # gaps 5 and 94 = 64 + 30
 
 
 def test_classes_are_told_apart_in_double():
-    """1 + 1 ulp and 1 + 2 ulp have a mean that float32 rounds to the larger, which is above it all the same."""
+    """1 + 1 ulp and 1 + 2 ulp have a mean that float32 rounds to the larger, which is above it
+    all the same.
+    """
     x = np.zeros(128, np.float32)
     x[[3, 70]] = np.float32(1) + np.float32(2**-23) * np.array([1, 2], np.float32)
     scales, codes, left = ref_topk.topk_encode(x, ref.Piece(128, GROUP))
     assert scales.tolist() == [[x[3], x[70]]] and not left.any()
     payload = TopK().encode(torch.from_numpy(x)).numpy()
-    assert np.array_equal(payload[-len(codes) :], codes) and payload[32:40].view(np.float32).tolist() == [x[3], x[70]]
+    assert np.array_equal(payload[-len(codes) :], codes) and payload[32:40].view(
+        np.float32
+    ).tolist() == [x[3], x[70]]
 
 
 def test_groups_without_gradient_keep_their_residuals():
@@ -405,7 +557,9 @@ def test_groups_without_gradient_keep_their_residuals():
 
 
 def test_all_is_sent_in_the_end():
-    """With feedback the mean of what was decoded comes to the gradient; without, 63 of 64 values never arrive."""
+    """With feedback the mean of what was decoded comes to the gradient; without, 63 of 64 values
+    never arrive.
+    """
     x, codec = torch.randn(8192, generator=torch.Generator().manual_seed(0)), TopK()
     residual, total = torch.zeros(8192), torch.zeros(8192)
     for _ in range(1000):
@@ -417,7 +571,13 @@ def test_all_is_sent_in_the_end():
 
 def test_headers_that_lie():
     payload = TopK().encode(torch.randn(100))
-    for field, value, name in ((12, 100, "group_numel"), (12, 65536, "group_numel"), (8, 101, None), (8, 129, "truncated|padding"), (16, 4, "scale_count")):
+    for field, value, name in (
+        (12, 100, "group_numel"),
+        (12, 65536, "group_numel"),
+        (8, 101, None),
+        (8, 129, "truncated|padding"),
+        (16, 4, "scale_count"),
+    ):
         bad = payload.clone()
         bad[field : field + 4] = torch.tensor([value], dtype=torch.int32).view(torch.uint8)
         raw = bad.numpy().tobytes()
@@ -431,7 +591,8 @@ def test_headers_that_lie():
         assert error.value.check in name
 
 
-# ---- exchanges -------------------------------------------------------------------------------------------------------
+# ---- exchanges
+# --------------------------------------------------------------------------------------------------
 
 SHAPE = (300, 331)  # three groups and a bit
 
@@ -444,7 +605,9 @@ def average_over(comm, steps):
     feedback, out = Feedback({7: math.prod(SHAPE)}), []
     for step in range(steps):
         tensor = torch.from_numpy(gradient(comm.rank, step))
-        out.append(gradcomp.all_reduce(tensor, "topk", comm, key=7, feedback=feedback).flatten().numpy())
+        out.append(
+            gradcomp.all_reduce(tensor, "topk", comm, key=7, feedback=feedback).flatten().numpy()
+        )
     return out
 
 
@@ -454,19 +617,31 @@ def test_average_is_the_references(over, world):
     for step in range(3):
         grads = [gradient(r, step).reshape(-1) for r in range(world)]
         wanted, residuals, owners = average(
-            grads, TopK(), choose(TopK(), world), step=step, parameter=7, shape=SHAPE, residuals=residuals
+            grads,
+            TopK(),
+            choose(TopK(), world),
+            step=step,
+            parameter=7,
+            shape=SHAPE,
+            residuals=residuals,
         )
-        assert owners is None and all(results[rank][step].tobytes() == wanted.tobytes() for rank in range(world))
+        assert owners is None and all(
+            results[rank][step].tobytes() == wanted.tobytes() for rank in range(world)
+        )
 
 
 @pytest.mark.parametrize("slice_numel", [None, 64, 5000])
 def test_hierarchical_averages_are_the_references(slice_numel):
-    """Owners' shares begin anywhere: their blocks are counted from the parameter's start, so the first is cut."""
+    """Owners' shares begin anywhere: their blocks are counted from the parameter's start, so the
+    first is cut.
+    """
     nodes = [[0, 2], [1, 3]]
 
     def work(comm):
         p = torch.nn.Parameter(torch.zeros(SHAPE))
-        averager = GradientAverager([("p", p)], TopK(), comm, exchange="hierarchical", nodes=nodes, slice_numel=slice_numel)
+        averager = GradientAverager(
+            [("p", p)], TopK(), comm, exchange="hierarchical", nodes=nodes, slice_numel=slice_numel
+        )
         out = []
         for step in range(2):
             p.grad = torch.from_numpy(gradient(comm.rank, step))
@@ -486,7 +661,14 @@ def test_slices_change_no_bit():
     numel = math.prod(SHAPE)
 
     def work(comm, slicing):
-        plan = BucketPlan(TopK(), [Slot(0, numel, GROUP, True, 0)], choose(TopK(), 3), 3, comm.rank, slicing=slicing)
+        plan = BucketPlan(
+            TopK(),
+            [Slot(0, numel, GROUP, True, 0)],
+            choose(TopK(), 3),
+            3,
+            comm.rank,
+            slicing=slicing,
+        )
         kept = Feedback({0: numel})
         made = BucketExchange(plan, comm, torch.float32, Stats(), timeout_s=30, feedback=kept)
         out = []
@@ -498,7 +680,11 @@ def test_slices_change_no_bit():
     whole = run_local(3, work, WHOLE)
     for slices in (2, 5, 40):
         sliced = run_local(3, work, Slicing(numel // slices))
-        assert all(torch.equal(a, b) for one, other in zip(whole, sliced, strict=True) for a, b in zip(one, other, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for one, other in zip(whole, sliced, strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
 
 
 def test_what_needs_a_second_phase_is_refused():
@@ -526,7 +712,11 @@ def test_what_needs_a_second_phase_is_refused():
     assert run_local(2, refused) == [True] * 2
 
 
-@pytest.mark.parametrize("options", [{"precondition": True}, {"start_step": 2, "start_codec": "block4"}, {"transactional": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"precondition": True}, {"start_step": 2, "start_codec": "block4"}, {"transactional": True}],
+    ids=str,
+)
 def test_other_options_go_with_it(options):
     """Ranks hold the same averages; a state resumes bit for bit."""
 
@@ -549,10 +739,13 @@ def test_other_options_go_with_it(options):
     assert one == two == before[0][0] + after[0][0]
 
 
-# ---- what recommends codecs ------------------------------------------------------------------------------------------
+# ---- what recommends codecs
+# ------------------------------------------------------------------------------------------
 
 
 def test_it_is_a_codec_by_name_and_no_choice_of_the_librarys():
-    """What it costs in accuracy was not measured, and ``codec="auto"`` takes nothing that was not."""
+    """What it costs in accuracy was not measured, and ``codec="auto"`` takes nothing that was
+    not.
+    """
     assert isinstance(resolve("topk"), TopK) and "topk" in {kind.name for kind in CODECS}
     assert all(row.codec.name != "topk" for family in FAMILIES for row in within(family))

@@ -1,4 +1,6 @@
-"""Transforms inside the exchange: AdaGrad at the owner and before encoding, its states, checkpoints, other world sizes."""
+"""Transforms inside the exchange: AdaGrad at the owner and before encoding, its states,
+checkpoints, other world sizes.
+"""
 
 import copy
 
@@ -45,7 +47,14 @@ class Adagrad:
 def averages(comm, codec, steps, cap=25.0, transform=None, **options):
     """Return what `average` has given for every step and parameter, and the averager."""
     named = parameters()
-    averager = GradientAverager(named.items(), codec, comm, bucket_cap_mb=cap, transform=transform, **{"min_numel": 1024, **options})
+    averager = GradientAverager(
+        named.items(),
+        codec,
+        comm,
+        bucket_cap_mb=cap,
+        transform=transform,
+        **{"min_numel": 1024, **options},
+    )
     out = []
     for step in range(steps):
         for name, p in named.items():
@@ -83,7 +92,9 @@ def expected(codec, world, steps, min_numel):
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_the_aggregate_is_transformed_before_it_is_encoded_again(over, codec, world):
-    """Every value of three steps from the reference: sums of squares see fp32 pieces and decoded means alike."""
+    """Every value of three steps from the reference: sums of squares see fp32 pieces and decoded
+    means alike.
+    """
     results = over(world, one_run, codec)
     wanted = expected(codec, world, 3, 1024)
     for got in results:
@@ -95,9 +106,13 @@ def test_the_aggregate_is_transformed_before_it_is_encoded_again(over, codec, wo
 def one_run(comm, codec):
     out, averager = averages(comm, codec, 3, transform=AggregateAdagrad())
     again, _ = averages(comm, codec, 3, cap=0.004, transform=AggregateAdagrad())
-    assert all(torch.equal(a[n], b[n]) for a, b in zip(out, again, strict=True) for n in SHAPES), "buckets change bits"
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(out, again, strict=True) for n in SHAPES), (
+        "buckets change bits"
+    )
     shapes = list(SHAPES.items())
-    sent = predict_bytes(codec, shapes, comm.world_size, rank=comm.rank, min_numel=1024, owner_transform=True).sent
+    sent = predict_bytes(
+        codec, shapes, comm.world_size, rank=comm.rank, min_numel=1024, owner_transform=True
+    ).sent
     assert averager.stats.bytes_sent == 3 * sent
     return [{name: g.numpy() for name, g in step.items()} for step in out]
 
@@ -131,17 +146,22 @@ def test_local_adagrad_and_ternary_share_the_scale_of_what_is_encoded():
     def run(comm):
         return averages(comm, TernGrad(clip_sigma=None), 1, transform=LocalAdagrad())[0]
 
-    for out in run_local(3, run):  # after the first step every value is +-1, so every code is +-1 and nothing is lost
+    for out in run_local(
+        3, run
+    ):  # after the first step every value is +-1, so every code is +-1 and nothing is lost
         signs = sum(gradient("v", 0, k).sign() for k in range(3)) / 3
         assert torch.allclose(out[0]["v"], signs, atol=1e-6)
 
 
-# ---- nothing is left of a bad step -----------------------------------------------------------------------------------
+# ---- nothing is left of a bad step
+# -----------------------------------------------------------------------------------
 
 
 def with_nan(comm, transform, codec, transactional):
     named = parameters()
-    averager = GradientAverager(named.items(), codec, comm, transform=transform, transactional=transactional, min_numel=1024)
+    averager = GradientAverager(
+        named.items(), codec, comm, transform=transform, transactional=transactional, min_numel=1024
+    )
     out = []
     for step in (0, -1, 1):
         for name, p in named.items():
@@ -162,11 +182,16 @@ def test_a_nan_on_one_rank_leaves_no_trace(transform, transactional):
     # Identity and OneBit draw no random numbers, so the step number does not matter
     for codec in (Identity(), OneBit()):
         plain = run_local(3, averages, codec, 2, 25.0, transform)
-        for rank, (out, state) in enumerate(run_local(3, with_nan, transform, codec, transactional)):
+        for rank, (out, state) in enumerate(
+            run_local(3, with_nan, transform, codec, transactional)
+        ):
             for a, b in zip(out, plain[rank][0], strict=True):
                 assert all(torch.equal(a[n], b[n]) for n in SHAPES)
             clean = plain[rank][1].state_dict()
-            assert all(torch.equal(v, clean["transform_state"][n]) for n, v in state["transform_state"].items())
+            assert all(
+                torch.equal(v, clean["transform_state"][n])
+                for n, v in state["transform_state"].items()
+            )
 
 
 class Poison(gradcomp.Transform):
@@ -219,12 +244,16 @@ class Scaler:
 
 def scaled(comm, transform, scales, resumes):
     named, scaler = parameters(), Scaler()
-    averager = GradientAverager(named.items(), Identity(), comm, transform=transform, grad_scaler=scaler)
+    averager = GradientAverager(
+        named.items(), Identity(), comm, transform=transform, grad_scaler=scaler
+    )
     out = []
     for step, scaler.scale in enumerate(scales):
         if resumes and step == 1:
             state = averager.state_dict()
-            averager = GradientAverager(named.items(), Identity(), comm, transform=transform, grad_scaler=scaler)
+            averager = GradientAverager(
+                named.items(), Identity(), comm, transform=transform, grad_scaler=scaler
+            )
             averager.load_state_dict(state)
         for name, p in named.items():
             p.grad = gradient(name, step, comm.rank) * scaler.scale
@@ -233,21 +262,33 @@ def scaled(comm, transform, scales, resumes):
     return out
 
 
-@pytest.mark.parametrize(("scales", "resumes"), [((1024.0, 256.0, 64.0), False), ((1024.0, 1024.0, 64.0), True)])
+@pytest.mark.parametrize(
+    ("scales", "resumes"), [((1024.0, 256.0, 64.0), False), ((1024.0, 1024.0, 64.0), True)]
+)
 @pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad()], ids=repr)
 def test_values_come_without_the_loss_scale(transform, scales, resumes):
     plain = run_local(2, averages, Identity(), 3, 25.0, transform)
-    for (wanted, _), got in zip(plain, run_local(2, scaled, transform, scales, resumes), strict=True):
-        assert all(torch.equal(a[n], b[n]) for a, b in zip(wanted, got, strict=True) for n in SHAPES)
+    for (wanted, _), got in zip(
+        plain, run_local(2, scaled, transform, scales, resumes), strict=True
+    ):
+        assert all(
+            torch.equal(a[n], b[n]) for a, b in zip(wanted, got, strict=True) for n in SHAPES
+        )
 
 
 def overflowing(comm, transform):
     p = nn.Parameter(torch.zeros(64, 32, dtype=torch.float16))
-    averager = GradientAverager([("w", p)], Identity(), comm, transform=transform, grad_scaler=Scaler())
+    averager = GradientAverager(
+        [("w", p)], Identity(), comm, transform=transform, grad_scaler=Scaler()
+    )
     p.grad = torch.full((64, 32), 100.0 if comm.rank == 0 else float("inf"), dtype=torch.float16)
     averager.average()
     states = averager.state_dict()["transform_state"].values()
-    return bool(p.grad.isfinite().any()), averager.stats.nonfinite_buckets, sum(float(s.sum()) for s in states)
+    return (
+        bool(p.grad.isfinite().any()),
+        averager.stats.nonfinite_buckets,
+        sum(float(s.sum()) for s in states),
+    )
 
 
 class Exploding(gradcomp.Transform):
@@ -284,10 +325,14 @@ def test_discard_step_rolls_states_back(transform):
     for first, discarded, again in run_local(3, thrown_away, transform):
         for key in ("transform_state", "residual", "owner_residual"):
             assert all(torch.equal(v, discarded[key][n]) for n, v in first[key].items())
-        assert any(not torch.equal(v, again["transform_state"][n]) for n, v in first["transform_state"].items())
+        assert any(
+            not torch.equal(v, again["transform_state"][n])
+            for n, v in first["transform_state"].items()
+        )
 
 
-# ---- checkpoints, other world sizes ----------------------------------------------------------------------------------
+# ---- checkpoints, other world sizes
+# ----------------------------------------------------------------------------------
 
 
 def resumed(comm, codec, transform, tmp_path):
@@ -315,7 +360,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(codec, transform, tmp_path):
     states = run_local(3, resumed, codec, transform, tmp_path)
     if transform.place == "owner":
         numels = [sum(t.numel() for t in s["transform_state"].values()) for s in states]
-        assert sum(numels) == sum(int(np.prod(s)) for s in SHAPES.values()) and max(numels) < 0.4 * sum(numels)
+        assert sum(numels) == sum(int(np.prod(s)) for s in SHAPES.values()) and max(
+            numels
+        ) < 0.4 * sum(numels)
 
 
 def test_states_that_do_not_fit_change_nothing():
@@ -331,7 +378,10 @@ def test_states_that_do_not_fit_change_nothing():
             with pytest.raises(ValueError, match="'v'"):
                 averager.load_state_dict(bad)
         after = averager.state_dict()
-        assert all(torch.equal(v, after["transform_state"][n]) for n, v in before["transform_state"].items())
+        assert all(
+            torch.equal(v, after["transform_state"][n])
+            for n, v in before["transform_state"].items()
+        )
 
     run_local(2, run)
 
@@ -352,11 +402,20 @@ def same_on_every_rank(comm, states, steps, codec, transform):
 
 @pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad()], ids=repr)
 def test_states_are_shared_out_anew_for_another_world_size(transform):
-    """Where all ranks have the same gradients, 4, 2 and 1 ranks are one run (means of equal values are exact there)."""
+    """Where all ranks have the same gradients, 4, 2 and 1 ranks are one run (means of equal
+    values are exact there).
+    """
     whole = run_local(1, same_on_every_rank, None, range(6), Identity(), transform)[0][0]
     got, states = [], None
     for number, world in enumerate((4, 2, 1)):
-        results = run_local(world, same_on_every_rank, states, range(2 * number, 2 * number + 2), Identity(), transform)
+        results = run_local(
+            world,
+            same_on_every_rank,
+            states,
+            range(2 * number, 2 * number + 2),
+            Identity(),
+            transform,
+        )
         got += results[0][0]
         states = [state for _, state in results]
     for a, b in zip(whole, got, strict=True):
@@ -365,7 +424,9 @@ def test_states_are_shared_out_anew_for_another_world_size(transform):
 
 @pytest.mark.parametrize(("old", "new"), [(4, 3), (3, 4), (4, 2), (2, 4), (1, 3)])
 def test_what_is_owed_is_owed_by_the_new_ranks(old, new):
-    """Mean of residuals, plus the owners' residuals, is the same before and after, whatever exchange each has."""
+    """Mean of residuals, plus the owners' residuals, is the same before and after, whatever
+    exchange each has.
+    """
 
     def train(comm):
         _, averager = averages(comm, OneBit(), 3)
@@ -392,7 +453,9 @@ def test_what_is_owed_is_owed_by_the_new_ranks(old, new):
     wanted, got = owed(before), owed(after)
     assert wanted.keys() == got.keys() and (old == 1 or "v" in wanted)
     for name in wanted:
-        assert torch.allclose(wanted[name], got[name], rtol=0, atol=1e-5 * float(wanted[name].abs().max()))
+        assert torch.allclose(
+            wanted[name], got[name], rtol=0, atol=1e-5 * float(wanted[name].abs().max())
+        )
     with pytest.raises(ValueError, match="one of every rank"):
         run_local(new, load, before[1:] if old > 1 else [])
     if old > 1:
@@ -400,7 +463,8 @@ def test_what_is_owed_is_owed_by_the_new_ranks(old, new):
             run_local(new, load, [{**before[0], "step": 9}, *before[1:]])
 
 
-# ---- warm start ------------------------------------------------------------------------------------------------------
+# ---- warm start
+# --------------------------------------------------------------------------------------------------
 
 
 def test_warm_start_leaves_everything_clean():
@@ -408,7 +472,14 @@ def test_warm_start_leaves_everything_clean():
 
     def run(comm, start, steps):
         named = parameters()
-        averager = GradientAverager(named.items(), OneBit(), comm, transform=AggregateAdagrad(), start_step=start, min_numel=1024)
+        averager = GradientAverager(
+            named.items(),
+            OneBit(),
+            comm,
+            transform=AggregateAdagrad(),
+            start_step=start,
+            min_numel=1024,
+        )
         out = []
         for step in steps:
             for name, p in named.items():
@@ -416,7 +487,10 @@ def test_warm_start_leaves_everything_clean():
             averager.average()
             out.append({name: p.grad.clone() for name, p in named.items()})
             if averager.step == start:
-                assert not any(averager.state_dict()[k] for k in ("residual", "owner_residual", "transform_state"))
+                assert not any(
+                    averager.state_dict()[k]
+                    for k in ("residual", "owner_residual", "transform_state")
+                )
         return out
 
     start = warm_start_steps(500, samples_per_exchange=200)
@@ -424,21 +498,32 @@ def test_warm_start_leaves_everything_clean():
     warm, cold = run_local(3, run, start, range(6))[0], run_local(3, run, 0, range(3, 6))[0]
     for a, b in zip(warm[start:], cold, strict=True):
         assert all(torch.equal(a[n], b[n]) for n in SHAPES)
-    plain, _, _ = average([gradient("v", 0, k).numpy() for k in range(3)], Identity(), choose(Identity(), 3))
+    plain, _, _ = average(
+        [gradient("v", 0, k).numpy() for k in range(3)], Identity(), choose(Identity(), 3)
+    )
     assert np.array_equal(warm[0]["v"].numpy(), plain)
 
 
 @pytest.mark.parametrize(
     ("samples", "each", "name"),
-    [(-1, 5, "samples"), (1.5, 5, "samples"), (5, 0, "samples_per_exchange"), (5, True, "samples_per_exchange")],
+    [
+        (-1, 5, "samples"),
+        (1.5, 5, "samples"),
+        (5, 0, "samples_per_exchange"),
+        (5, True, "samples_per_exchange"),
+    ],
 )
 def test_warm_starts_that_cannot_be(samples, each, name):
     with pytest.raises(ValueError, match=f"^{name} must be"):
         warm_start_steps(samples, samples_per_exchange=each)
-    assert warm_start_steps(0, samples_per_exchange=7) == 0 and warm_start_steps(7, samples_per_exchange=7) == 1
+    assert (
+        warm_start_steps(0, samples_per_exchange=7) == 0
+        and warm_start_steps(7, samples_per_exchange=7) == 1
+    )
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -453,7 +538,9 @@ def test_warm_starts_that_cannot_be(samples, each, name):
 )
 def test_what_cannot_be_transformed(codec, options, error, text):
     def run(comm):
-        GradientAverager(parameters().items(), codec, comm, **{"transform": AggregateAdagrad(), **options})
+        GradientAverager(
+            parameters().items(), codec, comm, **{"transform": AggregateAdagrad(), **options}
+        )
 
     with pytest.raises(error, match=text):
         run_local(2, run)
@@ -482,18 +569,27 @@ def test_places_and_arguments():
 def test_ranks_with_other_transforms_get_peer_mismatch():
     def run(comm):
         with pytest.raises(PeerMismatch, match="transform"):
-            averages(comm, OneBit(), 1, transform=AggregateAdagrad(eps=1e-8 if comm.rank else 1e-10), timeout_s=20)
+            averages(
+                comm,
+                OneBit(),
+                1,
+                transform=AggregateAdagrad(eps=1e-8 if comm.rank else 1e-10),
+                timeout_s=20,
+            )
         return True
 
     assert all(run_local(2, run))
 
 
-# ---- DDP, split optimizers -------------------------------------------------------------------------------------------
+# ---- DDP, split optimizers
+# -------------------------------------------------------------------------------------------
 
 
 def model(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)
+    ).to(dtype)
 
 
 def under_ddp(codec, dtype, fused, steps=3):
@@ -507,7 +603,11 @@ def under_ddp(codec, dtype, fused, steps=3):
     kind = next(net.parameters()).dtype
     wrapped = DDP(net)
     state = gradcomp.ddp.register(
-        wrapped, codec, transform=AggregateAdagrad(), min_numel=0, optimizer=optimizer if fused else None
+        wrapped,
+        codec,
+        transform=AggregateAdagrad(),
+        min_numel=0,
+        optimizer=optimizer if fused else None,
     )
     for step in range(steps):
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + rank)).to(kind)
@@ -525,7 +625,15 @@ def under_ddp(codec, dtype, fused, steps=3):
 def test_under_ddp_with_every_weight_format(ranks, codec):
     for dtype in (torch.float32, torch.bfloat16):
         assert len(set(ranks(2, under_ddp, codec, dtype, False))) == 1
-    assert len(set(ranks(3, under_ddp, codec, "split", False) + ranks(3, under_ddp, codec, "split", True))) == 1
+    assert (
+        len(
+            set(
+                ranks(3, under_ddp, codec, "split", False)
+                + ranks(3, under_ddp, codec, "split", True)
+            )
+        )
+        == 1
+    )
 
 
 def test_ddp_of_one_rank_transforms(gloo):
@@ -543,12 +651,15 @@ def without_transform():
     return b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters())
 
 
-# ---- after momentum --------------------------------------------------------------------------------------------------
+# ---- after momentum
+# --------------------------------------------------------------------------------------------------
 
 
 def test_momentum_adagrad_is_its_formula():
     p = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(1)))
-    optimizer = MomentumAdagrad([p], lr=0.1, momentum=0.8, weight_decay=0.01, eps=1e-3, initial_accumulator_value=0.5)
+    optimizer = MomentumAdagrad(
+        [p], lr=0.1, momentum=0.8, weight_decay=0.01, eps=1e-3, initial_accumulator_value=0.5
+    )
     w, m, s = p.detach().double(), torch.zeros(50).double(), torch.full((50,), 0.5).double()
     for step in range(5):
         g = torch.randn(50, generator=torch.Generator().manual_seed(step + 2))
@@ -566,7 +677,13 @@ def test_momentum_adagrad_is_its_formula():
 
 def test_momentum_adagrad_refuses():
     p = nn.Parameter(torch.zeros(3))
-    for bad in ({"lr": -1}, {"momentum": 1.0}, {"momentum": -0.1}, {"eps": 0}, {"weight_decay": float("inf")}):
+    for bad in (
+        {"lr": -1},
+        {"momentum": 1.0},
+        {"momentum": -0.1},
+        {"eps": 0},
+        {"weight_decay": float("inf")},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             MomentumAdagrad([p], **bad)
     for bad in ({"eps": 1e-50}, {"initial_accumulator_value": 1e39}):

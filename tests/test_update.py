@@ -1,4 +1,6 @@
-"""gc_update, gc_split and gc_join on every tier against the NumPy reference, bit for bit; SGD against torch as well."""
+"""gc_update, gc_split and gc_join on every tier against the NumPy reference, bit for bit; SGD
+against torch as well.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,17 @@ SGD_OPTIONS = [
 ]
 
 
-def sgd_rule(rounding, first, *, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False):
+def sgd_rule(
+    rounding,
+    first,
+    *,
+    lr,
+    momentum=0.0,
+    dampening=0.0,
+    weight_decay=0.0,
+    nesterov=False,
+    maximize=False,
+):
     flags = maximize * Flag.MAXIMIZE | first * Flag.FIRST | nesterov * Flag.NESTEROV
     return rule(
         Kind.SGD,
@@ -145,7 +157,12 @@ def test_sgd(number, stored, dtype, options):
             for t, g in enumerate(gradients):
                 given = g.copy()
                 w, buffer = optim.sgd(w, ref.to_float32(g), buffer, lr=LR, first=t == 0, **options)
-                step(weights, given, sgd_rule(stored, t == 0, lr=LR, **options), segments(n, (8, 24, 64, 104)))
+                step(
+                    weights,
+                    given,
+                    sgd_rule(stored, t == 0, lr=LR, **options),
+                    segments(n, (8, 24, 64, 104)),
+                )
                 same_bytes(weights.read(n), w, number)
                 if options.get("momentum"):
                     same_bytes(weights.state[0][:n], buffer, number)
@@ -155,7 +172,10 @@ def test_sgd(number, stored, dtype, options):
 
 @pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
 def test_sgd_equals_torch(options):
-    assert "AVX2" in torch.backends.cpu.get_cpu_capability() or "AVX512" in torch.backends.cpu.get_cpu_capability()
+    assert (
+        "AVX2" in torch.backends.cpu.get_cpu_capability()
+        or "AVX512" in torch.backends.cpu.get_cpu_capability()
+    )
     for n in range(1, 258):
         w, gradients, _ = data(n, ref.BF16, 1)
         p = torch.nn.Parameter(torch.from_numpy(w.copy()))
@@ -183,7 +203,11 @@ def test_adagrad(number, stored, dtype, weight_decay):
                 options = {"lr": LR, "lr_decay": 0.05, "weight_decay": weight_decay, "eps": 1e-10}
                 w, total = optim.adagrad(w, ref.to_float32(g), total, t, **options)
                 row = rule(
-                    Kind.ADAGRAD, stored, step_size=-LR / (1 + (t - 1) * 0.05), weight_decay=weight_decay, eps=1e-10
+                    Kind.ADAGRAD,
+                    stored,
+                    step_size=-LR / (1 + (t - 1) * 0.05),
+                    weight_decay=weight_decay,
+                    eps=1e-10,
                 )
                 step(weights, g, row, segments(n, (16, 40)))
                 same_bytes(weights.read(n), w, number)
@@ -205,7 +229,9 @@ def test_adamw(number, stored, dtype, weight_decay, betas):
             for t, g in enumerate(gradients, 1):
                 options = {"lr": LR, "betas": betas, "weight_decay": weight_decay, "eps": EPS}
                 w, m, v = optim.adamw(w, ref.to_float32(g), m, v, t, **options)
-                row = adam_rule(Kind.ADAMW, stored, t, betas, weight_decay, step_size=-LR / (1 - betas[0] ** t))
+                row = adam_rule(
+                    Kind.ADAMW, stored, t, betas, weight_decay, step_size=-LR / (1 - betas[0] ** t)
+                )
                 step(weights, g, row, segments(n, (8, 240)))
                 same_bytes(weights.read(n), w, number)
                 same_bytes(weights.state[0][:n], m, number)
@@ -218,7 +244,9 @@ def test_adamw(number, stored, dtype, weight_decay, betas):
 @pytest.mark.parametrize("dtype", [ref.F32, ref.BF16])
 @pytest.mark.parametrize("fused", [True, False])
 def test_lamb(number, stored, dtype, fused):
-    """`fused`: moments and norms in one pass, or moments from segments of any cut and norms in a pass of their own."""
+    """`fused`: moments and norms in one pass, or moments from segments of any cut and norms in a
+    pass of their own.
+    """
     for n, weight_decay in itertools.product([*LENGTHS, 70000], [0.0, 0.1]):
         w, gradients, rng = data(n, dtype, 4)
         m, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
@@ -226,9 +254,23 @@ def test_lamb(number, stored, dtype, fused):
         with tier(number):
             weights = Weights(w, stored, int(rng.integers(0, 8)))
             for t, g in enumerate(gradients[: 2 if n > 10000 else 4], 1):
-                options = {"lr": LR, "betas": BETAS, "weight_decay": weight_decay, "eps": EPS, "prescale": 0.7}
+                options = {
+                    "lr": LR,
+                    "betas": BETAS,
+                    "weight_decay": weight_decay,
+                    "eps": EPS,
+                    "prescale": 0.7,
+                }
                 w, m, v = optim.lamb(w, ref.to_float32(g), m, v, t, **options)
-                row = adam_rule(Kind.LAMB_START, stored, t, BETAS, weight_decay, prescale=0.7, flags=Flag.PRESCALE)
+                row = adam_rule(
+                    Kind.LAMB_START,
+                    stored,
+                    t,
+                    BETAS,
+                    weight_decay,
+                    prescale=0.7,
+                    flags=Flag.PRESCALE,
+                )
                 norms = np.full(2 * len(whole), np.nan)
                 if not fused:
                     row["kind"] = Kind.MOMENTS
@@ -252,7 +294,10 @@ def test_squares(number):
         table, norms = segments(n, (1 << 16,)), np.zeros(2 * -(-n // (1 << 16)))
         with tier(number):
             native.update(
-                table, Weights(np.zeros(n, "f"), "fp32", 0).target(gradients[0]), rule(Kind.SQUARES, ""), norms=norms
+                table,
+                Weights(np.zeros(n, "f"), "fp32", 0).target(gradients[0]),
+                rule(Kind.SQUARES, ""),
+                norms=norms,
             )
         assert float(np.sqrt(sum(norms[::2], 0.0))) == optim.norm(ref.to_float32(gradients[0]))
         assert not norms[1::2].any()
@@ -262,9 +307,14 @@ def test_squares(number):
 def test_no_number_depends_on_threads(kind):
     n, found = 4_500_000, []
     rng = np.random.default_rng(0)
-    w, g = rng.standard_normal(n).astype("f"), ref.from_float32(rng.standard_normal(n).astype("f"), ref.BF16)
+    w, g = (
+        rng.standard_normal(n).astype("f"),
+        ref.from_float32(rng.standard_normal(n).astype("f"), ref.BF16),
+    )
     table = segments(n, range(1 << 16, n, 1 << 16))
-    row = adam_rule(kind, optim.NEAREST, 1, BETAS, 0.1, step_size=-LR, momentum=0.9 * (kind == Kind.SGD))
+    row = adam_rule(
+        kind, optim.NEAREST, 1, BETAS, 0.1, step_size=-LR, momentum=0.9 * (kind == Kind.SGD)
+    )
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -273,13 +323,16 @@ def test_no_number_depends_on_threads(kind):
             for state in weights.state:
                 state[:n] = np.abs(w)
             step(weights, g, row, table, norms)
-            found.append([weights.read(n).tobytes(), norms.tobytes(), *(s.tobytes() for s in weights.state)])
+            found.append(
+                [weights.read(n).tobytes(), norms.tobytes(), *(s.tobytes() for s in weights.state)]
+            )
     finally:
         torch.set_num_threads(before)
     assert found[0] == found[1] == found[2]
 
 
-# ---- straight from payloads -------------------------------------------------------------------------------------------
+# ---- straight from payloads
+# -------------------------------------------------------------------------------------------
 
 
 def payload_cases():
@@ -305,13 +358,25 @@ def test_updates_from_payloads_equal_decode_then_update(number, dtype, case):
         n = int(np.prod(shape))
         generator = torch.Generator().manual_seed(n)
         slot = Slot(1, n, codec.group_numel(shape), True, 0)
-        layout = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups)
+        layout = PayloadLayout(
+            codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups
+        )
         payloads = [codec.encode(torch.randn(shape, generator=generator)) for _ in range(count)]
         w = torch.randn(n, generator=generator).numpy()
         for kind in (Kind.SGD, Kind.ADAMW, Kind.MOMENTS):
-            row = adam_rule(kind, optim.TRUNCATE, 1, BETAS, 0.1, step_size=-LR, momentum=0.9 * (kind == Kind.SGD))
+            row = adam_rule(
+                kind,
+                optim.TRUNCATE,
+                1,
+                BETAS,
+                0.1,
+                step_size=-LR,
+                momentum=0.9 * (kind == Kind.SGD),
+            )
             with tier(number):
-                decoded = torch.empty(n, dtype=torch.float32 if dtype == ref.F32 else torch.bfloat16)
+                decoded = torch.empty(
+                    n, dtype=torch.float32 if dtype == ref.F32 else torch.bfloat16
+                )
                 codec.decode_body(native, payloads, layout, decoded)
                 g = decoded.view(torch.uint16 if dtype else torch.float32).numpy()
                 unfused, fused = Weights(w, optim.TRUNCATE, 0), Weights(w, optim.TRUNCATE, 0)
@@ -329,15 +394,23 @@ def test_averages_that_are_not_finite_are_told():
     from gradcomp.codecs import Identity
 
     x = torch.full((10,), 3.4e38)
-    layout = PayloadLayout(Identity().form, whole_pieces([Slot(0, 10, 10, True, 0)]), segmented=False)
+    layout = PayloadLayout(
+        Identity().form, whole_pieces([Slot(0, 10, 10, True, 0)]), segmented=False
+    )
     payload = Identity().encode(x)
     weights = Weights(np.zeros(10, "f"), optim.TRUNCATE, 0)
     for dtype, bad in ((torch.float32, False), (torch.bfloat16, True)):  # rounds to Inf as bf16
         source = Payloads([payload], "values", dtype, value_dtype=torch.float32)
-        assert native.update(layout.packed, weights.target(None), rule(Kind.SGD, "", step_size=0.0), source) is bad
+        assert (
+            native.update(
+                layout.packed, weights.target(None), rule(Kind.SGD, "", step_size=0.0), source
+            )
+            is bad
+        )
 
 
-# ---- what is refused, what is passed over -------------------------------------------------------------------------------
+# ---- what is refused, what is passed over
+# -------------------------------------------------------------------------------
 
 
 def test_parameters_without_a_rule_are_passed_over():
@@ -387,9 +460,15 @@ def test_bad_arguments_change_nothing(change):
 
 
 def test_sums_from_payloads_are_refused():
-    source = Payloads([torch.zeros(100, dtype=torch.uint8)], "values", torch.float32, value_dtype=torch.float32)
+    source = Payloads(
+        [torch.zeros(100, dtype=torch.uint8)], "values", torch.float32, value_dtype=torch.float32
+    )
     weights = Weights(np.ones(20, "f"), "fp32", 0)
-    refused(lambda: native.update(segments(20), weights.target(None), rule(Kind.SQUARES, ""), source, np.zeros(2)))
+    refused(
+        lambda: native.update(
+            segments(20), weights.target(None), rule(Kind.SQUARES, ""), source, np.zeros(2)
+        )
+    )
 
 
 def test_an_update_of_nothing_touches_nothing():
@@ -405,7 +484,8 @@ def test_kinds_and_flags_are_those_of_the_header():
             assert getattr(native.lib, f"GC_{member.name}") == member
 
 
-# ---- storage --------------------------------------------------------------------------------------------------------------
+# ---- storage
+# --------------------------------------------------------------------------------------------------
 
 
 def round_trip(bits, rounding):
@@ -436,11 +516,26 @@ def check_patterns(bits):
 
 def test_split_and_join_lose_nothing_sample():
     rng = np.random.default_rng(0)
-    corners = [s << 31 | e << 23 | m for s in (0, 1) for e in (0, 1, 127, 254, 255) for m in range(0, 1 << 23, 4097)]
-    edges = [h << 16 | low for h in range(0, 1 << 16, 97) for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
-    special = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38])
+    corners = [
+        s << 31 | e << 23 | m
+        for s in (0, 1)
+        for e in (0, 1, 127, 254, 255)
+        for m in range(0, 1 << 23, 4097)
+    ]
+    edges = [
+        h << 16 | low
+        for h in range(0, 1 << 16, 97)
+        for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+    ]
+    special = np.float32(
+        [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38]
+    )
     everything = [*corners, *edges, 0x7F800001, 0xFFBFFFFF, *special.view(np.uint32).tolist()]
-    check_patterns(np.concatenate([np.array(everything, np.uint32), rng.integers(0, 1 << 32, 1 << 20, np.uint32)]))
+    check_patterns(
+        np.concatenate(
+            [np.array(everything, np.uint32), rng.integers(0, 1 << 32, 1 << 20, np.uint32)]
+        )
+    )
 
 
 @pytest.mark.long

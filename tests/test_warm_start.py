@@ -15,7 +15,9 @@ SHAPES = {"w": (40, 60), "v": (70,)}
 
 
 def gradient(name, step, rank):
-    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(31 * step + 7 * rank + len(name)))
+    return torch.randn(
+        SHAPES[name], generator=torch.Generator().manual_seed(31 * step + 7 * rank + len(name))
+    )
 
 
 def run(comm, codec, steps=8, first=0, state=None, **options):
@@ -25,7 +27,9 @@ def run(comm, codec, steps=8, first=0, state=None, **options):
     averager = GradientAverager(named.items(), codec, comm, **options)
     if state is not None:
         averager.load_state_dict(state)
-    averages, exact = ({name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+    averages, exact = (
+        {name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2)
+    )
     sent = []
     for step in range(first, first + steps):
         for name, p in named.items():
@@ -61,7 +65,11 @@ def test_what_codes_leave_out_goes_over_to_the_codec_that_follows(codec, world):
 
 
 @pytest.mark.parametrize("codec", [OneBit(), TernGrad()], ids=repr)
-@pytest.mark.parametrize("options", [{"precondition": True}, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"precondition": True}, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}],
+    ids=str,
+)
 def test_it_goes_with_other_options_and_replicas_stay_equal(codec, options):
     def one(comm):
         averages, _, sent, averager = run(comm, codec, **options)
@@ -75,7 +83,10 @@ def test_it_goes_with_other_options_and_replicas_stay_equal(codec, options):
 
 def test_a_warm_start_in_identity_is_that_in_fp32():
     def one(comm):
-        return run(comm, OneBit(), start_codec=Identity())[0], run(comm, OneBit(), start_codec=None)[0]
+        return (
+            run(comm, OneBit(), start_codec=Identity())[0],
+            run(comm, OneBit(), start_codec=None)[0],
+        )
 
     for packed, plain in run_local(2, one):
         assert all(torch.equal(packed[name], plain[name]) for name in SHAPES)
@@ -96,7 +107,9 @@ def test_it_resumes_bit_for_bit(first):
 
 @pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
 def test_the_warm_up_of_an_optimizer_whose_momentum_travels(kind):
-    """Packed gradients, then packed momenta; what is left out at the change is less than a step and is paid."""
+    """Packed gradients, then packed momenta; what is left out at the change is less than a step
+    and is paid.
+    """
 
     def one(comm, codec):
         p = nn.Parameter(torch.ones(40, 60))
@@ -137,6 +150,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="start_step=3 does not go with OneBitAdam"):
         Options(start_codec="block4", start_step=3).under(optimizer)
     optimizer = ZeroOneAdam([nn.Parameter(torch.zeros(3))], var_freeze_step=2)
-    with pytest.raises(ValueError, match="does not go with ZeroOneAdam: gradients and momenta take turns"):
+    with pytest.raises(
+        ValueError, match="does not go with ZeroOneAdam: gradients and momenta take turns"
+    ):
         Options(start_codec="block4").under(optimizer)
     assert repr(Options(start_codec="block4", start_step=3).start_codec) == repr(Block(4))

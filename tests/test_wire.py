@@ -1,4 +1,6 @@
-"""Promise 7: hostile bytes give values or a named error, never a crash, and never an allocation by a number read."""
+"""Promise 7: hostile bytes give values or a named error, never a crash, and never an allocation
+by a number read.
+"""
 
 import struct
 import tracemalloc
@@ -9,7 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcomp import Block, CorruptPayload, Identity, OneBit, RngKey, TernGrad, TopK, UnsupportedTensor
+from gradcomp import (
+    Block,
+    CorruptPayload,
+    Identity,
+    OneBit,
+    RngKey,
+    TernGrad,
+    TopK,
+    UnsupportedTensor,
+)
 from gradcomp.kernels import HOST
 from gradcomp.payload import wire
 from gradcomp.payload.layout import PayloadLayout
@@ -36,13 +47,17 @@ def payload(name, numel=37):
 def resealed(data, original=None, **fields):
     """Return the payload with header fields changed and a checksum that is right again."""
     header = wire.parse((data if original is None else original).numpy())
-    values = {f: getattr(header, f) for f in header._fields} | {k: v for k, v in fields.items() if k in header._fields}
+    values = {f: getattr(header, f) for f in header._fields} | {
+        k: v for k, v in fields.items() if k in header._fields
+    }
     out = data.clone()
     wire.seal(out.numpy(), wire.Header(**values))
     raw = out.numpy()
     for name, at, form in (("magic", 0, "<I"), ("version", 4, "<B")):
         if name in fields:
-            raw[at : at + struct.calcsize(form)] = np.frombuffer(struct.pack(form, fields[name]), np.uint8)
+            raw[at : at + struct.calcsize(form)] = np.frombuffer(
+                struct.pack(form, fields[name]), np.uint8
+            )
             crc = ref_payload.crc32c(raw[:28].tobytes() + raw[32:].tobytes())
             raw[28:32] = np.frombuffer(struct.pack("<I", crc), np.uint8)
     return out
@@ -179,7 +194,11 @@ def test_scales_of_blocks_above_the_largest_that_an_encoder_writes(name, top):
 
 @given(data=st.binary(max_size=300), name=st.sampled_from(sorted(CODECS)))
 def test_any_bytes_are_safe(data, name):
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    tensor = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
+    )
     with pytest.raises(CorruptPayload):
         CODECS[name].decode(tensor)
 
@@ -206,7 +225,11 @@ def test_any_header_with_a_right_checksum_is_safe(name, fields, tail, cut):
     """Whatever a well-summed payload claims, decode returns numel values or names the check."""
     whole = payload(name)
     kept = whole[: max(32, whole.numel() - cut)]
-    extra = torch.frombuffer(bytearray(tail), dtype=torch.uint8) if tail else torch.empty(0, dtype=torch.uint8)
+    extra = (
+        torch.frombuffer(bytearray(tail), dtype=torch.uint8)
+        if tail
+        else torch.empty(0, dtype=torch.uint8)
+    )
     lie = torch.cat([kept, extra])
     values = {f: getattr(wire.parse(whole.numpy()), f) for f in wire.Header._fields} | fields
     wire.seal(lie.numpy(), wire.Header(**values))
@@ -236,7 +259,11 @@ def test_segmented_payloads_need_their_layout():
 
 @pytest.mark.parametrize(
     "bad",
-    [torch.zeros(40), torch.zeros(4, 10, dtype=torch.uint8), torch.zeros(80, dtype=torch.uint8)[::2]],
+    [
+        torch.zeros(40),
+        torch.zeros(4, 10, dtype=torch.uint8),
+        torch.zeros(80, dtype=torch.uint8)[::2],
+    ],
 )
 def test_payloads_that_are_no_bytes(bad):
     with pytest.raises(UnsupportedTensor):

@@ -24,18 +24,27 @@ def gradients(optimizer: Optimizer) -> Iterator[Tensor]:
                 yield grad._values()
                 continue
             if grad.layout is not torch.strided:
-                raise UnsupportedTensor(f"gradient is {grad.layout}: not supported by the loss scaler")
-            if grad.numel() > 1 and not any(s for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1):
-                raise GradcompError("gradients are still packed: call state.materialize_gradients() before unscaling")
+                raise UnsupportedTensor(
+                    f"gradient is {grad.layout}: not supported by the loss scaler"
+                )
+            if grad.numel() > 1 and not any(
+                s for s, n in zip(grad.stride(), grad.shape, strict=True) if n > 1
+            ):
+                raise GradcompError(
+                    "gradients are still packed: call state.materialize_gradients() before"
+                    " unscaling"
+                )
             yield grad
 
 
 @torch.no_grad()
 def unscale(grads: Iterable[Tensor], factor: float) -> bool:
-    """Multiply tensors in place by a factor; return whether any value is NaN or Inf, before or after.
+    """Multiply tensors in place by a factor; return whether any value is NaN or Inf, before or
+    after.
 
-    The kernel of torch's own GradScaler checks and multiplies in one pass, as fast as the multiplication alone: exact, as
-    it tests each value, where a norm would overflow. It looks at what it read, so a factor above 1 takes a second look.
+    The kernel of torch's own GradScaler checks and multiplies in one pass, as fast as the
+    multiplication alone: exact, as it tests each value, where a norm would overflow. It looks at
+    what it read, so a factor above 1 takes a second look.
     """
     places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:

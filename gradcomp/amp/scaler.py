@@ -20,16 +20,21 @@ from gradcomp.exchange.agree import gather
 
 STATE_VERSION = 1
 RULES = ("nnabla", "torch")
-SMALLEST, LARGEST = 2.0**-126, 2.0**126  # a scale in here and its reciprocal are normal float32 numbers
+SMALLEST, LARGEST = (
+    2.0**-126,
+    2.0**126,
+)  # a scale in here and its reciprocal are normal float32 numbers
 _RECORD = struct.Struct("<iqd")  # verdict, counter, scale
 
 _Outputs = TypeVar("_Outputs")
 
 
 class DynamicLossScaler:
-    """Scales losses, checks and unscales gradients, leaves out steps that overflowed, adapts the scale.
+    """Scales losses, checks and unscales gradients, leaves out steps that overflowed, adapts the
+    scale.
 
-    It takes the place of `torch.amp.GradScaler` in the usual loop, and of a `grad_scaler` for gradcomp::
+    It takes the place of `torch.amp.GradScaler` in the usual loop, and of a `grad_scaler` for
+    gradcomp::
 
         scaler = gradcomp.amp.DynamicLossScaler()
         state = gradcomp.ddp.register(model, "onebit", grad_scaler=scaler)
@@ -41,15 +46,17 @@ class DynamicLossScaler:
 
     Good and bad steps move the scale so:
 
-    - ``rule="nnabla"``: an overflow divides it by `factor`. A good step multiplies it by `factor` when more than `interval`
-      good steps have been counted: at good step ``interval + 2`` after the start or an overflow, then every
-      ``interval + 1``.
-    - ``rule="torch"``: as `torch.amp.GradScaler` with ``growth_factor=factor, backoff_factor=1 / factor``, bit for bit,
-      the scale rounded to float32: growth after every `interval` good steps in a row.
+    - ``rule="nnabla"``: an overflow divides it by `factor`. A good step multiplies it by `factor`
+      when more than `interval` good steps have been counted: at good step ``interval + 2`` after
+      the start or an overflow, then every ``interval + 1``.
+    - ``rule="torch"``: as `torch.amp.GradScaler` with ``growth_factor=factor, backoff_factor=1 /
+      factor``, bit for bit, the scale rounded to float32: growth after every `interval` good steps
+      in a row.
 
-    Ranks must come to the same verdict. They do where all see the same averaged gradients, as after gradcomp or DDP, which
-    turn one rank's NaN or Inf into everyone's. Where ranks update different parameters pass `comm`: the verdict is then an
-    integer flag gathered from all ranks, once for each optimizer and step.
+    Ranks must come to the same verdict. They do where all see the same averaged gradients, as after
+    gradcomp or DDP, which turn one rank's NaN or Inf into everyone's. Where ranks update different
+    parameters pass `comm`: the verdict is then an integer flag gathered from all ranks, once for
+    each optimizer and step.
 
     Args:
         scale: the first loss scale, positive.
@@ -87,7 +94,10 @@ class DynamicLossScaler:
         if comm is not None and not isinstance(comm, Communicator):
             raise ValueError(f"comm must be a gradcomp communicator, got {type(comm).__name__}")
         if not is_number(timeout_s) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got {timeout_s!r}")
+            raise ValueError(
+                f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got"
+                f" {timeout_s!r}"
+            )
         self._rule, self._factor, self._interval = rule, float(factor), interval
         if rule == "torch":
             low, high, now = (_float32(value) for value in (low, high, now))
@@ -97,12 +107,17 @@ class DynamicLossScaler:
         self.forget_step()
 
     def __repr__(self) -> str:
-        return f"<DynamicLossScaler scale={self._scale:g}, {self._rule}, {self._counter} counted of {self._interval}>"
+        return (
+            f"<DynamicLossScaler scale={self._scale:g}, {self._rule}, {self._counter} counted of"
+            f" {self._interval}>"
+        )
 
-    # ---- a step ------------------------------------------------------------------------------------------------------
+    # ---- a step
+    # ----------------------------------------------------------------------------------------------
 
     def scale(self, outputs: _Outputs) -> _Outputs:
-        """Return a loss, or a list or tuple of losses, multiplied by the scale; in the loss's dtype.
+        """Return a loss, or a list or tuple of losses, multiplied by the scale; in the loss's
+        dtype.
 
         Raises:
             TypeError: anything else.
@@ -112,32 +127,43 @@ class DynamicLossScaler:
             return outputs * self._scale  # type: ignore[return-value]
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(output) for output in outputs)
-        raise TypeError(f"scale takes a tensor, or a list or tuple of them, got {type(outputs).__name__}")
+        raise TypeError(
+            f"scale takes a tensor, or a list or tuple of them, got {type(outputs).__name__}"
+        )
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale, in place, and check them; `step` does it if you do not.
+        """Divide the gradients of an optimizer by the scale, in place, and check them; `step` does
+        it if you do not.
 
-        Call it to clip: after the backward passes (and `GradientAverager.average`), before `step`. With `comm`, collective.
+        Call it to clip: after the backward passes (and `GradientAverager.average`), before `step`.
+        With `comm`, collective.
 
-        Every value is multiplied by float32(1 / scale) and rounded once to the gradient's dtype: exact for a power of two,
-        unless the result is subnormal. Gradients may be of any floating dtype, sparse ones are coalesced first. NaN and Inf
-        count as overflow, before and after; the largest finite value does not.
+        Every value is multiplied by float32(1 / scale) and rounded once to the gradient's dtype:
+        exact for a power of two, unless the result is subnormal. Gradients may be of any floating
+        dtype, sparse ones are coalesced first. NaN and Inf count as overflow, before and after; the
+        largest finite value does not.
 
         Raises:
             RuntimeError: nothing was scaled in this step, or these gradients are unscaled already.
             GradcompError: gradients that are still packed.
             UnsupportedTensor: a gradient in a compressed sparse layout.
-            PeerMismatch, PeerLost: with `comm`: ranks with different scales or counters, a silent rank.
+            PeerMismatch, PeerLost: with `comm`: ranks with different scales or counters, a silent
+                rank.
         """
         self._check_open(optimizer)
         if optimizer in self._overflowed:
-            raise RuntimeError("unscale_() has been called for this optimizer in this step: once is enough")
+            raise RuntimeError(
+                "unscale_() has been called for this optimizer in this step: once is enough"
+            )
         grads = list(gradients(optimizer))
-        self._overflowed[optimizer] = True  # until the ranks have agreed: if that fails, nothing may step
+        self._overflowed[optimizer] = (
+            True  # until the ranks have agreed: if that fails, nothing may step
+        )
         self._overflowed[optimizer] = self._agree(unscale(grads, 1.0 / self._scale))
 
     def step(self, optimizer: Optimizer) -> Any:
-        """Call ``optimizer.step()`` with unscaled gradients; after an overflow call nothing, so that nothing changes.
+        """Call ``optimizer.step()`` with unscaled gradients; after an overflow call nothing, so
+        that nothing changes.
 
         Returns:
             What the optimizer returns; None for a step left out.
@@ -160,22 +186,30 @@ class DynamicLossScaler:
             RuntimeError: no gradient was checked since the last `update`.
         """
         if not self._overflowed:
-            raise RuntimeError("update() without unscale_() or step() before it: there is no verdict to go by")
+            raise RuntimeError(
+                "update() without unscale_() or step() before it: there is no verdict to go by"
+            )
         self._adapt(any(self._overflowed.values()))
         self.forget_step()
 
     def overflowed(self, optimizer: Optimizer) -> bool:
-        """Return whether the gradients that `unscale_` checked for this optimizer held NaN or Inf on any rank.
+        """Return whether the gradients that `unscale_` checked for this optimizer held NaN or Inf
+        on any rank.
 
         Raises:
             RuntimeError: they have not been checked in this step.
         """
         if optimizer not in self._overflowed:
-            raise RuntimeError("overflowed() before unscale_(): there is no verdict for this optimizer in this step")
+            raise RuntimeError(
+                "overflowed() before unscale_(): there is no verdict for this optimizer in this"
+                " step"
+            )
         return self._overflowed[optimizer]
 
     def forget_step(self) -> None:
-        """Begin the step anew: what was scaled and checked since the last `update` counts no more."""
+        """Begin the step anew: what was scaled and checked since the last `update` counts no
+        more.
+        """
         self._scaled = False
         self._overflowed: dict[Optimizer, bool] = {}  # those unscaled in this step
         self._stepped: set[Optimizer] = set()
@@ -189,10 +223,13 @@ class DynamicLossScaler:
         """Whether the last `step` left its optimizer alone because of an overflow."""
         return self._skipped
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on with the same scales: numbers and strings only. Take it after `update`."""
+        """Return what is needed to go on with the same scales: numbers and strings only. Take it
+        after `update`.
+        """
         return {
             "version": STATE_VERSION,
             "rule": self._rule,
@@ -205,7 +242,8 @@ class DynamicLossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take scale, counter, rule and bounds from a `state_dict`, and forget a step that is under way.
+        """Take scale, counter, rule and bounds from a `state_dict`, and forget a step that is under
+        way.
 
         Raises:
             ValueError: not such a state; nothing is changed then.
@@ -214,27 +252,41 @@ class DynamicLossScaler:
             raise ValueError(f"a state is a dictionary, got {type(state).__name__}")  # noqa: TRY004
         odd = state.keys() ^ self.state_dict().keys()
         if odd:
-            raise ValueError(f"this is no state of a DynamicLossScaler: {min(odd, key=str)!r} is missing or unknown")
+            raise ValueError(
+                f"this is no state of a DynamicLossScaler: {min(odd, key=str)!r} is missing or"
+                " unknown"
+            )
         if state["version"] != STATE_VERSION:
-            raise ValueError(f"this state has version {state['version']!r}, {STATE_VERSION} expected")
-        scale, factor, interval, counter = (state[key] for key in ("scale", "factor", "interval", "counter"))
+            raise ValueError(
+                f"this state has version {state['version']!r}, {STATE_VERSION} expected"
+            )
+        scale, factor, interval, counter = (
+            state[key] for key in ("scale", "factor", "interval", "counter")
+        )
         bounds = {key: state[key] for key in ("min_scale", "max_scale")}
         other = DynamicLossScaler(scale, factor, interval, rule=state["rule"], **bounds)
         check_count("counter", counter, 0)
         if counter > (interval + 1 if other._rule == "nnabla" else interval - 1):
-            raise ValueError(f"this state has counter {counter!r}, beyond its interval {interval!r}")
+            raise ValueError(
+                f"this state has counter {counter!r}, beyond its interval {interval!r}"
+            )
         for name in ("_rule", "_factor", "_interval", "_min", "_max", "_scale"):
             setattr(self, name, getattr(other, name))
         self._counter, self._skipped = counter, False
         self.forget_step()
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _check_open(self, optimizer: Optimizer) -> None:
         if not self._scaled:
-            raise RuntimeError("no loss was scaled in this step: call scaler.scale(loss).backward() first")
+            raise RuntimeError(
+                "no loss was scaled in this step: call scaler.scale(loss).backward() first"
+            )
         if optimizer in self._stepped:
-            raise RuntimeError("this optimizer has stepped already: call scaler.update() at the end of each step")
+            raise RuntimeError(
+                "this optimizer has stepped already: call scaler.update() at the end of each step"
+            )
 
     def _agree(self, overflowed: bool) -> bool:
         """Return whether any rank's gradients overflowed."""

@@ -18,7 +18,8 @@ from gradcomp.errors import GradcompError, UnsupportedTensor
 
 
 class DynamicLossScalingUpdater:
-    """One call for a whole training step: zero_grad, forward and backward, exchange, check, unscale, decay, step::
+    """One call for a whole training step: zero_grad, forward and backward, exchange, check,
+    unscale, decay, step::
 
         updater = gradcomp.amp.DynamicLossScalingUpdater(optimizer, loss_fn, data_feeder)
         for _ in range(iterations):
@@ -29,15 +30,20 @@ class DynamicLossScalingUpdater:
         loss_fn: called with a batch, returns the loss, one element; it runs the model.
         data_feeder: called without arguments, returns the next batch.
         scaler: a `DynamicLossScaler`; None makes one with its defaults.
-        accumulate: batches whose gradients make up one step. Their losses are averaged: n batches of equal size are one n
-            times as large, when the loss is a mean.
-        weight_decay: L2: ``weight_decay * parameter`` is added to each unscaled gradient. None: nothing is added.
-        clip: called without arguments on good unscaled gradients, before the decay: for ``clip_grad_norm_``.
-        on_overflow: "retry" draws new batches and tries again at once, with the smaller scale; "skip" returns.
+        accumulate: batches whose gradients make up one step. Their losses are averaged: n batches
+            of equal size are one n times as large, when the loss is a mean.
+        weight_decay: L2: ``weight_decay * parameter`` is added to each unscaled gradient. None:
+            nothing is added.
+        clip: called without arguments on good unscaled gradients, before the decay: for
+            ``clip_grad_norm_``.
+        on_overflow: "retry" draws new batches and tries again at once, with the smaller scale;
+            "skip" returns.
         max_retries: overflows in a row that "retry" bears within one `update`.
-        model: a DistributedDataParallel model: all but the last of the accumulated batches run under its ``no_sync()``.
-        compression: what `gradcomp.ddp.register` returned for `model`, or a `GradientAverager`, whose ``average()`` is then
-            called after the last backward. Made with ``grad_scaler=scaler``. A step left out leaves its residuals alone.
+        model: a DistributedDataParallel model: all but the last of the accumulated batches run
+            under its ``no_sync()``.
+        compression: what `gradcomp.ddp.register` returned for `model`, or a `GradientAverager`,
+            whose ``average()`` is then called after the last backward. Made with
+            ``grad_scaler=scaler``. A step left out leaves its residuals alone.
 
     Raises:
         ValueError: an argument out of its range, or ones that do not go together.
@@ -58,7 +64,10 @@ class DynamicLossScalingUpdater:
         model: torch.nn.Module | None = None,
         compression: Controls | None = None,
     ) -> None:
-        for name, value, wanted in (("optimizer", optimizer, Optimizer), ("scaler", scaler, DynamicLossScaler)):
+        for name, value, wanted in (
+            ("optimizer", optimizer, Optimizer),
+            ("scaler", scaler, DynamicLossScaler),
+        ):
             if not isinstance(value, wanted) and not (name == "scaler" and value is None):
                 raise ValueError(f"{name} must be a {wanted.__name__}, got {type(value).__name__}")
         for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder), ("clip", clip)):
@@ -66,21 +75,34 @@ class DynamicLossScalingUpdater:
                 raise ValueError(f"{name} must be callable, got {function!r}")
         check_count("accumulate", accumulate, 1)
         check_count("max_retries", max_retries, 0)
-        if weight_decay is not None and (not is_number(weight_decay) or not 0 <= weight_decay < math.inf):
-            raise ValueError(f"weight_decay must be None or a number of at least 0, got {weight_decay!r}")
+        if weight_decay is not None and (
+            not is_number(weight_decay) or not 0 <= weight_decay < math.inf
+        ):
+            raise ValueError(
+                f"weight_decay must be None or a number of at least 0, got {weight_decay!r}"
+            )
         if on_overflow not in ("retry", "skip"):
             raise ValueError(f"on_overflow must be 'retry' or 'skip', got {on_overflow!r}")
         if model is not None and not hasattr(model, "no_sync"):
-            raise ValueError(f"model must have no_sync(), as DistributedDataParallel has, got {type(model).__name__}")
-        self.optimizer, self.scaler = optimizer, scaler if scaler is not None else DynamicLossScaler()
+            raise ValueError(
+                "model must have no_sync(), as DistributedDataParallel has, got"
+                f" {type(model).__name__}"
+            )
+        self.optimizer, self.scaler = (
+            optimizer,
+            (scaler if scaler is not None else DynamicLossScaler()),
+        )
         if compression is not None:
             if not isinstance(compression, Controls):
                 raise ValueError(
-                    "compression must be what gradcomp.ddp.register returned, or a GradientAverager, "
-                    f"got {type(compression).__name__}"
+                    "compression must be what gradcomp.ddp.register returned, or a"
+                    f" GradientAverager, got {type(compression).__name__}"
                 )
             if not compression.follows(self.scaler.get_scale):
-                raise ValueError("compression must be made with grad_scaler=scaler, the scaler that is passed here")
+                raise ValueError(
+                    "compression must be made with grad_scaler=scaler, the scaler that is passed"
+                    " here"
+                )
         self._average: Callable[[], None] | None = getattr(compression, "average", None)
         if compression is not None and self._average is None and model is None and accumulate > 1:
             raise ValueError(f"accumulate={accumulate} under DDP needs model=, for its no_sync()")
@@ -97,8 +119,8 @@ class DynamicLossScalingUpdater:
             The mean loss of the batches of the last attempt on this rank, not scaled.
 
         Raises:
-            GradcompError: `max_retries` overflows in a row after a first one. Scale and parameters stay as the last attempt
-                left them, and the updater can go on.
+            GradcompError: `max_retries` overflows in a row after a first one. Scale and parameters
+                stay as the last attempt left them, and the updater can go on.
             ValueError: a loss that is not one element.
 
         Also what `loss_fn`, `data_feeder`, the exchange and `DynamicLossScaler.unscale_` raise.
@@ -110,12 +132,15 @@ class DynamicLossScalingUpdater:
         if not self._fails:
             return loss
         raise GradcompError(
-            f"the gradients overflowed {self._max_retries + 1} times in a row, the loss scale is {self.scaler.get_scale():g} "
-            "now: look for NaN and Inf in the batches, the loss and the parameters"
+            f"the gradients overflowed {self._max_retries + 1} times in a row, the loss scale is"
+            f" {self.scaler.get_scale():g} now: look for NaN and Inf in the batches, the loss and"
+            " the parameters"
         )
 
     def _attempt(self) -> float:
-        """Run forward, backward, exchange, check and, unless it overflowed, the optimizer; return the mean loss."""
+        """Run forward, backward, exchange, check and, unless it overflowed, the optimizer;
+        return the mean loss.
+        """
         scaler, optimizer = self.scaler, self.optimizer
         scaler.forget_step()  # of an attempt that ended in an exception
         optimizer.zero_grad()
@@ -151,7 +176,8 @@ def _decay(optimizer: Optimizer, decay: float) -> None:
         for parameter in parameters:
             if parameter.grad.layout is not torch.strided:
                 raise UnsupportedTensor(
-                    "gradient is sparse: weight_decay would make it dense; leave it to the optimizer"
+                    "gradient is sparse: weight_decay would make it dense; leave it to the"
+                    " optimizer"
                 )
         if parameters:
             torch._foreach_add_([p.grad for p in parameters], parameters, alpha=decay)

@@ -14,7 +14,12 @@ from gradcomp.version import __version__
 
 def about() -> dict[str, object]:
     """Return ``{"gradcomp": version, "machine": {...}}`` for the head of a file of results."""
-    machine = {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+    machine = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     return {"gradcomp": __version__, "machine": machine}
 
 

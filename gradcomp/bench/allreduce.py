@@ -1,8 +1,10 @@
-"""python -m gradcomp.bench allreduce: averages packed by gradcomp beside the library's own fp32 all_reduce.
+"""python -m gradcomp.bench allreduce: averages packed by gradcomp beside the library's own fp32
+all_reduce.
 
-Times are those of the slowest rank, medians over repetitions, fp32 and packed in turn within one run, after a warm-up of
-each. algbw = bytes of the fp32 tensor / seconds, busbw = algbw * 2 (N - 1) / N, as in nccl-tests, for every codec: what an
-fp32 all_reduce would have needed to be as fast. Every result is checked before it is timed.
+Times are those of the slowest rank, medians over repetitions, fp32 and packed in turn within one
+run, after a warm-up of each. algbw = bytes of the fp32 tensor / seconds, busbw = algbw * 2 (N - 1)
+/ N, as in nccl-tests, for every codec: what an fp32 all_reduce would have needed to be as fast.
+Every result is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ from gradcomp.arguments import Parser, integers
 from gradcomp.bench.allreduce_ranks import MARK, Row, over_gloo
 from gradcomp.bench.ranks import RANK_ERRORS, run_ranks
 
-SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 100_000_000, 256 << 20]
+SIZES = [
+    4 << 10,
+    16 << 10,
+    64 << 10,
+    256 << 10,
+    1 << 20,
+    4 << 20,
+    16 << 20,
+    64 << 20,
+    100_000_000,
+    256 << 20,
+]
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 LIMITS = {
     4 << 20: 1.3,
@@ -51,7 +64,9 @@ def parse_sizes(text: str) -> list[int]:
     try:
         return [parse_size(part) for part in text.split(",")]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 4K,1M: {error}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of sizes such as 4K,1M: {error}"
+        ) from None
 
 
 def show_size(nbytes: int) -> str:
@@ -62,7 +77,9 @@ def show_size(nbytes: int) -> str:
     return f"{nbytes // 10**6} MB" if nbytes % 10**6 == 0 else f"{nbytes:,} B"
 
 
-def measure(transport: str, world_size: int, settings: dict[str, Any], on_row: Callable[[Row], None]) -> None:
+def measure(
+    transport: str, world_size: int, settings: dict[str, Any], on_row: Callable[[Row], None]
+) -> None:
     """Run one transport at one world size.
 
     Raises:
@@ -76,14 +93,18 @@ def measure(transport: str, world_size: int, settings: dict[str, Any], on_row: C
         return
     command = [sys.executable, "-m", "gradcomp.launch", "-n", str(world_size)]
     command += ["-m", "gradcomp.bench.allreduce_ranks", json.dumps(settings)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:
             if line.startswith(MARK):
                 on_row(Row(**json.loads(line[len(MARK) :])))
         said = process.stderr.read()
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command[1:-1])} ended with {process.returncode}:\n{said[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(command[1:-1])} ended with {process.returncode}:\n{said[-2000:]}"
+        )
 
 
 def run(args: argparse.Namespace) -> list[Row]:
@@ -91,7 +112,12 @@ def run(args: argparse.Namespace) -> list[Row]:
     from rich.progress import Progress
 
     rows: list[Row] = []
-    settings = {"sizes": args.sizes, "codecs": args.codecs, "repeat": args.repeat, "threads": args.threads}
+    settings = {
+        "sizes": args.sizes,
+        "codecs": args.codecs,
+        "repeat": args.repeat,
+        "threads": args.threads,
+    }
     total = len(args.over) * len(args.ranks) * len(args.sizes) * (len(args.codecs) + 1)
     with Progress(transient=True) as progress:
         work = progress.add_task("", total=total)
@@ -99,7 +125,9 @@ def run(args: argparse.Namespace) -> list[Row]:
         def on_row(row: Row) -> None:
             rows.append(row)
             progress.update(
-                work, advance=1, description=f"{row.transport}, N = {row.world_size}, {show_size(row.nbytes)}"
+                work,
+                advance=1,
+                description=f"{row.transport}, N = {row.world_size}, {show_size(row.nbytes)}",
             )
 
         for transport in args.over:
@@ -125,7 +153,13 @@ def show(rows: Sequence[Row]) -> None:
                 table.add_section()
             sent = f"{r.sent_nbytes / 1e3:,.1f}" if r.sent_nbytes else ""
             table.add_row(
-                size, r.codec, f"{r.seconds * 1e3:.3f}", f"{r.algbw:.2f}", f"{r.busbw:.2f}", f"{r.over_fp32:.2f}", sent
+                size,
+                r.codec,
+                f"{r.seconds * 1e3:.3f}",
+                f"{r.algbw:.2f}",
+                f"{r.busbw:.2f}",
+                f"{r.over_fp32:.2f}",
+                sent,
             )
         Console().print(table)
 
@@ -134,11 +168,17 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     """Return one line for each requirement that was measured, "pass" or "FAIL" first."""
     out = []
     for r in rows:
-        if r.transport != "gloo" and r.world_size == 2 and r.codec == "terngrad" and r.nbytes in LIMITS:
+        if (
+            r.transport != "gloo"
+            and r.world_size == 2
+            and r.codec == "terngrad"
+            and r.nbytes in LIMITS
+        ):
             word = "pass" if r.over_fp32 <= LIMITS[r.nbytes] else "FAIL"
             out.append(
-                f"{word}  {r.transport}, N = 2, {show_size(r.nbytes)}: ternary takes {r.over_fp32:.2f}x the time of "
-                f"the fp32 Allreduce, at most {LIMITS[r.nbytes]} allowed"
+                f"{word}  {r.transport}, N = 2, {show_size(r.nbytes)}: ternary takes"
+                f" {r.over_fp32:.2f}x the time of the fp32 Allreduce, at most {LIMITS[r.nbytes]}"
+                " allowed"
             )
     return out
 
@@ -153,8 +193,19 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for axes, place in zip(panels, places, strict=True):
         for codec in dict.fromkeys(r.codec for r in rows):
             mine = [r for r in rows if (r.transport, r.world_size) == place and r.codec == codec]
-            axes.plot([r.nbytes for r in mine], [r.seconds * 1e3 for r in mine], marker="o", markersize=3, label=codec)
-        axes.set(xscale="log", yscale="log", title=f"{place[0]}, N = {place[1]}", xlabel="bytes of the fp32 tensor")
+            axes.plot(
+                [r.nbytes for r in mine],
+                [r.seconds * 1e3 for r in mine],
+                marker="o",
+                markersize=3,
+                label=codec,
+            )
+        axes.set(
+            xscale="log",
+            yscale="log",
+            title=f"{place[0]}, N = {place[1]}",
+            xlabel="bytes of the fp32 tensor",
+        )
         axes.grid(True, alpha=0.25)
     panels[0].set_ylabel("ms")
     panels[0].legend(frameon=False)
@@ -166,15 +217,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     has_mpi = importlib.util.find_spec("mpi4py") is not None
     parser = Parser(
         prog="python -m gradcomp.bench allreduce",
-        description="Time packed averages beside the library's own fp32 all_reduce; results are checked before they are timed.",
-        epilog="MPI is the one of this Python environment (pip install '.[mpi]'); gradcomp.launch starts it.\n\n"
-        "example:\n  python -m gradcomp.bench allreduce --over gloo --ranks 2 --sizes 1M,16M",
+        description=(
+            "Time packed averages beside the library's own fp32 all_reduce; results are checked"
+            " before they are timed."
+        ),
+        epilog=(
+            "MPI is the one of this Python environment (pip install '.[mpi]'); gradcomp.launch"
+            " starts it.\n\nexample:\n  python -m gradcomp.bench allreduce --over gloo --ranks 2"
+            " --sizes 1M,16M"
+        ),
     )
     parser.add_argument(
         "--over",
         default="gloo,mpi" if has_mpi else "gloo",
-        help="transports to time, as a list out of gloo and mpi (default: %(default)s, what is "
-        "installed)",
+        help=(
+            "transports to time, as a list out of gloo and mpi (default: %(default)s, what is "
+            "installed)"
+        ),
     )
     parser.add_argument(
         "--ranks",
@@ -186,8 +245,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--sizes",
         type=parse_sizes,
         default=SIZES,
-        help="bytes of fp32 gradients, as a list such as 4K,1M,256M (default: ten sizes from 4K "
-        "to 256M)",
+        help=(
+            "bytes of fp32 gradients, as a list such as 4K,1M,256M (default: ten sizes from 4K "
+            "to 256M)"
+        ),
     )
     parser.add_argument(
         "--codecs",
@@ -238,7 +299,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     args = parse(argv)
     if "mpi" in args.over and importlib.util.find_spec("mpi4py") is None:
-        print("gradcomp.bench allreduce: mpi4py is not installed here: pip install 'gradcomp[mpi]'", file=sys.stderr)
+        print(
+            "gradcomp.bench allreduce: mpi4py is not installed here: pip install 'gradcomp[mpi]'",
+            file=sys.stderr,
+        )
         return 2
     try:
         rows = run(args)

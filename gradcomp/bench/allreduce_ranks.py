@@ -1,7 +1,9 @@
-"""What every rank of ``bench allreduce`` does: check each result, then time packed and fp32 averages in turn.
+"""What every rank of ``bench allreduce`` does: check each result, then time packed and fp32
+averages in turn.
 
-Started by `gradcomp.bench.allreduce`: over gloo as a function of every rank, over MPI as
-``python -m gradcomp.launch -n N -m gradcomp.bench.allreduce_ranks SETTINGS`` whose rank 0 prints one JSON line a row.
+Started by `gradcomp.bench.allreduce`: over gloo as a function of every rank, over MPI as ``python
+-m gradcomp.launch -n N -m gradcomp.bench.allreduce_ranks SETTINGS`` whose rank 0 prints one JSON
+line a row.
 """
 
 from __future__ import annotations
@@ -91,27 +93,44 @@ def measure_all(
         packed = {codec: _packed(comm, codec) for codec in codecs}
         for codec, average in packed.items():
             _check(comm, codec, average, mine)
-        times = _time(comm, {"fp32": library, **packed}, mine, max(5, min(repeat, repeat * (8 << 20) // nbytes)))
+        times = _time(
+            comm,
+            {"fp32": library, **packed},
+            mine,
+            max(5, min(repeat, repeat * (8 << 20) // nbytes)),
+        )
         for codec in ("fp32", *codecs):
             if comm.rank == 0:
                 emit(_row(transport, comm.world_size, codec, nbytes, times))
         comm.kept.clear()
 
 
-def _row(transport: str, world_size: int, codec: str, nbytes: int, times: dict[str, list[float]]) -> Row:
+def _row(
+    transport: str, world_size: int, codec: str, nbytes: int, times: dict[str, list[float]]
+) -> Row:
     ratios = [t / f for t, f in zip(times[codec], times["fp32"], strict=True)]
     sent = 0
     if codec != "fp32":
         shapes = [("x", (nbytes // 4,))]
         sent = predict_bytes(resolve(codec), shapes, world_size, min_numel=0).sent
-    return Row(transport, world_size, codec, nbytes, statistics.median(times[codec]), statistics.median(ratios), sent)
+    return Row(
+        transport,
+        world_size,
+        codec,
+        nbytes,
+        statistics.median(times[codec]),
+        statistics.median(ratios),
+        sent,
+    )
 
 
 def _packed(comm: Communicator, codec: str) -> Average:
     return lambda tensor: gradcomp.all_reduce(tensor, codec, comm, timeout_s=120)
 
 
-def _time(comm: Communicator, averages: dict[str, Average], mine: Tensor, repeat: int) -> dict[str, list[float]]:
+def _time(
+    comm: Communicator, averages: dict[str, Average], mine: Tensor, repeat: int
+) -> dict[str, list[float]]:
     """Return every repetition's seconds of the slowest rank, the averages in turn."""
     taken: dict[str, list[float]] = {name: [] for name in averages}
     tensor = mine.clone()
@@ -123,21 +142,29 @@ def _time(comm: Communicator, averages: dict[str, Average], mine: Tensor, repeat
             average(tensor)
             if number:  # the first is a warm-up
                 taken[name].append(time.perf_counter() - begun)
-    everyone = [json.loads(t) for t in comm.all_gather_bytes(json.dumps(taken).encode().ljust(1 << 16), 120)]
-    return {name: [max(t) for t in zip(*(e[name] for e in everyone), strict=True)] for name in averages}
+    everyone = [
+        json.loads(t) for t in comm.all_gather_bytes(json.dumps(taken).encode().ljust(1 << 16), 120)
+    ]
+    return {
+        name: [max(t) for t in zip(*(e[name] for e in everyone), strict=True)] for name in averages
+    }
 
 
 def _check_library(comm: Communicator, library: Average, mine: Tensor) -> None:
     tensor = mine.clone()
     result = library(tensor)
     total = result if isinstance(result, Tensor) else tensor
-    wanted = torch.stack([values(rank, mine.numel()) for rank in range(comm.world_size)]).sum(0, dtype=torch.float64)
+    wanted = torch.stack([values(rank, mine.numel()) for rank in range(comm.world_size)]).sum(
+        0, dtype=torch.float64
+    )
     if not torch.allclose(total.double(), wanted, atol=1e-4):
         raise SystemExit(f"the library's all_reduce of {mine.numel()} values is wrong")
 
 
 def _check(comm: Communicator, codec: str, average: Average, mine: Tensor) -> None:
-    """End the program unless all ranks have the same bits, and the bits that threads of one process compute."""
+    """End the program unless all ranks have the same bits, and the bits that threads of one
+    process compute.
+    """
     tensor = mine.clone()
     average(tensor)
     digest = hashlib.blake2b(tensor.numpy().tobytes(), digest_size=16).digest()
@@ -170,7 +197,15 @@ def over_gloo(rank: int, emit: Callable[[Any], None], settings: dict[str, Any]) 
 
     torch.set_num_threads(settings["threads"])
     comm = gradcomp.comm.TorchCommunicator(timeout_s=120)
-    measure_all("gloo", comm, dist.all_reduce, settings["sizes"], settings["codecs"], settings["repeat"], emit)
+    measure_all(
+        "gloo",
+        comm,
+        dist.all_reduce,
+        settings["sizes"],
+        settings["codecs"],
+        settings["repeat"],
+        emit,
+    )
     comm.close()
 
 
@@ -193,8 +228,14 @@ def over_mpi(settings: dict[str, Any]) -> None:
     def emit(row: Row) -> None:
         print(MARK + json.dumps(asdict(row)), flush=True)
 
-    flavour = "Open MPI" if "Open MPI" in MPI.Get_library_version() else MPI.Get_library_version().split()[0]
-    measure_all(flavour, comm, library, settings["sizes"], settings["codecs"], settings["repeat"], emit)
+    flavour = (
+        "Open MPI"
+        if "Open MPI" in MPI.Get_library_version()
+        else MPI.Get_library_version().split()[0]
+    )
+    measure_all(
+        flavour, comm, library, settings["sizes"], settings["codecs"], settings["repeat"], emit
+    )
     comm.close()
 
 

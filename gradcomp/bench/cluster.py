@@ -1,8 +1,10 @@
-"""Measure on the ranks at hand what the planner needs: computing, codecs, collectives, all ranks at once.
+"""Measure on the ranks at hand what the planner needs: computing, codecs, collectives, all ranks at
+once.
 
-Ranks of one machine share its cores, its caches and its memory, so everything is timed with all of them at work: a barrier,
-then every rank does the same, and the slowest rank's seconds count. A figure is a median of repeats. What is predicted from
-these figures never saw a training step with an exchange in it; `gradcomp.bench.cluster_validate` holds it against some.
+Ranks of one machine share its cores, its caches and its memory, so everything is timed with all of
+them at work: a barrier, then every rank does the same, and the slowest rank's seconds count. A
+figure is a median of repeats. What is predicted from these figures never saw a training step with
+an exchange in it; `gradcomp.bench.cluster_validate` holds it against some.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ COMPUTE_STEPS = 30
 MESSAGE_NBYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
 MESSAGE_REPEATS = 15
 SIZES = (1 << 13, 512 * 2442)  # of LeNet's gradients, where `before` keeps all ranks in step
-ASKED = (*METHODS, METHODS[0].after(LocalSteps(1)))  # the last for what local steps take beside an exchange
+ASKED = (
+    *METHODS,
+    METHODS[0].after(LocalSteps(1)),
+)  # the last for what local steps take beside an exchange
 KINDS = ("max", "all_to_all", "all_gather", "all_reduce", "all_reduce_bf16")
 
 
@@ -56,7 +61,8 @@ class Measured:
         t_frame: forward and backward of a sample of LeNet.
         forward_share: of it.
         t_update: SGD with momentum on LeNet's weights.
-        t_post: AdaGrad on all of LeNet's gradients, which owners share out where it is on the aggregate.
+        t_post: AdaGrad on all of LeNet's gradients, which owners share out where it is on the
+            aggregate.
         t_copy: gradients into a flat bucket and back (`gradcomp.GradientAverager`).
         rates: of the codecs.
         transport: seconds of collectives.
@@ -75,9 +81,15 @@ class Measured:
     cores: float
 
     def workload(
-        self, model: Model, *, minibatch: float | None = None, averager: bool = False, adagrad: bool = False
+        self,
+        model: Model,
+        *,
+        minibatch: float | None = None,
+        averager: bool = False,
+        adagrad: bool = False,
     ) -> Workload:
-        """Return a model's work on these ranks: LeNet's as measured, another one's in proportion to FLOPs and values.
+        """Return a model's work on these ranks: LeNet's as measured, another one's in proportion to
+        FLOPs and values.
 
         Args:
             model: to train.
@@ -101,7 +113,8 @@ class Measured:
 
 
 def measure_here(ranks: int | None) -> Measured:
-    """Return the measurement of the ranks that this process belongs to, or of ``ranks`` new ones on this machine.
+    """Return the measurement of the ranks that this process belongs to, or of ``ranks`` new ones on
+    this machine.
 
     Raises:
         ValueError: no ranks at hand and none asked for.
@@ -113,7 +126,8 @@ def measure_here(ranks: int | None) -> Measured:
     importlib.import_module("gradcomp.launch").export_environment()
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError(
-            "--measure needs ranks: --ranks 2 starts some here, python -m gradcomp.launch -n 4 -m gradcomp.plan --measure there"
+            "--measure needs ranks: --ranks 2 starts some here, python -m gradcomp.launch -n 4 -m"
+            " gradcomp.plan --measure there"
         )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -163,9 +177,17 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
         PeerMismatch: a rank sent what is not JSON, or more than `GATHER_NBYTES` bytes.
     """
     mine = json.dumps(value).encode()
-    lengths = [int.from_bytes(b, "little") for b in comm.all_gather_bytes(len(mine).to_bytes(8, "little"), TIMEOUT_S)]
+    lengths = [
+        int.from_bytes(b, "little")
+        for b in comm.all_gather_bytes(len(mine).to_bytes(8, "little"), TIMEOUT_S)
+    ]
     if max(lengths) > GATHER_NBYTES:
-        raise PeerMismatch("measurement", lengths.index(max(lengths)), f"at most {GATHER_NBYTES} bytes", max(lengths))
+        raise PeerMismatch(
+            "measurement",
+            lengths.index(max(lengths)),
+            f"at most {GATHER_NBYTES} bytes",
+            max(lengths),
+        )
     found = []
     for rank, data in enumerate(comm.all_gather_bytes(mine.ljust(max(lengths)), TIMEOUT_S)):
         try:
@@ -207,7 +229,9 @@ class Training:
         self._images, self._labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
         numels = [p.numel() for p in self.model.parameters()]
         views = torch.split(torch.zeros(sum(numels)), numels)
-        self._pairs = [(v.view_as(p), p) for v, p in zip(views, self.model.parameters(), strict=True)]
+        self._pairs = [
+            (v.view_as(p), p) for v, p in zip(views, self.model.parameters(), strict=True)
+        ]
         self._flat = torch.full((sum(numels),), 0.01)
         self._adagrad = Transforming(AggregateAdagrad(), {0: sum(numels)})
 
@@ -217,7 +241,9 @@ class Training:
         return torch.nn.functional.cross_entropy(self.model(self._images), self._labels)
 
     def time_parts(self) -> list[float]:
-        """Return seconds of forward, backward, update, copying gradients into a bucket and back, and AdaGrad on them."""
+        """Return seconds of forward, backward, update, copying gradients into a bucket and back,
+        and AdaGrad on them.
+        """
         times = [time.perf_counter()]
         loss = self.forward()
         times.append(time.perf_counter())
@@ -246,26 +272,42 @@ def _measure_training(comm: Communicator) -> dict[str, float]:
 
 
 def computing(comm: Communicator, seen: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return what `Measured` says of computing, of what `Training.time_parts` returned. Collective."""
-    forward, backward, update, copy, post = (slowest(comm, column) for column in zip(*seen, strict=True))
+    """Return what `Measured` says of computing, of what `Training.time_parts` returned.
+    Collective.
+    """
+    forward, backward, update, copy, post = (
+        slowest(comm, column) for column in zip(*seen, strict=True)
+    )
     whole = slowest(comm, [f + b for f, b, *_ in seen])
     share = forward / (forward + backward)
-    return {"t_frame": whole / BATCH, "forward_share": share, "t_update": update, "t_post": post, "t_copy": copy}
+    return {
+        "t_frame": whole / BATCH,
+        "forward_share": share,
+        "t_update": update,
+        "t_post": post,
+        "t_copy": copy,
+    }
 
 
 def _slowest_rates(dicts: Sequence[dict[str, dict[str, dict[str, float]]]]) -> Rates:
     """Return the largest over ranks of every rate, of what `Rates.to_dict` returned on each."""
-    return Rates({
-        method: {
-            stage: StageRate(**{name: max(d[method][stage][name] for d in dicts) for name in rate})
-            for stage, rate in stages.items()
+    return Rates(
+        {
+            method: {
+                stage: StageRate(
+                    **{name: max(d[method][stage][name] for d in dicts) for name in rate}
+                )
+                for stage, rate in stages.items()
+            }
+            for method, stages in dicts[0].items()
         }
-        for method, stages in dicts[0].items()
-    })  # fmt: skip
+    )
 
 
 def measure_transport(comm: Communicator, sizes: Sequence[int] = MESSAGE_NBYTES) -> Transport:
-    """Return alpha and beta of every collective: least relative squares over several `sizes` (bytes that a rank sends). Collective."""
+    """Return alpha and beta of every collective: least relative squares over several `sizes`
+    (bytes that a rank sends). Collective.
+    """
     alphas: dict[str, float] = {}
     betas: dict[str, float] = {}
     for kind in KINDS:
@@ -287,7 +329,9 @@ def measure_transport(comm: Communicator, sizes: Sequence[int] = MESSAGE_NBYTES)
 
 
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (alpha, beta) of seconds = alpha + beta * nbytes with the least relative squares, neither negative."""
+    """Return (alpha, beta) of seconds = alpha + beta * nbytes with the least relative squares,
+    neither negative.
+    """
     sizes, times = np.asarray(nbytes), np.asarray(seconds)
     rows = np.stack([1 / times, sizes / times], axis=1)
     alpha, beta = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)[0]
@@ -303,18 +347,29 @@ def _collective(comm: Communicator, kind: str, nbytes: int) -> tuple[Callable[[]
     n = comm.world_size
     if kind == "max":
         values = torch.ones(max(1, nbytes * n // (8 * (n - 1))), dtype=torch.int32)
-        return lambda: comm.start_max(values, Channel.SCALE).wait(TIMEOUT_S), ring_bytes(values.numel(), n)
+        return lambda: comm.start_max(values, Channel.SCALE).wait(TIMEOUT_S), ring_bytes(
+            values.numel(), n
+        )
     if kind.startswith("all_reduce"):
         dtype = torch.bfloat16 if kind == "all_reduce_bf16" else torch.float32
         gradients = torch.ones(max(1, nbytes * n // (2 * dtype.itemsize * (n - 1))), dtype=dtype)
-        return lambda: _all_reduce(gradients), ring_bytes(gradients.numel(), n) * dtype.itemsize // 4
+        return (
+            lambda: _all_reduce(gradients),
+            ring_bytes(gradients.numel(), n) * dtype.itemsize // 4,
+        )
     part = nbytes // (n - 1)
     if kind == "all_gather":
         send, recv = torch.ones(part, dtype=torch.uint8), torch.empty(n * part, dtype=torch.uint8)
-        return lambda: comm.start_all_gather(send, recv, Channel.FIRST).wait(TIMEOUT_S), (n - 1) * part
+        return (
+            lambda: comm.start_all_gather(send, recv, Channel.FIRST).wait(TIMEOUT_S),
+            (n - 1) * part,
+        )
     send, recv = torch.ones(n * part, dtype=torch.uint8), torch.empty(n * part, dtype=torch.uint8)
     counts = [part] * n
-    return lambda: comm.start_all_to_all(send, counts, recv, counts, Channel.FIRST).wait(TIMEOUT_S), (n - 1) * part
+    return (
+        lambda: comm.start_all_to_all(send, counts, recv, counts, Channel.FIRST).wait(TIMEOUT_S),
+        (n - 1) * part,
+    )
 
 
 def _all_reduce(values: Tensor) -> None:

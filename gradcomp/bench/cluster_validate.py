@@ -1,7 +1,9 @@
-"""Hold predicted steps against measured ones: LeNet, `GradientAverager`, 2 and 4 ranks here, behind links of three speeds.
+"""Hold predicted steps against measured ones: LeNet, `GradientAverager`, 2 and 4 ranks here, behind
+links of three speeds.
 
-Predictions are made of measured parts only (`gradcomp.bench.cluster`): computing, codecs, collectives over loopback. The slow
-links are `gradcomp.comm.LinkCommunicator`'s, their rates what it is told.
+Predictions are made of measured parts only (`gradcomp.bench.cluster`): computing, codecs,
+collectives over loopback. The slow links are `gradcomp.comm.LinkCommunicator`'s, their rates what
+it is told.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from rich.console import Console
 from rich.table import Table
 
 import gradcomp
-from gradcomp.bench.cluster import TIMEOUT_S, Measured, Training, barrier, computing, gather, measure, strategy_method
+from gradcomp.bench.cluster import (
+    TIMEOUT_S,
+    Measured,
+    Training,
+    barrier,
+    computing,
+    gather,
+    measure,
+    strategy_method,
+)
 from gradcomp.bench.ranks import Emit, run_ranks
 from gradcomp.codecs import Codec
 from gradcomp.comm import Communicator, LinkCommunicator, TorchCommunicator
@@ -52,7 +63,11 @@ class Comparison:
 
 def codecs() -> dict[str, Codec]:
     """Return the codecs that are compared, by name."""
-    return {"fp32": gradcomp.Identity(), "terngrad": gradcomp.TernGrad(), "onebit": gradcomp.OneBit()}
+    return {
+        "fp32": gradcomp.Identity(),
+        "terngrad": gradcomp.TernGrad(),
+        "onebit": gradcomp.OneBit(),
+    }
 
 
 def validate(console: Console) -> list[Comparison]:
@@ -63,7 +78,10 @@ def validate(console: Console) -> list[Comparison]:
     console.print(build_table(rows))
     off = max(abs(row.error) for row in rows)
     within = sum(abs(row.error) <= GOAL for row in rows)
-    console.print(f"{within} of {len(rows)} rows within {GOAL:.0%}; the largest error is {off:.0%}.", highlight=False)
+    console.print(
+        f"{within} of {len(rows)} rows within {GOAL:.0%}; the largest error is {off:.0%}.",
+        highlight=False,
+    )
     return rows
 
 
@@ -71,11 +89,15 @@ def build_table(rows: list[Comparison]) -> Table:
     """Return the rows as a table."""
     table = Table(title="a step of LeNet: predicted and measured", box=box.SIMPLE_HEAD)
     for name in ("ranks", "link", "codec", "predicted", "measured", "error"):
-        table.add_column(name, justify="left" if name in ("link", "codec") else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name in ("link", "codec") else "right", no_wrap=True
+        )
     for row in rows:
         color = "green" if abs(row.error) <= GOAL else "red"
         times = (format_seconds(row.predicted), format_seconds(row.measured))
-        table.add_row(str(row.ranks), row.link, row.codec, *times, f"[{color}]{row.error:+.0%}[/{color}]")
+        table.add_row(
+            str(row.ranks), row.link, row.codec, *times, f"[{color}]{row.error:+.0%}[/{color}]"
+        )
     return table
 
 
@@ -88,7 +110,8 @@ def _validate_rank(rank: int, emit: Emit) -> None:
         for name, method in methods.items():
             steps = max(4, min(STEPS, int(SECONDS / predict(found, method, link))))
             seconds, parts = train(comm, codecs()[name], link, steps)
-            # other programs on this machine come and go, so computing is measured between the steps that it predicts
+            # other programs on this machine come and go, so computing is measured between the steps
+            # that it predicts
             predicted = predict(replace(found, **computing(comm, parts)), method, link)
             if rank == 0:
                 emit(Comparison(n, where, name, predicted, seconds))
@@ -102,7 +125,9 @@ def predict(found: Measured, method: Method, link: Link) -> float:
     return simulate(work, method, found.ranks, link, **options).seconds  # type: ignore[arg-type]
 
 
-def train(comm: Communicator, codec: Codec, link: Link, steps: int) -> tuple[float, list[list[float]]]:
+def train(
+    comm: Communicator, codec: Codec, link: Link, steps: int
+) -> tuple[float, list[list[float]]]:
     """Train with an exchange in every other step. Collective.
 
     Args:
@@ -112,8 +137,9 @@ def train(comm: Communicator, codec: Codec, link: Link, steps: int) -> tuple[flo
         steps: to take of either kind.
 
     Returns:
-        Seconds of a step with an exchange (the median over steps of the mean over ranks), and the parts of this rank's steps
-        without one, as `gradcomp.bench.cluster.Training.time_parts` returns them.
+        Seconds of a step with an exchange (the median over steps of the mean over ranks), and the
+        parts of this rank's steps without one, as `gradcomp.bench.cluster.Training.time_parts`
+        returns them.
     """
     training = Training(0)
     own: Communicator = TorchCommunicator(timeout_s=TIMEOUT_S)
@@ -138,9 +164,14 @@ def train(comm: Communicator, codec: Codec, link: Link, steps: int) -> tuple[flo
 def describe(found: Measured) -> list[str]:
     """Return the measurement in words, a line each."""
     lines = [
-        f"{found.ranks} ranks at once, {found.cores:g} cores each, {found.batch} samples a rank and step",
-        f"LeNet: {format_seconds(found.t_frame)} a sample ({found.forward_share:.0%} of it forward), "
-        + f"update {format_seconds(found.t_update)}, AdaGrad {format_seconds(found.t_post)} over all ranks together",
+        (
+            f"{found.ranks} ranks at once, {found.cores:g} cores each, {found.batch} samples a rank"
+            " and step"
+        ),
+        f"LeNet: {format_seconds(found.t_frame)} a sample ({found.forward_share:.0%} of it"
+        " forward), "
+        + f"update {format_seconds(found.t_update)}, AdaGrad {format_seconds(found.t_post)} over"
+        " all ranks together",
     ]
     for kind, alpha in found.transport.alpha_s.items():
         beta = found.transport.beta_s[kind]

@@ -1,8 +1,9 @@
-"""Read real images: MNIST-style IDX files from a folder, or scikit-learn's digits when none is given.
+"""Read real images: MNIST-style IDX files from a folder, or scikit-learn's digits when none is
+given.
 
-IDX is the format that MNIST is published in: two zero bytes, a type byte (0x08 = unsigned byte), the number of
-dimensions, one big-endian u32 a dimension, then the values. A file is refused unless every byte of it is accounted for,
-and nothing is allocated by a number that was read from it.
+IDX is the format that MNIST is published in: two zero bytes, a type byte (0x08 = unsigned byte),
+the number of dimensions, one big-endian u32 a dimension, then the values. A file is refused unless
+every byte of it is accounted for, and nothing is allocated by a number that was read from it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _DIGITS_MAX = 16.0
 
 @dataclass(frozen=True)
 class ImageData:
-    """Labelled images, split into training and test, standardised with the training set's mean and deviation.
+    """Labelled images, split into training and test, standardised with the training set's mean and
+    deviation.
 
     Attributes:
         name: short name for tables and file names' titles.
@@ -62,7 +64,8 @@ def load(folder: Path | None) -> ImageData:
 
 
 def load_digits() -> ImageData:
-    """Load scikit-learn's 1797 digits of 8x8 pixels, upsampled to 28x28, a fixed quarter of each class held out.
+    """Load scikit-learn's 1797 digits of 8x8 pixels, upsampled to 28x28, a fixed quarter of each
+    class held out.
 
     Returns:
         1347 training and 450 test images, the same ones in every process and run.
@@ -72,14 +75,19 @@ def load_digits() -> ImageData:
 
     bunch = sklearn_digits()
     train, test = train_test_split(
-        np.arange(len(bunch.target)), test_size=_DIGITS_TEST_SHARE, random_state=0, stratify=bunch.target
+        np.arange(len(bunch.target)),
+        test_size=_DIGITS_TEST_SHARE,
+        random_state=0,
+        stratify=bunch.target,
     )
     small = torch.as_tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / _DIGITS_MAX
-    images = torch.nn.functional.interpolate(small, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
+    images = torch.nn.functional.interpolate(
+        small, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False
+    )
     labels = torch.as_tensor(bunch.target, dtype=torch.int64)
     note = (
-        f"scikit-learn digits, 8x8 images upsampled to 28x28 (bilinear): {len(train)} for training, {len(test)} for test; "
-        "--data DIR takes MNIST or Fashion-MNIST"
+        f"scikit-learn digits, 8x8 images upsampled to 28x28 (bilinear): {len(train)} for training,"
+        f" {len(test)} for test; --data DIR takes MNIST or Fashion-MNIST"
     )
     return _standardised("digits", note, images[train], labels[train], images[test], labels[test])
 
@@ -88,19 +96,24 @@ def load_idx_folder(folder: Path) -> ImageData:
     """Load the four MNIST-style files (plain or .gz) of a folder.
 
     Args:
-        folder: holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte,
-            each as it is or with .gz.
+        folder: holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte,
+            t10k-labels-idx1-ubyte, each as it is or with .gz.
 
     Raises:
         FileNotFoundError: the folder or a file is missing; the message lists what was looked for.
         ValueError: a file is broken, or images and labels do not match.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"--data {folder}: no such folder; give the folder that holds {TRAIN_FILES[0]}[.gz]")
+        raise FileNotFoundError(
+            f"--data {folder}: no such folder; give the folder that holds {TRAIN_FILES[0]}[.gz]"
+        )
     train_images, train_labels = _read_pair(folder, TRAIN_FILES)
     test_images, test_labels = _read_pair(folder, TEST_FILES)
     name = folder.resolve().name
-    note = f"IDX files in {folder}: {len(train_labels)} images for training, {len(test_labels)} for test"
+    note = (
+        f"IDX files in {folder}: {len(train_labels)} images for training, {len(test_labels)} for"
+        " test"
+    )
     return _standardised(name, note, train_images, train_labels, test_images, test_labels)
 
 
@@ -115,7 +128,8 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: not gzip though named so, wrong magic or type, truncated, or bytes after the last value.
+        ValueError: not gzip though named so, wrong magic or type, truncated, or bytes after the
+            last value.
     """
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
@@ -125,30 +139,43 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file ({error}); fetch it again") from error
     if len(body) < expected_nbytes:
-        raise ValueError(f"{path}: truncated: the header says {dims} = {expected_nbytes} bytes, the file has {len(body)}")
+        raise ValueError(
+            f"{path}: truncated: the header says {dims} = {expected_nbytes} bytes, the file has"
+            f" {len(body)}"
+        )
     if len(body) > expected_nbytes:
-        raise ValueError(f"{path}: trailing bytes after the {expected_nbytes} that its header {dims} announces")
+        raise ValueError(
+            f"{path}: trailing bytes after the {expected_nbytes} that its header {dims} announces"
+        )
     return np.frombuffer(body, dtype=np.uint8).reshape(dims)
 
 
 def _read_header(path: Path, stream: gzip.GzipFile | BufferedReader) -> tuple[int, ...]:
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0":
-        raise ValueError(f"{path}: not an IDX file: it starts with {magic.hex() or 'nothing'}, not with 0000")
+        raise ValueError(
+            f"{path}: not an IDX file: it starts with {magic.hex() or 'nothing'}, not with 0000"
+        )
     if magic[2] != _UNSIGNED_BYTE:
-        raise ValueError(f"{path}: IDX type 0x{magic[2]:02x} is not supported, only 0x08 (unsigned byte)")
+        raise ValueError(
+            f"{path}: IDX type 0x{magic[2]:02x} is not supported, only 0x08 (unsigned byte)"
+        )
     ndim = magic[3]
     if ndim not in (1, 3):
         raise ValueError(f"{path}: {ndim} dimensions; labels have 1 and images have 3")
     raw = stream.read(4 * ndim)
     if len(raw) < 4 * ndim:
-        raise ValueError(f"{path}: truncated inside the header ({len(raw)} of {4 * ndim} bytes of dimensions)")
+        raise ValueError(
+            f"{path}: truncated inside the header ({len(raw)} of {4 * ndim} bytes of dimensions)"
+        )
     dims: tuple[int, ...] = struct.unpack(f">{ndim}I", raw)
     return dims
 
 
 def _read_at_most(stream: gzip.GzipFile | BufferedReader, limit_nbytes: int) -> bytes:
-    """Read up to ``limit_nbytes`` in chunks: a lying header must not decide how much memory is asked for."""
+    """Read up to ``limit_nbytes`` in chunks: a lying header must not decide how much memory is
+    asked for.
+    """
     chunks: list[bytes] = []
     left = limit_nbytes
     while left > 0:
@@ -164,18 +191,25 @@ def _find(folder: Path, stem: str) -> Path:
     for candidate in (folder / stem, folder / f"{stem}.gz"):
         if candidate.is_file():
             return candidate
-    raise FileNotFoundError(f"{folder} holds neither {stem} nor {stem}.gz; it must hold the four files of MNIST's names")
+    raise FileNotFoundError(
+        f"{folder} holds neither {stem} nor {stem}.gz; it must hold the four files of MNIST's names"
+    )
 
 
 def _read_pair(folder: Path, stems: tuple[str, str]) -> tuple[Tensor, Tensor]:
     images_path, labels_path = _find(folder, stems[0]), _find(folder, stems[1])
     images, labels = read_idx(images_path), read_idx(labels_path)
     if images.ndim != 3 or images.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE):
-        raise ValueError(f"{images_path}: dimensions {images.shape}; images of {IMAGE_SIZE}x{IMAGE_SIZE} are needed")
+        raise ValueError(
+            f"{images_path}: dimensions {images.shape}; images of {IMAGE_SIZE}x{IMAGE_SIZE} are"
+            " needed"
+        )
     if labels.ndim != 1:
         raise ValueError(f"{labels_path}: {labels.ndim} dimensions; labels have 1")
     if len(images) != len(labels):
-        raise ValueError(f"{images_path} has {len(images)} images but {labels_path} has {len(labels)} labels")
+        raise ValueError(
+            f"{images_path} has {len(images)} images but {labels_path} has {len(labels)} labels"
+        )
     if len(labels) == 0:
         raise ValueError(f"{labels_path}: holds no samples")
     if int(labels.max()) >= NUM_CLASSES:
@@ -185,9 +219,23 @@ def _read_pair(folder: Path, stems: tuple[str, str]) -> tuple[Tensor, Tensor]:
 
 
 def _standardised(
-    name: str, note: str, train_images: Tensor, train_labels: Tensor, test_images: Tensor, test_labels: Tensor
+    name: str,
+    note: str,
+    train_images: Tensor,
+    train_labels: Tensor,
+    test_images: Tensor,
+    test_labels: Tensor,
 ) -> ImageData:
     mean, std = float(train_images.mean()), float(train_images.std(correction=0))
     if std == 0.0:
-        raise ValueError(f"{name}: every pixel of the training images is {mean}; there is nothing to learn from")
-    return ImageData(name, note, (train_images - mean) / std, train_labels, (test_images - mean) / std, test_labels)
+        raise ValueError(
+            f"{name}: every pixel of the training images is {mean}; there is nothing to learn from"
+        )
+    return ImageData(
+        name,
+        note,
+        (train_images - mean) / std,
+        train_labels,
+        (test_images - mean) / std,
+        test_labels,
+    )

@@ -1,7 +1,8 @@
-"""Train LeNet on real images with 2 ranks through DDP, once a codec of `CODECS`, and compare them in one table.
+"""Train LeNet on real images with 2 ranks through DDP, once a codec of `CODECS`, and compare them
+in one table.
 
-``python -m gradcomp.bench demo`` starts the ranks itself (gloo, this machine, one torch thread each), prints one table
-and writes demo.json and demo.png.
+``python -m gradcomp.bench demo`` starts the ranks itself (gloo, this machine, one torch thread
+each), prints one table and writes demo.json and demo.png.
 """
 
 from __future__ import annotations
@@ -52,27 +53,89 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the demo."""
     parser = Parser(
         prog="python -m gradcomp.bench demo",
-        description="Train LeNet on real images under DistributedDataParallel, once per codec with the same seeds, steps "
-        "and batches. Show test accuracy, bytes sent and the step time predicted for a 1 Gbit/s network.",
-        epilog="examples:\n  python -m gradcomp.bench demo --short\n"
-        "  python -m gradcomp.bench demo --data path/to/mnist --steps 600",
+        description=(
+            "Train LeNet on real images under DistributedDataParallel, once per codec with the same"
+            " seeds, steps and batches. Show test accuracy, bytes sent and the step time predicted"
+            " for a 1 Gbit/s network."
+        ),
+        epilog=(
+            "examples:\n  python -m gradcomp.bench demo --short\n"
+            "  python -m gradcomp.bench demo --data path/to/mnist --steps 600"
+        ),
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with the IDX files of MNIST or Fashion-MNIST, "
-                        "plain or .gz (default: scikit-learn's digits, upsampled to 28x28)")  # fmt: skip
-    parser.add_argument("--codecs", default="fp32,ternary,onebit", metavar="A,B", help=f"codecs to train with, of {', '.join(CODECS)} (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=250, metavar="N", help="optimizer steps of each training (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="trainings per codec, for mean and deviation (default: %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes to start on this machine (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=64, metavar="N", help="images per step over all ranks (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.03, metavar="RATE", help="first learning rate; it falls to 0 (default: %(default)s)")
-    parser.add_argument("--short", action="store_true", help=f"train one seed for {SHORT_STEPS} steps: a check that everything works")
-    parser.add_argument("--phases", action="store_true", help="also show the measured step and the milliseconds of each phase of an exchange")
-    parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="folder for demo.json and demo.png (default: this one)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help=(
+            "folder with the IDX files of MNIST or Fashion-MNIST, "
+            "plain or .gz (default: scikit-learn's digits, upsampled to 28x28)"
+        ),
+    )
+    parser.add_argument(
+        "--codecs",
+        default="fp32,ternary,onebit",
+        metavar="A,B",
+        help=f"codecs to train with, of {', '.join(CODECS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=250,
+        metavar="N",
+        help="optimizer steps of each training (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="trainings per codec, for mean and deviation (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes to start on this machine (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=64,
+        metavar="N",
+        help="images per step over all ranks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=0.03,
+        metavar="RATE",
+        help="first learning rate; it falls to 0 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help=f"train one seed for {SHORT_STEPS} steps: a check that everything works",
+    )
+    parser.add_argument(
+        "--phases",
+        action="store_true",
+        help="also show the measured step and the milliseconds of each phase of an exchange",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder for demo.json and demo.png (default: this one)",
+    )
     return parser
 
 
 def parse_config(argv: Sequence[str]) -> tuple[TrainConfig, Path, bool]:
-    """Turn the command line into a checked configuration, the output folder and whether phases are shown.
+    """Turn the command line into a checked configuration, the output folder and whether phases are
+    shown.
 
     Wrong values end the program with status 2.
     """
@@ -90,7 +153,11 @@ def parse_config(argv: Sequence[str]) -> tuple[TrainConfig, Path, bool]:
     if not 0 < args.lr < 10:
         parser.error(f"--lr {args.lr}: must be above 0 and below 10")
     steps, seeds = (min(args.steps, SHORT_STEPS), 1) if args.short else (args.steps, args.seeds)
-    return TrainConfig(codecs, seeds, steps, args.batch, args.lr, args.ranks, args.data), args.out, args.phases
+    return (
+        TrainConfig(codecs, seeds, steps, args.batch, args.lr, args.ranks, args.data),
+        args.out,
+        args.phases,
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -104,9 +171,13 @@ def main(argv: list[str]) -> int:
     """
     config, out, shows_phases = parse_config(argv)
     console = Console()
-    trainings = f"{len(config.codecs)} codecs x {config.seeds} seed{'s' if config.seeds > 1 else ''}"
+    trainings = (
+        f"{len(config.codecs)} codecs x {config.seeds} seed{'s' if config.seeds > 1 else ''}"
+    )
     console.print(
-        f"[bold]gradcomp demo[/bold]: LeNet, {config.ranks} ranks, {trainings} x {config.steps} steps", highlight=False
+        f"[bold]gradcomp demo[/bold]: LeNet, {config.ranks} ranks, {trainings} x {config.steps}"
+        " steps",
+        highlight=False,
     )
     start = time.perf_counter()
     warm_context(train_all.__module__)  # imports while this process reads the data
@@ -114,7 +185,10 @@ def main(argv: list[str]) -> int:
         out.mkdir(parents=True, exist_ok=True)
         data = load(config.data)
         if len(data.train_labels) < config.batch:
-            raise ValueError(f"--batch {config.batch}: larger than the training set of {len(data.train_labels)} images")
+            raise ValueError(
+                f"--batch {config.batch}: larger than the training set of {len(data.train_labels)}"
+                " images"
+            )
     except (OSError, ValueError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
@@ -133,15 +207,27 @@ def main(argv: list[str]) -> int:
     if shows_phases:
         console.print(build_phases(report))
     console.print(build_table(report))
-    console.print(f"wrote {out / 'demo.json'} and {out / 'demo.png'} in {report['wall_s']:.0f} s", highlight=False)
+    console.print(
+        f"wrote {out / 'demo.json'} and {out / 'demo.png'} in {report['wall_s']:.0f} s",
+        highlight=False,
+    )
     return 0
 
 
-def _train_with_progress(config: TrainConfig, data: ImageData, console: Console) -> tuple[list[RunResult], Alone]:
-    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
+def _train_with_progress(
+    config: TrainConfig, data: ImageData, console: Console
+) -> tuple[list[RunResult], Alone]:
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    ]
     # a screen refreshed ten times a second, which is the default, takes time from the ranks
     with Progress(*columns, console=console, refresh_per_second=2) as progress:
-        task = progress.add_task("starting the ranks", total=len(config.codecs) * config.seeds * config.steps)
+        task = progress.add_task(
+            "starting the ranks", total=len(config.codecs) * config.seeds * config.steps
+        )
 
         def on_step(codec: str, seed: int, step: int) -> None:
             before = (seed * len(config.codecs) + config.codecs.index(codec)) * config.steps
@@ -152,7 +238,8 @@ def _train_with_progress(config: TrainConfig, data: ImageData, console: Console)
 
 
 def predict_steps(config: TrainConfig, alone: Alone) -> dict[str, float]:
-    """Return the seconds of a step that the planner predicts for each codec, with each rank on a machine of its own.
+    """Return the seconds of a step that the planner predicts for each codec, with each rank on a
+    machine of its own.
 
     Args:
         config: what was trained.
@@ -163,7 +250,9 @@ def predict_steps(config: TrainConfig, alone: Alone) -> dict[str, float]:
     methods = {}
     for name in config.codecs:
         make = CODECS[name]
-        methods[name] = find_method("fp32") if make is None else strategy_method(name, make(0), config.ranks)
+        methods[name] = (
+            find_method("fp32") if make is None else strategy_method(name, make(0), config.ranks)
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -171,7 +260,10 @@ def predict_steps(config: TrainConfig, alone: Alone) -> dict[str, float]:
     finally:
         torch.set_num_threads(threads)
     link = parse_link(LINK)
-    return {name: simulate(work, method, config.ranks, link, rates=rates).seconds for name, method in methods.items()}
+    return {
+        name: simulate(work, method, config.ranks, link, rates=rates).seconds
+        for name, method in methods.items()
+    }
 
 
 def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]) -> dict[str, Any]:
@@ -183,8 +275,9 @@ def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]
         results: every run.
 
     Returns:
-        Plain values only: settings, versions, and one entry a codec. Bytes are a step and rank (mean over ranks and
-        seeds), seconds a step, accuracies percent, spread the standard deviation over seeds (0 for one seed).
+        Plain values only: settings, versions, and one entry a codec. Bytes are a step and rank
+        (mean over ranks and seeds), seconds a step, accuracies percent, spread the standard
+        deviation over seeds (0 for one seed).
     """
     codecs: dict[str, Any] = {}
     for codec in config.codecs:
@@ -192,7 +285,10 @@ def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]
         accuracies = [run.accuracy for run in runs]
         sent = statistics.fmean(sum(run.bytes_sent) / len(run.bytes_sent) for run in runs)
         phases = {
-            phase: statistics.fmean(sum(run.phase_seconds[key] for key in keys) for run in runs) / config.steps
+            phase: (
+                statistics.fmean(sum(run.phase_seconds[key] for key in keys) for run in runs)
+                / config.steps
+            )
             for phase, keys in PHASES.items()
             if runs[0].phase_seconds
         }
@@ -208,11 +304,26 @@ def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]
             "curves": [[list(point) for point in run.curve] for run in runs],
         }
     settings = {
-        "model": "LeNet, 1256080 parameters", "ranks": config.ranks, "steps": config.steps, "seeds": config.seeds,
-        "batch": config.batch, "lr": config.lr, "backend": "gloo", "threads_per_rank": 1,
-    }  # fmt: skip
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "gradcomp": gradcomp.__version__}
-    return {"data": {"name": data.name, "note": data.note}, "settings": settings, "versions": versions, "codecs": codecs}
+        "model": "LeNet, 1256080 parameters",
+        "ranks": config.ranks,
+        "steps": config.steps,
+        "seeds": config.seeds,
+        "batch": config.batch,
+        "lr": config.lr,
+        "backend": "gloo",
+        "threads_per_rank": 1,
+    }
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "gradcomp": gradcomp.__version__,
+    }
+    return {
+        "data": {"name": data.name, "note": data.note},
+        "settings": settings,
+        "versions": versions,
+        "codecs": codecs,
+    }
 
 
 def build_table(report: dict[str, Any]) -> Table:
@@ -220,19 +331,30 @@ def build_table(report: dict[str, Any]) -> Table:
     settings = report["settings"]
     table = Table(
         title=_title(report),
-        caption=f"accuracy: mean{' ± standard deviation over the seeds' if settings['seeds'] > 1 else ''}. sent: by each rank. "
-        f"predicted: by the planner, for {settings['ranks']} machines on a 1 Gbit/s network, from what computing and codecs "
-        "take here.",
+        caption=(
+            "accuracy:"
+            f" mean{' ± standard deviation over the seeds' if settings['seeds'] > 1 else ''}. sent:"
+            f" by each rank. predicted: by the planner, for {settings['ranks']} machines on a 1"
+            " Gbit/s network, from what computing and codecs take here."
+        ),
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
     )
     table.add_column("\ncodec", no_wrap=True)
-    for head in ("test\naccuracy %", "sent in a\nstep, kB", "fewer\nbytes", "predicted step\nat 1 Gbit/s"):
+    for head in (
+        "test\naccuracy %",
+        "sent in a\nstep, kB",
+        "fewer\nbytes",
+        "predicted step\nat 1 Gbit/s",
+    ):
         table.add_column(head, justify="right", no_wrap=True)
     for name, row in report["codecs"].items():
         spread = f" ± {row['accuracy_spread']:.2f}" if settings["seeds"] > 1 else ""
         cells = [f"{row['accuracy_mean']:.2f}{spread}", f"{row['bytes_sent_per_step'] / 1e3:,.0f}"]
-        cells += [f"{row['compression_ratio']:.1f}x", f"{row['predicted_seconds_per_step'] * 1e3:.1f} ms"]
+        cells += [
+            f"{row['compression_ratio']:.1f}x",
+            f"{row['predicted_seconds_per_step'] * 1e3:.1f} ms",
+        ]
         table.add_row(name, *cells)
     return table
 
@@ -241,8 +363,10 @@ def build_phases(report: dict[str, Any]) -> Table:
     """Return the table of ``--phases``: what was measured here, in milliseconds a step."""
     table = Table(
         title=_title(report) + ": milliseconds a step",
-        caption="Median of rank 0, over this machine's loopback, which is faster than most networks. Phases run in threads "
-        "of their own beside the backward pass.",
+        caption=(
+            "Median of rank 0, over this machine's loopback, which is faster than most networks."
+            " Phases run in threads of their own beside the backward pass."
+        ),
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
     )
@@ -259,11 +383,15 @@ def build_phases(report: dict[str, Any]) -> Table:
 def _title(report: dict[str, Any]) -> str:
     settings = report["settings"]
     seeds = f"{settings['seeds']} seed{'s' if settings['seeds'] > 1 else ''}"
-    return f"LeNet on {report['data']['name']}, {settings['ranks']} ranks, {settings['steps']} steps, {seeds}"
+    return (
+        f"LeNet on {report['data']['name']}, {settings['ranks']} ranks, {settings['steps']} steps,"
+        f" {seeds}"
+    )
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw test accuracy against the bytes that one rank has sent, one line a codec, and write it as PNG.
+    """Draw test accuracy against the bytes that one rank has sent, one line a codec, and write it
+    as PNG.
 
     Args:
         report: what :func:`summarise` returned.
@@ -278,22 +406,37 @@ def plot(report: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for color, (name, row) in zip(itertools.cycle(COLORS), report["codecs"].items(), strict=False):
-        megabytes = [statistics.fmean(p[1] for p in points) / 1e6 for points in zip(*row["curves"], strict=True)]
+        megabytes = [
+            statistics.fmean(p[1] for p in points) / 1e6
+            for points in zip(*row["curves"], strict=True)
+        ]
         scores = [[p[2] for p in points] for points in zip(*row["curves"], strict=True)]
         mean = [statistics.fmean(s) for s in scores]
-        label = f"{name}: {row['accuracy_mean']:.1f} % after {megabytes[-1]:,.0f} MB ({row['compression_ratio']:.1f}x)"
+        label = (
+            f"{name}: {row['accuracy_mean']:.1f} % after {megabytes[-1]:,.0f} MB"
+            f" ({row['compression_ratio']:.1f}x)"
+        )
         axes.plot(megabytes, mean, color=color, marker="o", markersize=4, linewidth=2, label=label)
-        axes.fill_between(megabytes, [min(s) for s in scores], [max(s) for s in scores], color=color, alpha=0.15, linewidth=0)
+        axes.fill_between(
+            megabytes,
+            [min(s) for s in scores],
+            [max(s) for s in scores],
+            color=color,
+            alpha=0.15,
+            linewidth=0,
+        )
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.legend(loc="lower right", frameon=False, labelcolor="linecolor")
     axes.set_xlabel("bytes sent by each rank so far (MB, log scale)")
     axes.set_ylabel("test accuracy (%)")
     axes.set_title(
-        f"LeNet on {report['data']['name']}: test accuracy against bytes sent\n{settings['ranks']} ranks, "
-        f"{settings['steps']} steps of {settings['batch']} images, mean and range of {settings['seeds']} seed(s)",
-        fontsize=10, loc="left",
-    )  # fmt: skip
+        f"LeNet on {report['data']['name']}: test accuracy against bytes sent\n{settings['ranks']}"
+        f" ranks, {settings['steps']} steps of {settings['batch']} images, mean and range of"
+        f" {settings['seeds']} seed(s)",
+        fontsize=10,
+        loc="left",
+    )
     axes.grid(True, which="major", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -1,4 +1,6 @@
-"""The kernels that `bench codec` times: how to run each one, and how to see that its result is the reference's."""
+"""The kernels that `bench codec` times: how to run each one, and how to see that its result is
+the reference's.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     scale, piece = np.float32(2.5), ref.Piece(n, numel)
     out: list[Case] = []
 
-    def add(name: str, run: Callable[[], object], got: Callable[[], Any], wanted: Callable[[], Any]) -> None:
+    def add(
+        name: str, run: Callable[[], object], got: Callable[[], Any], wanted: Callable[[], Any]
+    ) -> None:
         out.append(Case(name, run, lambda: got().tobytes() == wanted().tobytes()))
 
     def payloads(codec: Codec, count: int) -> tuple[PayloadLayout, list[Tensor]]:
@@ -68,7 +72,9 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
         return ref.ternary_encode(plain, np.array([scale]), piece, ref.Key(1, rank, 5))
 
     def decoded(shared: bool, count: int) -> Any:
-        average = ref.ternary_sum_decode([codes(r) for r in range(count)], [np.array([scale])] * count, piece, shared)
+        average = ref.ternary_sum_decode(
+            [codes(r) for r in range(count)], [np.array([scale])] * count, piece, shared
+        )
         return ref.from_float32(average, code)
 
     def head() -> Any:
@@ -112,7 +118,11 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
         lambda: decoded(True, 4),
     )
     onebit = OneBit(group=GROUP)
-    one, old, new = _layout(onebit, numel), torch.randn(numel, generator=generator), torch.zeros(numel)
+    one, old, new = (
+        _layout(onebit, numel),
+        torch.randn(numel, generator=generator),
+        torch.zeros(numel),
+    )
     bit = torch.zeros(one.nbytes, dtype=torch.uint8)
     bits_of_one = onebit.payloads([bit], dtype)
     encoded = ref.onebit_encode(plain, ref.Piece(n, GROUP), old[:n].numpy())
@@ -133,9 +143,9 @@ def cases(numel: int, dtype: torch.dtype) -> list[Case]:
         "onebit decode 1",
         lambda: HOST.sum_decode(bits_of_one, one.packed, fp32),
         lambda: head()[: n // GROUP * GROUP],
-        lambda: ref.from_float32(ref.onebit_decode(encoded[1], encoded[0], ref.Piece(n, GROUP)), code)[
-            : n // GROUP * GROUP
-        ],
+        lambda: ref.from_float32(
+            ref.onebit_decode(encoded[1], encoded[0], ref.Piece(n, GROUP)), code
+        )[: n // GROUP * GROUP],
     )
     identity, same = Identity(), _layout(Identity(), numel)
     values = torch.zeros(same.nbytes, dtype=torch.uint8)
@@ -196,7 +206,9 @@ def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
 
 
 def _grouped(codec: Codec) -> Codec:
-    """Return a codec whose groups are rows with groups as long as a usual row: one tensor has no rows."""
+    """Return a codec whose groups are rows with groups as long as a usual row: one tensor has no
+    rows.
+    """
     if isinstance(codec, Ternary):
         return Ternary(group=GROUP)
     return Block(codec.bits, group=GROUP) if isinstance(codec, Block) else codec
@@ -211,4 +223,6 @@ def _encoded_again(codec: Codec, x: Tensor, old: Tensor, residual: Tensor, paylo
 
 def _layout(codec: Codec, numel: int) -> PayloadLayout:
     slot = Slot(0, numel, codec.group_numel((numel,)), True, 0)
-    return PayloadLayout(codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups)
+    return PayloadLayout(
+        codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups
+    )

@@ -1,4 +1,6 @@
-"""The models that the benchmarks train. The parameter lists of published ones are in `gradcomp.plan.models`."""
+"""The models that the benchmarks train. The parameter lists of published ones are in
+`gradcomp.plan.models`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ from torch import Tensor, nn
 
 
 class LeNet(nn.Module):
-    """The LeNet of the TernGrad paper: conv5x5(20)-pool2-conv5x5(50)-pool2-fc500-fc10, SAME padding, ReLU.
+    """The LeNet of the TernGrad paper: conv5x5(20)-pool2-conv5x5(50)-pool2-fc500-fc10, SAME
+    padding, ReLU.
 
-    1,256,080 parameters. The paper's dropout is left out: the noise of the codes regularises already (its section 4).
+    1,256,080 parameters. The paper's dropout is left out: the noise of the codes regularises
+    already (its section 4).
 
     References:
         Wen et al. 2017, TernGrad, section 5.1.
@@ -39,7 +43,8 @@ class LeNet(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """A decoder-only transformer over bytes: learned positions, pre-norm blocks, GELU, a head of its own.
+    """A decoder-only transformer over bytes: learned positions, pre-norm blocks, GELU, a head of
+    its own.
 
     With the defaults 875,264 parameters; with ``width=256, layers=8, heads=8`` 6,482,432.
 
@@ -50,10 +55,13 @@ class ByteGPT(nn.Module):
         context: longest sequence, in bytes.
 
     References:
-        Radford et al. 2019, Language Models are Unsupervised Multitask Learners, section 2.3 (the block).
+        Radford et al. 2019, Language Models are Unsupervised Multitask Learners, section 2.3 (the
+        block).
     """
 
-    def __init__(self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 128) -> None:
+    def __init__(
+        self, width: int = 128, layers: int = 4, heads: int = 4, context: int = 128
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.position = nn.Embedding(context, width)
@@ -102,7 +110,11 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(x)
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
@@ -120,7 +132,9 @@ class SmallResNet(nn.Module):
     def __init__(self, width: int = 16, classes: int = 10) -> None:
         super().__init__()
         widths = [width * 2**stage for stage in range(4)]
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
         pairs = [(width, width), (width, width)]
         for narrow, wide in itertools.pairwise(widths):
             pairs += [(narrow, wide), (wide, wide)]
@@ -144,11 +158,16 @@ class _Residual(nn.Module):
     def __init__(self, narrow: int, wide: int) -> None:
         super().__init__()
         stride = 1 if narrow == wide else 2
-        self.conv1, self.norm1 = nn.Conv2d(narrow, wide, 3, stride, 1, bias=False), nn.BatchNorm2d(wide)
+        self.conv1, self.norm1 = (
+            nn.Conv2d(narrow, wide, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(wide),
+        )
         self.conv2, self.norm2 = nn.Conv2d(wide, wide, 3, 1, 1, bias=False), nn.BatchNorm2d(wide)
         self.past: nn.Module = nn.Identity()
         if stride == 2:
-            self.past = nn.Sequential(nn.Conv2d(narrow, wide, 1, 2, bias=False), nn.BatchNorm2d(wide))
+            self.past = nn.Sequential(
+                nn.Conv2d(narrow, wide, 1, 2, bias=False), nn.BatchNorm2d(wide)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))

@@ -1,9 +1,11 @@
-"""python -m gradcomp.bench optim: seconds a step and bytes a weight of the split optimizers, beside torch's in one run.
+"""python -m gradcomp.bench optim: seconds a step and bytes a weight of the split optimizers, beside
+torch's in one run.
 
-Every contender holds its own weights, gradients and state of `numel` elements; split ones bf16 weights, trails and bf16
-gradients, torch's fp32. In each repetition all of one optimizer's contenders take a step in turn; medians and medians of
-the repetitions' ratios are shown. Memory is what weights, state and gradients occupy, in bytes a weight. A step of every
-split optimizer is compared with `gradcomp.reference.optim` before it is timed.
+Every contender holds its own weights, gradients and state of `numel` elements; split ones bf16
+weights, trails and bf16 gradients, torch's fp32. In each repetition all of one optimizer's
+contenders take a step in turn; medians and medians of the repetitions' ratios are shown. Memory is
+what weights, state and gradients occupy, in bytes a weight. A step of every split optimizer is
+compared with `gradcomp.reference.optim` before it is timed.
 """
 
 from __future__ import annotations
@@ -24,13 +26,23 @@ from gradcomp.arguments import Parser
 from gradcomp.bench.codec import Memcpy, seconds, threads
 from gradcomp.codecs import TernGrad
 from gradcomp.kernels import HOST
-from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, join, split, split_parameters
+from gradcomp.optim import (
+    SplitAdagrad,
+    SplitAdamW,
+    SplitLAMB,
+    SplitSGD,
+    join,
+    split,
+    split_parameters,
+)
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.reference import optim as reference
 
 LR = 0.01
-LAMB_TENSORS = 64  # tensors that the weights are shared over for LAMB, which goes through each of them twice
+LAMB_TENSORS = (
+    64  # tensors that the weights are shared over for LAMB, which goes through each of them twice
+)
 CHECK_NUMEL = 70_001
 
 OURS: dict[str, Callable[[Any], Any]] = {
@@ -60,7 +72,9 @@ LIMITS = [
 
 @dataclass
 class Row:
-    """One contender: median milliseconds a step, times memcpy of the fp32 buffer, bytes a weight."""
+    """One contender: median milliseconds a step, times memcpy of the fp32 buffer, bytes a
+    weight.
+    """
 
     optimizer: str
     contender: str
@@ -76,7 +90,13 @@ class Contender:
     """Something that takes steps: a name, what to call, and the tensors that it needs."""
 
     def __init__(
-        self, name: str, step: Callable[[], object], weights: Any, state: Any, gradients: Any, kept: Any = None
+        self,
+        name: str,
+        step: Callable[[], object],
+        weights: Any,
+        state: Any,
+        gradients: Any,
+        kept: Any = None,
     ) -> None:
         self.name, self.step, self._kept = name, step, kept  # what `step` knows by address alone
         self.nbytes = [_nbytes(tensors) for tensors in (weights, state, gradients)]
@@ -104,7 +124,12 @@ def theirs(make: Callable[..., Any], numel: int, tensors: int, kind: str) -> Con
         p.grad = torch.randn(p.numel())
     optimizer = make(params, **{kind: True})
     optimizer.step()  # its state is made now
-    state = [v for p in params for k, v in optimizer.state[p].items() if isinstance(v, Tensor) and k != "step"]
+    state = [
+        v
+        for p in params
+        for k, v in optimizer.state[p].items()
+        if isinstance(v, Tensor) and k != "step"
+    ]
     return Contender(f"torch {kind} fp32", optimizer.step, params, state, [p.grad for p in params])
 
 
@@ -114,7 +139,9 @@ def unfused(numel: int) -> Contender:
     gradient = torch.randn(numel).bfloat16()
 
     def step() -> None:
-        w = (top.view(torch.int16).to(torch.int32) << 16 | trail.to(torch.int32) & 0xFFFF).view(torch.float32)
+        w = (top.view(torch.int16).to(torch.int32) << 16 | trail.to(torch.int32) & 0xFFFF).view(
+            torch.float32
+        )
         w.add_(gradient.float(), alpha=-LR)
         bits = w.view(torch.int32)
         top.view(torch.int16).copy_(bits >> 16)
@@ -146,7 +173,9 @@ def from_payloads(numel: int) -> list[Contender]:
             def update(self, targets: Any, rules: Any) -> None:
                 HOST.update(layout.packed, targets, rules, source)
 
-        def step(optimizer: Any = optimizer, gradient: Tensor = gradient, straight: bool = straight) -> None:
+        def step(
+            optimizer: Any = optimizer, gradient: Tensor = gradient, straight: bool = straight
+        ) -> None:
             if not straight:
                 HOST.sum_decode(source, layout.packed, gradient)
             optimizer.step()
@@ -158,16 +187,23 @@ def from_payloads(numel: int) -> list[Contender]:
             p.grad = gradient
         name = "2 payloads, straight" if straight else "2 payloads, decoded first"
         trails = [optimizer.trail(p)]
-        out.append(Contender(name, step, [p, *trails], [], [] if straight else [gradient], payloads))
+        out.append(
+            Contender(name, step, [p, *trails], [], [] if straight else [gradient], payloads)
+        )
     return out
 
 
 def verify() -> None:
-    """Compare three steps of every split optimizer with the reference; SystemExit where one differs."""
+    """Compare three steps of every split optimizer with the reference; SystemExit where one
+    differs.
+    """
     betas = {"lr": LR, "betas": (0.9, 0.999), "weight_decay": 0.01}
     steps: dict[str, Callable[..., Any]] = {
         "SGD": lambda w, g, m, v, t: (reference.sgd(w, g, m, lr=LR, first=t == 1)[0], m, v),
-        "SGD momentum": lambda w, g, m, v, t: (*reference.sgd(w, g, m, lr=LR, momentum=0.9, first=t == 1), v),
+        "SGD momentum": lambda w, g, m, v, t: (
+            *reference.sgd(w, g, m, lr=LR, momentum=0.9, first=t == 1),
+            v,
+        ),
         "Adagrad": lambda w, g, m, v, t: (
             *reference.adagrad(w, g, m, t, lr=LR, lr_decay=0.0, weight_decay=0.0, eps=1e-10),
             v,
@@ -194,7 +230,9 @@ def verify() -> None:
         raise SystemExit("split and join differ")
 
 
-def contend(name: str, contenders: list[Contender], numel: int, memcpy: Memcpy, repetitions: int) -> list[Row]:
+def contend(
+    name: str, contenders: list[Contender], numel: int, memcpy: Memcpy, repetitions: int
+) -> list[Row]:
     """Let contenders step in turn; return their rows, the first one's ratios to each among them."""
     times: dict[str, list[float]] = {c.name: [] for c in contenders}
     copies = []
@@ -216,7 +254,9 @@ def contend(name: str, contenders: list[Contender], numel: int, memcpy: Memcpy, 
     return rows
 
 
-def measure(numel: int, count: int, repetitions: int) -> tuple[list[Row], dict[tuple[str, str], float]]:
+def measure(
+    numel: int, count: int, repetitions: int
+) -> tuple[list[Row], dict[tuple[str, str], float]]:
     """Measure everything; return rows and the ratios that `LIMITS` names."""
     from rich.progress import Progress
 
@@ -227,7 +267,10 @@ def measure(numel: int, count: int, repetitions: int) -> tuple[list[Row], dict[t
         work = progress.add_task("", total=len(TORCHS) + 3)
         for name, make in TORCHS.items():
             progress.update(work, description=name)
-            contenders = [ours(OURS[name], numel, 1), *(theirs(make, numel, 1, k) for k in ("foreach", "fused"))]
+            contenders = [
+                ours(OURS[name], numel, 1),
+                *(theirs(make, numel, 1, k) for k in ("foreach", "fused")),
+            ]
             if name == "SGD":
                 contenders.append(unfused(numel))
             found = contend(name, contenders, numel, memcpy, repetitions)
@@ -278,9 +321,23 @@ def verdicts(rows: list[Row], ratios: dict[tuple[str, str], float]) -> list[dict
     for name, beside, limit, aim in LIMITS:
         found = ratios[name, beside]
         what = f"split {name} / {beside}, at most"
-        out.append({"what": what, "measured": found, "limit": limit, "aim": aim, "pass": found <= limit})
-    memory = next(r.weight_bytes + r.state_bytes for r in rows if r.optimizer == "SGD" and r.contender == "split")
-    out.append({"what": "bytes a weight, SGD", "measured": memory, "limit": 4.01, "aim": 4, "pass": memory <= 4.01})
+        out.append(
+            {"what": what, "measured": found, "limit": limit, "aim": aim, "pass": found <= limit}
+        )
+    memory = next(
+        r.weight_bytes + r.state_bytes
+        for r in rows
+        if r.optimizer == "SGD" and r.contender == "split"
+    )
+    out.append(
+        {
+            "what": "bytes a weight, SGD",
+            "measured": memory,
+            "limit": 4.01,
+            "aim": 4,
+            "pass": memory <= 4.01,
+        }
+    )
     return out
 
 
@@ -294,7 +351,13 @@ def show_verdicts(results: list[dict[str, Any]]) -> None:
         table.add_column(name, justify="left" if name == "requirement" else "right")
     for v in results:
         mark = "[green]pass[/]" if v["pass"] else "[red]FAIL[/]"
-        table.add_row(v["what"], f"{v['measured']:.2f}", f"{v['limit']:g}", f"{v['aim']:g}" if v["aim"] else "", mark)
+        table.add_row(
+            v["what"],
+            f"{v['measured']:.2f}",
+            f"{v['limit']:g}",
+            f"{v['aim']:g}" if v["aim"] else "",
+            mark,
+        )
     Console().print(table)
 
 
@@ -306,12 +369,23 @@ def plot(rows: list[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     names = [f"{r.optimizer}: {r.contender}" for r in rows]
-    colours = ["tab:blue" if r.contender == "split" or "straight" in r.contender else "lightgrey" for r in rows]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 6), sharey=True, layout="constrained")
-    left.bar_label(left.barh(names, [r.ms for r in rows], color=colours), fmt="%.1f", padding=3, fontsize=8)
+    colours = [
+        "tab:blue" if r.contender == "split" or "straight" in r.contender else "lightgrey"
+        for r in rows
+    ]
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(11, 6), sharey=True, layout="constrained"
+    )
+    left.bar_label(
+        left.barh(names, [r.ms for r in rows], color=colours), fmt="%.1f", padding=3, fontsize=8
+    )
     left.set_xlabel("milliseconds a step")
     at = [0.0] * len(rows)
-    for part, shade in (("weight_bytes", "tab:blue"), ("state_bytes", "tab:cyan"), ("gradient_bytes", "lightgrey")):
+    for part, shade in (
+        ("weight_bytes", "tab:blue"),
+        ("state_bytes", "tab:cyan"),
+        ("gradient_bytes", "lightgrey"),
+    ):
         widths = [float(getattr(r, part)) for r in rows]
         right.barh(names, widths, left=at, color=shade, label=part.split("_")[0])
         at = [a + w for a, w in zip(at, widths, strict=True)]
@@ -325,9 +399,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = Parser(
         prog="python -m gradcomp.bench optim",
-        description="Time a step of every split optimizer beside torch's in the same run, and count bytes a weight.",
-        epilog="--check measures what gradcomp promises: 64 Mi weights, 1 thread, 5 GB of memory.\n\n"
-        "example:\n  python -m gradcomp.bench optim --numel 4194304 --threads 2",
+        description=(
+            "Time a step of every split optimizer beside torch's in the same run, and count bytes a"
+            " weight."
+        ),
+        epilog=(
+            "--check measures what gradcomp promises: 64 Mi weights, 1 thread, 5 GB of memory.\n\n"
+            "example:\n  python -m gradcomp.bench optim --numel 4194304 --threads 2"
+        ),
     )
     parser.add_argument(
         "--numel",
@@ -383,7 +462,12 @@ def main(argv: list[str] | None = None) -> int:
     if results:
         show_verdicts(results)
     if args.json:
-        found = {"numel": args.numel, "threads": args.threads, "rows": [asdict(r) for r in rows], "check": results}
+        found = {
+            "numel": args.numel,
+            "threads": args.threads,
+            "rows": [asdict(r) for r in rows],
+            "check": results,
+        }
         args.json.write_text(json.dumps(found, indent=2))
     if args.plot:
         plot(rows, args.plot)

@@ -20,7 +20,9 @@ _REST = ("#882255", "#117733", "#332288", "#999933", "#aa4499", "#661100")
 
 
 def color_of(name: str) -> str:
-    """Return the colour of a method of `gradcomp.plan.METHODS` (or of a name that a benchmark adds to them)."""
+    """Return the colour of a method of `gradcomp.plan.METHODS` (or of a name that a benchmark
+    adds to them).
+    """
     others = [method.name for method in METHODS if method.name not in _CHOSEN]
     colors = _CHOSEN | dict(zip(others, islice(cycle(_REST), len(others)), strict=True))
     return colors.get(name, "#000000")

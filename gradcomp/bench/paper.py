@@ -1,7 +1,8 @@
-"""Tables of the papers, made again: their model, data, schedule and batch, compressed beside fp32, with several seeds.
+"""Tables of the papers, made again: their model, data, schedule and batch, compressed beside fp32,
+with several seeds.
 
-A table is runs of `bench accuracy`, one after the other or side by side; a program that was stopped goes on where it was. What the
-paper has measured is printed below what was measured here.
+A table is runs of `bench accuracy`, one after the other or side by side; a program that was stopped
+goes on where it was. What the paper has measured is printed below what was measured here.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ TABLES = {
         ("fp32", "terngrad"),
         (2, 4),
         10_000,
-        "Wen et al. 2017 (TernGrad), read off a figure, within 0.03: baseline 99.20 %, TernGrad with 2 workers 99.22, with 4 workers 99.08",
+        "Wen et al. 2017 (TernGrad), read off a figure, within 0.03: baseline 99.20 %, TernGrad"
+        " with 2 workers 99.22, with 4 workers 99.08",
     ),
     "ef-sign": Table(
         "a small ResNet on CIFAR-10, 1 bit with and without error feedback",
@@ -54,7 +56,8 @@ TABLES = {
         ("fp32", "onebit", "onebit:feedback=off"),
         (2,),
         1000,
-        "Karimireddy et al. 2019 (EF-SignSGD), VGG-19 on CIFAR-10: SGD with momentum 93.38 %, scaled sign -1.31, error feedback -0.68",
+        "Karimireddy et al. 2019 (EF-SignSGD), VGG-19 on CIFAR-10: SGD with momentum 93.38 %,"
+        " scaled sign -1.31, error feedback -0.68",
     ),
 }
 
@@ -65,7 +68,10 @@ def parser() -> argparse.ArgumentParser:
     out = Parser(
         prog="python -m gradcomp.bench paper",
         description=__doc__,
-        epilog=f"tables:\n{names}\n\nexample:\n  python -m gradcomp.bench paper terngrad-lenet --data ../shared/data",
+        epilog=(
+            f"tables:\n{names}\n\nexample:\n  python -m gradcomp.bench paper terngrad-lenet --data"
+            " ../shared/data"
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out.add_argument(
@@ -131,7 +137,12 @@ def main(argv: list[str]) -> int:
     out = args.out or Path(f"paper-{args.table}")
     given = {"table": args.table, "steps": args.steps or table.steps, "seeds": args.seeds}
     run_and_show(
-        jobs_of(table, args.steps, args.seeds), {table.workload: workload}, args.data, out / f"{args.table}.json", args.jobs, given
+        jobs_of(table, args.steps, args.seeds),
+        {table.workload: workload},
+        args.data,
+        out / f"{args.table}.json",
+        args.jobs,
+        given,
     )
     print(f"published: {table.published}")
     return 0

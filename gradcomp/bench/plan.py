@@ -1,7 +1,9 @@
-"""python -m gradcomp.plan: does compression pay, on how many nodes, for one's own model, network and machine.
+"""python -m gradcomp.plan: does compression pay, on how many nodes, for one's own model, network
+and machine.
 
 Nothing is sent and nothing is trained unless --measure or --validate is given: seconds are those of
-`gradcomp.plan.simulate`, bytes those of the exchange's own sizing, CPU seconds of the codecs are measured here in a second.
+`gradcomp.plan.simulate`, bytes those of the exchange's own sizing, CPU seconds of the codecs are
+measured here in a second.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ def understand(args: argparse.Namespace) -> Question:
     flops = FLOPS if args.flops is None else args.flops
     if not 0 < flops < math.inf:
         raise ValueError(f"--flops must be positive and finite, got {flops!r}")
-    t_frame = parse_seconds(args.frame_time) if args.frame_time else BACKWARD_AND_FORWARD * model.forward_flops / flops
+    t_frame = (
+        parse_seconds(args.frame_time)
+        if args.frame_time
+        else BACKWARD_AND_FORWARD * model.forward_flops / flops
+    )
     workload = Workload(
         model.parameters,
         256 if args.minibatch is None else args.minibatch,
@@ -74,13 +80,19 @@ def understand(args: argparse.Namespace) -> Question:
     )
     rates = None if args.rates is None else Rates.load(args.rates)
     if rates is not None and args.every is not None and OUTER not in rates.stages:
-        raise ValueError(f"--rates {args.rates} says nothing of {OUTER!r}, as files from before --every: leave it out, and they are measured here")
+        raise ValueError(
+            f"--rates {args.rates} says nothing of {OUTER!r}, as files from before --every: leave"
+            " it out, and they are measured here"
+        )
     cores = CORES if args.cores is None else args.cores
     if not 0 < cores < math.inf:
         raise ValueError(f"--cores must be positive and finite, got {cores!r}")
     share, factor = parse_stragglers(args.stragglers)
     limits = {"nats": args.tolerance, "points": args.tolerance_points}
-    for option, limit in (("--tolerance", args.tolerance), ("--tolerance-points", args.tolerance_points)):
+    for option, limit in (
+        ("--tolerance", args.tolerance),
+        ("--tolerance-points", args.tolerance_points),
+    ):
         if limit is not None and args.optimizer is None:
             raise ValueError(f"{option} goes with --optimizer, got {limit!r} without one")
     if args.inside is not None and args.ranks_per_node == 1:
@@ -96,7 +108,9 @@ def understand(args: argparse.Namespace) -> Question:
         rates,
         cores,
         args.double_buffering,
-        tolerance=Tolerance(args.optimizer, {unit: limit for unit, limit in limits.items() if limit is not None}),
+        tolerance=Tolerance(
+            args.optimizer, {unit: limit for unit, limit in limits.items() if limit is not None}
+        ),
         node=node,
         by_seconds=args.by_seconds or args.codec is not None,
     )
@@ -121,7 +135,8 @@ def parse_nodes(text: str) -> list[int]:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"--nodes {text!r} is not understood; 1:64 (doubling), 2:10:2 (steps of 2) and 2,4,6 are, from 1 to {MAX_NODES}"
+            f"--nodes {text!r} is not understood; 1:64 (doubling), 2:10:2 (steps of 2) and 2,4,6"
+            f" are, from 1 to {MAX_NODES}"
         ) from None
     return found
 
@@ -133,14 +148,23 @@ def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE
         ValueError: an unknown name, or nothing left.
     """
     all_of_them = ways(node)
-    known = [dict.fromkeys(m.name.split()[0] for m in all_of_them), dict.fromkeys(m.exchange for m in all_of_them)]
-    wanted = [list(k) if text is None else text.split(",") for text, k in zip((codecs, exchanges), known, strict=True)]
+    known = [
+        dict.fromkeys(m.name.split()[0] for m in all_of_them),
+        dict.fromkeys(m.exchange for m in all_of_them),
+    ]
+    wanted = [
+        list(k) if text is None else text.split(",")
+        for text, k in zip((codecs, exchanges), known, strict=True)
+    ]
     for option, names, some in zip(("--codec", "--exchange"), wanted, known, strict=True):
         for name in names:
             if name == "hierarchical" and name not in some:
                 raise ValueError("--exchange hierarchical needs --ranks-per-node of at least 2")
             if name not in some:
-                raise ValueError(f"{option} {name!r} is unknown; there are {', '.join(some)}{suggestion(name, some)}")
+                raise ValueError(
+                    f"{option} {name!r} is unknown; there are"
+                    f" {', '.join(some)}{suggestion(name, some)}"
+                )
     found = [m for m in all_of_them if m.name.split()[0] in wanted[0] and m.exchange in wanted[1]]
     if not found:
         raise ValueError(f"no method has both --codec {codecs} and --exchange {exchanges}")
@@ -148,15 +172,23 @@ def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE
 
 
 def _with_local(args: argparse.Namespace, chosen: list[Method]) -> list[Method]:
-    """Return the methods, and the same after local steps if these are asked for; those of bf16 are fp32's."""
+    """Return the methods, and the same after local steps if these are asked for; those of bf16
+    are fp32's.
+    """
     if args.every is None:
         if args.fragments != 1 or args.delay:
             raise ValueError("--fragments and --delay go with --every")
         return chosen
     if args.double_buffering:
-        raise ValueError("--every and --double-buffering exclude each other: with local steps no halves are exchanged")
+        raise ValueError(
+            "--every and --double-buffering exclude each other: with local steps no halves are"
+            " exchanged"
+        )
     local = LocalSteps(args.every, args.fragments, args.delay)
-    return [*chosen, *{one.name: one for one in (method.after(local) for method in chosen)}.values()]
+    return [
+        *chosen,
+        *{one.name: one for one in (method.after(local) for method in chosen)}.values(),
+    ]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -166,15 +198,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         args.question = understand(args)
         if args.ranks is not None and not args.measure:
-            raise ValueError("--ranks needs --measure, which starts them; for predictions of so many ranks say --nodes")
+            raise ValueError(
+                "--ranks needs --measure, which starts them; for predictions of so many ranks say"
+                " --nodes"
+            )
         if args.ranks is not None and args.ranks < 2:
             raise ValueError(f"--ranks must be at least 2, got {args.ranks}")
         if args.measure and args.validate:
             raise ValueError("--measure and --validate exclude each other")
         if args.measure and args.flops is not None:
-            raise ValueError("--measure takes forward and backward's time; to replace it give --frame-time, not --flops")
+            raise ValueError(
+                "--measure takes forward and backward's time; to replace it give --frame-time, not"
+                " --flops"
+            )
         if args.adagrad and not args.measure:
-            raise ValueError("--adagrad needs --measure; without it give AdaGrad's time as --post-time")
+            raise ValueError(
+                "--adagrad needs --measure; without it give AdaGrad's time as --post-time"
+            )
     except (ValueError, OverflowError, OSError) as error:
         print(f"{parser.prog}: {_said(error)}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -183,7 +223,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _said(error: Exception) -> str:
     """Return what is wrong, of a file with its name first."""
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    return (
+        f"{error.filename}: {error.strerror}"
+        if isinstance(error, OSError) and error.filename
+        else str(error)
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -212,7 +256,8 @@ def measured(args: argparse.Namespace, console: Console) -> Question | None:
 
     Raises:
         ValueError: no ranks at hand.
-        torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException: a rank did not end well.
+        torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException:
+            a rank did not end well.
     """
     found = measure_here(args.ranks)
     if args.ranks is None and os.environ.get("RANK", "0") != "0":
@@ -236,7 +281,9 @@ def measured(args: argparse.Namespace, console: Console) -> Question | None:
 
 
 def validate(args: argparse.Namespace, console: Console) -> int:
-    """Compare predicted with measured steps on this machine; return 1 when one is off by more than the goal."""
+    """Compare predicted with measured steps on this machine; return 1 when one is off by more
+    than the goal.
+    """
     rows = compare(console)
     if args.json is not None:
         found = [{**asdict(row), "error": row.error} for row in rows]
@@ -280,11 +327,16 @@ def report(args: argparse.Namespace, found: Prediction, console: Console) -> int
     question: Question = args.question
     print_prediction(console, question, found)
     if args.json is not None:
-        args.json.write_text(json.dumps(to_dict(question, found), indent=2) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps(to_dict(question, found), indent=2) + "\n", encoding="utf-8"
+        )
     if args.plot is not None:
         try:
             plot(question, found, args.plot)
         except ModuleNotFoundError as error:
-            print(f"python -m gradcomp.plan --plot needs {error.name}: pip install 'gradcomp[bench]'", file=sys.stderr)
+            print(
+                f"python -m gradcomp.plan --plot needs {error.name}: pip install 'gradcomp[bench]'",
+                file=sys.stderr,
+            )
             return 2
     return 0

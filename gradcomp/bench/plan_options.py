@@ -10,33 +10,41 @@ from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.costs import METHODS
 
 DESCRIPTION = """\
-Seconds of a training step over node counts for fp32, bf16, ternary and 1-bit gradients, and whether to compress.
+Seconds of a training step over node counts for fp32, bf16, ternary and 1-bit gradients, and
+whether to compress.
 
-Times are written like 0.1ms or 50us, rates like 100mbit or 10gbit; named links have a latency of their own
-(wan, 1gbe, 10gbe, 25gbe, 100gbe, infiniband).
+Times are written like 0.1ms or 50us, rates like 100mbit or 10gbit; named links have a latency of
+their own (wan, 1gbe, 10gbe, 25gbe, 100gbe, infiniband).
 """
 EXAMPLES = """\
 examples:
   VGG-16 on machines that compute 10 TFLOP/s, 1 Gbit/s Ethernet:
     python -m gradcomp.plan --model vgg16 --link 1gbit --latency 0.1ms --nodes 1:64
 
-  the same with a measured 12 ms a sample and 30 ms an update (time your own training step on one node for these):
-    python -m gradcomp.plan --model vgg16 --link 1gbe --nodes 1:64 --frame-time 12ms --update-time 30ms
+  the same with a measured 12 ms a sample and 30 ms an update (time your own training step on one
+  node for these):
+    python -m gradcomp.plan --model vgg16 --link 1gbe --nodes 1:64 --frame-time 12ms \\
+      --update-time 30ms
 
-  one's own model, from [[name, [dimensions]], ...]; a tenth of the nodes twice as slow, 5 % of jitter:
-    python -m gradcomp.plan --shapes shapes.json --link 10gbe --nodes 2,4,8 --jitter 0.05 --stragglers 0.1:2
+  one's own model, from [[name, [dimensions]], ...]; a tenth of the nodes twice as slow, 5 % of
+  jitter:
+    python -m gradcomp.plan --shapes shapes.json --link 10gbe --nodes 2,4,8 --jitter 0.05 \\
+      --stragglers 0.1:2
 
   only 1-bit against fp32, exchanged in halves as Seide et al. did, with a picture:
-    python -m gradcomp.plan --model bert --link 10gbe --nodes 1:256 --codec fp32,onebit --double-buffering --plot plan.png
+    python -m gradcomp.plan --model bert --link 10gbe --nodes 1:256 --codec fp32,onebit \\
+      --double-buffering --plot plan.png
 
   recommended is only what keeps within 0.02 nats of fp32 under AdamW, as far as that was measured:
     python -m gradcomp.plan --model gpt2 --link 1gbe --nodes 1:16 --optimizer adamw
 
   nodes of 8 ranks that share a link of 25 Gbit/s: is averaging inside nodes first worth it?
-    python -m gradcomp.plan --model bert --link 25gbe --nodes 1:16 --ranks-per-node 8 --inside 100gbit
+    python -m gradcomp.plan --model bert --link 25gbe --nodes 1:16 --ranks-per-node 8 \\
+      --inside 100gbit
 
   machines in different buildings: 30 local steps, then an exchange that may be 5 steps late
-    python -m gradcomp.plan --model gpt2 --link 100mbit --latency 10ms --nodes 2:8 --codec fp32,terngrad --every 30 --delay 5
+    python -m gradcomp.plan --model gpt2 --link 100mbit --latency 10ms --nodes 2:8 \\
+      --codec fp32,terngrad --every 30 --delay 5
 
   what this machine can do, with 2 ranks that measure at once; and how far predictions are off:
     python -m gradcomp.plan --measure --ranks 2
@@ -56,15 +64,19 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--model",
         metavar="NAME",
-        help="name of a published model: LeNet, ResNet-50, VGG-16, BERT-base or GPT-2 small "
-        "(default: resnet50)",
+        help=(
+            "name of a published model: LeNet, ResNet-50, VGG-16, BERT-base or GPT-2 small "
+            "(default: resnet50)"
+        ),
     )
     what.add_argument(
         "--shapes",
         type=Path,
         metavar="FILE.json",
-        help="file with the shapes of your own model, in place of --model: [[name, "
-        "[dimensions]], ...]",
+        help=(
+            "file with the shapes of your own model, in place of --model: [[name, "
+            "[dimensions]], ...]"
+        ),
     )
     what.add_argument(
         "--minibatch",
@@ -80,15 +92,19 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--frame-time",
         metavar="TIME",
-        help="time of forward and backward of one sample on one rank, such as 12ms (default: "
-        "computed from --flops)",
+        help=(
+            "time of forward and backward of one sample on one rank, such as 12ms (default: "
+            "computed from --flops)"
+        ),
     )
     what.add_argument(
         "--flops",
         type=float,
         metavar="F",
-        help="floating-point operations per second that a rank sustains, in place of "
-        "--frame-time (default: 1e13)",
+        help=(
+            "floating-point operations per second that a rank sustains, in place of "
+            "--frame-time (default: 1e13)"
+        ),
     )
     what.add_argument(
         "--update-time",
@@ -103,57 +119,73 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="optimizer of the training, such as adamw, sgd or lamb, or other: codecs that lost "
-        "accuracy under it, or were not measured under it, are not recommended (default: "
-        "none; only codecs that are safe for every optimizer are recommended)",
+        help=(
+            "optimizer of the training, such as adamw, sgd or lamb, or other: codecs that lost "
+            "accuracy under it, or were not measured under it, are not recommended (default: "
+            "none; only codecs that are safe for every optimizer are recommended)"
+        ),
     )
     what.add_argument(
         "--by-seconds",
         action="store_true",
-        help="without --optimizer, recommend the fastest codec, whatever accuracy it loses; "
-        "--codec does the same for the codecs that it names",
+        help=(
+            "without --optimizer, recommend the fastest codec, whatever accuracy it loses; "
+            "--codec does the same for the codecs that it names"
+        ),
     )
     what.add_argument(
         "--tolerance",
         type=float,
         metavar="NATS",
-        help="largest loss over fp32 that is accepted, in nats, with --optimizer (default: "
-        f"{TOLERANCES['nats']})",
+        help=(
+            "largest loss over fp32 that is accepted, in nats, with --optimizer (default: "
+            f"{TOLERANCES['nats']})"
+        ),
     )
     what.add_argument(
         "--tolerance-points",
         type=float,
         metavar="POINTS",
-        help="largest loss of test accuracy that is accepted, in points, where accuracy was "
-        f"measured, as under SGD (default: {TOLERANCES['points']})",
+        help=(
+            "largest loss of test accuracy that is accepted, in points, where accuracy was "
+            f"measured, as under SGD (default: {TOLERANCES['points']})"
+        ),
     )
     what.add_argument(
         "--bucket-cap-mb",
         type=float,
         metavar="MIB",
-        help="bucket size of DDP, in MiB (default: that of DDP, 1 for the first bucket and 25 "
-        "for the others)",
+        help=(
+            "bucket size of DDP, in MiB (default: that of DDP, 1 for the first bucket and 25 "
+            "for the others)"
+        ),
     )
     where = parser.add_argument_group("where")
     where.add_argument(
         "--link",
         metavar="RATE",
-        help="rate of the link of every node, such as 100mbit or 10gbit, or the name of a link: "
-        "wan, 1gbe, 10gbe, 25gbe, 100gbe, infiniband (default: 1gbe)",
+        help=(
+            "rate of the link of every node, such as 100mbit or 10gbit, or the name of a link: "
+            "wan, 1gbe, 10gbe, 25gbe, 100gbe, infiniband (default: 1gbe)"
+        ),
     )
     where.add_argument(
         "--latency",
         metavar="TIME",
-        help="time that a message takes, whatever its size, such as 0.1ms (default: that of a "
-        "named link, else 0)",
+        help=(
+            "time that a message takes, whatever its size, such as 0.1ms (default: that of a "
+            "named link, else 0)"
+        ),
     )
     where.add_argument(
         "--ranks-per-node",
         type=int,
         default=1,
         metavar="L",
-        help="ranks that share the link of a node; above 1 hierarchical exchanges are compared, "
-        "too (default: 1)",
+        help=(
+            "ranks that share the link of a node; above 1 hierarchical exchanges are compared, "
+            "too (default: 1)"
+        ),
     )
     where.add_argument(
         "--inside",
@@ -163,14 +195,18 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--nodes",
         metavar="A:B",
-        help="numbers of nodes to compare: A:B doubles from A to B, A:B:STEP adds STEP, 2,4,6 is "
-        "a list (default: 1:64)",
+        help=(
+            "numbers of nodes to compare: A:B doubles from A to B, A:B:STEP adds STEP, 2,4,6 is "
+            "a list (default: 1:64)"
+        ),
     )
     where.add_argument(
         "--cores",
         type=float,
-        help="cores of a rank; with fewer than 2, codecs take time from the backward pass "
-        "(default: 2, or as measured)",
+        help=(
+            "cores of a rank; with fewer than 2, codecs take time from the backward pass "
+            "(default: 2, or as measured)"
+        ),
     )
     where.add_argument(
         "--jitter",
@@ -182,8 +218,10 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--stragglers",
         metavar="SHARE:FACTOR",
-        help="share of slow nodes and how much longer they compute: 0.1:2 is a tenth of the "
-        "nodes at half speed (default: none)",
+        help=(
+            "share of slow nodes and how much longer they compute: 0.1:2 is a tenth of the "
+            "nodes at half speed (default: none)"
+        ),
     )
     where.add_argument(
         "--seed",
@@ -195,16 +233,20 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--codec",
         metavar="A,B",
-        help="codecs to compare, out of "
-        f"{', '.join(dict.fromkeys(m.name.split()[0] for m in METHODS))}; one of them may "
-        "then be recommended although it loses accuracy (default: all)",
+        help=(
+            "codecs to compare, out of "
+            f"{', '.join(dict.fromkeys(m.name.split()[0] for m in METHODS))}; one of them may "
+            "then be recommended although it loses accuracy (default: all)"
+        ),
     )
     how.add_argument(
         "--every",
         type=int,
         metavar="H",
-        help="compare exchanges after H local steps, too (gradcomp.DiLoCo); a step is then one "
-        "H-th of H steps and one exchange (default: exchange at every step)",
+        help=(
+            "compare exchanges after H local steps, too (gradcomp.DiLoCo); a step is then one "
+            "H-th of H steps and one exchange (default: exchange at every step)"
+        ),
     )
     how.add_argument(
         "--fragments",
@@ -223,8 +265,10 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--exchange",
         metavar="A,B",
-        help="exchanges to compare, out of all_reduce, all_gather, reduce_scatter and "
-        "hierarchical (default: all)",
+        help=(
+            "exchanges to compare, out of all_reduce, all_gather, reduce_scatter and "
+            "hierarchical (default: all)"
+        ),
     )
     how.add_argument(
         "--double-buffering",
@@ -235,8 +279,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--rates",
         type=Path,
         metavar="FILE",
-        help="file with the CPU seconds of the codecs, written by --json (default: measured "
-        "here, three times)",
+        help=(
+            "file with the CPU seconds of the codecs, written by --json (default: measured "
+            "here, three times)"
+        ),
     )
     out = parser.add_argument_group("what is written")
     out.add_argument("--json", type=Path, metavar="FILE", help="write every number to this file")
@@ -255,8 +301,9 @@ def build_parser() -> argparse.ArgumentParser:
     cluster.add_argument(
         "--adagrad",
         action="store_true",
-        help="with --measure, take the measured time of AdaGrad on averaged gradients as "
-        "--post-time",
+        help=(
+            "with --measure, take the measured time of AdaGrad on averaged gradients as --post-time"
+        ),
     )
     cluster.add_argument(
         "--validate",

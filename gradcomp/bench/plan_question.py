@@ -42,5 +42,7 @@ def parse_stragglers(text: str | None) -> tuple[float, float]:
     try:
         share, factor = (float(part) for part in text.split(":"))
     except ValueError:
-        raise ValueError(f"--stragglers {text!r} is not understood; SHARE:FACTOR as in 0.1:2 is") from None
+        raise ValueError(
+            f"--stragglers {text!r} is not understood; SHARE:FACTOR as in 0.1:2 is"
+        ) from None
     return share, factor

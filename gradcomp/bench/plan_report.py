@@ -25,26 +25,40 @@ SHORT = {FAMILIES["adam"]: "AdamW", FAMILIES["sgd"]: "SGD"}  # heads of columns:
 
 
 def print_prediction(console: Console, question: Question, found: Prediction) -> None:
-    """Print what was assumed, seconds of every method, the fastest in detail, crossings and the recommendation."""
+    """Print what was assumed, seconds of every method, the fastest in detail, crossings and the
+    recommendation.
+    """
     work = question.workload
     one = "node" if question.node.ranks == 1 else "rank"
     scaling = f"a {one}" if work.weak else "over all nodes"
-    shared = f"; {question.node.ranks} ranks a node, {question.node.inside} inside" if question.node.ranks > 1 else ""
+    shared = (
+        f"; {question.node.ranks} ranks a node, {question.node.inside} inside"
+        if question.node.ranks > 1
+        else ""
+    )
     link = (
         "collectives as measured"
         if question.transport and math.isinf(question.link.bits_per_s)
         else f"link {question.link}"
     )
     lines = [
-        f"{question.model.name}: {work.numel:,} parameters, {work.minibatch:g} samples a step {scaling}",
+        (
+            f"{question.model.name}: {work.numel:,} parameters, {work.minibatch:g} samples a step"
+            f" {scaling}"
+        ),
         f"computing {format_seconds(work.t_frame)} a sample ({question.model.sample})",
-        f"update {format_seconds(work.t_update)}; {link}{shared}{'; double buffering' if question.double_buffering else ''}",
+        (
+            f"update {format_seconds(work.t_update)};"
+            f" {link}{shared}{'; double buffering' if question.double_buffering else ''}"
+        ),
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     for table in (seconds_table(found), fastest_table(question, found)):
         console.print()
-        whole = console.measure(table, options=console.options.update(width=10_000)).maximum  # cells are never cut
+        whole = console.measure(
+            table, options=console.options.update(width=10_000)
+        ).maximum  # cells are never cut
         Console(file=console.file, width=max(console.width, whole)).print(table)
     console.print()
     for line in (*accuracy_lines(found), *spread_lines(found), *crossing_lines(found)):
@@ -53,15 +67,27 @@ def print_prediction(console: Console, question: Question, found: Prediction) ->
 
 
 def seconds_table(found: Prediction) -> Table:
-    """Return what is lost in accuracy and seconds a step by method and nodes, of every number of nodes the fastest in bold."""
-    table = Table(title="a step takes, by nodes", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    """Return what is lost in accuracy and seconds a step by method and nodes, of every number of
+    nodes the fastest in bold.
+    """
+    table = Table(
+        title="a step takes, by nodes",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
     table.add_column("", no_wrap=True)
     costs = [found.tolerance.costs(row.method) for row in found.rows]
     mixed = set()  # columns in nats and in points, whose cells name their unit
     for name in found.tolerance.columns:
         units = {row.training.unit for cost in costs if (row := cost[name]) is not None}
         mixed |= {name} if len(units) > 1 else set()
-        table.add_column("\n".join(("loss,", SHORT.get(name, name), *([] if len(units) > 1 else units))), justify="right", no_wrap=True)
+        table.add_column(
+            "\n".join(("loss,", SHORT.get(name, name), *([] if len(units) > 1 else units))),
+            justify="right",
+            no_wrap=True,
+        )
     by_nodes = _by_nodes(found)
     for nodes in by_nodes:
         table.add_column(str(nodes), justify="right", vertical="bottom", no_wrap=True)
@@ -71,8 +97,19 @@ def seconds_table(found: Prediction) -> Table:
         cells = []
         for row in rows:
             cell, nodes = format_seconds(row.result.seconds), row.result.nodes
-            cells.append(f"[bold green]{cell}[/bold green]" if row.result.seconds == least[nodes] and nodes > 1 else cell)
-        table.add_row(method.name, *(_cost(method, row, name in mixed) for name, row in found.tolerance.costs(method).items()), *cells)
+            cells.append(
+                f"[bold green]{cell}[/bold green]"
+                if row.result.seconds == least[nodes] and nodes > 1
+                else cell
+            )
+        table.add_row(
+            method.name,
+            *(
+                _cost(method, row, name in mixed)
+                for name, row in found.tolerance.costs(method).items()
+            ),
+            *cells,
+        )
     return table
 
 
@@ -84,10 +121,17 @@ def accuracy_lines(found: Prediction) -> list[str]:
             if cost is not None:
                 how = f" with {cost.given()}" if cost.given() else ""
                 but = f" (decides nothing: {cost.doubt})" if cost.doubt else ""
-                lines.setdefault(str(cost.training), {})[f"{cost.codec.name} {cost.cost}{how}{but}"] = None
-    known = [f"Loss over fp32 of {training}: {', '.join(costs)}." for training, costs in lines.items()]
+                lines.setdefault(str(cost.training), {})[
+                    f"{cost.codec.name} {cost.cost}{how}{but}"
+                ] = None
+    known = [
+        f"Loss over fp32 of {training}: {', '.join(costs)}." for training, costs in lines.items()
+    ]
     if not all(row.method.keeps_loss for row in found.rows):
-        known.append('"-" was not measured; a loss is that of one model, not of yours (docs/explanation/accuracy.md).')
+        known.append(
+            '"-" was not measured; a loss is that of one model, not of yours'
+            " (docs/explanation/accuracy.md)."
+        )
     return known
 
 
@@ -103,13 +147,26 @@ def fastest_table(question: Question, found: Prediction) -> Table:
     waits = question.stragglers.any
     table = Table(
         title="where the time of the fastest"
-        + (" that may be recommended goes" if len(found.permitted) < len(_methods(found)) else " goes"),
+        + (
+            " that may be recommended goes"
+            if len(found.permitted) < len(_methods(found))
+            else " goes"
+        ),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
-    columns = ["nodes", "method", "compute", *(["waits"] if waits else []), "exposed", "hidden", "sent", "ratio"]
+    columns = [
+        "nodes",
+        "method",
+        "compute",
+        *(["waits"] if waits else []),
+        "exposed",
+        "hidden",
+        "sent",
+        "ratio",
+    ]
     for name in columns:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for nodes, everything in _by_nodes(found).items():
@@ -118,7 +175,11 @@ def fastest_table(question: Question, found: Prediction) -> Table:
         row = next(row for row in rows if row.seconds <= (1 + TIE) * least)
         result = row.result
         halves = 2 if question.double_buffering else 1
-        ratio = ring_bytes(question.workload.numel, result.ranks) * halves / result.sent_nbytes if result.sent_nbytes else 1.0
+        ratio = (
+            ring_bytes(question.workload.numel, result.ranks) * halves / result.sent_nbytes
+            if result.sent_nbytes
+            else 1.0
+        )
         table.add_row(
             str(nodes),
             row.method.name if nodes > 1 else "",
@@ -133,8 +194,14 @@ def fastest_table(question: Question, found: Prediction) -> Table:
 
 
 def spread_lines(found: Prediction) -> list[str]:
-    """Return how far measurements of the codecs' CPU time differ, a line; none where they were not repeated."""
-    chosen = [row.method for row in found.rows if row.method.name in found.permitted and row.method.compresses]
+    """Return how far measurements of the codecs' CPU time differ, a line; none where they were
+    not repeated.
+    """
+    chosen = [
+        row.method
+        for row in found.rows
+        if row.method.name in found.permitted and row.method.compresses
+    ]
     method = found.method if found.method.compresses else next(iter(chosen), None)
     if method is None or len(found.repeated) < 2:
         return []
@@ -142,19 +209,32 @@ def spread_lines(found: Prediction) -> list[str]:
     owned = SAMPLE if method.exchange == "all_gather" else SAMPLE // ranks
     each = [sum(one.stage_seconds(method, ranks, SAMPLE, owned)) for one in found.repeated]
     least, most = format_seconds(min(each)), format_seconds(max(each))
-    return [f"Codecs were timed {len(each)} times here: {method.name} takes {least} to {most} a million values."]
+    return [
+        (
+            f"Codecs were timed {len(each)} times here: {method.name} takes {least} to {most} a"
+            " million values."
+        )
+    ]
 
 
 def crossing_lines(found: Prediction) -> list[str]:
     """Return the crossings and the rate at which compression stops paying, a line each."""
-    lines = [f"From {c.nodes} nodes {c.after} is the fastest, before it {c.before}." for c in found.crossings]
+    lines = [
+        f"From {c.nodes} nodes {c.after} is the fastest, before it {c.before}."
+        for c in found.crossings
+    ]
     if found.break_even_range is not None:
-        lines.append(f"On {found.nodes} nodes fp32 is within 5 % of the best from {format_rates(*found.break_even_range)} on.")
+        lines.append(
+            f"On {found.nodes} nodes fp32 is within 5 % of the best from"
+            f" {format_rates(*found.break_even_range)} on."
+        )
     return lines
 
 
 def plot(question: Question, found: Prediction, path: Path) -> None:
-    """Draw seconds a step over nodes, one line a method, crossings marked; the suffix of `path` decides the format."""
+    """Draw seconds a step over nodes, one line a method, crossings marked; the suffix of `path`
+    decides the format.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -165,16 +245,34 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
     for number, method in enumerate(_methods(found)):
         seconds = [rows[number].result.seconds for rows in rows_by_nodes.values()]
         chosen = method == found.method.name
-        axes.plot(counts, seconds, "-" if chosen else "--" if "all_gather" in method else "-", color=color_of(method),
-                  marker="o", markersize=4 if chosen else 3, linewidth=2.6 if chosen else 1.5, label=method,
-                  zorder=3 if chosen else 2)  # fmt: skip
+        axes.plot(
+            counts,
+            seconds,
+            "-" if chosen else "--" if "all_gather" in method else "-",
+            color=color_of(method),
+            marker="o",
+            markersize=4 if chosen else 3,
+            linewidth=2.6 if chosen else 1.5,
+            label=method,
+            zorder=3 if chosen else 2,
+        )
     computing = [rows[0].result.compute_seconds for rows in rows_by_nodes.values()]
     axes.fill_between(
-        counts, computing, min(computing) / 2, color="#000000", alpha=0.06, linewidth=0, label="computing"
+        counts,
+        computing,
+        min(computing) / 2,
+        color="#000000",
+        alpha=0.06,
+        linewidth=0,
+        label="computing",
     )
     highest = axes.get_ylim()[1]
     axes.set(
-        xscale="log", yscale="log", xlabel="nodes", ylabel="seconds a step", ylim=(min(computing) * 0.8, highest * 2)
+        xscale="log",
+        yscale="log",
+        xlabel="nodes",
+        ylabel="seconds a step",
+        ylim=(min(computing) * 0.8, highest * 2),
     )
     for number, crossing in enumerate(found.crossings):
         axes.axvline(crossing.nodes, color="#888888", linewidth=0.9, linestyle=":", zorder=1)
@@ -189,7 +287,9 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
             va="top",
             bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8},
         )
-    axes.xaxis.set_major_locator(FixedLocator(counts if len(counts) <= 14 else counts[:: -(-len(counts) // 14)]))
+    axes.xaxis.set_major_locator(
+        FixedLocator(counts if len(counts) <= 14 else counts[:: -(-len(counts) // 14)])
+    )
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
@@ -197,7 +297,9 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     halves = ", double buffering" if question.double_buffering else ""
-    axes.set_title(f"{question.model.name}, {question.link} latency{halves}", fontsize=11, loc="left")
+    axes.set_title(
+        f"{question.model.name}, {question.link} latency{halves}", fontsize=11, loc="left"
+    )
     figure.legend(loc="outside right center", frameon=False, fontsize=8.5)
     figure.savefig(path)
 
@@ -229,7 +331,9 @@ def to_dict(question: Question, found: Prediction) -> dict[str, Any]:
         "nodes": found.nodes,
         "speedup": found.speedup,
         "break_even_bits_per_s": _finite(found.break_even_bits_per_s),
-        "break_even_range": found.break_even_range and [_finite(rate) for rate in found.break_even_range],
+        "break_even_range": (
+            found.break_even_range and [_finite(rate) for rate in found.break_even_range]
+        ),
         "optimal_nodes": _finite(found.optimal_nodes),
         "recommendation": found.sentence,
         "rates": found.rates.to_dict(),
@@ -240,18 +344,20 @@ def to_dict(question: Question, found: Prediction) -> dict[str, Any]:
 def _losses(found: Prediction, method: Method) -> dict[str, Any]:
     """Return what a method costs in accuracy, by optimizer; None: not measured."""
     return {
-        name: row
-        and {
-            "loss": row.loss,
-            "unit": row.training.unit,
-            "bits": row.bits,
-            "precondition": row.precondition,
-            "every": row.every,
-            "start": row.start,
-            "start_codec": row.start_codec.name if row.start_codec is not None else None,
-            "measured": str(row.training),
-            "seeds": row.training.seeds,
-        }
+        name: (
+            row
+            and {
+                "loss": row.loss,
+                "unit": row.training.unit,
+                "bits": row.bits,
+                "precondition": row.precondition,
+                "every": row.every,
+                "start": row.start,
+                "start_codec": row.start_codec.name if row.start_codec is not None else None,
+                "measured": str(row.training),
+                "seeds": row.training.seeds,
+            }
+        )
         for name, row in found.tolerance.costs(method).items()
     }
 

@@ -1,6 +1,8 @@
-"""Start N ranks of a gloo process group on this machine, run a function in each, and hear from them on the way.
+"""Start N ranks of a gloo process group on this machine, run a function in each, and hear from them
+on the way.
 
-Processes are forked from a server that has imported torch and what DDP pulls in, which takes a process of its own three seconds.
+Processes are forked from a server that has imported torch and what DDP pulls in, which takes a
+process of its own three seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 Emit = Callable[[Any], None]
 RANK_ERRORS = (ProcessRaisedException, ProcessExitedException)
@@ -30,7 +36,8 @@ _POLL_S = 0.1
 
 
 def warm_context(*modules: str) -> Any:
-    """Return the context of `multiprocessing` whose processes are new, but have imported torch, gradcomp and `modules`.
+    """Return the context of `multiprocessing` whose processes are new, but have imported torch,
+    gradcomp and `modules`.
 
     The first thing that such a process does is `become_rank`.
     """
@@ -38,7 +45,9 @@ def warm_context(*modules: str) -> Any:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["__main__", *IMPORTED, *modules])
         before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server imports what this process would
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            sys.path
+        )  # the server imports what this process would
         try:
             _start_server()
         except OSError:  # a TMPDIR too long for the address of its socket
@@ -53,16 +62,21 @@ def warm_context(*modules: str) -> Any:
 
 
 def _start_server() -> None:
-    """Start the server with interrupts blocked: it ignores them, but not before it has imported all.
+    """Start the server with interrupts blocked: it ignores them, but not before it has imported
+    all.
 
-    An interrupt of this program meanwhile comes when the server is known, so that `_end_server` can end it.
+    An interrupt of this program meanwhile comes when the server is known, so that `_end_server` can
+    end it.
     """
     atexit.register(_end_server)
     resource_tracker.ensure_running()  # which would unblock them
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
-    # torch's threads do not have the mask, and what one of them receives Python raises in this thread
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_main else None
+    # torch's threads do not have the mask, and what one of them receives Python raises in this
+    # thread
+    handler = (
+        signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if is_main else None
+    )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -75,7 +89,9 @@ def _start_server() -> None:
 
 
 def _end_server() -> None:
-    """End the server with this program: while it imports, for seconds, it would not notice that nobody needs it."""
+    """End the server with this program: while it imports, for seconds, it would not notice that
+    nobody needs it.
+    """
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is not None:
         with suppress(ProcessLookupError):
@@ -85,12 +101,14 @@ def _end_server() -> None:
 def become_rank(variables: Mapping[str, str]) -> None:
     """Make this process, forked from a server that others have in common, one of its own.
 
-    It ends with the program that has started it, can be interrupted, has `variables` as its environment, and NumPy draws other numbers than
-    in its siblings.
+    It ends with the program that has started it, can be interrupted, has `variables` as its
+    environment, and NumPy draws other numbers than in its siblings.
     """
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    threading.Thread(
+        target=_end_with, args=(multiprocessing.parent_process(),), daemon=True
+    ).start()
     os.environ.clear()
     os.environ.update(variables)
     np.random.seed()
@@ -102,20 +120,25 @@ def _end_with(parent: Any) -> None:
         os._exit(1)
 
 
-def run_ranks(world_size: int, body: Callable[..., None], *args: Any, on_message: Callable[[Any], None]) -> None:
-    """Run ``body(rank, emit, *args)`` in ``world_size`` new processes, one torch thread each, and wait for all of them.
+def run_ranks(
+    world_size: int, body: Callable[..., None], *args: Any, on_message: Callable[[Any], None]
+) -> None:
+    """Run ``body(rank, emit, *args)`` in ``world_size`` new processes, one torch thread each, and
+    wait for all of them.
 
-    The ranks find each other through a store in this process on a port that the system chose, so that two runs at the
-    same time cannot meet.
+    The ranks find each other through a store in this process on a port that the system chose, so
+    that two runs at the same time cannot meet.
 
     Args:
         world_size: number of ranks.
         body: a module-level function; a default gloo process group exists while it runs.
         *args: handed to it; picklable.
-        on_message: called in this process with everything that a rank passed to ``emit`` (picklable), in its order.
+        on_message: called in this process with everything that a rank passed to ``emit``
+            (picklable), in its order.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised; the message carries its traceback.
+        torch.multiprocessing.ProcessRaisedException: a rank raised; the message carries its
+            traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed; the others have been ended.
     """
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -168,5 +191,6 @@ def _rank_main(
     try:
         body(rank, messages.put, *args)
     finally:
-        gc.collect()  # a model in a reference cycle would keep gloo's threads until the interpreter ends
+        # a model in a reference cycle would keep gloo's threads until the interpreter ends
+        gc.collect()
         dist.destroy_process_group()

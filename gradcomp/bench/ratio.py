@@ -1,8 +1,11 @@
-"""Count the bytes that one training step costs each rank, for real models, every codec and exchange, 2 to 64 ranks.
+"""Count the bytes that one training step costs each rank, for real models, every codec and
+exchange, 2 to 64 ranks.
 
-Nothing is sent: the numbers are the exchange's own sizing (`gradcomp.exchange.sizing.predict_bytes`), headers, scales, padding
-and the scale round included. They are believed because LeNet is also trained for a few steps over gloo, and what its
-`state.stats` counted must equal the prediction to the byte. compression_ratio = 2(N-1)/N * 4 * numel / bytes sent.
+Nothing is sent: the numbers are the exchange's own sizing
+(`gradcomp.exchange.sizing.predict_bytes`), headers, scales, padding and the scale round included.
+They are believed because LeNet is also trained for a few steps over gloo, and what its
+`state.stats` counted must equal the prediction to the byte. compression_ratio = 2(N-1)/N * 4 *
+numel / bytes sent.
 """
 
 from __future__ import annotations
@@ -64,8 +67,12 @@ OWN = gradcomp.TernGrad(scale="own", second_phase="requantize")
 
 
 def _schemes() -> list[Scheme]:
-    """Return fp32 values, every way of `gradcomp.plan.METHODS` that compresses, and ternary with own scales."""
-    named: list[tuple[str, gradcomp.Codec, str]] = [("fp32 (Identity)", gradcomp.Identity(), "auto")]
+    """Return fp32 values, every way of `gradcomp.plan.METHODS` that compresses, and ternary with
+    own scales.
+    """
+    named: list[tuple[str, gradcomp.Codec, str]] = [
+        ("fp32 (Identity)", gradcomp.Identity(), "auto")
+    ]
     for method in METHODS:
         if method.codec is not None:
             named.append((method.name, method.codec, method.exchange))
@@ -103,9 +110,13 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command line of the benchmark."""
     parser = Parser(
         prog="python -m gradcomp.bench ratio",
-        description="Bytes sent by each rank in a training step against an fp32 ring all_reduce: headers, scales, padding and "
-        "the scale round included, rank 0, DDP's default buckets.",
-        epilog="example:\n  python -m gradcomp.bench ratio --models LeNet,ResNet-50 --plot ratio.png",
+        description=(
+            "Bytes sent by each rank in a training step against an fp32 ring all_reduce: headers,"
+            " scales, padding and the scale round included, rank 0, DDP's default buckets."
+        ),
+        epilog=(
+            "example:\n  python -m gradcomp.bench ratio --models LeNet,ResNet-50 --plot ratio.png"
+        ),
     )
     parser.add_argument(
         "--models",
@@ -134,8 +145,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="train LeNet for some steps over gloo and require the same bytes (default: yes; it "
-        "takes seconds)",
+        help=(
+            "train LeNet for some steps over gloo and require the same bytes (default: yes; it "
+            "takes seconds)"
+        ),
     )
     return parser
 
@@ -171,7 +184,10 @@ def main(argv: list[str]) -> int:
         verdict = "[green]pass[/green]" if check.passed else "[red]FAIL[/red]"
         console.print(f"{verdict}  {check.name}: {check.found}", highlight=False, soft_wrap=True)
     if args.json:
-        report = {"rows": [asdict(row) for row in rows], "checks": [asdict(check) for check in checks]}
+        report = {
+            "rows": [asdict(row) for row in rows],
+            "checks": [asdict(check) for check in checks],
+        }
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if args.plot:
         plot(rows, args.plot)
@@ -179,22 +195,35 @@ def main(argv: list[str]) -> int:
 
 
 def count(models: Sequence[str]) -> list[Row]:
-    """Return the bytes of every scheme and world size for these models (names in :data:`~gradcomp.plan.models.MODELS`)."""
+    """Return the bytes of every scheme and world size for these models (names in
+    :data:`~gradcomp.plan.models.MODELS`).
+    """
     out: list[Row] = []
     for model in models:
         parameters = MODELS[model]()
         for scheme in SCHEMES:
             for world_size in WORLD_SIZES:
                 n = predict_bytes(scheme.codec, parameters, world_size, exchange=scheme.exchange)
-                out.append(Row(model, scheme.name, world_size, n.sent, n.received, n.baseline, n.baseline / n.sent))
+                out.append(
+                    Row(
+                        model,
+                        scheme.name,
+                        world_size,
+                        n.sent,
+                        n.received,
+                        n.baseline,
+                        n.baseline / n.sent,
+                    )
+                )
     return out
 
 
 def check_ratios(rows: Sequence[Row]) -> list[Check]:
     """Hold ResNet-50's ratios against what is promised.
 
-    The reduce_scatter schemes must reach their floor at N = 8 and stay flat from N = 8 to 64 within 12 %; the exact one,
-    whose second phase takes ceil(log2(2N + 1)) bits, must follow 64 / (2 + bits) within 12 % instead.
+    The reduce_scatter schemes must reach their floor at N = 8 and stay flat from N = 8 to 64 within
+    12 %; the exact one, whose second phase takes ceil(log2(2N + 1)) bits, must follow 64 / (2 +
+    bits) within 12 % instead.
     """
     ratios = {(r.scheme, r.world_size): r.compression_ratio for r in rows if r.model == "ResNet-50"}
     checks: list[Check] = []
@@ -206,8 +235,13 @@ def check_ratios(rows: Sequence[Row]) -> list[Check]:
         name = f"{scheme.name} on ResNet-50 at N = 8 at least {scheme.floor:g}x"
         checks.append(Check(name, found >= scheme.floor, f"{found:.2f}x"))
         if scheme.name == "terngrad exact":
-            offs = [abs(ratios[scheme.name, n] * (2 + (2 * n).bit_length()) / 64 - 1) for n in sizes]
-            name = f"{scheme.name} follows 64 / (2 + ceil(log2(2N + 1))) from N = 8 to 64 within {FLATNESS:.0%}"
+            offs = [
+                abs(ratios[scheme.name, n] * (2 + (2 * n).bit_length()) / 64 - 1) for n in sizes
+            ]
+            name = (
+                f"{scheme.name} follows 64 / (2 + ceil(log2(2N + 1))) from N = 8 to 64 within"
+                f" {FLATNESS:.0%}"
+            )
         else:
             offs = [abs(ratios[scheme.name, n] / found - 1) for n in sizes]
             name = f"{scheme.name} flat from N = 8 to 64 within {FLATNESS:.0%}"
@@ -216,7 +250,8 @@ def check_ratios(rows: Sequence[Row]) -> list[Check]:
 
 
 def verify() -> list[Check]:
-    """Train LeNet over gloo with every scheme and compare what was counted with what is predicted, on every rank.
+    """Train LeNet over gloo with every scheme and compare what was counted with what is predicted,
+    on every rank.
 
     The first step is left out, because DDP cuts its final buckets only after it.
 
@@ -233,16 +268,26 @@ def verify() -> list[Check]:
     for scheme in SCHEMES:
         wrong = []
         for rank in range(VERIFY_WORLD_SIZE):
-            n = predict_bytes(scheme.codec, lenet(), VERIFY_WORLD_SIZE, exchange=scheme.exchange, rank=rank)
+            n = predict_bytes(
+                scheme.codec, lenet(), VERIFY_WORLD_SIZE, exchange=scheme.exchange, rank=rank
+            )
             expected = (n.sent, n.received, n.baseline)
-            wrong += [f"rank {rank}: {c}, predicted {expected}" for c in counted[scheme.name, rank] if c != expected]
+            wrong += [
+                f"rank {rank}: {c}, predicted {expected}"
+                for c in counted[scheme.name, rank]
+                if c != expected
+            ]
         found = "; ".join(wrong) or f"{n.sent:,} bytes sent per rank and step, to the byte"
-        checks.append(Check(f"{scheme.name}: LeNet over gloo, {VERIFY_WORLD_SIZE} ranks", not wrong, found))
+        checks.append(
+            Check(f"{scheme.name}: LeNet over gloo, {VERIFY_WORLD_SIZE} ranks", not wrong, found)
+        )
     return checks
 
 
 def _count_rank(rank: int, emit: Emit) -> None:
-    """Emit (scheme, rank, [(sent, received, baseline) of each step but the first]) for every scheme."""
+    """Emit (scheme, rank, [(sent, received, baseline) of each step but the first]) for every
+    scheme.
+    """
     for scheme in SCHEMES:
         torch.manual_seed(0)
         model = DistributedDataParallel(LeNet())
@@ -258,7 +303,9 @@ def _count_rank(rank: int, emit: Emit) -> None:
 
 
 def build_table(model: str, rows: Sequence[Row]) -> Table:
-    """Return one model's table: MB sent per rank and step and the ratio to an fp32 ring, by scheme and world size."""
+    """Return one model's table: MB sent per rank and step and the ratio to an fp32 ring, by
+    scheme and world size.
+    """
     numel = total_numel(MODELS[model]())
     table = Table(
         title=f"{model}, {numel:,} parameters: MB sent a step, ratio to fp32",
@@ -270,7 +317,10 @@ def build_table(model: str, rows: Sequence[Row]) -> Table:
         table.add_column(f"N = {world_size}", justify="right", no_wrap=True)
     for scheme in SCHEMES:
         mine = [r for r in rows if r.model == model and r.scheme == scheme.name]
-        table.add_row(scheme.name, *(f"{_short(r.bytes_sent / 1e6)} {_short(r.compression_ratio)}x" for r in mine))
+        table.add_row(
+            scheme.name,
+            *(f"{_short(r.bytes_sent / 1e6)} {_short(r.compression_ratio)}x" for r in mine),
+        )
     return table
 
 
@@ -295,9 +345,19 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for axes, model in zip(panels, models, strict=True):
         for scheme in SCHEMES:
             mine = [r for r in rows if r.model == model and r.scheme == scheme.name]
-            style = ":" if scheme.name.endswith("own requantize") else "-"  # its bytes are those of the shared scale
-            axes.plot([r.world_size for r in mine], [r.compression_ratio for r in mine], style, color=color_of(scheme.name.split(" (")[0]),
-                      marker="o", markersize=3.5, linewidth=1.8, label=scheme.name)  # fmt: skip
+            style = (
+                ":" if scheme.name.endswith("own requantize") else "-"
+            )  # its bytes are those of the shared scale
+            axes.plot(
+                [r.world_size for r in mine],
+                [r.compression_ratio for r in mine],
+                style,
+                color=color_of(scheme.name.split(" (")[0]),
+                marker="o",
+                markersize=3.5,
+                linewidth=1.8,
+                label=scheme.name,
+            )
         axes.set(xscale="log", yscale="log", title=model, xlabel="ranks")
         axes.xaxis.set_major_locator(FixedLocator(WORLD_SIZES))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -309,5 +369,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("compression ratio (fp32 ring = 1)")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, 2 * len(models)), frameon=False, fontsize=9)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(4, 2 * len(models)),
+        frameon=False,
+        fontsize=9,
+    )
     figure.savefig(path)

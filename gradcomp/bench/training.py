@@ -1,8 +1,10 @@
-"""Train LeNet under DDP on this machine, once a codec and seed, and measure accuracy, bytes and seconds.
+"""Train LeNet under DDP on this machine, once a codec and seed, and measure accuracy, bytes and
+seconds.
 
-The caller's process starts the ranks and shows progress; the ranks run the same program that a user would write.
-``fp32`` is DistributedDataParallel with no hook, so its bytes are counted by the ring formula 2(N-1)/N * 4 * numel and
-it has no phases. Everything random depends on the seed alone, so codecs differ in nothing but the codec.
+The caller's process starts the ranks and shows progress; the ranks run the same program that a user
+would write. ``fp32`` is DistributedDataParallel with no hook, so its bytes are counted by the ring
+formula 2(N-1)/N * 4 * numel and it has no phases. Everything random depends on the seed alone, so
+codecs differ in nothing but the codec.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class TrainConfig:
         seeds: number of seeds; run i uses seed i for weights, batches and codec.
         steps: optimizer steps of a run.
         batch: images a step over all ranks together; a multiple of ``ranks``.
-        lr: first learning rate; it decays to 0 with the square root of the steps left (TernGrad's LeNet schedule).
+        lr: first learning rate; it decays to 0 with the square root of the steps left (TernGrad's
+            LeNet schedule).
         ranks: processes, one torch thread each.
         data: folder of IDX files, None for scikit-learn's digits.
     """
@@ -78,7 +81,8 @@ class RunResult:
         baseline_bytes: bytes that a rank of an fp32 ring would have sent in the whole run.
         seconds_per_step: median over the steps after the warm-up, on rank 0, data loading excluded.
         phase_seconds: rank 0's total seconds by phase (``state.stats.seconds``); empty for fp32.
-        curve: (steps done, bytes sent by rank 0 so far, test accuracy in percent on at most 1000 images).
+        curve: (steps done, bytes sent by rank 0 so far, test accuracy in percent on at most 1000
+            images).
     """
 
     codec: str
@@ -115,10 +119,12 @@ def train_all(
         on_step: called in this process with (codec, seed, steps done) as the training goes on.
 
     Returns:
-        One result a (seed, codec), in the order of training, and what a step takes without an exchange.
+        One result a (seed, codec), in the order of training, and what a step takes without an
+        exchange.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised; the message carries its traceback.
+        torch.multiprocessing.ProcessRaisedException: a rank raised; the message carries its
+            traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed; the others have been ended.
     """
     results: list[RunResult] = []
@@ -145,12 +151,15 @@ def _plain(value: Any) -> Any:
 
 
 def curve_steps(steps: int) -> list[int]:
-    """Return the steps after which the test accuracy is taken: about evenly spaced on a logarithmic axis, last included."""
+    """Return the steps after which the test accuracy is taken: about evenly spaced on a
+    logarithmic axis, last included.
+    """
     return sorted({max(1, round(s)) for s in np.geomspace(max(1, steps / 40), steps, CURVE_POINTS)})
 
 
 def batch_indices(count: int, batch: int, steps: int, seed: int) -> list[Tensor]:
-    """Return the images of every step: epochs of fresh permutations, the incomplete rest of an epoch dropped.
+    """Return the images of every step: epochs of fresh permutations, the incomplete rest of an
+    epoch dropped.
 
     Args:
         count: number of training images, at least ``batch``.
@@ -178,7 +187,9 @@ def _train_rank(rank: int, emit: Emit, config: TrainConfig, given: dict[str, Any
     if given is None:
         data = load(config.data)
     else:
-        values: dict[str, Any] = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
+        values: dict[str, Any] = {
+            k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in given.items()
+        }
         data = ImageData(**values)
     alone = _step_alone(config, data)
     if rank == 0:
@@ -198,7 +209,9 @@ def _step_alone(config: TrainConfig, data: ImageData) -> Alone:
     """Return what a step takes on all ranks at once, with nothing exchanged."""
     torch.manual_seed(0)
     model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+    )
     images, labels = _batch(data, torch.arange(config.batch // config.ranks))
     seen = []
     for _ in range(WARM_UP_STEPS + ALONE_STEPS):
@@ -215,23 +228,33 @@ def _step_alone(config: TrainConfig, data: ImageData) -> Alone:
 
 
 def _batch(data: ImageData, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return images and labels; in channels_last, in which CPUs take a third less time for LeNet's convolutions."""
+    """Return images and labels; in channels_last, in which CPUs take a third less time for
+    LeNet's convolutions.
+    """
     images = data.train_images[indices].to(memory_format=torch.channels_last)
     return images, data.train_labels[indices]
 
 
-def _run(rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str, seed: int) -> RunResult:
+def _run(
+    rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str, seed: int
+) -> RunResult:
     torch.manual_seed(seed)
     model = DistributedDataParallel(_model())
     state = _register(model, codec, seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 - step / config.steps) ** DECAY_POWER)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: (1 - step / config.steps) ** DECAY_POWER
+    )
     numel = sum(p.numel() for p in model.parameters())
     ring_nbytes = ring_bytes(numel, config.ranks)
     points = curve_steps(config.steps)
     curve: list[tuple[int, int, float]] = []
     step_seconds: list[float] = []
-    for step, indices in enumerate(batch_indices(len(data.train_labels), config.batch, config.steps, seed), start=1):
+    for step, indices in enumerate(
+        batch_indices(len(data.train_labels), config.batch, config.steps, seed), start=1
+    ):
         mine = indices[rank :: config.ranks]
         images, labels = _batch(data, mine)
         start = time.perf_counter()
@@ -244,7 +267,9 @@ def _run(rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str
             emit((codec, seed, step))
         if step in points:
             sent = step * ring_nbytes if state is None else state.stats.bytes_sent
-            curve.append((step, sent, _accuracy(rank, config.ranks, model.module, data, CURVE_TEST_IMAGES)))
+            curve.append(
+                (step, sent, _accuracy(rank, config.ranks, model.module, data, CURVE_TEST_IMAGES))
+            )
     accuracy = _accuracy(rank, config.ranks, model.module, data, len(data.test_labels))
     mine = torch.tensor([config.steps * ring_nbytes if state is None else state.stats.bytes_sent])
     sent_by_rank = [torch.empty_like(mine) for _ in range(config.ranks)]
@@ -254,22 +279,37 @@ def _run(rank: int, emit: Emit, config: TrainConfig, data: ImageData, codec: str
         state.check_replicas()
         state.close()
     seconds = statistics.median(step_seconds[min(WARM_UP_STEPS, config.steps - 1) :])
-    return RunResult(codec, seed, accuracy, [int(n) for n in sent_by_rank], config.steps * ring_nbytes, seconds, phases, curve)
+    return RunResult(
+        codec,
+        seed,
+        accuracy,
+        [int(n) for n in sent_by_rank],
+        config.steps * ring_nbytes,
+        seconds,
+        phases,
+        curve,
+    )
 
 
-def _register(model: DistributedDataParallel, codec: str, seed: int) -> gradcomp.ddp.CompressionState | None:
+def _register(
+    model: DistributedDataParallel, codec: str, seed: int
+) -> gradcomp.ddp.CompressionState | None:
     make = CODECS[codec]
     return None if make is None else gradcomp.ddp.register(model, make(seed))
 
 
 def _accuracy(rank: int, ranks: int, model: torch.nn.Module, data: ImageData, limit: int) -> float:
-    """Return the percentage of the first ``limit`` test images that the model gets right; each rank takes its share."""
+    """Return the percentage of the first ``limit`` test images that the model gets right; each
+    rank takes its share.
+    """
     images = data.test_images[rank:limit:ranks].to(memory_format=torch.channels_last)
     labels = data.test_labels[rank:limit:ranks]
     counts = torch.zeros(2, dtype=torch.int64)
     model.eval()
     with torch.no_grad():
-        for some_images, some_labels in zip(torch.split(images, 500), torch.split(labels, 500), strict=True):
+        for some_images, some_labels in zip(
+            torch.split(images, 500), torch.split(labels, 500), strict=True
+        ):
             counts[0] += (model(some_images).argmax(dim=1) == some_labels).sum()
             counts[1] += len(some_labels)
     model.train()

@@ -11,10 +11,19 @@ from gradcomp.codecs.ternary import Ternary
 from gradcomp.codecs.terngrad import TernGrad
 from gradcomp.codecs.topk import TopK
 
-# Every codec with its default options; the first of a form decodes payloads of that form of which nothing else is known.
+# Every codec with its default options; the first of a form decodes payloads of that form of which
+# nothing else is known.
 KINDS: tuple[Codec, ...] = (
-    TernGrad(), Ternary(), OneBit(), Block(2), Block(4), Block(8), TopK(), Identity(), Identity("bf16")
-)  # fmt: skip
+    TernGrad(),
+    Ternary(),
+    OneBit(),
+    Block(2),
+    Block(4),
+    Block(8),
+    TopK(),
+    Identity(),
+    Identity("bf16"),
+)
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 
@@ -29,7 +38,11 @@ def resolve(codec: Codec | str) -> Codec:
         return codec
     if isinstance(codec, str):
         if codec not in _BY_NAME:
-            hint = ' ("auto" is for register and GradientAverager, which know the optimizer)' if codec == "auto" else suggestion(codec, _BY_NAME)
+            hint = (
+                ' ("auto" is for register and GradientAverager, which know the optimizer)'
+                if codec == "auto"
+                else suggestion(codec, _BY_NAME)
+            )
             raise ValueError(f"unknown codec {codec!r}; known names are {sorted(_BY_NAME)}{hint}")
         return _BY_NAME[codec]
     if isinstance(codec, type) and issubclass(codec, Codec):
@@ -37,4 +50,14 @@ def resolve(codec: Codec | str) -> Codec:
     raise TypeError(f"codec must be a gradcomp codec or a name, got {type(codec).__name__}")
 
 
-__all__ = ["KINDS", "Block", "Codec", "Identity", "OneBit", "TernGrad", "Ternary", "TopK", "resolve"]
+__all__ = [
+    "KINDS",
+    "Block",
+    "Codec",
+    "Identity",
+    "OneBit",
+    "TernGrad",
+    "Ternary",
+    "TopK",
+    "resolve",
+]

@@ -1,5 +1,6 @@
-"""What every codec offers: one-tensor `encode` and `decode`, and the steps of an exchange, each on a whole payload of many pieces:
-`measure` (statistics, if the codec has any), `encode_body`, and `decode_body` on what the ranks sent.
+"""What every codec offers: one-tensor `encode` and `decode`, and the steps of an exchange, each on
+a whole payload of many pieces: `measure` (statistics, if the codec has any), `encode_body`, and
+`decode_body` on what the ranks sent.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.payload.rng import RngKey
 
-MOST_EXACT_BITS = 4  # of an integer sum; wider ones cost more than "block4", which loses no accuracy that could be measured
+# of an integer sum; wider ones cost more than "block4", which loses no accuracy that could be
+# measured
+MOST_EXACT_BITS = 4
 
 
 class SumForm(ABC):
-    """How integer sums of a codec's codes are written, where its ranks share a scale: what an exact second phase sends.
+    """How integer sums of a codec's codes are written, where its ranks share a scale: what an exact
+    second phase sends.
 
     Attributes:
         form: how they stand in a payload.
@@ -39,9 +43,15 @@ class SumForm(ABC):
 
     @abstractmethod
     def add(
-        self, kernels: Kernels, payloads: Payloads, source: PayloadLayout, layout: PayloadLayout, out: Tensor
+        self,
+        kernels: Kernels,
+        payloads: Payloads,
+        source: PayloadLayout,
+        layout: PayloadLayout,
+        out: Tensor,
     ) -> None:
-        """Write scales and sums of the compressed pieces of all payloads to `out`, a payload of `layout`.
+        """Write scales and sums of the compressed pieces of all payloads to `out`, a payload of
+        `layout`.
 
         Args:
             kernels: of the bucket's device.
@@ -64,17 +74,20 @@ class Codec(ABC):
 
     Attributes:
         form: how its codes stand in a payload.
-        name: what `gradcomp.codecs.resolve` knows it by: its form's name, or its own where codecs share a form.
+        name: what `gradcomp.codecs.resolve` knows it by: its form's name, or its own where codecs
+            share a form.
         shares_scale: the ranks agree on one scale per group before they encode (a scale round).
         error_feedback: encoding takes and returns residuals.
         seed: of the random numbers, for codecs that draw some.
         whole_groups: a scale group must be encoded in one go.
-        gathers_only: payloads go to all ranks whole ("all_gather"): a mean of them is no payload of this kind.
+        gathers_only: payloads go to all ranks whole ("all_gather"): a mean of them is no payload of
+            this kind.
         measures: scales are measured before codes are written.
         second_phase: of a reduce_scatter; None: see `resolved_second_phase`.
         reach: values beyond so many scales of their group are clipped; None: nothing is.
         decay: what residuals keep of what codes leave out, from one step to the next; 1: all.
-        rotates: exchanges rotate values at random before they encode them, and averages back; it goes with no residuals.
+        rotates: exchanges rotate values at random before they encode them, and averages back; it
+            goes with no residuals.
         can_share_scale: there is a form of this codec with `shares_scale`.
     """
 
@@ -99,9 +112,15 @@ class Codec(ABC):
         return 1.0
 
     def of_groups(
-        self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+        self,
+        group_numel: int,
+        *,
+        shares_scale: bool = False,
+        error_feedback: bool = True,
+        seed: int = 0,
     ) -> Codec:
-        """Return the codec of this form that decodes payloads of such groups and encodes their averages again, never clipping.
+        """Return the codec of this form that decodes payloads of such groups and encodes their
+        averages again, never clipping.
 
         Args:
             group_numel: elements of a scale group.
@@ -124,20 +143,22 @@ class Codec(ABC):
 
         Args:
             x: any shape, float32, bfloat16 or float16, contiguous, CPU.
-            residual: ``(x.numel(),)`` or `x`'s shape, float32, contiguous; what earlier encodings left over. Replaced in
-                place by what this one leaves over, times the decay, or left as it was if its sum with `x` is not finite. Error-feedback
-                codecs only.
-            scale: the scale to use instead of measuring one: a number, or ``(groups,)`` float32. TernGrad only.
+            residual: ``(x.numel(),)`` or `x`'s shape, float32, contiguous; what earlier encodings
+                left over. Replaced in place by what this one leaves over, times the decay, or left
+                as it was if its sum with `x` is not finite. Error-feedback codecs only.
+            scale: the scale to use instead of measuring one: a number, or ``(groups,)`` float32.
+                TernGrad only.
             key: which random numbers to draw; all zeros by default.
-            out: ``(payload_nbytes,)`` uint8, contiguous, CPU, written in place; allocated when None.
+            out: ``(payload_nbytes,)`` uint8, contiguous, CPU, written in place; allocated when
+                None.
 
         Returns:
             ``(payload_nbytes,)`` uint8: header, scales, codes (docs/reference/wire-format.md).
 
         Raises:
             UnsupportedTensor: dtype, device or layout of `x`, `residual` or `out`.
-            ValueError: a residual or scale that this codec does not take, or of the wrong size or value; `out` of another
-                size.
+            ValueError: a residual or scale that this codec does not take, or of the wrong size or
+                value; `out` of another size.
         """
         check_alone(self)
         check_tensor(x, "x")
@@ -166,7 +187,9 @@ class Codec(ABC):
         wire.seal(payload.numpy(), header)
         return payload
 
-    def decode(self, payload: Tensor, *, out: Tensor | None = None, layout: PayloadLayout | None = None) -> Tensor:
+    def decode(
+        self, payload: Tensor, *, out: Tensor | None = None, layout: PayloadLayout | None = None
+    ) -> Tensor:
         """Decode a payload that this codec wrote.
 
         Args:
@@ -184,7 +207,9 @@ class Codec(ABC):
         """
         check_alone(self)
         if payload.dtype != torch.uint8 or payload.dim() != 1:
-            raise UnsupportedTensor(f"payload must be 1-D uint8, got {payload.dim()}-D {payload.dtype}")
+            raise UnsupportedTensor(
+                f"payload must be 1-D uint8, got {payload.dim()}-D {payload.dtype}"
+            )
         check_memory(payload, "payload")
         view = payload.numpy()
         header = wire.parse(view)
@@ -211,7 +236,9 @@ class Codec(ABC):
         return out
 
     def payload_nbytes(self, numel: int, groups: int = 1) -> int:
-        """Return the bytes of a payload of `numel` elements in `groups` scale groups, header included."""
+        """Return the bytes of a payload of `numel` elements in `groups` scale groups, header
+        included.
+        """
         if numel < 0 or groups < 0:
             raise ValueError(f"numel and groups must not be negative, got {numel} and {groups}")
         scales = 4 * self.form.scales_per_group * groups if numel else 0
@@ -227,11 +254,14 @@ class Codec(ABC):
         """Return the elements of one scale group of a parameter of that shape, at least 1."""
 
     def sum_form(self, world_size: int) -> SumForm | None:
-        """Return how integer sums of `world_size` ranks' codes are written; None where codes have none."""
+        """Return how integer sums of `world_size` ranks' codes are written; None where codes
+        have none.
+        """
         return None
 
     def resolved_second_phase(self, world_size: int, *, transformed: bool = False) -> str:
-        """Return the second phase that a reduce_scatter of this codec among `world_size` ranks uses.
+        """Return the second phase that a reduce_scatter of this codec among `world_size` ranks
+        uses.
 
         `transformed`: of means that are no sums. "" for a codec that has none.
         """
@@ -252,7 +282,9 @@ class Codec(ABC):
         """Return the codec that writes the owner's means in a "requantize" second phase."""
         return self
 
-    def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor | None = None) -> Tensor | None:
+    def scratch(
+        self, kernels: Kernels, layout: PayloadLayout, room: Tensor | None = None
+    ) -> Tensor | None:
         """Return the memory that `measure` needs, to be kept and passed at every step.
 
         Args:
@@ -262,11 +294,20 @@ class Codec(ABC):
         """
         return None
 
-    def measure(self, kernels: Kernels, values: Tensor, layout: PayloadLayout, scratch: Tensor | None, scales: Tensor) -> bool:
+    def measure(
+        self,
+        kernels: Kernels,
+        values: Tensor,
+        layout: PayloadLayout,
+        scratch: Tensor | None,
+        scales: Tensor,
+    ) -> bool:
         """Write one float32 scale a group to `scales`; return True when a value is not finite."""
         return False
 
-    def place_scales(self, kernels: Kernels, layout: PayloadLayout, scales: Tensor, payload: Tensor) -> None:
+    def place_scales(
+        self, kernels: Kernels, layout: PayloadLayout, scales: Tensor, payload: Tensor
+    ) -> None:
         """Copy measured or agreed scales to where they stand in a payload."""
 
     def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
@@ -284,7 +325,8 @@ class Codec(ABC):
         residuals: Residuals,
         kept: Tensor | None = None,
     ) -> bool:
-        """Write the codes of the compressed pieces of `values` into a payload; True: a value is not finite.
+        """Write the codes of the compressed pieces of `values` into a payload; True: a value is not
+        finite.
 
         Args:
             kernels: of the values' device.
@@ -302,7 +344,9 @@ class Codec(ABC):
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
         """Raise CorruptPayload for scales and codes that an encoder does not write."""
-        HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=not self.form.signed_scales)
+        HOST.validate_scales(
+            payload, HEADER_NBYTES, layout.scale_count, non_negative=not self.form.signed_scales
+        )
         HOST.validate(payload, self.form.kernel, layout.packed)
 
     def encode_body(
@@ -319,22 +363,41 @@ class Codec(ABC):
         packed = self.encode_packed(kernels, values, layout, payload, key, residuals, kept)
         return encode_plain(kernels, values, layout, payload) or packed
 
-    def decode_body(self, kernels: Kernels, tensors: Sequence[Tensor], layout: PayloadLayout, out: Tensor) -> bool:
-        """Write the average over payloads of all pieces to `out`. True: a value written is not finite."""
+    def decode_body(
+        self, kernels: Kernels, tensors: Sequence[Tensor], layout: PayloadLayout, out: Tensor
+    ) -> bool:
+        """Write the average over payloads of all pieces to `out`. True: a value written is not
+        finite.
+        """
         packed = kernels.sum_decode(self.payloads(tensors, out.dtype), layout.packed, out)
         return kernels.sum_decode(plain_payloads(tensors, out.dtype), layout.plain, out) or packed
 
-    def header(self, layout: PayloadLayout, dtype: int, nonfinite: bool, step: int, stream: int) -> wire.Header:
+    def header(
+        self, layout: PayloadLayout, dtype: int, nonfinite: bool, step: int, stream: int
+    ) -> wire.Header:
         """Return the header of a payload of `layout`."""
         flags = nonfinite * wire.FLAG_NONFINITE | layout.segmented * wire.FLAG_SEGMENTED
-        return wire.Header(self.form.code, dtype, flags, layout.numel, layout.group_numel, layout.scale_count, step, stream)
+        return wire.Header(
+            self.form.code,
+            dtype,
+            flags,
+            layout.numel,
+            layout.group_numel,
+            layout.scale_count,
+            step,
+            stream,
+        )
 
     def check_header(self, header: wire.Header, layout: PayloadLayout, nbytes: int) -> None:
         """Raise CorruptPayload unless a header describes a payload of `layout` by this codec."""
         if header.codec != self.form.code:
-            raise CorruptPayload("codec", f"a {form_name(header.codec)} payload, this is {self.form.name}")
+            raise CorruptPayload(
+                "codec", f"a {form_name(header.codec)} payload, this is {self.form.name}"
+            )
         if header.segmented != layout.segmented:
-            raise CorruptPayload("segmented", f"segmented = {header.segmented}, expected {layout.segmented}")
+            raise CorruptPayload(
+                "segmented", f"segmented = {header.segmented}, expected {layout.segmented}"
+            )
         for field in ("numel", "group_numel", "scale_count"):
             got, wanted = getattr(header, field), getattr(layout, field)
             if got != wanted:
@@ -348,19 +411,31 @@ class Codec(ABC):
         return f"{type(self).__name__}({inner})"
 
     def _layout_of(self, header: wire.Header, nbytes: int) -> PayloadLayout:
-        """Return the layout that an unsegmented header implies; allocates nothing by the numbers it reads."""
+        """Return the layout that an unsegmented header implies; allocates nothing by the numbers
+        it reads.
+        """
         if nbytes < HEADER_NBYTES + self.form.code_nbytes(0, header.numel):
             raise CorruptPayload("truncated", f"{nbytes} bytes cannot hold {header.numel} elements")
         if header.numel > MAX_NUMEL:
-            raise CorruptPayload("numel", f"the header says {header.numel}, a payload holds at most {MAX_NUMEL}")
-        group = (self.form.group_numel if self.form.scales_per_group else header.numel) if header.numel else 1
+            raise CorruptPayload(
+                "numel", f"the header says {header.numel}, a payload holds at most {MAX_NUMEL}"
+            )
+        group = (
+            (self.form.group_numel if self.form.scales_per_group else header.numel)
+            if header.numel
+            else 1
+        )
         if group not in (None, header.group_numel):
-            raise CorruptPayload("group_numel", f"the header says {header.group_numel}, {group} expected")
+            raise CorruptPayload(
+                "group_numel", f"the header says {header.group_numel}, {group} expected"
+            )
         slot = Slot(0, header.numel, header.group_numel, True, 0)
         groups = -(-header.numel // header.group_numel)
         if header.scale_count != groups * self.form.scales_per_group:
             wanted = groups * self.form.scales_per_group
-            raise CorruptPayload("scale_count", f"the header says {header.scale_count}, its groups need {wanted}")
+            raise CorruptPayload(
+                "scale_count", f"the header says {header.scale_count}, its groups need {wanted}"
+            )
         return PayloadLayout(self.form, whole_pieces([slot]), segmented=False)
 
     def _check_residual(self, residual: Tensor, numel: int) -> None:
@@ -373,7 +448,9 @@ class Codec(ABC):
             raise ValueError(f"residual holds {residual.numel()} elements, the tensor {numel}")
 
 
-def encode_plain(kernels: Kernels, values: Tensor, layout: PayloadLayout | Rows, payload: Tensor) -> bool:
+def encode_plain(
+    kernels: Kernels, values: Tensor, layout: PayloadLayout | Rows, payload: Tensor
+) -> bool:
     """Write the fp32 pieces of `values` into a payload; True: one is not finite."""
     return kernels.encode(PLAIN.kernel, values, layout.plain, payload, value_dtype=torch.float32)
 
@@ -385,7 +462,9 @@ def plain_payloads(tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
 
 @lru_cache(maxsize=32)
 def _layout_of_one(form: Form, slot: Slot, whole_groups: bool) -> PayloadLayout:
-    """Return the layout of an unsegmented payload; making the tables of a large one costs what encoding a small one does."""
+    """Return the layout of an unsegmented payload; making the tables of a large one costs what
+    encoding a small one does.
+    """
     return PayloadLayout(form, whole_pieces([slot]), segmented=False, whole_groups=whole_groups)
 
 
@@ -393,7 +472,9 @@ _spare = threading.local()
 
 
 def _spare_plane(numel: int) -> Tensor:
-    """Return float32 memory of this thread's, used again and grown: pages of a fresh plane cost more than encoding into it."""
+    """Return float32 memory of this thread's, used again and grown: pages of a fresh plane cost
+    more than encoding into it.
+    """
     plane: Tensor | None = getattr(_spare, "plane", None)
     if plane is None or plane.numel() < numel:
         plane = _spare.plane = torch.empty(numel)

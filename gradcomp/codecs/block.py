@@ -1,10 +1,11 @@
 """2, 4 or 8 bits a value: evenly spaced levels around 0, one scale a group, error feedback.
 
-With 2 bits all four codes are used: -1.5, -0.5, 0.5 and 1.5 steps, the step 0.9957 of the root of the group's mean square,
-which is best for a normal distribution (Max 1960, "Quantizing for minimum distortion", table II). With 4 and 8 bits there
-are 15 and 255 levels, 0 among them, and the largest |x| of the group is the outermost. Rounding is to nearest; what it
-leaves is carried into the next step (Seide et al. 2014, section 2). A group whose local gradient is exactly zero decodes
-to zero and keeps its residual.
+With 2 bits all four codes are used: -1.5, -0.5, 0.5 and 1.5 steps, the step 0.9957 of the root of
+the group's mean square, which is best for a normal distribution (Max 1960, "Quantizing for minimum
+distortion", table II). With 4 and 8 bits there are 15 and 255 levels, 0 among them, and the largest
+|x| of the group is the outermost. Rounding is to nearest; what it leaves is carried into the next
+step (Seide et al. 2014, section 2). A group whose local gradient is exactly zero decodes to zero
+and keeps its residual.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class Block(FeedbackCodec):
     Args:
         bits: 2, 4 or 8.
         group: what shares a scale: "row" (one output unit), "tensor", or a block of n elements.
-        error_feedback: carry what a step's codes leave out into the next step. False saves a fp32 plane of residuals, and
-            rounding is then a bias.
-        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``) to 1; None: by the optimizer
-            that is registered with it, 1 without one.
-        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "block2", "block4",
-            "block8" (means in evenly spaced levels, of which the owner keeps residuals), "bf16", "fp32".
+        error_feedback: carry what a step's codes leave out into the next step. False saves a fp32
+            plane of residuals, and rounding is then a bias.
+        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``)
+            to 1; None: by the optimizer that is registered with it, 1 without one.
+        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual
+            too), "block2", "block4", "block8" (means in evenly spaced levels, of which the owner
+            keeps residuals), "bf16", "fp32".
 
     Raises:
         ValueError: an option out of its range; "exact", which needs a shared scale.
@@ -55,13 +57,23 @@ class Block(FeedbackCodec):
         self.form = BLOCKS[bits]
         self.reach = {2: 2.0, 4: 7.5, 8: 127.5}[bits]  # half a step beyond the outermost level
         top = 2 * self.reach - 1
-        self.most = torch.tensor(torch.finfo(torch.float32).max / top).item()  # largest scale that is written
+        self.most = torch.tensor(
+            torch.finfo(torch.float32).max / top
+        ).item()  # largest scale that is written
 
     def of_groups(
-        self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+        self,
+        group_numel: int,
+        *,
+        shares_scale: bool = False,
+        error_feedback: bool = True,
+        seed: int = 0,
     ) -> Codec:
         return type(self)(
-            self.bits, group=group_numel, error_feedback=error_feedback, residual_decay=self.residual_decay
+            self.bits,
+            group=group_numel,
+            error_feedback=error_feedback,
+            residual_decay=self.residual_decay,
         )
 
     def options(self) -> dict[str, object]:
@@ -92,5 +104,7 @@ class Block(FeedbackCodec):
         return Payloads(tensors, self.form.kernel, dtype, code_bits=self.bits)
 
     def validate_packed(self, payload: Tensor, layout: PayloadLayout) -> None:
-        HOST.validate_scales(payload, HEADER_NBYTES, layout.scale_count, non_negative=True, most=self.most)
+        HOST.validate_scales(
+            payload, HEADER_NBYTES, layout.scale_count, non_negative=True, most=self.most
+        )
         HOST.validate(payload, self.form.kernel, layout.packed, self.bits)

@@ -16,24 +16,38 @@ SECOND_PHASES = ("exact", "requantize", "block2", "block4", "block8", "bf16", "f
 
 
 def check_memory(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
-    """Raise UnsupportedTensor unless `tensor` is dense, on the CPU and, where asked for, contiguous and no negative view."""
+    """Raise UnsupportedTensor unless `tensor` is dense, on the CPU and, where asked for,
+    contiguous and no negative view.
+    """
     if tensor.layout != torch.strided:
         raise UnsupportedTensor(f"{name} is {tensor.layout}; gradcomp takes dense tensors")
     if tensor.device.type != "cpu":
-        raise UnsupportedTensor(f"{name} is on {tensor.device}: not supported yet, gradcomp takes CPU tensors")
+        raise UnsupportedTensor(
+            f"{name} is on {tensor.device}: not supported yet, gradcomp takes CPU tensors"
+        )
     if contiguous and tensor.is_neg():
-        raise UnsupportedTensor(f"{name} is a negative view (its memory holds the opposite); call .resolve_neg() first")
+        raise UnsupportedTensor(
+            f"{name} is a negative view (its memory holds the opposite); call .resolve_neg() first"
+        )
     if contiguous and not tensor.is_contiguous():
-        raise UnsupportedTensor(f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first")
+        raise UnsupportedTensor(
+            f"{name} is not contiguous (strides {tensor.stride()}); call .contiguous() first"
+        )
 
 
 def check_tensor(tensor: Tensor, name: str, *, contiguous: bool = True) -> None:
-    """Raise UnsupportedTensor unless `tensor` is something a codec can encode, or could after a copy through its strides."""
+    """Raise UnsupportedTensor unless `tensor` is something a codec can encode, or could after a
+    copy through its strides.
+    """
     check_memory(tensor, name, contiguous=contiguous)
     if tensor.dtype not in native.DTYPES:
-        raise UnsupportedTensor(f"{name} is {tensor.dtype}; gradcomp takes float32, bfloat16 and float16")
+        raise UnsupportedTensor(
+            f"{name} is {tensor.dtype}; gradcomp takes float32, bfloat16 and float16"
+        )
     if tensor.numel() > MAX_NUMEL:
-        raise UnsupportedTensor(f"{name} has {tensor.numel()} elements; a payload holds at most {MAX_NUMEL}")
+        raise UnsupportedTensor(
+            f"{name} has {tensor.numel()} elements; a payload holds at most {MAX_NUMEL}"
+        )
 
 
 def check_payload_room(out: Tensor, nbytes: int) -> None:
@@ -48,17 +62,26 @@ def check_payload_room(out: Tensor, nbytes: int) -> None:
 def check_alone(codec: Any) -> None:
     """Raise ValueError for a codec whose payloads mean something in exchanges alone."""
     if codec.rotates:
-        raise ValueError(f"{codec!r}: exchanges rotate what it encodes, so it encodes and decodes no tensor by itself, and goes with no server")
+        raise ValueError(
+            f"{codec!r}: exchanges rotate what it encodes, so it encodes and decodes no tensor by"
+            " itself, and goes with no server"
+        )
 
 
 def check_group(group: object, names: tuple[str, ...]) -> None:
     """Raise ValueError unless `group` is one of `names` or a block size."""
-    if isinstance(group, bool) or not (group in names or (isinstance(group, int) and 1 <= group < 2**32)):
-        raise ValueError(f"group must be one of {names} or a block of 1 to 2**32 - 1 elements, got {group!r}")
+    if isinstance(group, bool) or not (
+        group in names or (isinstance(group, int) and 1 <= group < 2**32)
+    ):
+        raise ValueError(
+            f"group must be one of {names} or a block of 1 to 2**32 - 1 elements, got {group!r}"
+        )
 
 
 def resolve_group(group: str | int, shape: tuple[int, ...]) -> int:
-    """Return the elements of one scale group: of "tensor", of "row" (all but the first dimension) or of a block."""
+    """Return the elements of one scale group: of "tensor", of "row" (all but the first
+    dimension) or of a block.
+    """
     if isinstance(group, int):
         return group
     numel = int(np.prod(shape, dtype=np.int64)) if shape else 1
@@ -70,4 +93,6 @@ def resolve_group(group: str | int, shape: tuple[int, ...]) -> int:
 def check_second_phase(second_phase: object) -> None:
     """Raise ValueError unless `second_phase` is None or a known name."""
     if second_phase is not None and second_phase not in SECOND_PHASES:
-        raise ValueError(f"second_phase must be None or one of {SECOND_PHASES}, got {second_phase!r}")
+        raise ValueError(
+            f"second_phase must be None or one of {SECOND_PHASES}, got {second_phase!r}"
+        )

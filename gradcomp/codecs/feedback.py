@@ -1,8 +1,10 @@
-"""What codecs with error feedback have in common: groups that are encoded whole, residuals and their decay, second phases.
+"""What codecs with error feedback have in common: groups that are encoded whole, residuals and
+their decay, second phases.
 
-A step's codes leave out r = fl(fl(gradient + residual) - decoded). The next step's residual is fl(decay * r): with a decay of
-1 nothing is lost (Seide et al. 2014, section 2); optimizers that divide by second moments lose less with a smaller one, since
-old residuals point where the weights have left (docs/explanation/accuracy.md).
+A step's codes leave out r = fl(fl(gradient + residual) - decoded). The next step's residual is
+fl(decay * r): with a decay of 1 nothing is lost (Seide et al. 2014, section 2); optimizers that
+divide by second moments lose less with a smaller one, since old residuals point where the weights
+have left (docs/explanation/accuracy.md).
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ class FeedbackCodec(Codec):
         group: what shares scales: "row" (one output unit), "tensor", or a block of n elements.
         error_feedback: carry what a step's codes leave out into the next step.
         second_phase: of a reduce_scatter; None: requantize.
-        residual_decay: what a residual keeps for the next step, in [0, 1]; 0 is ``error_feedback=False``. None: 1, unless
-            whoever registers the codec names an optimizer for which another value was measured.
+        residual_decay: what a residual keeps for the next step, in [0, 1]; 0 is
+            ``error_feedback=False``. None: 1, unless whoever registers the codec names an optimizer
+            for which another value was measured.
 
     Raises:
         ValueError: an option out of its range; "exact", which needs a scale that all ranks share.
@@ -46,13 +49,16 @@ class FeedbackCodec(Codec):
         check_second_phase(second_phase)
         if second_phase == "exact":
             raise ValueError(
-                f'second_phase="exact" needs integer sums; codes of {type(self).__name__} have scales of a rank and group'
+                f'second_phase="exact" needs integer sums; codes of {type(self).__name__} have'
+                " scales of a rank and group"
             )
         if error_feedback not in (True, False):
             raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}")
         number = isinstance(residual_decay, Real) and not isinstance(residual_decay, bool)
         if residual_decay is not None and not (number and 0 <= residual_decay <= 1):
-            raise ValueError(f"residual_decay must be None or a number from 0 to 1, got {residual_decay!r}")
+            raise ValueError(
+                f"residual_decay must be None or a number from 0 to 1, got {residual_decay!r}"
+            )
         self.group = group
         self.error_feedback = bool(error_feedback) and residual_decay != 0
         self.second_phase = second_phase
@@ -60,7 +66,9 @@ class FeedbackCodec(Codec):
 
     @property
     def decay(self) -> float:
-        return self.residual_decay or 1.0  # 0: without feedback there is nothing that kernels could multiply
+        return (
+            self.residual_decay or 1.0
+        )  # 0: without feedback there is nothing that kernels could multiply
 
     def with_decay(self, residual_decay: float) -> Self:
         """Return the same codec with another residual decay, in (0, 1]."""

@@ -19,9 +19,10 @@ _DTYPES = {"fp32": (PLAIN, torch.float32), "bf16": (BFLOAT16, torch.bfloat16)}
 class Identity(Codec):
     """The values themselves, as fp32 or as bf16.
 
-    With fp32, averaging equals plain averaging in rank order, bit for bit: the whole machinery (layouts, messages, both
-    phases) without loss, for tests and debugging. With bf16 values are rounded to nearest even before they are sent and
-    once more where they were averaged (in fp32): half the bytes, over transports whose own all_reduce has no bf16, too.
+    With fp32, averaging equals plain averaging in rank order, bit for bit: the whole machinery
+    (layouts, messages, both phases) without loss, for tests and debugging. With bf16 values are
+    rounded to nearest even before they are sent and once more where they were averaged (in fp32):
+    half the bytes, over transports whose own all_reduce has no bf16, too.
 
     Args:
         dtype: "fp32" or "bf16".
@@ -55,7 +56,9 @@ class Identity(Codec):
         residuals: Residuals,
         kept: Tensor | None = None,
     ) -> bool:
-        return kernels.encode(self.form.kernel, values, layout.packed, payload, value_dtype=self._value_dtype)
+        return kernels.encode(
+            self.form.kernel, values, layout.packed, payload, value_dtype=self._value_dtype
+        )
 
     def payloads(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Payloads:
         return Payloads(tensors, self.form.kernel, dtype, value_dtype=self._value_dtype)

@@ -1,4 +1,6 @@
-"""The largest number in a payload: it bounds what payloads average to, and finds the NaN that no flag announced."""
+"""The largest number in a payload: it bounds what payloads average to, and finds the NaN that no
+flag announced.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from gradcomp.payload.layout import PayloadLayout
 
 
 def magnitude(payload: Tensor, layout: PayloadLayout) -> float:
-    """Return a bound of decoded values, from a payload's scales and plain values; NaN or Inf if one of these is.
+    """Return a bound of decoded values, from a payload's scales and plain values; NaN or Inf if one
+    of these is.
 
     Args:
         payload: ``(layout.nbytes,)`` uint8, whose header and scales have been checked.
@@ -29,14 +32,23 @@ def magnitude(payload: Tensor, layout: PayloadLayout) -> float:
     return largest
 
 
-def _numbers(data: NDArray[np.uint8], layout: PayloadLayout) -> Iterator[tuple[NDArray[np.float32], float]]:
-    """Yield the scales, or else the values, of every piece as float32, and how many times these decoded values reach."""
-    for piece, scales, codes in zip(layout.pieces, layout.scale_offsets, layout.code_offsets, strict=True):
+def _numbers(
+    data: NDArray[np.uint8], layout: PayloadLayout
+) -> Iterator[tuple[NDArray[np.float32], float]]:
+    """Yield the scales, or else the values, of every piece as float32, and how many times these
+    decoded values reach.
+    """
+    for piece, scales, codes in zip(
+        layout.pieces, layout.scale_offsets, layout.code_offsets, strict=True
+    ):
         form = layout.form_of(piece)
         if form.scales_per_group:
             # evenly spaced levels: 2**bits of them fill (2**bits - 1) / 2 steps on each side of 0
             reach = (2**form.bits - 1) / 2 if form.kernel == "block" else 1.0
-            yield data[scales : scales + 4 * form.scales_per_group * piece.group_count].view("<f4"), reach
+            yield (
+                data[scales : scales + 4 * form.scales_per_group * piece.group_count].view("<f4"),
+                reach,
+            )
         elif form.bits == 32:
             yield data[codes : codes + 4 * piece.numel].view("<f4"), 1.0
         else:
@@ -44,10 +56,14 @@ def _numbers(data: NDArray[np.uint8], layout: PayloadLayout) -> Iterator[tuple[N
             yield (halves << 16).view(np.float32), 1.0
 
 
-def refuse_unflagged(payloads: Sequence[Tensor], layouts: Sequence[PayloadLayout], where: str = "") -> None:
-    """Raise CorruptPayload if a payload holds a value that is not finite: its sender would have set the non-finite flag.
+def refuse_unflagged(
+    payloads: Sequence[Tensor], layouts: Sequence[PayloadLayout], where: str = ""
+) -> None:
+    """Raise CorruptPayload if a payload holds a value that is not finite: its sender would have set
+    the non-finite flag.
 
-    A decoder finds such a value in what it writes, so this looks at every byte only where that has happened already.
+    A decoder finds such a value in what it writes, so this looks at every byte only where that has
+    happened already.
 
     Args:
         payloads: without the flag, one a rank.
@@ -57,4 +73,6 @@ def refuse_unflagged(payloads: Sequence[Tensor], layouts: Sequence[PayloadLayout
     for rank, (payload, layout) in enumerate(zip(payloads, layouts, strict=True)):
         if not math.isfinite(magnitude(payload, layout)):
             sender = f" (from rank {rank}{where})" if where else ""
-            raise CorruptPayload("value", f"NaN or Inf in a payload without the non-finite flag{sender}")
+            raise CorruptPayload(
+                "value", f"NaN or Inf in a payload without the non-finite flag{sender}"
+            )

@@ -1,11 +1,13 @@
-"""1-bit codes with error feedback: the sign of gradient + residual, and the two class means of each group.
+"""1-bit codes with error feedback: the sign of gradient + residual, and the two class means of each
+group.
 
-Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", section 2. Deviations: groups are rows of
-a weight matrix (the paper's columns: the weights of one output unit), or tensors or blocks; the residual includes the old
-residual (as CNTK's code does; the printed formula omits it); a group whose local gradient is exactly zero decodes to
-zero and keeps its residual.
-`rotate=True` is another algorithm with the same bytes: Vargaftik et al. 2021, "DRIVE: one-bit distributed mean estimation" (no feedback).
-`values="sign"` reconstructs -1 and +1, the paper's first example of a quantizer, instead of class means.
+Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", section 2.
+Deviations: groups are rows of a weight matrix (the paper's columns: the weights of one output
+unit), or tensors or blocks; the residual includes the old residual (as CNTK's code does; the
+printed formula omits it); a group whose local gradient is exactly zero decodes to zero and keeps
+its residual. `rotate=True` is another algorithm with the same bytes: Vargaftik et al. 2021, "DRIVE:
+one-bit distributed mean estimation" (no feedback). `values="sign"` reconstructs -1 and +1, the
+paper's first example of a quantizer, instead of class means.
 """
 
 from __future__ import annotations
@@ -24,19 +26,23 @@ class OneBit(FeedbackCodec):
     """1-bit SGD: one bit a value plus two fp32 means a group.
 
     Args:
-        group: what shares the two means: "row" (one output unit), "tensor", or a block of n elements.
-        error_feedback: carry what a step's codes leave out into the next step, by default unless values are rotated. Without either
-            training diverges; False is for experiments.
-        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``) to 1 (the paper); None: by the
-            optimizer that is registered with it, 1 without one.
-        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual too), "block2", "block4",
-            "block8" (means in evenly spaced levels, of which the owner keeps residuals), "bf16", "fp32".
-        values: what a bit decodes to. "means": the mean of its class in the group, which leaves the smallest residual.
-            "sign": -1 or +1, in units of the gradient as it is encoded (loss scale included), for updates that do not look
-            at magnitudes, such as AdaGrad on the average. Residuals are then about as large as 1, whatever the gradient is.
-        rotate: rotate each group at random before its signs are taken, the same on all ranks and another at every step, and scale
-            its means so that averages are unbiased: no residuals, and errors of one size all over a group. For what few exchanges
-            average, such as local steps (docs/explanation/accuracy.md); of exchanges alone.
+        group: what shares the two means: "row" (one output unit), "tensor", or a block of n
+            elements.
+        error_feedback: carry what a step's codes leave out into the next step, by default unless
+            values are rotated. Without either training diverges; False is for experiments.
+        residual_decay: what a residual keeps for the next step, from 0 (``error_feedback=False``)
+            to 1 (the paper); None: by the optimizer that is registered with it, 1 without one.
+        second_phase: of a reduce_scatter: "requantize" (the default; the owner keeps a residual
+            too), "block2", "block4", "block8" (means in evenly spaced levels, of which the owner
+            keeps residuals), "bf16", "fp32".
+        values: what a bit decodes to. "means": the mean of its class in the group, which leaves the
+            smallest residual. "sign": -1 or +1, in units of the gradient as it is encoded (loss
+            scale included), for updates that do not look at magnitudes, such as AdaGrad on the
+            average. Residuals are then about as large as 1, whatever the gradient is.
+        rotate: rotate each group at random before its signs are taken, the same on all ranks and
+            another at every step, and scale its means so that averages are unbiased: no residuals,
+            and errors of one size all over a group. For what few exchanges average, such as local
+            steps (docs/explanation/accuracy.md); of exchanges alone.
 
     Raises:
         ValueError: an option out of its range; "exact", which needs integer codes.
@@ -57,7 +63,10 @@ class OneBit(FeedbackCodec):
         if rotate not in (True, False):
             raise ValueError(f"rotate must be True or False, got {rotate!r}")
         if rotate and (error_feedback or values != "means"):
-            raise ValueError("rotate=True is unbiased by itself: it goes with values='means' and without error_feedback")
+            raise ValueError(
+                "rotate=True is unbiased by itself: it goes with values='means' and without"
+                " error_feedback"
+            )
         feedback = not rotate if error_feedback is None else error_feedback
         super().__init__(group, feedback, second_phase, residual_decay)
         self.rotates = bool(rotate)
@@ -67,9 +76,16 @@ class OneBit(FeedbackCodec):
         self._means = (-1.0, 1.0) if values == "sign" else None
 
     def of_groups(
-        self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+        self,
+        group_numel: int,
+        *,
+        shares_scale: bool = False,
+        error_feedback: bool = True,
+        seed: int = 0,
     ) -> Codec:
-        return type(self)(group=group_numel, error_feedback=error_feedback, residual_decay=self.residual_decay)
+        return type(self)(
+            group=group_numel, error_feedback=error_feedback, residual_decay=self.residual_decay
+        )
 
     def options(self) -> dict[str, object]:
         options = super().options()

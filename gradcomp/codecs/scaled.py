@@ -1,4 +1,6 @@
-"""What codecs with one measured scale a group have in common: a statistics pass before the codes, scales that are given."""
+"""What codecs with one measured scale a group have in common: a statistics pass before the
+codes, scales that are given.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,25 @@ class ScaledCodec(Codec):
     measures = True
     clip_sigma: float | None = None
 
-    def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor | None = None) -> Tensor:
+    def scratch(
+        self, kernels: Kernels, layout: PayloadLayout, room: Tensor | None = None
+    ) -> Tensor:
         return kernels.scratch(layout.groups, room)
 
     def measure(
-        self, kernels: Kernels, values: Tensor, layout: PayloadLayout, scratch: Tensor | None, scales: Tensor
+        self,
+        kernels: Kernels,
+        values: Tensor,
+        layout: PayloadLayout,
+        scratch: Tensor | None,
+        scales: Tensor,
     ) -> bool:
         blocks = scratch if scratch is not None else self.scratch(kernels, layout)
         return kernels.scales(values, layout.packed, layout.groups, self.clip_sigma, blocks, scales)
 
-    def place_scales(self, kernels: Kernels, layout: PayloadLayout, scales: Tensor, payload: Tensor) -> None:
+    def place_scales(
+        self, kernels: Kernels, layout: PayloadLayout, scales: Tensor, payload: Tensor
+    ) -> None:
         kernels.copy_bytes(payload, HEADER_NBYTES, scales, 4 * layout.scale_count)
 
     def check_scale(self, scale: float | Tensor, group_count: int) -> Tensor:
@@ -40,4 +51,6 @@ class ScaledCodec(Codec):
             raise ValueError(f"scale has {given.numel()} values for {group_count} groups")
         if not bool((torch.isfinite(given) & (given >= 0)).all()):
             raise ValueError(f"scale must be finite and not negative, got {scale!r}")
-        return given.abs().contiguous()  # -0.0 becomes 0.0; a sum would flush what is denormal where the thread flushes
+        return (
+            given.abs().contiguous()
+        )  # -0.0 becomes 0.0; a sum would flush what is denormal where the thread flushes

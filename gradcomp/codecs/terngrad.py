@@ -1,10 +1,11 @@
 """TernGrad codes: sign(x) with probability |x| / S, else 0, in two bits.
 
-Implements Wen, Xu, Yan, Wu, Wang, Chen, Li 2017, "TernGrad", equations 3-5, with gradient clipping (equation 9: at
-clip_sigma standard deviations) and scaler sharing (section 3.2). Deviations: where the mean of a group exceeds
-its standard deviation (which equation 9 takes to be that of values about zero) the bound lies further out by what it
-exceeds it, so that groups of equal elements keep their values; scales may be per row or block; the owner's second encoding never clips, since means of ternary values are sparse and
-their standard deviation says nothing about outliers.
+Implements Wen, Xu, Yan, Wu, Wang, Chen, Li 2017, "TernGrad", equations 3-5, with gradient clipping
+(equation 9: at clip_sigma standard deviations) and scaler sharing (section 3.2). Deviations: where
+the mean of a group exceeds its standard deviation (which equation 9 takes to be that of values
+about zero) the bound lies further out by what it exceeds it, so that groups of equal elements keep
+their values; scales may be per row or block; the owner's second encoding never clips, since means
+of ternary values are sparse and their standard deviation says nothing about outliers.
 """
 
 from __future__ import annotations
@@ -27,25 +28,30 @@ from gradcomp.payload.layout import PayloadLayout, Rows
 from gradcomp.payload.rng import RngKey, check_uint32
 
 SAME_DRAWS = (
-    "TernGrad.encode without key= draws the same random numbers at every call and on every rank: what is rounded up once is "
-    "rounded up always, and the error of an average does not fall with the number of payloads. Pass "
-    "key=gradcomp.RngKey(seed=..., rank=..., step=..., parameter=...)"
+    "TernGrad.encode without key= draws the same random numbers at every call and on every rank:"
+    " what is rounded up once is rounded up always, and the error of an average does not fall with"
+    " the number of payloads. Pass key=gradcomp.RngKey(seed=..., rank=..., step=..., parameter=...)"
 )
-_encodings_without_key = itertools.count()  # one draws numbers of its own, the second the same again
+_encodings_without_key = (
+    itertools.count()
+)  # one draws numbers of its own, the second the same again
 
 
 class TernGrad(ScaledCodec):
     """TernGrad: 2 bits a value, unbiased, no residual.
 
     Args:
-        clip_sigma: clip at this many standard deviations before scaling (TernGrad: 2.5), further out where a group's
-            mean exceeds its standard deviation; None: do not clip, and be unbiased for the gradient itself.
-        scale: "shared": all ranks use the largest rank's scale, so that sums of codes are integers and can be sent
-            exactly; costs one small round. "own": each rank its own scale: less variance, no extra round.
+        clip_sigma: clip at this many standard deviations before scaling (TernGrad: 2.5), further
+            out where a group's mean exceeds its standard deviation; None: do not clip, and be
+            unbiased for the gradient itself.
+        scale: "shared": all ranks use the largest rank's scale, so that sums of codes are integers
+            and can be sent exactly; costs one small round. "own": each rank its own scale: less
+            variance, no extra round.
         group: what shares a scale: "tensor" (layer-wise), "row", or a block of n elements.
-        second_phase: of a reduce_scatter: "exact" (integer sums), "requantize", "block2", "block4", "block8" (means in
-            evenly spaced levels, of which owners keep residuals: as many bits at every N), "bf16", "fp32"; None: with a
-            shared scale exact up to 7 ranks, whose sums take at most 4 bits, and block4 from 8 on; else requantize.
+        second_phase: of a reduce_scatter: "exact" (integer sums), "requantize", "block2", "block4",
+            "block8" (means in evenly spaced levels, of which owners keep residuals: as many bits at
+            every N), "bf16", "fp32"; None: with a shared scale exact up to 7 ranks, whose sums take
+            at most 4 bits, and block4 from 8 on; else requantize.
         seed: of the random numbers, uint32, the same on every rank.
 
     Raises:
@@ -75,7 +81,8 @@ class TernGrad(ScaledCodec):
         check_second_phase(second_phase)
         if second_phase == "exact" and scale == "own":
             raise ValueError(
-                'second_phase="exact" needs scale="shared", got "own": codes of different scales have no integer sum'
+                'second_phase="exact" needs scale="shared", got "own": codes of different scales'
+                " have no integer sum"
             )
         self.clip_sigma = None if clip_sigma is None else float(clip_sigma)
         self.scale = scale
@@ -85,9 +92,16 @@ class TernGrad(ScaledCodec):
         self.shares_scale = scale == "shared"
 
     def of_groups(
-        self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+        self,
+        group_numel: int,
+        *,
+        shares_scale: bool = False,
+        error_feedback: bool = True,
+        seed: int = 0,
     ) -> Codec:
-        return type(self)(clip_sigma=None, scale="shared" if shares_scale else "own", group=group_numel, seed=seed)
+        return type(self)(
+            clip_sigma=None, scale="shared" if shares_scale else "own", group=group_numel, seed=seed
+        )
 
     def options(self) -> dict[str, object]:
         return {
@@ -118,8 +132,9 @@ class TernGrad(ScaledCodec):
     ) -> Tensor:
         if residual is not None:
             raise ValueError(
-                "terngrad takes no residual: its codes are unbiased and error feedback makes the residual grow "
-                "(64 to 105 times the gradient after 200 steps); use OneBit for error feedback"
+                "terngrad takes no residual: its codes are unbiased and error feedback makes the"
+                " residual grow (64 to 105 times the gradient after 200 steps); use OneBit for"
+                " error feedback"
             )
         if key is None:
             key = RngKey(seed=self.seed)

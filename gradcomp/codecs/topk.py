@@ -1,11 +1,14 @@
-"""The largest 1/64 of every block of 4,096 values, 2 bits each, with error feedback: for exchanges that are rare.
+"""The largest 1/64 of every block of 4,096 values, 2 bits each, with error feedback: for exchanges
+that are rare.
 
-Of each block the values of largest magnitude are kept. Where they stand is Rice coded, a byte each whatever the gradient, so
-that a payload's size is known beforehand; how large they are is one of two magnitudes of their scale group of 32,768 values,
-the means of those above and of those not above the group's mean. All else is left for the next exchange (Stich et al. 2018,
-"Sparsified SGD with memory"; Aji and Heafield 2017). 81 bytes for 4,096 values.
+Of each block the values of largest magnitude are kept. Where they stand is Rice coded, a byte each
+whatever the gradient, so that a payload's size is known beforehand; how large they are is one of
+two magnitudes of their scale group of 32,768 values, the means of those above and of those not
+above the group's mean. All else is left for the next exchange (Stich et al. 2018, "Sparsified SGD
+with memory"; Aji and Heafield 2017). 81 bytes for 4,096 values.
 
-Deviations from a global top-k: it is of blocks, so that threads, buckets and shards change no bit, and magnitudes are two.
+Deviations from a global top-k: it is of blocks, so that threads, buckets and shards change no bit,
+and magnitudes are two.
 """
 
 from __future__ import annotations
@@ -20,14 +23,16 @@ from gradcomp.payload.rng import RngKey
 
 
 class TopK(Codec):
-    """The largest 1/64 of every block: 0.158 bits a value, scales included. Every rank gets every payload ("all_gather").
+    """The largest 1/64 of every block: 0.158 bits a value, scales included. Every rank gets every
+    payload ("all_gather").
 
-    For exchanges every so many steps (`gradcomp.DiLoCo`), and many of them: what is left out waits for its turn. With 23 syncs a
-    small GPT lost 0.50 nats where ternary lost none (one seed; docs/explanation/accuracy.md).
+    For exchanges every so many steps (`gradcomp.DiLoCo`), and many of them: what is left out waits
+    for its turn. With 23 syncs a small GPT lost 0.50 nats where ternary lost none (one seed;
+    docs/explanation/accuracy.md).
 
     Args:
-        error_feedback: carry what is left out into the next exchange. Without it 63 of 64 values are lost; False is for
-            experiments.
+        error_feedback: carry what is left out into the next exchange. Without it 63 of 64 values
+            are lost; False is for experiments.
 
     Raises:
         ValueError: an option out of its range.
@@ -43,7 +48,12 @@ class TopK(Codec):
         self.error_feedback = bool(error_feedback)
 
     def of_groups(
-        self, group_numel: int, *, shares_scale: bool = False, error_feedback: bool = True, seed: int = 0
+        self,
+        group_numel: int,
+        *,
+        shares_scale: bool = False,
+        error_feedback: bool = True,
+        seed: int = 0,
     ) -> Codec:
         return type(self)(error_feedback=error_feedback)
 
@@ -57,7 +67,9 @@ class TopK(Codec):
         return ""
 
     def with_second_phase(self, name: str) -> Codec:
-        raise ValueError(f"{self!r} has no second phase, got {name!r}: its payloads are gathered by all ranks")
+        raise ValueError(
+            f"{self!r} has no second phase, got {name!r}: its payloads are gathered by all ranks"
+        )
 
     def encode_packed(
         self,
@@ -69,4 +81,6 @@ class TopK(Codec):
         residuals: Residuals,
         kept: Tensor | None = None,
     ) -> bool:
-        return kernels.encode(self.form.kernel, values, layout.packed, payload, residuals=residuals, kept=kept)
+        return kernels.encode(
+            self.form.kernel, values, layout.packed, payload, residuals=residuals, kept=kept
+        )

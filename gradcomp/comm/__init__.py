@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from gradcomp.comm.mpi import MpiCommunicator
     from gradcomp.comm.torchdist import TorchCommunicator
 
-__all__ = ["Channel", "Communicator", "Lease", "LinkCommunicator", "LocalCommunicator", "MpiCommunicator", "RankGone", "TorchCommunicator", "Work"]
+__all__ = [
+    "Channel",
+    "Communicator",
+    "Lease",
+    "LinkCommunicator",
+    "LocalCommunicator",
+    "MpiCommunicator",
+    "RankGone",
+    "TorchCommunicator",
+    "Work",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,6 @@
-"""Where this process listens for its peers: one address, that of the interface which the group uses, never all of them."""
+"""Where this process listens for its peers: one address, that of the interface which the group
+uses, never all of them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LOOPBACKS = ("127.0.0.1", "::1")
 
 
 def host_identity() -> str:
-    """Return a name that is the same for processes that reach each other over the loopback, and for no others."""
+    """Return a name that is the same for processes that reach each other over the loopback, and
+    for no others.
+    """
     boot, namespace = "", ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -29,8 +33,9 @@ def host_identity() -> str:
 def listen(one_host: bool, backlog: int) -> socket.socket:
     """Return a socket that listens on a free port of the address at which peers find this process.
 
-    That is the address of the interface GLOO_SOCKET_IFNAME; where that is not set, the loopback if all ranks are on
-    `one_host`, else the first that the host name resolves to, as gloo has it, else the one on the way to MASTER_ADDR.
+    That is the address of the interface GLOO_SOCKET_IFNAME; where that is not set, the loopback if
+    all ranks are on `one_host`, else the first that the host name resolves to, as gloo has it, else
+    the one on the way to MASTER_ADDR.
 
     Raises:
         OSError: there is no such address; the message says what to set.
@@ -44,10 +49,13 @@ def listen(one_host: bool, backlog: int) -> socket.socket:
             refused.append(f"{address}: {error}")
     name = os.environ.get(INTERFACE_VARIABLE, "")
     if name:
-        raise OSError(f"{INTERFACE_VARIABLE}={name}: no such interface with an address ({'; '.join(refused)})")
+        raise OSError(
+            f"{INTERFACE_VARIABLE}={name}: no such interface with an address ({'; '.join(refused)})"
+        )
     raise OSError(
-        f"the host name {socket.gethostname()!r} resolves to no address of this host but the loopback "
-        f"({'; '.join(refused)}): set {INTERFACE_VARIABLE} to the interface that leads to the other ranks"
+        f"the host name {socket.gethostname()!r} resolves to no address of this host but the"
+        f" loopback ({'; '.join(refused)}): set {INTERFACE_VARIABLE} to the interface that leads to"
+        " the other ranks"
     )
 
 
@@ -64,7 +72,9 @@ def _candidates(one_host: bool) -> Iterator[str]:
 
 
 def of_interface(name: str) -> Iterator[str]:
-    """Yield the addresses of an interface at which other hosts may find it; none where there is no such interface."""
+    """Yield the addresses of an interface at which other hosts may find it; none where there is
+    no such interface.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -72,7 +82,10 @@ def of_interface(name: str) -> Iterator[str]:
     except OSError:
         pass  # one without an IPv4 address
     try:
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()]
+        rows = [
+            line.split()
+            for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        ]
     except OSError:
         return
     for address, _index, _prefix, scope, _flags, interface in rows:

@@ -1,18 +1,21 @@
-"""What an exchange needs of a transport: three collectives, started without waiting, on separate channels; for a
-parameter server also messages from one rank to another.
+"""What an exchange needs of a transport: three collectives, started without waiting, on separate
+channels; for a parameter server also messages from one rank to another.
 
-A channel is an ordered sequence of its own (a gloo group, a duplicated MPI communicator): collectives of one channel start in the
-same order on every rank, collectives of different channels may overtake each other. One pipeline stage uses one channel,
-which is why overlapped exchanges cannot deadlock (docs/explanation/overlap.md).
+A channel is an ordered sequence of its own (a gloo group, a duplicated MPI communicator):
+collectives of one channel start in the same order on every rank, collectives of different channels
+may overtake each other. One pipeline stage uses one channel, which is why overlapped exchanges
+cannot deadlock (docs/explanation/overlap.md).
 
 Who may call what while what is under way, for every communicator:
 
-- `Channel.CONTROL` (`all_gather_bytes`, whatever ranks agree on beside exchanges) belongs to the main thread, in the same
-  order on every rank, at any time.
-- The other channels belong to one user at a time, who claims them (`Lease`) for a step: an engine from the start of its
-  step to the end, `all_reduce` for its call. Another user gets a GradcompError at once, and wants `duplicate()`.
+- `Channel.CONTROL` (`all_gather_bytes`, whatever ranks agree on beside exchanges) belongs to the
+  main thread, in the same order on every rank, at any time.
+- The other channels belong to one user at a time, who claims them (`Lease`) for a step: an engine
+  from the start of its step to the end, `all_reduce` for its call. Another user gets a
+  GradcompError at once, and wants `duplicate()`.
 - `start_send` and `receive` may be called at any time, each from one thread.
-- `abort` may be called from any thread; `subset`, `duplicate` and `close` from the main thread, when nothing is under way.
+- `abort` may be called from any thread; `subset`, `duplicate` and `close` from the main thread,
+  when nothing is under way.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
 
 
 class Channel(IntEnum):
-    """One for each collective of an exchange, and one for all that ranks agree on beside exchanges."""
+    """One for each collective of an exchange, and one for all that ranks agree on beside
+    exchanges.
+    """
 
     SCALE = 0
     FIRST = 1
@@ -63,7 +68,9 @@ def gave_up(reason: str) -> str:
 
 
 def tell_gone(gone: Collection[int], told: set[int], source: int | None) -> None:
-    """Raise RankGone for `source`, or, where that is None, for a rank in `gone` that is not in `told` yet, once."""
+    """Raise RankGone for `source`, or, where that is None, for a rank in `gone` that is not in
+    `told` yet, once.
+    """
     if source is not None and source in gone:
         raise RankGone(source)
     news = set(gone) - told if source is None else set()
@@ -95,7 +102,9 @@ class Work(ABC):
         """
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return at once, without waiting and without ending anything."""
+        """Return whether `wait` would return at once, without waiting and without ending
+        anything.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot tell")
 
 
@@ -104,13 +113,19 @@ _acting = threading.local()  # .lease: the one that starts a collective on this 
 
 
 def _guarded(start: Callable[..., Work]) -> Callable[..., Work]:
-    """Return `start` as it is for who holds the channels of exchanges; anybody else gets a GradcompError meanwhile."""
+    """Return `start` as it is for who holds the channels of exchanges; anybody else gets a
+    GradcompError meanwhile.
+    """
 
     @functools.wraps(start)
     def check(self: Communicator, *args: Any, **named: Any) -> Work:
         holder = self._holder()
         channel = named["channel"] if "channel" in named else args[-1]
-        if holder is not None and holder is not getattr(_acting, "lease", None) and channel is not Channel.CONTROL:
+        if (
+            holder is not None
+            and holder is not getattr(_acting, "lease", None)
+            and channel is not Channel.CONTROL
+        ):
             raise holder.refuse("a collective")
         return start(self, *args, **named)
 
@@ -120,8 +135,8 @@ def _guarded(start: Callable[..., Work]) -> Callable[..., Work]:
 class Communicator(ABC):
     """A fixed set of ranks that exchange bytes.
 
-    Buffers are contiguous CPU tensors; the caller leaves them alone until `Work.wait` returns. Every rank must start the
-    same collectives in the same order on each channel.
+    Buffers are contiguous CPU tensors; the caller leaves them alone until `Work.wait` returns.
+    Every rank must start the same collectives in the same order on each channel.
 
     Attributes:
         rank: number of this process in the set.
@@ -141,7 +156,9 @@ class Communicator(ABC):
                 setattr(cls, name, _guarded(vars(cls)[name]))
 
     def lease(self, user: str) -> Lease:
-        """Return this communicator as `user` sees it, who claims the channels of exchanges (`Lease.claim`)."""
+        """Return this communicator as `user` sees it, who claims the channels of exchanges
+        (`Lease.claim`).
+        """
         return Lease(self, user)
 
     def _holder(self) -> Lease | None:
@@ -152,7 +169,9 @@ class Communicator(ABC):
 
     @property
     def kept(self) -> dict[Any, Any]:
-        """What callers keep with this communicator (buffers, step counters); it goes when the communicator goes."""
+        """What callers keep with this communicator (buffers, step counters); it goes when the
+        communicator goes.
+        """
         return self.__dict__.setdefault("_kept", {})  # type: ignore[no-any-return]
 
     @abstractmethod
@@ -161,13 +180,22 @@ class Communicator(ABC):
 
     @abstractmethod
     def start_all_to_all(
-        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+        self,
+        send: Tensor,
+        send_nbytes: Sequence[int],
+        recv: Tensor,
+        recv_nbytes: Sequence[int],
+        channel: Channel,
     ) -> Work:
-        """Begin to send rank k the k-th run of `send` (uint8) and to receive its run for this rank into `recv`."""
+        """Begin to send rank k the k-th run of `send` (uint8) and to receive its run for this
+        rank into `recv`.
+        """
 
     @abstractmethod
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        """Begin to gather `send`, ``(n,)`` uint8, of all ranks into `recv`, ``(world_size * n,)``."""
+        """Begin to gather `send`, ``(n,)`` uint8, of all ranks into `recv`, ``(world_size *
+        n,)``.
+        """
 
     def check_peer(self, to: int) -> None:
         """Raise ValueError unless `to` is another rank."""
@@ -175,8 +203,12 @@ class Communicator(ABC):
             raise ValueError(f"rank {self.rank} of {self.world_size} cannot send to rank {to}")
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        """Return a communicator of `ranks`, this one among them, numbered in that order. Collective among them."""
-        raise NotImplementedError(f"{type(self).__name__} makes no communicators of some of its ranks")
+        """Return a communicator of `ranks`, this one among them, numbered in that order.
+        Collective among them.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} makes no communicators of some of its ranks"
+        )
 
     def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
         """As `subset`, of ranks that share a host."""
@@ -188,30 +220,42 @@ class Communicator(ABC):
         Args:
             timeout_s: seconds that its users wait for a peer; None: those of this one.
         """
-        return self.subset(range(self.world_size), self.timeout_s if timeout_s is None else timeout_s)
+        return self.subset(
+            range(self.world_size), self.timeout_s if timeout_s is None else timeout_s
+        )
 
     def start_send(self, message: Tensor, to: int) -> Work:
-        """Begin to send `message`, ``(n,)`` uint8, to rank `to`; messages of one pair of ranks arrive in order."""
+        """Begin to send `message`, ``(n,)`` uint8, to rank `to`; messages of one pair of ranks
+        arrive in order.
+        """
         raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
 
-    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
-        """Wait for a message from rank `source`, or from any rank: return (its sender, the message, ``(n,)`` uint8).
+    def receive(
+        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
+    ) -> tuple[int, Tensor]:
+        """Wait for a message from rank `source`, or from any rank: return (its sender, the message,
+        ``(n,)`` uint8).
 
         Raises:
             TimeoutError: nothing after `timeout_s` seconds; a later call may still receive.
-            RankGone: a sender is gone (with any source: told once for each); the others can still be heard.
+            RankGone: a sender is gone (with any source: told once for each); the others can still
+                be heard.
             ValueError: a message of more than `max_nbytes`; it is dropped unread.
         """
         raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
 
     def abort(self, reason: str = "") -> None:
-        """Tell the peers, where the transport can, that this rank will not take part any more, and why."""
+        """Tell the peers, where the transport can, that this rank will not take part any more,
+        and why.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """Give back what the communicator holds. Closing twice is harmless."""
 
-    def all_gather_bytes(self, data: bytes, timeout_s: float, channel: Channel = Channel.CONTROL) -> list[bytes]:
+    def all_gather_bytes(
+        self, data: bytes, timeout_s: float, channel: Channel = Channel.CONTROL
+    ) -> list[bytes]:
         """Return every rank's `data` (of the same length everywhere), waiting for it."""
         send = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         recv = torch.empty(self.world_size * len(data), dtype=torch.uint8)
@@ -220,7 +264,8 @@ class Communicator(ABC):
         return [whole[i : i + len(data)] for i in range(0, len(whole), len(data))]
 
     def identity(self, timeout_s: float) -> bytes:
-        """Return 16 bytes that the ranks of this communicator, and no others, have in common. Collective at first.
+        """Return 16 bytes that the ranks of this communicator, and no others, have in common.
+        Collective at first.
 
         Raises:
             TimeoutError, ConnectionError: as `Work.wait`.
@@ -232,11 +277,12 @@ class Communicator(ABC):
 
 
 class Lease(Communicator):
-    """A communicator in the hands of one user, who claims the channels of exchanges before a step and releases them after.
+    """A communicator in the hands of one user, who claims the channels of exchanges before a step
+    and releases them after.
 
-    While they are claimed nobody else can claim them or start a collective on them, and everything the user starts goes
-    through the lease. It can be claimed again and again; ``with comm.lease("what for") as lease:`` does once. A lease that
-    is dropped holds nothing.
+    While they are claimed nobody else can claim them or start a collective on them, and everything
+    the user starts goes through the lease. It can be claimed again and again; ``with
+    comm.lease("what for") as lease:`` does once. A lease that is dropped holds nothing.
 
     Args:
         comm: the communicator; the lease closes and aborts it.
@@ -270,8 +316,9 @@ class Lease(Communicator):
     def refuse(self, other: str) -> GradcompError:
         """Return what another user gets who wants the channels."""
         return GradcompError(
-            f"{other} cannot start on this communicator while {self.user} has an exchange under way on it: finish that "
-            "first (or close it), or give one of them a communicator of its own, comm.duplicate()"
+            f"{other} cannot start on this communicator while {self.user} has an exchange under way"
+            " on it: finish that first (or close it), or give one of them a communicator of its"
+            " own, comm.duplicate()"
         )
 
     def __enter__(self) -> Self:
@@ -289,9 +336,16 @@ class Lease(Communicator):
         return self._start(self._comm.start_max, values, channel)
 
     def start_all_to_all(
-        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+        self,
+        send: Tensor,
+        send_nbytes: Sequence[int],
+        recv: Tensor,
+        recv_nbytes: Sequence[int],
+        channel: Channel,
     ) -> Work:
-        return self._start(self._comm.start_all_to_all, send, send_nbytes, recv, recv_nbytes, channel)
+        return self._start(
+            self._comm.start_all_to_all, send, send_nbytes, recv, recv_nbytes, channel
+        )
 
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         return self._start(self._comm.start_all_gather, send, recv, channel)
@@ -321,7 +375,9 @@ class Lease(Communicator):
     def start_send(self, message: Tensor, to: int) -> Work:
         return self._comm.start_send(message, to)
 
-    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
+    def receive(
+        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
+    ) -> tuple[int, Tensor]:
         return self._comm.receive(timeout_s, source, max_nbytes=max_nbytes)
 
     def abort(self, reason: str = "") -> None:

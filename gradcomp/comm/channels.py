@@ -1,9 +1,11 @@
-"""What an MpiCommunicator is made of: duplicated communicators, who may call MPI, patience, and how a program ends.
+"""What an MpiCommunicator is made of: duplicated communicators, who may call MPI, patience, and how
+a program ends.
 
-Waits poll, so that a silent peer ends in an error and not in a hang: first spinning, since an answer over shared memory is
-near, then sleeping, since peers may need the core. A rank that gives up says so on a communicator of its own, which every
-wait looks at. Channels are kept, as an attribute of the MPI communicator they were made from, for the next MpiCommunicator:
-freeing them is collective, and ranks may close theirs, or drop them, at different times.
+Waits poll, so that a silent peer ends in an error and not in a hang: first spinning, since an
+answer over shared memory is near, then sleeping, since peers may need the core. A rank that gives
+up says so on a communicator of its own, which every wait looks at. Channels are kept, as an
+attribute of the MPI communicator they were made from, for the next MpiCommunicator: freeing them is
+collective, and ranks may close theirs, or drop them, at different times.
 """
 
 from __future__ import annotations
@@ -28,20 +30,27 @@ from gradcomp.errors import PeerLost
 T = TypeVar("T")
 
 SPIN_S = 0.0005  # poll without sleeping for so long
-MAX_PAUSE_S = 0.0002  # longest sleep between two polls: large messages move on only while somebody polls
+MAX_PAUSE_S = (
+    0.0002  # longest sleep between two polls: large messages move on only while somebody polls
+)
 MAIN_THREAD_ONLY = (
-    "MPI was initialised for calls from the main thread only, which overlapped exchanges cannot keep to: set "
-    "mpi4py.rc.thread_level = 'serialized' (or 'multiple') before mpi4py.MPI is imported"
+    "MPI was initialised for calls from the main thread only, which overlapped exchanges cannot"
+    " keep to: set mpi4py.rc.thread_level = 'serialized' (or 'multiple') before mpi4py.MPI is"
+    " imported"
 )
 OFFERS = 16  # free channels that a rank tells the others of: ranks may have freed different ones
 LEAVING = -1
 REASON_NBYTES = 300
 _WORD = struct.Struct("<i")
-FORWARD_S = 0.3  # for mpirun to pass on what a rank has printed, which MPICH's drops when the job is aborted
-LEAVE_S = 30.0  # at the end of a program that lost a peer, longest wait for the others to end as well
+# for mpirun to pass on what a rank has printed, which MPICH's drops when the job is aborted
+FORWARD_S = 0.3
+LEAVE_S = (
+    30.0  # at the end of a program that lost a peer, longest wait for the others to end as well
+)
 
 
-# ---- who may call MPI ----------------------------------------------------------------------------------------------
+# ---- who may call MPI
+# ----------------------------------------------------------------------------------------------
 
 _one_thread: ThreadPoolExecutor | None = None
 _one_thread_lock = threading.Lock()
@@ -58,7 +67,9 @@ def _call_on_one_thread(function: Callable[[], T]) -> T:
         return function()
     with _one_thread_lock:
         if _one_thread is None:
-            _one_thread = ThreadPoolExecutor(1, "gradcomp-mpi", initializer=lambda: setattr(_here, "calls_mpi", True))
+            _one_thread = ThreadPoolExecutor(
+                1, "gradcomp-mpi", initializer=lambda: setattr(_here, "calls_mpi", True)
+            )
     return _one_thread.submit(function).result()
 
 
@@ -81,7 +92,8 @@ def caller(mpi: Any) -> Callable[[Callable[[], T]], T]:
     return _call_on_one_thread if level == mpi.THREAD_SERIALIZED else call_on_main_thread
 
 
-# ---- channels -------------------------------------------------------------------------------------------------------
+# ---- channels
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -102,11 +114,15 @@ class Channels:
     point: Any  # messages from rank to rank
     news: Any  # "I give up"
     serial: int  # number of its making, the same on every rank
-    gone: dict[int, tuple[int, str]] = field(default_factory=dict)  # peers that have given up: for whose sake, and why
+    gone: dict[int, tuple[int, str]] = field(
+        default_factory=dict
+    )  # peers that have given up: for whose sake, and why
     left: set[int] = field(default_factory=set)  # peers that have come to their end
     broken: bool = False
     uses: int = 0  # how many MpiCommunicators have had these channels; tells their messages apart
-    pending: dict[int, tuple[Any, object]] = field(default_factory=dict)  # requests with what MPI reads or writes
+    pending: dict[int, tuple[Any, object]] = field(
+        default_factory=dict
+    )  # requests with what MPI reads or writes
     arriving: list[Arriving] = field(default_factory=list)  # messages that have been matched
     said: list[Any] = field(default_factory=list)
 
@@ -116,10 +132,13 @@ class Parent:
     """What is kept with an MPI communicator: channels that are free, and how many were made."""
 
     free: list[Channels] = field(default_factory=list)
-    dropped: list[Channels] = field(default_factory=list)  # by communicators that nobody closed; a finalizer adds them
+    dropped: list[Channels] = field(
+        default_factory=list
+    )  # by communicators that nobody closed; a finalizer adds them
     made: int = 0
     subsets: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    spoiled: bool = False  # some rank did not take part in making channels: what it does now would match the wrong call
+    # some rank did not take part in making channels: what it does now would match the wrong call
+    spoiled: bool = False
 
 
 _keyval: int | None = None
@@ -153,7 +172,9 @@ class Pause:
             self._sleep_s = min(2 * self._sleep_s, MAX_PAUSE_S)
 
 
-def take_channels(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[], Any]], Any]) -> Channels:
+def take_channels(
+    mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callable[[], Any]], Any]
+) -> Channels:
     """Return channels that are free on every rank, or make some. Collective over `comm`.
 
     Raises:
@@ -161,14 +182,23 @@ def take_channels(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callabl
     """
     parent = kept_with(mpi, comm)
     if parent.spoiled:
-        raise PeerLost("setup", -1, 0.0, "an earlier MpiCommunicator here was not made on every rank")
+        raise PeerLost(
+            "setup", -1, 0.0, "an earlier MpiCommunicator here was not made on every rank"
+        )
     with free_lock:
         while parent.dropped:
             give_back(parent, parent.dropped.pop(), call)
         offered = sorted(channels.serial for channels in parent.free)[-OFFERS:]
     mine, everyone = np.zeros(OFFERS, np.int64), np.zeros((comm.Get_size(), OFFERS), np.int64)
     mine[: len(offered)] = offered
-    _wait_all(mpi, parent, [call(lambda: comm.Iallgather(mine, everyone))], [mine, everyone], timeout_s, call)
+    _wait_all(
+        mpi,
+        parent,
+        [call(lambda: comm.Iallgather(mine, everyone))],
+        [mine, everyone],
+        timeout_s,
+        call,
+    )
     common = set(offered).intersection(*everyone.tolist())
     if common:
         with free_lock:
@@ -188,9 +218,13 @@ def take_channels(mpi: Any, comm: Any, timeout_s: float, call: Callable[[Callabl
 
 
 def give_back(parent: Parent, channels: Channels, call: Callable[[Callable[[], Any]], Any]) -> None:
-    """Have channels that nobody uses any more serve again, unless something on them has not ended. Holds `free_lock`."""
+    """Have channels that nobody uses any more serve again, unless something on them has not
+    ended. Holds `free_lock`.
+    """
     left = [kept for kept in channels.pending.values() if not call(kept[0].Test)]
-    left += [(a.request, a.message) for a in channels.arriving if not (a.done or call(a.request.Test))]
+    left += [
+        (a.request, a.message) for a in channels.arriving if not (a.done or call(a.request.Test))
+    ]
     channels.pending.clear()
     channels.arriving.clear()
     if left:
@@ -200,12 +234,16 @@ def give_back(parent: Parent, channels: Channels, call: Callable[[Callable[[], A
 
 
 def make_subset(
-    mpi: Any, comm: Any, members: Sequence[int], timeout_s: float, call: Callable[[Callable[[], Any]], Any]
+    mpi: Any,
+    comm: Any,
+    members: Sequence[int],
+    timeout_s: float,
+    call: Callable[[Callable[[], Any]], Any],
 ) -> Any:
     """Return an MPI communicator of some ranks, which have met. Collective over these.
 
-    MPI has no call for this that does not block: should a rank end just now, the thread that waits is left behind where
-    threads may call MPI.
+    MPI has no call for this that does not block: should a rank end just now, the thread that waits
+    is left behind where threads may call MPI.
 
     Raises:
         PeerLost: a rank did not take part within `timeout_s`.
@@ -218,13 +256,17 @@ def make_subset(
     if call is not _call_directly:
         return call(make)
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(make()), name="gradcomp-subset", daemon=True)
+    thread = threading.Thread(
+        target=lambda: found.append(make()), name="gradcomp-subset", daemon=True
+    )
     thread.start()
     thread.join(timeout_s)
     if not found:
         unanswered.append(thread)
         kept_with(mpi, comm).spoiled = True
-        raise PeerLost("setup", -1, timeout_s, f"not every rank of {list(members)} made its communicator")
+        raise PeerLost(
+            "setup", -1, timeout_s, f"not every rank of {list(members)} made its communicator"
+        )
     return found[0]
 
 
@@ -242,22 +284,28 @@ def _wait_all(
         if time.monotonic() - begun > timeout_s:
             unanswered.append((requests, kept))
             parent.spoiled = True
-            raise PeerLost("setup", -1, time.monotonic() - begun, "not every rank made its MpiCommunicator")
+            raise PeerLost(
+                "setup", -1, time.monotonic() - begun, "not every rank made its MpiCommunicator"
+            )
         pause()
 
 
-# ---- the end of a program that lost a peer ---------------------------------------------------------------------------
+# ---- the end of a program that lost a peer
+# ---------------------------------------------------------------------------
 
 _made: list[Channels] = []
-unanswered: list[Any] = []  # what no peer will complete, with its buffers: MPI may use them until the process ends
+unanswered: list[
+    Any
+] = []  # what no peer will complete, with its buffers: MPI may use them until the process ends
 
 
 @atexit.register
 def _leave() -> None:
-    """After a lost peer, end the job instead of waiting in MPI_Finalize, once the other ranks are at their end, too.
+    """After a lost peer, end the job instead of waiting in MPI_Finalize, once the other ranks are
+    at their end, too.
 
-    A rank that has heard of trouble says when it is; one that has not (it may be in MPI_Finalize already) says nothing,
-    so the wait ends after LEAVE_S.
+    A rank that has heard of trouble says when it is; one that has not (it may be in MPI_Finalize
+    already) says nothing, so the wait ends after LEAVE_S.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or mpi.Is_finalized():
@@ -270,10 +318,13 @@ def _leave() -> None:
         unanswered.extend(kept for kept in channels.pending.values() if not kept[0].Test())
     if not unanswered:
         return
-    died = hasattr(sys, "last_value")  # of an exception that nobody caught: others are not to go on without this rank
+    died = hasattr(
+        sys, "last_value"
+    )  # of an exception that nobody caught: others are not to go on without this rank
     pause, deadline = Pause(), time.monotonic() + (0 if died else LEAVE_S)
     while (
-        any(len(channels.left) < channels.news.Get_size() - 1 for channels in trouble) and time.monotonic() < deadline
+        any(len(channels.left) < channels.news.Get_size() - 1 for channels in trouble)
+        and time.monotonic() < deadline
     ):
         for channels in trouble:
             read_news(mpi, channels, _call_directly)
@@ -301,7 +352,10 @@ def read_news(mpi: Any, channels: Channels, call: Callable[[Callable[[], Any]], 
         if word == LEAVING:
             channels.left.add(status.Get_source())
         else:
-            channels.gone[status.Get_source()] = word, note[_WORD.size :].tobytes().decode(errors="replace")
+            channels.gone[status.Get_source()] = (
+                word,
+                note[_WORD.size :].tobytes().decode(errors="replace"),
+            )
 
 
 def tell(mpi: Any, channels: Channels, word: int, reason: str = "") -> None:

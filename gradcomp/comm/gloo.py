@@ -1,8 +1,10 @@
-"""The gloo groups of one TorchCommunicator, the collectives under way on them, and what is kept when one never ends.
+"""The gloo groups of one TorchCommunicator, the collectives under way on them, and what is kept
+when one never ends.
 
-The groups are gradcomp's own: torch.distributed does not know of them, so their names do not depend on how many groups a
-rank has made, and dropping one gives its sockets and threads back at once. One with a collective under way is kept instead,
-since dropping it would block until the collective's timeout.
+The groups are gradcomp's own: torch.distributed does not know of them, so their names do not depend
+on how many groups a rank has made, and dropping one gives its sockets and threads back at once. One
+with a collective under way is kept instead, since dropping it would block until the collective's
+timeout.
 """
 
 from __future__ import annotations
@@ -34,22 +36,36 @@ CONNECT_S = 60.0  # longest wait for ranks that are all there
 OWN_DESCRIPTORS = 4  # of a gloo group, beside a socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
-_failed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # what first went wrong in a job
-_stuck: list[tuple[list[Any], set[_GlooWork]]] = []  # groups with a collective that no peer has answered yet
+_failed: weakref.WeakKeyDictionary[Any, str] = (
+    weakref.WeakKeyDictionary()
+)  # what first went wrong in a job
+_stuck: list[
+    tuple[list[Any], set[_GlooWork]]
+] = []  # groups with a collective that no peer has answered yet
 
 
 class Groups:
-    """One gloo group a channel, connected when a channel is first used: those of an exchange together.
+    """One gloo group a channel, connected when a channel is first used: those of an exchange
+    together.
 
     Args:
         store: in which these ranks, and no others, meet.
         rank, world_size: as they say.
-        timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have not connected yet.
-        job: the default process group. What goes wrong on some groups of a job is also why others are closed.
+        timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have
+            not connected yet.
+        job: the default process group. What goes wrong on some groups of a job is also why others
+            are closed.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float, job: object) -> None:
-        self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout_s: float, job: object
+    ) -> None:
+        self._store, self._rank, self._world_size, self._timeout_s = (
+            store,
+            rank,
+            world_size,
+            timeout_s,
+        )
         self._made: dict[Channel, Any] = {}
         self._lock = threading.Lock()
         self._job = weakref.ref(job)
@@ -77,14 +93,18 @@ class Groups:
             raise ConnectionError(_broke(error)) from error
 
     def lose(self, reason: str) -> None:
-        """Take note that nothing on these groups can be relied on any more, unless that is known."""
+        """Take note that nothing on these groups can be relied on any more, unless that is
+        known.
+        """
         self.broken = self.broken or reason
         job = self._job()
         if job is not None:
             _failed.setdefault(job, self.broken)
 
     def give_up(self, reason: str) -> None:
-        """End every wait on these groups within a second, here and, by a note in the store, on the peers."""
+        """End every wait on these groups within a second, here and, by a note in the store, on
+        the peers.
+        """
         if not self.closed:
             self.lose(reason or "abort() was called")
             if self._world_size > 1:
@@ -122,7 +142,9 @@ class Groups:
             self.notes.close()
 
     def connect(self, channel: Channel) -> Any:
-        """Return the group of a channel; the first call connects it, with all ranks of the communicator."""
+        """Return the group of a channel; the first call connects it, with all ranks of the
+        communicator.
+        """
         found = self._made.get(channel)
         if found is not None:
             return found
@@ -132,7 +154,9 @@ class Groups:
                 try:
                     self._connect(DATA if channel in DATA else (channel,))
                 except (RuntimeError, ConnectionError) as error:
-                    text = str(error) if isinstance(error, ConnectionError) else _not_connected(error)
+                    text = (
+                        str(error) if isinstance(error, ConnectionError) else _not_connected(error)
+                    )
                     self.lose(text)
                     raise PeerLost("setup", -1, time.monotonic() - begun, text) from error
             return self._made[channel]
@@ -140,23 +164,43 @@ class Groups:
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         _check_descriptors(len(channels), self._world_size)
         if channels is not DATA:  # for data the ranks have just met
-            self._meet("meeting", self._timeout_s, "begun to agree on anything", self.notes.look_for_cause)
+            self._meet(
+                "meeting", self._timeout_s, "begun to agree on anything", self.notes.look_for_cause
+            )
         for channel in channels:
             prefix = store_below(self._store, channel.name.lower())
-            self._made[channel] = make_gloo(prefix, self._rank, self._world_size, CONNECT_S, self._timeout_s)
+            self._made[channel] = make_gloo(
+                prefix, self._rank, self._world_size, CONNECT_S, self._timeout_s
+            )
         # a rank that leaves before the others are connected would look like a failure to them
-        self._meet(f"connected {channels[0]:d}", CONNECT_S, "connected", self.notes.look)  # who is connected may close at once
+        self._meet(
+            f"connected {channels[0]:d}", CONNECT_S, "connected", self.notes.look
+        )  # who is connected may close at once
         job = self._job()
         if job is not None:  # all ranks are there again
             _failed.pop(job, None)
 
-    def _meet(self, prefix: str, timeout_s: float, what: str, look: Callable[[float], tuple[int, str] | None]) -> None:
+    def _meet(
+        self,
+        prefix: str,
+        timeout_s: float,
+        what: str,
+        look: Callable[[float], tuple[int, str] | None],
+    ) -> None:
         def look_for_notes() -> None:
             gone = look(0.0)
             if gone is not None:
                 raise RankGone(gone[0], what=gone[1])
 
-        meet(store_below(self._store, prefix), self._rank, self._world_size, b"", timeout_s, what, look_for_notes)
+        meet(
+            store_below(self._store, prefix),
+            self._rank,
+            self._world_size,
+            b"",
+            timeout_s,
+            what,
+            look_for_notes,
+        )
 
 
 class _GlooWork(Work):
@@ -175,7 +219,9 @@ class _GlooWork(Work):
             try:
                 self._work.wait(_patience(min(left, SLICE_S)))
             except RuntimeError as error:
-                if self._work.is_completed():  # it may have been done just after its wait ended: its own word counts
+                if (
+                    self._work.is_completed()
+                ):  # it may have been done just after its wait ended: its own word counts
                     self._settle(timeout_s)
                     return
                 self._look(error, timeout_s, ended=False, last=left <= SLICE_S)
@@ -184,13 +230,17 @@ class _GlooWork(Work):
                 return
 
     def _ends_yet(self) -> bool:
-        """Return whether the collective ends within GRACE_S: what it lacks may have come while this process stood still."""
+        """Return whether the collective ends within GRACE_S: what it lacks may have come while
+        this process stood still.
+        """
         with contextlib.suppress(RuntimeError):
             self._work.wait(_patience(GRACE_S))
         return self.is_done()
 
     def _settle(self, timeout_s: float) -> None:
-        """Return if the collective, which has ended, was done; raise what has happened otherwise."""
+        """Return if the collective, which has ended, was done; raise what has happened
+        otherwise.
+        """
         try:
             self._work.wait(_patience(SLICE_S))
         except RuntimeError as error:
@@ -204,7 +254,9 @@ class _GlooWork(Work):
         ended = ended or not late
         gone = groups.notes.look(LOOK_S) if late else groups.notes.look_for_cause(LOOK_S)
         if gone is not None:
-            if not ended and self._ends_yet():  # with what the other had sent before: how, the next wait says
+            if (
+                not ended and self._ends_yet()
+            ):  # with what the other had sent before: how, the next wait says
                 return
             lost = RankGone(gone[0], what=gone[1] if late else f"{gone[1]} [{text}]")
             groups.lose(str(lost))
@@ -218,16 +270,22 @@ class _GlooWork(Work):
 
 
 def _check_descriptors(groups: int, world_size: int) -> None:
-    """Raise GradcompError where this process may not open as many files as the sockets of these groups are."""
-    needed, limit = groups * (world_size - 1 + OWN_DESCRIPTORS), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    """Raise GradcompError where this process may not open as many files as the sockets of these
+    groups are.
+    """
+    needed, limit = (
+        groups * (world_size - 1 + OWN_DESCRIPTORS),
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
     try:
         opened = len(os.listdir("/proc/self/fd"))
     except OSError:  # no Linux
         return
     if limit != resource.RLIM_INFINITY and needed > limit - opened:
         raise GradcompError(
-            f"{groups} gloo groups of {world_size} ranks need {needed} file descriptors; this process has {opened} open and "
-            f"may have {limit}: raise the limit on every rank, for instance ulimit -n {max(65536, 2 * (opened + needed))}"
+            f"{groups} gloo groups of {world_size} ranks need {needed} file descriptors; this"
+            f" process has {opened} open and may have {limit}: raise the limit on every rank, for"
+            f" instance ulimit -n {max(65536, 2 * (opened + needed))}"
         )
 
 
@@ -242,27 +300,30 @@ def _first_line(error: BaseException) -> str:
 
 def _broke(error: BaseException) -> str:
     return (
-        "the connection with another rank broke (which rank ended first is not known): read the output of the other "
-        f"ranks [{_first_line(error)}]"
+        "the connection with another rank broke (which rank ended first is not known): read the"
+        f" output of the other ranks [{_first_line(error)}]"
     )
 
 
 def _silent(error: BaseException, timeout_s: float) -> str:
     return (
-        f"another rank did not answer within {timeout_s:g} s (which one is not known): it is stuck, frozen, or waits in "
-        f"another collective; raise timeout_s if it is slow for a good reason [{_first_line(error)}]"
+        f"another rank did not answer within {timeout_s:g} s (which one is not known): it is stuck,"
+        " frozen, or waits in another collective; raise timeout_s if it is slow for a good reason"
+        f" [{_first_line(error)}]"
     )
 
 
 def _not_connected(error: BaseException) -> str:
     return (
-        "this rank could not connect with all the others: one has ended, or a firewall or GLOO_SOCKET_IFNAME keeps them "
-        f"apart [{_first_line(error)}]"
+        "this rank could not connect with all the others: one has ended, or a firewall or"
+        f" GLOO_SOCKET_IFNAME keeps them apart [{_first_line(error)}]"
     )
 
 
 def _keep(made: list[Any], pending: set[_GlooWork]) -> None:
-    """Keep groups whose collective is under way, and past the end of the interpreter: dropping one waits for its timeout."""
+    """Keep groups whose collective is under way, and past the end of the interpreter: dropping
+    one waits for its timeout.
+    """
     for group in made:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _stuck.append((made, pending))

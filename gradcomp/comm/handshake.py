@@ -1,11 +1,14 @@
-"""How two ranks prove to each other over a new connection who they are, without sending the key that both have.
+"""How two ranks prove to each other over a new connection who they are, without sending the key
+that both have.
 
     connector -> listener    magic, rank of the connector (u32), its nonce
-    listener -> connector    nonce of the listener, HMAC-SHA256(key, "listener" + both ranks + both nonces)
+    listener -> connector    nonce of the listener,
+                             HMAC-SHA256(key, "listener" + both ranks + both nonces)
     connector -> listener    HMAC-SHA256(key, "connector" + both ranks + both nonces)
 
-Integers are little-endian. The ranks stand in both proofs, so another rank of the same job is a stranger, too; the roles
-do, so no proof serves as the other one. What follows on the connection is neither encrypted nor authenticated.
+Integers are little-endian. The ranks stand in both proofs, so another rank of the same job is a
+stranger, too; the roles do, so no proof serves as the other one. What follows on the connection is
+neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ class Stranger(ConnectionError):
     """Whoever is at the other end is not who it should be."""
 
 
-async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, rank: int, peer: int) -> None:
+async def greet(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, rank: int, peer: int
+) -> None:
     """Prove that this is `rank`, once the other end has proved that it is `peer`.
 
     Raises:
@@ -42,7 +47,11 @@ async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key:
 
 
 async def answer(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, rank: int, world_size: int
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    key: bytes,
+    rank: int,
+    world_size: int,
 ) -> int:
     """Prove that this is `rank`, and return the rank above it that the other end has proved to be.
 
@@ -61,5 +70,9 @@ async def answer(
     return int(peer)
 
 
-def _proof(key: bytes, role: bytes, connector: int, listener: int, first: bytes, second: bytes) -> bytes:
-    return hmac.digest(key, role + struct.pack("<II", connector, listener) + first + second, "sha256")
+def _proof(
+    key: bytes, role: bytes, connector: int, listener: int, first: bytes, second: bytes
+) -> bytes:
+    return hmac.digest(
+        key, role + struct.pack("<II", connector, listener) + first + second, "sha256"
+    )

@@ -1,8 +1,10 @@
-"""A slow link between ranks that have a fast one: what a training would take in another building, tried on one machine.
+"""A slow link between ranks that have a fast one: what a training would take in another building,
+tried on one machine.
 
-Every rank has one full-duplex link. What it sends leaves in the order in which it was started, at `bits_per_s`, and is
-under way for `latency_s` in each round of its collective; only then does the collective begin on the communicator beneath.
-So a rank that starts late delays its peers as it would over a wire, and no rank is delayed twice.
+Every rank has one full-duplex link. What it sends leaves in the order in which it was started, at
+`bits_per_s`, and is under way for `latency_s` in each round of its collective; only then does the
+collective begin on the communicator beneath. So a rank that starts late delays its peers as it
+would over a wire, and no rank is delayed twice.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ class LinkCommunicator(Communicator):
 
     def __init__(self, comm: Communicator, *, bits_per_s: float, latency_s: float = 0.0) -> None:
         if not isinstance(comm, Communicator):
-            raise TypeError(f"comm must be a communicator, such as TorchCommunicator(), got {type(comm).__name__}")
+            raise TypeError(
+                "comm must be a communicator, such as TorchCommunicator(), got"
+                f" {type(comm).__name__}"
+            )
         for name, value in (("bits_per_s", bits_per_s), ("latency_s", latency_s)):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(
-                    f"{name} must be a number, got {value!r} (gradcomp.plan.links.parse_link reads '10mbit')"
+                    f"{name} must be a number, got {value!r} (gradcomp.plan.links.parse_link reads"
+                    " '10mbit')"
                 )
         if not bits_per_s > 0:
             raise ValueError(f"bits_per_s must be positive, got {bits_per_s!r}")
@@ -53,7 +59,9 @@ class LinkCommunicator(Communicator):
         self.timeout_s = comm.timeout_s
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._queues: dict[object, SimpleQueue[_LinkWork | None]] = {}  # by channel, so that each keeps its order
+        self._queues: dict[
+            object, SimpleQueue[_LinkWork | None]
+        ] = {}  # by channel, so that each keeps its order
         weakref.finalize(self, _stop, self._lock, self._closed, self._queues).atexit = False
 
     def _like(self, comm: Communicator) -> LinkCommunicator:
@@ -68,27 +76,45 @@ class LinkCommunicator(Communicator):
 
     def start_max(self, values: Tensor, channel: Channel) -> Work:
         comm, nbytes = self._comm, ring_bytes(values.numel(), self.world_size)
-        return self._send(channel, nbytes, max_rounds(self.world_size), lambda: comm.start_max(values, channel))
+        return self._send(
+            channel, nbytes, max_rounds(self.world_size), lambda: comm.start_max(values, channel)
+        )
 
     def start_all_to_all(
-        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+        self,
+        send: Tensor,
+        send_nbytes: Sequence[int],
+        recv: Tensor,
+        recv_nbytes: Sequence[int],
+        channel: Channel,
     ) -> Work:
-        comm, nbytes, rounds = self._comm, sum(send_nbytes) - send_nbytes[self.rank], all_to_all_rounds(self.world_size)
+        comm, nbytes, rounds = (
+            self._comm,
+            sum(send_nbytes) - send_nbytes[self.rank],
+            all_to_all_rounds(self.world_size),
+        )
         return self._send(
-            channel, nbytes, rounds, lambda: comm.start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel)
+            channel,
+            nbytes,
+            rounds,
+            lambda: comm.start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel),
         )
 
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         comm, nbytes = self._comm, (self.world_size - 1) * send.numel()
         rounds = all_gather_rounds(self.world_size)
-        return self._send(channel, nbytes, rounds, lambda: comm.start_all_gather(send, recv, channel))
+        return self._send(
+            channel, nbytes, rounds, lambda: comm.start_all_gather(send, recv, channel)
+        )
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)
         comm = self._comm
         return self._send("messages", message.numel(), 1, lambda: comm.start_send(message, to))
 
-    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
+    def receive(
+        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
+    ) -> tuple[int, Tensor]:
         return self._comm.receive(timeout_s, source, max_nbytes=max_nbytes)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
@@ -108,12 +134,16 @@ class LinkCommunicator(Communicator):
         self._comm.abort(reason)
 
     def close(self) -> None:
-        """As `Communicator.close`; what is still under way is lost, and whoever waits for it gets ConnectionError."""
+        """As `Communicator.close`; what is still under way is lost, and whoever waits for it
+        gets ConnectionError.
+        """
         _stop(self._lock, self._closed, self._queues)
         self._comm.close()
 
     def _send(self, channel: object, nbytes: int, rounds: int, start: Callable[[], Work]) -> Work:
-        """Have `start` called when `nbytes` have left the link and have been under way for `rounds` latencies."""
+        """Have `start` called when `nbytes` have left the link and have been under way for
+        `rounds` latencies.
+        """
         with self._lock:
             if self._closed.is_set():
                 raise ConnectionError("the link is closed")
@@ -121,7 +151,9 @@ class LinkCommunicator(Communicator):
             if channel not in self._queues:
                 waiting = self._queues[channel] = SimpleQueue()
                 name = f"gradcomp-link-{channel!s}"
-                threading.Thread(target=_serve, args=(waiting, self._closed), name=name, daemon=True).start()
+                threading.Thread(
+                    target=_serve, args=(waiting, self._closed), name=name, daemon=True
+                ).start()
             self._queues[channel].put(work)
         return work
 
@@ -141,7 +173,11 @@ class _Wire:
             return self._free + rounds * self._latency_s
 
 
-def _stop(lock: threading.Lock, closed: threading.Event, queues: dict[object, SimpleQueue[_LinkWork | None]]) -> None:
+def _stop(
+    lock: threading.Lock,
+    closed: threading.Event,
+    queues: dict[object, SimpleQueue[_LinkWork | None]],
+) -> None:
     with lock:
         closed.set()
         waiting = list(queues.values())
@@ -151,7 +187,9 @@ def _stop(lock: threading.Lock, closed: threading.Event, queues: dict[object, Si
 
 
 def _serve(waiting: SimpleQueue[_LinkWork | None], closed: threading.Event) -> None:
-    """Start what was sent on one channel, in order, each when it arrives. A daemon: no process waits for a slow link."""
+    """Start what was sent on one channel, in order, each when it arrives. A daemon: no process
+    waits for a slow link.
+    """
     while (work := waiting.get()) is not None:
         work.arrive(closed)
         del work  # it knows the communicator, which is to go when nobody uses it
@@ -161,7 +199,9 @@ class _LinkWork(Work):
     """What is under way until `due`, and then begins on the communicator beneath."""
 
     def __init__(self, link: LinkCommunicator, due: float, start: Callable[[], Work]) -> None:
-        self._link: LinkCommunicator | None = link  # one that nobody else uses lives on until this has arrived
+        self._link: LinkCommunicator | None = (
+            link  # one that nobody else uses lives on until this has arrived
+        )
         self._due, self._start = due, start
         self._arrived = threading.Event()
         self._beneath: Work | None = None

@@ -1,6 +1,8 @@
-"""N ranks in one process: each rank is a thread with its own communicator, sharing memory under one lock.
+"""N ranks in one process: each rank is a thread with its own communicator, sharing memory under one
+lock.
 
-For tests at world sizes that no test machine has processes for, and for trying out codecs without a cluster.
+For tests at world sizes that no test machine has processes for, and for trying out codecs without a
+cluster.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, Communicator, RankGone, Work, gave_up, no_message, tell_gone, too_long
+from gradcomp.comm.base import (
+    Channel,
+    Communicator,
+    RankGone,
+    Work,
+    gave_up,
+    no_message,
+    tell_gone,
+    too_long,
+)
 
 
 @dataclass
@@ -36,11 +47,15 @@ class _Board:
         self.slots: dict[tuple[Channel, int], _Slot] = {}
         self.gone: dict[int, str] = {}  # why a rank takes part no more
         self.subsets: dict[tuple[tuple[int, ...], int], _Board] = {}
-        self.mail: dict[int, deque[tuple[int, Tensor]]] = {rank: deque() for rank in range(world_size)}
+        self.mail: dict[int, deque[tuple[int, Tensor]]] = {
+            rank: deque() for rank in range(world_size)
+        }
 
 
 class _LocalWork(Work):
-    def __init__(self, board: _Board, slot_key: tuple[Channel, int], fetch: Callable[[_Slot], None]) -> None:
+    def __init__(
+        self, board: _Board, slot_key: tuple[Channel, int], fetch: Callable[[_Slot], None]
+    ) -> None:
         self._board, self._slot_key, self._fetch = board, slot_key, fetch
 
     def wait(self, timeout_s: float) -> None:
@@ -107,7 +122,12 @@ class LocalCommunicator(Communicator):
         return self._start("max", [values.clone()], channel, fetch)
 
     def start_all_to_all(
-        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+        self,
+        send: Tensor,
+        send_nbytes: Sequence[int],
+        recv: Tensor,
+        recv_nbytes: Sequence[int],
+        channel: Channel,
     ) -> Work:
         def fetch(slot: _Slot) -> None:
             runs = [slot.given[k][self.rank] for k in range(self.world_size)]
@@ -123,7 +143,9 @@ class LocalCommunicator(Communicator):
         def fetch(slot: _Slot) -> None:
             runs = [slot.given[k][0] for k in range(self.world_size)]
             if any(run.numel() != send.numel() for run in runs):
-                raise ConnectionError(f"ranks sent {[r.numel() for r in runs]} bytes, {send.numel()} expected")
+                raise ConnectionError(
+                    f"ranks sent {[r.numel() for r in runs]} bytes, {send.numel()} expected"
+                )
             torch.cat(runs, out=recv)
 
         return self._start("all_gather", [send.clone()], channel, fetch)
@@ -133,7 +155,9 @@ class LocalCommunicator(Communicator):
         with board.changed:
             self._subsets[members] += 1  # a rank's k-th of these meets the others' k-th
             slot_key = members, self._subsets[members]
-            return LocalCommunicator(board.subsets.setdefault(slot_key, _Board(len(members))), members.index(self.rank))
+            return LocalCommunicator(
+                board.subsets.setdefault(slot_key, _Board(len(members))), members.index(self.rank)
+            )
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)
@@ -144,7 +168,9 @@ class LocalCommunicator(Communicator):
             self._board.changed.notify_all()
         return _Sent()
 
-    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
+    def receive(
+        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
+    ) -> tuple[int, Tensor]:
         board, deadline = self._board, time.monotonic() + timeout_s
         with board.changed:
             while True:
@@ -171,7 +197,9 @@ class LocalCommunicator(Communicator):
         """Leave the group; peers that wait for this rank are told."""
         self.abort()
 
-    def _start(self, kind: str, data: list[Tensor], channel: Channel, fetch: Callable[[_Slot], None]) -> Work:
+    def _start(
+        self, kind: str, data: list[Tensor], channel: Channel, fetch: Callable[[_Slot], None]
+    ) -> Work:
         with self._board.changed:
             slot_key = (channel, self._started[channel])
             self._started[channel] += 1

@@ -1,8 +1,9 @@
-"""Messages from rank to rank over TCP, for transports whose own cannot be given up (a gloo receive cannot be interrupted).
+"""Messages from rank to rank over TCP, for transports whose own cannot be given up (a gloo receive
+cannot be interrupted).
 
-Every rank listens, tells the others where, and connects to the ranks below it; both ends prove who they are. One asyncio
-loop in a daemon thread moves the bytes. A message is its length (u64, little-endian) and its bytes; the bytes are read
-only when `receive` has room.
+Every rank listens, tells the others where, and connects to the ranks below it; both ends prove who
+they are. One asyncio loop in a daemon thread moves the bytes. A message is its length (u64,
+little-endian) and its bytes; the bytes are read only when `receive` has room.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Mailbox:
 
     Args:
         rank, world_size: as they say.
-        share: gives this rank's bytes (of one length) to all ranks and returns everyone's; a collective call.
+        share: gives this rank's bytes (of one length) to all ranks and returns everyone's; a
+            collective call.
         timeout_s: seconds within which every rank must be connected.
 
     Raises:
@@ -86,7 +88,9 @@ class Mailbox:
     """
 
     def __init__(self, rank: int, world_size: int, share: Share, timeout_s: float) -> None:
-        self._post = _Post(rank, world_size)  # what the loop holds; so that this goes when its user drops it
+        self._post = _Post(
+            rank, world_size
+        )  # what the loop holds; so that this goes when its user drops it
         loop = self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="gradcomp-messages", daemon=True)
         thread.start()
@@ -103,7 +107,9 @@ class Mailbox:
         """Begin to send ``(n,)`` uint8."""
         if to in self._post.gone:
             raise RankGone(to)
-        return _Sending(asyncio.run_coroutine_threadsafe(self._post.send(message, to), self._loop), to, message)
+        return _Sending(
+            asyncio.run_coroutine_threadsafe(self._post.send(message, to), self._loop), to, message
+        )
 
     def receive(self, timeout_s: float, source: int | None, max_nbytes: int) -> tuple[int, Tensor]:
         """As `Communicator.receive`."""
@@ -142,20 +148,29 @@ class Mailbox:
         first = _tell(share, {"host": host_identity(), "key": secrets.token_hex(KEY_NBYTES)})
         try:
             try:
-                listener = listen(len({card["host"] for card in first}) == 1, post.world_size + SPARE_CONNECTIONS)
+                listener = listen(
+                    len({card["host"] for card in first}) == 1, post.world_size + SPARE_CONNECTIONS
+                )
                 card = dict(zip(("address", "port"), listener.getsockname(), strict=False))
             except OSError as error:
                 card = {"error": str(error).encode("ascii", "replace").decode()[:800]}
             cards = _tell(share, card)
             for rank, theirs in enumerate(cards):
                 if "error" in theirs:
-                    raise PeerLost("setup", -1, 0.0, f"rank {rank} cannot listen for messages: {theirs['error']}")
+                    raise PeerLost(
+                        "setup",
+                        -1,
+                        0.0,
+                        f"rank {rank} cannot listen for messages: {theirs['error']}",
+                    )
             assert listener is not None
             joining = post.join(listener, cards, bytes.fromhex(first[0]["key"]), timeout_s)
             asyncio.run_coroutine_threadsafe(joining, self._loop).result()
         except asyncio.TimeoutError:
             missing = sorted(set(range(post.world_size)) - {post.rank, *post.peers})
-            raise PeerLost("setup", -1, time.monotonic() - begun, f"no connection with ranks {missing}") from None
+            raise PeerLost(
+                "setup", -1, time.monotonic() - begun, f"no connection with ranks {missing}"
+            ) from None
         finally:
             if listener is not None:
                 listener.close()
@@ -173,10 +188,13 @@ class _Post:
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self._locks: dict[int, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # those that read
-        self._strangers: set[asyncio.Task[None]] = set()  # connections that have not proved themselves
+        self._strangers: set[asyncio.Task[None]] = (
+            set()
+        )  # connections that have not proved themselves
         self._complete = asyncio.Event()
 
-    # ---- connecting --------------------------------------------------------------------------------------------------
+    # ---- connecting
+    # ----------------------------------------------------------------------------------------------
 
     async def join(
         self, listener: socket.socket, cards: Sequence[dict[str, Any]], key: bytes, timeout_s: float
@@ -191,7 +209,9 @@ class _Post:
         server = await asyncio.start_server(serving, sock=listener, limit=PART_NBYTES)
         if self.world_size == 1:
             self._complete.set()
-        tasks = [asyncio.ensure_future(self._greet(peer, cards[peer], key)) for peer in range(self.rank)]
+        tasks = [
+            asyncio.ensure_future(self._greet(peer, cards[peer], key)) for peer in range(self.rank)
+        ]
         try:
             await asyncio.wait_for(asyncio.gather(self._complete.wait(), *tasks), timeout_s)
         finally:
@@ -209,33 +229,50 @@ class _Post:
             await greet(reader, writer, key, self.rank, peer)
             self._take(peer, reader, writer)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-            told = f"rank {peer} cannot be reached at {address} port {port}: {error or type(error).__name__}"
+            told = (
+                f"rank {peer} cannot be reached at {address} port {port}:"
+                f" {error or type(error).__name__}"
+            )
             raise PeerLost("setup", -1, time.monotonic() - begun, told) from error
         finally:
             if writer is not None and peer not in self.peers:
                 writer.transport.abort()
 
-    async def _answer(self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Take the connection of a rank above."""
         task = asyncio.current_task()
         assert task is not None
         self._strangers.add(task)
         try:
-            peer = await asyncio.wait_for(answer(reader, writer, key, self.rank, self.world_size), HANDSHAKE_S)
+            peer = await asyncio.wait_for(
+                answer(reader, writer, key, self.rank, self.world_size), HANDSHAKE_S
+            )
             if peer in self.peers:
                 raise Stranger(f"a second rank {peer}")
             self._take(peer, reader, writer)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-            logger.debug("gradcomp: rank %d sent a connection away: %s", self.rank, error or type(error).__name__)
-        except asyncio.CancelledError:  # all ranks are here; asyncio would log a page for a task that ends by it
-            logger.debug("gradcomp: rank %d sent a connection away that had proved nothing", self.rank)
+            logger.debug(
+                "gradcomp: rank %d sent a connection away: %s",
+                self.rank,
+                error or type(error).__name__,
+            )
+        except (
+            asyncio.CancelledError
+        ):  # all ranks are here; asyncio would log a page for a task that ends by it
+            logger.debug(
+                "gradcomp: rank %d sent a connection away that had proved nothing", self.rank
+            )
         finally:
             self._strangers.discard(task)
             if writer not in self.peers.values():
                 writer.transport.abort()
 
     def _take(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.transport.set_write_buffer_limits(0)  # so that drain() means: the caller's memory is free
+        writer.transport.set_write_buffer_limits(
+            0
+        )  # so that drain() means: the caller's memory is free
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peers[peer], self._locks[peer] = writer, asyncio.Lock()
         reading = asyncio.ensure_future(self._read(peer, reader))
@@ -244,7 +281,8 @@ class _Post:
         if len(self.peers) == self.world_size - 1:
             self._complete.set()
 
-    # ---- messages ----------------------------------------------------------------------------------------------------
+    # ---- messages
+    # ----------------------------------------------------------------------------------------------
 
     async def send(self, message: Tensor, to: int) -> None:
         """Send a message; return when its memory is free."""
@@ -273,7 +311,9 @@ class _Post:
                 self.gone.add(peer)
                 self.changed.notify_all()
 
-    async def _fill(self, reader: asyncio.StreamReader, nbytes: int, room: memoryview | None) -> None:
+    async def _fill(
+        self, reader: asyncio.StreamReader, nbytes: int, room: memoryview | None
+    ) -> None:
         at = 0
         while at < nbytes:
             part = await reader.read(min(PART_NBYTES, nbytes - at))
@@ -288,7 +328,8 @@ def _tell(share: Share, card: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(data) for data in share(json.dumps(card).encode().ljust(CARD_NBYTES))]
 
 
-# ---- the loop, which must not hold a Mailbox ---------------------------------------------------------------------------
+# ---- the loop, which must not hold a Mailbox
+# ---------------------------------------------------------------------------
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -298,7 +339,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, peers: dict[int, asyncio.StreamWriter]) -> None:
+def _stop(
+    loop: asyncio.AbstractEventLoop,
+    thread: threading.Thread,
+    peers: dict[int, asyncio.StreamWriter],
+) -> None:
     """Deliver what has been sent, close every connection, end the loop."""
 
     async def end() -> None:
@@ -313,7 +358,9 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, peers: dict
 
     if thread.is_alive():
         asyncio.run_coroutine_threadsafe(end(), loop)
-        if threading.current_thread() is not thread:  # a finalizer runs wherever the garbage collector does
+        if (
+            threading.current_thread() is not thread
+        ):  # a finalizer runs wherever the garbage collector does
             thread.join(2 * CLOSE_S)
 
 

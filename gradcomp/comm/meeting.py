@@ -1,8 +1,9 @@
-"""Meetings and notes of ranks in a store (`torch.distributed.Store`, or anything with its add, set, get and check).
+"""Meetings and notes of ranks in a store (`torch.distributed.Store`, or anything with its add, set,
+get and check).
 
-A meeting is a small all_gather that waits by asking again and again, so that it ends in time whoever is missing, says who
-that is, and leaves no collective behind that a late rank could run into. A note tells the peers that this rank
-has given up or closed its communicator.
+A meeting is a small all_gather that waits by asking again and again, so that it ends in time
+whoever is missing, says who that is, and leaves no collective behind that a late rank could run
+into. A note tells the peers that this rank has given up or closed its communicator.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from gradcomp.comm.torch_private import leave_store, limit_store, store_is_gone
 from gradcomp.errors import PeerLost
 
 SETUP_VARIABLE = "GRADCOMP_SETUP_TIMEOUT_S"
-SETUP_S = 60.0  # longest wait for the other ranks to make their communicators, unless the variable says otherwise
+# longest wait for the other ranks to make their communicators, unless the variable says otherwise
+SETUP_S = 60.0
 LONGEST_PAUSE_S = 0.05
 LOOK_EVERY_S = 1.0
 TELL_S = 2.0  # longest wait until a note stands in the store
@@ -33,7 +35,8 @@ _LEFT = 1 << 32  # counted for a rank that has given up; arrivals are counted be
 
 
 def setup_timeout_s(timeout_s: float) -> float:
-    """Return how long to wait for the other ranks at the first meeting, in seconds; at most `timeout_s`.
+    """Return how long to wait for the other ranks at the first meeting, in seconds; at most
+    `timeout_s`.
 
     Raises:
         ValueError: GRADCOMP_SETUP_TIMEOUT_S is no positive number.
@@ -59,12 +62,13 @@ def meet(
 ) -> list[bytes]:
     """Return every rank's `mine`. Collective over the ranks of `store`, which serves one meeting.
 
-    All ranks get the answer, or all get an error: who comes after somebody has given up fails at once. Who leaves because
-    of the answer calls `see_off` before.
+    All ranks get the answer, or all get an error: who comes after somebody has given up fails at
+    once. Who leaves because of the answer calls `see_off` before.
 
     Args:
         what: what a rank that is missing has not done ("called register").
-        look: called every second while ranks are missing; what it raises ends the meeting for this rank.
+        look: called every second while ranks are missing; what it raises ends the meeting for this
+            rank.
 
     Raises:
         PeerLost: phase "setup"; a rank is missing, or the store does not answer.
@@ -98,7 +102,11 @@ def meet(
     except RuntimeError as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
         raise PeerLost("setup", -1, time.monotonic() - begun, _unanswered(text)) from error
-    late = f"rank {end.decode()} gave up waiting before this rank came" if int(end) != rank and not missing else ""
+    late = (
+        f"rank {end.decode()} gave up waiting before this rank came"
+        if int(end) != rank and not missing
+        else ""
+    )
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     verb = "have" if len(missing) > 1 else "has"
     raise PeerLost("setup", -1, time.monotonic() - begun, late or f"{who} {verb} not {what}")
@@ -106,13 +114,15 @@ def meet(
 
 def _unanswered(text: str) -> str:
     return (
-        "the ranks' store does not answer: the process that hosts it (rank 0, or the launcher) has ended; read its output "
-        f"[{text}]"
+        "the ranks' store does not answer: the process that hosts it (rank 0, or the launcher) has"
+        f" ended; read its output [{text}]"
     )
 
 
 def see_off(store: Any) -> None:
-    """Wait until every rank has the answer of a meeting, for TELL_S at most: the store may go with the process that hosts it."""
+    """Wait until every rank has the answer of a meeting, for TELL_S at most: the store may go
+    with the process that hosts it.
+    """
     deadline = time.monotonic() + TELL_S
     with contextlib.suppress(RuntimeError):  # it has gone
         while store.check(["read"]) and time.monotonic() < deadline:
@@ -122,13 +132,15 @@ def see_off(store: Any) -> None:
 class Notes:
     """Why a rank takes part no more, for its peers to find in a store.
 
-    A store whose host is frozen blocks whoever asks it, so threads of their own ask, and nobody waits for them for long.
-    No such thread outlives the interpreter (`_end_asking`).
+    A store whose host is frozen blocks whoever asks it, so threads of their own ask, and nobody
+    waits for them for long. No such thread outlives the interpreter (`_end_asking`).
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._lock = threading.RLock()  # a garbage collector may close a communicator in the middle of anything
+        self._lock = (
+            threading.RLock()
+        )  # a garbage collector may close a communicator in the middle of anything
         self._looking: dict[str, _Asking] = {}
         self._found: dict[str, tuple[int, str]] = {}
         self._told = False
@@ -138,24 +150,34 @@ class Notes:
         self._leave("note", reason[:REASON_LENGTH])
 
     def close(self) -> None:
-        """Leave a note that this rank has closed its communicator, unless it has left one, or another rank has."""
+        """Leave a note that this rank has closed its communicator, unless it has left one, or
+        another rank has.
+        """
         self._leave("closed", "")
 
     def look(self, patience_s: float) -> tuple[int, str] | None:
-        """Return (rank, what it did) of a peer that has given up, None if nothing is known after `patience_s`."""
+        """Return (rank, what it did) of a peer that has given up, None if nothing is known after
+        `patience_s`.
+        """
         found = self._find("note", patience_s)
         return None if found is None else (found[0], gave_up(found[1]))
 
     def look_for_cause(self, patience_s: float) -> tuple[int, str] | None:
-        """As `look`, after a connection broke: a peer that has closed comes first, since others gave up because of it."""
+        """As `look`, after a connection broke: a peer that has closed comes first, since others
+        gave up because of it.
+        """
         found = self._find("closed", patience_s)
         return self.look(patience_s) if found is None else (found[0], CLOSED)
 
     def _leave(self, key: str, reason: str) -> None:
         with self._lock:
             left, self._told = self._told, True
-        if not left and not store_is_gone(self._store):  # torch logs a page for each write to one that is
-            _Asking(self._store, lambda: self._write(key, reason)).join(0.0 if _is_silent() else TELL_S)
+        if not left and not store_is_gone(
+            self._store
+        ):  # torch logs a page for each write to one that is
+            _Asking(self._store, lambda: self._write(key, reason)).join(
+                0.0 if _is_silent() else TELL_S
+            )
 
     def _find(self, key: str, patience_s: float) -> tuple[int, str] | None:
         with self._lock:
@@ -182,8 +204,8 @@ class Notes:
 class _Asking:
     """A call of a store in a thread of its own.
 
-    The thread is one of `_thread`: starting one of `threading` takes a lock, which a garbage collector that closes a
-    communicator may find taken by the very thread that it runs in.
+    The thread is one of `_thread`: starting one of `threading` takes a lock, which a garbage
+    collector that closes a communicator may find taken by the very thread that it runs in.
     """
 
     def __init__(self, store: Any, call: Callable[[], None]) -> None:
@@ -231,8 +253,8 @@ def _is_silent() -> bool:
 def _end_asking() -> None:
     """Let no thread be in a call of a store when the interpreter ends.
 
-    One that came back from it while the interpreter finalizes would end the process by SIGABRT (before Python 3.14): it
-    is stopped in the middle of C++ that lets no exception out.
+    One that came back from it while the interpreter finalizes would end the process by SIGABRT
+    (before Python 3.14): it is stopped in the middle of C++ that lets no exception out.
     """
     deadline = time.monotonic() + TELL_S
     for one in list(_asking):

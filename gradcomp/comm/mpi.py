@@ -1,4 +1,6 @@
-"""MPI as a communicator (mpi4py buffer calls): one duplicated communicator a channel, never a blocking call."""
+"""MPI as a communicator (mpi4py buffer calls): one duplicated communicator a channel, never a
+blocking call.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, Communicator, RankGone, Work, gave_up, no_message, tell_gone, too_long
+from gradcomp.comm.base import (
+    Channel,
+    Communicator,
+    RankGone,
+    Work,
+    gave_up,
+    no_message,
+    tell_gone,
+    too_long,
+)
 from gradcomp.comm.channels import (
     MAIN_THREAD_ONLY,
     Arriving,
@@ -38,7 +49,11 @@ logger = logging.getLogger("gradcomp")
 NEWS_EVERY_S = 0.005  # how often a wait looks whether a peer has given up
 TAGS = 32767  # for messages; every MPI has one more
 MEETING = TAGS  # the tag of "I am about to make this subset"
-RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+RANK_VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
 GRACE_S = 0.5  # what a peer sent before it gave up may still arrive
 
 
@@ -49,16 +64,20 @@ def _mpi() -> Any:
     except ImportError as error:
         raise ImportError("MpiCommunicator needs mpi4py: pip install 'gradcomp[mpi]'") from error
     except RuntimeError as error:
-        raise RuntimeError(f"mpi4py found no MPI library ({error}): pip install 'gradcomp[mpi]'") from error
+        raise RuntimeError(
+            f"mpi4py found no MPI library ({error}): pip install 'gradcomp[mpi]'"
+        ) from error
     return MPI
 
 
 def load() -> Any:
-    """Return mpi4py's MPI module where MPI sees all ranks that were started with this one; initialises MPI.
+    """Return mpi4py's MPI module where MPI sees all ranks that were started with this one;
+    initialises MPI.
 
     Raises:
         ImportError, RuntimeError: there is no MPI here.
-        ValueError: MPI sees this process alone, but something else has started it as one of several.
+        ValueError: MPI sees this process alone, but something else has started it as one of
+            several.
     """
     mpi = _mpi()
     _check_not_alone(mpi)
@@ -73,7 +92,9 @@ def describe_mpi() -> str:
         RuntimeError: it finds no MPI library.
     """
     mpi = _mpi()
-    levels = {getattr(mpi, f"THREAD_{n}"): n for n in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+    levels = {
+        getattr(mpi, f"THREAD_{n}"): n for n in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    }
     library = " ".join(mpi.Get_library_version().split("\n")[0].split(",")[0].split())
     return f"{library}, THREAD_{levels[mpi.Query_thread()]}"
 
@@ -86,27 +107,39 @@ def _check_not_alone(mpi: Any) -> None:
         count = os.environ.get(size, "")
         if os.environ.get(rank) and count.isdecimal() and int(count) > 1:
             raise ValueError(
-                f"MPI sees this process alone (rank 0 of 1), but {rank}={os.environ[rank]} and {size}={count}: it was "
-                f"started by torchrun, or by the mpirun of another MPI than mpi4py's. Start the program with 'python -m "
-                f"gradcomp.launch -n {count} SCRIPT', or take gradcomp.comm.TorchCommunicator; a process that is meant "
-                f"to be alone passes MPI.COMM_SELF or unsets {size}"
+                f"MPI sees this process alone (rank 0 of 1), but {rank}={os.environ[rank]} and"
+                f" {size}={count}: it was started by torchrun, or by the mpirun of another MPI than"
+                f" mpi4py's. Start the program with 'python -m gradcomp.launch -n {count} SCRIPT',"
+                " or take gradcomp.comm.TorchCommunicator; a process that is meant to be alone"
+                f" passes MPI.COMM_SELF or unsets {size}"
             )
 
 
 def _broke(error: BaseException) -> str:
-    return f"MPI lost another rank (which one it does not say): read the output of the other ranks [{error}]"
+    return (
+        "MPI lost another rank (which one it does not say): read the output of the other ranks"
+        f" [{error}]"
+    )
 
 
 class _MpiWork(Work):
     """A request; `peer` is the one rank it depends on, None where it is a collective."""
 
     def __init__(
-        self, owner: MpiCommunicator, channels: Channels, request: Any, buffers: object, peer: int | None
+        self,
+        owner: MpiCommunicator,
+        channels: Channels,
+        request: Any,
+        buffers: object,
+        peer: int | None,
     ) -> None:
         self._owner, self._channels, self._request = owner, channels, request
         self._collective = peer is None
         self._peers: Collection[int] = range(owner.world_size) if peer is None else (peer,)
-        channels.pending[id(self._request)] = (request, buffers)  # whoever forgets this work: MPI uses the buffers
+        channels.pending[id(self._request)] = (
+            request,
+            buffers,
+        )  # whoever forgets this work: MPI uses the buffers
 
     def is_done(self) -> bool:
         try:
@@ -132,25 +165,26 @@ class _MpiWork(Work):
 class MpiCommunicator(Communicator):
     """The ranks of an MPI communicator, over duplicates of it.
 
-    Making one is a collective call of all ranks of `comm`. MPI is called from any thread under THREAD_MULTIPLE, from one
-    thread under THREAD_SERIALIZED (then call no MPI of your own during a backward pass), and otherwise from the main
-    thread only: `gradcomp.all_reduce` works then, overlapped exchanges do not and say so.
+    Making one is a collective call of all ranks of `comm`. MPI is called from any thread under
+    THREAD_MULTIPLE, from one thread under THREAD_SERIALIZED (then call no MPI of your own during a
+    backward pass), and otherwise from the main thread only: `gradcomp.all_reduce` works then,
+    overlapped exchanges do not and say so.
 
-    After a lost peer the process waits at its end up to 30 s for the other ranks to end, too, and then ends the job by
-    MPI_Abort instead of waiting in MPI_Finalize for ever.
+    After a lost peer the process waits at its end up to 30 s for the other ranks to end, too, and
+    then ends the job by MPI_Abort instead of waiting in MPI_Finalize for ever.
 
     Args:
         comm: an mpi4py intracommunicator; ``MPI.COMM_WORLD`` when None.
         timeout_s: seconds to wait for the other ranks to make theirs.
-        abort: end the whole MPI job by MPI_Abort as soon as a peer is lost, after logging the error: for programs that
-            cannot be left to run without this rank.
+        abort: end the whole MPI job by MPI_Abort as soon as a peer is lost, after logging the
+            error: for programs that cannot be left to run without this rank.
 
     Raises:
         ImportError: mpi4py is not installed.
         RuntimeError: mpi4py finds no MPI library.
         TypeError: `comm` is not an intracommunicator of mpi4py.
-        ValueError: MPI sees this process alone, but something else has started it as one of several (torchrun, or the
-            mpirun of another MPI): every rank would train by itself.
+        ValueError: MPI sees this process alone, but something else has started it as one of several
+            (torchrun, or the mpirun of another MPI): every rank would train by itself.
         PeerLost: another rank did not make its communicator within `timeout_s`.
     """
 
@@ -158,7 +192,9 @@ class MpiCommunicator(Communicator):
         self._mpi = mpi = _mpi()
         parent = mpi.COMM_WORLD if comm is None else comm
         if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
-            raise TypeError(f"comm must be an mpi4py intracommunicator that this rank belongs to, got {comm!r}")
+            raise TypeError(
+                f"comm must be an mpi4py intracommunicator that this rank belongs to, got {comm!r}"
+            )
         if parent == mpi.COMM_WORLD:
             _check_not_alone(mpi)
         self.rank, self.world_size = parent.Get_rank(), parent.Get_size()
@@ -168,7 +204,9 @@ class MpiCommunicator(Communicator):
         self._told: set[int] = set()  # ranks whose end `receive` has reported
         self.timeout_s = timeout_s
         self._channels: Channels | None = take_channels(mpi, parent, timeout_s, self._call)
-        dropped = kept_with(mpi, parent).dropped  # a finalizer runs at any time, so it calls no MPI and takes no lock
+        dropped = kept_with(
+            mpi, parent
+        ).dropped  # a finalizer runs at any time, so it calls no MPI and takes no lock
         self._dropped = weakref.finalize(self, dropped.append, self._channels)
         self._dropped.atexit = False
 
@@ -182,7 +220,12 @@ class MpiCommunicator(Communicator):
         return self._work(lambda: comm.Iallreduce(mpi.IN_PLACE, room, mpi.MAX), values)
 
     def start_all_to_all(
-        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+        self,
+        send: Tensor,
+        send_nbytes: Sequence[int],
+        recv: Tensor,
+        recv_nbytes: Sequence[int],
+        channel: Channel,
     ) -> Work:
         comm, byte = self._open().by_channel[channel], self._mpi.BYTE
         out, room = [send.numpy(), list(send_nbytes), byte], [recv.numpy(), list(recv_nbytes), byte]
@@ -190,7 +233,9 @@ class MpiCommunicator(Communicator):
 
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         comm, byte = self._open().by_channel[channel], self._mpi.BYTE
-        return self._work(lambda: comm.Iallgather([send.numpy(), byte], [recv.numpy(), byte]), send, recv)
+        return self._work(
+            lambda: comm.Iallgather([send.numpy(), byte], [recv.numpy(), byte]), send, recv
+        )
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> MpiCommunicator:
         made, members = kept_with(self._mpi, self._parent).subsets, tuple(ranks)
@@ -206,16 +251,23 @@ class MpiCommunicator(Communicator):
         if to in channels.gone:
             raise RankGone(to)
         return self._work(
-            lambda: channels.point.Isend([message.numpy(), self._mpi.BYTE], to, channels.uses % TAGS), message, peer=to
+            lambda: channels.point.Isend(
+                [message.numpy(), self._mpi.BYTE], to, channels.uses % TAGS
+            ),
+            message,
+            peer=to,
         )
 
-    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
+    def receive(
+        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
+    ) -> tuple[int, Tensor]:
         channels = self._open()
         deadline, pause, news_at = time.monotonic() + timeout_s, Pause(), 0.0
         while True:
             now = time.monotonic()
             news = now >= news_at
-            if news:  # before messages are looked at: what a rank has sent before it went is received first
+            # before messages are looked at: what a rank has sent before it went is received first
+            if news:
                 news_at = now + NEWS_EVERY_S
                 read_news(self._mpi, channels, self._call)
             self._match(channels)
@@ -235,7 +287,9 @@ class MpiCommunicator(Communicator):
         return MpiCommunicator(self._parent, timeout_s=seconds, abort=self._abort_job)
 
     def abort(self, reason: str = "") -> None:
-        """Tell every peer that this rank takes part no more, and why; their waits for it end within a second."""
+        """Tell every peer that this rank takes part no more, and why; their waits for it end
+        within a second.
+        """
         channels = self._channels
         if channels is None or channels.broken:
             return
@@ -255,7 +309,8 @@ class MpiCommunicator(Communicator):
             with free_lock:
                 give_back(kept_with(self._mpi, self._parent), channels, self._call)
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _open(self) -> Channels:
         if self._channels is None:
@@ -269,7 +324,9 @@ class MpiCommunicator(Communicator):
             raise ConnectionError(_broke(error)) from error
 
     def _poll(self, test: Callable[[], Any], timeout_s: float, peers: Collection[int]) -> None:
-        """Return when `test` does not return False any more; end when one of `peers` has given up."""
+        """Return when `test` does not return False any more; end when one of `peers` has given
+        up.
+        """
         deadline, pause, channels = time.monotonic() + timeout_s, Pause(), self._open()
         news_at, grace_until = time.monotonic() + NEWS_EVERY_S, None
         try:
@@ -292,9 +349,11 @@ class MpiCommunicator(Communicator):
             raise ConnectionError(_broke(error)) from error
 
     def _meet(self, members: Sequence[int], timeout_s: float) -> None:
-        """Wait until every rank of `members` is about to make their communicator, which is a call that blocks.
+        """Wait until every rank of `members` is about to make their communicator, which is a call
+        that blocks.
 
-        A rank whose patience ends says so to all (`abort`): one that comes later has its word from before, and this.
+        A rank whose patience ends says so to all (`abort`): one that comes later has its word from
+        before, and this.
         """
         channels, begun = self._open(), time.monotonic()
         others = [rank for rank in members if rank != self.rank]
@@ -308,7 +367,11 @@ class MpiCommunicator(Communicator):
             for rank, room in zip(others, theirs, strict=True)
         }
         try:
-            self._poll(lambda: self._call(lambda: self._mpi.Request.Testall([*waiting.values()])), timeout_s, others)
+            self._poll(
+                lambda: self._call(lambda: self._mpi.Request.Testall([*waiting.values()])),
+                timeout_s,
+                others,
+            )
             read_news(self._mpi, channels, self._call)
             if gone := set(others) & set(channels.gone):
                 raise RankGone(min(gone))
@@ -326,13 +389,20 @@ class MpiCommunicator(Communicator):
                 raise PeerMismatch("subset", rank, list(members), "a communicator of other ranks")
 
     def _match(self, channels: Channels) -> None:
-        """Begin to receive what peers have sent. A message that is too long comes as well: truncating one that has been
-        matched corrupts Open MPI's memory."""
+        """Begin to receive what peers have sent. A message that is too long comes as well:
+        truncating one that has been matched corrupts Open MPI's memory.
+        """
         status, byte = self._mpi.Status(), self._mpi.BYTE
         any_source, tag = self._mpi.ANY_SOURCE, channels.uses % TAGS
-        while (found := self._call(lambda: channels.point.Improbe(any_source, tag, status))) is not None:
+        while (
+            found := self._call(lambda: channels.point.Improbe(any_source, tag, status))
+        ) is not None:
             message = torch.empty(status.Get_count(byte), dtype=torch.uint8)
-            request = self._call(lambda found=found, message=message: found.Irecv([message.numpy(), byte]))  # type: ignore[misc]
+            request = self._call(
+                lambda found=found, message=message: found.Irecv(  # type: ignore[misc]
+                    [message.numpy(), byte]
+                )
+            )
             channels.arriving.append(Arriving(status.Get_source(), message, request))
 
     def _arrived(self, channels: Channels, source: int | None) -> Arriving | None:

@@ -1,6 +1,8 @@
-"""Words from one rank to another that need no collective: who is silent is known by name, and nobody waits for others.
+"""Words from one rank to another that need no collective: who is silent is known by name, and
+nobody waits for others.
 
-`gradcomp.doctor` speaks by them before it trusts anything else of a transport. Every word has a key, and is sent once.
+`gradcomp.doctor` speaks by them before it trusts anything else of a transport. Every word has a
+key, and is sent once.
 """
 
 from __future__ import annotations
@@ -47,11 +49,15 @@ class Notices(ABC):
         """
 
     def take(self, source: int, key: str, timeout_s: float) -> bytes | None:
-        """Return what rank `source` has left for this one, waiting for it; None after `timeout_s`."""
+        """Return what rank `source` has left for this one, waiting for it; None after
+        `timeout_s`.
+        """
         return self.collect([source], key, timeout_s).get(source)
 
     def collect(self, sources: Iterable[int], key: str, timeout_s: float) -> dict[int, bytes]:
-        """Return what ranks have left for this one, by rank; after `timeout_s` without those that have not."""
+        """Return what ranks have left for this one, by rank; after `timeout_s` without those
+        that have not.
+        """
         found: dict[int, bytes] = {}
         missing, deadline, pause = list(sources), time.monotonic() + timeout_s, 0.0005
         while True:
@@ -66,7 +72,9 @@ class Notices(ABC):
             pause = min(1.5 * pause, LONGEST_PAUSE_S)
 
     def end(self, *, at_once: bool) -> None:
-        """Let the process end; `at_once`: although some rank is silent, which an MPI would wait for."""
+        """Let the process end; `at_once`: although some rank is silent, which an MPI would wait
+        for.
+        """
 
 
 class StoreNotices(Notices):
@@ -90,7 +98,9 @@ def _answers() -> Any:
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionError(f"the ranks' store does not answer: {str(error).splitlines()[0]}") from error
+        raise ConnectionError(
+            f"the ranks' store does not answer: {str(error).splitlines()[0]}"
+        ) from error
 
 
 class MpiNotices(Notices):
@@ -98,7 +108,8 @@ class MpiNotices(Notices):
 
     Raises:
         ImportError, RuntimeError: there is no MPI here.
-        ValueError: MPI sees this process alone, but something else has started it as one of several.
+        ValueError: MPI sees this process alone, but something else has started it as one of
+            several.
     """
 
     def __init__(self) -> None:

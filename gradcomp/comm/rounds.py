@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 def ring_bytes(numel: int, world_size: int) -> int:
-    """Return the bytes that one rank sends in an fp32 ring all_reduce: 2 (N - 1) / N * 4 * numel, rounded up."""
+    """Return the bytes that one rank sends in an fp32 ring all_reduce: 2 (N - 1) / N * 4 *
+    numel, rounded up.
+    """
     return -(-2 * (world_size - 1) * 4 * numel // world_size)
 
 

@@ -20,14 +20,18 @@ import torch.distributed as dist
 
 from gradcomp.errors import GradcompError
 
-Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]  # (values, dtype, device): flat memory
+Allocate = Callable[
+    [int, torch.dtype, torch.device], torch.Tensor
+]  # (values, dtype, device): flat memory
 
 FALLBACK_TIMEOUT_S = 300.0  # where a process group does not tell its own
 LONGEST_TIMEOUT_S = 1e6  # eleven days; longer ones overflow gloo's clocks
 
 
 def store_at(prefix: str) -> Any:
-    """Return the store over which the ranks of the default process group have met, with keys below `prefix` only."""
+    """Return the store over which the ranks of the default process group have met, with keys
+    below `prefix` only.
+    """
     return store_below(_named(dist.distributed_c10d, "_get_default_store")(), prefix)
 
 
@@ -37,7 +41,9 @@ def store_below(store: Any, prefix: str) -> Any:
 
 
 def _store_sockets(store: Any) -> Iterator[socket.socket]:
-    """Yield this process's connections with the host of a TCPStore; nothing for other stores and outside of Linux."""
+    """Yield this process's connections with the host of a TCPStore; nothing for other stores and
+    outside of Linux.
+    """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     port = getattr(store, "port", None)
@@ -54,7 +60,9 @@ def _store_sockets(store: Any) -> Iterator[socket.socket]:
 
 
 def store_is_gone(store: Any) -> bool:
-    """Whether the host of a store has closed its connection with this process; False where that cannot be told."""
+    """Whether the host of a store has closed its connection with this process; False where that
+    cannot be told.
+    """
     for one in _store_sockets(store):
         try:
             if not one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
@@ -73,7 +81,9 @@ def limit_store(store: Any, seconds: float) -> None:
 
 
 def leave_store(store: Any) -> None:
-    """Close this process's connections with the host of a store: calls under way fail, and so do later ones."""
+    """Close this process's connections with the host of a store: calls under way fail, and so do
+    later ones.
+    """
     for one in _store_sockets(store):
         one.shutdown(socket.SHUT_RDWR)
 
@@ -90,15 +100,19 @@ def group_timeout_s(process_group: Any) -> float:
 
 
 def default_timeout_s() -> float:
-    """Return how long torch's collectives over gloo wait for a peer unless ``init_process_group`` is told otherwise."""
+    """Return how long torch's collectives over gloo wait for a peer unless
+    ``init_process_group`` is told otherwise.
+    """
     seconds: float = _named(dist.constants, "default_pg_timeout").total_seconds()
     return seconds
 
 
 def make_gloo(store: Any, rank: int, world_size: int, connect_s: float, timeout_s: float) -> Any:
-    """Connect the ranks of `store` with each other; collectives on the result fail after `timeout_s`.
+    """Connect the ranks of `store` with each other; collectives on the result fail after
+    `timeout_s`.
 
-    The result is no process group that torch knows of: dropping it closes its sockets and ends its threads.
+    The result is no process group that torch knows of: dropping it closes its sockets and ends its
+    threads.
 
     Raises:
         RuntimeError: a rank did not connect within `connect_s`.
@@ -121,7 +135,11 @@ def start_all_gather(group: Any, recv: torch.Tensor, send: torch.Tensor) -> Any:
 
 
 def start_all_to_all(
-    group: Any, recv: torch.Tensor, send: torch.Tensor, recv_counts: list[int], send_counts: list[int]
+    group: Any,
+    recv: torch.Tensor,
+    send: torch.Tensor,
+    recv_counts: list[int],
+    send_counts: list[int],
 ) -> Any:
     """Begin an all_to_all of runs of the first dimension, on a group of `make_gloo`."""
     return _named(group, "alltoall_base")(recv, send, recv_counts, send_counts)
@@ -132,12 +150,15 @@ def _named(where: Any, name: str) -> Any:
         return getattr(where, name)
     except AttributeError:
         raise GradcompError(
-            f"torch {torch.__version__} has no {where.__name__ if hasattr(where, '__name__') else type(where).__name__}"
-            f".{name}, which gradcomp needs: take a version that gradcomp was tried with (docs/reference/api.md)"
+            f"torch {torch.__version__} has no"
+            f" {where.__name__ if hasattr(where, '__name__') else type(where).__name__}.{name},"
+            " which gradcomp needs: take a version that gradcomp was tried with"
+            " (docs/reference/api.md)"
         ) from None
 
 
-# ---- of DistributedDataParallel and autograd -------------------------------------------------------------------------
+# ---- of DistributedDataParallel and autograd
+# -------------------------------------------------------------------------
 
 
 def graph_task() -> int:
@@ -146,7 +167,9 @@ def graph_task() -> int:
 
 
 def accumulates(leaf: torch.Tensor) -> bool:
-    """Return whether the backward pass that runs now adds to a leaf's `grad`; `torch.autograd.grad` does not."""
+    """Return whether the backward pass that runs now adds to a leaf's `grad`;
+    `torch.autograd.grad` does not.
+    """
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return bool(_named(torch._C, "_will_engine_execute_node")(node))
@@ -155,12 +178,16 @@ def accumulates(leaf: torch.Tensor) -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Have the backward pass that runs now call `callback` at its end; what that raises comes out of ``backward()``."""
+    """Have the backward pass that runs now call `callback` at its end; what that raises comes
+    out of ``backward()``.
+    """
     _named(torch.autograd.Variable._execution_engine, "queue_callback")(callback)
 
 
 def bucket_dtypes(model: Any) -> list[str] | None:
-    """Return the names, in C++, of the dtypes of the parameters that DDP averages; None where torch does not tell."""
+    """Return the names, in C++, of the dtypes of the parameters that DDP averages; None where
+    torch does not tell.
+    """
     data: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
     dtypes = data.get("dtypes")
     return None if dtypes is None else str(dtypes).split(", ")
@@ -176,24 +203,34 @@ def name_hook(model: Any, name: str) -> None:
 def taken_hook(model: Any) -> str:
     """Return what has taken DDP's only communication hook before any user could; "" for none."""
     if getattr(model, "mixed_precision", None) is not None:
-        return "mixed_precision= of DistributedDataParallel casts gradients in it; convert the model or use autocast"
+        return (
+            "mixed_precision= of DistributedDataParallel casts gradients in it; convert the model"
+            " or use autocast"
+        )
     if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
-        return "optimizers in backward (_apply_optimizer_in_backward) step in it; step after backward"
+        return (
+            "optimizers in backward (_apply_optimizer_in_backward) step in it; step after backward"
+        )
     return ""
 
 
 def hook_states(model: Any) -> list[object]:
-    """Return the states of the hooks that were registered on a model, or on that of which it is a copy."""
+    """Return the states of the hooks that were registered on a model, or on that of which it is
+    a copy.
+    """
     return [state for _, state in getattr(model, "_comm_hooks", ())]
 
 
 def joins_by_active_ranks(model: Any) -> bool:
     """Whether DDP is in a `Join` that wants averages over the ranks that still have data."""
     config = getattr(model, "_join_config", None)
-    return getattr(config, "enable", False) and not getattr(model, "_divide_by_initial_world_size", True)
+    return getattr(config, "enable", False) and not getattr(
+        model, "_divide_by_initial_world_size", True
+    )
 
 
-# ---- of FSDP2 --------------------------------------------------------------------------------------------------------
+# ---- of FSDP2
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -203,11 +240,14 @@ class Sharded:
     Attributes:
         module: an ``FSDPModule``.
         group: the ranks that share it out.
-        parameters: sharded, as ``model.parameters()`` has them, in the order in which gradients travel.
+        parameters: sharded, as ``model.parameters()`` has them, in the order in which gradients
+            travel.
         shapes: of each, as it was before.
-        chunks: of each, the shape of every rank's chunk, the largest first; a chunk of no rows is empty.
+        chunks: of each, the shape of every rank's chunk, the largest first; a chunk of no rows is
+            empty.
         dims: of each, the dimension along which it is cut.
-        is_split: whether some is a rank's part of a tensor-parallel one; shapes are then those of that part.
+        is_split: whether some is a rank's part of a tensor-parallel one; shapes are then those of
+            that part.
     """
 
     module: Any
@@ -220,7 +260,9 @@ class Sharded:
 
 
 def sharded_modules(model: Any) -> list[Sharded]:
-    """Return what the `fully_shard` modules of a model reduce-scatter, in the order of ``model.modules()``."""
+    """Return what the `fully_shard` modules of a model reduce-scatter, in the order of
+    ``model.modules()``.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     out = []
@@ -229,7 +271,10 @@ def sharded_modules(model: Any) -> list[Sharded]:
             continue
         state = _named(module, "_get_fsdp_state")()
         if len(getattr(state, "_fsdp_param_groups", ())) > 1:
-            raise ValueError(f"{type(module).__name__} shares its parameters out over several meshes; gradcomp packs modules with one")
+            raise ValueError(
+                f"{type(module).__name__} shares its parameters out over several meshes; gradcomp"
+                " packs modules with one"
+            )
         one = _named(state, "_fsdp_param_group")
         if one is None:  # all of its parameters are in modules of their own
             continue
@@ -244,25 +289,43 @@ def sharded_modules(model: Any) -> list[Sharded]:
             chunks.append([(*full[:dim], count, *full[dim + 1 :]) for count in counts])
             dims.append(dim)
         split = any(_named(p, "is_dtensor") for p in inside)
-        out.append(Sharded(module, group, [_named(p, "sharded_param") for p in inside], shapes, chunks, dims, split))
+        out.append(
+            Sharded(
+                module,
+                group,
+                [_named(p, "sharded_param") for p in inside],
+                shapes,
+                chunks,
+                dims,
+                split,
+            )
+        )
     return out
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors and views there are of the same memory, counted as torch does; 0 where it does not tell."""
+    """Return how many tensors and views there are of the same memory, counted as torch does; 0
+    where it does not tell.
+    """
     count = getattr(torch._C, "_storage_Use_Count", None)
     return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
 
 
-def reduce_scatter_by(module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any, Any], None], allocate: Allocate) -> None:
-    """Have a module of a `fully_shard` model call ``call(output, input, group, op)`` in place of its reduce-scatter, with memory of `allocate`."""
+def reduce_scatter_by(
+    module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any, Any], None], allocate: Allocate
+) -> None:
+    """Have a module of a `fully_shard` model call ``call(output, input, group, op)`` in place of
+    its reduce-scatter, with memory of `allocate`.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_api
 
     class Called(_named(_fsdp_api, "ReduceScatter")):  # type: ignore[misc]
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return allocate(size[0], dtype, device)
 
-        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+        def __call__(
+            self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+        ) -> None:
             call(output_tensor, input_tensor, group, op)
 
     module.set_custom_reduce_scatter(Called())
@@ -276,32 +339,45 @@ def reduce_scatter_as_before(module: Any) -> None:
 
 
 def leaves_shards_alone(module: Any, dtype: torch.dtype) -> bool:
-    """Whether a module of a `fully_shard` model only hands on what its reduce-scatter of this dtype has averaged, and reads none of it
-    before the backward pass is over; False where torch does not tell."""
+    """Whether a module of a `fully_shard` model only hands on what its reduce-scatter of this dtype
+    has averaged, and reads none of it before the backward pass is over; False where torch does not
+    tell.
+    """
     try:
         one = module._get_fsdp_state()._fsdp_param_group
-        quiet = not one._is_hsdp and one._all_reduce_hook is None and one._orig_dtype in (None, dtype)
+        quiet = (
+            not one._is_hsdp and one._all_reduce_hook is None and one._orig_dtype in (None, dtype)
+        )
         return quiet and all(_only_given(p) for p in one.fsdp_params)
     except AttributeError:
         return False
 
 
 def _only_given(p: Any) -> bool:
-    """Whether the gradient of a sharded parameter is handed on: not added up, cast, moved, or used by a hook."""
+    """Whether the gradient of a sharded parameter is handed on: not added up, cast, moved, or
+    used by a hook.
+    """
     hooked = bool(getattr(p.sharded_param, "_post_accumulate_grad_hooks", None))
     return not p.offload_to_cpu and p.sharded_param.grad is None and not hooked
 
 
 def reshards_after_forward(module: Any) -> bool:
-    """Whether a module of a `fully_shard` model gives its weights away after forward, and gathers them from the same ranks for backward."""
+    """Whether a module of a `fully_shard` model gives its weights away after forward, and
+    gathers them from the same ranks for backward.
+    """
     one = module._get_fsdp_state()._fsdp_param_group
-    return bool(_named(one, "_reshard_after_forward")) and not getattr(one, "_use_post_forward_mesh", False)
+    return bool(_named(one, "_reshard_after_forward")) and not getattr(
+        one, "_use_post_forward_mesh", False
+    )
 
 
 def all_gather_by(
-    module: Any, call: Callable[[torch.Tensor, torch.Tensor, Any], Callable[[], None] | None], allocate: Allocate
+    module: Any,
+    call: Callable[[torch.Tensor, torch.Tensor, Any], Callable[[], None] | None],
+    allocate: Allocate,
 ) -> None:
-    """Have a module of a `fully_shard` model call ``call(output, input, group)`` in place of its all_gather of weights, with memory of `allocate`.
+    """Have a module of a `fully_shard` model call ``call(output, input, group)`` in place of its
+    all_gather of weights, with memory of `allocate`.
 
     What that returns is called when the weights are needed; None: they are there.
     """
@@ -320,7 +396,9 @@ def all_gather_by(
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return allocate(size[0], dtype, device)
 
-        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        def __call__(
+            self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False
+        ) -> Any:
             finish = call(output_tensor, input_tensor, group)
             return None if finish is None else Arriving(finish)
 
@@ -334,7 +412,8 @@ def all_gather_as_before(module: Any) -> None:
     _named(module, "set_custom_all_gather")(_named(_fsdp_collectives, "DefaultAllGather")())
 
 
-# ---- of the profiler -------------------------------------------------------------------------------------------------
+# ---- of the profiler
+# -------------------------------------------------------------------------------------------------
 
 
 def is_profiling() -> bool:
@@ -343,13 +422,17 @@ def is_profiling() -> bool:
 
 
 def record_until(name: str, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-    """Show in a profile that a range `name` goes on until `future` is complete; return a future that ends with it."""
+    """Show in a profile that a range `name` goes on until `future` is complete; return a future
+    that ends with it.
+    """
     with torch.profiler.record_function(name) as span:
         ended = getattr(span, "_call_end_callbacks_on_future", None)
         return future if ended is None else ended(future)
 
 
 def stage_range(name: str) -> Any:
-    """Return a context manager that is a range in the profile of its thread, for a fifth of a microsecond without one."""
+    """Return a context manager that is a range in the profile of its thread, for a fifth of a
+    microsecond without one.
+    """
     fast = getattr(torch._C._profiler, "_RecordFunctionFast", None)
     return contextlib.nullcontext() if fast is None else fast(name)

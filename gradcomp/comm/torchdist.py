@@ -1,7 +1,9 @@
-"""torch.distributed (gloo) as a communicator: one gloo group a channel, and whose ranks a communicator has.
+"""torch.distributed (gloo) as a communicator: one gloo group a channel, and whose ranks a
+communicator has.
 
-Making one is a meeting of its ranks in the store of the default group, which is bounded, names who is missing and agrees on
-the timeout. The groups (`gradcomp.comm.gloo`) belong to the communicator and end with it: nothing is left to be used again.
+Making one is a meeting of its ranks in the store of the default group, which is bounded, names who
+is missing and agrees on the timeout. The groups (`gradcomp.comm.gloo`) belong to the communicator
+and end with it: nothing is left to be used again.
 """
 
 from __future__ import annotations
@@ -32,25 +34,36 @@ from gradcomp.errors import PeerLost, PeerMismatch
 logger = logging.getLogger("gradcomp")
 
 PATIENCE = 2.0  # a process group that waits so many times longer than gradcomp is worth a warning
-_CARD = struct.Struct("<d8s")  # timeout_s, and what makes the keys of this communicator its own: stores outlive groups
-_RANK = struct.Struct("<IIB")  # rank, world size, whether the communicator is made of the process group
+_CARD = struct.Struct(
+    "<d8s"
+)  # timeout_s, and what makes the keys of this communicator its own: stores outlive groups
+_RANK = struct.Struct(
+    "<IIB"
+)  # rank, world size, whether the communicator is made of the process group
 
-_meetings: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()  # how many, by default group
+_meetings: weakref.WeakKeyDictionary[Any, Counter[Any]] = (
+    weakref.WeakKeyDictionary()
+)  # how many, by default group
 
 
 def _store(members: tuple[int, ...], what: str) -> Any:
-    """Return where the ranks `members` of the default group meet: each rank's k-th time for these members and purpose."""
+    """Return where the ranks `members` of the default group meet: each rank's k-th time for
+    these members and purpose.
+    """
     meetings = _meetings.setdefault(dist.group.WORLD, Counter())
     meetings[members, what] += 1
-    digest = hashlib.blake2b(f"{'_'.join(map(str, members))}/{what}".encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(
+        f"{'_'.join(map(str, members))}/{what}".encode(), digest_size=16
+    ).hexdigest()
     return private.store_at(f"gradcomp/{digest}/{meetings[members, what]}")
 
 
 @functools.cache  # once
 def _warn(ours_s: float, theirs_s: float) -> None:
     logger.warning(
-        "gradcomp: a lost peer ends gradcomp's waits after %g s, but torch's own (broadcast of buffers, rebuilding of "
-        "buckets) after %g s: init_process_group(timeout=timedelta(seconds=%g)) makes them alike",
+        "gradcomp: a lost peer ends gradcomp's waits after %g s, but torch's own (broadcast of"
+        " buffers, rebuilding of buckets) after %g s:"
+        " init_process_group(timeout=timedelta(seconds=%g)) makes them alike",
         ours_s,
         theirs_s,
         ours_s,
@@ -60,13 +73,14 @@ def _warn(ours_s: float, theirs_s: float) -> None:
 class TorchCommunicator(Communicator):
     """The ranks of a torch.distributed process group, over gloo groups of their own.
 
-    Making one is a collective call of all its ranks, and so is the first use of its control channel, which connects only
-    then. A communicator that is dropped without `close` gives everything back, too.
+    Making one is a collective call of all its ranks, and so is the first use of its control
+    channel, which connects only then. A communicator that is dropped without `close` gives
+    everything back, too.
 
     Args:
         process_group: the ranks to speak with; the default group when None.
-        timeout_s: seconds after which a collective that a peer does not answer fails, the same on every rank; as long as
-            torch's own collectives on the process group wait, when None.
+        timeout_s: seconds after which a collective that a peer does not answer fails, the same on
+            every rank; as long as torch's own collectives on the process group wait, when None.
 
     Attributes:
         members: their ranks in the default group.
@@ -78,17 +92,22 @@ class TorchCommunicator(Communicator):
         PeerMismatch: another `timeout_s` on some rank.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
-                "torch.distributed is not initialised: call torch.distributed.init_process_group('gloo') first, "
-                "for instance in a script started by torchrun"
+                "torch.distributed is not initialised: call"
+                " torch.distributed.init_process_group('gloo') first, for instance in a script"
+                " started by torchrun"
             )
         parent = process_group if process_group is not None else dist.group.WORLD
         if parent is None or dist.get_rank(parent) < 0:
             raise ValueError("this process is not a member of the process group")
         own_s = private.group_timeout_s(parent)
-        self._join(tuple(dist.get_process_group_ranks(parent)), own_s if timeout_s is None else timeout_s)
+        self._join(
+            tuple(dist.get_process_group_ranks(parent)), own_s if timeout_s is None else timeout_s
+        )
         if self.rank == 0 < self.world_size - 1 and own_s > PATIENCE * self.timeout_s:
             _warn(self.timeout_s, own_s)
 
@@ -107,7 +126,13 @@ class TorchCommunicator(Communicator):
                 see_off(store)
                 raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
         prefix = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
-        self._groups = Groups(private.store_below(store, prefix), self.rank, self.world_size, timeout_s, dist.group.WORLD)
+        self._groups = Groups(
+            private.store_below(store, prefix),
+            self.rank,
+            self.world_size,
+            timeout_s,
+            dist.group.WORLD,
+        )
         self._end = weakref.finalize(self, self._groups.drop)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)
@@ -122,7 +147,12 @@ class TorchCommunicator(Communicator):
         return self._groups.start(channel, lambda group: private.start_max(group, values), values)
 
     def start_all_to_all(
-        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+        self,
+        send: Tensor,
+        send_nbytes: Sequence[int],
+        recv: Tensor,
+        recv_nbytes: Sequence[int],
+        channel: Channel,
     ) -> Work:
         counts = list(recv_nbytes), list(send_nbytes)
         return self._groups.start(
@@ -130,25 +160,37 @@ class TorchCommunicator(Communicator):
         )
 
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        return self._groups.start(channel, lambda group: private.start_all_gather(group, recv, send), send, recv)
+        return self._groups.start(
+            channel, lambda group: private.start_all_gather(group, recv, send), send, recv
+        )
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> TorchCommunicator:
         return TorchCommunicator._of(tuple(self.members[rank] for rank in ranks), timeout_s)
 
     def duplicate(self, timeout_s: float | None = None) -> TorchCommunicator:
-        return TorchCommunicator._of(self.members, self.timeout_s if timeout_s is None else timeout_s)
+        return TorchCommunicator._of(
+            self.members, self.timeout_s if timeout_s is None else timeout_s
+        )
 
     def start_send(self, message: Tensor, to: int) -> Work:
-        """As `Communicator.start_send`; the first message, sent or received, connects all ranks (a collective call)."""
+        """As `Communicator.start_send`; the first message, sent or received, connects all ranks
+        (a collective call).
+        """
         self.check_peer(to)
         return self._mail().start_send(message, to)
 
-    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> tuple[int, Tensor]:
-        """As `Communicator.receive`; the first message, sent or received, connects all ranks (a collective call)."""
+    def receive(
+        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
+    ) -> tuple[int, Tensor]:
+        """As `Communicator.receive`; the first message, sent or received, connects all ranks (a
+        collective call).
+        """
         return self._mail().receive(timeout_s, source, max_nbytes)
 
     def abort(self, reason: str = "") -> None:
-        """End every wait on this communicator within about a second, here and on the peers, which are told `reason`."""
+        """End every wait on this communicator within about a second, here and on the peers,
+        which are told `reason`.
+        """
         self._groups.give_up(reason)
         if self._mailbox is not None:
             self._mailbox.close()
@@ -165,14 +207,20 @@ class TorchCommunicator(Communicator):
             begun = time.monotonic()
             try:
                 self._mailbox = Mailbox(
-                    self.rank, self.world_size, lambda card: self.all_gather_bytes(card, self.timeout_s), self.timeout_s
+                    self.rank,
+                    self.world_size,
+                    lambda card: self.all_gather_bytes(card, self.timeout_s),
+                    self.timeout_s,
                 )
             except (TimeoutError, ConnectionError) as error:
-                raise PeerLost("setup", -1, time.monotonic() - begun, f"not every rank takes part: {error}") from error
+                raise PeerLost(
+                    "setup", -1, time.monotonic() - begun, f"not every rank takes part: {error}"
+                ) from error
         return self._mailbox
 
 
-# ---- groups of ranks that have none yet ------------------------------------------------------------------------------
+# ---- groups of ranks that have none yet
+# ------------------------------------------------------------------------------
 
 
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
@@ -187,18 +235,23 @@ def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
         ConnectionError: the port is taken, or nothing answers.
     """
     try:
-        return dist.TCPStore(host, port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False)  # type: ignore[attr-defined]
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False
+        )
     except (RuntimeError, OSError) as error:
         raise ConnectionError(str(error).splitlines()[0]) from error
 
 
 def open_group(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Make torch.distributed's default group over gloo, of the ranks that call this with the same store.
+    """Make torch.distributed's default group over gloo, of the ranks that call this with the same
+    store.
 
     Raises:
         RuntimeError: gloo does not connect them.
     """
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 _default: tuple[Any, TorchCommunicator] | None = None
@@ -220,7 +273,8 @@ def group_rank() -> int:
 
 
 def read_checkpoint(checkpoint_id: str, wanted: Callable[[str], bool]) -> dict[str, Any]:
-    """Return what a folder of `torch.distributed.checkpoint` has under the keys that are wanted, here alone and not as a collective.
+    """Return what a folder of `torch.distributed.checkpoint` has under the keys that are wanted,
+    here alone and not as a collective.
 
     Raises:
         ValueError: no such checkpoint.
@@ -232,17 +286,24 @@ def read_checkpoint(checkpoint_id: str, wanted: Callable[[str], bool]) -> dict[s
     try:
         known = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
     except FileNotFoundError as error:
-        raise ValueError(f"{checkpoint_id} is no checkpoint of torch.distributed.checkpoint: {error}") from None
+        raise ValueError(
+            f"{checkpoint_id} is no checkpoint of torch.distributed.checkpoint: {error}"
+        ) from None
     out: dict[str, Any] = {}
     for key, one in known.items():
         if wanted(key):
-            out[key] = torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+            out[key] = (
+                torch.empty(one.size, dtype=one.properties.dtype)
+                if isinstance(one, TensorStorageMetadata)
+                else None
+            )
     load(out, checkpoint_id=checkpoint_id, no_dist=True)
     return out
 
 
 def default_communicator() -> TorchCommunicator:
-    """Return the communicator over the default process group, made at the first call (a collective one) and kept.
+    """Return the communicator over the default process group, made at the first call (a collective
+    one) and kept.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -254,8 +315,12 @@ def default_communicator() -> TorchCommunicator:
     return _default[1]
 
 
-def reduce_scatter(output: Tensor, given: Tensor, process_group: dist.ProcessGroup, op: Any) -> None:
-    """Write this rank's part of what `op` makes of all ranks' ``(N * k,)`` to ``(k,)``, as torch does."""
+def reduce_scatter(
+    output: Tensor, given: Tensor, process_group: dist.ProcessGroup, op: Any
+) -> None:
+    """Write this rank's part of what `op` makes of all ranks' ``(N * k,)`` to ``(k,)``, as torch
+    does.
+    """
     dist.reduce_scatter_tensor(output, given, op=op, group=process_group)
 
 
@@ -265,12 +330,17 @@ def all_gather(output: Tensor, given: Tensor, process_group: dist.ProcessGroup) 
 
 
 def divisor(op: Any, world_size: int) -> int | None:
-    """Return by what a mean over the ranks is smaller than what an operation of torch makes; None for one that does something else."""
+    """Return by what a mean over the ranks is smaller than what an operation of torch makes;
+    None for one that does something else.
+    """
     return {dist.ReduceOp.AVG: 1, dist.ReduceOp.SUM: world_size}.get(getattr(op, "op", op))
 
 
-def same_ranks(comm: Communicator, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0) -> None:
-    """Raise ValueError, on every rank, unless `comm` has the ranks of a process group, numbered alike.
+def same_ranks(
+    comm: Communicator, process_group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0
+) -> None:
+    """Raise ValueError, on every rank, unless `comm` has the ranks of a process group, numbered
+    alike.
 
     Collective over the process group. It meets in the store and does not use the group itself.
 
@@ -286,7 +356,11 @@ def same_ranks(comm: Communicator, process_group: dist.ProcessGroup | None = Non
     parent = process_group if process_group is not None else dist.group.WORLD
     members = tuple(dist.get_process_group_ranks(parent))
     native = isinstance(comm, TorchCommunicator) and comm.members == members
-    here, seconds, kind = members.index(dist.get_rank()), setup_timeout_s(timeout_s), type(comm).__name__
+    here, seconds, kind = (
+        members.index(dist.get_rank()),
+        setup_timeout_s(timeout_s),
+        type(comm).__name__,
+    )
     store = None
 
     def gather(mine: bytes, what: str) -> list[bytes]:
@@ -295,15 +369,17 @@ def same_ranks(comm: Communicator, process_group: dist.ProcessGroup | None = Non
         return meet(store, here, len(members), mine, seconds, what)
 
     everyone = [
-        _RANK.unpack(r) for r in gather(_RANK.pack(comm.rank, comm.world_size, native), "registered this model")
+        _RANK.unpack(r)
+        for r in gather(_RANK.pack(comm.rank, comm.world_size, native), "registered this model")
     ]
     for rank, (theirs, size, _) in enumerate(everyone):
         if (theirs, size) != (rank, len(members)):
             see_off(store)
             raise ValueError(
-                f"comm has other ranks than the process group: rank {rank} of {len(members)} of the process group is "
-                f"rank {theirs} of {size} of the communicator (here a {kind}); leave comm out, or start the script with "
-                "the launcher of that communicator (mpirun for MpiCommunicator)"
+                f"comm has other ranks than the process group: rank {rank} of {len(members)} of the"
+                f" process group is rank {theirs} of {size} of the communicator (here a {kind});"
+                " leave comm out, or start the script with the launcher of that communicator"
+                " (mpirun for MpiCommunicator)"
             )
     if all(made_of_it for _, _, made_of_it in everyone):
         return
@@ -314,4 +390,7 @@ def same_ranks(comm: Communicator, process_group: dist.ProcessGroup | None = Non
         raise PeerLost("setup", -1, time.monotonic() - begun, str(error)) from error
     if len(set(gather(identity, "compared its communicator"))) > 1:
         see_off(store)
-        raise ValueError(f"comm (here a {kind}) has ranks that the process group does not have: give it the same ranks")
+        raise ValueError(
+            f"comm (here a {kind}) has ranks that the process group does not have: give it the same"
+            " ranks"
+        )

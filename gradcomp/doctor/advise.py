@@ -15,16 +15,24 @@ from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
 from gradcomp.plan.rates import OUTER, Rates, calibrate
 from gradcomp.plan.workload import ALONE, Workload
 
-SIZES, WORLD_SIZES, REPEATS = (1 << 12, 1 << 17), (2, 8), 2  # of the codecs' rates: half a second on an idle core
+SIZES, WORLD_SIZES, REPEATS = (
+    (1 << 12, 1 << 17),
+    (2, 8),
+    2,
+)  # of the codecs' rates: half a second on an idle core
 LEAST_S = 1.5  # time left from which they are measured at all
 WIDTH = 1024  # of the rows that stand for a model
 
 
-def link_of(identities: Sequence[str], pairs: Sequence[Mapping[str, Any]]) -> tuple[Link, Node, int] | None:
-    """Return the link of every node, what a node is, and how many there are, of what pairs of ranks have measured.
+def link_of(
+    identities: Sequence[str], pairs: Sequence[Mapping[str, Any]]
+) -> tuple[Link, Node, int] | None:
+    """Return the link of every node, what a node is, and how many there are, of what pairs of ranks
+    have measured.
 
-    A node is a host where all have as many ranks, and else a rank. Its rate is what all pairs of its ranks and ranks of other
-    nodes had in the same round together, in the best round; that of the slowest node counts. None: nothing was measured.
+    A node is a host where all have as many ranks, and else a rank. Its rate is what all pairs of
+    its ranks and ranks of other nodes had in the same round together, in the best round; that of
+    the slowest node counts. None: nothing was measured.
 
     Args:
         identities: of every rank's host.
@@ -56,11 +64,16 @@ def recommend(
         link, node, nodes: of `link_of`.
         options: of the command line: what is trained.
         cores: of a rank.
-        left_s: seconds that there are for it; with few of them codecs are taken to need no time, and that is said.
+        left_s: seconds that there are for it; with few of them codecs are taken to need no time,
+            and that is said.
     """
     rows = max(1, round(options["parameters"] / WIDTH))
-    each = min(rows, WIDTH)  # matrices of at most a million values: buckets are made of several of them
-    shapes = [(f"weight{k}", (min(each, rows - k * each), WIDTH)) for k in range(math.ceil(rows / each))]
+    each = min(
+        rows, WIDTH
+    )  # matrices of at most a million values: buckets are made of several of them
+    shapes = [
+        (f"weight{k}", (min(each, rows - k * each), WIDTH)) for k in range(math.ceil(rows / each))
+    ]
     work = Workload(tuple(shapes), 1, options["compute"], weak=True)
     methods = list(ways(node))
     if options["every"] is not None:
@@ -72,7 +85,16 @@ def recommend(
         rates = calibrate(wanted, sizes=SIZES, world_sizes=WORLD_SIZES, repeats=REPEATS)
     limits = {} if options["tolerance"] is None else {"nats": options["tolerance"]}
     found = predict(
-        work, link, [nodes], node=node, methods=methods, rates=rates, cores=max(cores, 0.1), optimizer=options["optimizer"], tolerances=limits, by_seconds=False
+        work,
+        link,
+        [nodes],
+        node=node,
+        methods=methods,
+        rates=rates,
+        cores=max(cores, 0.1),
+        optimizer=options["optimizer"],
+        tolerances=limits,
+        by_seconds=False,
     )
     return _to_dict(found, link, node, nodes) | {"rates_measured": bool(rates.stages)}
 
@@ -91,8 +113,15 @@ def _to_dict(found: Prediction, link: Link, node: Node, nodes: int) -> dict[str,
         "speedup": found.speedup,
         "step_s": step.seconds,
         "exposed_s": step.exposed_seconds,
-        "break_even_bits_per_s": None if found.break_even_bits_per_s in (None, math.inf) else found.break_even_bits_per_s,
-        "link": {"bits_per_s": link.bits_per_s, "latency_s": link.latency_s, "nodes": nodes, "ranks_of_a_node": node.ranks},
+        "break_even_bits_per_s": (
+            None if found.break_even_bits_per_s in (None, math.inf) else found.break_even_bits_per_s
+        ),
+        "link": {
+            "bits_per_s": link.bits_per_s,
+            "latency_s": link.latency_s,
+            "nodes": nodes,
+            "ranks_of_a_node": node.ranks,
+        },
         "sentence": found.sentence,
     }
 
@@ -105,14 +134,29 @@ def in_code(advice: Mapping[str, Any], over: str) -> str:
         over: "gloo" or "mpi".
     """
     exchange, comm = advice["exchange"], ", comm=MpiCommunicator()" if over == "mpi" else ""
-    given = f', {advice["options"].replace(" and ", ", ")}' if advice["options"] and advice["sync_every"] == 1 else ""
+    given = (
+        f", {advice['options'].replace(' and ', ', ')}"
+        if advice["options"] and advice["sync_every"] == 1
+        else ""
+    )
     if advice["sync_every"] > 1:
         codec = advice["codec"] or "Identity()"
-        return f'DiLoCo(model, optimizer, {codec}, sync_every={advice["sync_every"]}, exchange="{exchange}"{comm})'
+        return (
+            f"DiLoCo(model, optimizer, {codec}, sync_every={advice['sync_every']},"
+            f' exchange="{exchange}"{comm})'
+        )
     if advice["codec"] is not None:
-        return f'ddp.register(model, {advice["codec"]}, exchange="{exchange}", optimizer=optimizer{given}{comm})'
-    return "model.register_comm_hook(None, bf16_compress_hook)" if advice["method"] == "bf16" else ""
+        return (
+            f'ddp.register(model, {advice["codec"]}, exchange="{exchange}",'
+            f" optimizer=optimizer{given}{comm})"
+        )
+    return (
+        "model.register_comm_hook(None, bf16_compress_hook)" if advice["method"] == "bf16" else ""
+    )
 
 
 def _middle(pairs: Sequence[Mapping[str, Any]]) -> Link:
-    return Link(statistics.median(p["bits_per_s"] for p in pairs), statistics.median(p["latency_s"] for p in pairs))
+    return Link(
+        statistics.median(p["bits_per_s"] for p in pairs),
+        statistics.median(p["latency_s"] for p in pairs),
+    )

@@ -1,4 +1,6 @@
-"""What one rank tells of itself: versions, kernels, cores, interfaces, options. Nothing is measured and nobody is asked."""
+"""What one rank tells of itself: versions, kernels, cores, interfaces, options. Nothing is
+measured and nobody is asked.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from gradcomp.kernels import native
 from gradcomp.payload.wire import VERSION as WIRE
 from gradcomp.version import __version__
 
-PROTOCOL = 1  # of the words between ranks: a rank with another one is named, and not spoken to any further
+PROTOCOL = (
+    1  # of the words between ranks: a rank with another one is named, and not spoken to any further
+)
 CGROUP = Path("/sys/fs/cgroup")
 STARTERS = (
     ("TORCHELASTIC_RUN_ID", "torchrun"),
@@ -75,7 +79,11 @@ def starter() -> str:
 
 def cores() -> list[int]:
     """Return the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 def cpu_quota(root: Path = CGROUP) -> float | None:
@@ -83,7 +91,11 @@ def cpu_quota(root: Path = CGROUP) -> float | None:
     for name in ("cpu.max", "cpu/cpu.cfs_quota_us"):
         try:
             words = (root / name).read_text(encoding="ascii").split()
-            period = words[1] if name == "cpu.max" else (root / "cpu/cpu.cfs_period_us").read_text(encoding="ascii")
+            period = (
+                words[1]
+                if name == "cpu.max"
+                else (root / "cpu/cpu.cfs_period_us").read_text(encoding="ascii")
+            )
             if float(words[0]) > 0:
                 return float(words[0]) / float(period)
         except (OSError, ValueError, IndexError, ZeroDivisionError):  # none, "max", or -1: no limit

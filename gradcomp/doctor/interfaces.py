@@ -1,4 +1,6 @@
-"""Network interfaces of this host, and which of them gloo takes. Linux tells; elsewhere there is little to say."""
+"""Network interfaces of this host, and which of them gloo takes. Linux tells; elsewhere there is
+little to say.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ SIOCGIFFLAGS = 0x8913  # Linux: flags of an interface
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40
 SYS = Path("/sys/class/net")
 INFINIBAND = "32"  # ARPHRD_INFINIBAND in /sys/class/net/NAME/type
-# names that container engines and hypervisors give to what joins their guests, where the kernel does not say "bridge"
-BRIDGES = re.compile(r"docker\d|br-[0-9a-f]+$|virbr|cni|flannel|cali|lxc|lxd|podman|vmnet|vboxnet|kube")
+# names that container engines and hypervisors give to what joins their guests, where the kernel
+# does not say "bridge"
+BRIDGES = re.compile(
+    r"docker\d|br-[0-9a-f]+$|virbr|cni|flannel|cali|lxc|lxd|podman|vmnet|vboxnet|kube"
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class Interface:
 
     Attributes:
         name: as in GLOO_SOCKET_IFNAME.
-        kind: "loopback", "bridge" (of containers or virtual machines), "virtual", "infiniband" or "ethernet".
+        kind: "loopback", "bridge" (of containers or virtual machines), "virtual", "infiniband" or
+            "ethernet".
         is_up: whether it is switched on and has a carrier.
         mbit: speed that the kernel gives, in Mbit/s; None where it gives none.
         addresses: at which other hosts could find it.
@@ -81,7 +87,10 @@ def gloo_takes(found: Sequence[Interface], variable: str | None = None) -> Choic
     usable = ", ".join(one.name for one in found if one.is_up and one.addresses) or "none"
     for name in names:
         if "^" in name:
-            problem = f"{text!r} is NCCL's way to leave interfaces out; gloo takes names only, and these could be taken: {usable}"
+            problem = (
+                f"{text!r} is NCCL's way to leave interfaces out; gloo takes names only, and these"
+                f" could be taken: {usable}"
+            )
         elif name not in known:
             problem = f"there is no interface {name!r} here; these could be taken: {usable}"
         elif not known[name].is_up:
@@ -95,7 +104,9 @@ def gloo_takes(found: Sequence[Interface], variable: str | None = None) -> Choic
 
 
 def _by_host_name(found: Sequence[Interface]) -> Choice:
-    """As gloo does without the variable: by what the host name resolves to and this host can bind, else the loopback."""
+    """As gloo does without the variable: by what the host name resolves to and this host can
+    bind, else the loopback.
+    """
     host = socket.gethostname()
     loopback = tuple(one.name for one in found if one.kind == "loopback" and one.is_up)[:1]
     for address in _resolve(host):
@@ -104,7 +115,10 @@ def _by_host_name(found: Sequence[Interface]) -> Choice:
         taken = tuple(one.name for one in found if address in one.addresses and one.is_up)[:1]
         if taken:
             return _on(taken, f"host name {host} resolves to {address}")
-    return _on(loopback, f"host name {host} resolves to no address of this host, so gloo falls back to the loopback")
+    return _on(
+        loopback,
+        f"host name {host} resolves to no address of this host, so gloo falls back to the loopback",
+    )
 
 
 def _on(names: tuple[str, ...], why: str) -> Choice:
@@ -113,7 +127,10 @@ def _on(names: tuple[str, ...], why: str) -> Choice:
 
 def _resolve(host: str) -> list[str]:
     try:
-        return [str(address[0]) for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        return [
+            str(address[0])
+            for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ]
     except OSError:
         return []
 
@@ -132,7 +149,9 @@ def _interface(name: str) -> Interface:
         kind = "ethernet"
     speed = _read(folder / "speed")
     mbit = int(speed) if speed.lstrip("-").isdecimal() and int(speed) > 0 else None
-    return Interface(name, kind, flags & IFF_UP > 0 and flags & IFF_RUNNING > 0, mbit, tuple(of_interface(name)))
+    return Interface(
+        name, kind, flags & IFF_UP > 0 and flags & IFF_RUNNING > 0, mbit, tuple(of_interface(name))
+    )
 
 
 def _flags(name: str) -> int:

@@ -1,6 +1,8 @@
-"""What is to be said of what the ranks have told and measured: findings, each with what to do about it.
+"""What is to be said of what the ranks have told and measured: findings, each with what to do about
+it.
 
-A finding is "wrong" where training would fail, hang, or be several times slower than it needs to be, and a "note" elsewhere.
+A finding is "wrong" where training would fail, hang, or be several times slower than it needs to
+be, and a "note" elsewhere.
 """
 
 from __future__ import annotations
@@ -60,32 +62,64 @@ def judge_versions(cards: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         by_value = _by(cards, lambda card, name=name: card["versions"].get(name, "none"))
         if len(by_value) > 1:
             level = "wrong" if name in MUST_AGREE else "note"
-            yield Finding(level, "versions", f"{name} differs: {_listed(by_value)}", "install the same on every host")
+            yield Finding(
+                level,
+                "versions",
+                f"{name} differs: {_listed(by_value)}",
+                "install the same on every host",
+            )
     tiers = _by(cards, lambda card: card["tier"])
     for tier, ranks in tiers.items():
         best = cards[ranks[0]]["tiers"][-1]
         if tier != best:
-            yield Finding("note", "kernels", f"{ranks_text(ranks)}: the {best} tier is switched off", "unset GRADCOMP_DISABLE_CPU_FEATURES")
+            yield Finding(
+                "note",
+                "kernels",
+                f"{ranks_text(ranks)}: the {best} tier is switched off",
+                "unset GRADCOMP_DISABLE_CPU_FEATURES",
+            )
         elif tier == "portable":
-            text = f"{ranks_text(ranks)}: plain C kernels, several times slower; this CPU has no vector instructions that gradcomp knows"
+            text = (
+                f"{ranks_text(ranks)}: plain C kernels, several times slower; this CPU has no"
+                " vector instructions that gradcomp knows"
+            )
             yield Finding("note", "kernels", text)
     if len(tiers) > 1:
-        yield Finding("note", "kernels", f"tiers differ: {_listed(tiers)}; results are the same to the bit, the slowest rank sets the pace")
+        yield Finding(
+            "note",
+            "kernels",
+            f"tiers differ: {_listed(tiers)}; results are the same to the bit, the slowest rank"
+            " sets the pace",
+        )
     for option in dict.fromkeys(name for card in cards for name in card["options"]):
         by_value = _by(cards, lambda card, option=option: str(card["options"].get(option, "none")))
         if len(by_value) > 1:
             flag = f"--{option.replace('_', '-')}"
             text = f"{flag} differs: {_listed(by_value)}; rank 0's was taken"
-            yield Finding("wrong", "versions", text, "start every rank with the same command line: training needs that as well")
+            yield Finding(
+                "wrong",
+                "versions",
+                text,
+                "start every rank with the same command line: training needs that as well",
+            )
     starters = _by(cards, lambda card: card["starter"] or "nothing")
     if len(starters) > 1:
-        yield Finding("wrong", "versions", f"ranks were started by different launchers: {_listed(starters)}", "start all of them with one")
+        yield Finding(
+            "wrong",
+            "versions",
+            f"ranks were started by different launchers: {_listed(starters)}",
+            "start all of them with one",
+        )
 
 
 def judge_network(cards: Sequence[Mapping[str, Any]], over: str) -> Iterator[Finding]:
-    """The interfaces that gloo takes: missing, the loopback between hosts, a bridge, a slower one than there is."""
+    """The interfaces that gloo takes: missing, the loopback between hosts, a bridge, a slower
+    one than there is.
+    """
     several = len({card["identity"] for card in cards}) > 1
-    level, of_mpi = ("wrong", "") if over == "gloo" else ("note", " (gloo's; an MPI chooses by itself)")
+    level, of_mpi = (
+        ("wrong", "") if over == "gloo" else ("note", " (gloo's; an MPI chooses by itself)")
+    )
     alike: dict[tuple[str, str], list[int]] = {}
     for card in cards:
         found = _wrong_interface(card, several)
@@ -101,30 +135,55 @@ def judge_network(cards: Sequence[Mapping[str, Any]], over: str) -> Iterator[Fin
                     shared[address].add(card["identity"])
     for address, there in shared.items():
         if len(there) > 1:
-            text = f"{len(there)} hosts have the address {address}{of_mpi}: it leads from each of them to itself"
-            yield Finding(level, "network", text, f"set {INTERFACE_VARIABLE} to an interface that joins the hosts")
+            text = (
+                f"{len(there)} hosts have the address {address}{of_mpi}: it leads from each of them"
+                " to itself"
+            )
+            yield Finding(
+                level,
+                "network",
+                text,
+                f"set {INTERFACE_VARIABLE} to an interface that joins the hosts",
+            )
 
 
 def judge_names(cards: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Name servers that do not answer: torch asks them at every start."""
-    slow = {card["rank"]: card["lookup_s"] for card in cards if card.get("lookup_s", 0.0) >= LOOKUP_S}
+    slow = {
+        card["rank"]: card["lookup_s"] for card in cards if card.get("lookup_s", 0.0) >= LOOKUP_S
+    }
     if slow:
-        text = f"{ranks_text(list(slow))}: the name of an address is looked up for {format_seconds(max(slow.values()))}, as torch does at every start"
-        fix = "mend the name server in /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' on every rank, or name the hosts in /etc/hosts as ::ffff:ADDRESS"
+        text = (
+            f"{ranks_text(list(slow))}: the name of an address is looked up for"
+            f" {format_seconds(max(slow.values()))}, as torch does at every start"
+        )
+        fix = (
+            "mend the name server in /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' on"
+            " every rank, or name the hosts in /etc/hosts as ::ffff:ADDRESS"
+        )
         yield Finding("note", "network", text, fix)
 
 
 def cannot_connect(cards: Sequence[Mapping[str, Any]]) -> bool:
     """Whether gloo would fail, or wait for nothing, by what these ranks take."""
     several = len({card["identity"] for card in cards}) > 1
-    return any(card["gloo"]["problem"] or (several and any(i.kind == "loopback" for i in _used(card))) for card in cards)
+    return any(
+        card["gloo"]["problem"] or (several and any(i.kind == "loopback" for i in _used(card)))
+        for card in cards
+    )
 
 
 def _wrong_interface(card: Mapping[str, Any], several: bool) -> tuple[str, str] | None:
-    """Return what is wrong with the interface that gloo takes on a rank, and what to do; None: nothing."""
+    """Return what is wrong with the interface that gloo takes on a rank, and what to do; None:
+    nothing.
+    """
     choice, there, used = card["gloo"], _interfaces(card), _used(card)
     better = _better(used, there) if several or choice["variable"] else None
-    fix = f"{INTERFACE_VARIABLE}={_suggest(there)}" if _suggest(there) else "switch an interface with an address on"
+    fix = (
+        f"{INTERFACE_VARIABLE}={_suggest(there)}"
+        if _suggest(there)
+        else "switch an interface with an address on"
+    )
     taken = f"gloo takes {', '.join(choice['names'])}"
     if choice["problem"]:
         return f"gloo cannot start: {choice['problem']}", fix
@@ -134,16 +193,28 @@ def _wrong_interface(card: Mapping[str, Any], several: bool) -> tuple[str, str] 
         return f"{taken}, a bridge of containers or virtual machines ({choice['why']})", fix
     if better is not None:
         slow = min(used, key=lambda i: i.mbit or 0)
-        text = f"gloo takes {slow.name} ({_speed(slow)}) although {better.name} ({_speed(better)}) is up"
+        text = (
+            f"gloo takes {slow.name} ({_speed(slow)}) although {better.name} ({_speed(better)})"
+            " is up"
+        )
         return text, f"{INTERFACE_VARIABLE}={better.name}, if it leads to the other ranks"
     return None
 
 
-def judge_pairs(cards: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]], silent: Sequence[int]) -> Iterator[Finding]:
-    """Pairs that do not reach each other, that are much slower than others, and links that are slower than their interfaces say."""
+def judge_pairs(
+    cards: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]], silent: Sequence[int]
+) -> Iterator[Finding]:
+    """Pairs that do not reach each other, that are much slower than others, and links that are
+    slower than their interfaces say.
+    """
     for pair in pairs:
         if pair["failed"] and not set(pair["ranks"]) & set(silent) and not silent:
-            yield Finding("wrong", "link", f"{ranks_text(pair['ranks'])} do not reach each other: {pair['failed']}", "look for a firewall, or another interface")
+            yield Finding(
+                "wrong",
+                "link",
+                f"{ranks_text(pair['ranks'])} do not reach each other: {pair['failed']}",
+                "look for a firewall, or another interface",
+            )
     kinds = ("between hosts", "inside hosts")
     for kind in kinds:
         some = [p for p in pairs if not p["failed"] and _apart(cards, p) == (kind == kinds[0])]
@@ -152,12 +223,34 @@ def judge_pairs(cards: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str,
         rate = statistics.median(p["bits_per_s"] for p in some)
         slow = [p for p in some if p["bits_per_s"] * OUTLIER < rate]
         for pair in slow[:5]:
-            text = f"{ranks_text(pair['ranks'])}: {format_rate(pair['bits_per_s'])}, where pairs {kind} have {format_rate(rate)}"
-            yield Finding("wrong" if kind == kinds[0] else "note", "link", text, "look at the cable, the port and the interface of these hosts")
-        told = [i["mbit"] * 1e6 for card in cards for i in card["interfaces"] if i["name"] in card["gloo"]["names"] and i["mbit"]]
+            text = (
+                f"{ranks_text(pair['ranks'])}: {format_rate(pair['bits_per_s'])}, where pairs"
+                f" {kind} have {format_rate(rate)}"
+            )
+            yield Finding(
+                "wrong" if kind == kinds[0] else "note",
+                "link",
+                text,
+                "look at the cable, the port and the interface of these hosts",
+            )
+        told = [
+            i["mbit"] * 1e6
+            for card in cards
+            for i in card["interfaces"]
+            if i["name"] in card["gloo"]["names"] and i["mbit"]
+        ]
         if kind == kinds[0] and told and rate < SLOW_LINK * min(told):
-            text = f"pairs between hosts have {format_rate(rate)} over interfaces that say {format_rate(min(told))}"
-            yield Finding("note", "link", text, "something between the hosts is slower (a switch, a limit, another job): iperf3 shows whether it is the network")
+            text = (
+                f"pairs between hosts have {format_rate(rate)} over interfaces that say"
+                f" {format_rate(min(told))}"
+            )
+            yield Finding(
+                "note",
+                "link",
+                text,
+                "something between the hosts is slower (a switch, a limit, another job): iperf3"
+                " shows whether it is the network",
+            )
 
 
 def judge_clocks(clocks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -165,8 +258,17 @@ def judge_clocks(clocks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     for clock in clocks:
         if abs(clock["ahead_s"]) - clock["within_s"] > CLOCK_S:
             way = "ahead of" if clock["ahead_s"] > 0 else "behind"
-            text = f"the clock of rank {clock['rank']} is {format_seconds(abs(clock['ahead_s']))} {way} rank 0's"
-            yield Finding("note", "clocks", text, "gradcomp does not mind; logs, profiles and files' times do: run chrony or another NTP client")
+            text = (
+                f"the clock of rank {clock['rank']} is {format_seconds(abs(clock['ahead_s']))}"
+                f" {way} rank 0's"
+            )
+            yield Finding(
+                "note",
+                "clocks",
+                text,
+                "gradcomp does not mind; logs, profiles and files' times do: run chrony or another"
+                " NTP client",
+            )
 
 
 def judge_cores(cards: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -178,16 +280,31 @@ def judge_cores(cards: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         where = f"{ranks_text(alike)} on {here[0]['host']}" if len(cards) > 1 else "here"
         if threads > together + 0.5 and max(card["threads"] for card in here) > 1:
             each = max(1, int(together // len(here)))
-            text = f"{where}: {threads} threads of torch on {together:g} cores take the cores from each other"
-            yield Finding("wrong", "cores", text, f"OMP_NUM_THREADS={each}, or torch.set_num_threads({each})")
+            text = (
+                f"{where}: {threads} threads of torch on {together:g} cores take the cores from"
+                " each other"
+            )
+            yield Finding(
+                "wrong", "cores", text, f"OMP_NUM_THREADS={each}, or torch.set_num_threads({each})"
+            )
         elif len(here) > together + 0.5:
-            yield Finding("note", "cores", f"{where}: {len(here)} ranks on {together:g} cores", "fewer ranks: they compute no faster than the cores there are")
+            yield Finding(
+                "note",
+                "cores",
+                f"{where}: {len(here)} ranks on {together:g} cores",
+                "fewer ranks: they compute no faster than the cores there are",
+            )
         bound = Counter(tuple(card["cores"]) for card in here)
         machine = max(os.cpu_count() or 1, max(max(card["cores"]) for card in here) + 1)
         for some, count in bound.items():
             if count > len(some) and len(some) * 2 <= machine and len(bound) > 1:
                 same = [card["rank"] for card in here if tuple(card["cores"]) == some]
-                yield Finding("wrong", "cores", f"{ranks_text(same)} are tied to the same {len(some)} of {machine} cores", "look at the launcher's --bind-to")
+                yield Finding(
+                    "wrong",
+                    "cores",
+                    f"{ranks_text(same)} are tied to the same {len(some)} of {machine} cores",
+                    "look at the launcher's --bind-to",
+                )
 
 
 def judge_timeouts(found: Timeouts, compute_s: float) -> Iterator[Finding]:
@@ -200,10 +317,23 @@ def judge_probe(probe: Mapping[str, Any]) -> Iterator[Finding]:
     """A lost peer that was not noticed, or not in time."""
     for rank, seen in probe.get("seen", {}).items():
         if "failed" in seen:
-            yield Finding("wrong", "lost peer", f"the probe did not come to its end on rank {rank}: {seen['failed']}", "the same would happen to training: send this report")
+            yield Finding(
+                "wrong",
+                "lost peer",
+                f"the probe did not come to its end on rank {rank}: {seen['failed']}",
+                "the same would happen to training: send this report",
+            )
         elif not in_time(seen):
-            what = ", ".join(f"{how}: {one['error'] or 'no error'} after {one['seconds']:.1f} s" for how, one in seen.items())
-            yield Finding("wrong", "lost peer", f"rank {rank} did not hear of a lost peer in time ({what})", "send this report")
+            what = ", ".join(
+                f"{how}: {one['error'] or 'no error'} after {one['seconds']:.1f} s"
+                for how, one in seen.items()
+            )
+            yield Finding(
+                "wrong",
+                "lost peer",
+                f"rank {rank} did not hear of a lost peer in time ({what})",
+                "send this report",
+            )
 
 
 def usable(cards: Sequence[Mapping[str, Any]]) -> float:
@@ -225,7 +355,9 @@ def _listed(by_value: Mapping[str, Sequence[int]]) -> str:
 
 
 def _interfaces(card: Mapping[str, Any]) -> list[Interface]:
-    return [Interface(**{**one, "addresses": tuple(one["addresses"])}) for one in card["interfaces"]]
+    return [
+        Interface(**{**one, "addresses": tuple(one["addresses"])}) for one in card["interfaces"]
+    ]
 
 
 def _used(card: Mapping[str, Any]) -> list[Interface]:
@@ -233,10 +365,16 @@ def _used(card: Mapping[str, Any]) -> list[Interface]:
 
 
 def _better(used: Sequence[Interface], there: Sequence[Interface]) -> Interface | None:
-    """Return an interface that is much faster than those in use, as far as the kernel gives speeds."""
+    """Return an interface that is much faster than those in use, as far as the kernel gives
+    speeds.
+    """
     if not used or any(i.mbit is None for i in used) or any(i.kind == "loopback" for i in used):
         return None
-    fast = max((i for i in there if i.carries and i.mbit is not None), key=lambda i: i.mbit or 0, default=None)
+    fast = max(
+        (i for i in there if i.carries and i.mbit is not None),
+        key=lambda i: i.mbit or 0,
+        default=None,
+    )
     speed = sum(i.mbit or 0 for i in used)
     return fast if fast is not None and (fast.mbit or 0) >= FASTER * speed else None
 

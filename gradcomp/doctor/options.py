@@ -17,18 +17,33 @@ from gradcomp.plan.tolerance import check_optimizer
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 MAX_PARAMETERS = 1e12
-AGREED = ("seconds", "wait", "over", "parameters", "compute", "optimizer", "tolerance", "every", "timeout", "torch_timeout")
+AGREED = (
+    "seconds",
+    "wait",
+    "over",
+    "parameters",
+    "compute",
+    "optimizer",
+    "tolerance",
+    "every",
+    "timeout",
+    "torch_timeout",
+)
 EPILOG = """\
 examples:
-  python -m gradcomp.doctor                                          this machine alone, and how to start it on several ranks
-  torchrun --nnodes 2 --nproc-per-node 4 ... -m gradcomp.doctor      as you would start your training
-  python -m gradcomp.launch -n 4 -m gradcomp.doctor                  under MPI
-  srun -n 8 python -m gradcomp.doctor --parameters 1.3e9 --compute 0.8 --optimizer adamw
-  python -m gradcomp.launch -n 4 -m gradcomp.doctor --json -         for a script
+  this machine alone, and how to start it on several ranks:
+    python -m gradcomp.doctor
+  as you would start your training:
+    torchrun --nnodes 2 --nproc-per-node 4 ... -m gradcomp.doctor
+  under MPI:
+    python -m gradcomp.launch -n 4 -m gradcomp.doctor
+    srun -n 8 python -m gradcomp.doctor --parameters 1.3e9 --compute 0.8 --optimizer adamw
+  for a script:
+    python -m gradcomp.launch -n 4 -m gradcomp.doctor --json -
 
 Start it exactly as you start your training: the same launcher, the same variables, the same hosts.
-Rank 0 prints. The exit status is 0 if all is well, 1 if something is wrong (every such line begins with "wrong"), 2 for a
-command line that is not understood. Notes do not change it.
+Rank 0 prints. The exit status is 0 if all is well, 1 if something is wrong (every such line
+begins with "wrong"), 2 for a command line that is not understood. Notes do not change it.
 """
 
 
@@ -36,7 +51,10 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = Parser(
         prog="python -m gradcomp.doctor",
-        description="Find out what is wrong with these ranks, their machines and their network, in ten seconds, and what to do about it.",
+        description=(
+            "Find out what is wrong with these ranks, their machines and their network, in ten"
+            " seconds, and what to do about it."
+        ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -54,15 +72,18 @@ def build_parser() -> argparse.ArgumentParser:
         type=_positive,
         default=20.0,
         metavar="S",
-        help="longest wait for ranks to come, in seconds; those that do not are named (default: "
-        "20)",
+        help=(
+            "longest wait for ranks to come, in seconds; those that do not are named (default: 20)"
+        ),
     )
     how.add_argument(
         "--over",
         choices=("auto", "gloo", "mpi"),
         default="auto",
-        help="transport to check: gloo, mpi, or auto, which is MPI if an MPI started these ranks "
-        "and gloo otherwise (default: auto)",
+        help=(
+            "transport to check: gloo, mpi, or auto, which is MPI if an MPI started these ranks "
+            "and gloo otherwise (default: auto)"
+        ),
     )
     how.add_argument(
         "--json",
@@ -94,24 +115,27 @@ def build_parser() -> argparse.ArgumentParser:
         type=_optimizer,
         default="adamw",
         metavar="NAME",
-        help="optimizer of your training, such as adamw or sgd; codecs that lose accuracy under "
-        "it are not recommended (default: adamw)",
+        help=(
+            "optimizer of your training, such as adamw or sgd; codecs that lose accuracy under "
+            "it are not recommended (default: adamw)"
+        ),
     )
     what.add_argument(
         "--tolerance",
         type=_tolerance,
         default=None,
         metavar="NATS",
-        help="largest loss over fp32 that is accepted, in nats (default: "
-        f"{TOLERANCES['nats']})",
+        help=f"largest loss over fp32 that is accepted, in nats (default: {TOLERANCES['nats']})",
     )
     what.add_argument(
         "--every",
         type=_steps,
         default=None,
         metavar="H",
-        help="also consider exchanges after H local steps (gradcomp.DiLoCo) (default: exchange "
-        "at every step)",
+        help=(
+            "also consider exchanges after H local steps (gradcomp.DiLoCo) (default: exchange "
+            "at every step)"
+        ),
     )
     limits = parser.add_argument_group("the timeouts that your script sets")
     limits.add_argument(
@@ -119,16 +143,20 @@ def build_parser() -> argparse.ArgumentParser:
         type=_positive,
         default=None,
         metavar="S",
-        help="timeout_s that your script gives to register or to the communicator, in seconds "
-        "(default: that of the library)",
+        help=(
+            "timeout_s that your script gives to register or to the communicator, in seconds "
+            "(default: that of the library)"
+        ),
     )
     limits.add_argument(
         "--torch-timeout",
         type=_positive,
         default=None,
         metavar="S",
-        help="timeout that your script gives to init_process_group, in seconds (default: that of "
-        "torch, 1800)",
+        help=(
+            "timeout that your script gives to init_process_group, in seconds (default: that of "
+            "torch, 1800)"
+        ),
     )
     return parser
 
@@ -140,7 +168,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if options.json not in (None, "-"):
         folder = Path(options.json).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(options.json).is_dir():
-            parser.error(f"--json {options.json}: there is no such folder, or nothing can be written there")
+            parser.error(
+                f"--json {options.json}: there is no such folder, or nothing can be written there"
+            )
     return options
 
 
@@ -177,14 +207,21 @@ def _duration(text: str) -> float:
 def _count(text: str) -> float:
     scale = SUFFIXES.get(text[-1:].lower(), 1.0)
     digits = text[:-1] if scale > 1 else text
-    return scale * _number(digits, 0.999 / scale, MAX_PARAMETERS / scale, "a number of parameters such as 25000000, 25e6 or 25M")
+    return scale * _number(
+        digits,
+        0.999 / scale,
+        MAX_PARAMETERS / scale,
+        "a number of parameters such as 25000000, 25e6 or 25M",
+    )
 
 
 def _steps(text: str) -> int:
     try:
         return LocalSteps(int(text)).every
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps of at least 1") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of steps of at least 1"
+        ) from None
 
 
 def _optimizer(text: str) -> str:

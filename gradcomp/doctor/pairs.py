@@ -1,7 +1,9 @@
 """Latency, bandwidth and the difference of clocks of two ranks, over a communicator of the two.
 
-Latency is what an exchange of a few bytes takes, in which both send at once; rates are those of each direction by itself, and of both; clocks are compared by the time stamps in
-these: what a stamp seems to have been under way is the delay plus the difference of the clocks, on the other rank minus it.
+Latency is what an exchange of a few bytes takes, in which both send at once; rates are those of
+each direction by itself, and of both; clocks are compared by the time stamps in these: what a stamp
+seems to have been under way is the delay plus the difference of the clocks, on the other rank minus
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from gradcomp.comm.notices import Notices
 
 _STAMP = struct.Struct("<qB")  # time_ns, whether this rank has seen enough
 _NUMBER = struct.Struct("<d")
-TURNS, FEWEST_TURNS, TURNS_S = 40, 5, 0.25  # exchanges of a few bytes, and seconds after which fewer of them do
+TURNS, FEWEST_TURNS, TURNS_S = (
+    40,
+    5,
+    0.25,
+)  # exchanges of a few bytes, and seconds after which fewer of them do
 FIRST_NBYTES, MOST_NBYTES = 1 << 16, 1 << 25
 GROWTH = 8  # of messages, at most
 SLOWEST_NBYTES_PER_S = 1e5  # a link that is slower counts as one that does not answer
@@ -35,9 +41,11 @@ class Pair:
         ranks: both, the lower one first.
         latency_s: of a few bytes, one way.
         bits_per_s: of one direction by itself, the slower one.
-        both_bits_per_s: of each direction, both at once: less where acknowledgements wait behind data, or both share something.
+        both_bits_per_s: of each direction, both at once: less where acknowledgements wait behind
+            data, or both share something.
         nbytes: that this was measured with.
-        second_ahead_s, within_s: by how much the second rank's clock is ahead of the first one's, and how far off that may be.
+        second_ahead_s, within_s: by how much the second rank's clock is ahead of the first one's,
+            and how far off that may be.
         round: in which it was measured, beside all others of this round.
         failed: what went wrong; "" for nothing.
     """
@@ -54,7 +62,9 @@ class Pair:
 
 
 def rounds(world_size: int) -> list[list[tuple[int, int]]]:
-    """Return all pairs of ranks in rounds of pairs without a rank in common: as few as there can be."""
+    """Return all pairs of ranks in rounds of pairs without a rank in common: as few as there can
+    be.
+    """
     seats = [*range(world_size), *([-1] if world_size % 2 else [])]
     out = []
     for _ in range(len(seats) - 1):
@@ -65,9 +75,11 @@ def rounds(world_size: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_all(comm: Communicator, notices: Notices, deadline: float) -> list[dict[str, Any]]:
-    """Return what this rank has measured with each other one before `deadline` (`time.monotonic`), as dictionaries of `Pair`.
+    """Return what this rank has measured with each other one before `deadline` (`time.monotonic`),
+    as dictionaries of `Pair`.
 
-    Every rank calls it. A pair begins only if both have said that there is time left, so a silent rank keeps nobody for long.
+    Every rank calls it. A pair begins only if both have said that there is time left, so a silent
+    rank keeps nobody for long.
     """
     found: list[dict[str, Any]] = []
     all_rounds = rounds(comm.world_size)
@@ -79,10 +91,16 @@ def measure_all(comm: Communicator, notices: Notices, deadline: float) -> list[d
         share_s = left / (len(all_rounds) - number)
         goes = left > 0.1 or not found
         notices.post(peer, f"round {number}", bytes([goes]))
-        patience_s = SILENT_S * (number + 1)  # the peer may have waited for a silent one in each round before
+        patience_s = SILENT_S * (
+            number + 1
+        )  # the peer may have waited for a silent one in each round before
         word = notices.take(peer, f"round {number}", max(SILENT_S, min(left, patience_s)))
         if word is None:
-            found.append(asdict(Pair(mine, round=number, failed=f"rank {peer} did not answer rank {comm.rank}")))
+            found.append(
+                asdict(
+                    Pair(mine, round=number, failed=f"rank {peer} did not answer rank {comm.rank}")
+                )
+            )
         elif goes and word[0]:
             found.append(asdict(_measure(comm, mine, number, share_s)))
     return found
@@ -104,9 +122,13 @@ def _measure(comm: Communicator, ranks: tuple[int, int], number: int, share_s: f
 
 
 def measure_pair(
-    comm: Communicator, ranks: Sequence[int] = (0, 1), message_s: float = 0.1, clock: Callable[[], int] = time.time_ns
+    comm: Communicator,
+    ranks: Sequence[int] = (0, 1),
+    message_s: float = 0.1,
+    clock: Callable[[], int] = time.time_ns,
 ) -> Pair:
-    """Return what the two ranks of `comm` measure with each other; both call it and both get the same.
+    """Return what the two ranks of `comm` measure with each other; both call it and both get the
+    same.
 
     Args:
         comm: of two ranks.
@@ -131,20 +153,28 @@ def measure_pair(
     own_s = sorted(seconds)[len(seconds) // 2]
     latency_s = sum(_numbers(comm, own_s)) / 2
     first_lead, second_lead = _numbers(comm, min(leads))
-    nbytes, rate, both_rate = _bandwidth(comm, latency_s, min(_numbers(comm, message_s)))  # both send alike: the sizes follow from this
-    ahead_s = (second_lead - first_lead) / 2  # where a clock is ahead the other's stamps seem to take longer
+    nbytes, rate, both_rate = _bandwidth(
+        comm, latency_s, min(_numbers(comm, message_s))
+    )  # both send alike: the sizes follow from this
+    ahead_s = (
+        second_lead - first_lead
+    ) / 2  # where a clock is ahead the other's stamps seem to take longer
     within_s = max(0.0, (first_lead + second_lead) / 2)
     return Pair((ranks[0], ranks[1]), latency_s, rate, both_rate, nbytes, ahead_s, within_s)
 
 
 def _bandwidth(comm: Communicator, latency_s: float, message_s: float) -> tuple[int, float, float]:
-    """Return the bytes of the longest message, the bits a second of the slower direction, and of both at once; the best of several."""
+    """Return the bytes of the longest message, the bits a second of the slower direction, and of
+    both at once; the best of several.
+    """
     nbytes = FIRST_NBYTES
     while True:
         seconds = [_message_s(comm, nbytes, senders) for senders in ((0,), (1,))]
         if max(seconds) > message_s / 2 or nbytes == MOST_NBYTES:
             break
-        nbytes = min(GROWTH * nbytes, MOST_NBYTES, max(2 * nbytes, int(nbytes * message_s / max(seconds))))
+        nbytes = min(
+            GROWTH * nbytes, MOST_NBYTES, max(2 * nbytes, int(nbytes * message_s / max(seconds)))
+        )
     again = [_message_s(comm, nbytes, senders) for senders in ((0,), (1,))]
     one_way_s = max(min(times) for times in zip(seconds, again, strict=True))
     both_s = min(_message_s(comm, nbytes, (0, 1)) for _ in range(2))
@@ -153,7 +183,9 @@ def _bandwidth(comm: Communicator, latency_s: float, message_s: float) -> tuple[
 
 
 def _message_s(comm: Communicator, nbytes: int, senders: Sequence[int]) -> float:
-    """Return the seconds until a message has come from each of `senders`, the same on both ranks."""
+    """Return the seconds until a message has come from each of `senders`, the same on both
+    ranks.
+    """
     sent, received = [0, 0], [0, 0]
     sent[1 - comm.rank] = nbytes * (comm.rank in senders)
     received[1 - comm.rank] = nbytes * (1 - comm.rank in senders)

@@ -1,7 +1,9 @@
-"""What a lost peer does: a small group of its own in which one member falls silent and is then killed, while the others wait for it.
+"""What a lost peer does: a small group of its own in which one member falls silent and is then
+killed, while the others wait for it.
 
-Over gloo the members are helpers, one a rank, forked before anything was started: ending one harms nobody. Over MPI a killed
-process ends the whole job, as its launcher has it, so there a rank is silent for a while, in a communicator of a few ranks.
+Over gloo the members are helpers, one a rank, forked before anything was started: ending one harms
+nobody. Over MPI a killed process ends the whole job, as its launcher has it, so there a rank is
+silent for a while, in a communicator of a few ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from gradcomp.comm.torchdist import TorchCommunicator, open_group, open_store
 from gradcomp.errors import GradcompError, PeerLost, peers_answer
 
 PATIENCE_S = 1.0  # of those that wait for a silent member
-KILLED_PATIENCE_S = 10.0  # of the group that waits for one that is killed: no time-out, it has to hear of the end
+KILLED_PATIENCE_S = (
+    10.0  # of the group that waits for one that is killed: no time-out, it has to hear of the end
+)
 KILL_AFTER_S = 0.3
 LATE_S = 3.0  # after which an error is none in time
 SETUP_S = 6.0  # longest wait for the members to meet
@@ -36,7 +40,9 @@ ENDED = {"failed": "it ended without a word"}  # as the one that is lost does
 
 
 class Helper:
-    """A fork of this process, as it is now, that takes part in a probe when it is told to, and ends with this process."""
+    """A fork of this process, as it is now, that takes part in a probe when it is told to, and
+    ends with this process.
+    """
 
     def __init__(self) -> None:
         (commands, self._commands), (self._answers, answers) = os.pipe(), os.pipe()
@@ -52,7 +58,9 @@ class Helper:
         os.close(answers)
 
     def connect(self, host: str, port: int, timeout_s: float) -> None:
-        """Have it connect to the store at an address meanwhile: a slow name server holds up every process that does."""
+        """Have it connect to the store at an address meanwhile: a slow name server holds up
+        every process that does.
+        """
         self._say(host, port, timeout_s)
 
     def start(self, prefix: str, member: int, members: int) -> None:
@@ -81,7 +89,8 @@ class Helper:
 
 
 def members_of(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks whose helpers make a group: of two or three hosts one each, or of one host up to three; the last is lost.
+    """Return the ranks whose helpers make a group: of two or three hosts one each, or of one host
+    up to three; the last is lost.
 
     Args:
         hosts: of every rank, what tells it from others.
@@ -92,7 +101,9 @@ def members_of(hosts: Sequence[str]) -> list[int]:
 
 
 def probe_here(comm: Communicator, ranks: Sequence[int], notices: Notices) -> dict[str, Any]:
-    """Take part in a probe of `ranks`, this one among them, of which the last is silent until the others say that they gave up."""
+    """Take part in a probe of `ranks`, this one among them, of which the last is silent until
+    the others say that they gave up.
+    """
     inner = comm.subset(ranks, SETUP_S)
     try:
         is_lost = inner.rank == inner.world_size - 1
@@ -105,7 +116,9 @@ def probe_here(comm: Communicator, ranks: Sequence[int], notices: Notices) -> di
                 time.sleep(0.01)  # an MPI does not come to its end with a collective under way
             return {"silent": seen}
         notices.collect(ranks[:-1], GAVE_UP, PATIENCE_S + LATE_S)
-        with contextlib.suppress(ConnectionError, TimeoutError):  # so that nothing is left that the others began
+        with contextlib.suppress(
+            ConnectionError, TimeoutError
+        ):  # so that nothing is left that the others began
             inner.all_gather_bytes(bytes(8), SETUP_S, Channel.FIRST)
         return {"lost": True}
     finally:
@@ -113,16 +126,29 @@ def probe_here(comm: Communicator, ranks: Sequence[int], notices: Notices) -> di
 
 
 def _wait(comm: Communicator, timeout_s: float) -> tuple[dict[str, Any], Work | None]:
-    """Wait for all members, one of which is lost; return the error and the seconds that it took, and what was waited for."""
+    """Wait for all members, one of which is lost; return the error and the seconds that it took,
+    and what was waited for.
+    """
     begun, work = time.perf_counter(), None
-    send, recv = torch.zeros(8, dtype=torch.uint8), torch.empty(8 * comm.world_size, dtype=torch.uint8)
+    send, recv = (
+        torch.zeros(8, dtype=torch.uint8),
+        torch.empty(8 * comm.world_size, dtype=torch.uint8),
+    )
     try:
         with peers_answer("probe"):
             work = comm.start_all_gather(send, recv, Channel.FIRST)
             work.wait(timeout_s)
     except GradcompError as error:
-        return {"error": type(error).__name__, "seconds": time.perf_counter() - begun, "text": str(error)}, work
-    return {"error": "", "seconds": time.perf_counter() - begun, "text": "it came to its end without that member"}, work
+        return {
+            "error": type(error).__name__,
+            "seconds": time.perf_counter() - begun,
+            "text": str(error),
+        }, work
+    return {
+        "error": "",
+        "seconds": time.perf_counter() - begun,
+        "text": "it came to its end without that member",
+    }, work
 
 
 def _help(parent: int, commands: int, answers: int) -> None:
@@ -135,7 +161,9 @@ def _help(parent: int, commands: int, answers: int) -> None:
                 os._exit(0)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno() if sys.__stderr__ else 2)  # what torch says of its sockets
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno() if sys.__stderr__ else 2
+        )  # what torch says of its sockets
         with os.fdopen(commands) as lines:
             where = lines.readline()
             if not where:  # this process is not needed
@@ -158,7 +186,10 @@ def _help(parent: int, commands: int, answers: int) -> None:
 
 def _take_part(store: Any, prefix: str, member: int, members: int) -> dict[str, Any]:
     open_group(store_below(store, prefix), member, members, SETUP_S)
-    silent, killed = TorchCommunicator(timeout_s=SETUP_S), TorchCommunicator(timeout_s=KILLED_PATIENCE_S)
+    silent, killed = (
+        TorchCommunicator(timeout_s=SETUP_S),
+        TorchCommunicator(timeout_s=KILLED_PATIENCE_S),
+    )
     killed.all_gather_bytes(b"ready", SETUP_S, Channel.FIRST)
     if member == members - 1:
         time.sleep(PATIENCE_S + KILL_AFTER_S)
@@ -175,4 +206,8 @@ def _take_part(store: Any, prefix: str, member: int, members: int) -> dict[str, 
 def in_time(seen: dict[str, Any]) -> bool:
     """Whether what a member has seen is an error by name, soon enough."""
     limits = {"silent": PATIENCE_S + LATE_S, "killed": LATE_S}
-    return all(seen[how]["error"] == PeerLost.__name__ and seen[how]["seconds"] <= limit for how, limit in limits.items() if how in seen)
+    return all(
+        seen[how]["error"] == PeerLost.__name__ and seen[how]["seconds"] <= limit
+        for how, limit in limits.items()
+        if how in seen
+    )

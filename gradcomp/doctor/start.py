@@ -1,4 +1,6 @@
-"""Who this process is among its ranks, and how they speak before anything else of a transport is trusted."""
+"""Who this process is among its ranks, and how they speak before anything else of a transport is
+trusted.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +71,19 @@ class Me:
         if world_size == 1:
             return Me(0, 1, over)
         if not found.get("MASTER_ADDR"):
-            raise ValueError("MASTER_ADDR is not set, and nothing says where rank 0 is: set MASTER_ADDR and MASTER_PORT on every rank, or --over mpi")
+            raise ValueError(
+                "MASTER_ADDR is not set, and nothing says where rank 0 is: set MASTER_ADDR and"
+                " MASTER_PORT on every rank, or --over mpi"
+            )
         if not found["MASTER_PORT"].isdecimal():
             raise ValueError(f"MASTER_PORT={found['MASTER_PORT']!r} is not a number")
-        return Me(rank, world_size, over, address=(found["MASTER_ADDR"], int(found["MASTER_PORT"])), helper=Helper())
+        return Me(
+            rank,
+            world_size,
+            over,
+            address=(found["MASTER_ADDR"], int(found["MASTER_PORT"])),
+            helper=Helper(),
+        )
 
     def meet(self, wait_s: float) -> Notices:
         """Return the way to the other ranks' ears.
@@ -87,13 +98,20 @@ class Me:
             if self.helper is not None:
                 self.helper.connect(host, port, wait_s)
             try:
-                self._store = open_store(host, port, serves=self.rank == 0 and not agent, timeout_s=wait_s)
+                self._store = open_store(
+                    host, port, serves=self.rank == 0 and not agent, timeout_s=wait_s
+                )
             except ConnectionError as error:
                 who = "torchrun" if agent else "rank 0"
-                what = "cannot serve the ranks' meeting at" if self.rank == 0 and not agent else f"does not reach {who} at"
+                what = (
+                    "cannot serve the ranks' meeting at"
+                    if self.rank == 0 and not agent
+                    else f"does not reach {who} at"
+                )
                 raise ConnectionError(
-                    f"rank {self.rank} {what} {host}:{port} ({error}): is {who} running, and MASTER_ADDR and MASTER_PORT its address "
-                    "on a network that all ranks have? Is the port free?"
+                    f"rank {self.rank} {what} {host}:{port} ({error}): is {who} running, and"
+                    " MASTER_ADDR and MASTER_PORT its address on a network that all ranks have? Is"
+                    " the port free?"
                 ) from error
             self._store = store_below(self._store, self._prefix("doctor"))
             self.notices = StoreNotices(self._store, self.rank, self.world_size)
@@ -142,7 +160,10 @@ class Watch:
         self._timer.start()
 
     def _give_up(self) -> None:
-        say(f"rank {self._rank} gave up after {self._seconds:g} s of {self.doing}: a call did not return. A rank is stuck, or the network drops everything")
+        say(
+            f"rank {self._rank} gave up after {self._seconds:g} s of {self.doing}: a call did not"
+            " return. A rank is stuck, or the network drops everything"
+        )
         os._exit(1)
 
 

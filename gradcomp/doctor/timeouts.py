@@ -1,4 +1,6 @@
-"""Who gives a peer up first: gradcomp, torch, the launcher or the job, and which of them must be shorter than which."""
+"""Who gives a peer up first: gradcomp, torch, the launcher or the job, and which of them must be
+shorter than which.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from gradcomp.comm.meeting import SETUP_VARIABLE, setup_timeout_s
 from gradcomp.comm.torch_private import default_timeout_s
 
 OVER_MPI_S = 300.0  # timeout_s unless it is given, where it does not come from a process group
-ALIKE = 2.0  # as `TorchCommunicator` has it: torch may wait so many times longer before it is worth a word
+# as `TorchCommunicator` has it: torch may wait so many times longer before it is worth a word
+ALIKE = 2.0
 LONG_S = 600.0
 JOB_ENDS = "SLURM_JOB_END_TIME"
 
@@ -37,7 +40,9 @@ class Timeouts:
     setup_problem: str = ""
 
     @staticmethod
-    def here(over: str, timeout_s: float | None, torch_timeout_s: float | None, apart_s: float) -> Timeouts:
+    def here(
+        over: str, timeout_s: float | None, torch_timeout_s: float | None, apart_s: float
+    ) -> Timeouts:
         """Return those of a training on these ranks.
 
         Args:
@@ -55,7 +60,12 @@ class Timeouts:
 
     def order(self) -> str:
         """Return who gives up after whom, shortest first."""
-        known = [("setup", self.setup_s), ("gradcomp", self.gradcomp_s), ("torch", self.torch_s), ("end of the job", self.job_s)]
+        known = [
+            ("setup", self.setup_s),
+            ("gradcomp", self.gradcomp_s),
+            ("torch", self.torch_s),
+            ("end of the job", self.job_s),
+        ]
         return ", ".join(f"{name} {seconds:g} s" for name, seconds in known if seconds is not None)
 
     def findings(self, compute_s: float) -> Iterator[tuple[str, str, str]]:
@@ -68,22 +78,66 @@ class Timeouts:
         if self.setup_problem:
             yield "wrong", self.setup_problem, f"unset {SETUP_VARIABLE}"
         if self.apart_s > self.setup_s / 2:
-            text = f"the ranks came {self.apart_s:.0f} s apart, and wait {self.setup_s:g} s for each other to register"
+            text = (
+                f"the ranks came {self.apart_s:.0f} s apart, and wait {self.setup_s:g} s for each"
+                " other to register"
+            )
             yield "wrong", text, f"{SETUP_VARIABLE}={4 * self.apart_s:.0f}, on every rank"
         if compute_s >= ours / 2:
-            text = f"a step computes for {compute_s:g} s, and a peer is given up after {ours:g} s: a slow step would end training"
-            yield "wrong", text, f"timeout_s={10 * compute_s:.0f} in register, and the same in init_process_group"
+            text = (
+                f"a step computes for {compute_s:g} s, and a peer is given up after {ours:g} s: a"
+                " slow step would end training"
+            )
+            yield (
+                "wrong",
+                text,
+                f"timeout_s={10 * compute_s:.0f} in register, and the same in init_process_group",
+            )
         if self.torch_s is not None and self.torch_s < ours:
-            text = f"torch gives up after {self.torch_s:g} s, before gradcomp after {ours:g} s: the error then names no rank"
-            yield "wrong", text, f"init_process_group(timeout=timedelta(seconds={ours:g})), or a shorter timeout_s in register"
+            text = (
+                f"torch gives up after {self.torch_s:g} s, before gradcomp after {ours:g} s: the"
+                " error then names no rank"
+            )
+            yield (
+                "wrong",
+                text,
+                (
+                    f"init_process_group(timeout=timedelta(seconds={ours:g})), or a shorter"
+                    " timeout_s in register"
+                ),
+            )
         elif self.torch_s is not None and self.torch_s > ALIKE * ours:
-            text = f"gradcomp gives a peer up after {ours:g} s, torch's own collectives (broadcast of buffers) after {self.torch_s:g} s"
-            yield "note", text, f"init_process_group(timeout=timedelta(seconds={ours:g})) makes them alike"
+            text = (
+                f"gradcomp gives a peer up after {ours:g} s, torch's own collectives (broadcast of"
+                f" buffers) after {self.torch_s:g} s"
+            )
+            yield (
+                "note",
+                text,
+                f"init_process_group(timeout=timedelta(seconds={ours:g})) makes them alike",
+            )
         if ours >= LONG_S:
-            text = f"a peer that falls silent without ending (a frozen host, a pulled cable) is given up after {ours:g} s"
-            yield "note", text, "a shorter timeout_s in register and in init_process_group, several times the longest step and checkpoint"
+            text = (
+                "a peer that falls silent without ending (a frozen host, a pulled cable) is given"
+                f" up after {ours:g} s"
+            )
+            yield (
+                "note",
+                text,
+                (
+                    "a shorter timeout_s in register and in init_process_group, several times the"
+                    " longest step and checkpoint"
+                ),
+            )
         if self.job_s is not None and self.job_s < ours:
-            yield "note", f"the job ends in {self.job_s:.0f} s, before a silent peer is given up after {ours:g} s", "a shorter timeout_s"
+            yield (
+                "note",
+                (
+                    f"the job ends in {self.job_s:.0f} s, before a silent peer is given up after"
+                    f" {ours:g} s"
+                ),
+                "a shorter timeout_s",
+            )
 
 
 def _job_s() -> float | None:

@@ -1,7 +1,8 @@
-"""The visit: ranks come, tell who they are, measure, and rank 0 puts together what is wrong and what to do.
+"""The visit: ranks come, tell who they are, measure, and rank 0 puts together what is wrong and
+what to do.
 
-Rank 0 asks and the others answer by notices, so that a rank that is silent is known by its number and keeps nobody waiting. What it
-has found is one dictionary, made of what JSON knows.
+Rank 0 asks and the others answer by notices, so that a rank that is silent is known by its number
+and keeps nobody waiting. What it has found is one dictionary, made of what JSON knows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Found = dict[str, Any]
 
 
 def visit(me: Me, options: argparse.Namespace) -> Found | None:
-    """Return what was found, on rank 0; None on the others, and where there is nobody to tell it to.
+    """Return what was found, on rank 0; None on the others, and where there is nobody to tell it
+    to.
 
     Raises:
         ConnectionError: no way to the other ranks.
@@ -56,22 +58,33 @@ def visit(me: Me, options: argparse.Namespace) -> Found | None:
     return _ask(me, notices, mine, options, watch, begun)
 
 
-def _answer(me: Me, notices: Notices, mine: Found, options: argparse.Namespace, watch: Watch) -> None:
+def _answer(
+    me: Me, notices: Notices, mine: Found, options: argparse.Namespace, watch: Watch
+) -> None:
     notices.post(0, "card", json.dumps(mine).encode())
     waited_s = 2 * options.wait
     word = notices.take(0, "go", waited_s)
     if word is None:
-        say(f"rank {me.rank}: rank 0 did not answer within {waited_s:g} s, so nobody reports: is it running, and not stopped?")
+        say(
+            f"rank {me.rank}: rank 0 did not answer within {waited_s:g} s, so nobody reports: is it"
+            " running, and not stopped?"
+        )
         raise SystemExit(1)
     go = json.loads(word)
-    notices.post(0, "seen", json.dumps(_measure(me, notices, go, watch) if go["measure"] else {}).encode())
+    notices.post(
+        0, "seen", json.dumps(_measure(me, notices, go, watch) if go["measure"] else {}).encode()
+    )
 
 
-def _ask(me: Me, notices: Notices, mine: Found, options: argparse.Namespace, watch: Watch, begun: float) -> Found:
+def _ask(
+    me: Me, notices: Notices, mine: Found, options: argparse.Namespace, watch: Watch, begun: float
+) -> Found:
     others = range(1, me.world_size)
     told: dict[int, bytes] = {}
     first_at = last_at = time.monotonic()
-    while len(told) < len(others) and time.monotonic() - first_at < options.wait:  # since others can connect
+    while (
+        len(told) < len(others) and time.monotonic() - first_at < options.wait
+    ):  # since others can connect
         news = notices.collect([r for r in others if r not in told], "card", 0.2)
         told |= news
         last_at = time.monotonic() if news else last_at
@@ -80,9 +93,21 @@ def _ask(me: Me, notices: Notices, mine: Found, options: argparse.Namespace, wat
     findings = list(_strangers(cards))
     if silent:
         waited = f"{ranks_text(silent)} did not answer within {options.wait:g} s"
-        findings.append(Finding("wrong", "ranks", waited, "look whether the process runs there and is not stopped, and whether its host reaches rank 0's"))
+        findings.append(
+            Finding(
+                "wrong",
+                "ranks",
+                waited,
+                "look whether the process runs there and is not stopped, and whether its host"
+                " reaches rank 0's",
+            )
+        )
     measures = not findings and not (me.over == "gloo" and judge.cannot_connect(cards))
-    go = {"measure": measures, "seconds": options.seconds, "members": members_of([c["identity"] for c in cards]) if measures else []}
+    go = {
+        "measure": measures,
+        "seconds": options.seconds,
+        "members": members_of([c["identity"] for c in cards]) if measures else [],
+    }
     for rank in told:
         notices.post(rank, "go", json.dumps(go).encode())
     seen: dict[int, Found] = {}
@@ -95,11 +120,29 @@ def _ask(me: Me, notices: Notices, mine: Found, options: argparse.Namespace, wat
         silent = [rank for rank in others if rank not in seen]
         if silent:
             text = f"{ranks_text(silent)} fell silent while measuring"
-            findings.append(Finding("wrong", "ranks", text, "look at what the process does there (py-spy dump), and at that host's network"))
+            findings.append(
+                Finding(
+                    "wrong",
+                    "ranks",
+                    text,
+                    "look at what the process does there (py-spy dump), and at that host's network",
+                )
+            )
     else:
-        notices.collect(told, "seen", LATE_S)  # the store ends with this rank: the others are to have heard
+        notices.collect(
+            told, "seen", LATE_S
+        )  # the store ends with this rank: the others are to have heard
     watch.doing = "predicting"
-    found = _conclude(cards, options, me, started if measures else begun, seen, apart_s=last_at - first_at, more=findings, silent=silent)
+    found = _conclude(
+        cards,
+        options,
+        me,
+        started if measures else begun,
+        seen,
+        apart_s=last_at - first_at,
+        more=findings,
+        silent=silent,
+    )
     found["measured"] = measures
     return found
 
@@ -111,7 +154,10 @@ def _is_short(seen: Found) -> bool:
 def _strangers(cards: Sequence[Found]) -> Iterable[Finding]:
     for one in cards:
         if one["protocol"] != PROTOCOL:
-            text = f"rank {one['rank']} has another doctor (gradcomp {one['versions']['gradcomp']} there, {__version__} on rank 0): nothing was measured"
+            text = (
+                f"rank {one['rank']} has another doctor (gradcomp {one['versions']['gradcomp']}"
+                f" there, {__version__} on rank 0): nothing was measured"
+            )
             yield Finding("wrong", "versions", text, "install the same gradcomp on every host")
 
 
@@ -124,7 +170,10 @@ def _measure(me: Me, notices: Notices, go: Mapping[str, Any], watch: Watch) -> F
         comm = me.connect()
     except (RuntimeError, ConnectionError, TimeoutError, OSError, GradcompError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
-        seen["failed"] = f"rank {me.rank} is not connected to all others after {time.monotonic() - begun:.1f} s (longest {CONNECT_S:g} s): {first}"
+        seen["failed"] = (
+            f"rank {me.rank} is not connected to all others after {time.monotonic() - begun:.1f} s"
+            f" (longest {CONNECT_S:g} s): {first}"
+        )
         return seen
     try:
         watch.doing = "measuring pairs"
@@ -146,7 +195,11 @@ def _probe(me: Me, comm: Any, members: Sequence[int], left_s: float, notices: No
     others = [rank for rank in members if rank != me.rank]
     words = notices.collect(others, "probe", PROBE_S)
     if len(words) < len(others):
-        return {"skipped": f"{ranks_text([rank for rank in others if rank not in words])} did not answer"}
+        return {
+            "skipped": (
+                f"{ranks_text([rank for rank in others if rank not in words])} did not answer"
+            )
+        }
     if left_s <= PROBE_S or not all(word[0] for word in words.values()):
         return {"skipped": "there was no time left for it (--seconds gives more)"}
     try:
@@ -179,12 +232,30 @@ def _conclude(
     ]
     probe = {"seen": {}, "skipped": ""} | _probes(seen)
     timeouts = Timeouts.here(me.over, options.timeout, options.torch_timeout, apart_s)
-    findings = [*more, *judge.judge_versions(cards), *judge.judge_network(cards, me.over), *judge.judge_names(cards), *judge.judge_cores(cards)]
+    findings = [
+        *more,
+        *judge.judge_versions(cards),
+        *judge.judge_network(cards, me.over),
+        *judge.judge_names(cards),
+        *judge.judge_cores(cards),
+    ]
     failed = [one["failed"] for one in seen.values() if one["failed"]]
-    findings += [Finding("wrong", "link", text, "look for a firewall between the hosts, and at the interfaces below 'network'") for text in failed[:1]]
+    findings += [
+        Finding(
+            "wrong",
+            "link",
+            text,
+            "look for a firewall between the hosts, and at the interfaces below 'network'",
+        )
+        for text in failed[:1]
+    ]
     if not failed:
         findings += judge.judge_pairs(cards, pairs, silent)
-    findings += [*judge.judge_clocks(clocks), *judge.judge_timeouts(timeouts, options.compute), *judge.judge_probe(probe)]
+    findings += [
+        *judge.judge_clocks(clocks),
+        *judge.judge_timeouts(timeouts, options.compute),
+        *judge.judge_probe(probe),
+    ]
     missing = sum(map(len, rounds(me.world_size))) - len(pairs)
     advice = _advice(cards, pairs, options, options.seconds - (time.monotonic() - started))
     took_s = time.monotonic() - started
@@ -208,7 +279,9 @@ def _conclude(
     }
 
 
-def _advice(cards: Sequence[Found], pairs: Sequence[Found], options: argparse.Namespace, left_s: float) -> Found | None:
+def _advice(
+    cards: Sequence[Found], pairs: Sequence[Found], options: argparse.Namespace, left_s: float
+) -> Found | None:
     link = advise.link_of([one["identity"] for one in cards], pairs)
     if link is None:
         return None
@@ -229,5 +302,9 @@ def _probes(seen: Mapping[int, Found]) -> Found:
     took_part = {rank: one["probe"] for rank, one in seen.items() if one["probe"]}
     skipped = next((one["skipped"] for one in took_part.values() if "skipped" in one), "")
     lost = next((rank for rank, one in took_part.items() if "lost" in one), None)
-    survivors = {str(rank): one for rank, one in took_part.items() if "lost" not in one and "skipped" not in one}
+    survivors = {
+        str(rank): one
+        for rank, one in took_part.items()
+        if "lost" not in one and "skipped" not in one
+    }
     return {"seen": {} if skipped else survivors, "skipped": skipped, "lost": lost}

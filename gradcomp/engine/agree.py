@@ -1,4 +1,6 @@
-"""What ranks tell each other outside of a bucket's exchange: arguments that must be alike, why one gives up."""
+"""What ranks tell each other outside of a bucket's exchange: arguments that must be alike, why
+one gives up.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class HasPipeline(Protocol):
 
 
 def tell_why(owner: HasPipeline, abort: Callable[[str], None]) -> Callable[[], None]:
-    """Return what calls `abort` with the error of the owner's pipeline, without keeping the owner alive."""
+    """Return what calls `abort` with the error of the owner's pipeline, without keeping the
+    owner alive.
+    """
     me = weakref.ref(owner)
 
     def tell() -> None:
@@ -49,7 +53,8 @@ def agree_on_words(
         channel: SCALE, which is claimed meanwhile; CONTROL where an exchange may be under way.
 
     Raises:
-        PeerMismatch: on every rank, naming the first argument and rank that differ, and what both have; "call".
+        PeerMismatch: on every rank, naming the first argument and rank that differ, and what both
+            have; "call".
         PeerLost: a rank did not answer.
     """
     texts = {name: repr(value) for name, value in values.items()}

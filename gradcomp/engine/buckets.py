@@ -1,7 +1,8 @@
-"""Named tensors that are averaged, fused into flat ones: gradients of a model without DDP, or whatever has a source.
+"""Named tensors that are averaged, fused into flat ones: gradients of a model without DDP, or
+whatever has a source.
 
-A parameter that tensor parallelism has sharded (a DTensor) takes part with its local shard: ranks that are averaged hold the
-same shard of it.
+A parameter that tensor parallelism has sharded (a DTensor) takes part with its local shard: ranks
+that are averaged hold the same shard of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _SPARSE = "make the layer with sparse=False"
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, in the same memory: the shard of a DTensor, any other tensor whole."""
+    """Return what this rank holds of a tensor, in the same memory: the shard of a DTensor, any
+    other tensor whole.
+    """
     sharded: Any = tensor
     if not hasattr(sharded, "to_local"):
         return tensor
@@ -30,33 +33,47 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def shard_of(tensor: Any) -> object:
-    """Return which shard of a DTensor this rank holds, for comparison over ranks; None for a whole tensor."""
+    """Return which shard of a DTensor this rank holds, for comparison over ranks; None for a
+    whole tensor.
+    """
     if not hasattr(tensor, "to_local"):
         return None
     here = tensor.device_mesh.get_coordinate()
     sizes = tuple(tensor.device_mesh.mesh.shape)
     cut = [axis for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
-    return tuple((axis, sizes[axis], here[axis], repr(tensor.placements[axis])) for axis in cut) or None
+    return (
+        tuple((axis, sizes[axis], here[axis], repr(tensor.placements[axis])) for axis in cut)
+        or None
+    )
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
-    """Raise UnsupportedTensor unless a gradient is a dense CPU tensor of its parameter's dtype, sharded as that is."""
+    """Raise UnsupportedTensor unless a gradient is a dense CPU tensor of its parameter's dtype,
+    sharded as that is.
+    """
     grad: Any = parameter.grad
     placements = getattr(parameter, "placements", None)
     if getattr(grad, "placements", None) != placements:
         found = getattr(grad, "placements", "nowhere (a plain tensor)")
-        raise UnsupportedTensor(f"gradient of {name!r} is placed {found}, its parameter {placements}")
+        raise UnsupportedTensor(
+            f"gradient of {name!r} is placed {found}, its parameter {placements}"
+        )
     local = grad.to_local() if placements is not None else grad
     refuse_sparse(local, name)
     check_tensor(local, f"the gradient of {name!r}", contiguous=False)
     if grad.dtype != parameter.dtype:
-        raise UnsupportedTensor(f"the gradient of {name!r} is {grad.dtype}, its parameter {parameter.dtype}")
+        raise UnsupportedTensor(
+            f"the gradient of {name!r} is {grad.dtype}, its parameter {parameter.dtype}"
+        )
 
 
 def refuse_sparse(gradient: Tensor, name: str) -> None:
     """Raise UnsupportedTensor for the sparse gradient of parameter `name`."""
     if gradient.layout != torch.strided:
-        raise UnsupportedTensor(f"the gradient of {name!r} is {gradient.layout}, and gradcomp takes dense ones: {_SPARSE}")
+        raise UnsupportedTensor(
+            f"the gradient of {name!r} is {gradient.layout}, and gradcomp takes dense ones:"
+            f" {_SPARSE}"
+        )
 
 
 def check_layers(model: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -66,11 +83,17 @@ def check_layers(model: nn.Module, ignored: Collection[str] = ()) -> None:
         ignored: names of parameters whose gradients are not averaged.
     """
     for layer, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.sparse
+            and module.weight.requires_grad
+        ):
             name = f"{layer}.weight".lstrip(".")
             if name not in ignored:
                 kind = type(module).__name__
-                raise UnsupportedTensor(f"parameter {name!r} of an {kind}(sparse=True) gets sparse gradients: {_SPARSE}")
+                raise UnsupportedTensor(
+                    f"parameter {name!r} of an {kind}(sparse=True) gets sparse gradients: {_SPARSE}"
+                )
 
 
 @torch.no_grad()
@@ -82,7 +105,9 @@ def poison(parameters: Iterable[Tensor]) -> None:
         if parameter.grad.layout == torch.strided:
             parameter.grad.fill_(float("nan"))
         else:
-            parameter.grad = torch.full((), float("nan"), dtype=parameter.grad.dtype).expand(parameter.shape)
+            parameter.grad = torch.full((), float("nan"), dtype=parameter.grad.dtype).expand(
+                parameter.shape
+            )
 
 
 class Source(Protocol):
@@ -91,7 +116,8 @@ class Source(Protocol):
     Attributes:
         name: the same on every rank.
         trained: whether it is averaged at all.
-        shard: which shard of a sharded tensor this rank holds; the same on all ranks that are averaged.
+        shard: which shard of a sharded tensor this rank holds; the same on all ranks that are
+            averaged.
     """
 
     name: str
@@ -100,7 +126,9 @@ class Source(Protocol):
 
     @property
     def like(self) -> Tensor:
-        """A tensor of its shape, dtype and strides, whose bits every rank holds alike (`Engine.check_replicas`)."""
+        """A tensor of its shape, dtype and strides, whose bits every rank holds alike
+        (`Engine.check_replicas`).
+        """
 
     def load(self, view: Tensor) -> None:
         """Copy this rank's values to `view`, a tensor like `like` inside a bucket."""
@@ -158,10 +186,15 @@ class Bucket:
         likes = [source.like for _, source in sources]
         numels = [like.numel() for like in likes]
         self.flat = torch.zeros(sum(numels), dtype=likes[0].dtype)
-        views = [storage_view(v, like) for v, like in zip(torch.split(self.flat, numels), likes, strict=True)]
+        views = [
+            storage_view(v, like)
+            for v, like in zip(torch.split(self.flat, numels), likes, strict=True)
+        ]
         self._parts = [(source, view) for (_, source), view in zip(sources, views, strict=True)]
         offsets = [sum(numels[:i]) for i in range(len(numels))]
-        self.members = tuple((index, offset) for (index, _), offset in zip(sources, offsets, strict=True))
+        self.members = tuple(
+            (index, offset) for (index, _), offset in zip(sources, offsets, strict=True)
+        )
 
     @torch.no_grad()
     def load(self) -> None:
@@ -182,11 +215,18 @@ class Bucket:
 
 
 def fuse(sources: Sequence[Source], bucket_cap_mb: float) -> list[Bucket]:
-    """Share trained tensors out over buckets of one dtype each, last ones first, as backward makes gradients."""
-    buckets, trained = [], [(i, source, source.like) for i, source in enumerate(sources) if source.trained]
+    """Share trained tensors out over buckets of one dtype each, last ones first, as backward
+    makes gradients.
+    """
+    buckets, trained = (
+        [],
+        [(i, source, source.like) for i, source in enumerate(sources) if source.trained],
+    )
     for dtype in dict.fromkeys(like.dtype for _, _, like in trained):
         alike = [(i, source) for i, source, like in trained if like.dtype == dtype]
-        sizes = [like.numel() * like.element_size() for _, _, like in trained if like.dtype == dtype]
+        sizes = [
+            like.numel() * like.element_size() for _, _, like in trained if like.dtype == dtype
+        ]
         for members in assign_buckets(sizes, int(bucket_cap_mb * 2**20)):
             buckets.append(Bucket([alike[m] for m in members]))
     return buckets
@@ -198,7 +238,12 @@ def _like(parameter: Any, local: Tensor) -> Tensor:
         return local
     shape, stride = parameter.size(), parameter.stride()
     whole: Tensor = type(parameter).from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
     )
     return whole
 
@@ -207,4 +252,6 @@ def check_optimizer(optimizer: Any, parameters: Iterable[Tensor]) -> None:
     """Raise ValueError if an optimizer updates none of a model's parameters."""
     known = {id(p) for p in parameters}
     if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError("optimizer updates no parameter of this model; pass the optimizer that trains it")
+        raise ValueError(
+            "optimizer updates no parameter of this model; pass the optimizer that trains it"
+        )

@@ -1,8 +1,10 @@
-"""A warning where training diverges under `TernGrad`, whose unbiased noise narrows the range of stable learning rates.
+"""A warning where training diverges under `TernGrad`, whose unbiased noise narrows the range of
+stable learning rates.
 
-Noise that updates cannot average out makes weights wander: their norm grows. On a perceptron that trains in fp32 and diverges in
-`TernGrad` (docs/explanation/ternary.md has the figures) the norm of all compressed tensors grows by a factor of 5.7 and more
-within 200 steps; where either trains, by at most 2.6.
+Noise that updates cannot average out makes weights wander: their norm grows. On a perceptron that
+trains in fp32 and diverges in `TernGrad` (docs/explanation/ternary.md has the figures) the norm of
+all compressed tensors grows by a factor of 5.7 and more within 200 steps; where either trains, by
+at most 2.6.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ class Growth:
         elif not (grown := self._norm() / self._first) <= LIMIT:
             self._weights = ()
             logger.warning(
-                f"weights have grown {grown:.1f} times in {step - self._begun} steps under 'terngrad': its noise is too large for "
-                "this learning rate, and the loss diverges if it is not falling now. Take codec 'ternary', which trains at "
-                "the rates of fp32, or a smaller learning rate"
+                f"weights have grown {grown:.1f} times in {step - self._begun} steps under"
+                " 'terngrad': its noise is too large for this learning rate, and the loss diverges"
+                " if it is not falling now. Take codec 'ternary', which trains at the rates of"
+                " fp32, or a smaller learning rate"
             )
 
     @torch.no_grad()

@@ -1,4 +1,6 @@
-"""How one model's tensors travel: the exchange of every bucket layout, and what ranks agree on before its first byte."""
+"""How one model's tensors travel: the exchange of every bucket layout, and what ranks agree on
+before its first byte.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
 from gradcomp.payload.pieces import Slot
 
-Members = tuple[tuple[int, int], ...]  # (position of a tensor, its first element in the bucket), in bucket order
+Members = tuple[
+    tuple[int, int], ...
+]  # (position of a tensor, its first element in the bucket), in bucket order
 
 
 class Layouts:
-    """Tensors by position, and an exchange with buffers for every bucket layout of them that has been seen.
+    """Tensors by position, and an exchange with buffers for every bucket layout of them that has
+    been seen.
 
     Args:
         sources: the tensors, in the same order on every rank.
@@ -51,7 +56,8 @@ class Layouts:
         route: over which communicators.
         memory: residuals and states of transforms, by position.
         probe: samples what codes make of gradients.
-        keeps_packed: leave averages packed in the exchanges where that is safe. To be set before the first bucket.
+        keeps_packed: leave averages packed in the exchanges where that is safe. To be set before
+            the first bucket.
         compressed: whether any bucket has been.
     """
 
@@ -69,13 +75,25 @@ class Layouts:
         likes = [source.like for source in sources]
         self.trained = frozenset(i for i, source in enumerate(sources) if source.trained)
         for index in sorted(self.trained):
-            check_tensor(likes[index].detach(), f"parameter {sources[index].name!r}", contiguous=False)
-        shapes = [(source.name, storage_shape(like)) for source, like in zip(sources, likes, strict=True)]
-        self.orders = {i: order for i, like in enumerate(likes) if (order := storage_order(like.shape, like.stride()))}
+            check_tensor(
+                likes[index].detach(), f"parameter {sources[index].name!r}", contiguous=False
+            )
+        shapes = [
+            (source.name, storage_shape(like)) for source, like in zip(sources, likes, strict=True)
+        ]
+        self.orders = {
+            i: order
+            for i, like in enumerate(likes)
+            if (order := storage_order(like.shape, like.stride()))
+        }
         self.shards = {i: source.shard for i, source in enumerate(sources)}
-        self.parameters = describe_parameters(shapes, codec.group_numel, options.min_numel, options.exempts)
+        self.parameters = describe_parameters(
+            shapes, codec.group_numel, options.min_numel, options.exempts
+        )
         warn_of_thin_groups(self.parameters, codec.form)
-        self._plain = resolve(options.start_codec) if options.start_codec is not None else Identity()
+        self._plain = (
+            resolve(options.start_codec) if options.start_codec is not None else Identity()
+        )
         self.probe = Probe(options.quality_every, self.names)
         self.keeps_packed = self.compressed = False
         self.take(comm)
@@ -91,7 +109,13 @@ class Layouts:
         """Travel over `comm` from now on. Collective for a hierarchical exchange."""
         options = self.options
         self.route: Route = make_route(
-            self.codec, comm, options.exchange, options.nodes, self._timeout_s, options.transform, options.slice_numel
+            self.codec,
+            comm,
+            options.exchange,
+            options.nodes,
+            self._timeout_s,
+            options.transform,
+            options.slice_numel,
         )
         self.strategy = self.route.strategy
         self.comm = comm
@@ -119,7 +143,8 @@ class Layouts:
         slots = self._slots(members)
         if sum(s.numel for s in slots) != buffer.numel():
             raise ValueError(
-                f"the bucket holds {buffer.numel()} elements, its parameters {sum(s.numel for s in slots)}"
+                f"the bucket holds {buffer.numel()} elements, its parameters"
+                f" {sum(s.numel for s in slots)}"
             )
         codec, memory = self._plain if plain else self.codec, self.memory
         self.compressed |= not isinstance(codec, Identity) or codec is self.codec
@@ -129,7 +154,9 @@ class Layouts:
             buffer.dtype,
             self._stats,
             feedback=memory.feedback if codec.error_feedback else None,
-            owner_feedback=memory.owner_feedback if codec.error_feedback or codec is self.codec else None,
+            owner_feedback=(
+                memory.owner_feedback if codec.error_feedback or codec is self.codec else None
+            ),
             transform=None if plain else memory.transform,
             moments=memory.moments,
             probe=None if plain else self.probe,
@@ -141,48 +168,71 @@ class Layouts:
         return self._exchanges[kind], self._fingerprint(slots, buffer, step, bucket)
 
     def forget_all_but(self, used: Iterable[Exchange]) -> None:
-        """Free the buffers of layouts that a bucket rebuild has replaced, after a step that brought new ones."""
+        """Free the buffers of layouts that a bucket rebuild has replaced, after a step that
+        brought new ones.
+        """
         if self._changed:
             kept = list(used)
-            self._exchanges = {k: e for k, e in self._exchanges.items() if any(e is one for one in kept)}
+            self._exchanges = {
+                k: e for k, e in self._exchanges.items() if any(e is one for one in kept)
+            }
             self._changed = False
 
     def expected_ratio(self) -> float:
-        """Return baseline bytes / bytes sent, as the exchange's own sizing has it, all tensors in one bucket."""
+        """Return baseline bytes / bytes sent, as the exchange's own sizing has it, all tensors
+        in one bucket.
+        """
         members, offset = [], 0
         for p in self.parameters:
             if p.index in self.trained:
                 members.append((p.index, offset))
                 offset += p.numel
         plan = self._plan(self._slots(tuple(members)), self.codec)
-        return ring_bytes(offset, self.comm.world_size) / plan.sent_nbytes if plan.sent_nbytes else 1.0
+        return (
+            ring_bytes(offset, self.comm.world_size) / plan.sent_nbytes if plan.sent_nbytes else 1.0
+        )
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
-        owner = self.comm.world_size > 1 and owners_feed_back(self.strategy.second_phase, self.codec)
+        owner = self.comm.world_size > 1 and owners_feed_back(
+            self.strategy.second_phase, self.codec
+        )
         if not (self.codec.error_feedback or self._plain.error_feedback or owner):
             return None, None
         share = self.route.residual_numel
-        numels = {p.index: share(p.numel) for p in self.parameters if p.compressed and p.index in self.trained}
-        feedback = Feedback(numels)  # takes memory when it is written first, which a codec without residuals never does
+        numels = {
+            p.index: share(p.numel)
+            for p in self.parameters
+            if p.compressed and p.index in self.trained
+        }
+        feedback = Feedback(
+            numels
+        )  # takes memory when it is written first, which a codec without residuals never does
         return feedback, feedback.owned(self.route.owner_numel) if owner else None
 
     def _make_moments(self) -> SecondMoments | None:
         options = self.options.precondition
         if not isinstance(options, Precondition):
             return None
-        return SecondMoments(options, {p.index: p.numel for p in self.parameters if p.compressed and p.index in self.trained})
+        return SecondMoments(
+            options,
+            {p.index: p.numel for p in self.parameters if p.compressed and p.index in self.trained},
+        )
 
     def _slots(self, members: Members) -> list[Slot]:
         slots, transform = [], self.memory.transform
-        feedback = self.memory.feedback if self.comm.world_size > 1 else None  # a single rank only pays what it owes
+        feedback = (
+            self.memory.feedback if self.comm.world_size > 1 else None
+        )  # a single rank only pays what it owes
         for index, offset in members:
             p = self.parameters[index]
             new = feedback is not None and p.compressed and not feedback.knows(index)
             if new or (transform is not None and not transform.planes.knows(index)):
                 raise GradcompError(
-                    f"parameter {p.name!r} was frozen when gradcomp was registered; register after unfreezing"
+                    f"parameter {p.name!r} was frozen when gradcomp was registered; register after"
+                    " unfreezing"
                 )
             residual = feedback.offset(index) if feedback is not None and p.compressed else 0
             slots.append(Slot(index, p.numel, p.group_numel, p.compressed, offset, residual))
@@ -193,9 +243,14 @@ class Layouts:
         offsets = {s.index: own.offset(s.index) for s in slots if s.compressed} if own else None
         return self.route.plan(slots, codec, offsets)
 
-    def _fingerprint(self, slots: list[Slot], buffer: Tensor, step: int, bucket: int) -> dict[str, object]:
+    def _fingerprint(
+        self, slots: list[Slot], buffer: Tensor, step: int, bucket: int
+    ) -> dict[str, object]:
         """Return what ranks compare of a bucket, by field."""
-        shapes, orders = [self.parameters[s.index].shape for s in slots], [self.orders.get(s.index) for s in slots]
+        shapes, orders = (
+            [self.parameters[s.index].shape for s in slots],
+            [self.orders.get(s.index) for s in slots],
+        )
         shards = list(zip(shapes, orders, (self.shards.get(s.index) for s in slots), strict=True))
         return {
             "wire_version": wire.VERSION,
@@ -221,8 +276,14 @@ class Layouts:
             "codec_options": repr(self.codec),
             "exchange": str(self.strategy),
             "layout": lambda: "; ".join(self._describe(slot) for slot in self._slots(members)),
-            "numel": lambda: f"{sum(self.parameters[i].numel for i, _ in members)} values in {self._names_of(members)}",
-            **{name: repr(getattr(options, name)) for name in ("precondition", "slice_numel", "min_numel")},
+            "numel": lambda: (
+                f"{sum(self.parameters[i].numel for i, _ in members)} values in"
+                f" {self._names_of(members)}"
+            ),
+            **{
+                name: repr(getattr(options, name))
+                for name in ("precondition", "slice_numel", "min_numel")
+            },
             "transform": options.transform.compared() if options.transform is not None else "None",
         }
 
@@ -235,4 +296,6 @@ class Layouts:
         return f"{name} {tuple(shape)} from {slot.offset}, {packed}{more}"
 
     def _names_of(self, members: Members) -> str:
-        return ", ".join(f"{self.parameters[i].name} {tuple(self.parameters[i].shape)}" for i, _ in members)
+        return ", ".join(
+            f"{self.parameters[i].name} {tuple(self.parameters[i].shape)}" for i, _ in members
+        )

@@ -1,7 +1,9 @@
-"""Parameters that come to a model after it was registered: no bucket holds their gradients, every rank trains them apart.
+"""Parameters that come to a model after it was registered: no bucket holds their gradients, every
+rank trains them apart.
 
-Nobody walks through the model at every step for that: torch says when any module or parameter is registered anywhere in the
-process, and only a model that is used after that is looked through again.
+Nobody walks through the model at every step for that: torch says when any module or parameter is
+registered anywhere in the process, and only a model that is used after that is looked through
+again.
 """
 
 from __future__ import annotations
@@ -38,18 +40,23 @@ class Newcomers:
     def __init__(self, model: nn.Module) -> None:
         _watch()
         self._model = model
-        self._known = {id(parameter): parameter for parameter in model.parameters()}  # kept: ids are used again
+        self._known = {
+            id(parameter): parameter for parameter in model.parameters()
+        }  # kept: ids are used again
         self._seen = _registered
 
     def refuse(self) -> None:
-        """Raise GradcompError if there is one; next to nothing where no module has changed since the last call."""
+        """Raise GradcompError if there is one; next to nothing where no module has changed since
+        the last call.
+        """
         if self._seen == _registered:
             return
         seen = _registered
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
                 raise GradcompError(
-                    f"parameter {name!r} has come to the model later: no bucket holds its gradient, and every rank would "
-                    "train it apart; build the model first, then wrap it, and register it or make its averager"
+                    f"parameter {name!r} has come to the model later: no bucket holds its gradient,"
+                    " and every rank would train it apart; build the model first, then wrap it,"
+                    " and register it or make its averager"
                 )
         self._seen = seen

@@ -46,30 +46,36 @@ class Options:
     """What may be chosen beside the codec; every rank needs the same.
 
     Args:
-        start_step: steps before this one are averaged in fp32 (a warm start), or packed by `start_codec`.
-        start_codec: codec or name for the steps before `start_step`: `Block(4)`, say, whose warm start loses nothing and takes an
-            eighth of the bytes; its groups are those of the codec. Also for the warm-up of `gradcomp.optim.OneBitAdam`. None: fp32.
-        min_numel: tensors with fewer elements travel as fp32. None: those with fewer than 1024, and vectors (norms, biases) of
-            any size.
-        exclude: what else travels as fp32, one entry or a sequence: names, patterns (``"*.bias"``), "norm", "embedding", "head"
-            (by what libraries call such layers), functions of name and shape.
-        exchange: "auto" (fewer bytes), "all_gather", "reduce_scatter", or "hierarchical": fp32 inside a node, compressed
-            between nodes.
-        nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal GRADCOMP_HOST_ID, or
-            else equal host name.
-        transform: changes gradients on their way, such as `gradcomp.onebit_sgd.AggregateAdagrad`; not before `start_step`.
-            One for owners of means forces exchange "reduce_scatter".
-        precondition: encode gradients in units of the root of their second moment, which all ranks know from the averages: for
-            Adam and its like with codecs of 1 and 2 bits. True, or `Precondition` for other settings than its defaults.
-        grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a whole step at a time.
-            A step is one backward: to accumulate several, run all but the last under ``no_sync()``.
-        transactional: commit residuals only if no bucket of the step held NaN or Inf and every rank has ended the step (a round
-            of 16 bytes); on by default with `grad_scaler`.
-        slice_numel: elements of a slice, at least: a bucket of twice as many or more goes in slices, one of which is encoded while the one
-            before it is on the wire. It changes no value. None: 2,097,152. For experiments.
+        start_step: steps before this one are averaged in fp32 (a warm start), or packed by
+            `start_codec`.
+        start_codec: codec or name for the steps before `start_step`: `Block(4)`, say, whose warm
+            start loses nothing and takes an eighth of the bytes; its groups are those of the codec.
+            Also for the warm-up of `gradcomp.optim.OneBitAdam`. None: fp32.
+        min_numel: tensors with fewer elements travel as fp32. None: those with fewer than 1024, and
+            vectors (norms, biases) of any size.
+        exclude: what else travels as fp32, one entry or a sequence: names, patterns (``"*.bias"``),
+            "norm", "embedding", "head" (by what libraries call such layers), functions of name and
+            shape.
+        exchange: "auto" (fewer bytes), "all_gather", "reduce_scatter", or "hierarchical": fp32
+            inside a node, compressed between nodes.
+        nodes: (hierarchical) the ranks of every node, all of one size; by default those with equal
+            GRADCOMP_HOST_ID, or else equal host name.
+        transform: changes gradients on their way, such as `gradcomp.onebit_sgd.AggregateAdagrad`;
+            not before `start_step`. One for owners of means forces exchange "reduce_scatter".
+        precondition: encode gradients in units of the root of their second moment, which all ranks
+            know from the averages: for Adam and its like with codecs of 1 and 2 bits. True, or
+            `Precondition` for other settings than its defaults.
+        grad_scaler: a `torch.amp.GradScaler` or the like: residuals follow its scale and commit a
+            whole step at a time. A step is one backward: to accumulate several, run all but the
+            last under ``no_sync()``.
+        transactional: commit residuals only if no bucket of the step held NaN or Inf and every rank
+            has ended the step (a round of 16 bytes); on by default with `grad_scaler`.
+        slice_numel: elements of a slice, at least: a bucket of twice as many or more goes in
+            slices, one of which is encoded while the one before it is on the wire. It changes no
+            value. None: 2,097,152. For experiments.
         quality_every: steps from one sample for `quality()` to the next, on this rank; 0: none.
-        timeout_s: seconds after which a silent peer is given up; by default the communicator's own, which is that of its process
-            group over torch.distributed and 300 otherwise.
+        timeout_s: seconds after which a silent peer is given up; by default the communicator's own,
+            which is that of its process group over torch.distributed and 300 otherwise.
 
     Raises:
         TypeError: `transform` or `precondition` is none.
@@ -99,40 +105,71 @@ class Options:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
         if self.slice_numel is not None and (
-            isinstance(self.slice_numel, bool) or not isinstance(self.slice_numel, int) or self.slice_numel < UNIT_NUMEL
+            isinstance(self.slice_numel, bool)
+            or not isinstance(self.slice_numel, int)
+            or self.slice_numel < UNIT_NUMEL
         ):
-            raise ValueError(f"slice_numel must be None or an integer of at least {UNIT_NUMEL}, got {self.slice_numel!r}")
+            raise ValueError(
+                f"slice_numel must be None or an integer of at least {UNIT_NUMEL}, got"
+                f" {self.slice_numel!r}"
+            )
         if self.start_codec is not None:
             first = resolve(self.start_codec)
             object.__setattr__(self, "start_codec", first)
             if first.form.group_numel is not None:
                 raise ValueError(
-                    f"start_codec={first!r} has scale groups of its own, and those of a warm start are the codec's: "
-                    "use start_codec=Block(4), or None for fp32"
+                    f"start_codec={first!r} has scale groups of its own, and those of a warm start"
+                    " are the codec's: use start_codec=Block(4), or None for fp32"
                 )
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
-            raise ValueError(f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}")
+            raise ValueError(
+                f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}"
+            )
         if self.nodes is not None and self.exchange != HIERARCHICAL:
-            raise ValueError(f"nodes= needs exchange='hierarchical', got exchange={self.exchange!r}")
+            raise ValueError(
+                f"nodes= needs exchange='hierarchical', got exchange={self.exchange!r}"
+            )
         if check_transform(self.transform) is not None and self.exchange == HIERARCHICAL:
-            raise ValueError("a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
+            raise ValueError(
+                "a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got"
+                " 'hierarchical'"
+            )
         object.__setattr__(self, "precondition", check_precondition(self.precondition))
-        if self.precondition is not None and self.transform is not None and self.transform.place == "owner":
-            raise ValueError(f"precondition does not go with {self.transform!r}, which changes means where they are owned")
+        if (
+            self.precondition is not None
+            and self.transform is not None
+            and self.transform.place == "owner"
+        ):
+            raise ValueError(
+                f"precondition does not go with {self.transform!r}, which changes means where they"
+                " are owned"
+            )
         self._check_scaler()
         seconds = self.timeout_s
-        if seconds is not None and (not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_TIMEOUT_S):
-            raise ValueError(f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got {seconds!r}")
+        if seconds is not None and (
+            not isinstance(seconds, (int, float)) or not 0 < seconds <= MAX_TIMEOUT_S
+        ):
+            raise ValueError(
+                f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got"
+                f" {seconds!r}"
+            )
 
     def _check_scaler(self) -> None:
         if self.transactional not in (None, True, False):
-            raise ValueError(f"transactional must be None, True or False, got {self.transactional!r}")
+            raise ValueError(
+                f"transactional must be None, True or False, got {self.transactional!r}"
+            )
         if self.grad_scaler is None:
             return
         if not hasattr(self.grad_scaler, "get_scale"):
-            raise ValueError(f"grad_scaler must have get_scale(), got {type(self.grad_scaler).__name__}")
+            raise ValueError(
+                f"grad_scaler must have get_scale(), got {type(self.grad_scaler).__name__}"
+            )
         if self.transactional is False:
-            raise ValueError("transactional=False cannot work with a grad_scaler: a skipped step would lose residuals")
+            raise ValueError(
+                "transactional=False cannot work with a grad_scaler: a skipped step would lose"
+                " residuals"
+            )
 
     @classmethod
     def of(cls, options: Options | None, **changes: Unpack[Changes]) -> Options:
@@ -147,35 +184,46 @@ class Options:
         known = [field.name for field in fields(cls)]
         for name in changes.keys() - set(known):
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-            raise TypeError(f"there is no option {name!r}; did you mean {near!r}? (all: {', '.join(known)})")
+            raise TypeError(
+                f"there is no option {name!r}; did you mean {near!r}? (all: {', '.join(known)})"
+            )
         return replace(options or cls(), **changes)
 
     def under(self, optimizer: Any) -> Options:
-        """Return the options under an optimizer: one whose momentum travels (`gradcomp.optim.OneBitAdam`) brings its transform.
+        """Return the options under an optimizer: one whose momentum travels
+        (`gradcomp.optim.OneBitAdam`) brings its transform.
 
         Raises:
             TypeError: no optimizer.
-            ValueError: a `transform` or a `start_step` beside it; a `start_codec` that has no steps to pack.
+            ValueError: a `transform` or a `start_step` beside it; a `start_codec` that has no steps
+                to pack.
         """
         if optimizer is not None and not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {type(optimizer).__name__}")
+            raise TypeError(
+                "optimizer must be an optimizer, such as torch.optim.AdamW(...), got"
+                f" {type(optimizer).__name__}"
+            )
         brought = getattr(optimizer, "transform", None)
         mine = self
         if isinstance(brought, Transform) and brought is not self.transform:
             for name, value in (("transform", self.transform), ("start_step", self.start_step)):
                 if value:
                     raise ValueError(
-                        f"{name}={value!r} does not go with {type(optimizer).__name__}, which changes gradients on their way and "
-                        "has a warm-up of its own"
+                        f"{name}={value!r} does not go with {type(optimizer).__name__}, which"
+                        " changes gradients on their way and has a warm-up of its own"
                     )
             mine = replace(self, transform=brought)
         own = mine.transform
-        if mine.start_codec is not None and not mine.start_step and not (own is not None and own.packs_warm_up):
+        if (
+            mine.start_codec is not None
+            and not mine.start_step
+            and not (own is not None and own.packs_warm_up)
+        ):
             why = "packs the steps before start_step, which is 0"
             if isinstance(brought, Transform):
                 why = (
-                    f"does not go with {type(optimizer).__name__}: gradients and momenta take turns there, and residuals of one "
-                    "are none of the other"
+                    f"does not go with {type(optimizer).__name__}: gradients and momenta take turns"
+                    " there, and residuals of one are none of the other"
                 )
             raise ValueError(f"start_codec={mine.start_codec!r} {why}")
         return mine
@@ -187,12 +235,22 @@ class Options:
 
     def is_plain(self, step: int) -> bool:
         """Whether the gradients of this exchange are averaged in fp32, or as `start_codec` says."""
-        return step < self.start_step or (self.transform is not None and self.transform.pauses(step))
+        return step < self.start_step or (
+            self.transform is not None and self.transform.pauses(step)
+        )
 
     def begins_transform(self, step: int) -> bool:
-        """Whether this exchange is the first after the warm-up of a transform's own that `start_codec` packs."""
+        """Whether this exchange is the first after the warm-up of a transform's own that
+        `start_codec` packs.
+        """
         own = self.transform
-        return own is not None and self.start_codec is not None and step > 0 and own.pauses(step - 1) and not own.pauses(step)
+        return (
+            own is not None
+            and self.start_codec is not None
+            and step > 0
+            and own.pauses(step - 1)
+            and not own.pauses(step)
+        )
 
     @property
     def whole_steps(self) -> bool:
@@ -205,11 +263,15 @@ class Options:
         return None if self.grad_scaler is None else self.grad_scaler.get_scale
 
     def compared(self) -> dict[str, object]:
-        """Return what ranks compare of it before they exchange anything, by field of the fingerprint."""
+        """Return what ranks compare of it before they exchange anything, by field of the
+        fingerprint.
+        """
         return {
             "transform": self.transform.compared() if self.transform is not None else 0,
             "precondition": repr(self.precondition) if self.precondition is not None else 0,
-            "start_step": (self.start_step, repr(self.start_codec)) if self.start_codec else self.start_step,
+            "start_step": (
+                (self.start_step, repr(self.start_codec)) if self.start_codec else self.start_step
+            ),
             "slice_numel": self.slice_numel or 0,
             "min_numel": "vectors" if self.min_numel is None else self.min_numel,
             "exclude": sorted(e if isinstance(e, str) else "a function" for e in self.exempts),
@@ -218,11 +280,16 @@ class Options:
 
 
 def spell_out(function: _F) -> _F:
-    """Let ``help`` and ``inspect.signature`` of a function show the options where it says ``**changes``."""
+    """Let ``help`` and ``inspect.signature`` of a function show the options where it says
+    ``**changes``.
+    """
     shown = inspect.signature(function)
     own = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
     kind = inspect.Parameter.KEYWORD_ONLY
-    extra = [inspect.Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(Options)]
+    extra = [
+        inspect.Parameter(f.name, kind, default=f.default, annotation=f.type)
+        for f in fields(Options)
+    ]
     function.__signature__ = shown.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
     return function
 
@@ -232,7 +299,9 @@ def _entries(exclude: object) -> tuple[Exempts, ...]:
     one = isinstance(exclude, str) or callable(exclude)
     found = (exclude,) if one else tuple(exclude) if isinstance(exclude, Iterable) else (None,)
     if not all(isinstance(entry, str) or callable(entry) for entry in found):
-        raise ValueError(f"exclude must be a sequence of names, patterns or functions, got {exclude!r}")
+        raise ValueError(
+            f"exclude must be a sequence of names, patterns or functions, got {exclude!r}"
+        )
     return found
 
 
@@ -241,6 +310,12 @@ def check_rotation(codec: Codec, options: Options) -> None:
     if not codec.rotates:
         return
     if options.precondition is not None:
-        raise ValueError(f"precondition=True keeps values apart that rotate=True mixes: one of them, got both with {codec!r}")
+        raise ValueError(
+            "precondition=True keeps values apart that rotate=True mixes: one of them, got both"
+            f" with {codec!r}"
+        )
     if options.transform is not None and options.transform.place == "owner":
-        raise ValueError(f"{options.transform!r} needs means as they are, and owners of {codec!r} have rotated ones: leave rotate=True out")
+        raise ValueError(
+            f"{options.transform!r} needs means as they are, and owners of {codec!r} have rotated"
+            " ones: leave rotate=True out"
+        )

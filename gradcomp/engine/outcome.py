@@ -1,4 +1,6 @@
-"""Whether a step counts, for the same answer on every rank: a round of a few bytes after the last bucket."""
+"""Whether a step counts, for the same answer on every rank: a round of a few bytes after the
+last bucket.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ _DONE = struct.Struct("<Qd")  # step, loss scale
 
 
 def agree_on_step(comm: Communicator, step: int, loss_scale: float, timeout_s: float) -> int:
-    """Return, once every rank has averaged every bucket of this step, the bytes that this rank sent for it.
+    """Return, once every rank has averaged every bucket of this step, the bytes that this rank sent
+    for it.
 
-    A rank whose step failed does not get here, so no rank gets past here. It runs in the last stage of a pipeline, behind
-    the buckets, when nothing else is under way on the channel of second phases.
+    A rank whose step failed does not get here, so no rank gets past here. It runs in the last stage
+    of a pipeline, behind the buckets, when nothing else is under way on the channel of second
+    phases.
 
     Raises:
         PeerMismatch: "step" or "loss_scale" differ.

@@ -16,11 +16,15 @@ from gradcomp.payload import wire
 from gradcomp.payload.fingerprint import Record, Words
 
 DIGEST_NBYTES = 16
-Named = Sequence[tuple[str, object]]  # name, and a tensor or a value that its repr tells from others
+Named = Sequence[
+    tuple[str, object]
+]  # name, and a tensor or a value that its repr tells from others
 
 
 def digests(values: Iterable[object]) -> bytes:
-    """Return DIGEST_NBYTES for each value: of a tensor of the bytes of its elements in order, else of its repr."""
+    """Return DIGEST_NBYTES for each value: of a tensor of the bytes of its elements in order,
+    else of its repr.
+    """
     out = b""
     for value in values:
         if isinstance(value, Tensor):
@@ -45,8 +49,8 @@ def compare(
 ) -> int:
     """Raise PeerMismatch unless ranks hold the same names, shapes and bits. Collective.
 
-    One record goes round first, so that ranks with other tensors, or in another call, are a mismatch; digests of
-    each tensor follow only where the record shows that bits differ.
+    One record goes round first, so that ranks with other tensors, or in another call, are a
+    mismatch; digests of each tensor follow only where the record shows that bits differ.
 
     Args:
         called: what every rank has to call.
@@ -60,7 +64,8 @@ def compare(
         the bytes that this rank sent.
 
     Raises:
-        PeerMismatch: a field of `settings`; "layout"; the name of the first value that differs from rank 0's.
+        PeerMismatch: a field of `settings`; "layout"; the name of the first value that differs from
+            rank 0's.
         PeerLost: a rank did not answer.
     """
     mine = digests(value for _, value in named)
@@ -74,7 +79,9 @@ def compare(
     except PeerMismatch as found:
         if found.field != "bits":
             raise
-    with peers_answer(phase, called=called):  # names and shapes are alike: as many bytes on every rank
+    with peers_answer(
+        phase, called=called
+    ):  # names and shapes are alike: as many bytes on every rank
         everyone = comm.all_gather_bytes(mine, timeout_s, channel)
     name, value, digest = next(
         (*named[n], mine[part])
@@ -82,7 +89,9 @@ def compare(
         for part in [slice(DIGEST_NBYTES * n, DIGEST_NBYTES * (n + 1))]
         if len({theirs[part] for theirs in everyone}) > 1
     )
-    last = Record({"wire_version": wire.VERSION, name: digest}, {name: lambda: describe(value)}, call=called)
+    last = Record(
+        {"wire_version": wire.VERSION, name: digest}, {name: lambda: describe(value)}, call=called
+    )
     agree(comm, last, timeout_s, phase=phase, channel=channel, called=called)
     raise AssertionError(f"digests of {name} differ and are alike")
 

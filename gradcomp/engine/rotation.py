@@ -1,4 +1,5 @@
-"""Averages that are one call behind: the gradients of one backward travel while the next one is computed.
+"""Averages that are one call behind: the gradients of one backward travel while the next one is
+computed.
 
 References:
     Seide et al. 2014, "1-bit stochastic gradient descent" (double buffering).
@@ -51,7 +52,8 @@ class Rotation:
         return self._pending
 
     def rotate(self) -> bool:
-        """Start averaging ``p.grad``; put the averages of the call before in its place, or None if there are none.
+        """Start averaging ``p.grad``; put the averages of the call before in its place, or None if
+        there are none.
 
         Returns:
             whether ``p.grad`` holds averages.
@@ -80,7 +82,8 @@ class Rotation:
         return handed
 
     def flush(self) -> bool:
-        """Wait for the exchange under way and put its averages into ``p.grad``; return whether there was one.
+        """Wait for the exchange under way and put its averages into ``p.grad``; return whether
+        there was one.
 
         Raises:
             GradcompError: as `rotate`.
@@ -113,13 +116,17 @@ class Rotation:
         if self._engine.comm.world_size > 1:
             self.waited_s += time.perf_counter() - begun
             self.exchange_s += self._done - self._started
-            self.codec_s += max(0.0, self._engine.stats.codec_seconds - self._worked)  # unless somebody reset it
+            self.codec_s += max(
+                0.0, self._engine.stats.codec_seconds - self._worked
+            )  # unless somebody reset it
         self._pending = False
         self.exchanges += 1
         return True
 
     def _hand(self, handed: bool) -> None:
-        """Write the finished averages to ``p.grad``; without any, leave no local gradients that a step could take."""
+        """Write the finished averages to ``p.grad``; without any, leave no local gradients that
+        a step could take.
+        """
         for bucket in self._buckets:
             if handed:
                 bucket.store()

@@ -1,4 +1,6 @@
-"""Checkpoints of one model's compression: what a rank needs to go on bit for bit, and whose state it is."""
+"""Checkpoints of one model's compression: what a rank needs to go on bit for bit, and whose
+state it is.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,30 @@ def origin(layouts: Layouts) -> dict[str, Any]:
         "precondition": repr(layouts.options.precondition),
         "strategy": str(layouts.strategy),
         "nodes": repr(layouts.route.nodes),
-        "memory_order": repr({layouts.parameters[i].name: order for i, order in layouts.orders.items()} or None),
+        "memory_order": repr(
+            {layouts.parameters[i].name: order for i, order in layouts.orders.items()} or None
+        ),
         "rank": comm.rank,
         "world_size": comm.world_size,
     }
 
 
 def write(layouts: Layouts, step: int, scale: float) -> dict[str, Any]:
-    """Return the state before step `step`, of gradients that carry `scale`: tensors, numbers and strings only."""
-    return {**origin(layouts), "step": step, "loss_scale": scale, **layouts.memory.state(layouts.names)}
+    """Return the state before step `step`, of gradients that carry `scale`: tensors, numbers and
+    strings only.
+    """
+    return {
+        **origin(layouts),
+        "step": step,
+        "loss_scale": scale,
+        **layouts.memory.state(layouts.names),
+    }
 
 
 def accept(layouts: Layouts, state: dict[str, Any] | Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return this rank's own state, of what may be those of all ranks; ValueError unless it can be loaded."""
+    """Return this rank's own state, of what may be those of all ranks; ValueError unless it can
+    be loaded.
+    """
     if isinstance(state, Sequence):
         state = _own(layouts, state)
     check_origin(state, origin(layouts))
@@ -43,10 +56,14 @@ def accept(layouts: Layouts, state: dict[str, Any] | Sequence[dict[str, Any]]) -
 
 
 def _own(layouts: Layouts, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return this rank's own state out of those of all ranks, brought to this number of ranks where it differs."""
+    """Return this rank's own state out of those of all ranks, brought to this number of ranks
+    where it differs.
+    """
     options, comm = layouts.options, layouts.comm
     if options.exchange == "hierarchical":
-        raise ValueError("a hierarchical exchange resumes with the state of its own rank, not with a list")
+        raise ValueError(
+            "a hierarchical exchange resumes with the state of its own rank, not with a list"
+        )
     place = options.transform.place if options.transform is not None else ""
     owns = layouts.memory.owner_feedback is not None
     new = reshard(states, comm.rank, comm.world_size, owns_means=owns, place=place)

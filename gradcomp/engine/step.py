@@ -1,7 +1,8 @@
-"""What a DDP hook and a GradientAverager share: buckets go through a pipeline, a step of them at a time.
+"""What a DDP hook and a GradientAverager share: buckets go through a pipeline, a step of them at a
+time.
 
-An engine opens a step, averages its buckets, and commits what they left in memory: in one place, on the thread that waits for
-the step, and only when every bucket of it ended well.
+An engine opens a step, averages its buckets, and commits what they left in memory: in one place, on
+the thread that waits for the step, and only when every bucket of it ended well.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ logger = logging.getLogger("gradcomp")
 class Engine:
     """Averages one set of named tensors.
 
-    A step commits residuals and states of transforms when all its buckets ended without an error on this rank; what failed
-    leaves them as they were before the step. Without more, a rank may fail in the last bucket after its peers have ended
-    theirs: they are then a step ahead of it, which they hear at their next step, and states saved on both sides do not go
-    together (loading them says so). With `Options.whole_steps` a round after the last bucket (`agree_on_step`) makes a step
-    count on all ranks or on none; only a rank that is cut off within that round may differ from the others.
+    A step commits residuals and states of transforms when all its buckets ended without an error on
+    this rank; what failed leaves them as they were before the step. Without more, a rank may fail
+    in the last bucket after its peers have ended theirs: they are then a step ahead of it, which
+    they hear at their next step, and states saved on both sides do not go together (loading them
+    says so). With `Options.whole_steps` a round after the last bucket (`agree_on_step`) makes a
+    step count on all ranks or on none; only a rank that is cut off within that round may differ
+    from the others.
 
     Args:
         sources: the tensors, in the same order on every rank.
@@ -60,9 +63,10 @@ class Engine:
         timeout_s: longest wait for a peer, in seconds.
         submitted: exchange and members of every bucket of the last step.
         reports: are told of every step that has ended.
-        replicated: returns what else must be the same on every rank, (name, value) pairs for `check_replicas`.
-        compares_state: the first bucket of every step compares whether a state was loaded, and after a load a digest
-            of what every rank must hold alike.
+        replicated: returns what else must be the same on every rank, (name, value) pairs for
+            `check_replicas`.
+        compares_state: the first bucket of every step compares whether a state was loaded, and
+            after a load a digest of what every rank must hold alike.
     """
 
     pipeline: Pipeline
@@ -71,14 +75,20 @@ class Engine:
     _sealed: bool  # the step has all its buckets
 
     def __init__(
-        self, sources: Sequence[Source], codec: Codec | str, comm: Communicator, options: Options, chosen: str = ""
+        self,
+        sources: Sequence[Source],
+        codec: Codec | str,
+        comm: Communicator,
+        options: Options,
+        chosen: str = "",
     ) -> None:
         if not sources:
             raise ValueError("there are no parameters to average")
         if not any(source.trained for source in sources):
             raise ValueError(
-                f"none of the {len(sources)} parameters ({sources[0].name!r} ...) is trained (requires_grad is False): there are "
-                "no gradients to average; unfreeze before this call"
+                f"none of the {len(sources)} parameters ({sources[0].name!r} ...) is trained"
+                " (requires_grad is False): there are no gradients to average; unfreeze before"
+                " this call"
             )
         comm.check_overlap()
         self.sources, self.options, self._chosen = list(sources), options, chosen
@@ -86,7 +96,9 @@ class Engine:
         self.named = [(source.name, source.like) for source in sources]
         self.timeout_s = comm.timeout_s if options.timeout_s is None else options.timeout_s
         self.stats = Stats()
-        self.layouts = Layouts(sources, resolve(codec), self.comm, options, self.timeout_s, self.stats)
+        self.layouts = Layouts(
+            sources, resolve(codec), self.comm, options, self.timeout_s, self.stats
+        )
         self.codec, self.memory = self.layouts.codec, self.layouts.memory
         self._growth = Growth(self._noisy_weights())
         self.step = self._step_numel = 0
@@ -98,20 +110,24 @@ class Engine:
         self._first_submit = self._last_done = 0.0
         self._start()
 
-    # ---- a step --------------------------------------------------------------------------------------------------
+    # ---- a step
+    # ----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Open a step: take over the loss scale, forget what `discard_step` could undo.
 
         Raises:
-            GradcompError: of an earlier step; a loss scale that gradients cannot carry; too many steps.
+            GradcompError: of an earlier step; a loss scale that gradients cannot carry; too many
+                steps.
         """
         if self.pipeline.error is not None:
             raise self.pipeline.error
         if self._open:  # the step before was abandoned by an exception of the user's
             self.pipeline.wait()
         if self.step >= STEPS:
-            raise GradcompError(f"step {self.step}: random numbers and headers count steps below 2^32")
+            raise GradcompError(
+                f"step {self.step}: random numbers and headers count steps below 2^32"
+            )
         self.comm.claim()
         self._open, self._sealed, self.submitted, self._step_numel = True, False, [], 0
         self._growth.look(self.step)
@@ -124,8 +140,9 @@ class Engine:
             scale = float(self.options.loss_scale())
             if not 0 < scale < math.inf:
                 raise GradcompError(
-                    f"the grad_scaler's scale is {scale}: it has overflowed or decayed to nothing, so gradients carry "
-                    "nothing; look for NaN in the loss, or take a scaler with bounds (gradcomp.amp.DynamicLossScaler)"
+                    f"the grad_scaler's scale is {scale}: it has overflowed or decayed to nothing,"
+                    " so gradients carry nothing; look for NaN in the loss, or take a scaler with"
+                    " bounds (gradcomp.amp.DynamicLossScaler)"
                 )
             if scale != self._scale:
                 self._rescale(scale)
@@ -152,7 +169,9 @@ class Engine:
         def first() -> None:
             if compared and self.comm.world_size > 1:
                 words = self.layouts.words(members)
-                words["loaded"] = f"{'a' if self._unseen else 'no'} state loaded since the last exchange"
+                words["loaded"] = (
+                    f"{'a' if self._unseen else 'no'} state loaded since the last exchange"
+                )
                 self._agree(compared, number, words)
             slices[0][0]()
 
@@ -171,8 +190,15 @@ class Engine:
             self.pipeline.run(*tasks)
 
     def seal_step(self) -> None:
-        """Take note that the step has all its buckets: where steps count as a whole, the round that says so may start."""
-        if self._sealed or not self.submitted or not self.options.whole_steps or self.comm.world_size == 1:
+        """Take note that the step has all its buckets: where steps count as a whole, the round
+        that says so may start.
+        """
+        if (
+            self._sealed
+            or not self.submitted
+            or not self.options.whole_steps
+            or self.comm.world_size == 1
+        ):
             return
         self._sealed = True
         idle = [lambda: None] * (self.layouts.route.stage_count - 1)
@@ -189,7 +215,9 @@ class Engine:
         self.pipeline.wait()
         exchanges = [exchange for exchange, _ in self.submitted]
         if exchanges:
-            self.stats.add_seconds("hidden", max(0.0, min(begun, self._last_done) - self._first_submit))
+            self.stats.add_seconds(
+                "hidden", max(0.0, min(begun, self._last_done) - self._first_submit)
+            )
             self.stats.add_seconds("exposed", max(0.0, self._last_done - begun))
             self.layouts.forget_all_but(exchanges)
         if not self.options.whole_steps or not any(e.flagged for e in exchanges):
@@ -205,17 +233,21 @@ class Engine:
             report.step(self.step)
 
     def discard_step(self) -> None:
-        """Give back what was remembered before the last step: for code that throws the step's gradients away."""
+        """Give back what was remembered before the last step: for code that throws the step's
+        gradients away.
+        """
         self.memory.discard()
 
     def reset(self) -> None:
-        """Go on after a failure, from before the step that failed. Collective: every rank calls it, whatever it has seen.
+        """Go on after a failure, from before the step that failed. Collective: every rank calls it,
+        whatever it has seen.
 
         Bytes move over a duplicate of the communicator from now on; the one before is closed.
 
         Raises:
             PeerLost: a rank did not call this.
-            PeerMismatch: "step"; the failure has left ranks at different steps (see above): all load a checkpoint.
+            PeerMismatch: "step"; the failure has left ranks at different steps (see above): all
+                load a checkpoint.
         """
         self.pipeline.close()
         self.layouts.route.close()
@@ -231,16 +263,25 @@ class Engine:
             raise
 
     def _noisy_weights(self) -> list[Tensor]:
-        """Return the weights that this rank watches while unbiased noise is added to their gradients."""
+        """Return the weights that this rank watches while unbiased noise is added to their
+        gradients.
+        """
         packed = {p.index for p in self.layouts.parameters if p.compressed} & self.layouts.trained
-        watched = self.comm.rank == 0 and self.comm.world_size > 1 and isinstance(self.codec, TernGrad)
-        return [s.like for i, s in enumerate(self.sources) if watched and i in packed and isinstance(s, Gradient)]
+        watched = (
+            self.comm.rank == 0 and self.comm.world_size > 1 and isinstance(self.codec, TernGrad)
+        )
+        return [
+            s.like
+            for i, s in enumerate(self.sources)
+            if watched and i in packed and isinstance(s, Gradient)
+        ]
 
     def follows(self, scale: Callable[[], float]) -> bool:
         """Whether residuals are kept in units of this scale."""
         return self.options.loss_scale == scale
 
-    # ---- checkpoints, checks ---------------------------------------------------------------------------------------
+    # ---- checkpoints, checks
+    # ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on bit for bit: tensors, numbers and strings only.
@@ -256,10 +297,12 @@ class Engine:
     def load_state_dict(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on where `state_dict` of the same rank, world size, codec and transform was taken.
 
-        With the states of all ranks of a run, also of another world size: see `gradcomp.memory.reshard`.
+        With the states of all ranks of a run, also of another world size: see
+        `gradcomp.memory.reshard`.
 
         Raises:
-            ValueError: a state of another version, rank, world size, codec or model; nothing is changed then.
+            ValueError: a state of another version, rank, world size, codec or model; nothing is
+                changed then.
         """
         given = self.accept(given)
         self.pipeline.wait()
@@ -272,26 +315,32 @@ class Engine:
             self._rescale(1.0)  # saved under a loss scaler, resumed without one
 
     def accept(self, given: dict[str, Any] | Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return this rank's own state out of what `load_state_dict` is given; ValueError unless it can be loaded."""
+        """Return this rank's own state out of what `load_state_dict` is given; ValueError unless
+        it can be loaded.
+        """
         return state.accept(self.layouts, given)
 
     def compare_next(self) -> None:
-        """Have the next exchange compare a digest of what every rank must hold alike, if it `compares_state`."""
+        """Have the next exchange compare a digest of what every rank must hold alike, if it
+        `compares_state`.
+        """
         self._unseen = True
 
     def check_replicas(self) -> None:
-        """Compare a hash of all `named` tensors, of `replicated` and of second moments, over the ranks.
+        """Compare a hash of all `named` tensors, of `replicated` and of second moments, over the
+        ranks.
 
         Raises:
-            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>" or a name of `replicated`, and the
-                first rank that differs from rank 0.
+            PeerMismatch: "layout"; "parameter <name>", "second moment of <name>" or a name of
+                `replicated`, and the first rank that differs from rank 0.
             PeerLost: a rank did not answer.
         """
         self.pipeline.wait()
         self._compare(self._shared_state(), "check_replicas", Channel.CONTROL)
 
     def agree_on(self, words: dict[str, object] | None = None, **values: object) -> None:
-        """Raise PeerMismatch on every rank unless these fields of the fingerprint are the same on all. Collective.
+        """Raise PeerMismatch on every rank unless these fields of the fingerprint are the same on
+        all. Collective.
 
         Args:
             words: what a message says of fields whose values say less.
@@ -304,12 +353,22 @@ class Engine:
         return describe(self.layouts) + (f"; {self._chosen}" if self._chosen else "")
 
     def close(self, *, keep_comm: bool = False) -> None:
-        """Stop the threads and give the communicator back, unless it is kept. Closing twice is harmless."""
-        if self.stats.steps and not self.layouts.compressed and self.comm.world_size > 1 and self.comm.rank == 0:
+        """Stop the threads and give the communicator back, unless it is kept. Closing twice is
+        harmless.
+        """
+        if (
+            self.stats.steps
+            and not self.layouts.compressed
+            and self.comm.world_size > 1
+            and self.comm.rank == 0
+        ):
             logger.warning(
-                "nothing was compressed: %s exchanges, and all of them belong to the warm start (start_step=%s, %s)",
-                self.stats.steps, self.options.start_step, self.options.transform,
-            )  # fmt: skip
+                "nothing was compressed: %s exchanges, and all of them belong to the warm start"
+                " (start_step=%s, %s)",
+                self.stats.steps,
+                self.options.start_step,
+                self.options.transform,
+            )
         if self.pipeline.error is not None or self._open:
             self.layouts.route.abort()  # collectives may be under way that no peer will answer
         self.pipeline.close()
@@ -319,10 +378,13 @@ class Engine:
         else:
             self.comm.close()
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _lease(self, comm: Communicator) -> Lease:
-        return comm.lease(f"the averaging of {len(self.sources)} parameters ({self.sources[0].name!r} ...)")
+        return comm.lease(
+            f"the averaging of {len(self.sources)} parameters ({self.sources[0].name!r} ...)"
+        )
 
     def _start(self) -> None:
         """Make a pipeline for the route as it is; no step is open."""
@@ -336,8 +398,12 @@ class Engine:
         self.memory.rescale(self._scale, scale)
         self._scale = scale
 
-    def _agree(self, values: dict[str, object], bucket: int, words: dict[str, object] | None = None) -> None:
-        """Compare fields over the ranks; where replicated state has another digest, name what differs."""
+    def _agree(
+        self, values: dict[str, object], bucket: int, words: dict[str, object] | None = None
+    ) -> None:
+        """Compare fields over the ranks; where replicated state has another digest, name what
+        differs.
+        """
         mine = Record({"wire_version": wire.VERSION, **values}, words)
         self.stats.setup_bytes += (self.comm.world_size - 1) * len(mine.packed)
         found: PeerMismatch | None = None
@@ -346,16 +412,20 @@ class Engine:
         except PeerMismatch as error:
             found = error
         if found is not None:
-            if found.field == "state":  # which all ranks see, so all of them look for the first difference
+            if (
+                found.field == "state"
+            ):  # which all ranks see, so all of them look for the first difference
                 self._compare(self._replicas, "fingerprint", Channel.SCALE)
             raise found
         if "state" in values:
             self._unseen, self._replicas = False, []
 
     def _shared(self) -> dict[str, object]:
-        """Return what the first bucket of a step compares of the state that is the same on all ranks, by field.
+        """Return what the first bucket of a step compares of the state that is the same on all
+        ranks, by field.
 
-        Its digest, where it may have changed otherwise than by steps: hashing it at every step would take too long.
+        Its digest, where it may have changed otherwise than by steps: hashing it at every step
+        would take too long.
         """
         if not self.compares_state:
             return {}
@@ -368,7 +438,9 @@ class Engine:
 
     def _shared_state(self) -> list[tuple[str, object]]:
         """Return (name, value) of what every rank must hold alike."""
-        named: list[tuple[str, object]] = [(f"parameter {source.name}", source.like) for source in self.sources]
+        named: list[tuple[str, object]] = [
+            (f"parameter {source.name}", source.like) for source in self.sources
+        ]
         named += self.replicated()
         if self.memory.moments is not None:
             moments = self.memory.moments.planes.state(self.layouts.names)
@@ -376,7 +448,14 @@ class Engine:
         return named
 
     def _compare(self, named: list[tuple[str, object]], phase: str, channel: Channel) -> None:
-        replicas.compare(self.comm, named, self.timeout_s, called="check_replicas()", phase=phase, channel=channel)
+        replicas.compare(
+            self.comm,
+            named,
+            self.timeout_s,
+            called="check_replicas()",
+            phase=phase,
+            channel=channel,
+        )
 
     def _agree_on_step(self) -> None:
         nbytes = agree_on_step(self.comm, self.step, self._scale, self.timeout_s)

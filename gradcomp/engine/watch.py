@@ -1,4 +1,6 @@
-"""Steps of optimizers, whoever made them: those before which gradcomp was not called, and those of an optimizer that it does not know."""
+"""Steps of optimizers, whoever made them: those before which gradcomp was not called, and those
+of an optimizer that it does not know.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ OR_TWICE = "Or this is a second step on gradients that were averaged once"
 
 
 class Mine:
-    """Tensors by identity. It keeps them: a weak reference to a parameter would keep `torch.utils.swap_tensors`, and with it ``to_empty``, from working."""
+    """Tensors by identity. It keeps them: a weak reference to a parameter would keep
+    `torch.utils.swap_tensors`, and with it ``to_empty``, from working.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._known = {id(one): one for one in tensors}
@@ -29,13 +33,17 @@ class Mine:
 
 
 class Watcher:
-    """A method that is called before steps of optimizers of some parameters; neither is kept alive by this, and with its object this ends."""
+    """A method that is called before steps of optimizers of some parameters; neither is kept
+    alive by this, and with its object this ends.
+    """
 
     def __init__(self, mine: Mine, call: Callable[..., None]) -> None:
         self._mine = weakref.ref(mine)
         self._method = weakref.WeakMethod(call, lambda _: self.remove())
 
-    def before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Call it, if the step is of its parameters."""
         method, mine = self._method(), self._mine()
         if method is not None and mine is not None and any(True for _ in mine.of(optimizer)):
@@ -47,16 +55,21 @@ class Watcher:
 
 
 _watchers: dict[int, Watcher] = {}
-_global: list[Any] = []  # the one hook of this process: torch walks through its own list, which nobody may change meanwhile
+_global: list[Any] = []
+# the one hook of this process: torch walks through its own list, which nobody may change
+# meanwhile
 
 
-def _before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     for watcher in tuple(_watchers.values()):
         watcher.before(optimizer, args, kwargs)
 
 
 def before_any_step(mine: Mine, call: Callable[..., None]) -> Watcher:
-    """Have a method called, ``call(optimizer, args, kwargs)``, before each step of any optimizer of some of these parameters.
+    """Have a method called, ``call(optimizer, args, kwargs)``, before each step of any optimizer of
+    some of these parameters.
 
     Args:
         mine: the parameters, which the method's object keeps.
@@ -79,7 +92,9 @@ def remove(hooks: list[Any]) -> None:
 
 
 def _changes_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a step is of rate 0: torch.distributed.checkpoint makes one, on gradients of its own, for the sake of the optimizer's state."""
+    """Tell whether a step is of rate 0: torch.distributed.checkpoint makes one, on gradients of
+    its own, for the sake of the optimizer's state.
+    """
     return all("lr" in group and float(group["lr"]) == 0 for group in optimizer.param_groups)
 
 
@@ -94,15 +109,28 @@ class Steps:
 
     def __init__(self, mine: Mine, now: Callable[[], object], missed: Callable[[], None]) -> None:
         self._mine, self._now, self._missed = mine, now, missed
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = (
+            weakref.WeakKeyDictionary()
+        )
         self._begun = now()
 
-    def check(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
-        """Look before a step of an optimizer; a hook for that. A closure makes gradients yet, and is not looked at."""
+    def check(
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Look before a step of an optimizer; a hook for that. A closure makes gradients yet,
+        and is not looked at.
+        """
         if (kwargs or {}).get("closure") is not None or (len(args) > 1 and args[1] is not None):
             return
         now = self._now()
-        if self._seen.get(optimizer, self._begun) == now and any(p.grad is not None for p in self._mine.of(optimizer)) and not _changes_nothing(optimizer):
+        if (
+            self._seen.get(optimizer, self._begun) == now
+            and any(p.grad is not None for p in self._mine.of(optimizer))
+            and not _changes_nothing(optimizer)
+        ):
             self._missed()
         self._seen[optimizer] = now
 

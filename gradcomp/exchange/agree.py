@@ -24,14 +24,15 @@ def gather(
     *,
     called: str,
 ) -> list[bytes]:
-    """Return every rank's `data`, of the same length on every rank that calls this for the same `phase`.
+    """Return every rank's `data`, of the same length on every rank that calls this for the same
+    `phase`.
 
-    What fits goes round in as many bytes as a record, since gloo ends the process where lengths differ: a rank
-    that is in another call of this, or in `agree`, is a mismatch.
+    What fits goes round in as many bytes as a record, since gloo ends the process where lengths
+    differ: a rank that is in another call of this, or in `agree`, is a mismatch.
 
     Args:
-        channel: CONTROL for who calls from the main thread, in the same order on every rank; SCALE for who has
-            claimed the channels of exchanges.
+        channel: CONTROL for who calls from the main thread, in the same order on every rank; SCALE
+            for who has claimed the channels of exchanges.
         called: what every rank has to call, for messages.
 
     Raises:
@@ -61,16 +62,18 @@ def agree(
 ) -> list[bytes]:
     """Compare a record over the ranks; return the packed records of all.
 
-    Whatever is compared has one size, so that ranks that call different things get a mismatch. Fingerprints of
-    buckets, and what may meet them, go over the channel of the first stage, which the caller has claimed. Only after
-    a difference, which every rank sees alike, the ranks exchange their values as text.
+    Whatever is compared has one size, so that ranks that call different things get a mismatch.
+    Fingerprints of buckets, and what may meet them, go over the channel of the first stage, which
+    the caller has claimed. Only after a difference, which every rank sees alike, the ranks exchange
+    their values as text.
 
     Args:
         ignored: a field that may differ.
         bucket, phase, called: for the message when a rank does not answer.
 
     Raises:
-        PeerMismatch: on every rank, naming the first field and rank that differ, and what both have.
+        PeerMismatch: on every rank, naming the first field and rank that differ, and what both
+            have.
         PeerLost: as `gather`.
     """
     with peers_answer(phase, bucket, called=called):
@@ -88,13 +91,17 @@ def agree(
     if texts is None:
         first = comm.rank if comm.rank != rank else 0
         known = mine.word(field), "something else"
-        raise PeerMismatch(field, rank, *(known if first == comm.rank else known[::-1]), first=first)
+        raise PeerMismatch(
+            field, rank, *(known if first == comm.rank else known[::-1]), first=first
+        )
     expected, got = fingerprint.apart(texts[0], texts[rank])
     got += HIDDEN if expected == got else ""
     raise PeerMismatch(field, rank, expected, got)
 
 
-def _exchange_words(comm: Communicator, word: str, timeout_s: float, channel: Channel) -> list[str] | None:
+def _exchange_words(
+    comm: Communicator, word: str, timeout_s: float, channel: Channel
+) -> list[str] | None:
     """Return every rank's text, cut to `WORDS_NBYTES`; None where a rank does not answer soon."""
     data = word.encode()[:WORDS_NBYTES].ljust(WORDS_NBYTES, b"\0")
     try:

@@ -1,4 +1,6 @@
-"""The averages of one bucket as they arrive: checked payloads, which are decoded into a tensor or applied to weights."""
+"""The averages of one bucket as they arrive: checked payloads, which are decoded into a tensor
+or applied to weights.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from gradcomp.kernels import Kernels, Payloads
 from gradcomp.kernels.tables import Table
 from gradcomp.payload.layout import joined_tables
 
-# A sum below this cannot overflow: rounding at each of up to 32767 additions makes it larger by less than 1.002, and both
-# float32 and bfloat16 reach almost 2**128.
+# A sum below this cannot overflow: rounding at each of up to 32767 additions makes it larger by
+# less than 1.002, and both float32 and bfloat16 reach almost 2**128.
 SAFE_SUM = 2.0**127
 
 
@@ -28,12 +30,15 @@ class Averages:
     Args:
         kernels: of the bucket's device.
         plan: of the exchange.
-        inboxes: of every slice that brings averages: every rank's payload of it, which are added up, or every owner's, which are
-            decoded in one go. Whoever keeps the object must keep their memory as it is.
+        inboxes: of every slice that brings averages: every rank's payload of it, which are added
+            up, or every owner's, which are decoded in one go. Whoever keeps the object must keep
+            their memory as it is.
         dtype: of the bucket.
     """
 
-    def __init__(self, kernels: Kernels, plan: BucketPlan, inboxes: Sequence[Inbox], dtype: torch.dtype) -> None:
+    def __init__(
+        self, kernels: Kernels, plan: BucketPlan, inboxes: Sequence[Inbox], dtype: torch.dtype
+    ) -> None:
         self._kernels, self._inboxes = kernels, inboxes
         self._added, self._dtype, self._numel = not plan.scatters, dtype, plan.numel
         self._parts = [self._payloads(plan, inbox) for inbox in inboxes]
@@ -46,7 +51,10 @@ class Averages:
         else:
             sources, tables = [inbox.memory], joined_tables(inbox.layouts, inbox.stride)
             payloads = plan.second_phase.payloads
-        return (payloads(sources, self._dtype), tables[0]), (plain_payloads(sources, self._dtype), tables[1])
+        return (payloads(sources, self._dtype), tables[0]), (
+            plain_payloads(sources, self._dtype),
+            tables[1],
+        )
 
     def decode(self, out: Tensor) -> bool:
         """Write the averages to `out`, in bucket order; True: one of them is not finite."""
@@ -63,21 +71,30 @@ class Averages:
         return bad
 
     def refuse_unflagged(self, number: int, where: str) -> None:
-        """Raise CorruptPayload if averages of a slice are not finite because a payload is not, though its flag says it is."""
+        """Raise CorruptPayload if averages of a slice are not finite because a payload is not,
+        though its flag says it is.
+        """
         refuse_unflagged(self._inboxes[number].tensors, self._inboxes[number].layouts, where)
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
-        """Apply the averages, rounded to the bucket's dtype, to weights: `Kernels.update` with targets by parameter."""
+        """Apply the averages, rounded to the bucket's dtype, to weights: `Kernels.update` with
+        targets by parameter.
+        """
         for part in self._parts:
             for payloads, table in part:
                 self._kernels.update(table, targets, rules, payloads)
 
     def are_safe(self) -> bool:
-        """Tell, from scales and plain values alone, that averages are finite and their sums cannot overflow the bucket's dtype."""
+        """Tell, from scales and plain values alone, that averages are finite and their sums
+        cannot overflow the bucket's dtype.
+        """
         if self._dtype == torch.float16:
             return False
         for inbox in self._inboxes:
-            found = [magnitude(tensor, layout) for tensor, layout in zip(inbox.tensors, inbox.layouts, strict=True)]
+            found = [
+                magnitude(tensor, layout)
+                for tensor, layout in zip(inbox.tensors, inbox.layouts, strict=True)
+            ]
             if not (sum(found) < SAFE_SUM if self._added else all(one < SAFE_SUM for one in found)):
                 return False
         return True

@@ -1,8 +1,11 @@
-"""codec x communicator -> average: all_gather, and reduce_scatter + all_gather, one bucket at a time.
+"""codec x communicator -> average: all_gather, and reduce_scatter + all_gather, one bucket at a
+time.
 
-`BucketExchange` owns the buffers of a `BucketPlan` and runs each of its slices in four steps (measure, encode, own, finish), each of
-which waits for at most one collective and starts at most one, on a channel of its own. The pipeline runs the steps of many slices and
-buckets overlapped, a thread for each of the four; what a step of a later slice needs of an earlier one's was done by the same thread.
+`BucketExchange` owns the buffers of a `BucketPlan` and runs each of its slices in four steps
+(measure, encode, own, finish), each of which waits for at most one collective and starts at most
+one, on a channel of its own. The pipeline runs the steps of many slices and buckets overlapped, a
+thread for each of the four; what a step of a later slice needs of an earlier one's was done by the
+same thread.
 """
 
 from __future__ import annotations
@@ -45,14 +48,16 @@ class BucketExchange:
         comm: moves the bytes.
         dtype: of the bucket.
         stats: counts bytes and seconds.
-        feedback, owner_feedback: residuals of the ranks' own gradients and of the owner's means (error feedback only).
+        feedback, owner_feedback: residuals of the ranks' own gradients and of the owner's means
+            (error feedback only).
         seed: of the random numbers.
         draw_rank: rank of the random numbers; the communicator's by default.
         timeout_s: longest wait for a peer.
         keeps_packed: leave averages packed where none can overflow.
         transform: changes this rank's gradients, or the means that it owns.
         probe: looks at what is encoded, now and then.
-        moments: by whose roots values are divided before they are encoded; those of fp32 values are only taken in.
+        moments: by whose roots values are divided before they are encoded; those of fp32 values are
+            only taken in.
         observes: whether the moments take in these averages, which needs whole tensors.
         device: of the bucket.
         module: number of the FSDP module, for headers; 0 elsewhere.
@@ -100,30 +105,43 @@ class BucketExchange:
             self._owned_spans = [(p.slot.index, p.data, p.numel) for p in plan.own_second.pieces]
         units = Divided(plan, moments, dtype) if moments is not None else None
         self._observed = units if observes else None  # what takes averages in
-        self._divided: Divided | Rotated | None = None if isinstance(plan.codec, Identity) else units
+        self._divided: Divided | Rotated | None = (
+            None if isinstance(plan.codec, Identity) else units
+        )
         if plan.codec.rotates:
             self._divided = Rotated(plan, self._kernels, dtype, seed)
         decoded = torch.float32 if self._divided is not None else dtype
         self._bringing = [t for t in self._traffic if t.brings is not None]  # averages
-        self._received = Averages(self._kernels, plan, [t.brings for t in self._bringing if t.brings is not None], decoded)
+        self._received = Averages(
+            self._kernels, plan, [t.brings for t in self._bringing if t.brings is not None], decoded
+        )
 
-    # ---- one step --------------------------------------------------------------------------------------------------
+    # ---- one step
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def flagged(self) -> bool:
-        """Whether some rank's bucket, or the average, is not finite, as far as this rank knows yet."""
+        """Whether some rank's bucket, or the average, is not finite, as far as this rank knows
+        yet.
+        """
         return self._flagged
 
     @property
     def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
         """The steps of every slice, in order."""
         return tuple(
-            (partial(self.measure, n), partial(self.encode, n), partial(self.own, n), partial(self.finish, n))
+            (
+                partial(self.measure, n),
+                partial(self.encode, n),
+                partial(self.own, n),
+                partial(self.finish, n),
+            )
             for n in range(len(self._traffic))
         )
 
     def begin(self, buffer: Tensor, step: int, bucket: int, *, flagged: bool = False) -> None:
-        """Take the bucket to average: ``(numel,)`` of the exchange's dtype, overwritten by `finish`.
+        """Take the bucket to average: ``(numel,)`` of the exchange's dtype, overwritten by
+        `finish`.
 
         With `flagged` its values do not count, and every rank is to learn that.
         """
@@ -139,7 +157,9 @@ class BucketExchange:
         self.stats.add_bytes(self.plan.sent_nbytes, self.plan.received_nbytes)
 
     def measure(self, number: int = 0) -> None:
-        """Measure the scales and, where ranks share them, start the round that finds the largest: all of it with the first slice."""
+        """Measure the scales and, where ranks share them, start the round that finds the
+        largest: all of it with the first slice.
+        """
         if number:
             return
         if self._local_transform is not None:
@@ -162,7 +182,9 @@ class BucketExchange:
             sampled = self._probe is not None and self._probe.due(self._step)
             if not sampled:
                 self._encode(here.plan.encoded, last=here is self._traffic[-1])
-            elif not number:  # a sample looks at the whole bucket, before averages of a slice replace gradients
+            elif (
+                not number
+            ):  # a sample looks at the whole bucket, before averages of a slice replace gradients
                 self._encode(plan.local, last=True)
             here.nonfinite = self._nonfinite
             here.outbox.seal(self._kernels, partial(self._first_header, here))
@@ -174,10 +196,14 @@ class BucketExchange:
             here.work = self.comm.start_all_gather(send, recv, Channel.FIRST)
 
     def own(self, number: int = 0) -> None:
-        """Wait for a slice's first phase; as owner, average and encode again, start the second phase."""
+        """Wait for a slice's first phase; as owner, average and encode again, start the second
+        phase.
+        """
         here = self._traffic[number]
         self.receive(number)
-        if here.second is None or here.flagged:  # every rank has seen the same flags, so all of them skip it
+        if (
+            here.second is None or here.flagged
+        ):  # every rank has seen the same flags, so all of them skip it
             return
         with self.stats.timed("owner"):
             self._own_bad |= self._average(here, here.second.owned)
@@ -193,9 +219,11 @@ class BucketExchange:
         self._buffer = self._values = self.shard
 
     def average_shard(self, out: Tensor | None = None) -> None:
-        """Wait for the first phase and average what this rank owns (for an exchange among owners, in one slice).
+        """Wait for the first phase and average what this rank owns (for an exchange among owners,
+        in one slice).
 
-        The averages come to stand in `shard`, or, where they stay, in `out`, ``(n,)`` float32 as `shard` is.
+        The averages come to stand in `shard`, or, where they stay, in `out`, ``(n,)`` float32 as
+        `shard` is.
         """
         self.receive()
         here = self._traffic[0]
@@ -207,7 +235,9 @@ class BucketExchange:
                     self._divided.multiply_owned(owned.shard)
 
     def publish_shard(self, *, flagged: bool) -> None:
-        """Encode what now stands in `shard`, start the second phase (which a flagged first phase does without)."""
+        """Encode what now stands in `shard`, start the second phase (which a flagged first phase
+        does without).
+        """
         here = self._traffic[0]
         if here.flagged or here.second is None:
             return
@@ -216,19 +246,25 @@ class BucketExchange:
         self._publish(here, here.second)
 
     def receive(self, number: int = 0) -> None:
-        """Wait for a slice's first phase and check it; `flagged` tells whether any rank's bucket was."""
+        """Wait for a slice's first phase and check it; `flagged` tells whether any rank's bucket
+        was.
+        """
         here = self._traffic[number]
         self._wait("first_phase", here)
         with self.stats.timed("owner"):
             self._received_nonfinite |= here.nonfinite
-            self._received_nonfinite |= here.first.accept(partial(self._first_header, here), self._bucket)
+            self._received_nonfinite |= here.first.accept(
+                partial(self._first_header, here), self._bucket
+            )
             if self.plan.shares_scale and not self._received_nonfinite:
                 here.first.check_shared_scales()
         here.flagged = self._received_nonfinite
         self._flagged |= here.flagged
 
     def finish(self, number: int = 0) -> None:
-        """Wait for a slice's second phase and write its averages into the bucket, or with the last slice keep them packed in `averages`."""
+        """Wait for a slice's second phase and write its averages into the bucket, or with the
+        last slice keep them packed in `averages`.
+        """
         here = self._traffic[number]
         second = here.second.inbox if here.second is not None and not here.flagged else None
         if second is not None:
@@ -264,7 +300,8 @@ class BucketExchange:
         if self._observed is not None:
             self._observed.commit()
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
         if self._scratch is not None:
@@ -274,7 +311,9 @@ class BucketExchange:
                 )
 
     def _settle_scales(self) -> None:
-        """Write the scales of the whole bucket to its payload: those that this rank measures, or the largest of all ranks."""
+        """Write the scales of the whole bucket to its payload: those that this rank measures, or
+        the largest of all ranks.
+        """
         if self.plan.shares_scale:
             begun, work = time.perf_counter(), self._scale_round
             self._scale_round = None
@@ -282,14 +321,18 @@ class BucketExchange:
                 with peers_answer("scale_round", self._bucket):
                     work.wait(self.timeout_s)
             self.stats.add_seconds("scale_round", time.perf_counter() - begun)
-            self._nonfinite |= not self._kernels.are_finite(self._scales)  # some rank's values were not
+            self._nonfinite |= not self._kernels.are_finite(
+                self._scales
+            )  # some rank's values were not
         else:
             self._measure()
         with self.stats.timed("encode"):
             self.plan.codec.place_scales(self._kernels, self.plan.local, self._scales, self._local)
 
     def _encode(self, rows: Rows | PayloadLayout, *, last: bool) -> None:
-        """Encode rows of the bucket; with the last ones, bring residuals to units of the gradient and take a sample if one is due."""
+        """Encode rows of the bucket; with the last ones, bring residuals to units of the
+        gradient and take a sample if one is due.
+        """
         residuals = self._residuals(self.feedback, self._compressed)
         self._nonfinite |= self.plan.codec.encode_body(
             self._kernels, self._values, rows, self._local, self._key(STREAM_FIRST), residuals
@@ -300,11 +343,22 @@ class BucketExchange:
         if self._divided is not None:
             self._divided.leave(residual)
         if self._probe is not None and self._probe.due(self._step) and not self._nonfinite:
-            gradient, units = self._divided.probed(self._buffer) if self._divided is not None else (self._buffer, None)
+            gradient, units = (
+                self._divided.probed(self._buffer)
+                if self._divided is not None
+                else (self._buffer, None)
+            )
             self._probe.take(
-                self._kernels, self.plan.codec, self.plan.local, self._local, self._step,
-                encoded=self._values, gradient=gradient, units=units, residual=residual,
-            )  # fmt: skip
+                self._kernels,
+                self.plan.codec,
+                self.plan.local,
+                self._local,
+                self._step,
+                encoded=self._values,
+                gradient=gradient,
+                units=units,
+                residual=residual,
+            )
 
     def _average(self, here: Traffic, owned: Owned) -> bool:
         """Average what this rank owns of a slice; True: an average is not finite."""
@@ -317,22 +371,30 @@ class BucketExchange:
         """Write the body of a second payload; True: a value is not finite."""
         residuals = self._residuals(self.owner_feedback, self._owned_packed)
         if self._divided is not None:
-            kept = self.owner_feedback.tensors(self._owned_packed)[0] if self.owner_feedback else None
+            kept = (
+                self.owner_feedback.tensors(self._owned_packed)[0] if self.owner_feedback else None
+            )
             self._divided.divide_owned(number, self.shard, kept)
-        bad = self.plan.second_phase.encode(self._kernels, second.owned, self._key(STREAM_SECOND), residuals)
+        bad = self.plan.second_phase.encode(
+            self._kernels, second.owned, self._key(STREAM_SECOND), residuals
+        )
         if self._divided is not None:
             self._divided.leave(residuals[1], owned=number)
         return bad
 
     def _residuals(self, feedback: Feedback | None, indices: list[int]) -> Residuals:
-        """Return the planes that a codec reads and writes; what is divided has its residuals in it already."""
+        """Return the planes that a codec reads and writes; what is divided has its residuals in
+        it already.
+        """
         if not feedback:
             return NO_RESIDUALS
         old, new = feedback.tensors(indices)
         return Residuals(old if self._divided is None else None, new, self.stats.add_dropped)
 
     def _take(self, here: Traffic) -> None:
-        """Take in the averages that a slice brings; those that may stay packed all at once, with the last."""
+        """Take in the averages that a slice brings; those that may stay packed all at once, with
+        the last.
+        """
         last = here is self._traffic[-1]
         packs = self._keeps_packed and self._observed is None and self._divided is None
         if self._bad or here.brings is None:
@@ -357,30 +419,43 @@ class BucketExchange:
             self._bad = True
 
     def _observe(self) -> None:
-        """Bring the whole bucket's averages to units of the gradient, and show them to the second moments."""
+        """Bring the whole bucket's averages to units of the gradient, and show them to the
+        second moments.
+        """
         if self._divided is not None:
             self._bad |= self._divided.multiply(self._buffer)
         if self._observed is not None and not self._bad:
             self._bad |= self._observed.observe(self._buffer, self._step)
 
     def _publish(self, here: Traffic, second: Second) -> None:
-        """Seal a second payload and start its phase; the verdict is taken from all owners' headers."""
+        """Seal a second payload and start its phase; the verdict is taken from all owners'
+        headers.
+        """
         owned, recv = second.owned, second.inbox
         assert recv is not None
         second.bad = self._own_bad
-        wire.seal(owned.payload.numpy()[: owned.second.nbytes], self._second_header(here, owned.second, nonfinite=second.bad))
+        wire.seal(
+            owned.payload.numpy()[: owned.second.nbytes],
+            self._second_header(here, owned.second, nonfinite=second.bad),
+        )
         here.work = self.comm.start_all_gather(owned.payload, recv.memory, Channel.SECOND)
 
     def _first_header(self, here: Traffic, layout: PayloadLayout) -> wire.Header:
         return self._header(layout, self._dtype, STREAM_FIRST, here.nonfinite)
 
-    def _second_header(self, here: Traffic, layout: PayloadLayout, *, nonfinite: bool = False) -> wire.Header:
+    def _second_header(
+        self, here: Traffic, layout: PayloadLayout, *, nonfinite: bool = False
+    ) -> wire.Header:
         return self._header(layout, 0, STREAM_SECOND, nonfinite)
 
-    def _header(self, layout: PayloadLayout, dtype: int, stream: int, nonfinite: bool) -> wire.Header:
+    def _header(
+        self, layout: PayloadLayout, dtype: int, stream: int, nonfinite: bool
+    ) -> wire.Header:
         flags = nonfinite * wire.FLAG_NONFINITE | wire.FLAG_SEGMENTED
         stream |= self._module
-        return wire.Header(layout.form.code, dtype, flags, layout.numel, 0, layout.scale_count, self._step, stream)
+        return wire.Header(
+            layout.form.code, dtype, flags, layout.numel, 0, layout.scale_count, self._step, stream
+        )
 
     def _key(self, stream: int) -> RngKey:
         return RngKey(seed=self._seed, rank=self._draw_rank, step=self._step, stream=stream)

@@ -1,7 +1,9 @@
-"""A bucket in units of second moments (`gradcomp.memory.moments`): what is encoded instead of gradients, and the way back.
+"""A bucket in units of second moments (`gradcomp.memory.moments`): what is encoded instead of
+gradients, and the way back.
 
-Residuals stay in units of the gradient: (gradient + residual) / d is encoded, and what the codes leave out is multiplied by d.
-So residuals follow loss scales, checkpoints and other numbers of ranks as they always do, whatever becomes of d.
+Residuals stay in units of the gradient: (gradient + residual) / d is encoded, and what the codes
+leave out is multiplied by d. So residuals follow loss scales, checkpoints and other numbers of
+ranks as they always do, whatever becomes of d.
 """
 
 from __future__ import annotations
@@ -26,18 +28,24 @@ class Divided:
         dtype: of the bucket.
 
     Attributes:
-        units: ``(n,)`` float32, in which elements are encoded at this step; 1 for what is not compressed.
+        units: ``(n,)`` float32, in which elements are encoded at this step; 1 for what is not
+            compressed.
         values: ``(n,)`` float32: what is encoded.
-        averages: ``(n,)`` float32 for decoded averages in these units; None where the bucket itself serves.
+        averages: ``(n,)`` float32 for decoded averages in these units; None where the bucket itself
+            serves.
     """
 
     def __init__(self, plan: BucketPlan, moments: SecondMoments, dtype: torch.dtype) -> None:
         self._moments, self._slots = moments, plan.slots
-        self._runs = _runs(plan.slots)  # shards need not lie side by side, and what lies between is anything
+        self._runs = _runs(
+            plan.slots
+        )  # shards need not lie side by side, and what lies between is anything
         numel = self._runs[-1].stop if self._runs else 0
         self.units, self.values = torch.ones(numel), torch.empty(numel)
         self.averages = None if dtype == torch.float32 else torch.empty(numel)
-        self._first = [(s.offset, s.residual, s.offset, s.numel) for s in plan.slots if s.compressed]
+        self._first = [
+            (s.offset, s.residual, s.offset, s.numel) for s in plan.slots if s.compressed
+        ]
         self._owned = [
             [
                 (p.data, p.residual, p.slot.offset + p.start - p.slot.start, p.numel)
@@ -63,21 +71,29 @@ class Divided:
         return buffer, self.units
 
     def divide_owned(self, number: int, shard: Tensor, residual: Tensor | None) -> None:
-        """Turn the means that this rank owns of a slice, which are in units of moments, into mean + residual / d."""
+        """Turn the means that this rank owns of a slice, which are in units of moments, into
+        mean + residual / d.
+        """
         if residual is None:
             return
         for at, kept, first, numel in self._owned[number]:
-            shard[at : at + numel].add_(residual[kept : kept + numel] / self.units[first : first + numel])
+            shard[at : at + numel].add_(
+                residual[kept : kept + numel] / self.units[first : first + numel]
+            )
 
     def leave(self, residual: Tensor | None, *, owned: int | None = None) -> None:
-        """Bring what the codes have left out, in `residual`, back to units of the gradient: of the bucket, or what is owned of a slice."""
+        """Bring what the codes have left out, in `residual`, back to units of the gradient: of
+        the bucket, or what is owned of a slice.
+        """
         if residual is None:
             return
         for _, kept, first, numel in self._first if owned is None else self._owned[owned]:
             HOST.multiply(residual[kept : kept + numel], self.units[first : first + numel])
 
     def multiply(self, buffer: Tensor) -> bool:
-        """Write averages of an exchange in units of the gradient to the bucket; True: one is not finite."""
+        """Write averages of an exchange in units of the gradient to the bucket; True: one is not
+        finite.
+        """
         values = buffer if self.averages is None else self.averages
         bad = False
         for run in self._runs:

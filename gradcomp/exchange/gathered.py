@@ -1,4 +1,6 @@
-"""An all_gather of values that ranks hold parts of, packed: what a second phase does with averages, by itself."""
+"""An all_gather of values that ranks hold parts of, packed: what a second phase does with
+averages, by itself.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from gradcomp.payload.rng import STREAM_SECOND, RngKey
 
 
 class Rooms:
-    """Memory for gathers that are under way, used again by whoever comes next: as many rooms as there are at a time."""
+    """Memory for gathers that are under way, used again by whoever comes next: as many rooms as
+    there are at a time.
+    """
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -45,7 +49,8 @@ class Rooms:
 
 
 class Gathered:
-    """Flat values of which every rank holds a run, gathered by all as payloads of a codec. Every rank decodes every payload, its own, too.
+    """Flat values of which every rank holds a run, gathered by all as payloads of a codec. Every
+    rank decodes every payload, its own, too.
 
     Args:
         codec: takes no residuals and measures nothing beforehand.
@@ -74,8 +79,14 @@ class Gathered:
         self._codec, self._comm, self._stats, self._rooms = codec, comm, stats, rooms
         self._timeout_s, self._dtype, self._kernels = timeout_s, dtype, kernels.of(device)
         self._stream = STREAM_SECOND | module << wire.MODULE_SHIFT
-        self._layouts = [PayloadLayout(codec.form, whole_pieces(one), whole_groups=codec.whole_groups) for one in slots]
-        mine = [Piece(p.slot, p.start, p.numel, p.data - first, 0) for p in whole_pieces(slots[comm.rank])]
+        self._layouts = [
+            PayloadLayout(codec.form, whole_pieces(one), whole_groups=codec.whole_groups)
+            for one in slots
+        ]
+        mine = [
+            Piece(p.slot, p.start, p.numel, p.data - first, 0)
+            for p in whole_pieces(slots[comm.rank])
+        ]
         self._own = PayloadLayout(codec.form, mine, whole_groups=codec.whole_groups)
         self._stride = max(layout.nbytes for layout in self._layouts)
         self._tables = joined_tables(self._layouts, self._stride)
@@ -88,26 +99,34 @@ class Gathered:
         return (self._comm.world_size - 1) * self._stride
 
     def start(self, values: Tensor, step: int) -> None:
-        """Encode this rank's ``(k,)`` values and begin to gather; what is still under way is waited for and dropped."""
+        """Encode this rank's ``(k,)`` values and begin to gather; what is still under way is
+        waited for and dropped.
+        """
         if self._work is not None:
             self._rooms.give(self._wait())
         self._step = step % 2**32
         room = self._rooms.take((self._comm.world_size + 1) * self._stride)
         self._room, send = room, room[: self._stride]
         with self._stats.timed("encode"):
-            key = RngKey(seed=self._codec.seed, rank=self._comm.rank, step=self._step, stream=STREAM_SECOND)
+            key = RngKey(
+                seed=self._codec.seed, rank=self._comm.rank, step=self._step, stream=STREAM_SECOND
+            )
             self._bad = self._codec.encode_body(self._kernels, values, self._own, send, key)
-            wire.seal(send.numpy()[: self._own.nbytes], self._header(self._own, nonfinite=self._bad))
+            wire.seal(
+                send.numpy()[: self._own.nbytes], self._header(self._own, nonfinite=self._bad)
+            )
             send[self._own.nbytes :].zero_()  # what goes out depends on the values alone
         with peers_answer("second_phase", 0):
             self._work = self._comm.start_all_gather(send, self._arriving(room), Channel.SECOND)
         self._stats.add_bytes(self.sent_nbytes, self.sent_nbytes)
 
     def finish(self, out: Tensor, *, keep: bool = False) -> Tensor | None:
-        """Wait for all payloads and write the whole to ``(n,)``; NaN if some rank's values are not finite.
+        """Wait for all payloads and write the whole to ``(n,)``; NaN if some rank's values are not
+        finite.
 
         Returns:
-            With `keep` the payloads, for one more `again`; None without, and where some value is not finite.
+            With `keep` the payloads, for one more `again`; None without, and where some value is
+            not finite.
         """
         room = self._wait()
         with self._stats.timed("decode"):
@@ -125,7 +144,9 @@ class Gathered:
 
     def _decode(self, arrived: Tensor, out: Tensor) -> bool:
         """Return whether all values are finite."""
-        inbox = Inbox(arrived, self._stride, self._layouts, self._comm.rank, self._codec.validate_packed)
+        inbox = Inbox(
+            arrived, self._stride, self._layouts, self._comm.rank, self._codec.validate_packed
+        )
         bad = inbox.accept(partial(self._header, nonfinite=False), 0) or self._bad
         if bad:
             self._stats.nonfinite_buckets += 1
@@ -137,8 +158,12 @@ class Gathered:
         return not bad
 
     def _sum(self, arrived: Tensor, out: Tensor) -> bool:
-        bad = self._kernels.sum_decode(self._codec.payloads([arrived], self._dtype), self._tables[0], out, out.numel())
-        return bad | self._kernels.sum_decode(plain_payloads([arrived], self._dtype), self._tables[1], out, out.numel())
+        bad = self._kernels.sum_decode(
+            self._codec.payloads([arrived], self._dtype), self._tables[0], out, out.numel()
+        )
+        return bad | self._kernels.sum_decode(
+            plain_payloads([arrived], self._dtype), self._tables[1], out, out.numel()
+        )
 
     def _arriving(self, room: Tensor) -> Tensor:
         return room[self._stride : (self._comm.world_size + 1) * self._stride]
@@ -156,4 +181,13 @@ class Gathered:
     def _header(self, layout: PayloadLayout, *, nonfinite: bool) -> wire.Header:
         flags = nonfinite * wire.FLAG_NONFINITE | wire.FLAG_SEGMENTED
         dtype = native.DTYPES[self._dtype]
-        return wire.Header(layout.form.code, dtype, flags, layout.numel, 0, layout.scale_count, self._step, self._stream)
+        return wire.Header(
+            layout.form.code,
+            dtype,
+            flags,
+            layout.numel,
+            0,
+            layout.scale_count,
+            self._step,
+            self._stream,
+        )

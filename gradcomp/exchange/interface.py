@@ -1,4 +1,6 @@
-"""What averages buckets: the protocol that flat, lone and hierarchical exchanges implement, and one bucket run through it."""
+"""What averages buckets: the protocol that flat, lone and hierarchical exchanges implement, and
+one bucket run through it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from gradcomp.exchange.averages import Averages
 
 
 class Exchange(Protocol):
-    """What averages one bucket layout, step after step: `begin`, the steps of every slice in order, then `commit` unless flagged.
+    """What averages one bucket layout, step after step: `begin`, the steps of every slice in order,
+    then `commit` unless flagged.
 
-    Then the average stands in the bucket, or it is in `averages` until the next `begin` or `unpack`.
+    Then the average stands in the bucket, or it is in `averages` until the next `begin` or
+    `unpack`.
 
     Attributes:
         timeout_s: longest wait for a peer, in seconds, in each stage.
@@ -23,16 +27,21 @@ class Exchange(Protocol):
 
     @property
     def flagged(self) -> bool:
-        """Whether some rank's bucket, or the average, is not finite; final after the last slice's last step."""
+        """Whether some rank's bucket, or the average, is not finite; final after the last
+        slice's last step.
+        """
 
     @property
     def averages(self) -> Averages | None:
-        """The averages, where they are kept packed; their memory is the exchange's until the next `begin`."""
+        """The averages, where they are kept packed; their memory is the exchange's until the
+        next `begin`.
+        """
 
     @property
     def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """The steps of every slice of the bucket, as many for each. A step runs after the one before it of its slice, and after its
-        like of the slice before; it waits for at most one collective and starts at most one, on a channel of its own.
+        """The steps of every slice of the bucket, as many for each. A step runs after the one
+        before it of its slice, and after its like of the slice before; it waits for at most one
+        collective and starts at most one, on a channel of its own.
 
         Raises (each of them): PeerLost, PeerMismatch, CorruptPayload.
         """
@@ -41,7 +50,8 @@ class Exchange(Protocol):
         """Take the bucket to average.
 
         Args:
-            buffer: ``(numel,)`` of the exchange's dtype and device, contiguous, overwritten by the average (NaN if flagged).
+            buffer: ``(numel,)`` of the exchange's dtype and device, contiguous, overwritten by the
+                average (NaN if flagged).
             step: of training, for random numbers and headers.
             bucket: its number, for messages of errors.
         """
@@ -58,7 +68,9 @@ def run_stages(exchange: Exchange, buffer: Tensor, step: int) -> None:
     exchange.begin(buffer, step, 0)
     slices = exchange.slices
     count = len(slices[0])
-    for wave in range(len(slices) + count - 1):  # what a slice has started runs while the one behind it is encoded
+    for wave in range(
+        len(slices) + count - 1
+    ):  # what a slice has started runs while the one behind it is encoded
         for stage in range(count):
             if 0 <= wave - stage < len(slices):
                 slices[wave - stage][stage]()

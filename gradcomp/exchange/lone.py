@@ -34,10 +34,14 @@ class LoneRoute:
     def owner_numel(self, residual_numel: int) -> int:
         return residual_numel
 
-    def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> BucketPlan:
+    def plan(
+        self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None
+    ) -> BucketPlan:
         return BucketPlan(codec, slots, Strategy("all_gather"), 1, 0)
 
-    def exchange(self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
+    def exchange(
+        self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any
+    ) -> Exchange:
         return LoneExchange(plan.slots, stats, options.get("transform"), options.get("feedback"))
 
     def abort(self, reason: str = "") -> None:
@@ -48,19 +52,31 @@ class LoneRoute:
 
 
 class LoneExchange:
-    """A bucket of one rank: its average is itself, with what ranks of an earlier run still owed it, transformed."""
+    """A bucket of one rank: its average is itself, with what ranks of an earlier run still owed
+    it, transformed.
+    """
 
     timeout_s = 0.0
     flagged = False
     averages: Averages | None = None
 
     def __init__(
-        self, slots: Sequence[Slot], stats: Stats, transform: Transforming | None, feedback: Feedback | None
+        self,
+        slots: Sequence[Slot],
+        stats: Stats,
+        transform: Transforming | None,
+        feedback: Feedback | None,
     ) -> None:
-        self._spans, self._stats, self._transform = [(s.index, s.offset, s.numel) for s in slots], stats, transform
+        self._spans, self._stats, self._transform = (
+            [(s.index, s.offset, s.numel) for s in slots],
+            stats,
+            transform,
+        )
         self._feedback = feedback
         known = feedback.knows if feedback is not None else lambda index: False
-        self._owed = [(s.index, s.offset, s.numel) for s in slots if s.compressed and known(s.index)]
+        self._owed = [
+            (s.index, s.offset, s.numel) for s in slots if s.compressed and known(s.index)
+        ]
         self._paid: list[int] = []
 
     @property

@@ -43,21 +43,31 @@ class Nodes:
 
 
 def find_nodes(
-    comm: Communicator, nodes: Sequence[Sequence[int]] | None, timeout_s: float, codec: Codec | None = None
+    comm: Communicator,
+    nodes: Sequence[Sequence[int]] | None,
+    timeout_s: float,
+    codec: Codec | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of every node: `nodes`, or those with equal GRADCOMP_HOST_ID or else equal host name.
+    """Return the ranks of every node: `nodes`, or those with equal GRADCOMP_HOST_ID or else equal
+    host name.
 
-    Collective. What goes round is a fingerprint, so that a rank that does something else meanwhile is a mismatch.
+    Collective. What goes round is a fingerprint, so that a rank that does something else meanwhile
+    is a mismatch.
 
     Args:
         codec: must not differ either.
 
     Raises:
-        ValueError: nodes that are not all of one size, or `nodes` that are not a partition of the ranks.
+        ValueError: nodes that are not all of one size, or `nodes` that are not a partition of the
+            ranks.
         PeerMismatch: other `nodes` or settings on some rank, or another exchange.
         PeerLost: a rank did not answer.
     """
-    given = None if nodes is None else tuple(sorted(tuple(sorted(int(rank) for rank in node)) for node in nodes))
+    given = (
+        None
+        if nodes is None
+        else tuple(sorted(tuple(sorted(int(rank) for rank in node)) for node in nodes))
+    )
     host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
     values = {
         "wire_version": wire.VERSION,
@@ -67,7 +77,10 @@ def find_nodes(
         "layout": given,
         "world_size": comm.world_size,
     }
-    mine = Record({**values, "bucket": host}, {"codec": repr(codec), "codec_options": repr(codec), "layout": repr(nodes)})
+    mine = Record(
+        {**values, "bucket": host},
+        {"codec": repr(codec), "codec_options": repr(codec), "layout": repr(nodes)},
+    )
     called = "register, or make its averager"
     try:
         with comm.lease("the search for nodes") as lease:  # on the channel of all fingerprints
@@ -77,15 +90,19 @@ def find_nodes(
             raise
         raise PeerMismatch("nodes", error.rank, error.expected, error.got, error.first) from None
     if given is None:  # records are alike but for the host
-        found = tuple(tuple(r for r, theirs in enumerate(everyone) if theirs == one) for one in dict.fromkeys(everyone))
+        found = tuple(
+            tuple(r for r, theirs in enumerate(everyone) if theirs == one)
+            for one in dict.fromkeys(everyone)
+        )
     else:
         found = given
     if sorted(rank for node in found for rank in node) != list(range(comm.world_size)):
         raise ValueError(f"nodes must hold every rank below {comm.world_size} once, got {nodes!r}")
     if len({len(node) for node in found}) > 1:
         raise ValueError(
-            f"a hierarchical exchange needs nodes with equally many ranks, got {[len(node) for node in found]} "
-            f"({found}); give nodes=, set {HOST_VARIABLE}, or take another exchange"
+            "a hierarchical exchange needs nodes with equally many ranks, got"
+            f" {[len(node) for node in found]} ({found}); give nodes=, set {HOST_VARIABLE}, or take"
+            " another exchange"
         )
     return found
 

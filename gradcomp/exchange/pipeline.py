@@ -1,8 +1,9 @@
 """FIFO stages that keep overlapped exchanges in bucket order.
 
-Each stage is a thread with a queue of its own, and each stage starts collectives on one channel only; so every channel
-sees its collectives in bucket order on every rank, and no callback ever blocks a thread that another collective needs.
-(Chaining collectives in `Future.then` deadlocks on gloo: its callbacks occupy the threads that would run the next one.)
+Each stage is a thread with a queue of its own, and each stage starts collectives on one channel
+only; so every channel sees its collectives in bucket order on every rank, and no callback ever
+blocks a thread that another collective needs. (Chaining collectives in `Future.then` deadlocks on
+gloo: its callbacks occupy the threads that would run the next one.)
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger("gradcomp")
 
-QUIET_S = (
-    1.5  # after a failure, longest wait for stages that are at work: an abort ends their collectives within a second
-)
-LOOK_S = 0.25  # Python runs signal handlers between waits: a Ctrl-C that another thread received is seen this late
+# after a failure, longest wait for stages that are at work: an abort ends their collectives within
+# a second
+QUIET_S = 1.5
+# Python runs signal handlers between waits: a Ctrl-C that another thread received is seen this late
+LOOK_S = 0.25
 
 
 @dataclass(eq=False)
@@ -43,7 +45,9 @@ _running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Stop the threads of every pipeline before the interpreter goes: one that comes back from C++ later would abort it."""
+    """Stop the threads of every pipeline before the interpreter goes: one that comes back from
+    C++ later would abort it.
+    """
     for pipeline in list(_running):
         pipeline.close()
 
@@ -51,21 +55,28 @@ def _close_all() -> None:
 class Pipeline:
     """Runs tasks through `stage_count` stages, each task after the one before it.
 
-    The first exception of any stage ends every pending task with it and refuses all later ones: nothing hangs, nothing
-    continues silently. A task ends when no stage works on it any more, or QUIET_S after the failure. Threads start with the
-    first task; they end with `close`, with the pipeline, and with the interpreter.
+    The first exception of any stage ends every pending task with it and refuses all later ones:
+    nothing hangs, nothing continues silently. A task ends when no stage works on it any more, or
+    QUIET_S after the failure. Threads start with the first task; they end with `close`, with the
+    pipeline, and with the interpreter.
 
     Args:
         stage_count: threads, one a stage.
         name: of the threads.
-        on_failure: called at every failure, before tasks are ended; it should make waits of other stages end soon.
+        on_failure: called at every failure, before tasks are ended; it should make waits of other
+            stages end soon.
 
     Attributes:
         error: the first that there was.
         closed: whether `close` was called.
     """
 
-    def __init__(self, stage_count: int, name: str = "gradcomp", on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        stage_count: int,
+        name: str = "gradcomp",
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         self._inboxes: list[Inbox] = [queue.SimpleQueue() for _ in range(stage_count)]
         self._name, self._on_failure = name, on_failure
         self._threads: list[threading.Thread] = []
@@ -76,7 +87,9 @@ class Pipeline:
         self.closed = False
 
     def submit(self, *tasks: Task) -> None:
-        """Send tasks on their way, one after the other; all of them end at once if the pipeline has failed."""
+        """Send tasks on their way, one after the other; all of them end at once if the pipeline
+        has failed.
+        """
         with self._changed:
             failed = self.error
             if failed is None:
@@ -100,7 +113,8 @@ class Pipeline:
         self._finish(task, self.error)
 
     def wait(self) -> None:
-        """Block until no task is pending and, after a failure, no stage is at work (for QUIET_S at most).
+        """Block until no task is pending and, after a failure, no stage is at work (for QUIET_S at
+        most).
 
         Raises:
             BaseException: what made a stage fail; every later call raises it again.
@@ -113,7 +127,9 @@ class Pipeline:
                 raise self.error
 
     def rest(self) -> None:
-        """Block until no stage is at work, for QUIET_S at most: after a failure nothing is written any more."""
+        """Block until no stage is at work, for QUIET_S at most: after a failure nothing is
+        written any more.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, QUIET_S)
 
@@ -127,14 +143,18 @@ class Pipeline:
             self._on_failure()
         except Exception:
             logger.exception("the peers could not be told of a failure")
-        with self._changed:  # a stage that works on a task ends it: nobody touches its buffers before that
+        with (
+            self._changed
+        ):  # a stage that works on a task ends it: nobody touches its buffers before that
             self._changed.wait_for(lambda: not self._busy, QUIET_S)
             pending = list(self._pending)
         for task in pending:
             self._finish(task, self.error)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End what is pending, stop the threads; one that is stuck in a collective is left behind (it is a daemon)."""
+        """End what is pending, stop the threads; one that is stuck in a collective is left
+        behind (it is a daemon).
+        """
         _running.discard(self)
         self.closed = True
         closed = RuntimeError("gradcomp: this state is closed")
@@ -158,7 +178,9 @@ class Pipeline:
         weakref.finalize(self, _stop, self._inboxes).atexit = False
         for number, inbox in enumerate(self._inboxes):
             name = f"{self._name}-{number}"
-            thread = threading.Thread(target=_serve, args=(me, number, inbox), name=name, daemon=True)
+            thread = threading.Thread(
+                target=_serve, args=(me, number, inbox), name=name, daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -181,7 +203,9 @@ class Pipeline:
         if error is not None:
             self.fail(error)
         elif self.error is not None:
-            return  # `fail` ends all tasks together, since another stage may be at work on a slice of the same bucket
+            # `fail` ends all tasks together, since another stage may be at work on a slice of the
+            # same bucket
+            return
         elif number == len(self._inboxes) - 1:
             self._finish(task, None)
         else:
@@ -204,7 +228,9 @@ class Pipeline:
 
 
 def _serve(pipeline: weakref.ref[Pipeline], number: int, inbox: Inbox) -> None:
-    """Run one stage until None comes. Between tasks a thread holds nothing: a pipeline that nobody uses can go."""
+    """Run one stage until None comes. Between tasks a thread holds nothing: a pipeline that
+    nobody uses can go.
+    """
     while (task := inbox.get()) is not None:
         owner = pipeline()
         if owner is None:

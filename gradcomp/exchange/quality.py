@@ -1,7 +1,9 @@
-"""What codes make of gradients, measured while training: errors, directions, residuals, by parameter, every so many steps.
+"""What codes make of gradients, measured while training: errors, directions, residuals, by
+parameter, every so many steps.
 
-A rank looks at its own gradients alone; nothing is sent and nothing waits. What is measured is what the exchange has: the
-gradient, what was encoded (gradient + residual, in units of moments where it is preconditioned), what its codes decode to.
+A rank looks at its own gradients alone; nothing is sent and nothing waits. What is measured is what
+the exchange has: the gradient, what was encoded (gradient + residual, in units of moments where it
+is preconditioned), what its codes decode to.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ class Measured:
         numel: elements.
         error: norm of what the codes leave out / norm of what is encoded.
         cosine: between the decoded and the exact gradient; NaN where one of them is zero.
-        residual: norm of the new residual / norm of the gradient; 0 without error feedback, NaN for a gradient of zero.
-        clipped: share of values beyond the outermost level of their group; NaN for codecs that have none.
+        residual: norm of the new residual / norm of the gradient; 0 without error feedback, NaN for
+            a gradient of zero.
+        clipped: share of values beyond the outermost level of their group; NaN for codecs that have
+            none.
     """
 
     name: str
@@ -67,15 +71,30 @@ class Quality:
         return sorted(known, key=lambda row: (row.cosine, row.name))[:count]
 
     def __str__(self) -> str:
-        """Return the ten worst as a table; "-" is a number that there is not, as `clipped` of 1 bit."""
+        """Return the ten worst as a table; "-" is a number that there is not, as `clipped` of 1
+        bit.
+        """
         found = self.worst()
         if not found:
             return "no sample yet: one is taken every `quality_every` steps"
         wide = max(len("parameter"), *(len(row.name) for row in found))
-        lines = [f"{'parameter':{wide}}  {'step':>6}  {'cosine':>7}  {'error':>7}  {'residual':>8}  {'clipped':>7}"]
+        lines = [
+            (
+                f"{'parameter':{wide}}  {'step':>6}  {'cosine':>7}  {'error':>7}  {'residual':>8} "
+                f" {'clipped':>7}"
+            )
+        ]
         for row in found:
-            columns = ((row.cosine, "7.3f"), (row.error, "7.3f"), (row.residual, "8.2f"), (row.clipped, "7.2%"))
-            numbers = [f"{'-':>{form[0]}}" if math.isnan(value) else f"{value:{form}}" for value, form in columns]
+            columns = (
+                (row.cosine, "7.3f"),
+                (row.error, "7.3f"),
+                (row.residual, "8.2f"),
+                (row.clipped, "7.2%"),
+            )
+            numbers = [
+                f"{'-':>{form[0]}}" if math.isnan(value) else f"{value:{form}}"
+                for value, form in columns
+            ]
             lines.append(f"{row.name:{wide}}  {row.step:6}  {'  '.join(numbers)}")
         return "\n".join(lines)
 
@@ -89,10 +108,16 @@ class Quality:
 
         found = self.worst()[::-1]
         figure = Figure(figsize=(10, 1.5 + 0.3 * len(found)), layout="constrained")
-        titles = (("cosine", "cosine of decoded and exact"), ("error", "error / encoded"), ("residual", "residual / gradient"))
+        titles = (
+            ("cosine", "cosine of decoded and exact"),
+            ("error", "error / encoded"),
+            ("residual", "residual / gradient"),
+        )
         for number, (name, title) in enumerate(titles):
             axes = figure.add_subplot(1, 3, number + 1)
-            axes.barh([row.name for row in found], [getattr(row, name) for row in found], color="#0072b2")
+            axes.barh(
+                [row.name for row in found], [getattr(row, name) for row in found], color="#0072b2"
+            )
             axes.set_title(title, fontsize=10)
             axes.grid(axis="x", alpha=0.3)
             axes.tick_params(labelleft=number == 0, labelsize=8)
@@ -141,15 +166,26 @@ class Probe:
             residual: the plane after this step.
         """
         decoded, reach = torch.zeros(gradient.numel()), codec.reach
-        scales = payload[HEADER_NBYTES : HEADER_NBYTES + 4 * layout.scale_count].clone().view(torch.float32)
+        scales = (
+            payload[HEADER_NBYTES : HEADER_NBYTES + 4 * layout.scale_count]
+            .clone()
+            .view(torch.float32)
+        )
         kernels.sum_decode(codec.payloads([payload], torch.float32), layout.packed, decoded)
         sizes, first = torch.from_numpy(layout.group_numels.astype(np.int64)), 0
         for piece in layout.pieces:
             if not (piece.slot.compressed and piece.numel):
                 continue
-            at, groups = slice(piece.data, piece.data + piece.numel), slice(first, first + piece.group_count)
+            at, groups = (
+                slice(piece.data, piece.data + piece.numel),
+                slice(first, first + piece.group_count),
+            )
             first = groups.stop
-            left = residual[piece.residual : piece.residual + piece.numel] if residual is not None else None
+            left = (
+                residual[piece.residual : piece.residual + piece.numel]
+                if residual is not None
+                else None
+            )
             unit = units[at] if units is not None else None
             measured = _measure(gradient[at].float(), encoded[at].float(), decoded[at], unit, left)
             clipped = math.nan
@@ -164,7 +200,9 @@ class Probe:
             return Quality({self._names[index]: self._rows[index] for index in sorted(self._rows)})
 
     def _enter(self, index: int, step: int, numel: int, m: dict[str, Any], clipped: float) -> None:
-        row = Measured(self._names[index], step, numel, m["error"], m["cosine"], m["residual"], clipped)
+        row = Measured(
+            self._names[index], step, numel, m["error"], m["cosine"], m["residual"], clipped
+        )
         with self._lock:
             before = self._rows.get(index)
             self._rows[index] = row
@@ -174,24 +212,44 @@ class Probe:
                 return
             self._warned.add(index)
         logging.getLogger("gradcomp").warning(
-            "residuals of parameter %r grow without bound: %.1f times its gradient at step %d, more in each of the last %d samples. "
-            "Its codes cannot carry its gradients: a smaller group=, more bits, or exclude=%r",
-            row.name, row.residual, step, GROWING, row.name,
-        )  # fmt: skip
+            "residuals of parameter %r grow without bound: %.1f times its gradient at step %d, more"
+            " in each of the last %d samples. Its codes cannot carry its gradients: a smaller"
+            " group=, more bits, or exclude=%r",
+            row.name,
+            row.residual,
+            step,
+            GROWING,
+            row.name,
+        )
 
 
 def _norm(x: Tensor) -> float:
-    """Return the norm, summed in float64: a float32 sum differs in its sixth digit with the alignment of the memory."""
+    """Return the norm, summed in float64: a float32 sum differs in its sixth digit with the
+    alignment of the memory.
+    """
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
-def _measure(g: Tensor, encoded: Tensor, q: Tensor, unit: Tensor | None, left: Tensor | None) -> dict[str, Any]:
+def _measure(
+    g: Tensor, encoded: Tensor, q: Tensor, unit: Tensor | None, left: Tensor | None
+) -> dict[str, Any]:
     size, missing = _norm(g), 0.0
     if left is not None:
         missing = _norm(left) / size if size > 0 else math.nan
-    x = q + left if left is not None and unit is None else encoded  # residuals that the codec has added itself
+    x = (
+        q + left if left is not None and unit is None else encoded
+    )  # residuals that the codec has added itself
     whole, error = _norm(x), _norm(x - q)
     decoded = q if unit is None else q * unit
     other = _norm(decoded)
-    cosine = float(torch.dot(decoded.double(), g.double())) / (size * other) if size > 0 and other > 0 else math.nan
-    return {"x": x, "error": error / whole if whole > 0 else 0.0, "cosine": cosine, "residual": missing}
+    cosine = (
+        float(torch.dot(decoded.double(), g.double())) / (size * other)
+        if size > 0 and other > 0
+        else math.nan
+    )
+    return {
+        "x": x,
+        "error": error / whole if whole > 0 else 0.0,
+        "cosine": cosine,
+        "residual": missing,
+    }

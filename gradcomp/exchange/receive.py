@@ -1,4 +1,6 @@
-"""What a rank accepts from its peers in one phase: whole, of this step and layout, and encoded with the common scales."""
+"""What a rank accepts from its peers in one phase: whole, of this step and layout, and encoded
+with the common scales.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Inbox:
         validate: Callable[[Tensor, PayloadLayout], None],
     ) -> None:
         self.memory, self.stride, self.layouts = memory, stride, list(layouts)
-        self.tensors = [memory[k * stride : k * stride + one.nbytes] for k, one in enumerate(layouts)]
+        self.tensors = [
+            memory[k * stride : k * stride + one.nbytes] for k, one in enumerate(layouts)
+        ]
         self._validate = validate
         self._views = [tensor.numpy() for tensor in self.tensors]
         self._scales = [
@@ -67,23 +71,31 @@ class Inbox:
                 if not header.nonfinite:
                     self._validate(self.tensors[rank], self.layouts[rank])
             except CorruptPayload as error:
-                raise CorruptPayload(error.check, f"{error.detail} (from rank {rank}, bucket {bucket})") from None
+                raise CorruptPayload(
+                    error.check, f"{error.detail} (from rank {rank}, bucket {bucket})"
+                ) from None
             nonfinite |= header.nonfinite
         return nonfinite
 
     def check_shared_scales(self) -> None:
-        """Raise PeerMismatch unless all ranks encoded with the scales they agreed on: sums of codes mean nothing else."""
+        """Raise PeerMismatch unless all ranks encoded with the scales they agreed on: sums of
+        codes mean nothing else.
+        """
         first = self._scales[0].tobytes()
         for rank, scales in enumerate(self._scales):
             theirs = scales.tobytes()
             if theirs != first:
                 mine, other = self._scales[0].view("<f4"), scales.view("<f4")
                 at = int((self._scales[0].view("<u4") != scales.view("<u4")).argmax())
-                raise PeerMismatch("scale", rank, f"{mine[at]:.9g} as number {at}", f"{other[at]:.9g}")
+                raise PeerMismatch(
+                    "scale", rank, f"{mine[at]:.9g} as number {at}", f"{other[at]:.9g}"
+                )
 
 
 def _check_header(header: wire.Header, rank: int, wanted: wire.Header, own_rank: int) -> None:
-    """Raise PeerMismatch unless a peer's header is the one that this rank would have written, flags aside."""
+    """Raise PeerMismatch unless a peer's header is the one that this rank would have written,
+    flags aside.
+    """
     if header == wanted:
         return
     for field in _COMPARED:

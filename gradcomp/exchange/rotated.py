@@ -1,8 +1,10 @@
 """A bucket rotated at random: what is encoded instead of gradients, and the way back.
 
-1-bit codes of values that have been rotated are unbiased once they are scaled for it (`gradcomp.reference.rotation`), and what they get wrong is noise of
-about one size all over a scale group. So nothing is carried on: there are no residuals. The rotation of a step is the same on all ranks, so that
-averages are made of rotated values, which are turned back where they arrive; owners turn means by another one before they encode them again.
+1-bit codes of values that have been rotated are unbiased once they are scaled for it
+(`gradcomp.reference.rotation`), and what they get wrong is noise of about one size all over a scale
+group. So nothing is carried on: there are no residuals. The rotation of a step is the same on all
+ranks, so that averages are made of rotated values, which are turned back where they arrive; owners
+turn means by another one before they encode them again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Rotated:
         seed: of the random signs.
 
     Attributes:
-        averages: ``(n,)`` float32 for decoded averages, rotated; None where the bucket itself serves.
+        averages: ``(n,)`` float32 for decoded averages, rotated; None where the bucket itself
+            serves.
     """
 
     def __init__(self, plan: BucketPlan, kernels: Kernels, dtype: torch.dtype, seed: int) -> None:
@@ -36,8 +39,12 @@ class Rotated:
         self._values = torch.empty(numel)
         self.averages = None if dtype == torch.float32 else torch.empty(numel)
         self._requantizes = plan.scatters and plan.strategy.second_phase == "requantize"
-        owned = [layout for one in plan.slices for layout in one.second] if self._requantizes else []
-        self._pieces = [p for layout in owned for p in layout.pieces if p.slot.compressed and p.numel]
+        owned = (
+            [layout for one in plan.slices for layout in one.second] if self._requantizes else []
+        )
+        self._pieces = [
+            p for layout in owned for p in layout.pieces if p.slot.compressed and p.numel
+        ]
 
     def divide(self, buffer: Tensor, residual: Tensor | None, step: int) -> Tensor:
         """Return what is encoded of ``(n,)`` at a step, float32; fp32 pieces are as they are."""
@@ -55,9 +62,11 @@ class Rotated:
         return self._values, None
 
     def divide_owned(self, number: int, shard: Tensor, residual: Tensor | None) -> None:
-        """Rotate the means that this rank owns of a slice once more, and scale them, if they are encoded in 1 bit.
+        """Rotate the means that this rank owns of a slice once more, and scale them, if they are
+        encoded in 1 bit.
 
-        Once more, because sums of a few ranks' codes have few values, of which 1-bit codes are not unbiased.
+        Once more, because sums of a few ranks' codes have few values, of which 1-bit codes are not
+        unbiased.
         """
         owned = self._plan.slices[number].own_second
         for p in owned.pieces if self._requantizes and owned is not None else []:
@@ -73,7 +82,9 @@ class Rotated:
         """Turn averages back and write them to the bucket; True: one is not finite."""
         bad, averages = False, buffer if self.averages is None else self.averages
         for p in self._pieces:
-            self._turn(averages[p.data : p.data + p.numel], p.slot, p.start, STREAM_OWNED, back=True)
+            self._turn(
+                averages[p.data : p.data + p.numel], p.slot, p.start, STREAM_OWNED, back=True
+            )
         for slot in self._slots:
             place = slice(slot.offset, slot.offset + slot.numel)
             mine = averages[place]
@@ -89,8 +100,12 @@ class Rotated:
         """Turn back the means of whole slots that stay with this rank."""
         for p in self._plan.own_second.pieces:
             if p.slot.compressed:
-                self._turn(shard[p.data : p.data + p.numel], p.slot, p.start, STREAM_ROTATION, back=True)
+                self._turn(
+                    shard[p.data : p.data + p.numel], p.slot, p.start, STREAM_ROTATION, back=True
+                )
 
-    def _turn(self, values: Tensor, slot: Slot, first: int, stream: int, *, back: bool = False) -> None:
+    def _turn(
+        self, values: Tensor, slot: Slot, first: int, stream: int, *, back: bool = False
+    ) -> None:
         key = self._seed, 0, self._step, stream
         self._kernels.rotate(values, slot.group_numel, first, slot.index, key, back=back)

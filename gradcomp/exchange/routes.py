@@ -1,6 +1,8 @@
-"""How averages travel between these ranks: all alike (flat), or fp32 inside nodes and packed between them.
+"""How averages travel between these ranks: all alike (flat), or fp32 inside nodes and packed
+between them.
 
-A route knows the communicators; it says how large a rank's residuals are, plans a bucket and makes its exchange.
+A route knows the communicators; it says how large a rank's residuals are, plans a bucket and makes
+its exchange.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Route(Protocol):
     def owner_numel(self, residual_numel: int) -> int:
         """Return how many of those this rank owns in a second phase."""
 
-    def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> Any:
+    def plan(
+        self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None
+    ) -> Any:
         """Return the plan of a bucket."""
 
     def exchange(self, plan: Any, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
@@ -64,11 +68,12 @@ def make_route(
     transform: Transform | None = None,
     slice_numel: int | None = None,
 ) -> Route:
-    """Return how `codec` travels over `comm`, large buckets in slices. Collective for ``exchange="hierarchical"``.
+    """Return how `codec` travels over `comm`, large buckets in slices. Collective for
+    ``exchange="hierarchical"``.
 
     Raises:
-        ValueError: an unknown exchange, `nodes` without "hierarchical", nodes of unequal sizes, a transform that the
-            exchange cannot carry.
+        ValueError: an unknown exchange, `nodes` without "hierarchical", nodes of unequal sizes, a
+            transform that the exchange cannot carry.
         PeerMismatch: (hierarchical) other nodes or another codec or exchange on some rank.
         PeerLost: a rank did not answer.
     """
@@ -76,35 +81,55 @@ def make_route(
         if nodes is not None:
             raise ValueError(f"nodes= needs exchange='hierarchical', got exchange={exchange!r}")
         if exchange not in EXCHANGES:
-            raise ValueError(f"exchange must be one of {(*EXCHANGES, 'hierarchical')}, got {exchange!r}")
+            raise ValueError(
+                f"exchange must be one of {(*EXCHANGES, 'hierarchical')}, got {exchange!r}"
+            )
         owns = transform is not None and transform.place == "owner"
         strategy = choose(codec, comm.world_size, exchange, owner_transform=owns)
         slicing = Slicing(slice_numel, whole_second=owns)
-        return FlatRoute(comm, codec, strategy, slicing) if comm.world_size > 1 else LoneRoute(strategy)
+        return (
+            FlatRoute(comm, codec, strategy, slicing)
+            if comm.world_size > 1
+            else LoneRoute(strategy)
+        )
     if transform is not None:
-        raise ValueError("a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got 'hierarchical'")
+        raise ValueError(
+            "a transform needs exchange='auto', 'all_gather' or 'reduce_scatter', got"
+            " 'hierarchical'"
+        )
     found, slicing = find_nodes(comm, nodes, timeout_s, codec), Slicing(slice_numel)
     if len(found) == 1:  # nothing leaves the node, so nothing is packed
         carrier = Identity()
-        return FlatRoute(comm, codec, choose(carrier, comm.world_size, "reduce_scatter"), slicing, carrier)
+        return FlatRoute(
+            comm, codec, choose(carrier, comm.world_size, "reduce_scatter"), slicing, carrier
+        )
     if len(found) == comm.world_size:
         return FlatRoute(comm, codec, choose(codec, comm.world_size), slicing)
     return NodeRoute(comm, codec, join_nodes(comm, found, timeout_s), slicing)
 
 
 def _as(codec: Codec, strategy: Strategy) -> str:
-    """Return how the codec of a warm start travels: as what follows it, if owners of means may keep residuals in between."""
+    """Return how the codec of a warm start travels: as what follows it, if owners of means may
+    keep residuals in between.
+    """
     return strategy.exchange if codec.error_feedback else "auto"
 
 
 class FlatRoute:
-    """Every rank exchanges with every other one; what `carrier` encodes, if one is given, instead of the codec."""
+    """Every rank exchanges with every other one; what `carrier` encodes, if one is given,
+    instead of the codec.
+    """
 
     stage_count = 4
     nodes: tuple[tuple[int, ...], ...] = ()
 
     def __init__(
-        self, comm: Communicator, codec: Codec, strategy: Strategy, slicing: Slicing, carrier: Codec | None = None
+        self,
+        comm: Communicator,
+        codec: Codec,
+        strategy: Strategy,
+        slicing: Slicing,
+        carrier: Codec | None = None,
     ) -> None:
         self._comm, self._codec, self._slicing, self._carrier = comm, codec, slicing, carrier
         self.packs = carrier is None
@@ -116,14 +141,26 @@ class FlatRoute:
     def owner_numel(self, residual_numel: int) -> int:
         return ByElements(self._comm.world_size).numel(residual_numel, self._comm.rank)
 
-    def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> BucketPlan:
+    def plan(
+        self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None
+    ) -> BucketPlan:
         world, rank = self._comm.world_size, self._comm.rank
         if self._carrier is not None:
-            return BucketPlan(self._carrier, slots, self.strategy, world, rank, slicing=self._slicing)
-        strategy = self.strategy if codec is self._codec else choose(codec, world, _as(codec, self.strategy))
-        return BucketPlan(codec, slots, strategy, world, rank, owner_residuals, slicing=self._slicing)
+            return BucketPlan(
+                self._carrier, slots, self.strategy, world, rank, slicing=self._slicing
+            )
+        strategy = (
+            self.strategy
+            if codec is self._codec
+            else choose(codec, world, _as(codec, self.strategy))
+        )
+        return BucketPlan(
+            codec, slots, strategy, world, rank, owner_residuals, slicing=self._slicing
+        )
 
-    def exchange(self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
+    def exchange(
+        self, plan: BucketPlan, dtype: torch.dtype, stats: Stats, **options: Any
+    ) -> Exchange:
         if self._carrier is not None:
             options |= {"feedback": None, "owner_feedback": None}
         return BucketExchange(plan, self._comm, dtype, stats, **options)
@@ -149,7 +186,9 @@ class NodePlan:
 
 
 class NodeRoute:
-    """fp32 inside nodes, packed between them: a rank exchanges only what it owns of its node's mean."""
+    """fp32 inside nodes, packed between them: a rank exchanges only what it owns of its node's
+    mean.
+    """
 
     stage_count = 6
     packs = True
@@ -164,30 +203,63 @@ class NodeRoute:
         return ByElements(self._nodes.inside.world_size).numel(numel, self._nodes.inside.rank)
 
     def owner_numel(self, residual_numel: int) -> int:
-        return ByElements(self._nodes.across.world_size).numel(residual_numel, self._nodes.across.rank)
+        return ByElements(self._nodes.across.world_size).numel(
+            residual_numel, self._nodes.across.rank
+        )
 
-    def plan(self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None) -> NodePlan:
+    def plan(
+        self, slots: Sequence[Slot], codec: Codec, owner_residuals: dict[int, int] | None
+    ) -> NodePlan:
         inside, across = self._nodes.inside, self._nodes.across
         plain = Identity()
         first = BucketPlan(
-            plain, slots, choose(plain, inside.world_size, "reduce_scatter"), inside.world_size, inside.rank
+            plain,
+            slots,
+            choose(plain, inside.world_size, "reduce_scatter"),
+            inside.world_size,
+            inside.rank,
         )
         shards = [
-            Slot(p.slot.index, p.numel, p.slot.group_numel, p.slot.compressed, p.data, p.slot.residual, p.start)
+            Slot(
+                p.slot.index,
+                p.numel,
+                p.slot.group_numel,
+                p.slot.compressed,
+                p.data,
+                p.slot.residual,
+                p.start,
+            )
             for p in first.own_second.pieces
         ]
-        strategy = choose(codec, across.world_size, "auto" if codec is self._codec else _as(codec, self.strategy))
+        strategy = choose(
+            codec, across.world_size, "auto" if codec is self._codec else _as(codec, self.strategy)
+        )
         second = BucketPlan(
-            codec, shards, strategy, across.world_size, across.rank, owner_residuals, slicing=self._slicing
+            codec,
+            shards,
+            strategy,
+            across.world_size,
+            across.rank,
+            owner_residuals,
+            slicing=self._slicing,
         )
         return NodePlan(first, second)
 
-    def exchange(self, plan: NodePlan, dtype: torch.dtype, stats: Stats, **options: Any) -> Exchange:
+    def exchange(
+        self, plan: NodePlan, dtype: torch.dtype, stats: Stats, **options: Any
+    ) -> Exchange:
         last = {"keeps_packed": options.pop("keeps_packed", False)}
-        last |= {name: options[name] for name in ("timeout_s", "device", "moments") if name in options}
+        last |= {
+            name: options[name] for name in ("timeout_s", "device", "moments") if name in options
+        }
         inside = BucketExchange(plan.inside, self._nodes.inside, dtype, stats.inside_nodes, **last)
-        options |= {"draw_rank": self._comm.rank, "observes": False}  # averages of shards: the exchange inside has them whole
-        return NodeExchange(inside, BucketExchange(plan.across, self._nodes.across, torch.float32, stats, **options))
+        options |= {
+            "draw_rank": self._comm.rank,
+            "observes": False,
+        }  # averages of shards: the exchange inside has them whole
+        return NodeExchange(
+            inside, BucketExchange(plan.across, self._nodes.across, torch.float32, stats, **options)
+        )
 
     def abort(self, reason: str = "") -> None:
         self._comm.abort(reason)
@@ -202,7 +274,9 @@ def _nothing() -> None:
 
 
 class NodeExchange:
-    """One bucket's exchange inside the node and, between its two phases, that of the owned means across nodes."""
+    """One bucket's exchange inside the node and, between its two phases, that of the owned means
+    across nodes.
+    """
 
     def __init__(self, inside: BucketExchange, across: BucketExchange) -> None:
         self._inside, self._across = inside, across
@@ -228,12 +302,18 @@ class NodeExchange:
 
     @property
     def slices(self) -> tuple[tuple[Callable[[], None], ...], ...]:
-        """The steps of every slice that goes across nodes; the exchange inside begins with the first and ends with the last."""
+        """The steps of every slice that goes across nodes; the exchange inside begins with the
+        first and ends with the last.
+        """
         across = self._across.slices
         steps = []
         for number, (_, encode, own, finish) in enumerate(across):
             begins = (_nothing, _nothing) if number else (self._inside.encode, self._hand_over)
-            ends = (finish, _nothing) if number < len(across) - 1 else (partial(self._take_back, finish), self._inside.finish)
+            ends = (
+                (finish, _nothing)
+                if number < len(across) - 1
+                else (partial(self._take_back, finish), self._inside.finish)
+            )
             steps.append((*begins, encode, own, *ends))
         return tuple(steps)
 
@@ -253,10 +333,14 @@ class NodeExchange:
 
     def _hand_over(self) -> None:
         self._inside.average_shard()
-        self._across.begin(self._inside.shard, self._step, self._bucket, flagged=self._inside.flagged)
+        self._across.begin(
+            self._inside.shard, self._step, self._bucket, flagged=self._inside.flagged
+        )
         self._across.measure()
 
     def _take_back(self, finish: Callable[[], None]) -> None:
-        """Every node learns of a value that is not finite; on the node where it arose nobody waits for a second phase."""
+        """Every node learns of a value that is not finite; on the node where it arose nobody
+        waits for a second phase.
+        """
         finish()
         self._inside.publish_shard(flagged=self._across.flagged)

@@ -1,7 +1,8 @@
-"""Second phases of a reduce_scatter: what owners make of the pieces they own, and how it is written, checked and read.
+"""Second phases of a reduce_scatter: what owners make of the pieces they own, and how it is
+written, checked and read.
 
-"exact" sends integer sums of codes; the others send means, encoded by a codec. A phase knows its form, so it is also what
-the strategy ("auto") and the planner count bits by.
+"exact" sends integer sums of codes; the others send means, encoded by a codec. A phase knows its
+form, so it is also what the strategy ("auto") and the planner count bits by.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Owned:
     """What a rank owns in a second phase, and the memory that it makes it in.
 
     Attributes:
-        first, second: where the owned pieces stand in the messages that arrive and in the second payload; both in
-            coordinates of `shard`.
+        first, second: where the owned pieces stand in the messages that arrive and in the second
+            payload; both in coordinates of `shard`.
         packed, plain: the messages of all ranks.
         shard: ``(n,)`` float32: means.
         payload: ``(nbytes,)`` uint8: the second payload, header included.
@@ -62,11 +63,15 @@ class SecondPhase(ABC):
     error_feedback = False
 
     def shard(self, pieces: Sequence[Piece], residuals: Sequence[int]) -> Shard:
-        """Return the owned pieces as they lie in the shard, with their places in the owner's residual planes."""
+        """Return the owned pieces as they lie in the shard, with their places in the owner's
+        residual planes.
+        """
         return shard_pieces(pieces, residuals)
 
     def scratch(self, kernels: Kernels, layout: PayloadLayout, room: Tensor) -> Tensor | None:
-        """Return the memory that the statistics of `layout` need, in `room` if it is large enough."""
+        """Return the memory that the statistics of `layout` need, in `room` if it is large
+        enough.
+        """
         return None
 
     @abstractmethod
@@ -87,7 +92,9 @@ class SecondPhase(ABC):
 
 
 class Exact(SecondPhase):
-    """Integer sums of codes that share a scale: nothing is lost, and compressed means never stand in the shard."""
+    """Integer sums of codes that share a scale: nothing is lost, and compressed means never
+    stand in the shard.
+    """
 
     def __init__(self, sums: SumForm) -> None:
         self._sums, self.form = sums, sums.form
@@ -140,7 +147,9 @@ class Encoded(SecondPhase):
 
 _CODECS: dict[str, Callable[[Codec], Codec]] = {
     "requantize": lambda codec: codec.requantizer(),
-    "block2": lambda codec: Block(2, residual_decay=codec.decay),  # groups are the first phase's: layouts have them from slots
+    "block2": lambda codec: Block(
+        2, residual_decay=codec.decay
+    ),  # groups are the first phase's: layouts have them from slots
     "block4": lambda codec: Block(4, residual_decay=codec.decay),
     "block8": lambda codec: Block(8, residual_decay=codec.decay),
     "bf16": lambda _: Identity("bf16"),

@@ -1,4 +1,6 @@
-"""What a rank sends in the first phase: its bucket as one payload, or parts of that payload, one message each."""
+"""What a rank sends in the first phase: its bucket as one payload, or parts of that payload, one
+message each.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Outbox:
         nbytes: of each message.
     """
 
-    def __init__(self, layout: PayloadLayout, local: Tensor, messages: Sequence[PayloadLayout]) -> None:
+    def __init__(
+        self, layout: PayloadLayout, local: Tensor, messages: Sequence[PayloadLayout]
+    ) -> None:
         self._local, self.send = local, local
         self._copies: CopyTable | None = None
         self.nbytes = [one.nbytes for one in messages]
@@ -36,10 +40,14 @@ class Outbox:
             self.send = torch.empty(sum(self.nbytes), dtype=torch.uint8)
             self._copies = message_copies(layout, messages, firsts)
         whole = self.send.numpy()
-        self._sealed = [(whole[f : f + one.nbytes], one) for f, one in zip(firsts, messages, strict=True)]
+        self._sealed = [
+            (whole[f : f + one.nbytes], one) for f, one in zip(firsts, messages, strict=True)
+        ]
 
     def seal(self, kernels: Kernels, header: Callable[[PayloadLayout], wire.Header]) -> None:
-        """Cut what stands encoded in the payload into messages, where there are any, and write their headers."""
+        """Cut what stands encoded in the payload into messages, where there are any, and write
+        their headers.
+        """
         if self._copies is not None:
             kernels.copy(self.send, self._local, self._copies)
         for message, layout in self._sealed:

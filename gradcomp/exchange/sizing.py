@@ -1,7 +1,9 @@
-"""What an exchange will send, before it sends: strategy, the plan of every byte of a bucket, and predictions.
+"""What an exchange will send, before it sends: strategy, the plan of every byte of a bucket, and
+predictions.
 
-`BucketPlan` is arithmetic on sizes: which bytes go where, for one bucket layout, rank and world size. It is what
-`gradcomp.exchange.bucket` runs by, what `gradcomp.exchange.stats` counts by, and what `predict_bytes` adds up for a whole model.
+`BucketPlan` is arithmetic on sizes: which bytes go where, for one bucket layout, rank and world
+size. It is what `gradcomp.exchange.bucket` runs by, what `gradcomp.exchange.stats` counts by, and
+what `predict_bytes` adds up for a whole model.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from gradcomp.payload.ownership import ByElements, Ownership
 from gradcomp.payload.parameters import Exempts, assign_buckets, describe_parameters
 from gradcomp.payload.pieces import Piece, Slot, whole_pieces
 
-DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)  # DDP's default caps: a small first bucket starts the first exchange early
+DDP_BUCKET_NBYTES = (
+    1 << 20,
+    25 << 20,
+)  # DDP's default caps: a small first bucket starts the first exchange early
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
 
 
@@ -43,10 +48,13 @@ class Strategy:
         return f"hierarchical, nodes of {self.node_size}, {whole}" if self.node_size > 1 else whole
 
 
-def choose(codec: Codec, world_size: int, exchange: str = "auto", *, owner_transform: bool = False) -> Strategy:
+def choose(
+    codec: Codec, world_size: int, exchange: str = "auto", *, owner_transform: bool = False
+) -> Strategy:
     """Return the strategy that `exchange` names; "auto" takes the fewer bits sent per element.
 
-    It is a function of codec, world size and transform alone, so that it cannot differ between buckets or ranks.
+    It is a function of codec, world size and transform alone, so that it cannot differ between
+    buckets or ranks.
 
     Args:
         codec, world_size, exchange: as they say.
@@ -59,21 +67,32 @@ def choose(codec: Codec, world_size: int, exchange: str = "auto", *, owner_trans
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
     if codec.gathers_only:
         if owner_transform or exchange == "reduce_scatter":
-            what = "an owner transform, which needs a reduce_scatter" if owner_transform else f"exchange={exchange!r}"
+            what = (
+                "an owner transform, which needs a reduce_scatter"
+                if owner_transform
+                else f"exchange={exchange!r}"
+            )
             raise ValueError(
-                f"{codec!r} does not go with {what}: a mean of its payloads is not sparse. Use exchange='all_gather' or 'auto' "
-                "without one, or a codec such as OneBit()"
+                f"{codec!r} does not go with {what}: a mean of its payloads is not sparse. Use"
+                " exchange='all_gather' or 'auto' without one, or a codec such as OneBit()"
             )
         return Strategy("all_gather")
     second = codec.resolved_second_phase(world_size, transformed=owner_transform)
     if owner_transform and exchange == "all_gather":
-        raise ValueError("an owner transform needs exchange='auto' or 'reduce_scatter', got 'all_gather'")
+        raise ValueError(
+            "an owner transform needs exchange='auto' or 'reduce_scatter', got 'all_gather'"
+        )
     if owner_transform and second == "exact":
-        raise ValueError(f"second_phase='exact' sends integer sums, which an owner transform does not make: {codec!r}")
+        raise ValueError(
+            "second_phase='exact' sends integer sums, which an owner transform does not make:"
+            f" {codec!r}"
+        )
     bits = second_phase(second, codec, world_size).form.bits
     gather = (world_size - 1) * codec.form.bits
     scatter = (world_size - 1) * (codec.form.bits + bits) / world_size
-    if exchange == "all_gather" or (exchange == "auto" and gather <= scatter and not owner_transform):
+    if exchange == "all_gather" or (
+        exchange == "auto" and gather <= scatter and not owner_transform
+    ):
         return Strategy("all_gather")
     return Strategy("reduce_scatter", second)
 
@@ -85,7 +104,8 @@ class BucketPlan:
         codec: writes the first phase.
         slots: the parameters of the bucket, with their offsets in it and in the residual planes.
         strategy, world_size, rank: as they say.
-        owner_residuals: offset of each owned parameter in the owner's residual planes, by parameter position.
+        owner_residuals: offset of each owned parameter in the owner's residual planes, by parameter
+            position.
         ownership: who owns what in a reduce_scatter; `ByElements` when None.
         slicing: how the bucket is cut into slices; by default it goes in one piece.
         stays: (reduce_scatter) means stay with their owners: nothing is sent back.
@@ -115,9 +135,13 @@ class BucketPlan:
         self.world_size, self.rank = world_size, rank
         self.numel = sum(s.numel for s in self.slots)
         self.scatters = strategy.exchange == "reduce_scatter"
-        self.local = PayloadLayout(codec.form, whole_pieces(self.slots), whole_groups=codec.whole_groups)
+        self.local = PayloadLayout(
+            codec.form, whole_pieces(self.slots), whole_groups=codec.whole_groups
+        )
         self.shares_scale = codec.shares_scale and self.local.group_count > 0
-        self.sent_nbytes = self.received_nbytes = ring_bytes(self.local.group_count, world_size) * self.shares_scale
+        self.sent_nbytes = self.received_nbytes = (
+            ring_bytes(self.local.group_count, world_size) * self.shares_scale
+        )
         count = slicing.count(self.numel, world_size)
         if self.scatters:
             ownership = ownership or ByElements(world_size)
@@ -128,7 +152,11 @@ class BucketPlan:
         others = world_size - 1
         for one in self.slices:
             if self.scatters:
-                self.sent_nbytes += sum(m.nbytes for m in one.messages) - one.messages[rank].nbytes + others * one.second_nbytes
+                self.sent_nbytes += (
+                    sum(m.nbytes for m in one.messages)
+                    - one.messages[rank].nbytes
+                    + others * one.second_nbytes
+                )
                 self.received_nbytes += others * (one.messages[rank].nbytes + one.second_nbytes)
             else:
                 self.sent_nbytes += others * one.messages[0].nbytes
@@ -140,12 +168,23 @@ class BucketPlan:
             return
         parts = cut(self.local.pieces, count, self.codec.form.unit_numel)
         encoded = rows_of(self.local, parts)
-        self.slices = [Slice(r, [PayloadLayout(self.codec.form, p)]) for r, p in zip(encoded, parts, strict=True)]
+        self.slices = [
+            Slice(r, [PayloadLayout(self.codec.form, p)])
+            for r, p in zip(encoded, parts, strict=True)
+        ]
 
     def _scatter(
-        self, owned: list[list[Piece]], owner_residuals: dict[int, int], count: int, *, whole_second: bool
+        self,
+        owned: list[list[Piece]],
+        owner_residuals: dict[int, int],
+        count: int,
+        *,
+        whole_second: bool,
     ) -> None:
-        form, self.second_phase = self.codec.form, second_phase(self.strategy.second_phase, self.codec, self.world_size)
+        form, self.second_phase = (
+            self.codec.form,
+            second_phase(self.strategy.second_phase, self.codec, self.world_size),
+        )
         residuals = [owner_residuals.get(p.slot.index, 0) for p in owned[self.rank]]
         shard = self.second_phase.shard(owned[self.rank], residuals)
         self.shard_numel = shard.numel
@@ -154,26 +193,40 @@ class BucketPlan:
         mine = cut(shard.pieces, count)
         flat = [[p for one in parts for p in one[j]] for j in range(count)]
         encoded = rows_of(self.local, flat) if count > 1 else [self.local]
-        whole = count == 1 or whole_second or (self.second_phase.measures_groups and any(cuts_groups(one) for one in parts))
+        whole = (
+            count == 1
+            or whole_second
+            or (self.second_phase.measures_groups and any(cuts_groups(one) for one in parts))
+        )
         self.slices = []
         for j in range(count):
             messages = [PayloadLayout(form, one[j]) for one in parts]
             first = PayloadLayout(form, mine[j])
             if not whole:
                 second = [self._second(one[j]) for one in parts]
-                self.slices.append(Slice(encoded[j], messages, second, first, self._second(mine[j], own=True)))
+                self.slices.append(
+                    Slice(encoded[j], messages, second, first, self._second(mine[j], own=True))
+                )
             else:
                 last = j == count - 1
-                second = [self._second(pieces) for pieces in owned] if last and not self.stays else []
-                self.slices.append(Slice(encoded[j], messages, second, first, self.own_second if last else None))
+                second = (
+                    [self._second(pieces) for pieces in owned] if last and not self.stays else []
+                )
+                self.slices.append(
+                    Slice(encoded[j], messages, second, first, self.own_second if last else None)
+                )
 
     def _second(self, pieces: Sequence[Piece], *, own: bool = False) -> PayloadLayout:
-        return PayloadLayout(self.second_phase.form, pieces, whole_groups=own and self.second_phase.whole_groups)
+        return PayloadLayout(
+            self.second_phase.form, pieces, whole_groups=own and self.second_phase.whole_groups
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ByteCount:
-    """Bytes of one training step on one rank: sent and received, and what an fp32 ring all_reduce would have sent."""
+    """Bytes of one training step on one rank: sent and received, and what an fp32 ring
+    all_reduce would have sent.
+    """
 
     sent: int
     received: int
@@ -193,15 +246,17 @@ def predict_bytes(
     dtype: torch.dtype = torch.float32,
     owner_transform: bool = False,
 ) -> ByteCount:
-    """Return the bytes that one step of DDP will cost, from the exchange's own sizing and without communication.
+    """Return the bytes that one step of DDP will cost, from the exchange's own sizing and without
+    communication.
 
     Args:
         codec: with its options.
         shapes: (name, shape) of every trained parameter, in the order of ``named_parameters()``.
         world_size, rank: as they say.
         exchange, min_numel, exclude: as in `gradcomp.ddp.register`.
-        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25 for the others. Buckets
-            are cut as DDP cuts them after its first step, if gradients come last tensor first.
+        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25
+            for the others. Buckets are cut as DDP cuts them after its first step, if gradients come
+            last tensor first.
         dtype: of the parameters.
         owner_transform: whether owners transform the means.
     """

@@ -1,8 +1,9 @@
 """How one bucket's exchange is cut into slices, which follow one another through the pipeline.
 
-While a slice is encoded, the one before it is on the wire and the one before that is decoded. A slice takes its share of what
-every owner owns, so that no link waits for another. Slices change no value: scales are measured over whole groups before anything
-is encoded, and where the scales of a second phase belong to groups that slices cut, that phase goes in one piece behind the last.
+While a slice is encoded, the one before it is on the wire and the one before that is decoded. A
+slice takes its share of what every owner owns, so that no link waits for another. Slices change no
+value: scales are measured over whole groups before anything is encoded, and where the scales of a
+second phase belong to groups that slices cut, that phase goes in one piece behind the last.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Slicing:
     """How buckets are cut.
 
     Attributes:
-        numel: elements of a slice, at least; None: `SLICE_NUMEL`, and `MESSAGE_NUMEL` a rank; 0: buckets go in one piece.
+        numel: elements of a slice, at least; None: `SLICE_NUMEL`, and `MESSAGE_NUMEL` a rank; 0:
+            buckets go in one piece.
         whole_second: second phases go in one piece, even where they could be cut.
     """
 
@@ -49,9 +51,11 @@ class Slice:
     """What travels together.
 
     Attributes:
-        encoded: rows of the bucket's own payload that are encoded before this slice leaves (and after those of slices before it).
+        encoded: rows of the bucket's own payload that are encoded before this slice leaves (and
+            after those of slices before it).
         messages: what this rank sends: to every rank, or (all_gather) one to all.
-        second: every owner's second payload; none where the second phase goes with a later slice, or there is none.
+        second: every owner's second payload; none where the second phase goes with a later slice,
+            or there is none.
         own_first, own_second: this rank's part of both phases, in coordinates of its shard.
     """
 
@@ -68,10 +72,11 @@ class Slice:
 
 
 def cut(pieces: Sequence[Piece], count: int, least: int = 8) -> list[list[Piece]]:
-    """Return `count` runs of about as many elements, one after the other; pieces are cut between scale groups where these are small.
+    """Return `count` runs of about as many elements, one after the other; pieces are cut between
+    scale groups where these are small.
 
-    Cuts are at multiples of `UNIT_NUMEL` elements of a parameter where they can be, of `least` always where codes are cut. A run
-    may be empty.
+    Cuts are at multiples of `UNIT_NUMEL` elements of a parameter where they can be, of `least`
+    always where codes are cut. A run may be empty.
 
     Args:
         pieces: one after the other.
@@ -84,8 +89,14 @@ def cut(pieces: Sequence[Piece], count: int, least: int = 8) -> list[list[Piece]
     before = 0
     for piece in pieces:
         group = piece.slot.group_numel if piece.slot.compressed else 1
-        units = (math.lcm(UNIT_NUMEL, group), math.lcm(8, group))  # codes of 8 elements are whole bytes
-        unit = next((u for u in units if u * count <= total), max(UNIT_NUMEL, least if piece.slot.compressed else 0))
+        units = (
+            math.lcm(UNIT_NUMEL, group),
+            math.lcm(8, group),
+        )  # codes of 8 elements are whole bytes
+        unit = next(
+            (u for u in units if u * count <= total),
+            max(UNIT_NUMEL, least if piece.slot.compressed else 0),
+        )
         first = bisect_right(bounds, before)  # the slice that the piece begins in
         inner = bounds[first : bisect_left(bounds, before + piece.numel)]
         ends = [max((piece.start + b - before) // unit * unit - piece.start, 0) for b in inner]
@@ -93,7 +104,9 @@ def cut(pieces: Sequence[Piece], count: int, least: int = 8) -> list[list[Piece]
         for number, end in enumerate([*ends, piece.numel]):
             if end > at:
                 out[first + number].append(
-                    Piece(piece.slot, piece.start + at, end - at, piece.data + at, piece.residual + at)
+                    Piece(
+                        piece.slot, piece.start + at, end - at, piece.data + at, piece.residual + at
+                    )
                 )
                 at = end
         before += piece.numel
@@ -105,26 +118,41 @@ def cuts_groups(slices: Sequence[Sequence[Piece]]) -> bool:
     began: dict[int, int] = {}  # parameter: end of what slices before this one have of it
     for pieces in slices:
         for p in pieces:
-            if p.slot.compressed and began.get(p.slot.index) == p.start and p.start % p.slot.group_numel:
+            if (
+                p.slot.compressed
+                and began.get(p.slot.index) == p.start
+                and p.start % p.slot.group_numel
+            ):
                 return True
             began[p.slot.index] = p.start + p.numel
     return False
 
 
 def rows_of(layout: PayloadLayout, slices: Sequence[Sequence[Piece]]) -> list[Rows]:
-    """Return which rows of a bucket's payload to encode for each slice: those that it is the first to need."""
+    """Return which rows of a bucket's payload to encode for each slice: those that it is the
+    first to need.
+    """
     starts: dict[int, list[int]] = {}
     needs: dict[int, list[int]] = {}
-    for start, index, number in sorted((p.start, p.slot.index, n) for n, pieces in enumerate(slices) for p in pieces):
+    for start, index, number in sorted(
+        (p.start, p.slot.index, n) for n, pieces in enumerate(slices) for p in pieces
+    ):
         starts.setdefault(index, []).append(start)
         needs.setdefault(index, []).append(number)
 
     def share(table: Table) -> list[Table]:
         first = np.empty(table.count, np.int64)
         for n, row in enumerate(table.rows):
-            index, start, end = int(row["parameter"]), int(row["start"]), int(row["start"]) + int(row["numel"])
+            index, start, end = (
+                int(row["parameter"]),
+                int(row["start"]),
+                int(row["start"]) + int(row["numel"]),
+            )
             places = starts[index]
             first[n] = min(needs[index][bisect_right(places, start) - 1 : bisect_left(places, end)])
         return [Table(table.rows[first == n]) for n in range(len(slices))]
 
-    return [Rows(packed, plain) for packed, plain in zip(share(layout.packed), share(layout.plain), strict=True)]
+    return [
+        Rows(packed, plain)
+        for packed, plain in zip(share(layout.packed), share(layout.plain), strict=True)
+    ]

@@ -15,7 +15,9 @@ PHASES = ("statistics", "scale_round", "encode", "first_phase", "owner", "second
 
 
 class Stopwatch:
-    """Counts the seconds of a ``with`` block as those of one phase, and shows it in a profile of its thread."""
+    """Counts the seconds of a ``with`` block as those of one phase, and shows it in a profile of
+    its thread.
+    """
 
     __slots__ = ("_begun", "_phase", "_range", "_stats")
 
@@ -38,16 +40,20 @@ class Stats:
 
     Attributes:
         steps: backward passes whose gradients were exchanged.
-        bytes_sent, bytes_received: bytes to and from other ranks: headers, scales and padding included, self excluded.
+        bytes_sent, bytes_received: bytes to and from other ranks: headers, scales and padding
+            included, self excluded.
         baseline_bytes: bytes an fp32 ring all_reduce would have sent: 2 (N - 1) / N * 4 * numel.
         setup_bytes: bytes of fingerprints (once for each bucket layout), not in `bytes_sent`.
-        inside_nodes: the same for the fp32 exchange inside nodes, whose bytes are not in `bytes_sent` (hierarchical only).
+        inside_nodes: the same for the fp32 exchange inside nodes, whose bytes are not in
+            `bytes_sent` (hierarchical only).
         nonfinite_buckets: buckets that held NaN or Inf on some rank.
-        dropped_residual: sum of |r| that ``residual_decay`` below 1 has dropped of this rank's residuals and of those that it
-            owns, in the units that are encoded (with ``precondition``, those of second moments).
-        seconds: per phase, summed over buckets ("statistics", "scale_round", "encode", "first_phase", "owner",
-            "second_phase", "decode"; the three exchanges are time spent waiting), and of the time from first to last bucket "hidden", the
-            part that backward did not wait for, and "exposed", the part that it did.
+        dropped_residual: sum of |r| that ``residual_decay`` below 1 has dropped of this rank's
+            residuals and of those that it owns, in the units that are encoded (with
+            ``precondition``, those of second moments).
+        seconds: per phase, summed over buckets ("statistics", "scale_round", "encode",
+            "first_phase", "owner", "second_phase", "decode"; the three exchanges are time spent
+            waiting), and of the time from first to last bucket "hidden", the part that backward did
+            not wait for, and "exposed", the part that it did.
     """
 
     steps: int = 0
@@ -57,7 +63,9 @@ class Stats:
     setup_bytes: int = 0
     nonfinite_buckets: int = 0
     dropped_residual: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, *OVERLAP), 0.0))
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys((*PHASES, *OVERLAP), 0.0)
+    )
     _inside_nodes: Stats | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -104,7 +112,15 @@ class Stats:
         """Return the sums of several, as they are now."""
         out = Stats()
         for part in parts:
-            for name in ("steps", "bytes_sent", "bytes_received", "baseline_bytes", "setup_bytes", "nonfinite_buckets", "dropped_residual"):
+            for name in (
+                "steps",
+                "bytes_sent",
+                "bytes_received",
+                "baseline_bytes",
+                "setup_bytes",
+                "nonfinite_buckets",
+                "dropped_residual",
+            ):
                 setattr(out, name, getattr(out, name) + getattr(part, name))
             for phase, seconds in part.seconds.items():
                 out.seconds[phase] += seconds

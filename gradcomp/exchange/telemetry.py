@@ -1,4 +1,6 @@
-"""What exchanges have cost, given to whoever shows numbers: TensorBoard, a logger, a line on the console, a function."""
+"""What exchanges have cost, given to whoever shows numbers: TensorBoard, a logger, a line on the
+console, a function.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ class Telemetry:
     """Reports of one model's exchanges, each of what happened since the one before.
 
     Args:
-        target: a TensorBoard ``SummaryWriter``; a `logging.Logger`; a text stream such as `sys.stderr`, which gets a line that is written
-            over where it is a terminal; anything with ``log(values, step=step)``, as a run of Weights & Biases; or a function of
-            (values by name, step).
+        target: a TensorBoard ``SummaryWriter``; a `logging.Logger`; a text stream such as
+            `sys.stderr`, which gets a line that is written over where it is a terminal; anything
+            with ``log(values, step=step)``, as a run of Weights & Biases; or a function of (values
+            by name, step).
         stats: returns what there is to count.
         quality: returns the latest sample, where samples are taken.
         every: steps from one report to the next.
@@ -32,7 +35,12 @@ class Telemetry:
     """
 
     def __init__(
-        self, target: Any, stats: Callable[[], Stats], quality: Callable[[], Quality] | None, every: int = 10, prefix: str = "gradcomp"
+        self,
+        target: Any,
+        stats: Callable[[], Stats],
+        quality: Callable[[], Quality] | None,
+        every: int = 10,
+        prefix: str = "gradcomp",
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a number of steps, at least 1, got {every!r}")
@@ -46,7 +54,9 @@ class Telemetry:
         """Take note that a step has ended; report if it is time."""
         self._since += 1
         if self._since >= self._every:
-            self._write({f"{self._prefix}/{name}": value for name, value in self.values().items()}, step)
+            self._write(
+                {f"{self._prefix}/{name}": value for name, value in self.values().items()}, step
+            )
             self._since = 0
             self._forget()
 
@@ -56,13 +66,18 @@ class Telemetry:
         if now.steps < before.steps:  # somebody has reset them
             before = Stats()
         steps = max(1, now.steps - before.steps)
-        sent, baseline = now.bytes_sent - before.bytes_sent, now.baseline_bytes - before.baseline_bytes
+        sent, baseline = (
+            now.bytes_sent - before.bytes_sent,
+            now.baseline_bytes - before.baseline_bytes,
+        )
         out = {
             "bytes_sent_per_step": sent / steps,
             "bytes_received_per_step": (now.bytes_received - before.bytes_received) / steps,
             "compression_ratio": baseline / sent if sent else 1.0,
             "codec_seconds_per_step": (now.codec_seconds - before.codec_seconds) / steps,
-            "exposed_seconds_per_step": (now.seconds["exposed"] - before.seconds["exposed"]) / steps,
+            "exposed_seconds_per_step": (
+                (now.seconds["exposed"] - before.seconds["exposed"]) / steps
+            ),
             "hidden_seconds_per_step": (now.seconds["hidden"] - before.seconds["hidden"]) / steps,
             "nonfinite_buckets": float(now.nonfinite_buckets - before.nonfinite_buckets),
             "steps_per_second": steps / max(1e-9, time.perf_counter() - self._begun),
@@ -106,8 +121,8 @@ def _writer(target: Any) -> Write:
     if callable(target):
         return lambda values, step: target(dict(values), step)
     raise TypeError(
-        f"log_to takes a SummaryWriter, a logging.Logger, a text stream, an object with log(values, step=...) or a function of (values, step), "
-        f"got {type(target).__name__}"
+        "log_to takes a SummaryWriter, a logging.Logger, a text stream, an object with log(values,"
+        f" step=...) or a function of (values, step), got {type(target).__name__}"
     )
 
 
@@ -134,7 +149,9 @@ def line_of(values: Mapping[str, float], step: int) -> str:
         f"hidden {1e3 * short['hidden_seconds_per_step']:.1f} ms",
     ]
     if "quality/cosine_mean" in short:
-        said.append(f"cosine {short['quality/cosine_mean']:.2f} (worst {short['quality/cosine_worst']:.2f})")
+        said.append(
+            f"cosine {short['quality/cosine_mean']:.2f} (worst {short['quality/cosine_worst']:.2f})"
+        )
     if short["nonfinite_buckets"]:
         said.append(f"{short['nonfinite_buckets']:.0f} buckets not finite")
     return ", ".join(said)

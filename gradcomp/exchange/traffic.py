@@ -1,4 +1,6 @@
-"""The memory of one bucket's exchange, slice by slice, and what is known of each slice while it is on its way."""
+"""The memory of one bucket's exchange, slice by slice, and what is known of each slice while it
+is on its way.
+"""
 
 from __future__ import annotations
 
@@ -85,12 +87,18 @@ class Memory:
         self.slices = []
         for one, layout, part in zip(plan.slices, arriving, torch.split(recv, nbytes), strict=True):
             first = Inbox(part, layout.nbytes, [layout] * n, plan.rank, plan.codec.validate_packed)
-            room = recv if one is plan.slices[-1] else part  # with the last slice all has arrived and been decoded
+            room = (
+                recv if one is plan.slices[-1] else part
+            )  # with the last slice all has arrived and been decoded
             second = self._second(one, first.tensors, room) if plan.scatters else None
-            self.slices.append(Traffic(one, Outbox(plan.local, self.local, one.messages), first, second))
+            self.slices.append(
+                Traffic(one, Outbox(plan.local, self.local, one.messages), first, second)
+            )
 
     def _second(self, one: Slice, arrived: list[Tensor], room: Tensor) -> Second:
-        """Return what a slice needs at its owner; `room` is free once what arrived has been decoded."""
+        """Return what a slice needs at its owner; `room` is free once what arrived has been
+        decoded.
+        """
         plan, layout = self._plan, one.own_second
         assert one.own_first is not None  # every slice of a reduce_scatter has
         send = torch.zeros(one.second_nbytes, dtype=torch.uint8)
@@ -105,5 +113,9 @@ class Memory:
             torch.empty(layout.group_count if layout is not None and layout.scale_count else 0),
             plan.second_phase.scratch(self._kernels, layout, room) if layout is not None else None,
         )
-        inbox = Inbox(recv, one.second_nbytes, one.second, plan.rank, plan.second_phase.validate) if one.second else None
+        inbox = (
+            Inbox(recv, one.second_nbytes, one.second, plan.rank, plan.second_phase.validate)
+            if one.second
+            else None
+        )
         return Second(owned, inbox)

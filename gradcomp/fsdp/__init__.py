@@ -1,9 +1,12 @@
-"""FSDP2: the gradients of `fully_shard` models are reduce-scattered as packed codes, and if asked for weights gathered in 8 bits.
+"""FSDP2: the gradients of `fully_shard` models are reduce-scattered as packed codes, and if asked
+for weights gathered in 8 bits.
 
-`compress` gives every FSDP module a reduce-scatter of its own. Pieces and owners are FSDP's: rank k owns chunk k of every parameter. A
-rank encodes what it has of a chunk and sends it to its owner, who averages what has come, in fp32; nothing is sent back. So gradients take
-one phase here where DDP's take two, and gloo's own reduce-scatter, which is a whole all_reduce, sends 2 (N - 1) / N of everything in fp32.
-`reduce` and `weights` are what one module does, `residuals` what is left out between steps, `state` all of it.
+`compress` gives every FSDP module a reduce-scatter of its own. Pieces and owners are FSDP's: rank k
+owns chunk k of every parameter. A rank encodes what it has of a chunk and sends it to its owner,
+who averages what has come, in fp32; nothing is sent back. So gradients take one phase here where
+DDP's take two, and gloo's own reduce-scatter, which is a whole all_reduce, sends 2 (N - 1) / N of
+everything in fp32. `reduce` and `weights` are what one module does, `residuals` what is left out
+between steps, `state` all of it.
 """
 
 from __future__ import annotations
@@ -42,27 +45,41 @@ def compress(
         fully_shard(model)
         state = gradcomp.fsdp.compress(model)
 
-    Training goes on as before: gradients come out averaged, a shard a rank. What is packed depends on parameters and the number of
-    ranks alone, so another wrapping of the same model gives the same bits.
+    Training goes on as before: gradients come out averaged, a shard a rank. What is packed depends
+    on parameters and the number of ranks alone, so another wrapping of the same model gives the
+    same bits.
 
     Args:
-        model: with FSDP modules inside, or one itself; each may share its parameters out over another group of ranks.
-        codec: codec or name; None: `Ternary(error_feedback=False)`, which needs no memory. Residuals of `Ternary()`, `OneBit` and `Block` are
-            on every rank as large as whole gradients, which FSDP is there to avoid: how large is logged.
-        options: see `gradcomp.Options`; `min_numel`, `exclude`, `timeout_s` count here, of parameters as they were before they were sharded.
-        weights: what the weights are gathered in for forward and backward: "block8", "block4", "bfloat16", or `Block` with a group of its
-            own; as they are when None. Shards and what optimizers do stay exact (Wang et al. 2023, ZeRO++, section 3.1).
-        keep_weights: backward takes the weights that forward has gathered, which stay packed meanwhile: half of the gathers, for (N + 1) / N
-            bytes a value of the whole model on every rank with "block8" (ZeRO++, section 3.2, keeps a copy inside a machine).
+        model: with FSDP modules inside, or one itself; each may share its parameters out over
+            another group of ranks.
+        codec: codec or name; None: `Ternary(error_feedback=False)`, which needs no memory.
+            Residuals of `Ternary()`, `OneBit` and `Block` are on every rank as large as whole
+            gradients, which FSDP is there to avoid: how large is logged.
+        options: see `gradcomp.Options`; `min_numel`, `exclude`, `timeout_s` count here, of
+            parameters as they were before they were sharded.
+        weights: what the weights are gathered in for forward and backward: "block8", "block4",
+            "bfloat16", or `Block` with a group of its own; as they are when None. Shards and what
+            optimizers do stay exact (Wang et al. 2023, ZeRO++, section 3.1).
+        keep_weights: backward takes the weights that forward has gathered, which stay packed
+            meanwhile: half of the gathers, for (N + 1) / N bytes a value of the whole model on
+            every rank with "block8" (ZeRO++, section 3.2, keeps a copy inside a machine).
         residuals: "fp32", or "bf16" for half of the memory, of codecs that leave some.
         changes: fields of `gradcomp.Options` to set.
 
     Raises:
         TypeError: no module, or none inside that `fully_shard` has wrapped.
-        ValueError: a codec that gathers; an option that is of other exchanges; several meshes in a module; `keep_weights` without `weights`.
+        ValueError: a codec that gathers; an option that is of other exchanges; several meshes in a
+            module; `keep_weights` without `weights`.
         UnsupportedTensor: parameters on a GPU.
         PeerMismatch: ranks with other parameters, codec or options.
         PeerLost: a rank did not answer.
     """
     packed = None if weights is None else weights_codec(weights)
-    return FsdpState(model, Ternary(error_feedback=False) if codec is None else resolve(codec), Options.of(options, **changes), weights=packed, keep_weights=keep_weights, residuals=residuals)
+    return FsdpState(
+        model,
+        Ternary(error_feedback=False) if codec is None else resolve(codec),
+        Options.of(options, **changes),
+        weights=packed,
+        keep_weights=keep_weights,
+        residuals=residuals,
+    )

@@ -1,4 +1,6 @@
-"""The parameters of an FSDP module: how they travel, and where the chunks of all ranks stand side by side."""
+"""The parameters of an FSDP module: how they travel, and where the chunks of all ranks stand
+side by side.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,16 @@ class Part:
         return numel_of(self.chunks[0])
 
     def joined(self, rows: Tensor) -> Tensor:
-        """Return values of the parameter's shape from ``(N, room)``, a row for every rank's chunk."""
-        return torch.cat([row[: numel_of(shape)].view(shape) for row, shape in zip(rows, self.chunks, strict=True)], self.dim)
+        """Return values of the parameter's shape from ``(N, room)``, a row for every rank's
+        chunk.
+        """
+        return torch.cat(
+            [
+                row[: numel_of(shape)].view(shape)
+                for row, shape in zip(rows, self.chunks, strict=True)
+            ],
+            self.dim,
+        )
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """Return every rank's chunk of values of the parameter's shape."""
@@ -45,12 +55,15 @@ class Part:
 
 
 def number_of(parts: Sequence[Part]) -> int:
-    """Return the number of the module with these parameters in headers: from 1, and the same whatever else is wrapped."""
+    """Return the number of the module with these parameters in headers: from 1, and the same
+    whatever else is wrapped.
+    """
     return 1 + min(part.number for part in parts)
 
 
 def slots_of(parts: Sequence[Part], world_size: int) -> list[list[Slot]]:
-    """Return where every rank's chunks stand in a flat whole that has them rank after rank, a slot each: number times N plus rank.
+    """Return where every rank's chunks stand in a flat whole that has them rank after rank, a slot
+    each: number times N plus rank.
 
     What codes leave out of a chunk stands at the same place of a plane.
     """
@@ -61,7 +74,16 @@ def slots_of(parts: Sequence[Part], world_size: int) -> list[list[Slot]]:
         for part in parts:
             p = part.parameter
             numel = numel_of(part.chunks[rank])
-            slots.append(Slot(part.number * world_size + rank, numel, p.group_numel, p.compressed, offset, offset))
+            slots.append(
+                Slot(
+                    part.number * world_size + rank,
+                    numel,
+                    p.group_numel,
+                    p.compressed,
+                    offset,
+                    offset,
+                )
+            )
             offset += part.room
         out.append(slots)
     return out

@@ -1,4 +1,6 @@
-"""The reduce-scatter of one FSDP module: what a rank has of a chunk goes packed to the chunk's owner, who averages."""
+"""The reduce-scatter of one FSDP module: what a rank has of a chunk goes packed to the chunk's
+owner, who averages.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ class ReduceScatter:
     """
 
     def __init__(
-        self, module: object, parts: Sequence[Part], codec: Codec, comm: TorchCommunicator, stats: Stats, kept: Kept | None = None
+        self,
+        module: object,
+        parts: Sequence[Part],
+        codec: Codec,
+        comm: TorchCommunicator,
+        stats: Stats,
+        kept: Kept | None = None,
     ) -> None:
         self.module, self.parts, self.steps = module, list(parts), 0
         self._codec, self._comm, self._stats, self._kept = codec, comm, stats, kept
@@ -52,9 +60,11 @@ class ReduceScatter:
         return numel == self._comm.world_size * sum(part.room for part in self._trained())
 
     def start(self, output: Tensor, given: Tensor, factor: int) -> None:
-        """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages of this rank's chunks to ``(k,)``.
+        """Encode ``(N * k,)`` gradients and send them; `finish` writes `factor` times the averages
+        of this rank's chunks to ``(k,)``.
 
-        Until then these are NaN: torch puts them into ``.grad`` at once, and whatever ends the backward pass may keep `finish` from being called.
+        Until then these are NaN: torch puts them into ``.grad`` at once, and whatever ends the
+        backward pass may keep `finish` from being called.
         """
         output.fill_(float("nan"))
         if self._failed is not None:
@@ -75,13 +85,21 @@ class ReduceScatter:
         self._stats.baseline_bytes += 2 * (given.numel() - output.numel()) * given.element_size()
 
     def finish(self) -> None:
-        """Wait for what the other ranks have sent, and average; NaN if some rank's gradients have NaN or Inf."""
+        """Wait for what the other ranks have sent, and average; NaN if some rank's gradients
+        have NaN or Inf.
+        """
         if self._pending is None:
             return
         (exchange, output, factor), self._pending = self._pending, None
         first = output.numel() * self._comm.rank
-        places = sorted((piece.slot.offset - first, piece.data, piece.numel) for piece in exchange.plan.own_second.pieces)
-        as_they_are = (output.dtype, output.device) == (torch.float32, exchange.shard.device) and all(there == here for there, here, _ in places)
+        places = sorted(
+            (piece.slot.offset - first, piece.data, piece.numel)
+            for piece in exchange.plan.own_second.pieces
+        )
+        as_they_are = (output.dtype, output.device) == (
+            torch.float32,
+            exchange.shard.device,
+        ) and all(there == here for there, here, _ in places)
         try:
             exchange.average_shard(output if as_they_are else None)
         except GradcompError as error:
@@ -113,20 +131,39 @@ class ReduceScatter:
     def _trained(self) -> list[Part]:
         return [part for part in self.parts if part.sharded.requires_grad]
 
-    def _exchange(self, dtype: torch.dtype, device: torch.device, trained: Sequence[Part]) -> BucketExchange:
+    def _exchange(
+        self, dtype: torch.dtype, device: torch.device, trained: Sequence[Part]
+    ) -> BucketExchange:
         if dtype not in native.DTYPES:
-            raise GradcompError(f"gradients of {dtype} are not packed; float32, bfloat16 and float16 are")
+            raise GradcompError(
+                f"gradients of {dtype} are not packed; float32, bfloat16 and float16 are"
+            )
         kind = dtype, device, tuple(part.number for part in trained)
         if kind not in self._exchanges:
             self._exchanges[kind] = BucketExchange(
-                self._plan(trained), self._comm, dtype, self._stats, seed=self._codec.seed, timeout_s=self._comm.timeout_s, device=device, module=number_of(self.parts),
+                self._plan(trained),
+                self._comm,
+                dtype,
+                self._stats,
+                seed=self._codec.seed,
+                timeout_s=self._comm.timeout_s,
+                device=device,
+                module=number_of(self.parts),
                 draw_rank=group_rank(),  # replicas of a shard draw other numbers
                 feedback=Carried(trained, self._kept) if self._kept is not None else None,
-            )  # fmt: skip
+            )
         return self._exchanges[kind]
 
     def _plan(self, trained: Sequence[Part]) -> BucketPlan:
         world = self._comm.world_size
         slots = [slot for one in slots_of(trained, world) for slot in one]
         strategy = Strategy("reduce_scatter", "fp32")
-        return BucketPlan(self._codec, slots, strategy, world, self._comm.rank, ownership=BySlots(world), stays=True)
+        return BucketPlan(
+            self._codec,
+            slots,
+            strategy,
+            world,
+            self._comm.rank,
+            ownership=BySlots(world),
+            stays=True,
+        )

@@ -1,7 +1,9 @@
-"""What codes have left out of a rank's gradients: as large as these, so kept in one plane, which may be of 16 bits.
+"""What codes have left out of a rank's gradients: as large as these, so kept in one plane, which
+may be of 16 bits.
 
-An exchange reads and writes float32 planes. Those here are of one module, used by all in turn: they are filled from what is kept before a
-module's gradients are encoded, and written back when every rank has them. Until then what is kept stays as it was.
+An exchange reads and writes float32 planes. Those here are of one module, used by all in turn: they
+are filled from what is kept before a module's gradients are encoded, and written back when every
+rank has them. Until then what is kept stays as it was.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Planes:
 
 
 class Kept:
-    """Residuals of all parameters of a model whose gradients are packed with feedback, as long as the run lasts.
+    """Residuals of all parameters of a model whose gradients are packed with feedback, as long as
+    the run lasts.
 
     Args:
         dtype: "fp32" or "bf16".
@@ -52,7 +55,10 @@ class Kept:
 
     def add(self, part: Part) -> None:
         """Keep residuals of a parameter from now on, zero at first."""
-        self._known[part.parameter.name] = part, torch.zeros(len(part.chunks), part.room, dtype=self._dtype)
+        self._known[part.parameter.name] = (
+            part,
+            torch.zeros(len(part.chunks), part.room, dtype=self._dtype),
+        )
 
     def of(self, part: Part) -> Tensor:
         """Return those of a parameter, a row for every rank's chunk, padded."""
@@ -68,7 +74,8 @@ class Kept:
         return {name: part.joined(kept).clone() for name, (part, kept) in self._known.items()}
 
     def load(self, states: Iterable[Mapping[str, Tensor]]) -> None:
-        """Take the mean of several ranks' residuals, by name and of the parameters' shapes, zero of none; nothing is taken from some that do not fit.
+        """Take the mean of several ranks' residuals, by name and of the parameters' shapes, zero of
+        none; nothing is taken from some that do not fit.
 
         Raises:
             ValueError: other parameters, shapes or dtypes, or a value that is not finite.
@@ -90,15 +97,30 @@ class Kept:
     def _check(self, state: Mapping[str, Tensor]) -> None:
         if state.keys() != self._known.keys():
             odd = min(state.keys() ^ self._known.keys(), key=str)
-            raise ValueError(f"residuals do not fit this model and codec: {odd!r} is on one side only")
+            raise ValueError(
+                f"residuals do not fit this model and codec: {odd!r} is on one side only"
+            )
         for name, (part, _) in self._known.items():
             given, shape = state[name], torch.Size(part.parameter.shape)
-            if not isinstance(given, Tensor) or given.layout != torch.strided or given.shape != shape:
-                raise ValueError(f"the residual of {name!r} must be a tensor of {tuple(shape)}, got {given!r}"[:200])
+            if (
+                not isinstance(given, Tensor)
+                or given.layout != torch.strided
+                or given.shape != shape
+            ):
+                raise ValueError(
+                    f"the residual of {name!r} must be a tensor of {tuple(shape)}, got {given!r}"[
+                        :200
+                    ]
+                )
             if given.dtype not in DTYPES.values() or given.is_meta:
-                raise ValueError(f"the residual of {name!r} is {given.dtype} on {given.device}; float32 or bfloat16 expected")
+                raise ValueError(
+                    f"the residual of {name!r} is {given.dtype} on {given.device}; float32 or"
+                    " bfloat16 expected"
+                )
             if not bool(torch.isfinite(given.to(self._dtype)).all()):
-                raise ValueError(f"the residual of {name!r} has values that are not finite in {self._dtype}")
+                raise ValueError(
+                    f"the residual of {name!r} has values that are not finite in {self._dtype}"
+                )
 
 
 class Carried(Feedback):

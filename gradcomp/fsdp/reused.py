@@ -1,4 +1,6 @@
-"""Memory for whole modules, used again: torch asks for new tensors in every step, whose pages the system then makes one by one."""
+"""Memory for whole modules, used again: torch asks for new tensors in every step, whose pages
+the system then makes one by one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from gradcomp.comm import torch_private
 
 
 class Reused:
-    """Flat tensors that are handed out again once nobody holds them or a view of them: as many as there are at a time, of each size."""
+    """Flat tensors that are handed out again once nobody holds them or a view of them: as many
+    as there are at a time, of each size.
+    """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, int]]] = {}

@@ -24,7 +24,9 @@ def check_state(state: Any, origin: Mapping[str, object], names: Collection[str]
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         raise ValueError(f"not a state of gradcomp.fsdp that this version knows: {state!r}"[:200])
     for key, mine in origin.items():
-        if state.get(key) != mine and not (key == "codec" and same_codec(state.get(key), str(mine))):
+        if state.get(key) != mine and not (
+            key == "codec" and same_codec(state.get(key), str(mine))
+        ):
             raise ValueError(f"this state has {key} {state.get(key)!r}, here it is {mine!r}")
     world, residual = state.get("world_size"), state.get("residual")
     if type(world) is not int or world < 1:

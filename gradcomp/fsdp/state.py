@@ -1,4 +1,6 @@
-"""All modules of a `fully_shard` model: what is theirs to exchange, when it is waited for, and what a run goes on with."""
+"""All modules of a `fully_shard` model: what is theirs to exchange, when it is waited for, and
+what a run goes on with.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ logger = logging.getLogger("gradcomp")
 
 
 class FsdpState:
-    """What `compress` has made of a model: what was sent, what codes have left out, and the steps that random numbers depend on.
+    """What `compress` has made of a model: what was sent, what codes have left out, and the steps
+    that random numbers depend on.
 
     It is a ``Stateful`` of ``torch.distributed.checkpoint``.
 
@@ -59,32 +62,55 @@ class FsdpState:
         weights: of weights, None where they travel as they are.
         stats: bytes and seconds of gradients; a step is one module's reduce-scatter.
         weights_stats: the same of weights; a step is one module's all_gather.
-        plain: reduce-scatters that torch did after all, because some parameter of their module had no gradient, say.
+        plain: reduce-scatters that torch did after all, because some parameter of their module had
+            no gradient, say.
     """
 
     def __init__(
-        self, model: nn.Module, codec: Codec, options: Options, *, weights: Codec | None = None, keep_weights: bool = False, residuals: str = "fp32"
+        self,
+        model: nn.Module,
+        codec: Codec,
+        options: Options,
+        *,
+        weights: Codec | None = None,
+        keep_weights: bool = False,
+        residuals: str = "fp32",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         _check(codec, options)
         if keep_weights and weights is None:
-            raise ValueError("keep_weights=True keeps packed weights: say how they are packed, weights='block8'")
+            raise ValueError(
+                "keep_weights=True keeps packed weights: say how they are packed, weights='block8'"
+            )
         self.codec, self.weights = codec, weights
         self._kept, self._keeps = Kept(residuals), keep_weights
         self.stats, self.weights_stats, self.plain = Stats(), Stats(), 0
         sharded = torch_private.sharded_modules(model)
         if not sharded:
             kinds = {type(module).__name__ for module in model.modules()}
-            first = "FullyShardedDataParallel is FSDP1: wrap with" if "FullyShardedDataParallel" in kinds else "no module of this model is wrapped by"
-            raise TypeError(f"{first} torch.distributed.fsdp.fully_shard; for DDP there is gradcomp.ddp.register")
-        for device in {p.device for one in sharded for p in one.parameters} - {torch.device("meta")}:
+            first = (
+                "FullyShardedDataParallel is FSDP1: wrap with"
+                if "FullyShardedDataParallel" in kinds
+                else "no module of this model is wrapped by"
+            )
+            raise TypeError(
+                f"{first} torch.distributed.fsdp.fully_shard; for DDP there is"
+                " gradcomp.ddp.register"
+            )
+        for device in {p.device for one in sharded for p in one.parameters} - {
+            torch.device("meta")
+        }:
             kernels_of(device)
         self._model, self._known = weakref.ref(model), {id(one.module) for one in sharded}
         self._checked, self._split = False, any(one.is_split for one in sharded)
         names = {id(p): name for name, p in model.named_parameters()}
         called = {id(module): name for name, module in model.named_modules()}
-        wholes = [(names[id(p)], shape) for one in sharded for p, shape in zip(one.parameters, one.shapes, strict=True)]
+        wholes = [
+            (names[id(p)], shape)
+            for one in sharded
+            for p, shape in zip(one.parameters, one.shapes, strict=True)
+        ]
         order = {name: n for n, name in enumerate(sorted(name for name, _ in wholes))}
         self._module_names: dict[object, str] = {}
         self._residuals = residuals
@@ -96,7 +122,9 @@ class FsdpState:
         self._reduces: list[ReduceScatter] = []
         self._gathers: list[AllGather] = []
         self._pending: list[ReduceScatter] = []
-        self._called_back = -1  # number of the backward pass at whose end pending averages are waited for
+        self._called_back = (
+            -1
+        )  # number of the backward pass at whose end pending averages are waited for
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
@@ -107,31 +135,82 @@ class FsdpState:
         try:
             for one in sharded:
                 if one.group.size() == 1:  # FSDP itself sends nothing then
-                    self._alone += _parts(one, [names[id(p)] for p in one.parameters], order, gradients)
+                    self._alone += _parts(
+                        one, [names[id(p)] for p in one.parameters], order, gradients
+                    )
                     continue
                 comm = groups.get(id(one.group))
                 if comm is None:
-                    comm = groups[id(one.group)] = TorchCommunicator(one.group, timeout_s=options.timeout_s)
+                    comm = groups[id(one.group)] = TorchCommunicator(
+                        one.group, timeout_s=options.timeout_s
+                    )
                     self._comms.append(comm)
-                    _agree(comm, {"codec": codec, "weights": weights, "keep_weights": keep_weights, "residuals": residuals}, options, gradients)
+                    _agree(
+                        comm,
+                        {
+                            "codec": codec,
+                            "weights": weights,
+                            "keep_weights": keep_weights,
+                            "residuals": residuals,
+                        },
+                        options,
+                        gradients,
+                    )
                 own = [names[id(p)] for p in one.parameters]
-                self._module_names[number_of(_parts(one, own, order, gradients))] = called[id(one.module)] or "(the model)"
-                self._reduces.append(self._reduce_scatter(one.module, _parts(one, own, order, gradients), comm))
-                torch_private.reduce_scatter_by(one.module, self._reduce_by(self._reduces[-1]), _unless_shards(reused, self._reduces[-1]))
+                self._module_names[number_of(_parts(one, own, order, gradients))] = (
+                    called[id(one.module)] or "(the model)"
+                )
+                self._reduces.append(
+                    self._reduce_scatter(one.module, _parts(one, own, order, gradients), comm)
+                )
+                torch_private.reduce_scatter_by(
+                    one.module,
+                    self._reduce_by(self._reduces[-1]),
+                    _unless_shards(reused, self._reduces[-1]),
+                )
                 if weights is not None:
-                    self._gathers.append(AllGather(one.module, _parts(one, own, order, values), weights, comm, self.weights_stats, rooms, self._forward if keep_weights else None))
-                    torch_private.all_gather_by(one.module, self._gather_by(self._gathers[-1]), reused.take)
+                    self._gathers.append(
+                        AllGather(
+                            one.module,
+                            _parts(one, own, order, values),
+                            weights,
+                            comm,
+                            self.weights_stats,
+                            rooms,
+                            self._forward if keep_weights else None,
+                        )
+                    )
+                    torch_private.all_gather_by(
+                        one.module, self._gather_by(self._gathers[-1]), reused.take
+                    )
         except BaseException:
             self.close()
             raise
         mine = Mine(p for one in sharded if one.group.size() > 1 for p in one.parameters)
         self._steps = Steps(mine, lambda: self._calls, self._missed)
-        self._hooks += [before_any_step(mine, self._before_step), model.register_forward_pre_hook(self._hold)]
+        self._hooks += [
+            before_any_step(mine, self._before_step),
+            model.register_forward_pre_hook(self._hold),
+        ]
         if self._kept.nbytes > 1e6:
-            logger.warning("gradcomp: residuals of %r take %.0f MB on every rank, which sharding does not divide ('bf16' takes half of 'fp32')", codec, self._kept.nbytes / 1e6)
+            logger.warning(
+                "gradcomp: residuals of %r take %.0f MB on every rank, which sharding does not"
+                " divide ('bf16' takes half of 'fp32')",
+                codec,
+                self._kept.nbytes / 1e6,
+            )
 
-    def _reduce_scatter(self, module: object, parts: Sequence[Part], comm: TorchCommunicator) -> ReduceScatter:
-        return ReduceScatter(module, parts, self.codec, comm, self.stats, self._kept if self.codec.error_feedback else None)
+    def _reduce_scatter(
+        self, module: object, parts: Sequence[Part], comm: TorchCommunicator
+    ) -> ReduceScatter:
+        return ReduceScatter(
+            module,
+            parts,
+            self.codec,
+            comm,
+            self.stats,
+            self._kept if self.codec.error_feedback else None,
+        )
 
     def _reduce_by(self, module: ReduceScatter) -> Any:
         def call(output: Tensor, given: Tensor, group: Any, op: Any) -> None:
@@ -140,7 +219,11 @@ class FsdpState:
             self._finish()  # what went out before has had this module's backward to arrive
             factor = divisor(op, group.size())
             if factor is None or not module.fits(given.numel()):
-                self._say_plain("is divided by a factor of its own" if factor is None else "lacks that of some parameter")
+                self._say_plain(
+                    "is divided by a factor of its own"
+                    if factor is None
+                    else "lacks that of some parameter"
+                )
                 self.plain += 1
                 reduce_scatter(output, given, group, op)
                 return
@@ -162,7 +245,9 @@ class FsdpState:
         return self._poisoned_on_failure()(call)
 
     def log_to(self, target: Any, *, every: int = 10, prefix: str = "gradcomp") -> None:
-        """As `gradcomp.ddp.CompressionState.log_to`, of `stats`: a step of a report is a module's, `every` counts backward passes."""
+        """As `gradcomp.ddp.CompressionState.log_to`, of `stats`: a step of a report is a
+        module's, `every` counts backward passes.
+        """
         self._reports.append(Telemetry(target, lambda: self.stats, None, every, prefix))
 
     def _after_backward(self) -> None:
@@ -189,32 +274,49 @@ class FsdpState:
 
     @contextlib.contextmanager
     def _poisoned_on_failure(self) -> Iterator[None]:
-        """Leave no gradient of this rank, and none of an unfinished step, that an optimizer could apply."""
+        """Leave no gradient of this rank, and none of an unfinished step, that an optimizer
+        could apply.
+        """
         try:
             yield
         except BaseException as error:
             self._poison()
             if isinstance(error, PeerMismatch) and error.field == "module":
-                expected, got = (self._module_names.get(number, number) for number in (error.expected, error.got))
+                expected, got = (
+                    self._module_names.get(number, number) for number in (error.expected, error.got)
+                )
                 raise PeerMismatch("module", error.rank, expected, got) from error
             raise
 
     def _poison(self) -> None:
         poison(p for module in self._reduces for p in module.trained_parameters())
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._pending and torch_private.graph_task() < 0:  # torch itself has ended the backward pass with an error
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if (
+            self._pending and torch_private.graph_task() < 0
+        ):  # torch itself has ended the backward pass with an error
             self._poison()
         self._steps.check(optimizer, args, kwargs)
 
     def _check_modules(self) -> None:
-        """Raise GradcompError, at the first step, if modules were sharded after `compress`: theirs would travel as torch sends them."""
+        """Raise GradcompError, at the first step, if modules were sharded after `compress`:
+        theirs would travel as torch sends them.
+        """
         model = self._model()
         if self._checked or model is None:
             return
-        late = [type(one.module).__name__ for one in torch_private.sharded_modules(model) if id(one.module) not in self._known]
+        late = [
+            type(one.module).__name__
+            for one in torch_private.sharded_modules(model)
+            if id(one.module) not in self._known
+        ]
         if late:
-            raise GradcompError(f"fully_shard came after gradcomp.fsdp.compress for {len(late)} modules ({late[0]}, ...): shard all of them first")
+            raise GradcompError(
+                f"fully_shard came after gradcomp.fsdp.compress for {len(late)} modules ({late[0]},"
+                " ...): shard all of them first"
+            )
         self._checked = True
 
     def _hold(self, *_: Any) -> None:
@@ -225,36 +327,54 @@ class FsdpState:
             return
         self._is_told = True
         warnings.warn(
-            f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly as ever. Somebody has called set_custom_reduce_scatter after "
-            f"gradcomp.fsdp.compress: call compress last. {OR_TWICE}",
+            f"{NOT_CALLED}: FSDP has reduced these gradients without it, as exactly and as slowly"
+            " as ever. Somebody has called set_custom_reduce_scatter after gradcomp.fsdp.compress:"
+            f" call compress last. {OR_TWICE}",
             stacklevel=6,
         )
 
     def _say_plain(self, why: str) -> None:
         if not self.plain:
-            warnings.warn(f"the gradient of an FSDP module {why} in this step: it travels as torch sends it", stacklevel=2)
+            warnings.warn(
+                f"the gradient of an FSDP module {why} in this step: it travels as torch sends it",
+                stacklevel=2,
+            )
 
     def describe(self) -> str:
         """Return one line: how what travels."""
         parts = [part for module in self._reduces for part in module.parts]
         packed = sum(part.parameter.compressed for part in parts)
-        ranks = " and ".join(str(size) for size in sorted({comm.world_size for comm in self._comms})) or "1"
-        said = f"{self.codec!r}: {packed} of {len(parts)} parameters of {len(self._reduces)} FSDP modules packed, over {ranks} ranks"
+        ranks = (
+            " and ".join(str(size) for size in sorted({comm.world_size for comm in self._comms}))
+            or "1"
+        )
+        said = (
+            f"{self.codec!r}: {packed} of {len(parts)} parameters of {len(self._reduces)} FSDP"
+            f" modules packed, over {ranks} ranks"
+        )
         kept = ", which backward takes from forward" if self._keeps else ""
-        return said if self.weights is None else f"{said}; weights gathered as {self.weights!r}{kept}"
+        return (
+            said if self.weights is None else f"{said}; weights gathered as {self.weights!r}{kept}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs beside model and optimizer to go on bit for bit, under keys of its own: ranks' states may lie in one file."""
-        steps = sorted([part.parameter.name, module.steps] for module in self._reduces for part in module.parts)
+        """Return what this rank needs beside model and optimizer to go on bit for bit, under
+        keys of its own: ranks' states may lie in one file.
+        """
+        steps = sorted(
+            [part.parameter.name, module.steps] for module in self._reduces for part in module.parts
+        )
         residual = {str(group_rank()): self._kept.state()} if self._kept.nbytes else {}
         return {**self._origin(), "world_size": group_size(), "steps": steps, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on from this rank's `state_dict`, or from those of all ranks, who may have been more or fewer: then what they still
-        owed the average is owed by each. One rank, which sends nothing, adds it to its next gradients.
+        """Go on from this rank's `state_dict`, or from those of all ranks, who may have been more
+        or fewer: then what they still owed the average is owed by each. One rank, which sends
+        nothing, adds it to its next gradients.
 
         Raises:
-            ValueError: no such state, one of another model, codec or number of ranks, or a rank is missing.
+            ValueError: no such state, one of another model, codec or number of ranks, or a rank is
+                missing.
         """
         states = list(state) if isinstance(state, Sequence) else [state]
         for one in states:
@@ -264,9 +384,11 @@ class FsdpState:
         self._load(states[0], lambda rank: residuals[rank], set(residuals))
 
     def load(self, checkpoint_id: str, prefix: str = "gradcomp") -> None:
-        """Go on from a folder of ``torch.distributed.checkpoint``, of any number of ranks, where a state was saved under the key `prefix`.
+        """Go on from a folder of ``torch.distributed.checkpoint``, of any number of ranks, where a
+        state was saved under the key `prefix`.
 
-        With as many ranks as have saved it, ``torch.distributed.checkpoint.load({prefix: state, ...})`` does the same.
+        With as many ranks as have saved it, ``torch.distributed.checkpoint.load({prefix: state,
+        ...})`` does the same.
 
         Raises:
             ValueError: as `load_state_dict`; no such folder or key.
@@ -280,7 +402,9 @@ class FsdpState:
             return key.startswith(f"{prefix}.")
 
         state = read_checkpoint(checkpoint_id, is_wanted)
-        state = {key.removeprefix(f"{prefix}."): value for key, value in state.items()} | {"residual": {}}
+        state = {key.removeprefix(f"{prefix}."): value for key, value in state.items()} | {
+            "residual": {}
+        }
         self._check_state(state)
 
         def read(rank: str) -> dict[str, Tensor]:
@@ -289,10 +413,16 @@ class FsdpState:
 
         self._load(state, read, ranks)
 
-    def _load(self, state: dict[str, Any], residual: Callable[[str], dict[str, Tensor]], ranks: set[str]) -> None:
-        """Take steps, and the residuals of this rank or the mean of all ranks'. A rank alone adds these to its next gradients."""
+    def _load(
+        self, state: dict[str, Any], residual: Callable[[str], dict[str, Tensor]], ranks: set[str]
+    ) -> None:
+        """Take steps, and the residuals of this rank or the mean of all ranks'. A rank alone
+        adds these to its next gradients.
+        """
         kept = self._kept
-        exchanged = bool(state["steps"] or ranks)  # a run of one rank exchanges nothing and leaves nothing out
+        exchanged = bool(
+            state["steps"] or ranks
+        )  # a run of one rank exchanges nothing and leaves nothing out
         pays = exchanged and bool(self._alone) and not self._reduces and self.codec.error_feedback
         if pays:
             kept = Kept(self._residuals)
@@ -302,23 +432,35 @@ class FsdpState:
         if kept.nbytes:
             old = state["world_size"]
             if self._split and old != group_size():
-                raise ValueError(f"residuals of {old} ranks with tensor parallelism do not fit {group_size()}: resume with as many, on the same mesh")
+                raise ValueError(
+                    f"residuals of {old} ranks with tensor parallelism do not fit {group_size()}:"
+                    " resume with as many, on the same mesh"
+                )
             wanted = range(group_rank(), group_rank() + 1) if old == group_size() else range(old)
             wanted = wanted if exchanged else range(0)
             missing = next((rank for rank in wanted if str(rank) not in ranks), None)
             if missing is not None:
                 raise ValueError(
-                    f"residuals of rank {missing} are missing: the run had {old} ranks, this one has {group_size()}; give "
-                    "load_state_dict a list of all ranks' states, or load() a checkpoint of torch.distributed.checkpoint"
+                    f"residuals of rank {missing} are missing: the run had {old} ranks, this one"
+                    f" has {group_size()}; give load_state_dict a list of all ranks' states, or"
+                    " load() a checkpoint of torch.distributed.checkpoint"
                 )
             kept.load(residual(str(rank)) for rank in wanted)
         steps = dict(state["steps"])
         for module in self._reduces:
             module.steps = max(steps.get(part.parameter.name, 0) for part in module.parts)
         if pays:
-            trained: list[tuple[Part, Any]] = [(part, part.sharded) for part in self._alone if part.sharded.requires_grad]
-            self._kept, self._unpaid = kept, {part.parameter.name for part, _ in trained if part.parameter.compressed}
-            self._hooks += [sharded.register_post_accumulate_grad_hook(partial(self._pay, part)) for part, sharded in trained]
+            trained: list[tuple[Part, Any]] = [
+                (part, part.sharded) for part in self._alone if part.sharded.requires_grad
+            ]
+            self._kept, self._unpaid = (
+                kept,
+                {part.parameter.name for part, _ in trained if part.parameter.compressed},
+            )
+            self._hooks += [
+                sharded.register_post_accumulate_grad_hook(partial(self._pay, part))
+                for part, sharded in trained
+            ]
 
     def _pay(self, part: Part, p: Any) -> None:
         """Add a loaded residual to the first gradient after it."""
@@ -332,13 +474,19 @@ class FsdpState:
             self._kept = Kept(self._residuals)
 
     def _check_state(self, state: Any) -> None:
-        check_state(state, self._origin(), {part.parameter.name for module in self._reduces for part in module.parts})
+        check_state(
+            state,
+            self._origin(),
+            {part.parameter.name for module in self._reduces for part in module.parts},
+        )
 
     def _origin(self) -> dict[str, Any]:
         return {"version": STATE_VERSION, "codec": repr(self.codec)}
 
     def close(self) -> None:
-        """Give torch's own reduce-scatter and all_gather back and close the communicators; closing twice is harmless."""
+        """Give torch's own reduce-scatter and all_gather back and close the communicators;
+        closing twice is harmless.
+        """
         if not self._closed:
             self._closed = True
             release(self)
@@ -358,33 +506,72 @@ class FsdpState:
         self.close()
 
 
-def _described(wholes: Sequence[tuple[str, tuple[int, ...]]], codec: Codec, options: Options) -> dict[str, Parameter]:
-    return {p.name: p for p in describe_parameters(wholes, codec.group_numel, options.min_numel, options.exempts)}
+def _described(
+    wholes: Sequence[tuple[str, tuple[int, ...]]], codec: Codec, options: Options
+) -> dict[str, Parameter]:
+    return {
+        p.name: p
+        for p in describe_parameters(wholes, codec.group_numel, options.min_numel, options.exempts)
+    }
 
 
-def _parts(one: torch_private.Sharded, names: Sequence[str], order: dict[str, int], known: dict[str, Parameter]) -> list[Part]:
-    return [Part(known[name], order[name], p, chunks, dim) for name, p, chunks, dim in zip(names, one.parameters, one.chunks, one.dims, strict=True)]
+def _parts(
+    one: torch_private.Sharded,
+    names: Sequence[str],
+    order: dict[str, int],
+    known: dict[str, Parameter],
+) -> list[Part]:
+    return [
+        Part(known[name], order[name], p, chunks, dim)
+        for name, p, chunks, dim in zip(names, one.parameters, one.chunks, one.dims, strict=True)
+    ]
 
 
 def _check(codec: Codec, options: Options) -> None:
     if codec.gathers_only:
-        raise ValueError(f"{codec!r} goes to all ranks whole; FSDP's reduce-scatter sends each owner its own: take TernGrad(), OneBit() or Block()")
+        raise ValueError(
+            f"{codec!r} goes to all ranks whole; FSDP's reduce-scatter sends each owner its own:"
+            " take TernGrad(), OneBit() or Block()"
+        )
     defaults = Options()
-    for name in ("start_step", "start_codec", "exchange", "transform", "precondition", "grad_scaler", "transactional", "slice_numel"):
+    for name in (
+        "start_step",
+        "start_codec",
+        "exchange",
+        "transform",
+        "precondition",
+        "grad_scaler",
+        "transactional",
+        "slice_numel",
+    ):
         if getattr(options, name) != getattr(defaults, name):
-            raise ValueError(f"{name}={getattr(options, name)!r} is of exchanges of whole gradients; FSDP's reduce-scatter has none")
+            raise ValueError(
+                f"{name}={getattr(options, name)!r} is of exchanges of whole gradients; FSDP's"
+                " reduce-scatter has none"
+            )
 
 
 def _unless_shards(reused: Reused, module: ReduceScatter) -> torch_private.Allocate:
-    """Return what gives memory for whole gradients again, and new memory for shards: these are somebody's ``.grad`` afterwards."""
+    """Return what gives memory for whole gradients again, and new memory for shards: these are
+    somebody's ``.grad`` afterwards.
+    """
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return reused.take(numel, dtype, device) if module.fits(numel) else torch.empty(numel, dtype=dtype, device=device)
+        return (
+            reused.take(numel, dtype, device)
+            if module.fits(numel)
+            else torch.empty(numel, dtype=dtype, device=device)
+        )
 
     return allocate
 
 
-def _agree(comm: TorchCommunicator, given: dict[str, object], options: Options, described: dict[str, Parameter]) -> None:
+def _agree(
+    comm: TorchCommunicator,
+    given: dict[str, object],
+    options: Options,
+    described: dict[str, Parameter],
+) -> None:
     agree_on_words(
         comm,
         {

@@ -1,7 +1,9 @@
-"""The all_gather of one FSDP module's weights: every rank's chunks packed to 8 bits, as long as forward or backward needs them.
+"""The all_gather of one FSDP module's weights: every rank's chunks packed to 8 bits, as long as
+forward or backward needs them.
 
-Where they are kept, backward decodes what the last forward has gathered. That is right whatever has become of the weights in between: a gradient
-is of the weights that forward has used. A later forward that keeps nothing drops them. All ranks decide alike, since they run the same program.
+Where they are kept, backward decodes what the last forward has gathered. That is right whatever has
+become of the weights in between: a gradient is of the weights that forward has used. A later
+forward that keeps nothing drops them. All ranks decide alike, since they run the same program.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from gradcomp.kernels import native
 
 
 def weights_codec(given: Codec | str) -> Codec:
-    """Return the codec of weights: without residuals, since a weight is sent as it is and not added up.
+    """Return the codec of weights: without residuals, since a weight is sent as it is and not added
+    up.
 
     Raises:
         ValueError: of fewer than 4 bits, or one that is of gradients.
@@ -33,11 +36,16 @@ def weights_codec(given: Codec | str) -> Codec:
         return Block(codec.bits, group=codec.group, error_feedback=False)
     if isinstance(codec, Identity):
         return codec
-    raise ValueError(f"weights={given!r}: weights are gathered as 'block8', 'block4', 'bfloat16' or Block(8, group=...); what is left out of them is lost")
+    raise ValueError(
+        f"weights={given!r}: weights are gathered as 'block8', 'block4', 'bfloat16' or Block(8,"
+        " group=...); what is left out of them is lost"
+    )
 
 
 class Forward:
-    """Whether the forward pass that runs, or has run last, is one whose gradients will be asked for."""
+    """Whether the forward pass that runs, or has run last, is one whose gradients will be asked
+    for.
+    """
 
     def __init__(self) -> None:
         self.with_gradients = False
@@ -66,20 +74,42 @@ class AllGather:
     """
 
     def __init__(
-        self, module: object, parts: Sequence[Part], codec: Codec, comm: TorchCommunicator, stats: Stats, rooms: Rooms, forward: Forward | None = None
+        self,
+        module: object,
+        parts: Sequence[Part],
+        codec: Codec,
+        comm: TorchCommunicator,
+        stats: Stats,
+        rooms: Rooms,
+        forward: Forward | None = None,
     ) -> None:
         self.module, self.count = module, 0
-        self._forward, self._kept = forward, None  # type: Forward | None, tuple[Gathered, Tensor] | None
+        self._forward, self._kept = (
+            forward,
+            None,
+        )  # type: Forward | None, tuple[Gathered, Tensor] | None
         if forward is not None:
             forward.watch(module)
-        self._parts, self._codec, self._comm, self._stats, self._rooms = list(parts), codec, comm, stats, rooms
+        self._parts, self._codec, self._comm, self._stats, self._rooms = (
+            list(parts),
+            codec,
+            comm,
+            stats,
+            rooms,
+        )
         self._each = sum(part.room for part in parts)
         self._gathers: dict[tuple[torch.dtype, torch.device], Gathered] = {}
         self._failed: GradcompError | None = None
 
     def fits(self, given: Tensor, ranks: int) -> bool:
-        """Whether these are this rank's chunks of all parameters of the module, for all ranks that share it."""
-        return ranks == self._comm.world_size and given.numel() == self._each and given.dtype in native.DTYPES
+        """Whether these are this rank's chunks of all parameters of the module, for all ranks
+        that share it.
+        """
+        return (
+            ranks == self._comm.world_size
+            and given.numel() == self._each
+            and given.dtype in native.DTYPES
+        )
 
     def start(self, output: Tensor, given: Tensor) -> Callable[[], None]:
         """Encode ``(k,)`` and send it; return what waits for the others and writes ``(N * k,)``."""
@@ -91,7 +121,9 @@ class AllGather:
             return lambda: gather.again(room, output)
         keep = not in_backward and self._forward is not None and self._forward.with_gradients
         keep = keep and torch_private.reshards_after_forward(self.module)
-        if not keep and self._kept is not None:  # weights of an earlier forward, which this one's backward must not find
+        if (
+            not keep and self._kept is not None
+        ):  # weights of an earlier forward, which this one's backward must not find
             self._rooms.give(self._kept[1])
             self._kept = None
         self._guarded(lambda: gather.start(given, self.count))
@@ -110,9 +142,17 @@ class AllGather:
         if (dtype, device) not in self._gathers:
             comm = self._comm
             self._gathers[dtype, device] = Gathered(
-                self._codec, slots_of(self._parts, comm.world_size), comm.rank * self._each, comm, self._stats, self._rooms,
-                dtype=dtype, device=device, timeout_s=comm.timeout_s, module=number_of(self._parts),
-            )  # fmt: skip
+                self._codec,
+                slots_of(self._parts, comm.world_size),
+                comm.rank * self._each,
+                comm,
+                self._stats,
+                self._rooms,
+                dtype=dtype,
+                device=device,
+                timeout_s=comm.timeout_s,
+                module=number_of(self._parts),
+            )
         return self._gathers[dtype, device]
 
     def _guarded(self, call: Callable[[], None]) -> None:

@@ -1,4 +1,6 @@
-"""accelerate: one call after ``prepare``. Its own hook argument is a closed list, and `save_state` knows no state of a hook."""
+"""accelerate: one call after ``prepare``. Its own hook argument is a closed list, and
+`save_state` knows no state of a hook.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ except ImportError as error:
     raise missing("accelerate", error) from error
 
 warn_unless_tried("accelerate")
-_carried: weakref.WeakKeyDictionary[Any, dict[str, Engine]] = weakref.WeakKeyDictionary()  # of an Accelerator, by names of files
+_carried: weakref.WeakKeyDictionary[Any, dict[str, Engine]] = (
+    weakref.WeakKeyDictionary()
+)  # of an Accelerator, by names of files
 
 
 def register(
@@ -48,7 +52,8 @@ def register(
     optimizer: Any = None,
     **changes: Unpack[Changes],
 ) -> CompressionState | None:
-    """Compress the gradients of a prepared model; `save_state` and `load_state` carry every rank's residuals from now on. Collective.
+    """Compress the gradients of a prepared model; `save_state` and `load_state` carry every rank's
+    residuals from now on. Collective.
 
     ::
 
@@ -62,8 +67,9 @@ def register(
         model: what its ``prepare`` has returned, together with the optimizer or after it.
         codec: codec or name; "auto" with `optimizer`.
         options: see `gradcomp.Options`.
-        optimizer: as `gradcomp.ddp.register` takes it, prepared or not. A split optimizer then takes gradients straight from the
-            payloads: call ``state.materialize_gradients()`` before ``accelerator.clip_grad_norm_``.
+        optimizer: as `gradcomp.ddp.register` takes it, prepared or not. A split optimizer then
+            takes gradients straight from the payloads: call ``state.materialize_gradients()``
+            before ``accelerator.clip_grad_norm_``.
         changes: fields of `gradcomp.Options` to set.
 
     Returns:
@@ -71,7 +77,8 @@ def register(
 
     Raises:
         TypeError: a model that is not wrapped in DistributedDataParallel.
-        ValueError: a communication hook that accelerate has registered; and as `gradcomp.ddp.register`.
+        ValueError: a communication hook that accelerate has registered; and as
+            `gradcomp.ddp.register`.
         UnsupportedTensor: an accelerator that is not on the CPU.
     """
     state = attach(accelerator, model, codec, Options.of(options, **changes), optimizer)
@@ -90,15 +97,18 @@ def local_steps(
     method: type[DiLoCo] = DiLoCo,
     **arguments: Any,
 ) -> DiLoCo:
-    """Let every process train on its own for H steps, then average what they have changed, packed. Collective.
+    """Let every process train on its own for H steps, then average what they have changed, packed.
+    Collective.
 
     ::
 
-        optimizer, loader = accelerator.prepare(optimizer, loader)  # not the model: DDP would average gradients every step
-        with local_steps(accelerator, model, optimizer, "terngrad", sync_every=30):
+        optimizer, loader = accelerator.prepare(optimizer, loader)  # not the model: DDP would
+        average gradients every step with local_steps(accelerator, model, optimizer, "terngrad",
+        sync_every=30):
             ...  # steps of the optimizer count by themselves, also under accelerator.accumulate
 
-    Weights of rank 0 go to all first, as DDP would. `save_state` and `load_state` carry every rank's model, optimizer and local state.
+    Weights of rank 0 go to all first, as DDP would. `save_state` and `load_state` carry every
+    rank's model, optimizer and local state.
 
     Args:
         accelerator: an ``accelerate.Accelerator`` on CPUs.
@@ -115,9 +125,16 @@ def local_steps(
         ValueError, PeerMismatch, PeerLost: as `method`.
     """
     check_device(accelerator)
-    if isinstance(model, DistributedDataParallel) or any(model is one for one in accelerator._models):
-        raise TypeError("local steps need the model as it was before accelerator.prepare, which has DDP average gradients every step: leave it out there")
-    optimizers = [inner(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    if isinstance(model, DistributedDataParallel) or any(
+        model is one for one in accelerator._models
+    ):
+        raise TypeError(
+            "local steps need the model as it was before accelerator.prepare, which has DDP average"
+            " gradients every step: leave it out there"
+        )
+    optimizers = [
+        inner(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])
+    ]
     if accelerator.num_processes > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor.detach())
@@ -128,13 +145,24 @@ def local_steps(
 
     def loaded() -> None:
         counted.seen.clear()
-        whole.keep = {id(one) for one in optimizers if any(one is inner(other) for other in accelerator._optimizers)}
+        whole.keep = {
+            id(one)
+            for one in optimizers
+            if any(one is inner(other) for other in accelerator._optimizers)
+        }
 
     _carry(accelerator, whole, local._fragments[0].averager._engine, loaded, needed=True)
     return local
 
 
-def _carry(accelerator: Any, state: Stateful, engine: Engine, loaded: Callable[[], None], *, needed: bool = False) -> None:
+def _carry(
+    accelerator: Any,
+    state: Stateful,
+    engine: Engine,
+    loaded: Callable[[], None],
+    *,
+    needed: bool = False,
+) -> None:
     """Have an accelerator's checkpoints carry a state until it is closed.
 
     Args:
@@ -145,7 +173,9 @@ def _carry(accelerator: Any, state: Stateful, engine: Engine, loaded: Callable[[
     carried = _carried.setdefault(accelerator, {})
     for one in [one for one, its in carried.items() if its.pipeline.closed]:
         del carried[one]
-    name = next(one for one in (f"gradcomp{n or ''}" for n in itertools.count()) if one not in carried)
+    name = next(
+        one for one in (f"gradcomp{n or ''}" for n in itertools.count()) if one not in carried
+    )
     carried[name] = engine
 
     def save(_: Any, __: Any, folder: str) -> None:
@@ -161,26 +191,40 @@ def _carry(accelerator: Any, state: Stateful, engine: Engine, loaded: Callable[[
 
 
 class _Whole:
-    """What a rank of local steps needs: between syncs its weights and optimizers are its own, and accelerate saves those of rank 0."""
+    """What a rank of local steps needs: between syncs its weights and optimizers are its own,
+    and accelerate saves those of rank 0.
+    """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], local: DiLoCo) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], local: DiLoCo
+    ) -> None:
         self._model, self._optimizers, self._local = model, optimizers, local
-        self.keep: set[int] = set()  # optimizers whose state accelerate is about to overwrite by rank 0's
+        self.keep: set[int] = (
+            set()
+        )  # optimizers whose state accelerate is about to overwrite by rank 0's
         for one in optimizers:
             one.register_load_state_dict_pre_hook(self._before_load)
 
     def state_dict(self) -> dict[str, Any]:
         local = self._local.state_dict()  # first: it waits for averages under way
-        return {"model": self._model.state_dict(), "optimizers": [one.state_dict() for one in self._optimizers], "local": local}
+        return {
+            "model": self._model.state_dict(),
+            "optimizers": [one.state_dict() for one in self._optimizers],
+            "local": local,
+        }
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         own = state if isinstance(state, dict) else state[0]
         self._model.load_state_dict(own["model"])
         for one, saved in zip(self._optimizers, own["optimizers"], strict=True):
             one.load_state_dict(saved)
-        self._local.load_state_dict(own["local"] if isinstance(state, dict) else [one["local"] for one in state])
+        self._local.load_state_dict(
+            own["local"] if isinstance(state, dict) else [one["local"] for one in state]
+        )
 
-    def _before_load(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> dict[str, Any] | None:
+    def _before_load(
+        self, optimizer: torch.optim.Optimizer, _: dict[str, Any]
+    ) -> dict[str, Any] | None:
         if id(optimizer) not in self.keep:
             return None
         self.keep.discard(id(optimizer))
@@ -188,7 +232,9 @@ class _Whole:
 
 
 class _Counted:
-    """Raises at the second of two steps of an optimizer between which `DiLoCo.step` was not called."""
+    """Raises at the second of two steps of an optimizer between which `DiLoCo.step` was not
+    called.
+    """
 
     def __init__(self, local: DiLoCo, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._local = local
@@ -199,7 +245,9 @@ class _Counted:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if self.seen.get(id(optimizer)) == self._local.inner_steps:
             raise GradcompError(
-                f"{NOT_CALLED}: the optimizer has stepped, and {type(self._local).__name__}.step() was not called after it, so ranks never "
-                "sync. Call it after every optimizer.step() that accelerator.sync_gradients lets through, or train in a with block"
+                f"{NOT_CALLED}: the optimizer has stepped, and {type(self._local).__name__}.step()"
+                " was not called after it, so ranks never sync. Call it after every"
+                " optimizer.step() that accelerator.sync_gradients lets through, or train in a"
+                " with block"
             )
         self.seen[id(optimizer)] = self._local.inner_steps

@@ -1,4 +1,6 @@
-"""Whether the hook was called before an optimizer steps: frameworks drop hooks, wrap models anew, or never leave `no_sync`."""
+"""Whether the hook was called before an optimizer steps: frameworks drop hooks, wrap models
+anew, or never leave `no_sync`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Watch:
     Args:
         state: of `model`.
         model: wrapped in DistributedDataParallel.
-        optimizers: whose steps are watched from now on; of others call `check`. None: all that have parameters of `model`.
+        optimizers: whose steps are watched from now on; of others call `check`. None: all that have
+            parameters of `model`.
     """
 
     def __init__(
@@ -40,7 +43,9 @@ class Watch:
             self._hooks += [one.register_step_pre_hook(self.check) for one in optimizers]
 
     def check(self, optimizer: torch.optim.Optimizer, *step: Any) -> None:
-        """Raise GradcompError if gradients have been made since this optimizer's last step, and the hook was not called."""
+        """Raise GradcompError if gradients have been made since this optimizer's last step, and
+        the hook was not called.
+        """
         self._steps.check(optimizer, *step)
         self._forwards = self._synced = 0
 
@@ -54,7 +59,10 @@ class Watch:
             hook.remove()
 
     def _now(self) -> tuple[int, int]:
-        return self._state.step, self._state.stats.steps  # the second may be reset, the first loaded
+        return (
+            self._state.step,
+            self._state.stats.steps,
+        )  # the second may be reset, the first loaded
 
     def _forward(self, module: Any, _: Any) -> None:
         if torch.is_grad_enabled():
@@ -67,16 +75,20 @@ class Watch:
     def _why(self) -> str:
         if not self._forwards:
             return (
-                "no forward pass went through the DistributedDataParallel model that it is registered on, so every rank would train "
-                "apart. The loop calls the module inside (model.module), or the framework has wrapped the model anew: call the "
-                f"wrapped model, and register on the one that trains. {OR_TWICE}: run forward and backward before each"
+                "no forward pass went through the DistributedDataParallel model that it is"
+                " registered on, so every rank would train apart. The loop calls the module inside"
+                " (model.module), or the framework has wrapped the model anew: call the wrapped"
+                f" model, and register on the one that trains. {OR_TWICE}: run forward and backward"
+                " before each"
             )
         if not self._synced:
             return (
-                "every forward pass since the last step ran under no_sync (gradient accumulation), so these gradients are of this rank "
-                "alone: leave no_sync for the last minibatch before optimizer.step()"
+                "every forward pass since the last step ran under no_sync (gradient accumulation),"
+                " so these gradients are of this rank alone: leave no_sync for the last minibatch"
+                " before optimizer.step()"
             )
         return (
-            "DistributedDataParallel ran, but called another hook or none: the framework has replaced or dropped it, or the gradients "
-            "are of a loss that does not come from this model. Register gradcomp last, on the model that trains"
+            "DistributedDataParallel ran, but called another hook or none: the framework has"
+            " replaced or dropped it, or the gradients are of a loss that does not come from this"
+            " model. Register gradcomp last, on the model that trains"
         )

@@ -1,4 +1,6 @@
-"""Every rank's state inside a framework's checkpoint: gathered for one that is a file, a file a rank in one that is a folder."""
+"""Every rank's state inside a framework's checkpoint: gathered for one that is a file, a file a
+rank in one that is a folder.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,15 @@ def gather_states(state: Stateful, comm: Communicator) -> list[dict[str, Any]] |
     return [torch.load(io.BytesIO(one.numpy().tobytes()), weights_only=True) for one in everyone]
 
 
-def restore(state: Stateful, comm: Communicator, states: Sequence[dict[str, Any]] | None, where: str, remedy: str) -> bool:
-    """Load the states of all ranks of a run; return whether there were any. All ranks call it with the same ones.
+def restore(
+    state: Stateful,
+    comm: Communicator,
+    states: Sequence[dict[str, Any]] | None,
+    where: str,
+    remedy: str,
+) -> bool:
+    """Load the states of all ranks of a run; return whether there were any. All ranks call it with
+    the same ones.
 
     Args:
         where: the checkpoint, for messages.
@@ -71,8 +80,8 @@ def restore(state: Stateful, comm: Communicator, states: Sequence[dict[str, Any]
     if not states:
         if comm.rank == 0:
             warnings.warn(
-                f"{where} has no gradcomp state: residuals begin at zero, and a warm start (start_step) anew. Nothing to do if it was made "
-                "without gradcomp",
+                f"{where} has no gradcomp state: residuals begin at zero, and a warm start"
+                " (start_step) anew. Nothing to do if it was made without gradcomp",
                 stacklevel=3,
             )
         return False
@@ -84,14 +93,22 @@ def _load(state: Stateful, found: Any, where: str, remedy: str) -> None:
     try:
         state.load_state_dict(found)
     except ValueError as error:
-        raise ValueError(f"the gradcomp state in {where} does not fit: {error}. To begin with fresh residuals, {remedy}") from error
+        raise ValueError(
+            f"the gradcomp state in {where} does not fit: {error}. To begin with fresh residuals,"
+            f" {remedy}"
+        ) from error
 
 
-# ---- folders -----------------------------------------------------------------------------------------------------------
+# ---- folders
+# --------------------------------------------------------------------------------------------------
 
 
-def write(state: Stateful, comm: Communicator, folder: str | os.PathLike[str], name: str = "gradcomp") -> None:
-    """Write this rank's state to a file of its own in a checkpoint's folder, whole or not at all."""
+def write(
+    state: Stateful, comm: Communicator, folder: str | os.PathLike[str], name: str = "gradcomp"
+) -> None:
+    """Write this rank's state to a file of its own in a checkpoint's folder, whole or not at
+    all.
+    """
     path = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state.state_dict(), path.with_suffix(".new"))
@@ -104,21 +121,34 @@ def write(state: Stateful, comm: Communicator, folder: str | os.PathLike[str], n
 
 
 def read(
-    state: Stateful, comm: Communicator, folder: str | os.PathLike[str], name: str = "gradcomp", *, needed: bool = False
+    state: Stateful,
+    comm: Communicator,
+    folder: str | os.PathLike[str],
+    name: str = "gradcomp",
+    *,
+    needed: bool = False,
 ) -> bool:
-    """Load what `write` wrote, with as many ranks or others; return whether there was something on all ranks. Collective.
+    """Load what `write` wrote, with as many ranks or others; return whether there was something on
+    all ranks. Collective.
 
     Args:
         needed: whether it is an error if there is nothing.
 
     Raises:
-        ValueError: a file that cannot be read, on every rank; states of another codec, exchange or model.
+        ValueError: a file that cannot be read, on every rank; states of another codec, exchange or
+            model.
         PeerLost: "checkpoint"; a rank did not call this.
     """
     found, error = None, None
     runs, files = _runs(Path(folder), name), f"{name}-*.pt"
     own = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
-    kind = OWN if own.exists() else OTHERS if len(runs) == 1 and comm.world_size not in runs else NOTHING
+    kind = (
+        OWN
+        if own.exists()
+        else OTHERS
+        if len(runs) == 1 and comm.world_size not in runs
+        else NOTHING
+    )
     try:
         if kind == OWN:
             found = torch.load(own, weights_only=True)
@@ -126,18 +156,29 @@ def read(
             found = [torch.load(file, weights_only=True) for file in next(iter(runs.values()))]
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as broken:
         kind, error = BROKEN, broken
-    votes = [vote[0] for vote in gather(comm, bytes([kind]), "checkpoint", comm.timeout_s, called=CALLED)]
+    votes = [
+        vote[0] for vote in gather(comm, bytes([kind]), "checkpoint", comm.timeout_s, called=CALLED)
+    ]
     if BROKEN in votes:
-        raise ValueError(f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}" + (f": {error}" if error else "")) from error
+        raise ValueError(
+            f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}"
+            + (f": {error}" if error else "")
+        ) from error
     if len(set(votes)) > 1:
         without = [rank for rank, vote in enumerate(votes) if vote != max(votes)]
-        text = f"ranks {without} have no {files} in {folder}, others have: copy those of all ranks there"
+        text = (
+            f"ranks {without} have no {files} in {folder}, others have: copy those of all ranks"
+            " there"
+        )
         if needed:
             raise ValueError(text)
         warnings.warn(text, stacklevel=3)
         found = None
     elif found is None and needed:
-        raise ValueError(f"{folder} has no {files}: it was not saved with local steps; load model and optimizer yourself before you begin them")
+        raise ValueError(
+            f"{folder} has no {files}: it was not saved with local steps; load model and optimizer"
+            " yourself before you begin them"
+        )
     remedy = f"delete {files} from {folder}"
     if found is None:
         return restore(state, comm, None, str(folder), remedy)

@@ -1,4 +1,6 @@
-"""Lightning: ``Trainer(strategy=CompressedDDPStrategy("ternary"))``, on CPUs too, where Lightning's own DDPStrategy drops hooks."""
+"""Lightning: ``Trainer(strategy=CompressedDDPStrategy("ternary"))``, on CPUs too, where
+Lightning's own DDPStrategy drops hooks.
+"""
 
 from __future__ import annotations
 
@@ -38,26 +40,30 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
 
     ::
 
-        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=CompressedDDPStrategy("ternary"))
+        trainer = lightning.Trainer(accelerator="cpu", devices=2,
+        strategy=CompressedDDPStrategy("ternary"))
 
-    Gradients stand in ``p.grad`` after backward, averaged, so clipping and hooks that look at them work as ever; split optimizers
-    take them from there.
+    Gradients stand in ``p.grad`` after backward, averaged, so clipping and hooks that look at them
+    work as ever; split optimizers take them from there.
 
     Args:
         codec: codec or name; "auto" for a module with one optimizer.
         options: see `gradcomp.Options`.
-        others: fields of `gradcomp.Options` to set, and arguments of Lightning's DDPStrategy and of DistributedDataParallel:
-            ``CompressedDDPStrategy("onebit", start_step=100, find_unused_parameters=True)``.
+        others: fields of `gradcomp.Options` to set, and arguments of Lightning's DDPStrategy and of
+            DistributedDataParallel: ``CompressedDDPStrategy("onebit", start_step=100,
+            find_unused_parameters=True)``.
 
     Raises:
         TypeError: an argument that none of them has.
         ValueError: an unknown codec, an option out of its range, a communication hook.
 
-    Later, out of ``trainer.fit``: UnsupportedTensor on a GPU; GradcompError if gradcomp was registered but not called in a step; and
-    what `gradcomp.ddp.register` raises.
+    Later, out of ``trainer.fit``: UnsupportedTensor on a GPU; GradcompError if gradcomp was
+    registered but not called in a step; and what `gradcomp.ddp.register` raises.
     """
 
-    def __init__(self, codec: Codec | str = "ternary", options: Options | None = None, **others: Any) -> None:
+    def __init__(
+        self, codec: Codec | str = "ternary", options: Options | None = None, **others: Any
+    ) -> None:
         if codec != "auto":
             codec = resolve(codec)
         changes = {name: others.pop(name) for name in sorted(_OPTIONS & others.keys())}
@@ -69,14 +75,16 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
 
     @property
     def compression(self) -> CompressionState | None:
-        """The state: `stats`, `describe`, `quality`; None before ``trainer.fit``. Kept after it, for `save_checkpoint`: `close` it if you like."""
+        """The state: `stats`, `describe`, `quality`; None before ``trainer.fit``. Kept after it,
+        for `save_checkpoint`: `close` it if you like.
+        """
         return self._compression
 
     def setup_environment(self) -> None:
         if self.root_device.type != "cpu":
             raise UnsupportedTensor(
-                f"CompressedDDPStrategy packs gradients on the CPU, and this Trainer runs on {self.root_device}: Trainer(accelerator='cpu'), "
-                "or another strategy"
+                "CompressedDDPStrategy packs gradients on the CPU, and this Trainer runs on"
+                f" {self.root_device}: Trainer(accelerator='cpu'), or another strategy"
             )
         super().setup_environment()
 
@@ -91,8 +99,8 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         self._watch = Watch(self._compression, self.model)
         if self.world_size == 1:
             warnings.warn(
-                "gradcomp: CompressedDDPStrategy on one device: there is nobody to send gradients to, so nothing is compressed; "
-                "Trainer(devices=2) or more",
+                "gradcomp: CompressedDDPStrategy on one device: there is nobody to send gradients"
+                " to, so nothing is compressed; Trainer(devices=2) or more",
                 stacklevel=2,
             )
 
@@ -101,7 +109,9 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         if self._compression is not None:
             self._compression.materialize_gradients()  # Lightning clips and shows gradients
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         def checked() -> Any:
             loss = closure()
             if self._watch is not None:
@@ -110,12 +120,18 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
 
         return super().optimizer_step(optimizer, checked, model, **kwargs)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
         state = self._compression
         if state is not None and "optimizer_states" in checkpoint:  # not weights_only
             engine = state._engine
             if engine.pipeline.error is not None:
-                logger.warning("%s is saved without gradcomp's state, which has failed: %s", filepath, engine.pipeline.error)
+                logger.warning(
+                    "%s is saved without gradcomp's state, which has failed: %s",
+                    filepath,
+                    engine.pipeline.error,
+                )
             else:
                 states = gather_states(state, engine.comm)
                 checkpoint = {**checkpoint, KEY: states}
@@ -125,7 +141,13 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         super().load_optimizer_state_dict(checkpoint)
         state = self._compression
         if state is not None and self._watch is not None:
-            restore(state, state._engine.comm, checkpoint.get(KEY), "this checkpoint", f"remove its entry {KEY!r}")
+            restore(
+                state,
+                state._engine.comm,
+                checkpoint.get(KEY),
+                "this checkpoint",
+                f"remove its entry {KEY!r}",
+            )
             self._watch.restart()
 
     def teardown(self) -> None:
@@ -142,10 +164,19 @@ def _check(others: Mapping[str, Any]) -> None:
     """Raise unless these are arguments that Lightning and DDP know, and no hook is among them."""
     for name in _HOOKS:
         if others.get(name) is not None:
-            raise ValueError(f"{name}={others[name]!r}: DDP takes one communication hook, which is gradcomp's here")
-    known = {*inspect.signature(DDPStrategy).parameters, *inspect.signature(DistributedDataParallel).parameters} - {"kwargs", "module"}
+            raise ValueError(
+                f"{name}={others[name]!r}: DDP takes one communication hook, which is gradcomp's"
+                " here"
+            )
+    known = {
+        *inspect.signature(DDPStrategy).parameters,
+        *inspect.signature(DistributedDataParallel).parameters,
+    } - {"kwargs", "module"}
     for name in others:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *_OPTIONS], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"neither gradcomp.Options nor DDPStrategy nor DistributedDataParallel has an argument {name!r}{hint}")
+            raise TypeError(
+                "neither gradcomp.Options nor DDPStrategy nor DistributedDataParallel has an"
+                f" argument {name!r}{hint}"
+            )

@@ -1,4 +1,6 @@
-"""Ray Train: one call after ``prepare_model``, and checkpoints that carry every worker's residuals."""
+"""Ray Train: one call after ``prepare_model``, and checkpoints that carry every worker's
+residuals.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ except ImportError as error:
     raise missing("ray", error) from error
 
 warn_unless_tried("ray")
-_watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[Watch]] = weakref.WeakKeyDictionary()  # the model keeps them
+_watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[Watch]] = (
+    weakref.WeakKeyDictionary()
+)  # the model keeps them
 
 
 def register(
@@ -43,7 +47,8 @@ def register(
     optimizer: torch.optim.Optimizer | None = None,
     **changes: Unpack[Changes],
 ) -> CompressionState | None:
-    """Compress the gradients of a prepared model. Called by every worker, in the function that it trains with.
+    """Compress the gradients of a prepared model. Called by every worker, in the function that it
+    trains with.
 
     ::
 
@@ -69,15 +74,20 @@ def register(
     """
     devices = {p.device.type for p in model.parameters()} - {"cpu"}
     if devices:
-        raise UnsupportedTensor(f"gradcomp packs gradients on the CPU, and this model is on {min(devices)}: ScalingConfig(use_gpu=False)")
+        raise UnsupportedTensor(
+            f"gradcomp packs gradients on the CPU, and this model is on {min(devices)}:"
+            " ScalingConfig(use_gpu=False)"
+        )
     if not isinstance(model, DistributedDataParallel):
         if group_size() > 1:
             raise TypeError(
-                f"model must be what ray.train.torch.prepare_model returns, wrapped in DistributedDataParallel; got {type(model).__name__}. "
-                "For fully_shard there is gradcomp.fsdp.compress, for local steps, without prepare_model, gradcomp.DiLoCo"
+                "model must be what ray.train.torch.prepare_model returns, wrapped in"
+                f" DistributedDataParallel; got {type(model).__name__}. For fully_shard there is"
+                " gradcomp.fsdp.compress, for local steps, without prepare_model, gradcomp.DiLoCo"
             )
         warnings.warn(
-            "gradcomp: Ray Train runs one worker: there is nobody to send gradients to, so nothing is compressed; ScalingConfig(num_workers=2) or more",
+            "gradcomp: Ray Train runs one worker: there is nobody to send gradients to, so nothing"
+            " is compressed; ScalingConfig(num_workers=2) or more",
             stacklevel=2,
         )
         return None
@@ -87,13 +97,15 @@ def register(
 
 
 def save(state: CompressionState | None, folder: str | os.PathLike[str]) -> None:
-    """Write this worker's state to a file of its own in `folder`, which every worker then reports as its checkpoint: Ray puts all files together.
+    """Write this worker's state to a file of its own in `folder`, which every worker then reports
+    as its checkpoint: Ray puts all files together.
 
     ::
 
         with tempfile.TemporaryDirectory() as folder:
             if ray.train.get_context().get_world_rank() == 0:
-                torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/train.pt")
+                torch.save({"model": model.module.state_dict(), "optimizer":
+                optimizer.state_dict()}, f"{folder}/train.pt")
             save(state, folder)
             ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
     """
@@ -102,7 +114,8 @@ def save(state: CompressionState | None, folder: str | os.PathLike[str]) -> None
 
 
 def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool:
-    """Go on from what all workers have saved, as many of them or others; return whether there was something. Collective.
+    """Go on from what all workers have saved, as many of them or others; return whether there was
+    something. Collective.
 
     ::
 

@@ -1,7 +1,9 @@
-"""torchtitan, and any FSDP2 trainer that averages over replicas in ``set_all_reduce_hook``: between machines gradients travel packed.
+"""torchtitan, and any FSDP2 trainer that averages over replicas in ``set_all_reduce_hook``: between
+machines gradients travel packed.
 
-Inside a machine torch reduce-scatters over its fast links as ever. What that leaves, a shard a rank, is averaged over the replicas of the model, once
-a backward pass. Gradients on a GPU are copied to the host for it, and back. torchtitan itself is not imported.
+Inside a machine torch reduce-scatters over its fast links as ever. What that leaves, a shard a
+rank, is averaged over the replicas of the model, once a backward pass. Gradients on a GPU are
+copied to the host for it, and back. torchtitan itself is not imported.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class ReplicaAverage:
-    """Averages gradients of `fully_shard` models over their replicas at the end of every backward pass that has reduced some. Collective.
+    """Averages gradients of `fully_shard` models over their replicas at the end of every backward
+    pass that has reduced some. Collective.
 
     ::
 
@@ -35,19 +38,23 @@ class ReplicaAverage:
         fully_shard(model, mesh=mesh["shard"])
         replicas = ReplicaAverage(model, mesh["replica"].get_group(), "onebit")
 
-    It takes the place of what torchtitan's ``maybe_set_all_reduce_hook(model_parts)`` sets. Gradients that add up over several backward passes are averaged
-    once, if ``set_requires_gradient_sync`` leaves the exchange to the last of them. Residuals are as large as shards, on the host.
-    A step of an optimizer on gradients that were not averaged, since somebody has set another hook, is a GradcompError.
+    It takes the place of what torchtitan's ``maybe_set_all_reduce_hook(model_parts)`` sets.
+    Gradients that add up over several backward passes are averaged once, if
+    ``set_requires_gradient_sync`` leaves the exchange to the last of them. Residuals are as large
+    as shards, on the host. A step of an optimizer on gradients that were not averaged, since
+    somebody has set another hook, is a GradcompError.
 
     Args:
-        models: with FSDP modules inside, or a list of such (parts of a pipeline). Shards of a GPU are staged on the host.
+        models: with FSDP modules inside, or a list of such (parts of a pipeline). Shards of a GPU
+            are staged on the host.
         group: the ranks that hold the same shards of other replicas.
         codec: codec or name.
         options: see `gradcomp.Options`.
         changes: fields of it to set.
 
     Attributes:
-        averager: the `gradcomp.GradientAverager` inside: `stats`, `describe`, `quality`, `log_to`, `state_dict`, `load_state_dict`.
+        averager: the `gradcomp.GradientAverager` inside: `stats`, `describe`, `quality`, `log_to`,
+            `state_dict`, `load_state_dict`.
 
     Raises:
         TypeError: no module that `fully_shard` has wrapped.
@@ -63,12 +70,27 @@ class ReplicaAverage:
         **changes: Unpack[Changes],
     ) -> None:
         parts = [models] if isinstance(models, nn.Module) else list(models)
-        self._modules = [one.module for part in parts for one in torch_private.sharded_modules(part)]
+        self._modules = [
+            one.module for part in parts for one in torch_private.sharded_modules(part)
+        ]
         if not self._modules:
-            raise TypeError("no module of this model is wrapped by torch.distributed.fsdp.fully_shard; without it there is gradcomp.GradientAverager")
-        named = [(f"{n}.{name}" if n else name, p) for n, part in enumerate(parts) for name, p in part.named_parameters()]
-        self._staged = [(p, _mirror(p)) for _, p in named] if not _on_the_host(p for _, p in named) else []
-        given = [(name, mirror) for (name, _), (_, mirror) in zip(named, self._staged, strict=True)] if self._staged else named
+            raise TypeError(
+                "no module of this model is wrapped by torch.distributed.fsdp.fully_shard; without"
+                " it there is gradcomp.GradientAverager"
+            )
+        named = [
+            (f"{n}.{name}" if n else name, p)
+            for n, part in enumerate(parts)
+            for name, p in part.named_parameters()
+        ]
+        self._staged = (
+            [(p, _mirror(p)) for _, p in named] if not _on_the_host(p for _, p in named) else []
+        )
+        given = (
+            [(name, mirror) for (name, _), (_, mirror) in zip(named, self._staged, strict=True)]
+            if self._staged
+            else named
+        )
         comm = TorchCommunicator(group)
         try:
             self.averager = GradientAverager(given, codec, comm, options, **changes)
@@ -123,8 +145,10 @@ class ReplicaAverage:
 
 def _missed() -> None:
     raise GradcompError(
-        f"{NOT_CALLED}: FSDP has reduced gradients and called another all-reduce hook, or none, so replicas would train apart. Make ReplicaAverage last, "
-        f"after torchtitan's maybe_set_all_reduce_hook and the like. {OR_TWICE}. The optimizer has changed nothing yet"
+        f"{NOT_CALLED}: FSDP has reduced gradients and called another all-reduce hook, or none, so"
+        " replicas would train apart. Make ReplicaAverage last, after torchtitan's"
+        f" maybe_set_all_reduce_hook and the like. {OR_TWICE}. The optimizer has changed"
+        " nothing yet"
     )
 
 

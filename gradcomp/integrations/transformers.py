@@ -1,4 +1,6 @@
-"""Transformers: `CompressedTrainer`, or `Compressed` before any other subclass of Trainer, which has no argument for a hook."""
+"""Transformers: `CompressedTrainer`, or `Compressed` before any other subclass of Trainer, which
+has no argument for a hook.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ warn_unless_tried("transformers")
 
 
 class Compressed:
-    """Mixin that makes a Trainer's gradients travel packed; its checkpoints carry every rank's residuals.
+    """Mixin that makes a Trainer's gradients travel packed; its checkpoints carry every rank's
+    residuals.
 
     ::
 
@@ -34,8 +37,8 @@ class Compressed:
 
         trainer = MyTrainer(model, args, train_dataset=data, codec="ternary")
 
-    Gradients stand in ``p.grad`` after backward, averaged, so clipping and norms work as ever. A step before which gradcomp was not called
-    is a GradcompError.
+    Gradients stand in ``p.grad`` after backward, averaged, so clipping and norms work as ever. A
+    step before which gradcomp was not called is a GradcompError.
 
     Args:
         args, kwargs: of the Trainer.
@@ -46,10 +49,17 @@ class Compressed:
         TypeError: `compression` is no `gradcomp.Options`.
         ValueError: an unknown codec.
 
-    Later, out of ``train()``: UnsupportedTensor on a GPU, ValueError for a checkpoint whose state does not fit, and as `gradcomp.ddp.register`.
+    Later, out of ``train()``: UnsupportedTensor on a GPU, ValueError for a checkpoint whose state
+    does not fit, and as `gradcomp.ddp.register`.
     """
 
-    def __init__(self, *args: Any, codec: Codec | str = "ternary", compression: Options | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        codec: Codec | str = "ternary",
+        compression: Options | None = None,
+        **kwargs: Any,
+    ) -> None:
         codec, compression = codec if codec == "auto" else resolve(codec), Options.of(compression)
         self._gradcomp = _Compression(self, codec, compression)  # one name: Trainers have many
         super().__init__(*args, **kwargs)
@@ -57,10 +67,18 @@ class Compressed:
 
     @property
     def compression(self) -> CompressionState | None:
-        """The state: `stats`, `describe`, `quality`; None before ``train()`` and in a run of one process. Kept for the next ``train()``."""
+        """The state: `stats`, `describe`, `quality`; None before ``train()`` and in a run of one
+        process. Kept for the next ``train()``.
+        """
         return self._gradcomp.state
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         self._gradcomp.begins(resume_from_checkpoint, trial)
         return super().train(resume_from_checkpoint, trial, *args, **kwargs)  # type: ignore[misc]
 
@@ -76,7 +94,9 @@ class CompressedTrainer(Compressed, Trainer):  # type: ignore[misc]  # Transform
 
 
 class _Compression(TrainerCallback):  # type: ignore[misc]
-    """What a trainer compresses with: registers when its model is wrapped, writes when a checkpoint's folder is there, on every rank."""
+    """What a trainer compresses with: registers when its model is wrapped, writes when a
+    checkpoint's folder is there, on every rank.
+    """
 
     def __init__(self, trainer: Any, codec: Codec | str, options: Options) -> None:
         self._trainer, self._codec, self._options = trainer, codec, options
@@ -88,17 +108,25 @@ class _Compression(TrainerCallback):  # type: ignore[misc]
 
     def begins(self, resume: str | bool | None, trial: Any) -> None:
         """Take note of what ``train()`` was called with."""
-        self._resume = get_last_checkpoint(self._trainer.args.output_dir) if resume is True else (str(resume) if resume else None)
+        self._resume = (
+            get_last_checkpoint(self._trainer.args.output_dir)
+            if resume is True
+            else (str(resume) if resume else None)
+        )
         self._trial = trial
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Register on the wrapped model, unless it is that of an earlier ``train()``; load what the checkpoint has."""
+        """Register on the wrapped model, unless it is that of an earlier ``train()``; load what
+        the checkpoint has.
+        """
         model, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
         self._unwatch()
         if self._model is not model:
             if self.state is not None:
                 self.state.close()
-            self.state = attach(accelerator, model, self._codec, self._options, self._trainer.optimizer)
+            self.state = attach(
+                accelerator, model, self._codec, self._options, self._trainer.optimizer
+            )
             self._model = model
         if self.state is None:
             return
@@ -109,7 +137,10 @@ class _Compression(TrainerCallback):  # type: ignore[misc]
     def on_save(self, *_: Any, **__: Any) -> None:
         """Write this rank's state beside what the Trainer has saved."""
         if self.state is not None and not self._trainer.args.save_only_model:
-            folder = Path(self._trainer._get_output_dir(trial=self._trial), f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.global_step}")
+            folder = Path(
+                self._trainer._get_output_dir(trial=self._trial),
+                f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.global_step}",
+            )
             write(self.state, self.state._engine.comm, folder)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

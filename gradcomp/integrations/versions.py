@@ -6,7 +6,8 @@ import re
 import warnings
 from importlib.metadata import version
 
-TRIED = {  # oldest and newest release; pyproject.toml has them as extras, docs/howto those in between
+# oldest and newest release; pyproject.toml has them as extras, docs/howto those in between
+TRIED = {
     "lightning": ((2, 4), (2, 6)),
     "accelerate": ((1, 6), (1, 15)),
     "transformers": ((5, 18), (5, 23)),
@@ -17,7 +18,9 @@ TRIED = {  # oldest and newest release; pyproject.toml has them as extras, docs/
 def missing(framework: str, error: ImportError) -> ImportError:
     """Return what an import of the integration says without its framework."""
     return ImportError(
-        f"gradcomp.integrations.{framework} needs {framework}: pip install 'gradcomp[{framework}]' ({error})", name=framework
+        f"gradcomp.integrations.{framework} needs {framework}: pip install 'gradcomp[{framework}]'"
+        f" ({error})",
+        name=framework,
     )
 
 
@@ -35,7 +38,8 @@ def warn_unless_tried(framework: str, found: str | None = None) -> None:
         return
     tried = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((oldest, newest)))
     warnings.warn(
-        f"gradcomp.integrations.{framework} was tried with {framework} {tried}, this is {found}: it may work, but nobody has looked; "
-        f"pip install 'gradcomp[{framework}]' takes one that was tried",
+        f"gradcomp.integrations.{framework} was tried with {framework} {tried}, this is {found}: it"
+        f" may work, but nobody has looked; pip install 'gradcomp[{framework}]' takes one that was"
+        " tried",
         stacklevel=3,
     )

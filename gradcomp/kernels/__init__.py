@@ -1,4 +1,6 @@
-"""The only door to compiled code: tables that kernels walk, and a kernel set for each kind of device."""
+"""The only door to compiled code: tables that kernels walk, and a kernel set for each kind of
+device.
+"""
 
 from __future__ import annotations
 
@@ -21,5 +23,7 @@ def of(device: torch.device) -> Kernels:
         UnsupportedTensor: a kind of device that has none.
     """
     if device.type != "cpu":
-        raise UnsupportedTensor(f"there are no kernels for {device}: not supported yet, gradcomp takes CPU tensors")
+        raise UnsupportedTensor(
+            f"there are no kernels for {device}: not supported yet, gradcomp takes CPU tensors"
+        )
     return native

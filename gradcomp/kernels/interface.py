@@ -1,8 +1,9 @@
 """What a kernel set offers: the one protocol between everything above and compiled code.
 
-A kernel set works on the values of one kind of device (buckets, shards, residual planes, weights). Payloads and tables are
-host memory whatever the device. Every set gives the same bits. Tensors are dense; a set takes their addresses, its callers
-take none. `gradcomp.kernels.of` returns the set of a device.
+A kernel set works on the values of one kind of device (buckets, shards, residual planes, weights).
+Payloads and tables are host memory whatever the device. Every set gives the same bits. Tensors are
+dense; a set takes their addresses, its callers take none. `gradcomp.kernels.of` returns the set of
+a device.
 """
 
 from __future__ import annotations
@@ -64,15 +65,25 @@ class Payloads:
 class Kernels(Protocol):
     """The kernels of one kind of device."""
 
-    # ---- statistics --------------------------------------------------------------------------------------------------
+    # ---- statistics
+    # ----------------------------------------------------------------------------------------------
 
     def scratch(self, groups: Groups, room: Tensor | None = None) -> Tensor:
-        """Return memory for `scales`, uint8; in `room`, uint8 memory that is free meanwhile, if it is large enough."""
+        """Return memory for `scales`, uint8; in `room`, uint8 memory that is free meanwhile, if
+        it is large enough.
+        """
 
     def scales(
-        self, values: Tensor, table: Table, groups: Groups, clip_sigma: float | None, scratch: Tensor, out: Tensor
+        self,
+        values: Tensor,
+        table: Table,
+        groups: Groups,
+        clip_sigma: float | None,
+        scratch: Tensor,
+        out: Tensor,
     ) -> bool:
-        """Measure min(absolute maximum, clip_sigma * standard deviation) of every group; True: a value is not finite.
+        """Measure min(absolute maximum, clip_sigma * standard deviation) of every group; True: a
+        value is not finite.
 
         Args:
             values: float32, bfloat16 or float16, whose groups `table` and `groups` describe.
@@ -81,7 +92,8 @@ class Kernels(Protocol):
             out: ``(groups,)`` float32, written.
         """
 
-    # ---- encoding ----------------------------------------------------------------------------------------------------
+    # ---- encoding
+    # ----------------------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -104,27 +116,37 @@ class Kernels(Protocol):
         Args:
             kernel: of the form.
             values: float32, bfloat16 or float16.
-            payload: uint8; measured scales stand in it, and kernels that measure themselves write theirs.
+            payload: uint8; measured scales stand in it, and kernels that measure themselves write
+                theirs.
             key: (seed, rank, step, stream) for kernels that draw random numbers.
             residuals: for kernels with error feedback, `NO_RESIDUALS` for none.
             kept: a plane like the first, which receives what that held.
-            means: for kernels with class means, what the two codes stand for instead, None for the means; () for others.
+            means: for kernels with class means, what the two codes stand for instead, None for the
+                means; () for others.
             value_dtype: float32 or bfloat16 for plain values.
             code_bits: of kernels that write codes of several sizes.
             step: of kernels that round to a scale in root mean squares.
-            decay: what new residuals keep of what codes leave out, in [0, 1]; None for kernels that keep all.
+            decay: what new residuals keep of what codes leave out, in [0, 1]; None for kernels that
+                keep all.
         """
 
-    # ---- averages ----------------------------------------------------------------------------------------------------
+    # ---- averages
+    # ----------------------------------------------------------------------------------------------
 
     def sum_decode(self, payloads: Payloads, table: Table, out: Tensor, written: int = 0) -> bool:
-        """Write averages to `out`, of the payloads' dtype; True: one that was written is not finite.
+        """Write averages to `out`, of the payloads' dtype; True: one that was written is not
+        finite.
 
-        `written`: elements that calls like this write before any is read, where these are more than the table's.
+        `written`: elements that calls like this write before any is read, where these are more than
+        the table's.
         """
 
-    def sum_lanes(self, payloads: Payloads, source: Table, target: Table, lane_bits: int, out: Tensor) -> None:
-        """Write the integer sums of ternary payloads as lanes into a payload; the tables are parallel."""
+    def sum_lanes(
+        self, payloads: Payloads, source: Table, target: Table, lane_bits: int, out: Tensor
+    ) -> None:
+        """Write the integer sums of ternary payloads as lanes into a payload; the tables are
+        parallel.
+        """
 
     def update(
         self,
@@ -134,7 +156,8 @@ class Kernels(Protocol):
         payloads: Payloads | None = None,
         norms: NDArray[Any] | None = None,
     ) -> bool:
-        """Update weights in place, from gradient tensors or straight from payloads; True: an average is not finite.
+        """Update weights in place, from gradient tensors or straight from payloads; True: an
+        average is not finite.
 
         Args:
             table: which elements of which parameters.
@@ -144,48 +167,79 @@ class Kernels(Protocol):
         """
 
     def targets(self, **tensors: Sequence[Tensor | None]) -> NDArray[Any]:
-        """Return `rules.TARGET` of parameters, rule k for the k-th; whoever keeps it keeps the tensors.
+        """Return `rules.TARGET` of parameters, rule k for the k-th; whoever keeps it keeps the
+        tensors.
 
         Args:
-            tensors: lists by field (weight, trail, gradient, state0, state1), None where a parameter has none.
+            tensors: lists by field (weight, trail, gradient, state0, state1), None where a
+                parameter has none.
         """
 
-    # ---- checks of payloads ------------------------------------------------------------------------------------------
+    # ---- checks of payloads
+    # ------------------------------------------------------------------------------------------
 
     def validate(self, payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
-        """Raise CorruptPayload for codes and padding that an encoder does not write (`limits`: of lanes, ranks
-        and bits; of blocks, bits)."""
+        """Raise CorruptPayload for codes and padding that an encoder does not write (`limits`: of
+        lanes, ranks and bits; of blocks, bits).
+        """
 
     def validate_scales(
         self, payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
     ) -> None:
-        """Raise CorruptPayload unless `count` scales from byte `first` are finite, at most `most` and, if asked for, not
-        negative."""
+        """Raise CorruptPayload unless `count` scales from byte `first` are finite, at most `most`
+        and, if asked for, not negative.
+        """
 
     def are_finite(self, values: Tensor) -> bool:
         """Return whether all float32 values are finite."""
 
-    # ---- units of second moments -------------------------------------------------------------------------------------
+    # ---- units of second moments
+    # -------------------------------------------------------------------------------------
 
     def divide(
-        self, values: Tensor, residual: Tensor | None, moments: Tensor, floor: float, units: Tensor, out: Tensor
+        self,
+        values: Tensor,
+        residual: Tensor | None,
+        moments: Tensor,
+        floor: float,
+        units: Tensor,
+        out: Tensor,
     ) -> None:
-        """Write units = sqrt(moments) + floor and out = (values + residual) / units; ``(n,)`` float32 that do not overlap."""
+        """Write units = sqrt(moments) + floor and out = (values + residual) / units; ``(n,)``
+        float32 that do not overlap.
+        """
 
     def multiply(self, values: Tensor, units: Tensor) -> bool:
         """Multiply values by units in place; return True if a product is not finite."""
 
     def follow(
-        self, values: Tensor, inverse: float, before: Tensor | None, keep: float, gain: float, after: Tensor
+        self,
+        values: Tensor,
+        inverse: float,
+        before: Tensor | None,
+        keep: float,
+        gain: float,
+        after: Tensor,
     ) -> bool:
-        """Write after = gain * (values * inverse)^2 + keep * before, 1 where that is None; return True if one is not finite."""
+        """Write after = gain * (values * inverse)^2 + keep * before, 1 where that is None;
+        return True if one is not finite.
+        """
 
-    # ---- rotation ----------------------------------------------------------------------------------------------------
+    # ---- rotation
+    # ----------------------------------------------------------------------------------------------
 
     def rotate(
-        self, values: Tensor, group_numel: int, first: int, parameter: int, key: tuple[int, int, int, int], *, back: bool = False
+        self,
+        values: Tensor,
+        group_numel: int,
+        first: int,
+        parameter: int,
+        key: tuple[int, int, int, int],
+        *,
+        back: bool = False,
     ) -> None:
-        """Flip signs at random and transform every scale group's run of ``(n,)`` float32 in place, window by window; or undo that.
+        """Flip signs at random and transform every scale group's run of ``(n,)`` float32 in place,
+        window by window; or undo that.
 
         Args:
             first: element of the parameter with which the values begin.
@@ -193,9 +247,12 @@ class Kernels(Protocol):
         """
 
     def unbias(self, values: Tensor, group_numel: int, first: int) -> None:
-        """Multiply every run of ``(n,)`` float32 in place by what makes 1-bit codes of it unbiased under random rotations."""
+        """Multiply every run of ``(n,)`` float32 in place by what makes 1-bit codes of it
+        unbiased under random rotations.
+        """
 
-    # ---- memory ------------------------------------------------------------------------------------------------------
+    # ---- memory
+    # ----------------------------------------------------------------------------------------------
 
     def rescale(self, plane: Tensor, factor: float) -> None:
         """Multiply a residual plane by `factor`, in place."""
@@ -203,7 +260,9 @@ class Kernels(Protocol):
     def copy(self, dst: Tensor, src: Tensor, table: CopyTable) -> None:
         """Copy every byte range of a table."""
 
-    def copy_bytes(self, dst: Tensor, first: int, src: Tensor, nbytes: int, src_first: int = 0) -> None:
+    def copy_bytes(
+        self, dst: Tensor, first: int, src: Tensor, nbytes: int, src_first: int = 0
+    ) -> None:
         """Copy `nbytes` bytes of `src` to byte `first` of `dst`; they do not overlap."""
 
     def crc32c(self, data: NDArray[Any], crc: int = 0) -> int:

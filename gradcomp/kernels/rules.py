@@ -1,4 +1,6 @@
-"""What one call of the update kernels is told: rules (`gc_rule`), targets (`gc_target`), kinds and flags (gradcomp.h)."""
+"""What one call of the update kernels is told: rules (`gc_rule`), targets (`gc_target`), kinds
+and flags (gradcomp.h).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The tables that C kernels walk: segments (`gc_segment` in native/include/gradcomp.h), block sums, byte ranges.
+"""The tables that C kernels walk: segments (`gc_segment` in native/include/gradcomp.h), block sums,
+byte ranges.
 
-A row says where a run of elements of one parameter lies in a tensor, in a residual plane and in a payload. Rows are shared
-out over threads; which thread does which row changes no bit of the result.
+A row says where a run of elements of one parameter lies in a tensor, in a residual plane and in a
+payload. Rows are shared out over threads; which thread does which row changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 
 BLOCK_NUMEL = 512  # elements in one float64 partial sum (GC_BLOCK_NUMEL)
 MAX_NUMEL = 2**32 - 4096  # elements of a segment, and so of a parameter, at most (GC_MAX_NUMEL)
-CHUNK_NUMEL = 1 << 16  # elements in one unit of work: 256 KB of fp32, small against L2, large against a call
+CHUNK_NUMEL = (
+    1 << 16
+)  # elements in one unit of work: 256 KB of fp32, small against L2, large against a call
 
 SEGMENT = np.dtype(
     [
@@ -30,7 +33,9 @@ SEGMENT = np.dtype(
         ("parameter", "<u4"),
     ]
 )
-BLOCK = np.dtype([("sum", "<f8"), ("sum_squares", "<f8"), ("absmax_bits", "<u4"), ("reserved", "<u4")])
+BLOCK = np.dtype(
+    [("sum", "<f8"), ("sum_squares", "<f8"), ("absmax_bits", "<u4"), ("reserved", "<u4")]
+)
 COPY_RANGE = np.dtype([("dst", "<u8"), ("src", "<u8"), ("nbytes", "<u8")])
 
 
@@ -56,7 +61,9 @@ class Table:
         return self.count
 
     def ranges(self, parts: int) -> list[tuple[int, int]]:
-        """Return at most `parts` runs of rows (first, count) with about the same number of elements each."""
+        """Return at most `parts` runs of rows (first, count) with about the same number of
+        elements each.
+        """
         if parts not in self._ranges:
             ends = np.cumsum(self.rows["numel"], dtype=np.uint64)
             wanted = [self.numel * (p + 1) // parts for p in range(parts)]
@@ -71,7 +78,8 @@ class Groups(NamedTuple):
     """The scale groups of a payload.
 
     Attributes:
-        blocks: ``(groups + 1,)``, first entry of every group in the table of block sums, and their number at the end.
+        blocks: ``(groups + 1,)``, first entry of every group in the table of block sums, and their
+            number at the end.
         numels: ``(groups,)``, elements of every group.
     """
 

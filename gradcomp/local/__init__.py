@@ -1,9 +1,11 @@
-"""Training that communicates rarely: H local steps, then one exchange of what they have changed, in few bits.
+"""Training that communicates rarely: H local steps, then one exchange of what they have changed, in
+few bits.
 
 References:
-    Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv 2311.08105).
-    Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (arXiv 2501.18512).
-    Stich 2019, "Local SGD converges fast and communicates little" (arXiv 1805.09767).
+    Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"
+    (arXiv 2311.08105). Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"
+    (arXiv 2501.18512). Stich 2019, "Local SGD converges fast and communicates little" (arXiv
+    1805.09767).
 """
 
 from gradcomp.local.steps import DiLoCo, LocalSGD

@@ -1,4 +1,6 @@
-"""A fragment of a model: the weights that all ranks last agreed on, and the exchange of what each rank has made of them since."""
+"""A fragment of a model: the weights that all ranks last agreed on, and the exchange of what
+each rank has made of them since.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Fragment:
         averager: exchanges pseudo-gradients.
         optimizer: of the anchors.
         syncs: that were applied.
-        progress: of the local steps, in words: the same on every rank when something is sent or compared.
+        progress: of the local steps, in words: the same on every rank when something is sent or
+            compared.
         held: averages have arrived and wait in the anchors' ``grad``.
     """
 
@@ -59,7 +62,8 @@ class Fragment:
         engine.compares_state = True
         self.sent = self.held = False
 
-    # ---- a sync ------------------------------------------------------------------------------------------------------
+    # ---- a sync
+    # ----------------------------------------------------------------------------------------------
 
     def replicated(self) -> list[tuple[str, object]]:
         """Return (name, value) of what every rank must hold alike, beside the anchors."""
@@ -82,17 +86,27 @@ class Fragment:
             progress: see the attribute.
 
         Raises:
-            ValueError: a parameter has another shape than at the last sync, or is no longer trained; nothing was sent.
+            ValueError: a parameter has another shape than at the last sync, or is no longer
+                trained; nothing was sent.
             PeerMismatch, PeerLost, CorruptPayload: as `gradcomp.GradientAverager.average`.
         """
         for (name, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
             if parameter.shape != anchor.shape or not parameter.requires_grad:
-                now = f"has shape {tuple(parameter.shape)}" if parameter.requires_grad else "is not trained"
-                raise ValueError(f"{name} {now}; at the last sync it was trained with shape {tuple(anchor.shape)}")
+                now = (
+                    f"has shape {tuple(parameter.shape)}"
+                    if parameter.requires_grad
+                    else "is not trained"
+                )
+                raise ValueError(
+                    f"{name} {now}; at the last sync it was trained with shape"
+                    f" {tuple(anchor.shape)}"
+                )
         self.progress = progress
         with torch.no_grad():
             for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
-                anchor.grad = self._weights.written(parameter, anchor.detach()) - self._weights.read(parameter)
+                anchor.grad = self._weights.written(
+                    parameter, anchor.detach()
+                ) - self._weights.read(parameter)
         if wait:
             self.averager.average()
         else:
@@ -110,10 +124,12 @@ class Fragment:
                 raise
 
     def apply(self, alpha: float) -> None:
-        """Have the outer optimizer move the anchors by the averages, and bring parameters to alpha * parameter + (1 - alpha) * anchor.
+        """Have the outer optimizer move the anchors by the averages, and bring parameters to alpha
+        * parameter + (1 - alpha) * anchor.
 
         Raises:
-            NotFinite: a pseudo-gradient of some rank was not finite; anchors, outer state and residuals are as before.
+            NotFinite: a pseudo-gradient of some rank was not finite; anchors, outer state and
+                residuals are as before.
             PeerMismatch, PeerLost, CorruptPayload: of the exchange.
         """
         self.arrive()
@@ -121,12 +137,16 @@ class Fragment:
         self.sent = self.held = False
         if not all(grad is not None and HOST.are_finite(grad) for grad in grads):
             self.forget()
-            here = [name for name, p in self._named if not torch.isfinite(self._weights.read(p)).all()]
+            here = [
+                name for name, p in self._named if not torch.isfinite(self._weights.read(p)).all()
+            ]
             raise NotFinite(here)
         self.optimizer.step()
         self.forget()
         self.syncs += 1
-        if self.syncs & (self.syncs - 1) == 0:  # 1, 2, 4, ...: an option that no comparison sees shows in what steps have made
+        if (
+            self.syncs & (self.syncs - 1) == 0
+        ):  # 1, 2, 4, ...: an option that no comparison sees shows in what steps have made
             self.averager._engine.compare_next()
         self.restore(alpha)
 
@@ -150,20 +170,27 @@ class Fragment:
         for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
             anchor.copy_(self._weights.read(parameter))
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return what this rank needs to go on bit for bit; nothing may be under way."""
         return {
             "anchors": {name: anchor.detach().clone() for name, anchor in self.anchors},
-            "averages": {name: a.grad.clone() for name, a in self.anchors if a.grad is not None} if self.held else {},
+            "averages": (
+                {name: a.grad.clone() for name, a in self.anchors if a.grad is not None}
+                if self.held
+                else {}
+            ),
             "outer": copy.deepcopy(self.optimizer.state_dict()),
             "averager": self.averager.state_dict(),
             "syncs": self.syncs,
         }
 
     def check(self, state: Any) -> None:
-        """Raise ValueError unless a state is of these parameters and this outer optimizer, and finite."""
+        """Raise ValueError unless a state is of these parameters and this outer optimizer, and
+        finite.
+        """
         check_fragment(state, {name: anchor.shape for name, anchor in self.anchors})
         check_outer(state["outer"], self.optimizer)
 

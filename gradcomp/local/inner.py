@@ -17,7 +17,8 @@ COUNTED = 16  # calls of DiLoCo.step that are compared with steps at a time
 
 
 class Inner:
-    """The optimizer of a model's inner steps, or several that share its parameters out, as Muon and AdamW do.
+    """The optimizer of a model's inner steps, or several that share its parameters out, as Muon and
+    AdamW do.
 
     Args:
         given: one optimizer or a sequence of them.
@@ -30,29 +31,41 @@ class Inner:
         ValueError: no optimizer, one twice, or one that updates none of the parameters.
     """
 
-    def __init__(self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        parameters: Iterable[Tensor],
+    ) -> None:
         self._optimizers = list(given) if isinstance(given, Sequence) else [given]
         known = list(parameters)
         self._mine = Mine(known)
         if len({id(one) for one in self._optimizers}) < max(1, len(self._optimizers)):
-            raise ValueError(f"inner_optimizer must be an optimizer or several different ones, got {given!r}")
+            raise ValueError(
+                f"inner_optimizer must be an optimizer or several different ones, got {given!r}"
+            )
         for one in self._optimizers:
             check_optimizer(one, known)
         self._stepped: set[int] = set()
         self._inside: Any = None
         self._then: Callable[[], None] | None = None
-        self._hooked = [found for one in self._optimizers if (found := _with_hooks(one)) is not None]
+        self._hooked = [
+            found for one in self._optimizers if (found := _with_hooks(one)) is not None
+        ]
         self._is_counted = len(self._hooked) == len(self._optimizers)
         self._calls = self._before_calls = self.steps = 0
         self._is_warned = False
         self.weights = Weights(self._optimizers)
 
     def before_step(self, call: Callable[..., None]) -> list[Any]:
-        """Have `call` called before every step of each, with its arguments; return what removes that."""
+        """Have `call` called before every step of each, with its arguments; return what removes
+        that.
+        """
         return [one.register_step_pre_hook(call) for one in self._hooked]
 
     def watch(self) -> list[Any]:
-        """Count steps, and raise before one of another optimizer on these parameters; return what ends that."""
+        """Count steps, and raise before one of another optimizer on these parameters; return
+        what ends that.
+        """
         if not self._is_counted:
             return []
         hooks = [one.register_step_pre_hook(self._begins) for one in self._hooked]
@@ -67,12 +80,19 @@ class Inner:
     @then.setter
     def then(self, call: Callable[[], None] | None) -> None:
         if call is not None and not self._is_counted:
-            kinds = ", ".join(sorted({type(one).__name__ for one in self._optimizers if _with_hooks(one) is None}))
-            raise TypeError(f"steps of {kinds} cannot be counted, since it takes no hooks: call step() after each of them, without a with block")
+            kinds = ", ".join(
+                sorted({type(one).__name__ for one in self._optimizers if _with_hooks(one) is None})
+            )
+            raise TypeError(
+                f"steps of {kinds} cannot be counted, since it takes no hooks: call step() after"
+                " each of them, without a with block"
+            )
         self._then = call
 
     def told(self, name: str) -> None:
-        """Take note that somebody says he has made an inner step; warn once if that is said about twice as often as it is so."""
+        """Take note that somebody says he has made an inner step; warn once if that is said
+        about twice as often as it is so.
+        """
         self._calls, self._inside = self._calls + 1, None  # a step that raised has not ended
         if self._calls < COUNTED or not self._is_counted:
             return
@@ -80,8 +100,9 @@ class Inner:
         if 2 * made <= COUNTED and not self._is_warned:
             self._is_warned = True
             warnings.warn(
-                f"{name}.step() was called {COUNTED} times while the inner optimizer stepped {made} times: call it after optimizer.step() and not after every "
-                "minibatch, or H counts minibatches, and syncs fall between those whose gradients add up",
+                f"{name}.step() was called {COUNTED} times while the inner optimizer stepped {made}"
+                " times: call it after optimizer.step() and not after every minibatch, or H counts"
+                " minibatches, and syncs fall between those whose gradients add up",
                 stacklevel=3,
             )
         self._calls = 0
@@ -99,22 +120,32 @@ class Inner:
                 self._then()
 
     def _refuse(self, optimizer: Any, *_: Any) -> None:
-        if self._inside is None and not any(_is_around(optimizer, one) for one in self._hooked):  # one inside of ours is a part of it
+        if self._inside is None and not any(
+            _is_around(optimizer, one) for one in self._hooked
+        ):  # one inside of ours is a part of it
             raise GradcompError(
-                f"a step of an optimizer that local steps do not know ({type(optimizer).__name__}) on their parameters: it would not be counted, nor are split "
-                "weights its own. Make DiLoCo anew with the optimizer that trains, and load the old one's state_dict(); or close() it, if it is over"
+                f"a step of an optimizer that local steps do not know ({type(optimizer).__name__})"
+                " on their parameters: it would not be counted, nor are split weights its own."
+                " Make DiLoCo anew with the optimizer that trains, and load the old one's"
+                " state_dict(); or close() it, if it is over"
             )
 
 
 def _with_hooks(optimizer: Any) -> Any:
-    """Return what an optimizer's hooks are registered on: itself, or what a wrapper that is none of torch's own kind has inside; None: nothing."""
+    """Return what an optimizer's hooks are registered on: itself, or what a wrapper that is none
+    of torch's own kind has inside; None: nothing.
+    """
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer
-    return next((one for one in vars(optimizer).values() if hasattr(one, "_optimizer_step_pre_hooks")), None)
+    return next(
+        (one for one in vars(optimizer).values() if hasattr(one, "_optimizer_step_pre_hooks")), None
+    )
 
 
 def _is_around(optimizer: Any, one: Any) -> bool:
-    """Tell whether a step of `optimizer` is one of `one`: it is that, shares its hooks as a framework's wrapper does, or has it inside as SAM has."""
+    """Tell whether a step of `optimizer` is one of `one`: it is that, shares its hooks as a
+    framework's wrapper does, or has it inside as SAM has.
+    """
     return (
         optimizer is one
         or getattr(optimizer, "_optimizer_step_pre_hooks", None) is one._optimizer_step_pre_hooks
@@ -123,7 +154,8 @@ def _is_around(optimizer: Any, one: Any) -> bool:
 
 
 class Weights:
-    """A model's weights in fp32, whatever keeps them: plain tensors on any device, or an optimizer that keeps the lower halves.
+    """A model's weights in fp32, whatever keeps them: plain tensors on any device, or an optimizer
+    that keeps the lower halves.
 
     Args:
         optimizers: of the inner steps.
@@ -147,7 +179,9 @@ class Weights:
         return weight.to("cpu", torch.float32)
 
     def written(self, parameter: Tensor, weight: Tensor) -> Tensor:
-        """Return what `write` makes of an fp32 weight, in fp32: rounded as the parameter is. The anchor's own bits below that are no change."""
+        """Return what `write` makes of an fp32 weight, in fp32: rounded as the parameter is. The
+        anchor's own bits below that are no change.
+        """
         return weight if id(parameter) in self._keepers else weight.to(parameter.dtype).float()
 
     @torch.no_grad()

@@ -1,4 +1,6 @@
-"""The outer optimizers: what moves the anchors by averaged pseudo-gradients. `SplitSGD` on fp32 anchors is torch's SGD in one pass."""
+"""The outer optimizers: what moves the anchors by averaged pseudo-gradients. `SplitSGD` on fp32
+anchors is torch's SGD in one pass.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,26 @@ LR, MOMENTUM = 0.7, 0.9  # DiLoCo, section 3
 
 def options_of(optimizer: torch.optim.Optimizer) -> str:
     """Return a text of an optimizer and its options, those too that its repr does not show."""
-    shown = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups") and _is_plain(value)}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    shown = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in ("state", "param_groups") and _is_plain(value)
+    }
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     return f"{type(optimizer).__name__} {groups} {shown}"
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is made of numbers and texts alone, so that its repr is the same on every rank."""
+    """Whether a value is made of numbers and texts alone, so that its repr is the same on every
+    rank.
+    """
     if isinstance(value, (list, tuple, dict)):
-        return all(map(_is_plain, [*value.keys(), *value.values()] if isinstance(value, dict) else value))
+        return all(
+            map(_is_plain, [*value.keys(), *value.values()] if isinstance(value, dict) else value)
+        )
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -39,9 +52,11 @@ def mean(anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class OwnedMomentum(Transform):
-    """SGD with momentum on the mean of what a rank owns, before it is encoded for the others: each has its share of the state.
+    """SGD with momentum on the mean of what a rank owns, before it is encoded for the others: each
+    has its share of the state.
 
-    ``m' = momentum * m + d``, ``d' = lr * (d + momentum * m')`` with Nesterov's, ``d' = lr * m'`` without, as torch.optim.SGD in fp32.
+    ``m' = momentum * m + d``, ``d' = lr * (d + momentum * m')`` with Nesterov's, ``d' = lr * m'``
+    without, as torch.optim.SGD in fp32.
 
     Args:
         lr, momentum, nesterov: as of `torch.optim.SGD`.
@@ -65,7 +80,8 @@ class OwnedMomentum(Transform):
 
 
 def at_owners(outer: Outer, count: int) -> tuple[OwnedMomentum, Outer]:
-    """Return what owners do to means in place of an outer optimizer, and what then moves the anchors: by what arrives.
+    """Return what owners do to means in place of an outer optimizer, and what then moves the
+    anchors: by what arrives.
 
     Args:
         outer: makes the optimizer; its rate is read once.
@@ -76,9 +92,12 @@ def at_owners(outer: Outer, count: int) -> tuple[OwnedMomentum, Outer]:
     """
     made = outer([nn.Parameter(torch.zeros(1)) for _ in range(count)])
     group = made.param_groups[0]
-    plain = type(made) in (torch.optim.SGD, SplitSGD) and not (group["weight_decay"] or group["dampening"] or group["maximize"])
+    plain = type(made) in (torch.optim.SGD, SplitSGD) and not (
+        group["weight_decay"] or group["dampening"] or group["maximize"]
+    )
     if not plain or len(made.param_groups) > 1 or isinstance(group["lr"], Tensor):
         raise ValueError(
-            f"shard_outer shares out the momentum of torch.optim.SGD(lr, momentum, nesterov), the same for all anchors; this is {made!r}"
+            "shard_outer shares out the momentum of torch.optim.SGD(lr, momentum, nesterov), the"
+            f" same for all anchors; this is {made!r}"
         )
     return OwnedMomentum(group["lr"], group["momentum"], group["nesterov"]), mean

@@ -1,4 +1,6 @@
-"""Whether saved states are those of a model's local steps: everything is checked before anything is written."""
+"""Whether saved states are those of a model's local steps: everything is checked before anything
+is written.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,17 @@ if TYPE_CHECKING:
     from gradcomp.local.turns import Turns
 
 STATE_VERSION = 2
-KEYS = ("kind", "start_step", "inner_steps", "sync_every", "round", "done", "fragments", "under_way", "gradients")
+KEYS = (
+    "kind",
+    "start_step",
+    "inner_steps",
+    "sync_every",
+    "round",
+    "done",
+    "fragments",
+    "under_way",
+    "gradients",
+)
 FRAGMENT_KEYS = ("anchors", "averages", "outer", "averager", "syncs")
 
 
@@ -31,9 +43,16 @@ class Checks(Protocol):
 
 
 def check(
-    states: Sequence[Any], kind: str, start_step: int, turns: Turns, fragments: Sequence[Checks], *, has_gradients: bool
+    states: Sequence[Any],
+    kind: str,
+    start_step: int,
+    turns: Turns,
+    fragments: Sequence[Checks],
+    *,
+    has_gradients: bool,
 ) -> None:
-    """Raise ValueError unless these can be the states of one rank, or of all ranks of a run, and nothing in them is odd.
+    """Raise ValueError unless these can be the states of one rank, or of all ranks of a run, and
+    nothing in them is odd.
 
     Args:
         kind, start_step, turns, fragments: of the local steps that are to go on.
@@ -49,9 +68,14 @@ def check(
         _check_averages(one)
         for key in ("inner_steps", "round", "done"):
             if one[key] != states[0][key]:
-                raise ValueError(f"these states are not of one run: {key} is {states[0][key]} and {one[key]}")
+                raise ValueError(
+                    f"these states are not of one run: {key} is {states[0][key]} and {one[key]}"
+                )
     if states[0]["gradients"] is not None and not has_gradients:
-        raise ValueError("the state is of before start_step, where gradients are averaged; this is beyond it: make it anew")
+        raise ValueError(
+            "the state is of before start_step, where gradients are averaged; this is beyond it:"
+            " make it anew"
+        )
 
 
 def accept(averager: GradientAverager, everyone: list[Any], *, single: bool) -> dict[str, Any]:
@@ -66,14 +90,16 @@ def accept(averager: GradientAverager, everyone: list[Any], *, single: bool) -> 
 
 
 def _check_head(state: Any, kind: str, start_step: int, fragments: int) -> None:
-    """Raise ValueError unless what a state says beside its fragments can be of this class, start and number of fragments."""
+    """Raise ValueError unless what a state says beside its fragments can be of this class, start
+    and number of fragments.
+    """
     _check_mapping(state, "a state of local steps", ())
     given = state.get("fragments", ())
     count = len(given) if isinstance(given, (list, tuple)) else repr(given)
     if state.get("version") != STATE_VERSION or count != fragments:
         raise ValueError(
-            f"a state of version {state.get('version')!r} with {count} fragments; here: version {STATE_VERSION}, "
-            f"{fragments} fragments"
+            f"a state of version {state.get('version')!r} with {count} fragments; here: version"
+            f" {STATE_VERSION}, {fragments} fragments"
         )
     _check_mapping(state, "this state", KEYS)
     for name, mine in (("kind", kind), ("start_step", start_step)):
@@ -84,7 +110,8 @@ def _check_head(state: Any, kind: str, start_step: int, fragments: int) -> None:
     begun, gradients = state["inner_steps"] >= start_step, state["gradients"]
     if begun and gradients is not None:
         raise ValueError(
-            f"the state has gradients of before start_step, but inner_steps {state['inner_steps']} of start_step {start_step}"
+            f"the state has gradients of before start_step, but inner_steps {state['inner_steps']}"
+            f" of start_step {start_step}"
         )
     if not begun:
         _check_mapping(gradients, "gradients of this state", ())
@@ -92,36 +119,51 @@ def _check_head(state: Any, kind: str, start_step: int, fragments: int) -> None:
 
 
 def _check_length(state: Mapping[str, Any], length: int) -> None:
-    """Raise ValueError unless a state's round has `length` inner steps, and less than that are done."""
+    """Raise ValueError unless a state's round has `length` inner steps, and less than that are
+    done.
+    """
     if state["sync_every"] != length:
         raise ValueError(
-            f"the state has sync_every {state['sync_every']} in round {state['round']}, this has {length}: local steps go on "
-            "with the H that they had"
+            f"the state has sync_every {state['sync_every']} in round {state['round']}, this has"
+            f" {length}: local steps go on with the H that they had"
         )
     if state["done"] >= length:
-        raise ValueError(f"the state has done {state['done']}, less than sync_every ({length}) expected")
+        raise ValueError(
+            f"the state has done {state['done']}, less than sync_every ({length}) expected"
+        )
 
 
 def _check_averages(state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless every fragment that is under way has its averages, once. Fragments have been checked."""
+    """Raise ValueError unless every fragment that is under way has its averages, once. Fragments
+    have been checked.
+    """
     given = state["under_way"]
     numbers = [number for number, _ in given]
     for number in numbers:
         if numbers.count(number) > 1 or not state["fragments"][number]["averages"]:
-            raise ValueError(f"the state has under_way {given!r}, but fragment {number} twice or without averages")
+            raise ValueError(
+                f"the state has under_way {given!r}, but fragment {number} twice or without"
+                " averages"
+            )
     for number, fragment in enumerate(state["fragments"]):
         if fragment["averages"] and number not in numbers:
-            raise ValueError(f"the state has averages of fragment {number}, which is not under way ({given!r})")
+            raise ValueError(
+                f"the state has averages of fragment {number}, which is not under way ({given!r})"
+            )
 
 
 def check_integer(value: object, name: str) -> None:
     """Raise ValueError unless a value is an integer that can count steps."""
     if type(value) is not int or not 0 <= value < STEPS:
-        raise ValueError(f"the state has {name} {value!r}, an integer of at least 0 and below 2^32 expected")
+        raise ValueError(
+            f"the state has {name} {value!r}, an integer of at least 0 and below 2^32 expected"
+        )
 
 
 def check_fragment(state: Any, shapes: Mapping[str, torch.Size]) -> None:
-    """Raise ValueError unless a fragment's state has anchors, and averages if any, of these names and shapes."""
+    """Raise ValueError unless a fragment's state has anchors, and averages if any, of these
+    names and shapes.
+    """
     _check_mapping(state, "a fragment of this state", FRAGMENT_KEYS)
     check_integer(state["syncs"], "syncs")
     _check_tensors(state["anchors"], "anchor", shapes)
@@ -135,25 +177,40 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
     _check_mapping(state, "the outer optimizer's state", ("state", "param_groups"))
     groups = state["param_groups"]
     if not isinstance(groups, (list, tuple)):
-        raise ValueError(f"the outer optimizer's state has param_groups {groups!r}, a list expected")  # noqa: TRY004
+        raise ValueError(  # noqa: TRY004
+            f"the outer optimizer's state has param_groups {groups!r}, a list expected"
+        )
     wanted = [len(group["params"]) for group in optimizer.param_groups]
     for number, group in enumerate(groups):
         _check_mapping(group, f"group {number} of the outer optimizer's state", ("params",))
         if not isinstance(group["params"], (list, tuple)):
-            raise ValueError(f"group {number} of the outer optimizer's state has params {group['params']!r}")  # noqa: TRY004
+            raise ValueError(  # noqa: TRY004
+                f"group {number} of the outer optimizer's state has params {group['params']!r}"
+            )
     found = [len(group["params"]) for group in groups]
     if found != wanted:
-        raise ValueError(f"the outer optimizer's state has groups of {found} parameters, this has {wanted}")
+        raise ValueError(
+            f"the outer optimizer's state has groups of {found} parameters, this has {wanted}"
+        )
     for number, (group, mine) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        _check_options(group, mine, optimizer.defaults, f"group {number} of the outer optimizer's state")
+        _check_options(
+            group, mine, optimizer.defaults, f"group {number} of the outer optimizer's state"
+        )
     indices = [index for group in groups for index in group["params"]]
     if sorted(map(repr, indices)) != sorted(map(repr, range(len(indices)))):
-        raise ValueError(f"the outer optimizer's state has params {indices}, {list(range(len(indices)))} expected")
-    anchors = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+        raise ValueError(
+            f"the outer optimizer's state has params {indices}, {list(range(len(indices)))}"
+            " expected"
+        )
+    anchors = dict(
+        zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True)
+    )
     _check_mapping(state["state"], "'state' of the outer optimizer", ())
     for index, values in state["state"].items():
         if type(index) is not int or index not in anchors:
-            raise ValueError(f"the outer optimizer's state is of parameter {index!r}, which it does not have")
+            raise ValueError(
+                f"the outer optimizer's state is of parameter {index!r}, which it does not have"
+            )
         _check_mapping(values, f"the outer optimizer's state of parameter {index}", ())
         for name, value in values.items():
             _check_value(value, name, index, anchors[index], optimizer)
@@ -161,7 +218,10 @@ def check_outer(state: Any, optimizer: torch.optim.Optimizer) -> None:
     for one in kept:
         if one.keys() != kept[-1].keys():
             odd = min(one.keys() ^ kept[-1].keys(), key=str)
-            raise ValueError(f"the outer optimizer's state has {odd!r} of some parameters only, or of another optimizer")
+            raise ValueError(
+                f"the outer optimizer's state has {odd!r} of some parameters only, or of another"
+                " optimizer"
+            )
     _try(state, optimizer)
 
 
@@ -175,10 +235,14 @@ def _try(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
         trial.__dict__.update(vars(optimizer))  # loading gives it groups and state of its own
         trial.load_state_dict(copy.deepcopy(dict(state)))
     except Exception as error:
-        raise ValueError(f"the outer optimizer refuses its state: {error} ({type(error).__name__})") from error
+        raise ValueError(
+            f"the outer optimizer refuses its state: {error} ({type(error).__name__})"
+        ) from error
 
 
-def _check_options(given: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+def _check_options(
+    given: Mapping[str, Any], mine: Mapping[str, Any], defaults: Mapping[str, Any], where: str
+) -> None:
     for name, value in mine.items():
         if name not in given and name in defaults:
             raise ValueError(f"{where} has no {name!r}: it is of another optimizer")
@@ -186,8 +250,15 @@ def _check_options(given: Mapping[str, Any], mine: Mapping[str, Any], defaults: 
             continue
         if _numbers(value) is not None and name != "params":
             found = _numbers(given[name])
-            if found is None or len(found) != len(_numbers(value) or ()) or not all(map(math.isfinite, found)):
-                raise ValueError(f"{where} has {name} {given[name]!r}, as many finite numbers as in {value!r} expected")
+            if (
+                found is None
+                or len(found) != len(_numbers(value) or ())
+                or not all(map(math.isfinite, found))
+            ):
+                raise ValueError(
+                    f"{where} has {name} {given[name]!r}, as many finite numbers as in {value!r}"
+                    " expected"
+                )
         elif (value is None or isinstance(value, bool)) and not (
             given[name] is None or isinstance(given[name], bool)
         ):
@@ -202,7 +273,9 @@ def _numbers(value: object) -> list[float] | None:
     return [float(one) for one in values] if plain else None
 
 
-def _check_value(value: object, name: object, index: int, anchor: Tensor, optimizer: torch.optim.Optimizer) -> None:
+def _check_value(
+    value: object, name: object, index: int, anchor: Tensor, optimizer: torch.optim.Optimizer
+) -> None:
     where = f"the outer optimizer's {name} of parameter {index}"
     if isinstance(value, Tensor):
         mine = optimizer.state.get(anchor, {}).get(name)
@@ -234,13 +307,26 @@ def _check_tensors(given: object, what: str, shapes: Mapping[str, torch.Size]) -
     odd = sorted(given.keys() ^ shapes.keys(), key=str)
     if odd:
         raise ValueError(
-            f"the state is of other parameters or another number of fragments: {odd[0]!r} is on one side only"
+            f"the state is of other parameters or another number of fragments: {odd[0]!r} is on one"
+            " side only"
         )
     for name, shape in shapes.items():
         value = given[name]
-        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.shape != shape or not _is_readable(value):
-            got = f"{tuple(value.shape)} {value.dtype} ({_form(value)})" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"the {what} of {name!r} is {got} in this state, {tuple(shape)} torch.float32 expected")
+        if (
+            not isinstance(value, Tensor)
+            or value.dtype != torch.float32
+            or value.shape != shape
+            or not _is_readable(value)
+        ):
+            got = (
+                f"{tuple(value.shape)} {value.dtype} ({_form(value)})"
+                if isinstance(value, Tensor)
+                else repr(value)
+            )
+            raise ValueError(
+                f"the {what} of {name!r} is {got} in this state, {tuple(shape)} torch.float32"
+                " expected"
+            )
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"the {what} of {name!r} holds NaN or Inf in this state")
 
@@ -258,8 +344,8 @@ def _check_under_way(state: Mapping[str, Any], fragments: int) -> None:
         for one in given
     ):
         raise ValueError(
-            f"the state has under_way {given!r}, pairs of a fragment (below {fragments}) and an inner step after "
-            f"{now} (at most {latest}) expected"
+            f"the state has under_way {given!r}, pairs of a fragment (below {fragments}) and an"
+            f" inner step after {now} (at most {latest}) expected"
         )
 
 

@@ -1,4 +1,6 @@
-"""`DiLoCo` and `LocalSGD`: inner steps are counted, and now and then a fragment of the model is exchanged."""
+"""`DiLoCo` and `LocalSGD`: inner steps are counted, and now and then a fragment of the model is
+exchanged.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 
 
 class DiLoCo:
-    """Every rank trains on its own for H steps; then what they have changed is averaged, packed, and an outer optimizer applies it.
+    """Every rank trains on its own for H steps; then what they have changed is averaged, packed,
+    and an outer optimizer applies it.
 
     ::
 
@@ -44,29 +47,34 @@ class DiLoCo:
             optimizer.zero_grad()
             diloco.step()
 
-    The pseudo-gradient anchor - parameter (fp32, on the CPU wherever the model is) is averaged as gradients are, with residuals; all
-    ranks decode the same bytes, so anchors and outer state are the same bits everywhere, and after a sync without `delay` so are the
-    parameters. Buffers (running statistics) stay each rank's own. In a ``with`` block the inner optimizer's steps count by
-    themselves: do not call `step` there.
+    The pseudo-gradient anchor - parameter (fp32, on the CPU wherever the model is) is averaged as
+    gradients are, with residuals; all ranks decode the same bytes, so anchors and outer state are
+    the same bits everywhere, and after a sync without `delay` so are the parameters. Buffers
+    (running statistics) stay each rank's own. In a ``with`` block the inner optimizer's steps count
+    by themselves: do not call `step` there.
 
     Args:
-        model: a plain module, equal on all ranks; of any device. One whose gradients DDP averages inside a node goes with
-            ``exchange="hierarchical"``: one exchange a node.
-        inner_optimizer: of its parameters, or several that share them out (Muon and AdamW), whose steps make one inner step when
-            all have been made; split optimizers keep their trails.
-        codec: codec or name. With 1 bit a small GPT lost 0.25 nats where ternary lost 0.03 (H = 30 after a tenth
-            of the steps averaged in fp32; docs/explanation/accuracy.md).
-        sync_every: H, inner steps from one sync of a parameter to the next; or a function of the round's number, which is asked about
-            the first 64 rounds at once, so that ranks can compare them.
-        outer_optimizer: makes the optimizer of the anchors; None: SGD, 0.7, Nesterov momentum 0.9. For less than some hundred syncs try 1.0, 0.8.
+        model: a plain module, equal on all ranks; of any device. One whose gradients DDP averages
+            inside a node goes with ``exchange="hierarchical"``: one exchange a node.
+        inner_optimizer: of its parameters, or several that share them out (Muon and AdamW), whose
+            steps make one inner step when all have been made; split optimizers keep their trails.
+        codec: codec or name. With 1 bit a small GPT lost 0.25 nats where ternary lost 0.03 (H = 30
+            after a tenth of the steps averaged in fp32; docs/explanation/accuracy.md).
+        sync_every: H, inner steps from one sync of a parameter to the next; or a function of the
+            round's number, which is asked about the first 64 rounds at once, so that ranks can
+            compare them.
+        outer_optimizer: makes the optimizer of the anchors; None: SGD, 0.7, Nesterov momentum 0.9.
+            For less than some hundred syncs try 1.0, 0.8.
         fragments: parts of the model that sync in turns, H / fragments steps apart (streaming).
         delay: inner steps that go on while a fragment is exchanged; less than H.
-        alpha: share of a rank's own parameters that is kept when averages arrive `delay` steps late.
-        shard_outer: every rank keeps the outer momentum of what it owns alone, 1/N of it, and what the others get is the outer step,
-            packed; for SGD outside, whose rate stays, and ``exchange="reduce_scatter"``.
+        alpha: share of a rank's own parameters that is kept when averages arrive `delay` steps
+            late.
+        shard_outer: every rank keeps the outer momentum of what it owns alone, 1/N of it, and what
+            the others get is the outer step, packed; for SGD outside, whose rate stays, and
+            ``exchange="reduce_scatter"``.
         comm: the ranks; torch.distributed's default group when None. Closed with this.
-        options: see `gradcomp.Options`. `start_step`: inner steps whose gradients are averaged every step first, in fp32 or by
-            `start_codec`, by `average_gradients`.
+        options: see `gradcomp.Options`. `start_step`: inner steps whose gradients are averaged
+            every step first, in fp32 or by `start_codec`, by `average_gradients`.
         changes: fields of `gradcomp.Options` to set.
 
     Attributes:
@@ -100,19 +108,35 @@ class DiLoCo:
         named = self._trained.named
         options = Options.of(options, **changes)
         if options.grad_scaler is not None or options.transform is not None:
-            raise ValueError("grad_scaler and transform are of gradients; what travels here are weights' changes")
+            raise ValueError(
+                "grad_scaler and transform are of gradients; what travels here are weights' changes"
+            )
         if options.start_codec is not None and not options.start_step:
-            raise ValueError(f"start_codec={options.start_codec!r} packs the steps before start_step, which is 0")
+            raise ValueError(
+                f"start_codec={options.start_codec!r} packs the steps before start_step, which is 0"
+            )
         codec = resolve(codec)
         if shard_outer and codec.gathers_only:
-            raise ValueError(f"shard_outer=True has owners of means send outer steps, of which {codec!r} has none: leave it out")
+            raise ValueError(
+                f"shard_outer=True has owners of means send outer steps, of which {codec!r} has"
+                " none: leave it out"
+            )
         self._turns = Turns(sync_every, fragments)
-        if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < self._turns.length(0):
-            raise ValueError(f"delay must be an integer of at least 0 and less than sync_every, got {delay!r}")
+        if (
+            isinstance(delay, bool)
+            or not isinstance(delay, int)
+            or not 0 <= delay < self._turns.length(0)
+        ):
+            raise ValueError(
+                f"delay must be an integer of at least 0 and less than sync_every, got {delay!r}"
+            )
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], got {alpha!r}")
         if shard_outer and options.exchange not in ("auto", "reduce_scatter"):
-            raise ValueError(f"shard_outer needs exchange='auto' or 'reduce_scatter', whose means have owners, got {options.exchange!r}")
+            raise ValueError(
+                "shard_outer needs exchange='auto' or 'reduce_scatter', whose means have owners,"
+                f" got {options.exchange!r}"
+            )
         self._inner = Inner(inner_optimizer, [p for _, p in named])
         parts = cut([p.numel() for _, p in named], fragments)
         self._start, self._delay, self._alpha = options.start_step, delay, alpha
@@ -124,7 +148,9 @@ class DiLoCo:
         self._hooks: list[Any] = []
         weakref.finalize(self, remove, self._hooks)
         self._reports: list[Telemetry] = []
-        self._under_way: deque[tuple[int, int]] = deque()  # fragment, inner step at which its averages are applied
+        self._under_way: deque[tuple[int, int]] = (
+            deque()
+        )  # fragment, inner step at which its averages are applied
         self._averaged, self.inner_steps = False, 0
         outer, transform = outer_optimizer or self._default_outer, None
         try:
@@ -136,11 +162,22 @@ class DiLoCo:
                 "outer_optimizer": outer_words,
                 "shard_outer": shard_outer,
             }
-            agree_on_settings(self._comm, type(self).__name__, self._turns, settings, named, self._timeout_s)
-            plain = replace(options, start_step=0, start_codec=None, transactional=True, transform=transform)
+            agree_on_settings(
+                self._comm, type(self).__name__, self._turns, settings, named, self._timeout_s
+            )
+            plain = replace(
+                options, start_step=0, start_codec=None, transactional=True, transform=transform
+            )
             for part in parts:
                 self._fragments.append(
-                    Fragment(named[part.start : part.stop], self._inner.weights, codec, plain, self._duplicate(), outer)
+                    Fragment(
+                        named[part.start : part.stop],
+                        self._inner.weights,
+                        codec,
+                        plain,
+                        self._duplicate(),
+                        outer,
+                    )
                 )
             self.check_replicas()
             self._hooks += self._inner.watch()
@@ -155,27 +192,32 @@ class DiLoCo:
 
     _default_outer = staticmethod(nesterov)
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training
+    # ----------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Count an inner step, after the inner optimizer's ``step()``; sync what has its turn. Collective then.
+        """Count an inner step, after the inner optimizer's ``step()``; sync what has its turn.
+        Collective then.
 
         Raises:
-            NotFinite: a pseudo-gradient of some rank is NaN or Inf: on every rank, and nothing of that fragment was committed.
+            NotFinite: a pseudo-gradient of some rank is NaN or Inf: on every rank, and nothing of
+                that fragment was committed.
             PeerMismatch, PeerLost, CorruptPayload: of the exchange; nothing of it was committed.
             ValueError: a parameter that is not what it was.
             GradcompError: called in a ``with`` block, where steps count by themselves.
         """
         if self._inner.then is not None:
-            raise GradcompError("step() in a with block, where the inner optimizer's steps count by themselves")
+            raise GradcompError(
+                "step() in a with block, where the inner optimizer's steps count by themselves"
+            )
         self._inner.told(type(self).__name__)
         self._count()
 
     def average_gradients(self) -> None:
         """Average gradients over the ranks, before `start_step`; later do nothing.
 
-        Call it between backward and what looks at gradients, such as clipping. The inner optimizer's ``step()`` calls it
-        if nobody has.
+        Call it between backward and what looks at gradients, such as clipping. The inner
+        optimizer's ``step()`` calls it if nobody has.
         """
         if self._gradients is not None:
             self._gradients.average()
@@ -185,7 +227,10 @@ class DiLoCo:
         if self._gradients is None or self._averaged:
             return
         if kwargs.get("closure") is not None or len(args) > 1:
-            raise GradcompError("step(closure) before start_step: gradients that the closure makes would not be averaged")
+            raise GradcompError(
+                "step(closure) before start_step: gradients that the closure makes would not be"
+                " averaged"
+            )
         self.average_gradients()
 
     def _count(self) -> None:
@@ -212,13 +257,17 @@ class DiLoCo:
                 self._apply(number)
 
     def _apply(self, number: int) -> None:
-        if self._fragments[number].sent:  # it may have failed meanwhile, which its next exchange says again
+        if self._fragments[
+            number
+        ].sent:  # it may have failed meanwhile, which its next exchange says again
             self._fragments[number].apply(self._alpha if self._delay else 0.0)
         for report in self._reports if number == len(self._fragments) - 1 else []:
             report.step(self.inner_steps)
 
     def _end_start(self) -> None:
-        """Take the weights that gradients have led to, the same on all ranks, as what ranks agree on."""
+        """Take the weights that gradients have led to, the same on all ranks, as what ranks
+        agree on.
+        """
         for fragment in self._fragments:
             fragment.anchor_here()
         if self._gradients is not None:
@@ -228,7 +277,8 @@ class DiLoCo:
         self.check_replicas()  # a step that one rank has skipped, say
 
     def restore(self) -> None:
-        """Bring parameters back to what all ranks agreed on at the last sync, as after `NotFinite`; averages under way are waited for.
+        """Bring parameters back to what all ranks agreed on at the last sync, as after `NotFinite`;
+        averages under way are waited for.
 
         Before `start_step`, where all ranks hold the same weights, nothing is done.
         """
@@ -239,7 +289,8 @@ class DiLoCo:
             fragment.restore()
 
     def reset(self) -> None:
-        """Go on after a failed exchange, from before it. Collective; as `gradcomp.GradientAverager.reset`.
+        """Go on after a failed exchange, from before it. Collective; as
+        `gradcomp.GradientAverager.reset`.
 
         Averages that have arrived are kept and applied when it is time.
         """
@@ -256,7 +307,8 @@ class DiLoCo:
                 fragment.arrive()
         self._under_way = deque(one for one in self._under_way if self._fragments[one[0]].sent)
 
-    # ---- what it says ------------------------------------------------------------------------------------------------
+    # ---- what it says
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def syncs(self) -> int:
@@ -270,12 +322,20 @@ class DiLoCo:
 
     @property
     def start_stats(self) -> Stats:
-        """Bytes and seconds of the gradients that were averaged before `start_step`, which `stats` leaves out."""
+        """Bytes and seconds of the gradients that were averaged before `start_step`, which
+        `stats` leaves out.
+        """
         return self._gradients.stats if self._gradients is not None else self._start_stats
 
     def log_to(self, target: Any, *, every: int = 1, prefix: str = "gradcomp") -> None:
-        """As `gradcomp.ddp.CompressionState.log_to`, of syncs; `every` counts the last fragment's."""
-        self._reports.append(Telemetry(target, lambda: self.stats, self._fragments[-1].averager.quality, every, prefix))
+        """As `gradcomp.ddp.CompressionState.log_to`, of syncs; `every` counts the last
+        fragment's.
+        """
+        self._reports.append(
+            Telemetry(
+                target, lambda: self.stats, self._fragments[-1].averager.quality, every, prefix
+            )
+        )
 
     def describe(self) -> str:
         """Return one line: how often what is exchanged, and how."""
@@ -283,13 +343,17 @@ class DiLoCo:
         late = f", {self._delay} steps late (alpha {self._alpha:g})" if self._delay else ""
         start = f" after {self._start} steps of averaged gradients" if self._start else ""
         name, length = type(self).__name__, self._turns.length(self._turns.round)
-        return f"{name} every {length} inner steps{start}{turns}{late}: {self._fragments[0].averager.describe()}"
+        return (
+            f"{name} every {length} inner steps{start}{turns}{late}:"
+            f" {self._fragments[0].averager.describe()}"
+        )
 
     def check_replicas(self) -> None:
-        """Compare over all ranks what must be the same on each. Collective; waits for averages under way.
+        """Compare over all ranks what must be the same on each. Collective; waits for averages
+        under way.
 
-        That is anchors, the outer optimizer's state and options, averages that wait to be applied, second moments of
-        `precondition`, and the number of the inner step.
+        That is anchors, the outer optimizer's state and options, averages that wait to be applied,
+        second moments of `precondition`, and the number of the inner step.
 
         Raises:
             PeerMismatch: names the first that differs.
@@ -300,12 +364,15 @@ class DiLoCo:
             fragment.progress = self._progress()
             fragment.averager.check_replicas()
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on bit for bit, beside its model and inner optimizer: in the middle of H, too.
+        """Return what this rank needs to go on bit for bit, beside its model and inner optimizer:
+        in the middle of H, too.
 
-        Waits for averages under way. Anchors and outer state are the same on all ranks, residuals are each rank's own.
+        Waits for averages under way. Anchors and outer state are the same on all ranks, residuals
+        are each rank's own.
         """
         self._settle()
         if self._gradients is not None:
@@ -325,27 +392,42 @@ class DiLoCo:
         }
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on from a `state_dict` of the same rank, or from a list of those of all ranks of a run, with as many ranks or others.
+        """Go on from a `state_dict` of the same rank, or from a list of those of all ranks of a
+        run, with as many ranks or others.
 
-        From a list parameters become the anchors: with other ranks there is no telling whose own steps to keep. That costs
-        at most the inner steps since the last sync.
+        From a list parameters become the anchors: with other ranks there is no telling whose own
+        steps to keep. That costs at most the inner steps since the last sync.
 
-        Every rank has to load a state of one run: the next sync compares what is the same on all ranks.
+        Every rank has to load a state of one run: the next sync compares what is the same on all
+        ranks.
 
         Raises:
-            ValueError: of another model, number of fragments, `sync_every`, codec, or (one state) rank; a value that no
-                `state_dict` has. Nothing is changed then.
+            ValueError: of another model, number of fragments, `sync_every`, codec, or (one state)
+                rank; a value that no `state_dict` has. Nothing is changed then.
         """
         single = not isinstance(state, (list, tuple))
         states: list[Any] = [state] if single else list(state)
-        check(states, type(self).__name__, self._start, self._turns, self._fragments, has_gradients=self._gradients is not None)
+        check(
+            states,
+            type(self).__name__,
+            self._start,
+            self._turns,
+            self._fragments,
+            has_gradients=self._gradients is not None,
+        )
         first = states[0]
-        given = [[one["fragments"][number]["averager"] for one in states] for number in range(len(self._fragments))]
+        given = [
+            [one["fragments"][number]["averager"] for one in states]
+            for number in range(len(self._fragments))
+        ]
         averagers = [self._fragments[n].averager for n in range(len(given))]
         if self._gradients is not None and first["gradients"] is not None:
             given.append([one["gradients"] for one in states])
             averagers.append(self._gradients)
-        own = [accept(averager, everyone, single=single) for averager, everyone in zip(averagers, given, strict=True)]
+        own = [
+            accept(averager, everyone, single=single)
+            for averager, everyone in zip(averagers, given, strict=True)
+        ]
         for averager, one in zip(averagers, own, strict=True):  # nothing was written so far
             averager.load_state_dict(one)
         for fragment, one in zip(self._fragments, first["fragments"], strict=True):
@@ -359,11 +441,15 @@ class DiLoCo:
         self._turns.round, self._turns.done = first["round"], first["done"]
         self._under_way = deque((number, at) for number, at in first["under_way"])
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _progress(self) -> str:
         waiting = ", ".join(f"fragment {number} until step {at}" for number, at in self._under_way)
-        return f"inner step {self.inner_steps}, {self._turns.done} of round {self._turns.round}, under way: {waiting or 'nothing'}"
+        return (
+            f"inner step {self.inner_steps}, {self._turns.done} of round {self._turns.round}, under"
+            f" way: {waiting or 'nothing'}"
+        )
 
     def _duplicate(self) -> Communicator:
         return self._comm.duplicate(self._timeout_s)
@@ -382,8 +468,15 @@ class DiLoCo:
         self._inner.then = self._count
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Close; without an error, after waiting for what is under way, so that `state_dict` has it."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close; without an error, after waiting for what is under way, so that `state_dict` has
+        it.
+        """
         if kind is None:
             self._settle()
         self.close()

@@ -1,4 +1,6 @@
-"""When which fragment of a model is exchanged: rounds of H inner steps, in which every fragment has its turn once."""
+"""When which fragment of a model is exchanged: rounds of H inner steps, in which every fragment
+has its turn once.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ SyncEvery = int | Callable[[int], int]
 class Turns:
     """Counts inner steps and says whose turn it is.
 
-    Fragment k of K begins its exchange ceil((k + 1) H / K) steps into a round, so that turns lie H / K apart and the last one ends
-    the round.
+    Fragment k of K begins its exchange ceil((k + 1) H / K) steps into a round, so that turns lie H
+    / K apart and the last one ends the round.
 
     Args:
         sync_every: H, inner steps of a round; or a function of the round's number that returns it.
@@ -46,16 +48,24 @@ class Turns:
         """
         found = self._sync_every(number) if callable(self._sync_every) else self._sync_every
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            raise ValueError(f"sync_every must be a number of inner steps, at least 1, got {found!r} for round {number}")
+            raise ValueError(
+                f"sync_every must be a number of inner steps, at least 1, got {found!r} for round"
+                f" {number}"
+            )
         if found < self.fragments:
-            raise ValueError(f"sync_every is {found} in round {number}: {self.fragments} fragments need as many steps to take turns")
+            raise ValueError(
+                f"sync_every is {found} in round {number}: {self.fragments} fragments need as many"
+                " steps to take turns"
+            )
         return found
 
     def take(self) -> list[int]:
         """Count an inner step; return the fragments whose turn it is then."""
         length = self.length(self.round)
         self.done += 1
-        due = [k for k in range(self.fragments) if self.done == -(-(k + 1) * length // self.fragments)]
+        due = [
+            k for k in range(self.fragments) if self.done == -(-(k + 1) * length // self.fragments)
+        ]
         if self.done >= length:
             self.round, self.done = self.round + 1, 0
         return due
@@ -98,13 +108,17 @@ def cut(numels: Iterable[int], fragments: int) -> list[range]:
     """
     sizes: Sequence[int] = list(numels)
     if fragments > len(sizes):
-        raise ValueError(f"{fragments} fragments of {len(sizes)} tensors: a fragment has at least one")
+        raise ValueError(
+            f"{fragments} fragments of {len(sizes)} tensors: a fragment has at least one"
+        )
     total, out, start, before = sum(sizes), [], 0, 0
     for number in range(fragments):
         left = fragments - number - 1
         end = start + 1
         before += sizes[start]
-        while end < len(sizes) - left and before + sizes[end] / 2 <= total * (number + 1) / fragments:
+        while (
+            end < len(sizes) - left and before + sizes[end] / 2 <= total * (number + 1) / fragments
+        ):
             before += sizes[end]
             end += 1
         end = len(sizes) if not left else end

@@ -1,1 +1,3 @@
-"""What a rank remembers between steps: planes, residuals, states of transforms, and their checkpoints."""
+"""What a rank remembers between steps: planes, residuals, states of transforms, and their
+checkpoints.
+"""

@@ -1,9 +1,11 @@
-"""Preconditioning: gradients are encoded in units of the root of their second moment, which every rank knows.
+"""Preconditioning: gradients are encoded in units of the root of their second moment, which every
+rank knows.
 
-Codes of few bits have one scale for many elements, so an element whose gradients are small next to its group's gets noise as
-large as the group's. SGD averages that out; Adam divides by the root of the second moment and does not. What is encoded
-here is therefore g / d, with d the root of an exponential average of the squares of *decoded averages*: these are equal on
-every rank, so nothing has to be sent for it. Decoded averages are multiplied by d, so every optimizer sees gradients.
+Codes of few bits have one scale for many elements, so an element whose gradients are small next to
+its group's gets noise as large as the group's. SGD averages that out; Adam divides by the root of
+the second moment and does not. What is encoded here is therefore g / d, with d the root of an
+exponential average of the squares of *decoded averages*: these are equal on every rank, so nothing
+has to be sent for it. Decoded averages are multiplied by d, so every optimizer sees gradients.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ class Precondition:
     """How gradients are preconditioned; every rank needs the same.
 
     Args:
-        beta: what a step keeps of the average of squares, as Adam's second beta; exchange number k, from 0, keeps at most
-            (k + 1) / (k + 2), so that units are learnt at once.
-        floor: no element's unit is smaller than this part of its tensor's typical one (which is 1): bounds how far gradients of
-            elements that rarely have one are magnified.
+        beta: what a step keeps of the average of squares, as Adam's second beta; exchange number k,
+            from 0, keeps at most (k + 1) / (k + 2), so that units are learnt at once.
+        floor: no element's unit is smaller than this part of its tensor's typical one (which is 1):
+            bounds how far gradients of elements that rarely have one are magnified.
 
     Raises:
         ValueError: `beta` not in [0, 1), `floor` not in (0, 1].
@@ -46,7 +48,11 @@ class Precondition:
     def __post_init__(self) -> None:
         for name, low, high in (("beta", -math.ulp(0.0), 1.0), ("floor", 0.0, 1.0 + 1e-9)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not low < value < high
+            ):
                 bounds = "at least 0 and below 1" if name == "beta" else "above 0 and at most 1"
                 raise ValueError(f"{name} must be a number {bounds}, got {value!r}")
 
@@ -62,16 +68,21 @@ def check_precondition(given: object) -> Precondition | None:
     if given is True:
         return Precondition()
     if not isinstance(given, Precondition):
-        raise TypeError(f"precondition must be True, False or a gradcomp.Precondition, got {type(given).__name__}")
+        raise TypeError(
+            "precondition must be True, False or a gradcomp.Precondition, got"
+            f" {type(given).__name__}"
+        )
     return given
 
 
 class SecondMoments:
-    """Averages of squares of the decoded averages, relative to those of their tensor, the same on every rank.
+    """Averages of squares of the decoded averages, relative to those of their tensor, the same on
+    every rank.
 
-    Relative, because only ratios within a scale group matter to codes: a step whose gradients are ten times as large as those
-    before it says as much about them as any other. Every operation is one correctly rounded operation an element, so that
-    ranks on different processors agree bit for bit; sums are those of the kernels, whose order is pinned.
+    Relative, because only ratios within a scale group matter to codes: a step whose gradients are
+    ten times as large as those before it says as much about them as any other. Every operation is
+    one correctly rounded operation an element, so that ranks on different processors agree bit for
+    bit; sums are those of the kernels, whose order is pinned.
 
     Args:
         options: see `Precondition`.
@@ -82,8 +93,11 @@ class SecondMoments:
         self.options = options
         self.planes = Planes(numels, "second moment")
 
-    def divide(self, slot: Slot, values: Tensor, residual: Tensor | None, units: Tensor, out: Tensor) -> None:
-        """Write units of a compressed tensor or a shard of one, sqrt(v) + floor or 1 before the first average, and (values + residual) / units.
+    def divide(
+        self, slot: Slot, values: Tensor, residual: Tensor | None, units: Tensor, out: Tensor
+    ) -> None:
+        """Write units of a compressed tensor or a shard of one, sqrt(v) + floor or 1 before the
+        first average, and (values + residual) / units.
 
         Args:
             values, units, out: ``(n,)`` float32, a bucket.
@@ -91,17 +105,23 @@ class SecondMoments:
         """
         span = slice(slot.offset, slot.offset + slot.numel)
         given, d, x, old = values[span], units[span], out[span], self.planes.pair(slot.index)[0]
-        owed = residual[slot.residual : slot.residual + slot.numel] if residual is not None else None
-        floor = self.options.floor if any_bits(old) else 1.0  # of the whole tensor, also where the slot is a shard of it
+        owed = (
+            residual[slot.residual : slot.residual + slot.numel] if residual is not None else None
+        )
+        floor = (
+            self.options.floor if any_bits(old) else 1.0
+        )  # of the whole tensor, also where the slot is a shard of it
         HOST.divide(given, owed, old[slot.start : slot.start + slot.numel], floor, d, x)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
-        """Take in the averages of a bucket of whole tensors; to be committed. Returns True if a moment is not finite.
+        """Take in the averages of a bucket of whole tensors; to be committed. Returns True if a
+        moment is not finite.
 
-        v becomes b * v + (1 - b) * (g / t)^2, with t the larger of mean and standard deviation of the tensor's averages and b the
-        smaller of beta and (step + 1) / (step + 2); it is 1 before the first average, and stays as it is where t is 0, or 1 / t no
-        normal fp32 number. One decoded average says little about the size of an element, so the first counts as much as knowing
-        nothing does.
+        v becomes b * v + (1 - b) * (g / t)^2, with t the larger of mean and standard deviation of
+        the tensor's averages and b the smaller of beta and (step + 1) / (step + 2); it is 1 before
+        the first average, and stays as it is where t is 0, or 1 / t no normal fp32 number. One
+        decoded average says little about the size of an element, so the first counts as much as
+        knowing nothing does.
 
         Args:
             averages: ``(n,)`` of any floating dtype.
@@ -128,14 +148,18 @@ def any_bits(moments: Tensor) -> bool:
 
 
 def typical(values: Tensor) -> float:
-    """Return the larger of mean and standard deviation of ``(n,)`` float32, or the largest |value| if that is smaller."""
+    """Return the larger of mean and standard deviation of ``(n,)`` float32, or the largest
+    |value| if that is smaller.
+    """
     layout, out = _one_group(values.numel()), torch.empty(1)
     HOST.scales(values, layout.packed, layout.groups, 1.0, HOST.scratch(layout.groups), out)
     return _exact(int(out.view(torch.int32)))
 
 
 def _exact(bits: int) -> float:
-    """Return the number that the bits of a float32, not negative, stand for: also where the thread flushes denormals."""
+    """Return the number that the bits of a float32, not negative, stand for: also where the
+    thread flushes denormals.
+    """
     exponent, fraction = bits >> 23, bits & 0x7FFFFF
     if exponent == 255:
         return math.nan if fraction else math.inf
@@ -144,7 +168,9 @@ def _exact(bits: int) -> float:
 
 def _inverse(value: float) -> float:
     """Return 1 / value rounded to float32; 0.0 where that is not a normal number."""
-    exact = 1.0 / value if value else math.inf  # float64 has bits enough for one rounding after the other to be one
+    exact = (
+        1.0 / value if value else math.inf
+    )  # float64 has bits enough for one rounding after the other to be one
     if not SMALLEST <= exact < math.inf:
         return 0.0
     with np.errstate(over="ignore"):
@@ -154,5 +180,7 @@ def _inverse(value: float) -> float:
 
 @lru_cache(maxsize=256)
 def _one_group(numel: int) -> PayloadLayout:
-    """Return the layout of a tensor that is one group; making its tables takes longer than a small tensor's sums."""
+    """Return the layout of a tensor that is one group; making its tables takes longer than a
+    small tensor's sums.
+    """
     return PayloadLayout(BLOCKS[8], whole_pieces([Slot(0, numel, numel, True, 0)]))

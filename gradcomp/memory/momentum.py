@@ -1,8 +1,10 @@
-"""Momentum in place of gradients, for optimizers that expect compression: 1-bit Adam and its relatives.
+"""Momentum in place of gradients, for optimizers that expect compression: 1-bit Adam and its
+relatives.
 
-Adam is not linear in gradients, because it divides by the root of their squares; its momentum is. So once the divisor stands
-still a rank may send ``beta * m + (1 - beta) * g``, what its gradient makes of the momentum m that all ranks share, and the
-average of what they send is the next m (Tang et al. 2021, algorithm 1).
+Adam is not linear in gradients, because it divides by the root of their squares; its momentum is.
+So once the divisor stands still a rank may send ``beta * m + (1 - beta) * g``, what its gradient
+makes of the momentum m that all ranks share, and the average of what they send is the next m (Tang
+et al. 2021, algorithm 1).
 """
 
 from __future__ import annotations
@@ -24,23 +26,29 @@ class MomentumSource(Protocol):
     """An optimizer whose momentum travels.
 
     Attributes:
-        arrived: parameters in whose ``p.grad`` the last exchange leaves an average of momenta, not of gradients. Written here.
+        arrived: parameters in whose ``p.grad`` the last exchange leaves an average of momenta, not
+            of gradients. Written here.
     """
 
     arrived: set[Tensor] | None
 
     def momentum_of(self, parameter: Tensor) -> tuple[Tensor, float] | None:
-        """Return a parameter's momentum, float32 with its shape and strides, and its beta; None if it has none here."""
+        """Return a parameter's momentum, float32 with its shape and strides, and its beta; None
+        if it has none here.
+        """
 
     def betas(self) -> list[float]:
         """Return every beta of a momentum, sorted."""
 
     def wants_gradients(self, step: int) -> bool:
-        """Whether gradients are averaged as they are at this exchange, in fp32: in a warm-up, where the divisor moves."""
+        """Whether gradients are averaged as they are at this exchange, in fp32: in a warm-up,
+        where the divisor moves.
+        """
 
 
 class Momentum(Transform):
-    """Sends momenta where the optimizer expects them, and fp32 gradients at the steps when it wants these.
+    """Sends momenta where the optimizer expects them, and fp32 gradients at the steps when it wants
+    these.
 
     Args:
         source: the optimizer; its own momentum is read and never written.
@@ -73,7 +81,8 @@ class Momentum(Transform):
 
 
 class SharedMomentum(Transforming):
-    """`Transforming` whose states are the optimizer's momentum: nothing is kept here, nothing is saved.
+    """`Transforming` whose states are the optimizer's momentum: nothing is kept here, nothing is
+    saved.
 
     Args:
         transform: to which it belongs.
@@ -83,18 +92,25 @@ class SharedMomentum(Transforming):
     """
 
     def __init__(
-        self, transform: Transform, source: MomentumSource, numels: Mapping[int, int], tensors: Mapping[int, Tensor]
+        self,
+        transform: Transform,
+        source: MomentumSource,
+        numels: Mapping[int, int],
+        tensors: Mapping[int, Tensor],
     ) -> None:
         super().__init__(transform, numels)  # planes that are never written take no memory
         self._source, self._tensors, self._own = source, tensors, set(tensors.values())
-        self._exchanged: dict[Tensor, weakref.ref[Tensor]] = {}  # the gradients of the last exchange
+        self._exchanged: dict[
+            Tensor, weakref.ref[Tensor]
+        ] = {}  # the gradients of the last exchange
         for tensor in self._own:
             if tensor.is_leaf and tensor.requires_grad:
                 check = _adds_up_no_momentum(weakref.ref(tensor), weakref.ref(source))
                 tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
     def begin_step(self) -> None:
-        """No momentum of these parameters has arrived yet; those of another model that the optimizer trains may have.
+        """No momentum of these parameters has arrived yet; those of another model that the
+        optimizer trains may have.
 
         Raises:
             GradcompError: momenta that the exchange before has left in ``p.grad`` are still there.
@@ -107,7 +123,9 @@ class SharedMomentum(Transforming):
         self._source.arrived = arrived - self._own
 
     def share_of(self, index: int) -> float:
-        """Return 1 - beta: what a gradient counts in a momentum, so does what was left out of one."""
+        """Return 1 - beta: what a gradient counts in a momentum, so does what was left out of
+        one.
+        """
         found = self._source.momentum_of(self._tensors[index])
         return 1.0 if found is None else 1.0 - found[1]
 
@@ -122,7 +140,9 @@ class SharedMomentum(Transforming):
                 continue
             arrived.add(self._tensors[index])
             momentum, beta = found
-            flat = momentum.as_strided((numel,), (1,), momentum.storage_offset())  # as gradients lie in buckets
+            flat = momentum.as_strided(
+                (numel,), (1,), momentum.storage_offset()
+            )  # as gradients lie in buckets
             for at in range(0, numel, CHUNK_NUMEL):
                 end = min(at + CHUNK_NUMEL, numel)
                 bad |= self._mix(values[first + at : first + end], flat[at:end], beta)
@@ -144,16 +164,19 @@ class SharedMomentum(Transforming):
 def _refuse_momentum(grad: Tensor) -> None:
     if bool(grad.any()):
         raise GradcompError(
-            "p.grad holds the momentum of the exchange before, which no step has taken, and would be exchanged once more as "
-            "if it were a gradient: call optimizer.step() after each exchange, or zero_grad() to leave a step out; to "
-            "accumulate gradients, exchange after the last backward alone (no_sync)"
+            "p.grad holds the momentum of the exchange before, which no step has taken, and would"
+            " be exchanged once more as if it were a gradient: call optimizer.step() after each"
+            " exchange, or zero_grad() to leave a step out; to accumulate gradients, exchange after"
+            " the last backward alone (no_sync)"
         )
 
 
 def _adds_up_no_momentum(
     tensor: weakref.ref[Tensor], source: weakref.ref[MomentumSource]
 ) -> Callable[[Tensor], None]:
-    """Return a hook that raises GradcompError before a backward adds a gradient to a momentum in ``p.grad``."""
+    """Return a hook that raises GradcompError before a backward adds a gradient to a momentum in
+    ``p.grad``.
+    """
 
     def check(gradient: Tensor) -> None:
         p, optimizer = tensor(), source()

@@ -1,8 +1,9 @@
-"""Values that gradients leave behind from step to step, keyed by parameter, with commit, roll-back and checkpoints.
+"""Values that gradients leave behind from step to step, keyed by parameter, with commit, roll-back
+and checkpoints.
 
-Two planes hold an old and a new value for every element. A step reads the current plane and writes the other; only
-`commit` makes the new one current. So a bucket that turns out to hold NaN on some rank, an optimizer step that is skipped,
-or an error half-way leaves everything exactly as it was.
+Two planes hold an old and a new value for every element. A step reads the current plane and writes
+the other; only `commit` makes the new one current. So a bucket that turns out to hold NaN on some
+rank, an optimizer step that is skipped, or an error half-way leaves everything exactly as it was.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Planes:
         initial: value of every element at first.
     """
 
-    def __init__(self, numels: Mapping[int, int], what: str = "residual", initial: float = 0.0) -> None:
+    def __init__(
+        self, numels: Mapping[int, int], what: str = "residual", initial: float = 0.0
+    ) -> None:
         self._spans: dict[int, _Span] = {}
         total = 0
         for index, numel in numels.items():
@@ -58,7 +61,9 @@ class Planes:
         if not wanted:
             return planes
         side = self._current[wanted[0]]
-        for index in wanted:  # after a bucket rebuild, tensors of one bucket may stand on different planes
+        for (
+            index
+        ) in wanted:  # after a bucket rebuild, tensors of one bucket may stand on different planes
             if self._current[index] != side:
                 self._view(side, index).copy_(self._view(1 - side, index))
                 self._current[index] = side
@@ -84,7 +89,9 @@ class Planes:
 
     def settle(self) -> None:
         """Give the memory back if every value is the initial one again."""
-        if self._planes is not None and all(bool((self.pair(i)[0] == self._initial).all()) for i in self._spans):
+        if self._planes is not None and all(
+            bool((self.pair(i)[0] == self._initial).all()) for i in self._spans
+        ):
             self._planes = None
 
     def begin_step(self) -> None:
@@ -104,23 +111,39 @@ class Planes:
         return {names[index]: self.pair(index)[0].clone() for index in self._spans}
 
     def check(self, state: object, names: Mapping[int, str]) -> None:
-        """Raise ValueError for a state with a missing, unknown or differently sized entry, or with NaN or Inf."""
+        """Raise ValueError for a state with a missing, unknown or differently sized entry, or
+        with NaN or Inf.
+        """
         if not isinstance(state, Mapping):
-            raise ValueError(f"{self._what}s are a dictionary by parameter name, got {type(state).__name__}")  # noqa: TRY004
+            raise ValueError(  # noqa: TRY004
+                f"{self._what}s are a dictionary by parameter name, got {type(state).__name__}"
+            )
         wanted = {names[index]: index for index in self._spans}
         if state and state.keys() != wanted.keys():
             odd = min(state.keys() ^ wanted.keys(), key=str)
             raise ValueError(f"{self._what}s do not fit this model: {odd!r} is on one side only")
         for name, tensor in state.items():
             numel = self._spans[wanted[name]].numel
-            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.numel() != numel:
-                got = f"{tensor.numel()} x {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ValueError(f"{self._what} of {name!r} is {got}, {numel} x torch.float32 expected")
+            if (
+                not isinstance(tensor, Tensor)
+                or tensor.dtype != torch.float32
+                or tensor.numel() != numel
+            ):
+                got = (
+                    f"{tensor.numel()} x {tensor.dtype}"
+                    if isinstance(tensor, Tensor)
+                    else type(tensor).__name__
+                )
+                raise ValueError(
+                    f"{self._what} of {name!r} is {got}, {numel} x torch.float32 expected"
+                )
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"{self._what} of {name!r} holds NaN or Inf")
 
     def load(self, state: Mapping[str, Tensor], names: Mapping[int, str]) -> None:
-        """Take values from a checkpoint that `check` accepts; an empty state is the initial value everywhere."""
+        """Take values from a checkpoint that `check` accepts; an empty state is the initial
+        value everywhere.
+        """
         self.check(state, names)
         wanted = {names[index]: index for index in self._spans}
         if not state and self._planes is None:
@@ -133,7 +156,10 @@ class Planes:
 
     def _allocate(self) -> tuple[Tensor, Tensor]:
         if self._planes is None:
-            self._planes = (torch.full((self._total,), self._initial), torch.full((self._total,), self._initial))
+            self._planes = (
+                torch.full((self._total,), self._initial),
+                torch.full((self._total,), self._initial),
+            )
         return self._planes
 
     def _view(self, side: int, index: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""Checkpoints of one number of ranks brought to another: nothing that the old ranks still owed the model is lost."""
+"""Checkpoints of one number of ranks brought to another: nothing that the old ranks still owed
+the model is lost.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ def reshard(
 ) -> dict[str, Any]:
     """Return the state of one of `world_size` ranks, made from the states of all ranks of a run.
 
-    Where their number is the same it is the rank's own one. Otherwise, what the old ranks still owed the average, sum of
-    residuals / their number, is what the new ones owe: each of them gets it whole. Owners' residuals, and states of an
-    owner's transform, are joined and cut anew; where new ranks keep no owner's residuals theirs go to everyone. States of a
-    local transform become their mean, second moments are the same on all ranks. A single rank adds what it owes to its next gradients (`Feedback.pay`).
+    Where their number is the same it is the rank's own one. Otherwise, what the old ranks still
+    owed the average, sum of residuals / their number, is what the new ones owe: each of them gets
+    it whole. Owners' residuals, and states of an owner's transform, are joined and cut anew; where
+    new ranks keep no owner's residuals theirs go to everyone. States of a local transform become
+    their mean, second moments are the same on all ranks. A single rank adds what it owes to its
+    next gradients (`Feedback.pay`).
 
     Args:
         states: from `state_dict` of every rank of one run, at the same step, in any order.
@@ -29,7 +33,8 @@ def reshard(
         place: of the transform whose states are to be brought over, "" without one.
 
     Raises:
-        ValueError: states of different runs or steps, a rank that is missing, a hierarchical exchange.
+        ValueError: states of different runs or steps, a rank that is missing, a hierarchical
+            exchange.
     """
     old = _in_rank_order(states)
     count = len(old)
@@ -41,7 +46,11 @@ def reshard(
         for name, tensor in owned.items():
             residual[name] = residual[name] + tensor if name in residual else tensor
         owned = {}
-    transformed = _joined(old, "transform_state") if place == "owner" else _total(old, "transform_state", 1.0 / count)
+    transformed = (
+        _joined(old, "transform_state")
+        if place == "owner"
+        else _total(old, "transform_state", 1.0 / count)
+    )
     shares = {"owner_residual": owned, "transform_state": transformed if place == "owner" else {}}
     for part in shares.values():
         for name, tensor in part.items():
@@ -62,14 +71,30 @@ def _in_rank_order(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     if not old or old[0]["world_size"] != len(old) or ranks != list(range(len(old))):
         of = f" of {old[0]['world_size']}" if old else ""
         raise ValueError(
-            f"states of ranks {ranks}{of}; one of every rank of the old run is needed, and none of another run's files"
+            f"states of ranks {ranks}{of}; one of every rank of the old run is needed, and none of"
+            " another run's files"
         )
-    for key in ("version", "codec", "strategy", "nodes", "world_size", "step", "loss_scale", "transform", "precondition", "memory_order"):
+    for key in (
+        "version",
+        "codec",
+        "strategy",
+        "nodes",
+        "world_size",
+        "step",
+        "loss_scale",
+        "transform",
+        "precondition",
+        "memory_order",
+    ):
         found = {repr(state.get(key)) for state in old}
         if len(found) > 1:
-            raise ValueError(f"these states are not of one run: {key} is {' and '.join(sorted(found))}")
+            raise ValueError(
+                f"these states are not of one run: {key} is {' and '.join(sorted(found))}"
+            )
     if old[0]["nodes"] != "()":
-        raise ValueError("states of a hierarchical exchange belong to its nodes: resume with the same ones")
+        raise ValueError(
+            "states of a hierarchical exchange belong to its nodes: resume with the same ones"
+        )
     return old
 
 
@@ -88,17 +113,27 @@ def _check_state(state: Mapping[str, Any]) -> None:
         values = part.values() if isinstance(part, Mapping) else [part]
         for value in values:
             if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() != 1:
-                raise ValueError(f"this state's {key} holds {type(value).__name__}, flat float32 tensors expected")
+                raise ValueError(
+                    f"this state's {key} holds {type(value).__name__}, flat float32 tensors"
+                    " expected"
+                )
 
 
 def _total(states: Sequence[Mapping[str, Any]], key: str, factor: float) -> dict[str, Tensor]:
-    """Return `factor` times the sum of all ranks' values, by name; ValueError unless all ranks have the same tensors."""
+    """Return `factor` times the sum of all ranks' values, by name; ValueError unless all ranks
+    have the same tensors.
+    """
     parts = [state.get(key, {}) for state in states]
     for rank, part in enumerate(parts):
         mine, first = ({name: t.numel() for name, t in p.items()} for p in (part, parts[0]))
         if mine != first:
-            raise ValueError(f"{key} of rank {rank} does not fit that of rank 0: not the same tensors")
-    return {name: (factor * torch.stack([p[name].double() for p in parts]).sum(0)).float() for name in parts[0]}
+            raise ValueError(
+                f"{key} of rank {rank} does not fit that of rank 0: not the same tensors"
+            )
+    return {
+        name: (factor * torch.stack([p[name].double() for p in parts]).sum(0)).float()
+        for name in parts[0]
+    }
 
 
 def _joined(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:
@@ -111,5 +146,7 @@ def _joined(states: Sequence[Mapping[str, Any]], key: str) -> dict[str, Tensor]:
         for rank, piece in enumerate(pieces):
             owned = ByElements(len(states)).numel(out[name].numel(), rank)
             if piece.numel() != owned:
-                raise ValueError(f"{key} of {name!r} on rank {rank} has {piece.numel()} values, {owned} expected")
+                raise ValueError(
+                    f"{key} of {name!r} on rank {rank} has {piece.numel()} values, {owned} expected"
+                )
     return {} if all(t.numel() == 0 for t in out.values()) else out

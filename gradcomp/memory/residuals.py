@@ -1,4 +1,6 @@
-"""Who owns residuals: what codes have left out of the gradients so far, in units of the (loss-scaled) gradient."""
+"""Who owns residuals: what codes have left out of the gradients so far, in units of the
+(loss-scaled) gradient.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Feedback(Planes):
         self._owned: Feedback | None = None
 
     def owned(self, share: Callable[[int], int]) -> Feedback:
-        """Return the residuals of the owner's means that belong to these, made at the first call and kept.
+        """Return the residuals of the owner's means that belong to these, made at the first call
+        and kept.
 
         They follow this object's `begin_step`, `discard` and `rescale`.
 
@@ -31,7 +34,9 @@ class Feedback(Planes):
             share: elements that this rank owns of a tensor of so many.
         """
         if self._owned is None:
-            self._owned = Feedback({index: share(span.numel) for index, span in self._spans.items()})
+            self._owned = Feedback(
+                {index: share(span.numel) for index, span in self._spans.items()}
+            )
         return self._owned
 
     def begin_step(self) -> None:
@@ -59,9 +64,11 @@ class Feedback(Planes):
                     planes.pair(index)[0].mul_(factor(index))
 
     def pay(self, index: int, values: Tensor) -> bool:
-        """Add a parameter's residual to its values in place, for who sends nothing; return True if one is not finite.
+        """Add a parameter's residual to its values in place, for who sends nothing; return True if
+        one is not finite.
 
-        What is left out by rounding to the dtype of `values`, ``(numel,)``, is the residual after this step.
+        What is left out by rounding to the dtype of `values`, ``(numel,)``, is the residual after
+        this step.
         """
         old, new = self.pair(index)
         torch.add(values, old, out=new)

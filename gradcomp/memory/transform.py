@@ -1,7 +1,9 @@
-"""Changes of gradients on their way through an exchange: before a rank encodes them, or where their mean is owned.
+"""Changes of gradients on their way through an exchange: before a rank encodes them, or where their
+mean is owned.
 
-A transform is elementwise and keeps one float32 a value, so what it does depends on no bucket, chunk or number of ranks.
-Its memory follows the rules of residuals: a bucket with NaN on any rank, or a step that is thrown away, leaves no trace.
+A transform is elementwise and keeps one float32 a value, so what it does depends on no bucket,
+chunk or number of ranks. Its memory follows the rules of residuals: a bucket with NaN on any rank,
+or a step that is thrown away, leaves no trace.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from torch import Tensor
 
 from gradcomp.memory.planes import Planes
 
-CHUNK_NUMEL = 1 << 14  # 64 KB of each of values, old and new state: they stay in the second-level cache
+CHUNK_NUMEL = (
+    1 << 14
+)  # 64 KB of each of values, old and new state: they stay in the second-level cache
 PLACES = ("local", "owner")
 
 
@@ -22,8 +26,9 @@ class Transform(ABC):
     """An elementwise change of gradients, with one value of state an element.
 
     Attributes:
-        place: "local": every rank changes its own gradients before they are encoded (the state is the rank's own);
-            "owner": whoever owns a piece changes the mean of all ranks before it is encoded again (the state is shared out).
+        place: "local": every rank changes its own gradients before they are encoded (the state is
+            the rank's own); "owner": whoever owns a piece changes the mean of all ranks before it
+            is encoded again (the state is shared out).
         initial: state of every element at first.
         packs_warm_up: it has a warm-up (`pauses`) before anything else, which may be packed.
     """
@@ -36,8 +41,9 @@ class Transform(ABC):
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
         """Change `values` in place and write the state after this step.
 
-        What happens to an element may depend on nothing but its value and its state. A result or a state that is not
-        finite makes the bucket's average NaN on every rank, and the states of before stay.
+        What happens to an element may depend on nothing but its value and its state. A result or a
+        state that is not finite makes the bucket's average NaN on every rank, and the states of
+        before stay.
 
         Args:
             values: ``(n,)`` float32: gradients, without loss scale.
@@ -46,7 +52,9 @@ class Transform(ABC):
         """
 
     def pauses(self, step: int) -> bool:
-        """Whether the gradients of this exchange are averaged as before `start_step` and nothing is done to them, on all ranks."""
+        """Whether the gradients of this exchange are averaged as before `start_step` and nothing
+        is done to them, on all ranks.
+        """
         return False
 
     def keep(self, numels: Mapping[int, int], tensors: Mapping[int, Tensor]) -> Transforming:
@@ -59,18 +67,24 @@ class Transform(ABC):
         return Transforming(self, numels)
 
     def options(self) -> Mapping[str, object]:
-        """Return what must be the same on every rank, and in every part of a run that is resumed."""
+        """Return what must be the same on every rank, and in every part of a run that is
+        resumed.
+        """
         return {}
 
     def compared(self) -> str:
-        """Return what ranks compare before they exchange anything: `options`, and what may change in a run."""
+        """Return what ranks compare before they exchange anything: `options`, and what may
+        change in a run.
+        """
         return repr(self)
 
     def check_state(self, state: Tensor, name: str) -> None:
         """Raise ValueError for a state of parameter `name` that `apply` cannot have made."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
+        return (
+            f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
+        )
 
 
 class Transforming:
@@ -94,11 +108,14 @@ class Transforming:
         self.planes.begin_step()
 
     def share_of(self, index: int) -> float:
-        """Return what becomes of a residual of the warm-up's gradients when the transform begins: it is multiplied by this."""
+        """Return what becomes of a residual of the warm-up's gradients when the transform
+        begins: it is multiplied by this.
+        """
         return 1.0
 
     def run(self, values: Tensor, spans: Iterable[tuple[int, int, int]]) -> bool:
-        """Transform runs of a flat tensor in place; return True when a result or a state is not finite.
+        """Transform runs of a flat tensor in place; return True when a result or a state is not
+        finite.
 
         Args:
             values: ``(n,)`` float32, bfloat16 or float16.
@@ -113,7 +130,9 @@ class Transforming:
         return bad
 
     def check(self, state: object) -> None:
-        """Raise ValueError for states that the transform cannot have made; `Planes.load` checks the rest."""
+        """Raise ValueError for states that the transform cannot have made; `Planes.load` checks
+        the rest.
+        """
         for name, tensor in state.items() if isinstance(state, Mapping) else ():
             if isinstance(tensor, Tensor):
                 self.transform.check_state(tensor, name)
@@ -149,8 +168,12 @@ def check_transform(transform: object) -> Transform | None:
 def keep_states(
     transform: Transform | None, tensors: Mapping[int, Tensor], share: Callable[[int], int]
 ) -> Transforming | None:
-    """Return a transform with states for these tensors, of which this rank owns `share` (of each number of elements)."""
+    """Return a transform with states for these tensors, of which this rank owns `share` (of each
+    number of elements).
+    """
     if transform is None:
         return None
     local = transform.place == "local"
-    return transform.keep({i: t.numel() if local else share(t.numel()) for i, t in tensors.items()}, tensors)
+    return transform.keep(
+        {i: t.numel() if local else share(t.numel()) for i, t in tensors.items()}, tensors
+    )

@@ -1,8 +1,9 @@
-"""The 1-bit SGD system of 2014: AdaGrad on the aggregate, double buffering, minibatch size, warm start.
+"""The 1-bit SGD system of 2014: AdaGrad on the aggregate, double buffering, minibatch size, warm
+start.
 
 References:
-    Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent and its application to data-parallel distributed
-    training of speech DNNs", Interspeech.
+    Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent and its application to
+    data-parallel distributed training of speech DNNs", Interspeech.
 """
 
 from gradcomp.onebit_sgd.adagrad import AggregateAdagrad, LocalAdagrad, MomentumAdagrad

@@ -1,12 +1,14 @@
-"""AdaGrad in the three places that the 1-bit SGD paper tried: before encoding, on the aggregate, after momentum.
+"""AdaGrad in the three places that the 1-bit SGD paper tried: before encoding, on the aggregate,
+after momentum.
 
-AdaGrad (Duchi, Hazan, Singer 2011) divides every gradient by the root of the sum of its squares so far:
+AdaGrad (Duchi, Hazan, Singer 2011) divides every gradient by the root of the sum of its squares so
+far:
 
     s' = s + g * g,    g' = g / (sqrt(s') + eps)
 
-in float32, each operation rounded on its own, so that the result is the same on every machine. On the aggregate, before it
-is encoded again, was best (Seide et al. 2014, section 3.3): it sees what all ranks mean together, codes and all, and every
-rank holds the sums of its own share only.
+in float32, each operation rounded on its own, so that the result is the same on every machine. On
+the aggregate, before it is encoded again, was best (Seide et al. 2014, section 3.3): it sees what
+all ranks mean together, codes and all, and every rank holds the sums of its own share only.
 
 References:
     Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent", Interspeech 2014.
@@ -31,7 +33,9 @@ def _check(name: str, value: float, *, positive: bool = False) -> float:
         raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
     rounded = float(np.float32(value)) if value <= 3e38 else math.inf
     if rounded == math.inf or (positive and rounded == 0):
-        raise ValueError(f"{name} must be {'positive' if positive else 'finite'} in float32, got {value!r}")
+        raise ValueError(
+            f"{name} must be {'positive' if positive else 'finite'} in float32, got {value!r}"
+        )
     return float(value)
 
 
@@ -60,8 +64,9 @@ class _Adagrad(Transform):
 class AggregateAdagrad(_Adagrad):
     """AdaGrad where the mean of a piece is owned, between the sum and the second encoding.
 
-    For ``transform=`` of `gradcomp.ddp.register`, `gradcomp.GradientAverager` and `DoubleBuffer`, with any codec and a
-    plain SGD behind it, whose learning rate is then that of AdaGrad. It forces ``exchange="reduce_scatter"``.
+    For ``transform=`` of `gradcomp.ddp.register`, `gradcomp.GradientAverager` and `DoubleBuffer`,
+    with any codec and a plain SGD behind it, whose learning rate is then that of AdaGrad. It forces
+    ``exchange="reduce_scatter"``.
 
     Args:
         eps: added to the root.
@@ -75,7 +80,8 @@ class AggregateAdagrad(_Adagrad):
 
 
 class LocalAdagrad(_Adagrad):
-    """AdaGrad on each rank's own gradients, before they are encoded; arguments as of `AggregateAdagrad`.
+    """AdaGrad on each rank's own gradients, before they are encoded; arguments as of
+    `AggregateAdagrad`.
 
     Sums differ from rank to rank, and each rank holds those of the whole model.
     """
@@ -117,7 +123,9 @@ class MomentumAdagrad(torch.optim.Optimizer):
             "momentum": float(momentum),
             "weight_decay": _check("weight_decay", weight_decay),
             "eps": _check("eps", eps, positive=True),
-            "initial_accumulator_value": _check("initial_accumulator_value", initial_accumulator_value),
+            "initial_accumulator_value": _check(
+                "initial_accumulator_value", initial_accumulator_value
+            ),
         }
         super().__init__(params, defaults)
 
@@ -126,7 +134,9 @@ class MomentumAdagrad(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if any(p.dtype == torch.float16 for p in self.param_groups[-1]["params"]):
             del self.param_groups[-1]
-            raise ValueError("MomentumAdagrad takes no torch.float16 parameters: sums of squares vanish in it")
+            raise ValueError(
+                "MomentumAdagrad takes no torch.float16 parameters: sums of squares vanish in it"
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -150,7 +160,9 @@ class MomentumAdagrad(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         saved = state_dict["state"]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, p in zip(indices, (p for group in self.param_groups for p in group["params"]), strict=True):
+        for index, p in zip(
+            indices, (p for group in self.param_groups for p in group["params"]), strict=True
+        ):
             for name, value in saved.get(index, {}).items():
                 self.state[p][name] = value.to(torch.float32, copy=True)
 
@@ -162,7 +174,9 @@ class MomentumAdagrad(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32)
-            state["sum"] = torch.full_like(p, group["initial_accumulator_value"], dtype=torch.float32)
+            state["sum"] = torch.full_like(
+                p, group["initial_accumulator_value"], dtype=torch.float32
+            )
         smoothed = state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
         root = state["sum"].addcmul_(smoothed, smoothed).sqrt().add_(group["eps"])
         p.addcdiv_(smoothed, root, value=-group["lr"])

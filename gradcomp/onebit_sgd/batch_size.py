@@ -1,9 +1,11 @@
-"""Find the largest minibatch that does not hurt training, by trying several on the data that comes next.
+"""Find the largest minibatch that does not hurt training, by trying several on the data that comes
+next.
 
 References:
-    Seide et al. 2014, "1-bit stochastic gradient descent": every 24 h of data, several sizes are tried on the
-    next 45 minutes, and the largest is kept that does not lose training-set frame accuracy. Steps of sqrt(2), multiples of
-    64, at most a factor of 2 from the last choice and the margin of 1 % are CNTK's.
+    Seide et al. 2014, "1-bit stochastic gradient descent": every 24 h of data, several sizes are
+    tried on the next 45 minutes, and the largest is kept that does not lose training-set frame
+    accuracy. Steps of sqrt(2), multiples of 64, at most a factor of 2 from the last choice and the
+    margin of 1 % are CNTK's.
 """
 
 from __future__ import annotations
@@ -48,48 +50,54 @@ def find_batch_size(
     progress: bool = True,
     timeout_s: float = 300.0,
 ) -> BatchSizeChoice:
-    """Try minibatch sizes around `current`, each from where training stands, and return the largest that trains as well.
+    """Try minibatch sizes around `current`, each from where training stands, and return the largest
+    that trains as well.
 
-    Every trial trains on the same `samples` samples and is rolled back afterwards, bit for bit: parameters, buffers,
-    optimizer, `state`, random numbers. Its criterion is the mean of all losses that `train` yielded, each step's weighing
-    the same, first within a rank, then over the ranks in rank order, in float64. Chosen is the largest minibatch whose
-    criterion is at most the best one's plus `margin` times its size; one with NaN or Inf, on any rank, is out.
-    Collective: every rank calls it with the same arguments and gets the same choice::
+    Every trial trains on the same `samples` samples and is rolled back afterwards, bit for bit:
+    parameters, buffers, optimizer, `state`, random numbers. Its criterion is the mean of all losses
+    that `train` yielded, each step's weighing the same, first within a rank, then over the ranks in
+    rank order, in float64. Chosen is the largest minibatch whose criterion is at most the best
+    one's plus `margin` times its size; one with NaN or Inf, on any rank, is out. Collective: every
+    rank calls it with the same arguments and gets the same choice::
 
         def train(minibatch, samples):
             for inputs, targets in batches(samples, minibatch // world_size):
                 yield buffer.step(loss_fn, inputs, targets)
 
-        choice = find_batch_size(train, model=model, optimizer=optimizer, state=buffer, samples=50_000, current=256)
+        choice = find_batch_size(train, model=model, optimizer=optimizer, state=buffer,
+        samples=50_000, current=256)
 
     Args:
-        train: called with a minibatch (of all ranks together) and `samples`; trains on that share of the data, from its
-            start in every call, and yields each step's training loss.
+        train: called with a minibatch (of all ranks together) and `samples`; trains on that share
+            of the data, from its start in every call, and yields each step's training loss.
         model: what `train` trains, in DDP or not.
         optimizer: of its parameters, torch's or split.
         samples: of all ranks together, in each trial: at least 2 of the largest minibatch.
         current: the minibatch now, of all ranks together.
-        state: what else is to be rolled back, one object or a sequence, with ``state_dict()`` and ``load_state_dict``:
-            `CompressionState`, `GradientAverager`, `DoubleBuffer`, a scaler, a scheduler that `train` steps.
-        comm: the ranks; torch.distributed's default group when None, or one rank where it is not initialised. No exchange
-            may be under way on it outside `train`. Left open.
+        state: what else is to be rolled back, one object or a sequence, with ``state_dict()`` and
+            ``load_state_dict``: `CompressionState`, `GradientAverager`, `DoubleBuffer`, a scaler, a
+            scheduler that `train` steps.
+        comm: the ranks; torch.distributed's default group when None, or one rank where it is not
+            initialised. No exchange may be under way on it outside `train`. Left open.
         smallest, largest: bounds of the sizes tried; None: those of `factor`.
         multiple: sizes but `current` are multiples of it, and of the number of ranks.
         step: between one size and the next.
         factor: the largest change from `current`, either way.
         margin: what a criterion may be worse than the best, relative to it.
-        per_sample_lr: keep the learning rate per sample, for losses that are means: every group's ``lr`` is multiplied by
-            minibatch / `current` in a trial, and in the end for the choice. False: leave learning rates alone.
-        progress: show a bar, and the table at the end, on stderr of rank 0 (needs rich; quiet without).
+        per_sample_lr: keep the learning rate per sample, for losses that are means: every group's
+            ``lr`` is multiplied by minibatch / `current` in a trial, and in the end for the choice.
+            False: leave learning rates alone.
+        progress: show a bar, and the table at the end, on stderr of rank 0 (needs rich; quiet
+            without).
         timeout_s: seconds after which a silent peer is given up.
 
     Returns:
-        What was chosen, and every trial. Nothing has changed but the learning rates, counters of bytes and seconds, and
-        gradients, which are None.
+        What was chosen, and every trial. Nothing has changed but the learning rates, counters of
+        bytes and seconds, and gradients, which are None.
 
     Raises:
-        ValueError: an argument out of its range; `samples` too few; no size within the bounds; a `train` that yields
-            nothing on some rank. On every rank.
+        ValueError: an argument out of its range; `samples` too few; no size within the bounds; a
+            `train` that yields nothing on some rank. On every rank.
         PeerMismatch: ranks called with different arguments, on every rank.
         GradcompError: every trial had NaN or Inf, on every rank.
         PeerLost: a rank did not answer, for instance because its `train` raised.
@@ -104,14 +112,19 @@ def find_batch_size(
         "multiple": multiple,
     }
     numbers |= {"step": step, "factor": factor, "margin": margin, "per_sample_lr": per_sample_lr}
-    agree_on_words(own, numbers, timeout_s, "batch_size", called="find_batch_size", channel=Channel.CONTROL)
+    agree_on_words(
+        own, numbers, timeout_s, "batch_size", called="find_batch_size", channel=Channel.CONTROL
+    )
     _check(samples, current, smallest, largest, multiple, step, factor, margin)
     sizes = candidates(current, own.world_size, smallest, largest, multiple, step, factor)
     if samples < 2 * sizes[-1]:
         raise ValueError(
-            f"samples={samples} are too few: 2 steps of the largest minibatch to be tried, {sizes[-1]}, take {2 * sizes[-1]}"
+            f"samples={samples} are too few: 2 steps of the largest minibatch to be tried,"
+            f" {sizes[-1]}, take {2 * sizes[-1]}"
         )
-    others: Sequence[Any] = state if isinstance(state, (list, tuple)) else [] if state is None else [state]
+    others: Sequence[Any] = (
+        state if isinstance(state, (list, tuple)) else [] if state is None else [state]
+    )
     checkpoint = Checkpoint(model, optimizer, others)
     trials = []
     with Progress(sizes, samples, shown=progress and own.rank == 0) as bar:
@@ -122,11 +135,15 @@ def find_batch_size(
             try:
                 total, steps = _run(train, size, samples, bar)
             except BaseException:
-                with suppress(GradcompError):  # what ended the trial may have ended an exchange: that is told already
+                with suppress(
+                    GradcompError
+                ):  # what ended the trial may have ended an exchange: that is told already
                     checkpoint.restore()
                 raise
             checkpoint.restore()
-            trials.append(_merge(own, size, scale, (total, steps, time.perf_counter() - begun), timeout_s))
+            trials.append(
+                _merge(own, size, scale, (total, steps, time.perf_counter() - begun), timeout_s)
+            )
         choice = BatchSizeChoice(_choose(trials, margin), tuple(trials), margin)
         bar.table(choice)
     _scale_lr(optimizer, choice.trial.lr_factor)
@@ -134,9 +151,16 @@ def find_batch_size(
 
 
 def candidates(
-    current: int, world_size: int, smallest: int | None, largest: int | None, multiple: int, step: float, factor: float
+    current: int,
+    world_size: int,
+    smallest: int | None,
+    largest: int | None,
+    multiple: int,
+    step: float,
+    factor: float,
 ) -> list[int]:
-    """Return the sizes to try in rising order: ``current``, and ``current * step**k`` rounded to multiples, within all bounds.
+    """Return the sizes to try in rising order: ``current``, and ``current * step**k`` rounded to
+    multiples, within all bounds.
 
     Raises:
         ValueError: there is none.
@@ -149,7 +173,9 @@ def candidates(
     sizes |= {current} if current % world_size == 0 else set()
     found = sorted(size for size in sizes if low <= size <= high)
     if not found:
-        raise ValueError(f"no multiple of {unit} to try between {low:g} and {high:g}; pass a smaller multiple=")
+        raise ValueError(
+            f"no multiple of {unit} to try between {low:g} and {high:g}; pass a smaller multiple="
+        )
     return found
 
 
@@ -175,7 +201,11 @@ def _check(
         ("factor", factor, 1.0, 1e3),
         ("margin", margin, 0.0, 1e3),
     ):
-        right = isinstance(number, (int, float)) and not isinstance(number, bool) and least <= number <= most
+        right = (
+            isinstance(number, (int, float))
+            and not isinstance(number, bool)
+            and least <= number <= most
+        )
         if not right or (name == "step" and number < 1.01):
             least = 1.01 if name == "step" else least
             raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {number!r}")
@@ -235,7 +265,9 @@ def _merge(
         criterion += total / steps
     criterion /= comm.world_size
     steps, seconds = max(e[1] for e in everyone), max(e[2] for e in everyone)
-    return BatchSizeTrial(size, criterion if math.isfinite(criterion) else math.nan, scale, steps, seconds)
+    return BatchSizeTrial(
+        size, criterion if math.isfinite(criterion) else math.nan, scale, steps, seconds
+    )
 
 
 def _choose(trials: Sequence[BatchSizeTrial], margin: float) -> int:
@@ -243,8 +275,8 @@ def _choose(trials: Sequence[BatchSizeTrial], margin: float) -> int:
     finite = [t for t in trials if math.isfinite(t.criterion)]
     if not finite:
         raise GradcompError(
-            f"every trial had a loss of NaN or Inf, minibatches {[t.minibatch for t in trials]}: training diverges from "
-            "here whatever the minibatch; everything was rolled back"
+            f"every trial had a loss of NaN or Inf, minibatches {[t.minibatch for t in trials]}:"
+            " training diverges from here whatever the minibatch; everything was rolled back"
         )
     best = min(t.criterion for t in finite)
     return max(t.minibatch for t in finite if t.criterion <= best + margin * abs(best))

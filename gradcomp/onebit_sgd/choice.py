@@ -48,9 +48,15 @@ class BatchSizeChoice:
         """Return the table's heading and rows as text; the chosen one is marked."""
         finite = [t.criterion for t in self.trials if math.isfinite(t.criterion)]
         best = min(finite, default=math.nan)
-        rows: list[tuple[str, ...]] = [("", "minibatch", "criterion", "of best", "lr factor", "steps", "seconds")]
+        rows: list[tuple[str, ...]] = [
+            ("", "minibatch", "criterion", "of best", "lr factor", "steps", "seconds")
+        ]
         for t in self.trials:
-            more = f"{100 * (t.criterion - best) / abs(best):+.2f} %" if best and math.isfinite(t.criterion) else "-"
+            more = (
+                f"{100 * (t.criterion - best) / abs(best):+.2f} %"
+                if best and math.isfinite(t.criterion)
+                else "-"
+            )
             mark = "*" if t.minibatch == self.minibatch else ""
             rows.append(
                 (
@@ -69,7 +75,16 @@ class BatchSizeChoice:
         """Return the table."""
         rows = self.rows()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ]
         return "\n".join(
-            [*lines, f"minibatch {self.minibatch}: the largest within {100 * self.margin:g} % of the best"]
+            [
+                *lines,
+                (
+                    f"minibatch {self.minibatch}: the largest within {100 * self.margin:g} % of the"
+                    " best"
+                ),
+            ]
         )

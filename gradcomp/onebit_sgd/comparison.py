@@ -1,4 +1,6 @@
-"""Minibatches timed both ways, with double buffering and without: the answer that no formula gives."""
+"""Minibatches timed both ways, with double buffering and without: the answer that no formula
+gives.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from gradcomp.comm.base import Communicator
 from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.onebit_sgd.rollback import Checkpoint
 
-ROUNDS = 2  # of each way, in turns: the faster one counts, since other programs only ever slow one down
+ROUNDS = (
+    2  # of each way, in turns: the faster one counts, since other programs only ever slow one down
+)
 _PAIR = struct.Struct("<dd")
 
 
@@ -36,7 +40,10 @@ class OverlapComparison:
     def __str__(self) -> str:
         """Return one sentence."""
         verdict = "pays" if self.pays else "does not pay"
-        both = f"{1e3 * self.overlapped_s:.1f} ms a minibatch with it, {1e3 * self.plain_s:.1f} ms without"
+        both = (
+            f"{1e3 * self.overlapped_s:.1f} ms a minibatch with it, {1e3 * self.plain_s:.1f} ms"
+            " without"
+        )
         return f"double buffering {verdict} here: {both}"
 
 
@@ -49,7 +56,8 @@ def time_both(
     comm: Communicator,
     timeout_s: float,
 ) -> OverlapComparison:
-    """Time `steps` calls of each, in turns, put everything back, and agree on the seconds. Collective.
+    """Time `steps` calls of each, in turns, put everything back, and agree on the seconds.
+    Collective.
 
     Raises:
         PeerLost: a rank did not answer.
@@ -67,10 +75,14 @@ def time_both(
                 drain()
                 best[way] = min(best[way], (time.perf_counter() - begun) / steps)
     except BaseException:
-        with suppress(GradcompError):  # what ended it may have ended an exchange: that is told already
+        with suppress(
+            GradcompError
+        ):  # what ended it may have ended an exchange: that is told already
             checkpoint.restore()
         raise
     checkpoint.restore()
     with peers_answer("compare", called="compare()"):
-        everyone = [_PAIR.unpack(data) for data in comm.all_gather_bytes(_PAIR.pack(*best), timeout_s)]
+        everyone = [
+            _PAIR.unpack(data) for data in comm.all_gather_bytes(_PAIR.pack(*best), timeout_s)
+        ]
     return OverlapComparison(max(p for p, _ in everyone), max(o for _, o in everyone))

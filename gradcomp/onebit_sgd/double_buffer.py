@@ -1,8 +1,9 @@
-"""Double buffering: while the gradient of one half of a minibatch is exchanged, the other half computes.
+"""Double buffering: while the gradient of one half of a minibatch is exchanged, the other half
+computes.
 
 References:
-    Seide et al. 2014, "1-bit stochastic gradient descent": each minibatch is cut in two, so that the model is
-    half a minibatch stale.
+    Seide et al. 2014, "1-bit stochastic gradient descent": each minibatch is cut in two, so that
+    the model is half a minibatch stale.
 """
 
 from __future__ import annotations
@@ -44,26 +45,29 @@ STATE_VERSION = 1
 class DoubleBuffer:
     """Trains a model on weights that lack only the update that is under way.
 
-    Each minibatch is cut into two halves. After a half's backward its gradients are sent off, the averages of the half
-    before are applied, and the next half computes on those weights meanwhile::
+    Each minibatch is cut into two halves. After a half's backward its gradients are sent off, the
+    averages of the half before are applied, and the next half computes on those weights meanwhile::
 
         with gradcomp.onebit_sgd.DoubleBuffer(model, optimizer, "onebit") as buffer:
             for inputs, targets in loader:
                 loss = buffer.step(lambda x, y: cross_entropy(model(x), y), inputs, targets)
         print(buffer.report())
 
-    A half's loss is weighted by its share of the minibatch, so the two updates of plain SGD sum to the minibatch's, and a
-    learning rate keeps its meaning per sample. What an optimizer counts in updates (momentum, the moments of Adam, weight
-    decay) it counts in halves; those that divide by the gradient's size (Adam, LAMB) make two full steps a minibatch. An
-    update is made with the options, such as the learning rate, that the optimizer's groups had when its gradients were
-    sent off.
+    A half's loss is weighted by its share of the minibatch, so the two updates of plain SGD sum to
+    the minibatch's, and a learning rate keeps its meaning per sample. What an optimizer counts in
+    updates (momentum, the moments of Adam, weight decay) it counts in halves; those that divide by
+    the gradient's size (Adam, LAMB) make two full steps a minibatch. An update is made with the
+    options, such as the learning rate, that the optimizer's groups had when its gradients were sent
+    off.
 
-    Before an evaluation (a forward of `model` while it is not ``training``), a `state_dict` and `close` the buffer drains:
-    it waits for the last exchange and applies it. That needs no collective, so one rank may evaluate alone: the others
-    apply the same averages a half later. With one rank updates are late by a half as well, so that runs can be compared.
+    Before an evaluation (a forward of `model` while it is not ``training``), a `state_dict` and
+    `close` the buffer drains: it waits for the last exchange and applies it. That needs no
+    collective, so one rank may evaluate alone: the others apply the same averages a half later.
+    With one rank updates are late by a half as well, so that runs can be compared.
 
     Args:
-        model: a plain module, float32, bfloat16 or float16 parameters on the CPU, equal on all ranks.
+        model: a plain module, float32, bfloat16 or float16 parameters on the CPU, equal on all
+            ranks.
         optimizer: of its parameters.
         codec: codec or name; "auto": as of `gradcomp.ddp.register`.
         comm: the ranks; torch.distributed's default group when None. Closed with the buffer.
@@ -96,17 +100,25 @@ class DoubleBuffer:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(model, DistributedDataParallel):
-            raise TypeError("DoubleBuffer averages gradients itself: pass the module that DDP wraps, model.module")
+            raise TypeError(
+                "DoubleBuffer averages gradients itself: pass the module that DDP wraps,"
+                " model.module"
+            )
         if not isinstance(whole_steps, bool):
             raise ValueError(f"whole_steps must be True or False, got {whole_steps!r}")  # noqa: TRY004
         options = Options.of(options, **changes)
         if options.grad_scaler is not None:
-            raise ValueError("grad_scaler: averages come back under another loss scale than they left; use bfloat16")
+            raise ValueError(
+                "grad_scaler: averages come back under another loss scale than they left; use"
+                " bfloat16"
+            )
         named = list(model.named_parameters())
         check_optimizer(optimizer, [p for _, p in named])
         if isinstance(getattr(optimizer, "transform", None), Momentum):
             name = type(optimizer).__name__
-            raise ValueError(f"DoubleBuffer averages one step late, and the momentum of {name} does not wait")  # noqa: TRY004
+            raise ValueError(  # noqa: TRY004
+                f"DoubleBuffer averages one step late, and the momentum of {name} does not wait"
+            )
         self._model, self._optimizer, self._whole_steps = model, optimizer, whole_steps
         own = comm if comm is not None else torch_communicator(options.timeout_s)
         self._timeout_s = options.timeout_s or own.timeout_s
@@ -132,42 +144,52 @@ class DoubleBuffer:
             logger.info(self.describe())
         self._hook = model.register_forward_pre_hook(_DrainBeforeEvaluation(self))
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training
+    # ----------------------------------------------------------------------------------------------
 
     def step(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
         """Train on one minibatch. Collective: every rank calls it, or `skip`, as often.
 
         Args:
-            loss_fn: called with each half of `batch` in turn; returns the mean loss of its samples, a tensor of one
-                element.
-            batch: tensors whose first dimension counts samples, None, and tuples, lists and dictionaries of these; halves
-                are views, of an odd number the first has one more. With `whole_steps` anything, passed on as it is.
+            loss_fn: called with each half of `batch` in turn; returns the mean loss of its samples,
+                a tensor of one element.
+            batch: tensors whose first dimension counts samples, None, and tuples, lists and
+                dictionaries of these; halves are views, of an odd number the first has one more.
+                With `whole_steps` anything, passed on as it is.
 
         Returns:
-            The mean loss of the minibatch on this rank, detached; the halves were computed on weights an update apart.
+            The mean loss of the minibatch on this rank, detached; the halves were computed on
+            weights an update apart.
 
         Raises:
-            ValueError: fewer than 2 samples, tensors that disagree on their number, a loss of several elements.
-            TypeError: a minibatch that cannot be cut, a `loss_fn` that is no function, or a loss that is no tensor.
+            ValueError: fewer than 2 samples, tensors that disagree on their number, a loss of
+                several elements.
+            TypeError: a minibatch that cannot be cut, a `loss_fn` that is no function, or a loss
+                that is no tensor.
             PeerMismatch, PeerLost, CorruptPayload, UnsupportedTensor: as `GradientAverager.rotate`.
         """
         self._check_open()
         if not callable(loss_fn):
-            raise TypeError(f"loss_fn must be a function of a half minibatch, got {type(loss_fn).__name__}")
+            raise TypeError(
+                f"loss_fn must be a function of a half minibatch, got {type(loss_fn).__name__}"
+            )
         halves, shares = ([batch], [1.0]) if self._whole_steps else cut(batch)
         self._stepping = True
         try:
-            losses = [self._half(loss_fn, half, share) for half, share in zip(halves, shares, strict=True)]
+            losses = [
+                self._half(loss_fn, half, share) for half, share in zip(halves, shares, strict=True)
+            ]
         finally:
             self._stepping = False
         self._minibatches += 1
         return torch.stack(losses).sum()
 
     def skip(self) -> None:
-        """Take part in one minibatch with zero gradients: for a rank that has run out of data. Collective, as `step`.
+        """Take part in one minibatch with zero gradients: for a rank that has run out of data.
+        Collective, as `step`.
 
-        The averages are still divided by all ranks. A rank must skip as many minibatches as the others have left; `most`
-        tells how many the longest has.
+        The averages are still divided by all ranks. A rank must skip as many minibatches as the
+        others have left; `most` tells how many the longest has.
 
         Raises:
             PeerMismatch, PeerLost, CorruptPayload: as `step`.
@@ -179,7 +201,8 @@ class DoubleBuffer:
         self._minibatches += 1
 
     def most(self, count: int) -> int:
-        """Return the largest `count` of any rank, for instance of minibatches in an epoch; drains. Collective.
+        """Return the largest `count` of any rank, for instance of minibatches in an epoch; drains.
+        Collective.
 
         Raises:
             ValueError: `count` is no integer of at least 0.
@@ -206,7 +229,8 @@ class DoubleBuffer:
                 self._update(self._sent)
         return handed
 
-    # ---- what it has cost, checkpoints, checks -----------------------------------------------------------------------
+    # ---- what it has cost, checkpoints, checks
+    # -----------------------------------------------------------------------
 
     def report(self) -> OverlapReport:
         """Return how much of the exchanges was hidden so far, and whether that pays."""
@@ -222,12 +246,16 @@ class DoubleBuffer:
             compute_s=self._compute_s,
         )
 
-    def compare(self, loss_fn: Callable[..., Tensor], *batch: Any, steps: int = 5) -> OverlapComparison:
-        """Time minibatches like this one with double buffering and without, and put everything back. Collective.
+    def compare(
+        self, loss_fn: Callable[..., Tensor], *batch: Any, steps: int = 5
+    ) -> OverlapComparison:
+        """Time minibatches like this one with double buffering and without, and put everything
+        back. Collective.
 
-        What `report` computes from its parts, this measures whole: halves that compute less efficiently and codecs that
-        take computing's cores are in it. It takes the time of some ``4 * steps`` minibatches and memory for one more copy of
-        weights and state; `stats` counts its exchanges, `report` does not. Before `start_step` exchanges are fp32.
+        What `report` computes from its parts, this measures whole: halves that compute less
+        efficiently and codecs that take computing's cores are in it. It takes the time of some ``4
+        * steps`` minibatches and memory for one more copy of weights and state; `stats` counts its
+        exchanges, `report` does not. Before `start_step` exchanges are fp32.
 
         Args:
             loss_fn, batch: as of `step`.
@@ -265,8 +293,13 @@ class DoubleBuffer:
         return self._minibatches
 
     def describe(self) -> str:
-        """Return one line: what is compressed, the exchange, the expected ratio, and what is double-buffered."""
-        return f"{self._averager.describe()}; {'whole steps' if self._whole_steps else 'halves'} are double-buffered"
+        """Return one line: what is compressed, the exchange, the expected ratio, and what is
+        double-buffered.
+        """
+        return (
+            f"{self._averager.describe()}; {'whole steps' if self._whole_steps else 'halves'} are"
+            " double-buffered"
+        )
 
     @property
     def stats(self) -> Stats:
@@ -274,35 +307,60 @@ class DoubleBuffer:
         return self._averager.stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Drain, and return what this rank needs to resume bit for bit beside model and optimizer: save those after it.
+        """Drain, and return what this rank needs to resume bit for bit beside model and optimizer:
+        save those after it.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: as `drain`, once; after that it is the state before what failed.
+            PeerMismatch, PeerLost, CorruptPayload: as `drain`, once; after that it is the state
+                before what failed.
         """
         if not self._failed:
             self.drain()
-        return {"version": STATE_VERSION, "whole_steps": self._whole_steps, "averager": self._averager.state_dict()}
+        return {
+            "version": STATE_VERSION,
+            "whole_steps": self._whole_steps,
+            "averager": self._averager.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on where `state_dict` of the same rank was taken; an exchange under way is waited for and dropped.
+        """Go on where `state_dict` of the same rank was taken; an exchange under way is waited for
+        and dropped.
 
-        With the states of all ranks of a run, also of another world size, as `GradientAverager.load_state_dict`.
+        With the states of all ranks of a run, also of another world size, as
+        `GradientAverager.load_state_dict`.
 
         Raises:
-            ValueError: a state of another version, rank, world size, codec or model, or of whole steps where these are
-                halves; nothing is changed then.
+            ValueError: a state of another version, rank, world size, codec or model, or of whole
+                steps where these are halves; nothing is changed then.
         """
-        states = [state] if isinstance(state, dict) else list(state) if isinstance(state, Sequence) else [state]
+        states = (
+            [state]
+            if isinstance(state, dict)
+            else list(state)
+            if isinstance(state, Sequence)
+            else [state]
+        )
         for one in states:
-            if not isinstance(one, dict) or one.get("version") != STATE_VERSION or "averager" not in one:
+            if (
+                not isinstance(one, dict)
+                or one.get("version") != STATE_VERSION
+                or "averager" not in one
+            ):
                 raise ValueError("this state is not from DoubleBuffer.state_dict()")
             if one.get("whole_steps") is not self._whole_steps:
-                raise ValueError(f"this state has whole_steps {one.get('whole_steps')!r}, {self._whole_steps!r} expected")
+                raise ValueError(
+                    f"this state has whole_steps {one.get('whole_steps')!r}, {self._whole_steps!r}"
+                    " expected"
+                )
         inner = [one["averager"] for one in states]
-        self._guarded(lambda: self._averager.load_state_dict(inner[0] if isinstance(state, dict) else inner))
+        self._guarded(
+            lambda: self._averager.load_state_dict(inner[0] if isinstance(state, dict) else inner)
+        )
 
     def check_replicas(self) -> None:
-        """Drain, and compare the parameters' bits over all ranks; PeerMismatch names the first that differs. Collective."""
+        """Drain, and compare the parameters' bits over all ranks; PeerMismatch names the first
+        that differs. Collective.
+        """
         self.drain()
         self._averager.check_replicas()
 
@@ -310,7 +368,8 @@ class DoubleBuffer:
         """Drain, stop the threads and close the communicator. Closing twice is harmless.
 
         Raises:
-            PeerMismatch, PeerLost, CorruptPayload: the last exchange failed; everything is closed nevertheless.
+            PeerMismatch, PeerLost, CorruptPayload: the last exchange failed; everything is closed
+                nevertheless.
         """
         self._close(drain=True)
 
@@ -318,15 +377,21 @@ class DoubleBuffer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Close; after an exception without draining: peers may not answer any more."""
         self._close(drain=kind is None)
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _half(self, loss_fn: Callable[..., Tensor], half: tuple[Any, ...], share: float) -> Tensor:
-        """Compute one half's gradients, send them off, apply those of the half before; return its weighted loss."""
+        """Compute one half's gradients, send them off, apply those of the half before; return
+        its weighted loss.
+        """
         self._model.zero_grad()
         begun = time.perf_counter()
         loss = loss_fn(*half)
@@ -334,7 +399,8 @@ class DoubleBuffer:
             raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
         if loss.numel() != 1:
             raise ValueError(
-                f"loss_fn must return the mean over its samples, one number, got shape {tuple(loss.shape)}"
+                "loss_fn must return the mean over its samples, one number, got shape"
+                f" {tuple(loss.shape)}"
             )
         weighted = loss.reshape(()) * share
         weighted.backward()  # type: ignore[no-untyped-call]
@@ -368,7 +434,9 @@ class DoubleBuffer:
             raise RuntimeError("gradcomp: this buffer is closed")
 
     def _evaluate(self) -> None:
-        """Drain before a forward of a model that is being evaluated, unless that is part of a step."""
+        """Drain before a forward of a model that is being evaluated, unless that is part of a
+        step.
+        """
         if not self._stepping and not self._failed and not self._closed:
             self.drain()
 

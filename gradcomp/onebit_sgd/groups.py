@@ -20,13 +20,19 @@ def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def write_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Set groups to options that `read_options` returned; tensors are written in place, options made since go."""
+    """Set groups to options that `read_options` returned; tensors are written in place, options
+    made since go.
+    """
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key in group.keys() - saved.keys() - {"params"}:
             del group[key]
         for key, value in saved.items():
             there = group.get(key)
-            if isinstance(value, Tensor) and isinstance(there, Tensor) and there.shape == value.shape:
+            if (
+                isinstance(value, Tensor)
+                and isinstance(there, Tensor)
+                and there.shape == value.shape
+            ):
                 with torch.no_grad():
                     there.copy_(value)
             else:
@@ -34,8 +40,12 @@ def write_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]
 
 
 @contextmanager
-def apply_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> Iterator[None]:
-    """Have groups hold `options` inside; outside again what they hold now, but for what was changed inside."""
+def apply_options(
+    optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]
+) -> Iterator[None]:
+    """Have groups hold `options` inside; outside again what they hold now, but for what was
+    changed inside.
+    """
     groups, now = optimizer.param_groups, read_options(optimizer)
     if _same(now, options) or len(options) != len(groups):
         yield

@@ -8,14 +8,16 @@ from torch import Tensor
 
 
 def cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
-    """Return the two halves of a minibatch and each one's share of its samples; of an odd number the first has one more.
+    """Return the two halves of a minibatch and each one's share of its samples; of an odd number
+    the first has one more.
 
     Args:
-        batch: tensors whose first dimension counts samples, None, and tuples, lists and dictionaries of these; halves are
-            views of them.
+        batch: tensors whose first dimension counts samples, None, and tuples, lists and
+            dictionaries of these; halves are views of them.
 
     Raises:
-        ValueError: fewer than 2 samples, tensors that disagree on their number, a tensor without dimensions, no tensor.
+        ValueError: fewer than 2 samples, tensors that disagree on their number, a tensor without
+            dimensions, no tensor.
         TypeError: anything else in the minibatch.
     """
     counts: set[int] = set()
@@ -23,7 +25,9 @@ def cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
     if not counts:
         raise ValueError("the minibatch holds no tensor: call step(loss_fn, *batch)")
     if len(counts) != 1:
-        raise ValueError(f"the tensors of a minibatch hold equally many samples, got {sorted(counts)}")
+        raise ValueError(
+            f"the tensors of a minibatch hold equally many samples, got {sorted(counts)}"
+        )
     (samples,) = counts
     if samples < 2:
         raise ValueError(f"a minibatch of {samples} samples has no two halves")
@@ -36,7 +40,9 @@ def _count(part: Any, counts: set[int]) -> None:
     """Collect the lengths of all tensors."""
     if isinstance(part, Tensor):
         if part.dim() == 0:
-            raise ValueError("a tensor of a minibatch has no dimension that counts samples: its shape is ()")
+            raise ValueError(
+                "a tensor of a minibatch has no dimension that counts samples: its shape is ()"
+            )
         counts.add(part.shape[0])
     elif isinstance(part, dict):
         for value in part.values():
@@ -45,7 +51,10 @@ def _count(part: Any, counts: set[int]) -> None:
         for value in part:
             _count(value, counts)
     elif part is not None:
-        raise TypeError(f"a minibatch holds tensors, in tuples, lists and dictionaries, got {type(part).__name__}")
+        raise TypeError(
+            "a minibatch holds tensors, in tuples, lists and dictionaries, got"
+            f" {type(part).__name__}"
+        )
 
 
 def _slice(part: Any, first: int, last: int) -> Any:

@@ -38,7 +38,9 @@ class Progress:
         self._console = Console(stderr=True)
         self._bar = self._stack.enter_context(RichProgress(console=self._console, transient=True))
         for size in self._sizes:
-            self._tasks[size] = self._bar.add_task(f"minibatch {size}", total=self._samples, start=False)
+            self._tasks[size] = self._bar.add_task(
+                f"minibatch {size}", total=self._samples, start=False
+            )
         return self
 
     def show(self, size: int, done: int) -> None:
@@ -62,6 +64,9 @@ class Progress:
         self._console.print(table)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._stack.close()

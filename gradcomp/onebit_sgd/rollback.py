@@ -1,4 +1,6 @@
-"""Put a training back to where it was, bit for bit: weights, optimizer, residuals, random numbers."""
+"""Put a training back to where it was, bit for bit: weights, optimizer, residuals, random
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ from gradcomp.onebit_sgd.groups import read_options, write_options
 class Checkpoint:
     """What a training holds now, kept in memory; `restore` puts it back as often as asked.
 
-    Kept are parameters and buffers of every module (the tensors themselves and their bits), training modes, the optimizer's
-    options and state, the state of `others`, and the generators of torch (CPU), Python and NumPy. Gradients are dropped.
-    Memory: one more copy of all of it. An average that a `DoubleBuffer` among `others` has under way is applied first.
+    Kept are parameters and buffers of every module (the tensors themselves and their bits),
+    training modes, the optimizer's options and state, the state of `others`, and the generators of
+    torch (CPU), Python and NumPy. Gradients are dropped. Memory: one more copy of all of it. An
+    average that a `DoubleBuffer` among `others` has under way is applied first.
 
     Args:
         model: a module, in DDP or not.
@@ -27,11 +30,22 @@ class Checkpoint:
         others: with ``state_dict()`` and ``load_state_dict(state)``.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[Any]
+    ) -> None:
         self._optimizer = optimizer
-        self._others = [(other, copy.deepcopy(other.state_dict())) for other in others]  # these drain: before the rest
-        self._modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-        tensors = {id(t): t for _, _, p, b in self._modules for t in (*p.values(), *b.values()) if t is not None}
+        self._others = [
+            (other, copy.deepcopy(other.state_dict())) for other in others
+        ]  # these drain: before the rest
+        self._modules = [
+            (m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()
+        ]
+        tensors = {
+            id(t): t
+            for _, _, p, b in self._modules
+            for t in (*p.values(), *b.values())
+            if t is not None
+        }
         self._tensors = [(t, t.detach().clone()) for t in tensors.values()]
         self._options = read_options(optimizer)
         self._loads = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
@@ -39,7 +53,11 @@ class Checkpoint:
             self._state = copy.deepcopy(optimizer.state_dict())
         else:  # torch's own load_state_dict casts state to its parameter's dtype
             self._entries = [(p, state, _copy_state(state)) for p, state in optimizer.state.items()]
-        self._torch, self._python, self._numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self._torch, self._python, self._numpy = (
+            torch.get_rng_state(),
+            random.getstate(),
+            np.random.get_state(),
+        )
 
     def restore(self) -> None:
         """Put everything back."""
@@ -74,4 +92,7 @@ class Checkpoint:
 
 
 def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for key, v in state.items()}
+    return {
+        key: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v)
+        for key, v in state.items()
+    }

@@ -1,7 +1,9 @@
-"""Optimizers for weights kept as bf16 tops and 16-bit trails: fp32 training in 4 bytes a weight, bit for bit.
+"""Optimizers for weights kept as bf16 tops and 16-bit trails: fp32 training in 4 bytes a weight,
+bit for bit.
 
-`split_parameters` splits a model's weights, `SplitSGD`, `SplitAdagrad`, `SplitAdamW` and `SplitLAMB` train them. `OneBitAdam`,
-`ZeroOneAdam` and `OneBitLamb` do the same with momenta that travel instead of gradients.
+`split_parameters` splits a model's weights, `SplitSGD`, `SplitAdagrad`, `SplitAdamW` and
+`SplitLAMB` train them. `OneBitAdam`, `ZeroOneAdam` and `OneBitLamb` do the same with momenta that
+travel instead of gradients.
 """
 
 from gradcomp.optim.adagrad import SplitAdagrad

@@ -1,4 +1,6 @@
-"""Adagrad (Duchi, Hazan and Singer 2011) on split weights, with the options of torch.optim.Adagrad."""
+"""Adagrad (Duchi, Hazan and Singer 2011) on split weights, with the options of
+torch.optim.Adagrad.
+"""
 
 from __future__ import annotations
 

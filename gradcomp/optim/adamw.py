@@ -1,4 +1,6 @@
-"""AdamW (Loshchilov and Hutter 2019, algorithm 2) on split weights, with the options of torch.optim.AdamW."""
+"""AdamW (Loshchilov and Hutter 2019, algorithm 2) on split weights, with the options of
+torch.optim.AdamW.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def adam_numbers(group: dict[str, Any]) -> dict[str, float]:
 
 
 class SplitAdamW(SplitOptimizer):
-    """Adam with decoupled weight decay on weights split into bf16 and trail. Memory a weight: 12 bytes.
+    """Adam with decoupled weight decay on weights split into bf16 and trail. Memory a weight: 12
+    bytes.
 
     One step from the same state is within 1 ulp of ``torch.optim.AdamW(foreach=False)``.
 
@@ -49,7 +52,13 @@ class SplitAdamW(SplitOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
         super().__init__(params, defaults)
 
     def check_options(self, group: dict[str, Any]) -> None:

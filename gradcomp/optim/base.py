@@ -1,7 +1,8 @@
-"""What all split optimizers share: state that exists from the start, exact checkpoints, and steps through one C kernel.
+"""What all split optimizers share: state that exists from the start, exact checkpoints, and steps
+through one C kernel.
 
-A step first looks at every gradient and raises before anything is changed. Then each optimizer writes one rule for each
-parameter, and `run_rules` has the kernel do the arithmetic.
+A step first looks at every gradient and raises before anything is changed. Then each optimizer
+writes one rule for each parameter, and `run_rules` has the kernel do the arithmetic.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _steps: list[Callable[[Any, Any], Any]] = []  # `SplitOptimizer._take_step`, kep
 
 
 def _prepare_steps() -> None:
-    """Keep steps from Dynamo, which cannot trace a C kernel; not at import, since it takes a second to import Dynamo."""
+    """Keep steps from Dynamo, which cannot trace a C kernel; not at import, since it takes a
+    second to import Dynamo.
+    """
     if not _steps:
         _steps.append(torch.compiler.disable(SplitOptimizer._take_step))  # type: ignore[no-untyped-call]
 
@@ -50,8 +53,8 @@ def _prepare_steps() -> None:
 class SplitOptimizer(TrailKeeper):
     """Base of the split optimizers; not to be used itself.
 
-    bf16 parameters are tops whose trails are in ``state[p]["trail"]``; fp32 parameters are updated as they are. All state
-    is made by the constructor, and a step that is not taken changes nothing.
+    bf16 parameters are tops whose trails are in ``state[p]["trail"]``; fp32 parameters are updated
+    as they are. All state is made by the constructor, and a step that is not taken changes nothing.
     """
 
     moments: ClassVar[tuple[str, ...]] = ()  # names of fp32 state, in the order of gc_target
@@ -70,7 +73,8 @@ class SplitOptimizer(TrailKeeper):
         adopted, self._adopting = self._adopting, None
         adopt(self, adopted)
 
-    # ---- what an optimizer says --------------------------------------------------------------------------------------
+    # ---- what an optimizer says
+    # --------------------------------------------------------------------------------------
 
     @abstractmethod
     def check_options(self, group: dict[str, Any]) -> None:
@@ -92,7 +96,8 @@ class SplitOptimizer(TrailKeeper):
         """Change the rules of a step: for what derives from an optimizer."""
 
     def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
-        """Return state for a parameter that comes from the optimizer that this one derives from, after `step` steps.
+        """Return state for a parameter that comes from the optimizer that this one derives from,
+        after `step` steps.
 
         Args:
             name: of a counter (one element) or a moment that the state is without.
@@ -102,13 +107,21 @@ class SplitOptimizer(TrailKeeper):
         """
         return None
 
-    # ---- torch.optim.Optimizer ---------------------------------------------------------------------------------------
+    # ---- torch.optim.Optimizer
+    # ---------------------------------------------------------------------------------------
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what pickling, copying and loading keep; the rest is found again as it is needed."""
+        """Restore what pickling, copying and loading keep; the rest is found again as it is
+        needed.
+        """
         super().__setstate__(state)
         _prepare_steps()
-        for name, empty in (("_families", []), ("_tracking", Tracking()), ("_packed", []), ("_adopting", None)):
+        for name, empty in (
+            ("_families", []),
+            ("_tracking", Tracking()),
+            ("_packed", []),
+            ("_adopting", None),
+        ):
             if name not in self.__dict__:
                 setattr(self, name, empty)
 
@@ -116,15 +129,20 @@ class SplitOptimizer(TrailKeeper):
         return {**super().__getstate__(), "_tracking": self._tracking}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own; as in torch, and the trails of split parameters are adopted.
+        """Add parameters with options of their own; as in torch, and the trails of split parameters
+        are adopted.
 
         Raises:
-            UnsupportedTensor: a parameter of another dtype, device or layout; nothing is changed then.
-            ValueError: an option out of its range, or parameters split with different roundings in one group.
+            UnsupportedTensor: a parameter of another dtype, device or layout; nothing is changed
+                then.
+            ValueError: an option out of its range, or parameters split with different roundings in
+                one group.
         """
         params = param_group.get("params", ())
         if isinstance(params, (set, frozenset)):
-            raise TypeError("parameters must come in an order that is the same in every run: a list, not a set")
+            raise TypeError(
+                "parameters must come in an order that is the same in every run: a list, not a set"
+            )
         members = [params] if isinstance(params, Tensor) else list(params)
         tensors = [p[1] if isinstance(p, tuple) else p for p in members]
         for place, p in enumerate(tensors):
@@ -136,10 +154,13 @@ class SplitOptimizer(TrailKeeper):
         group = {**self.defaults, **param_group, "params": members}
         self.check_options(group)
         check_rounding(group.get("rounding", "truncate"))
-        roundings = {r for p in tensors if isinstance(p, nn.Parameter) for r in [waiting_rounding(p)] if r}
+        roundings = {
+            r for p in tensors if isinstance(p, nn.Parameter) for r in [waiting_rounding(p)] if r
+        }
         if len(roundings) > 1:
             raise ValueError(
-                f"one group holds parameters split with rounding {sorted(roundings)}: make a group for each"
+                f"one group holds parameters split with rounding {sorted(roundings)}: make a group"
+                " for each"
             )
         super().add_param_group(param_group | {"params": members})
         added = self.param_groups[-1]
@@ -172,7 +193,9 @@ class SplitOptimizer(TrailKeeper):
 
     def new_moment(self, p: Tensor, name: str, group: dict[str, Any]) -> Tensor:
         """Return fp32 state of a parameter before its first step."""
-        return new_state(p, torch.float32, 2 + self.moments.index(name), self.initial_moment(name, group))
+        return new_state(
+            p, torch.float32, 2 + self.moments.index(name), self.initial_moment(name, group)
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step for every parameter that has a gradient; `torch.compile` runs it as it is.
@@ -184,9 +207,10 @@ class SplitOptimizer(TrailKeeper):
             What `closure` returned, else None.
 
         Raises:
-            UnsupportedTensor: a gradient that is sparse, or of a dtype other than float32 and bfloat16.
-            ValueError: a gradient of another shape; parameters that were replaced or do not belong to their trails;
-                trails that no optimizer adopted.
+            UnsupportedTensor: a gradient that is sparse, or of a dtype other than float32 and
+                bfloat16.
+            ValueError: a gradient of another shape; parameters that were replaced or do not belong
+                to their trails; trails that no optimizer adopted.
             GradcompError: placeholders whose packed gradients are gone.
             In all of these nothing has been changed.
         """
@@ -201,8 +225,8 @@ class SplitOptimizer(TrailKeeper):
         for family in self._families:
             if family.waiting:
                 raise ValueError(
-                    f"no optimizer has the parameters {family.waiting[:3]} that split_parameters split: "
-                    "pass all of them to optimizers before the first step"
+                    f"no optimizer has the parameters {family.waiting[:3]} that split_parameters"
+                    " split: pass all of them to optimizers before the first step"
                 )
         self._families = []
         entries, sparse = self._entries()
@@ -250,13 +274,17 @@ class SplitOptimizer(TrailKeeper):
         assert gradient is not None
         if gradient.dtype not in GRADIENT_DTYPES or gradient.device != p.device:
             raise UnsupportedTensor(
-                f"the gradient of {name} is {gradient.dtype} on {gradient.device}; float32 or bfloat16"
+                f"the gradient of {name} is {gradient.dtype} on {gradient.device}; float32 or"
+                " bfloat16"
             )
         if gradient.shape != p.shape:
-            raise ValueError(f"the gradient of {name} has shape {tuple(gradient.shape)}, it {tuple(p.shape)}")
+            raise ValueError(
+                f"the gradient of {name} has shape {tuple(gradient.shape)}, it {tuple(p.shape)}"
+            )
         if isinstance(gradient, Placeholder):
             raise GradcompError(
-                f"the packed gradient of {name} is gone: it was left from a backward before, or from one that failed"
+                f"the packed gradient of {name} is gone: it was left from a backward before, or"
+                " from one that failed"
             )
         if gradient.is_neg():
             gradient = gradient.resolve_neg()
@@ -271,7 +299,8 @@ class SplitOptimizer(TrailKeeper):
                 entry.state[name] = self.new_moment(entry.parameter, name, entry.group)
                 entry.is_first = True
 
-    # ---- packed gradients --------------------------------------------------------------------------------------------
+    # ---- packed gradients
+    # --------------------------------------------------------------------------------------------
 
     def attach_packed(self, packed: PackedGradients) -> None:
         """Take gradients from there as well; `gradcomp.ddp.register` calls it."""
@@ -288,26 +317,33 @@ class SplitOptimizer(TrailKeeper):
                 return packed, position
         return None, 0
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    # ---- checkpoints
+    # ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state, as in torch; beside every trail stands a checksum of the top that it belongs to."""
+        """Return all state, as in torch; beside every trail stands a checksum of the top that it
+        belongs to.
+        """
         saved = super().state_dict()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
         for index, state in saved["state"].items():
             if isinstance(state, dict) and "trail" in state:  # hooks may add what they like
-                saved["state"][index] = state | {CHECKSUM: torch.tensor(self._tracking.checksum(params[index]))}
+                saved["state"][index] = state | {
+                    CHECKSUM: torch.tensor(self._tracking.checksum(params[index]))
+                }
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state exactly, into the tensors that are there; torch's own would cast trails and moments to bf16.
+        """Load state exactly, into the tensors that are there; torch's own would cast trails and
+        moments to bf16.
 
-        State of torch's optimizer of the same name is taken as well (its weights' trails stay as they are). The model's
-        weights are to be loaded too, before or after: the next step checks that they are those the trails belong to.
+        State of torch's optimizer of the same name is taken as well (its weights' trails stay as
+        they are). The model's weights are to be loaded too, before or after: the next step checks
+        that they are those the trails belong to.
 
         Raises:
-            ValueError: state of another optimizer, of other groups or shapes, or of which a part is missing; nothing is
-                changed then.
+            ValueError: state of another optimizer, of other groups or shapes, or of which a part is
+                missing; nothing is changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -320,7 +356,9 @@ class SplitOptimizer(TrailKeeper):
             group.clear()
             group.update(kept | saved)
         indices = {index for group in state_dict["param_groups"] for index in group["params"]}
-        self.state.update({k: deepcopy(v) for k, v in state_dict["state"].items() if k not in indices})
+        self.state.update(
+            {k: deepcopy(v) for k, v in state_dict["state"].items() if k not in indices}
+        )
         with torch.no_grad():
             for p, tensors, wanted in loads:
                 state = self.state[p]

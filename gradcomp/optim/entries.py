@@ -25,7 +25,9 @@ class PackedGradients(Protocol):
     parameter_count: int  # of the model whose positions `position` gives
 
     def position(self, parameter: Tensor) -> int | None:
-        """Return the position of a parameter whose placeholder is still in place, None for any other."""
+        """Return the position of a parameter whose placeholder is still in place, None for any
+        other.
+        """
 
     def check(self, parameter: Tensor) -> None:
         """Raise GradcompError if a placeholder was written to."""
@@ -37,9 +39,20 @@ class PackedGradients(Protocol):
 class Entry:
     """One parameter in one step: its gradient, or where its packed gradient is."""
 
-    __slots__ = ("gradient", "group", "is_first", "packed", "parameter", "position", "state", "step")
+    __slots__ = (
+        "gradient",
+        "group",
+        "is_first",
+        "packed",
+        "parameter",
+        "position",
+        "state",
+        "step",
+    )
 
-    def __init__(self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
         self.parameter, self.group, self.state = parameter, group, state
         self.gradient: Tensor | None = None
         self.packed: PackedGradients | None = None
@@ -51,7 +64,9 @@ class Entry:
 def number_steps(entries: Sequence[Entry]) -> None:
     """Tell every entry which step of its parameter this is."""
     if entries:
-        for entry, steps in zip(entries, torch.stack([e.state["step"] for e in entries]).tolist(), strict=True):
+        for entry, steps in zip(
+            entries, torch.stack([e.state["step"] for e in entries]).tolist(), strict=True
+        ):
             entry.step = int(steps) + 1
             entry.is_first |= entry.step == 1
 
@@ -69,7 +84,8 @@ def make_rules(kind: Kind, entries: Sequence[Entry], numbers: Numbers) -> NDArra
     """Return ``(len(entries),)`` of `rules.RULE`.
 
     Args:
-        numbers: numbers(group, step, is_first): the fields of the rule, for entries that have these in common.
+        numbers: numbers(group, step, is_first): the fields of the rule, for entries that have these
+            in common.
     """
     known: dict[tuple[int, int, bool], dict[str, float]] = {}
     rows = []
@@ -88,7 +104,9 @@ def make_rules(kind: Kind, entries: Sequence[Entry], numbers: Numbers) -> NDArra
 
 @lru_cache(maxsize=16)
 def whole_rows(numels: tuple[int, ...]) -> Table:
-    """Return rows over whole parameters, cut at multiples of CHUNK_NUMEL whatever the threads: sums depend on it."""
+    """Return rows over whole parameters, cut at multiples of CHUNK_NUMEL whatever the threads:
+    sums depend on it.
+    """
     rows = [
         (0, 0, 0, 0, 0, first, min(CHUNK_NUMEL, numel - first), numel, place)
         for place, numel in enumerate(numels)
@@ -112,7 +130,8 @@ def run_rules(
         gradients: False for rules that read none; packed ones come from their payloads.
 
     Returns:
-        ``(len(entries), 2)``: the norms that rules which add up found, an entry's rows added in order; else zeros.
+        ``(len(entries), 2)``: the norms that rules which add up found, an entry's rows added in
+        order; else zeros.
     """
     kernel_set = kernels.of(entries[0].parameter.device)
     targets = kernel_set.targets(
@@ -128,7 +147,9 @@ def run_rules(
     norms = np.zeros(2 * len(table))
     if not gradients or any(e.packed is None for e in entries):
         kernel_set.update(table, direct, rules, norms=norms)
-    for packed in {id(e.packed): e.packed for e in entries if gradients and e.packed is not None}.values():
+    for packed in {
+        id(e.packed): e.packed for e in entries if gradients and e.packed is not None
+    }.values():
         mine = [k for k, e in enumerate(entries) if e.packed is packed]
         by_position = np.zeros(packed.parameter_count, TARGET)
         by_position["rule"] = NO_RULE

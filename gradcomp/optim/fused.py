@@ -1,8 +1,10 @@
-"""Updates straight from payloads: what stands between a DDP hook and a split optimizer that it feeds.
+"""Updates straight from payloads: what stands between a DDP hook and a split optimizer that it
+feeds.
 
-After a backward `p.grad` is a placeholder, NaN in every element and without memory of its own, so that whatever looks at
-local gradients (clipping, a scaler) sees NaN and whatever writes to them raises, except that gradients may be zeroed.
-`optimizer.step()` asks here for the averages, which are still packed, and applies them.
+After a backward `p.grad` is a placeholder, NaN in every element and without memory of its own, so
+that whatever looks at local gradients (clipping, a scaler) sees NaN and whatever writes to them
+raises, except that gradients may be zeroed. `optimizer.step()` asks here for the averages, which
+are still packed, and applies them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from gradcomp.payload.order import storage_view
 
 
 def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
-    """Return why an optimizer takes its gradients from `p.grad` and not from payloads; "" if it takes them from payloads."""
+    """Return why an optimizer takes its gradients from `p.grad` and not from payloads; "" if it
+    takes them from payloads.
+    """
     if not isinstance(optimizer, SplitOptimizer):
         return f"{type(optimizer).__name__} is no split optimizer"
     if engine.comm.world_size == 1:
@@ -43,7 +47,9 @@ def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
 
 
 def replicated(optimizer: SplitOptimizer, engine: Engine) -> list[tuple[str, object]]:
-    """Return the optimizer's state tensors of the model's parameters, which every rank must hold alike."""
+    """Return the optimizer's state tensors of the model's parameters, which every rank must hold
+    alike.
+    """
     return [
         (f"{key} of {name}", value)
         for name, p in engine.named
@@ -54,17 +60,23 @@ def replicated(optimizer: SplitOptimizer, engine: Engine) -> list[tuple[str, obj
 
 
 def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str) -> None:
-    """Raise PeerMismatch ("optimizer") on every rank unless class, fusing and state are the same on all. Collective."""
+    """Raise PeerMismatch ("optimizer") on every rank unless class, fusing and state are the same
+    on all. Collective.
+    """
     named, kind = replicated(optimizer, engine), type(optimizer).__name__
     word = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
     try:
-        engine.agree_on({"optimizer": word}, optimizer=(kind, not_fused, replicas.digests(v for _, v in named)))
+        engine.agree_on(
+            {"optimizer": word}, optimizer=(kind, not_fused, replicas.digests(v for _, v in named))
+        )
     except PeerMismatch as found:
         if found.field != "optimizer" or not str(found.got).endswith(HIDDEN):
             raise
         try:  # the state differs, or what of it there is
             with engine.comm:
-                replicas.compare(engine.comm, named, engine.timeout_s, called="register", phase="fingerprint")
+                replicas.compare(
+                    engine.comm, named, engine.timeout_s, called="register", phase="fingerprint"
+                )
         except PeerMismatch as it:
             texts = [f"{it.field}: {value}" for value in (it.expected, it.got)]
             raise PeerMismatch("optimizer", it.rank, texts[0], texts[1]) from None
@@ -87,7 +99,9 @@ class FusedGradients:
         optimizer.attach_packed(self)
 
     def place(self) -> None:
-        """Put placeholders where DDP has put local gradients; averages that are not packed stay in `p.grad`."""
+        """Put placeholders where DDP has put local gradients; averages that are not packed stay
+        in `p.grad`.
+        """
         for _, members in self._kept():
             for position, _ in members:
                 p = self._engine.named[position][1]
@@ -106,13 +120,16 @@ class FusedGradients:
                 Placeholder.stand_for(p)
 
     def before_forward(self) -> None:
-        """Before a forward pass that a backward will follow: gradients that it may add to must be there."""
+        """Before a forward pass that a backward will follow: gradients that it may add to must
+        be there.
+        """
         self.materialize()
         self._adds_up = any(p.grad is not None for _, p in self._engine.named)
 
     def must_unpack(self, *, finds_unused: bool) -> bool:
-        """Whether this backward's averages must be written: DDP leaves gradients of unused parameters as they were, and
-        nobody can tell afterwards which these are."""
+        """Whether this backward's averages must be written: DDP leaves gradients of unused
+        parameters as they were, and nobody can tell afterwards which these are.
+        """
         return finds_unused and self._adds_up
 
     def position(self, parameter: Tensor) -> int | None:
@@ -123,9 +140,9 @@ class FusedGradients:
         placeholder, position = self._placeholders[parameter]
         if not placeholder.intact:
             raise GradcompError(
-                f"the gradient of {self._engine.named[position][0]!r} was written to while it was still packed: call "
-                "materialize_gradients() of gradcomp's state before you scale, clip or mask gradients; to zero a whole "
-                "one needs no call"
+                f"the gradient of {self._engine.named[position][0]!r} was written to while it was"
+                " still packed: call materialize_gradients() of gradcomp's state before you scale,"
+                " clip or mask gradients; to zero a whole one needs no call"
             )
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
@@ -146,7 +163,9 @@ class FusedGradients:
             waiting = [(p, offset) for p, offset in named if self.position(p) is not None]
             if not waiting:
                 continue
-            flat = torch.empty(sum(p.numel() for p, _ in named), dtype=self._placeholders[waiting[0][0]][0].dtype)
+            flat = torch.empty(
+                sum(p.numel() for p, _ in named), dtype=self._placeholders[waiting[0][0]][0].dtype
+            )
             averages.decode(flat)
             for p, offset in waiting:
                 p.grad = storage_view(flat[offset : offset + p.numel()], p)

@@ -1,4 +1,6 @@
-"""What the parts of a split optimizer may ask of it: the type that sparse gradients and checkpoints are written against."""
+"""What the parts of a split optimizer may ask of it: the type that sparse gradients and
+checkpoints are written against.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Updates(Protocol):
         """Return the names of the fp32 state that a group needs."""
 
     def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
-        """Return state for a parameter that comes from the optimizer that this one derives from; None: it is refused."""
+        """Return state for a parameter that comes from the optimizer that this one derives from;
+        None: it is refused.
+        """
 
     def name_of(self, group: dict[str, Any], where: int, place: int) -> str:
         """Return what a message calls a parameter."""

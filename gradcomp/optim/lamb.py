@@ -1,7 +1,8 @@
-"""LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2) on split weights.
+"""LAMB (You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2) on split
+weights.
 
-The published algorithm: phi is the identity, every parameter adapts (also without weight decay), gradients are not
-clipped. NVLAMB divides all gradients by max(1, their common norm) first.
+The published algorithm: phi is the identity, every parameter adapts (also without weight decay),
+gradients are not clipped. NVLAMB divides all gradients by max(1, their common norm) first.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ VARIANTS = ("lamb", "nvlamb")
 class SplitLAMB(SplitOptimizer):
     """LAMB on weights split into bf16 and trail. Memory a weight: 12 bytes.
 
-    With m and v Adam's bias-corrected moments, u = m / (sqrt(v) + eps) + weight_decay * w for each parameter, and
-    w = w - lr * (||w|| / ||u||) * u; the ratio is 1 where either norm is 0.
+    With m and v Adam's bias-corrected moments, u = m / (sqrt(v) + eps) + weight_decay * w for each
+    parameter, and w = w - lr * (||w|| / ||u||) * u; the ratio is 1 where either norm is 0.
 
     Args:
         params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
         lr: learning rate, a number or a tensor of one element.
         betas, eps, weight_decay: as in Adam.
-        variant: "lamb", as published; "nvlamb": all gradients of this optimizer are first divided by max(1, g), g their
-            common L2 norm. It takes no gradients straight from payloads, since that norm needs them twice.
+        variant: "lamb", as published; "nvlamb": all gradients of this optimizer are first divided
+            by max(1, g), g their common L2 norm. It takes no gradients straight from payloads,
+            since that norm needs them twice.
         maximize: go up instead of down.
 
     Raises:
@@ -89,11 +91,15 @@ class SplitLAMB(SplitOptimizer):
             norms = run_rules(entries, rules, MOMENTS)
         rules["kind"] = Kind.LAMB_APPLY
         for row, entry, (above, under) in zip(rules, entries, norms, strict=True):
-            row["step_size"] = -number(entry.group["lr"]) * self.trust(entry, float(above), float(under))
+            row["step_size"] = -number(entry.group["lr"]) * self.trust(
+                entry, float(above), float(under)
+            )
         run_rules(entries, rules, MOMENTS, gradients=False)
 
     def trust(self, entry: Entry, above: float, under: float) -> float:
-        """Return what the rate of a parameter is multiplied by: ``|w| / |u|``, or 1 where either is 0."""
+        """Return what the rate of a parameter is multiplied by: ``|w| / |u|``, or 1 where either
+        is 0.
+        """
         return above / under if above > 0 and under > 0 else 1.0
 
     def _numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
@@ -114,7 +120,9 @@ class SplitLAMB(SplitOptimizer):
             return
         chosen, squares = [entries[k] for k in mine], rules[mine]
         squares["kind"] = Kind.SQUARES
-        total = float(np.sqrt(sum(float(n) ** 2 for n in run_rules(chosen, squares, MOMENTS)[:, 0])))
+        total = float(
+            np.sqrt(sum(float(n) ** 2 for n in run_rules(chosen, squares, MOMENTS)[:, 0]))
+        )
         if total > 1:
             rules["flags"][mine] |= np.uint32(Flag.PRESCALE)
             rules["prescale"][mine] = 1 / total

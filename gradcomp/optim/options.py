@@ -16,8 +16,14 @@ def check_number(name: str, value: Any, low: float = 0.0, below: float = float("
     """Raise ValueError unless ``low <= value < below``."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} as a tensor must have one element, got {value.numel()}")
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)) or not low <= number(value) < below:
-        limit = f"at least {low:g}" + (f" and below {below:g}" if below != float("inf") else " and finite")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float, Tensor))
+        or not low <= number(value) < below
+    ):
+        limit = f"at least {low:g}" + (
+            f" and below {below:g}" if below != float("inf") else " and finite"
+        )
         raise ValueError(f"{name} must be a number of {limit}, got {value!r}")
 
 

@@ -14,18 +14,22 @@ from gradcomp.optim.split import ROUNDINGS, check_dense, check_rounding
 
 
 @torch.no_grad()
-def packed_add(top: Tensor, trail: Tensor, delta: Tensor, *, alpha: float = 1.0, rounding: str = "truncate") -> Tensor:
-    """Add ``alpha * delta`` to a split weight, in place: joined, added with one rounding, split again, in one pass.
+def packed_add(
+    top: Tensor, trail: Tensor, delta: Tensor, *, alpha: float = 1.0, rounding: str = "truncate"
+) -> Tensor:
+    """Add ``alpha * delta`` to a split weight, in place: joined, added with one rounding, split
+    again, in one pass.
 
     Args:
-        top, trail: what `split` returned, or a parameter and its trail; bfloat16 and int16, filling their CPU memory in the
-            same order of dimensions.
+        top, trail: what `split` returned, or a parameter and its trail; bfloat16 and int16, filling
+            their CPU memory in the same order of dimensions.
         delta: same shape, float32 or bfloat16.
         alpha: factor, rounded to float32.
         rounding: how tops are made, as in `split`.
 
     Returns:
-        `top`. An optimizer that has the trail takes the change for a foreign one until its `keep_trails()` is called.
+        `top`. An optimizer that has the trail takes the change for a foreign one until its
+        `keep_trails()` is called.
 
     Raises:
         UnsupportedTensor: a tensor of another dtype, device or layout.
@@ -41,17 +45,25 @@ def packed_add(top: Tensor, trail: Tensor, delta: Tensor, *, alpha: float = 1.0,
         ("delta", delta, tuple(GRADIENT_DTYPES)),
     ):
         if tensor.dtype not in dtypes:
-            raise UnsupportedTensor(f"{name} is {tensor.dtype}; {' or '.join(map(str, dtypes))} expected")
+            raise UnsupportedTensor(
+                f"{name} is {tensor.dtype}; {' or '.join(map(str, dtypes))} expected"
+            )
         check_dense(tensor.detach(), name)
         if tensor.shape != top.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, top {tuple(top.shape)}")
     if trail.stride() != top.stride():
-        raise ValueError(f"trail has strides {trail.stride()}, top {top.stride()}: split makes them alike")
+        raise ValueError(
+            f"trail has strides {trail.stride()}, top {top.stride()}: split makes them alike"
+        )
     if delta.stride() != top.stride():
         delta = torch.empty_like(top, dtype=delta.dtype).copy_(delta)
     kernel_set = kernels.of(top.device)
     rules = np.zeros(1, RULE)
-    rules["kind"], rules["rounding"], rules["step_size"] = Kind.SGD, ROUNDINGS.index(rounding), alpha
+    rules["kind"], rules["rounding"], rules["step_size"] = (
+        Kind.SGD,
+        ROUNDINGS.index(rounding),
+        alpha,
+    )
     targets = kernel_set.targets(weight=[top.detach()], trail=[trail], gradient=[delta.detach()])
     kernel_set.update(whole_rows((top.numel(),)), targets, rules)
     torch.autograd.graph.increment_version(top)

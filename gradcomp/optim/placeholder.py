@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A NaN that arithmetic does not return (signaling), by dtype: its bits show whether somebody has calculated with it in place.
-_NAN = {torch.float32: (torch.int32, 0x7FA00000), torch.bfloat16: (torch.int16, 0x7FA0), torch.float16: (torch.int16, 0x7D00)}
+# A NaN that arithmetic does not return (signaling), by dtype: its bits show whether somebody has
+# calculated with it in place.
+_NAN = {
+    torch.float32: (torch.int32, 0x7FA00000),
+    torch.bfloat16: (torch.int16, 0x7FA0),
+    torch.float16: (torch.int16, 0x7D00),
+}
 # Functions that write one value to every element.
 _FILLS = {Tensor.zero_, torch.zero_, Tensor.fill_, torch.fill_, torch._foreach_zero_}
 

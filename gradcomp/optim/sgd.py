@@ -1,4 +1,6 @@
-"""SGD as torch.optim.SGD computes it, on split weights: equal to it bit for bit on the joined ones."""
+"""SGD as torch.optim.SGD computes it, on split weights: equal to it bit for bit on the joined
+ones.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from gradcomp.optim.options import check_number, number
 class SplitSGD(SplitOptimizer):
     """Stochastic gradient descent with momentum on weights split into bf16 and trail.
 
-    N steps equal N steps of ``torch.optim.SGD(foreach=False)`` on the joined fp32 weights and ``grad.float()``, bit for
-    bit, for every option (where torch's CPU capability is AVX2 or above). Memory a weight: 4 bytes, and 4 for momentum.
+    N steps equal N steps of ``torch.optim.SGD(foreach=False)`` on the joined fp32 weights and
+    ``grad.float()``, bit for bit, for every option (where torch's CPU capability is AVX2 or above).
+    Memory a weight: 4 bytes, and 4 for momentum.
 
     Args:
         params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
@@ -29,7 +32,8 @@ class SplitSGD(SplitOptimizer):
         UnsupportedTensor: parameters of another dtype.
 
     References:
-        Split SGD (Intel Extension for PyTorch), "Operation Fusion": packed_add is this without momentum.
+        Split SGD (Intel Extension for PyTorch), "Operation Fusion": packed_add is this without
+        momentum.
     """
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
@@ -62,7 +66,8 @@ class SplitSGD(SplitOptimizer):
         check_number("dampening", group["dampening"], low=-float("inf"))
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
-                f"nesterov needs momentum above 0 and no dampening, got {group['momentum']} and {group['dampening']}"
+                f"nesterov needs momentum above 0 and no dampening, got {group['momentum']} and"
+                f" {group['dampening']}"
             )
 
     def wanted_moments(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
-"""Weights as bf16 tops, which the model computes with, and 16-bit trails, which the optimizer keeps: nothing is lost.
+"""Weights as bf16 tops, which the model computes with, and 16-bit trails, which the optimizer
+keeps: nothing is lost.
 
-References: Intel Extension for PyTorch, "Split SGD"; an fp32 number is its first 16 bits, a bf16 number, and its last 16.
+References: Intel Extension for PyTorch, "Split SGD"; an fp32 number is its first 16 bits, a bf16
+number, and its last 16.
 """
 
 from __future__ import annotations
@@ -30,15 +32,18 @@ def check_rounding(rounding: object) -> None:
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
-    """Raise UnsupportedTensor unless a tensor's elements fill one run of CPU memory, in whatever order."""
+    """Raise UnsupportedTensor unless a tensor's elements fill one run of CPU memory, in whatever
+    order.
+    """
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise UnsupportedTensor(
             f"{name} is {tensor.layout} on {tensor.device}; split optimizers take dense CPU tensors"
         )
     if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
         raise UnsupportedTensor(
-            f"{name} does not fill its memory (strides {tensor.stride()}): it is a slice or a view of something larger; "
-            "call .contiguous() first, of a parameter p.data = p.data.contiguous()"
+            f"{name} does not fill its memory (strides {tensor.stride()}): it is a slice or a view"
+            " of something larger; call .contiguous() first, of a parameter p.data ="
+            " p.data.contiguous()"
         )
     if tensor.is_neg():
         raise UnsupportedTensor(
@@ -48,10 +53,12 @@ def check_dense(tensor: Tensor, name: str) -> None:
 
 
 def new_state(like: Tensor, dtype: torch.dtype, number: int, value: float = 0.0) -> Tensor:
-    """Return a tensor of one value, with the shape and strides of `like`, that an update reads beside it.
+    """Return a tensor of one value, with the shape and strides of `like`, that an update reads
+    beside it.
 
-    It begins `number` times some hundred bytes into its memory: large tensors all begin at the same place of a 4 KB page,
-    and tensors that stay a multiple of 4 KB apart get in each other's way in the first-level cache.
+    It begins `number` times some hundred bytes into its memory: large tensors all begin at the same
+    place of a 4 KB page, and tensors that stay a multiple of 4 KB apart get in each other's way in
+    the first-level cache.
     """
     offset = (number * SHIFT_NBYTES % PAGE_NBYTES) // dtype.itemsize
     memory = torch.full((offset + like.numel(),), value, dtype=dtype)
@@ -68,8 +75,8 @@ def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor
 
     Args:
         weight: any shape, float32, dense, CPU.
-        rounding: "truncate": the top is the first 16 bits as they are; "nearest": it is `weight` rounded to bfloat16,
-            halves away from zero. The trail is the last 16 bits in both.
+        rounding: "truncate": the top is the first 16 bits as they are; "nearest": it is `weight`
+            rounded to bfloat16, halves away from zero. The trail is the last 16 bits in both.
 
     Returns:
         top bfloat16 and trail int16, both in `weight`'s shape and strides.
@@ -82,7 +89,10 @@ def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor
     check_dense(weight, "weight")
     if weight.dtype != torch.float32:
         raise UnsupportedTensor(f"weight is {weight.dtype}; split takes float32")
-    top, trail = torch.empty_like(weight, dtype=torch.bfloat16), torch.empty_like(weight, dtype=torch.int16)
+    top, trail = (
+        torch.empty_like(weight, dtype=torch.bfloat16),
+        torch.empty_like(weight, dtype=torch.int16),
+    )
     _split(weight, rounding, top, trail)
     return top, trail
 
@@ -92,7 +102,8 @@ def _split(weight: Tensor, rounding: str, top: Tensor, trail: Tensor) -> None:
 
 
 def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
-    """Return the fp32 numbers that `split` was given: every bit, but for signalling NaNs under "nearest" (now quiet).
+    """Return the fp32 numbers that `split` was given: every bit, but for signalling NaNs under
+    "nearest" (now quiet).
 
     Args:
         top: bfloat16, dense, CPU.
@@ -106,7 +117,9 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
     check_rounding(rounding)
     check_dense(top, "top")
     if top.dtype != torch.bfloat16 or trail.dtype != torch.int16:
-        raise UnsupportedTensor(f"top is {top.dtype} and trail {trail.dtype}; join takes bfloat16 and int16")
+        raise UnsupportedTensor(
+            f"top is {top.dtype} and trail {trail.dtype}; join takes bfloat16 and int16"
+        )
     if trail.shape != top.shape:
         raise ValueError(f"trail has shape {tuple(trail.shape)}, top {tuple(top.shape)}")
     if trail.stride() != top.stride():
@@ -117,15 +130,19 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
 
 
 def checksum(top: Tensor) -> int:
-    """Return a CRC-32C of a top's bytes in memory order: what a trail is checked against when it comes from elsewhere."""
+    """Return a CRC-32C of a top's bytes in memory order: what a trail is checked against when it
+    comes from elsewhere.
+    """
     flat = top.detach().as_strided((top.numel(),), (1,))
     return HOST.crc32c(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 
 class SplitParameters:
-    """The parameters of a model after `split_parameters`: iterate over it, or pass it to a split optimizer.
+    """The parameters of a model after `split_parameters`: iterate over it, or pass it to a split
+    optimizer.
 
-    The trails wait here until an optimizer that is given the parameters, in whatever list or groups, adopts them.
+    The trails wait here until an optimizer that is given the parameters, in whatever list or
+    groups, adopts them.
 
     Attributes:
         rounding: how tops were made.
@@ -143,7 +160,9 @@ class SplitParameters:
         return len(self._named)
 
     def __repr__(self) -> str:
-        return f"<SplitParameters: {len(self)} tensors, {len(self._waiting)} trails not adopted yet>"
+        return (
+            f"<SplitParameters: {len(self)} tensors, {len(self._waiting)} trails not adopted yet>"
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return (name, parameter) pairs, for parameter groups by name."""
@@ -163,7 +182,9 @@ class _Waiting:
 
 
 _waiting: MutableMapping[nn.Parameter, _Waiting] = WeakIdKeyDictionary()
-_owners: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()  # optimizers that adopted trails
+_owners: MutableMapping[nn.Parameter, weakref.ref[Any]] = (
+    WeakIdKeyDictionary()
+)  # optimizers that adopted trails
 
 
 def wait(parameter: nn.Parameter, trail: Tensor, checksum: int, rounding: str) -> None:
@@ -175,9 +196,13 @@ def wait(parameter: nn.Parameter, trail: Tensor, checksum: int, rounding: str) -
 
 
 def waiting_trail(parameter: nn.Parameter) -> tuple[Tensor, int, SplitParameters] | None:
-    """Return the trail that waits for a parameter, and the checksum of the top that it belongs to."""
+    """Return the trail that waits for a parameter, and the checksum of the top that it belongs
+    to.
+    """
     found = _waiting.get(parameter)
-    return None if found is None else (found.family._waiting[found.name], found.checksum, found.family)
+    return (
+        None if found is None else (found.family._waiting[found.name], found.checksum, found.family)
+    )
 
 
 def adopt(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
@@ -190,13 +215,18 @@ def adopt(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def check_free(parameter: Tensor, name: str) -> None:
-    """Raise ValueError if another optimizer has adopted a parameter's trail; warn if one had it and is gone."""
+    """Raise ValueError if another optimizer has adopted a parameter's trail; warn if one had it
+    and is gone.
+    """
     if not isinstance(parameter, nn.Parameter) or parameter not in _owners or parameter in _waiting:
         return
     if _owners[parameter]() is not None:
-        raise ValueError(f"the trail of {name} belongs to another optimizer: call its release() first")
+        raise ValueError(
+            f"the trail of {name} belongs to another optimizer: call its release() first"
+        )
     warnings.warn(
-        f"the optimizer that had the trail of {name} is gone, and 16 bits of each weight with it: release() keeps them",
+        f"the optimizer that had the trail of {name} is gone, and 16 bits of each weight with it:"
+        " release() keeps them",
         stacklevel=4,
     )
     del _owners[parameter]
@@ -216,15 +246,16 @@ def split_parameters(
 ) -> SplitParameters:
     """Turn a model's fp32 parameters into bf16 in place; the 16 bits that do not fit become trails.
 
-    Call it before the optimizer and before DistributedDataParallel. Buffers are left alone, and so are parameters that
-    are bf16 already (their trail starts at zero). Tied parameters stay tied.
+    Call it before the optimizer and before DistributedDataParallel. Buffers are left alone, and so
+    are parameters that are bf16 already (their trail starts at zero). Tied parameters stay tied.
 
     Args:
         model: float32 or bfloat16 parameters on the CPU.
-        predicate: predicate(name, parameter) says which fp32 parameters to split; the others stay fp32. All by default;
-            layers that want fp32 inputs (norms in fp32, say) are kept out with it.
-        rounding: "truncate": the model sees the first 16 bits of each weight; "nearest": the weight rounded to bfloat16
-            (halves away from zero). Both keep all 32 bits.
+        predicate: predicate(name, parameter) says which fp32 parameters to split; the others stay
+            fp32. All by default; layers that want fp32 inputs (norms in fp32, say) are kept out
+            with it.
+        rounding: "truncate": the model sees the first 16 bits of each weight; "nearest": the weight
+            rounded to bfloat16 (halves away from zero). Both keep all 32 bits.
 
     Returns:
         The parameters, split or not, as an optimizer takes them.
@@ -240,13 +271,16 @@ def split_parameters(
     check_rounding(rounding)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(
-            "split_parameters must come before DistributedDataParallel, which fixes the dtype of its buckets"
+            "split_parameters must come before DistributedDataParallel, which fixes the dtype of"
+            " its buckets"
         )
     named = list(model.named_parameters())
     for name, parameter in named:
         check_parameter(parameter, f"parameter {name!r}")
         if parameter in _waiting:
-            raise ValueError(f"parameter {name!r} is split already and its trail waits for an optimizer")
+            raise ValueError(
+                f"parameter {name!r} is split already and its trail waits for an optimizer"
+            )
     family = SplitParameters(named, rounding)
     for name, parameter in named:
         if parameter.dtype == torch.float32 and (predicate is None or predicate(name, parameter)):
@@ -265,21 +299,29 @@ def check_parameter(parameter: Tensor, name: str) -> None:
     """Raise UnsupportedTensor unless a split optimizer can train it."""
     if parameter.dtype not in (torch.float32, torch.bfloat16):
         raise UnsupportedTensor(
-            f"{name} is {parameter.dtype}; split optimizers take float32 and bfloat16 (load or keep the model in float32)"
+            f"{name} is {parameter.dtype}; split optimizers take float32 and bfloat16 (load or keep"
+            " the model in float32)"
         )
     if type(parameter.detach()) is not Tensor:
-        raise UnsupportedTensor(f"{name} is a {type(parameter.detach()).__name__}; split optimizers take plain tensors")
+        raise UnsupportedTensor(
+            f"{name} is a {type(parameter.detach()).__name__}; split optimizers take plain tensors"
+        )
     check_dense(parameter.detach(), name)
 
 
 def _owner_of(value: Any, optimizers: Any, name: str) -> Any:
-    """Return the optimizer that has a parameter's trail; None for what is not split. ValueError if nobody has it."""
+    """Return the optimizer that has a parameter's trail; None for what is not split. ValueError
+    if nobody has it.
+    """
     if not isinstance(value, nn.Parameter) or value.dtype != torch.bfloat16:
         return None
     for optimizer in optimizers if isinstance(optimizers, Sequence) else [optimizers]:
         if optimizer.trail(value) is not None:
             return optimizer
-    raise ValueError(f"{name!r} is bfloat16 and not in this optimizer: pass a list of all optimizers of the model")
+    raise ValueError(
+        f"{name!r} is bfloat16 and not in this optimizer: pass a list of all optimizers of the"
+        " model"
+    )
 
 
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
@@ -290,8 +332,9 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
         optimizer: the split optimizer that trains it, or a sequence of them.
 
     Returns:
-        A dictionary that a plain fp32 model loads; joined weights are new tensors, everything else is shared with the
-        model as in ``model.state_dict()``. Tied weights are one tensor under each of their names.
+        A dictionary that a plain fp32 model loads; joined weights are new tensors, everything else
+        is shared with the model as in ``model.state_dict()``. Tied weights are one tensor under
+        each of their names.
 
     Raises:
         ValueError: a bfloat16 parameter that none of the optimizers has.
@@ -314,16 +357,25 @@ def load_fp32_state_dict(model: nn.Module, optimizer: Any, state: Mapping[str, A
 
     Args:
         model: what the optimizer trains.
-        optimizer: the split optimizer that trains it, or a sequence of them; momentum and other state stay as they are.
+        optimizer: the split optimizer that trains it, or a sequence of them; momentum and other
+            state stay as they are.
         state: what ``state_dict()`` of the fp32 model, or `fp32_state_dict`, returned.
 
     Raises:
-        ValueError: missing or unexpected names, other shapes or dtypes, a bfloat16 parameter that none of the optimizers
-            has; nothing is changed then.
+        ValueError: missing or unexpected names, other shapes or dtypes, a bfloat16 parameter that
+            none of the optimizers has; nothing is changed then.
     """
     own = model.state_dict(keep_vars=True)
-    owners = {name: o for name, value in own.items() for o in [_owner_of(value, optimizer, name)] if o is not None}
-    for what, names in (("misses", own.keys() - state.keys()), ("has unexpected", state.keys() - own.keys())):
+    owners = {
+        name: o
+        for name, value in own.items()
+        for o in [_owner_of(value, optimizer, name)]
+        if o is not None
+    }
+    for what, names in (
+        ("misses", own.keys() - state.keys()),
+        ("has unexpected", state.keys() - own.keys()),
+    ):
         if names:
             raise ValueError(f"this checkpoint {what} {min(names)!r}")
     for name, value in own.items():
@@ -331,9 +383,14 @@ def load_fp32_state_dict(model: nn.Module, optimizer: Any, state: Mapping[str, A
         if isinstance(value, Tensor):
             if not isinstance(given, Tensor) or given.shape != value.shape:
                 shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-                raise ValueError(f"{name!r} has shape {shape} in this checkpoint, {tuple(value.shape)} in the model")
+                raise ValueError(
+                    f"{name!r} has shape {shape} in this checkpoint, {tuple(value.shape)} in the"
+                    " model"
+                )
             if given.is_floating_point() != value.is_floating_point() or given.is_complex():
-                raise ValueError(f"{name!r} is {given.dtype} in this checkpoint, {value.dtype} in the model")
+                raise ValueError(
+                    f"{name!r} is {given.dtype} in this checkpoint, {value.dtype} in the model"
+                )
     rest = {}
     for name, value in own.items():
         if name in owners:

@@ -1,8 +1,9 @@
-"""The record by which ranks see, before the first byte moves, that they are about to do the same thing.
+"""The record by which ranks see, before the first byte moves, that they are about to do the same
+thing.
 
-A record is `SLOTS` u64, whatever is compared: integers as they are, everything else as a 64-bit hash of
-its text. So ranks that call different things compare records of one size. The values themselves stay on
-the rank, as words for the error message.
+A record is `SLOTS` u64, whatever is compared: integers as they are, everything else as a 64-bit
+hash of its text. So ranks that call different things compare records of one size. The values
+themselves stay on the rank, as words for the error message.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ Words = Mapping[str, object]
 
 
 class Record:
-    """What a rank is about to do: a value for each field, compared by `packed`, and in words for people.
+    """What a rank is about to do: a value for each field, compared by `packed`, and in words for
+    people.
 
     Args:
         values: by field; a field of `FIELDS` without a value is 0. An int is compared as it is.
         words: what a message says of a field, where its value says less: a text, or a function that
             returns one.
-        call: what every rank has to call, for a record with fields of its own: "" for those of `FIELDS`.
+        call: what every rank has to call, for a record with fields of its own: "" for those of
+            `FIELDS`.
 
     Attributes:
         fields: names by slot.
@@ -63,13 +66,25 @@ class Record:
         ValueError: more fields than slots, or one that is not in `FIELDS`.
     """
 
-    def __init__(self, values: Mapping[str, object], words: Words | None = None, *, call: str = "") -> None:
-        self.fields = ("wire_version", "call", *(f for f in values if f != "wire_version")) if call else FIELDS
+    def __init__(
+        self, values: Mapping[str, object], words: Words | None = None, *, call: str = ""
+    ) -> None:
+        self.fields = (
+            ("wire_version", "call", *(f for f in values if f != "wire_version"))
+            if call
+            else FIELDS
+        )
         unknown = values.keys() - set(self.fields)
         if unknown or len(self.fields) > SLOTS:
-            raise ValueError(f"fields {sorted(unknown)} are unknown, or more than {SLOTS}: {self.fields}")
+            raise ValueError(
+                f"fields {sorted(unknown)} are unknown, or more than {SLOTS}: {self.fields}"
+            )
         self._values = {"call": (call, self.fields) if call else 0, **values}
-        self._words = {"call": call or "an exchange of gradients", "optimizer": "none", **(words or {})}
+        self._words = {
+            "call": call or "an exchange of gradients",
+            "optimizer": "none",
+            **(words or {}),
+        }
         numbers = [_number(self._values.get(field, 0)) for field in self.fields]
         self.packed = _RECORD.pack(*numbers, *[0] * (SLOTS - len(numbers)))
 
@@ -80,8 +95,11 @@ class Record:
         return word if isinstance(word, str) else repr(word)
 
 
-def difference(records: Sequence[bytes], ignored: int | None = None) -> tuple[int | None, int] | None:
-    """Return (slot, rank) of the first slot in which ranks differ and the first rank that differs from rank 0.
+def difference(
+    records: Sequence[bytes], ignored: int | None = None
+) -> tuple[int | None, int] | None:
+    """Return (slot, rank) of the first slot in which ranks differ and the first rank that differs
+    from rank 0.
 
     Args:
         records: every rank's, in rank order.
@@ -110,7 +128,10 @@ def apart(one: str, other: str) -> tuple[str, str]:
     """Return two texts, cut to the part where they differ if they are long."""
     if max(len(one), len(other)) <= WORD_NUMEL:
         return one, other
-    same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    same = next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
     first = max(0, same - _BEFORE_NUMEL)
     return _cut(one, first), _cut(other, first)
 

@@ -1,8 +1,10 @@
-"""Forms: how values stand in a payload. `FORMS` is the one table of codec numbers, names, bits and scales.
+"""Forms: how values stand in a payload. `FORMS` is the one table of codec numbers, names, bits and
+scales.
 
-Where codes stand is arithmetic on numbers of elements, never something that is read: a form says how many bytes the codes of a
-run of elements fill, and at which elements its codes can be cut. A new form is one entry here: headers, exchanges, the server,
-the planner and the benchmarks read it. C finds the kernels of a form by the name of its `kernel` (``gc_NAME_encode``,
+Where codes stand is arithmetic on numbers of elements, never something that is read: a form says
+how many bytes the codes of a run of elements fill, and at which elements its codes can be cut. A
+new form is one entry here: headers, exchanges, the server, the planner and the benchmarks read it.
+C finds the kernels of a form by the name of its `kernel` (``gc_NAME_encode``,
 ``gc_NAME_sum_decode``, ``gc_NAME_validate``, ``GC_FROM_NAME``).
 """
 
@@ -31,7 +33,8 @@ class Form:
         signed_scales: whether a scale may be negative.
         kernel: name of the kernels that read and write it.
         unit_numel: codes can be cut at multiples of so many elements of a parameter.
-        group_numel: elements of a scale group, where the form has groups of its own; None: the codec says.
+        group_numel: elements of a scale group, where the form has groups of its own; None: the
+            codec says.
     """
 
     code: int
@@ -44,7 +47,8 @@ class Form:
     group_numel: int | None = None
 
     def code_nbytes(self, first: Count, last: Count) -> Count:
-        """Return the bytes that the codes of elements [first, last) of a parameter fill, as a piece of their own.
+        """Return the bytes that the codes of elements [first, last) of a parameter fill, as a piece
+        of their own.
 
         For a piece that is cut at a multiple of `unit_numel` they add up to those of the whole.
         """
@@ -61,22 +65,30 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class TopKForm(Form):
-    """One element in 64 of every block of `unit_numel`: a byte for where it stands, two bits for its value.
+    """One element in 64 of every block of `unit_numel`: a byte for where it stands, two bits for
+    its value.
 
     Blocks are counted from a parameter's first element and cut to their piece.
     """
 
     def code_nbytes(self, first: Count, last: Count) -> Count:
         unit = self.unit_numel
-        up, down = -(-first // unit), last // unit  # bounds of blocks at or after `first`, at or before `last`
+        up, down = (
+            -(-first // unit),
+            last // unit,
+        )  # bounds of blocks at or after `first`, at or before `last`
         inside = up > down  # of one block
         whole = 1 - inside
         cut = _kept_nbytes((up * unit - first) * whole) + _kept_nbytes((last - down * unit) * whole)
-        nbytes: Count = cut + _kept_nbytes((last - first) * inside) + (down - up) * whole * _kept_nbytes(unit)
+        nbytes: Count = (
+            cut + _kept_nbytes((last - first) * inside) + (down - up) * whole * _kept_nbytes(unit)
+        )
         return nbytes
 
     def most_numel(self, nbytes: int) -> int:
-        return nbytes * 256 // 5  # 4 elements kept of 256 take 4 bytes and 1, and no block has fewer for its bytes
+        return (
+            nbytes * 256 // 5
+        )  # 4 elements kept of 256 take 4 bytes and 1, and no block has fewer for its bytes
 
 
 def _kept_nbytes(numel: Count) -> Count:
@@ -85,10 +97,14 @@ def _kept_nbytes(numel: Count) -> Count:
     return kept + (kept + 3) // 4
 
 
-PLAIN = Form(1, "identity", bits=32, scales_per_group=0, kernel="values")  # fp32: Identity, small and excluded tensors
+PLAIN = Form(
+    1, "identity", bits=32, scales_per_group=0, kernel="values"
+)  # fp32: Identity, small and excluded tensors
 TERNARY = Form(2, "ternary", bits=2, scales_per_group=1, kernel="ternary")
 ONEBIT = Form(3, "onebit", bits=1, scales_per_group=2, signed_scales=True, kernel="onebit")
-LANES = Form(4, "lanes", bits=0, scales_per_group=1, kernel="lanes")  # integer sums; their bits depend on the ranks
+LANES = Form(
+    4, "lanes", bits=0, scales_per_group=1, kernel="lanes"
+)  # integer sums; their bits depend on the ranks
 BFLOAT16 = Form(5, "bfloat16", bits=16, scales_per_group=0, kernel="values")
 BLOCKS = {  # by their bits
     2: Form(6, "block2", bits=2, scales_per_group=1, kernel="block"),
@@ -96,13 +112,19 @@ BLOCKS = {  # by their bits
     8: Form(8, "block8", bits=8, scales_per_group=1, kernel="block"),
 }
 
-TOPK = TopKForm(9, "topk", bits=0, scales_per_group=2, kernel="topk", unit_numel=4096, group_numel=32768)
+TOPK = TopKForm(
+    9, "topk", bits=0, scales_per_group=2, kernel="topk", unit_numel=4096, group_numel=32768
+)
 
-FORMS = {form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16, *BLOCKS.values(), TOPK)}
+FORMS = {
+    form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16, *BLOCKS.values(), TOPK)
+}
 
 
 def lanes_form(world_size: int) -> Form:
-    """Return the form of exact sums of `world_size` ternary codes: ceil(log2(2N + 1)) bits an element."""
+    """Return the form of exact sums of `world_size` ternary codes: ceil(log2(2N + 1)) bits an
+    element.
+    """
     return replace(LANES, bits=(2 * world_size).bit_length())
 
 

@@ -1,7 +1,8 @@
 """Where everything stands in one payload, and how a bucket's payload is cut into messages.
 
-Arithmetic on sizes, done once per bucket layout: where the scales and codes of each piece stand, and the segment tables that
-kernels walk. It is a function of (parameter, world size) and never of bucket boundaries, so bucket rebuilds change no bit.
+Arithmetic on sizes, done once per bucket layout: where the scales and codes of each piece stand,
+and the segment tables that kernels walk. It is a function of (parameter, world size) and never of
+bucket boundaries, so bucket rebuilds change no bit.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class PayloadLayout:
     Args:
         form: form of the compressed pieces; the others are fp32 (`PLAIN`).
         pieces: in the order in which they stand in the payload.
-        segmented: False only for a payload of exactly one compressed whole tensor (or one plain one).
-        whole_groups: never split a scale group over two rows (1-bit encoding needs a group at once).
+        segmented: False only for a payload of exactly one compressed whole tensor (or one plain
+            one).
+        whole_groups: never split a scale group over two rows (1-bit encoding needs a group at
+            once).
 
     Attributes:
         packed, plain: segment tables of the compressed and of the fp32 pieces.
@@ -45,7 +48,12 @@ class PayloadLayout:
     """
 
     def __init__(
-        self, form: Form, pieces: Sequence[Piece], *, segmented: bool = True, whole_groups: bool = False
+        self,
+        form: Form,
+        pieces: Sequence[Piece],
+        *,
+        segmented: bool = True,
+        whole_groups: bool = False,
     ) -> None:
         self.form = form
         self.pieces = list(pieces)
@@ -62,7 +70,9 @@ class PayloadLayout:
             scales += 4 * form.scales_per_group * count
             codes += self.form_of(piece).code_nbytes(piece.start, piece.start + piece.numel)
         self.nbytes = codes
-        self.group_numel = 0 if segmented else (self.pieces[0].slot.group_numel if self.pieces else 1)
+        self.group_numel = (
+            0 if segmented else (self.pieces[0].slot.group_numel if self.pieces else 1)
+        )
         self._whole_groups = whole_groups
 
     def form_of(self, piece: Piece) -> Form:
@@ -84,13 +94,17 @@ class PayloadLayout:
         for piece in self.pieces:
             if piece.slot.compressed and piece.numel:
                 size, end = piece.slot.group_numel, piece.start + piece.numel
-                inner = np.arange(piece.start // size + 1, piece.start // size + piece.group_count, dtype=np.int64)
+                inner = np.arange(
+                    piece.start // size + 1, piece.start // size + piece.group_count, dtype=np.int64
+                )
                 parts.append(np.diff(np.concatenate(([piece.start], inner * size, [end]))))
         return np.concatenate(parts).astype(np.uint32)
 
     @cached_property
     def group_blocks(self) -> NDArray[np.uint64]:
-        """First entry of every group in the table of block sums, and the table's length at the end."""
+        """First entry of every group in the table of block sums, and the table's length at the
+        end.
+        """
         blocks = -(-self.group_numels.astype(np.int64) // BLOCK_NUMEL)
         return np.concatenate(([0], np.cumsum(blocks))).astype(np.uint64)
 
@@ -132,7 +146,8 @@ class PayloadLayout:
 def _cuts(piece: Piece, whole_groups: bool) -> list[int]:
     """Return where to cut a piece into rows of about CHUNK_NUMEL, first and last element included.
 
-    Cuts are multiples of 8 elements; inside a group they are multiples of BLOCK_NUMEL from the group's (cut) start.
+    Cuts are multiples of 8 elements; inside a group they are multiples of BLOCK_NUMEL from the
+    group's (cut) start.
     """
     start, end, size = piece.start, piece.start + piece.numel, piece.slot.group_numel
     one_group = piece.group_count == 1
@@ -151,7 +166,9 @@ def _cuts(piece: Piece, whole_groups: bool) -> list[int]:
 
 
 def joined_tables(layouts: Sequence[PayloadLayout], stride: int) -> tuple[Table, Table]:
-    """Return the segment tables (compressed, fp32) of payloads that begin every `stride` bytes, as if they were one."""
+    """Return the segment tables (compressed, fp32) of payloads that begin every `stride` bytes,
+    as if they were one.
+    """
 
     def join(tables: Sequence[Table]) -> Table:
         rows = []
@@ -165,8 +182,12 @@ def joined_tables(layouts: Sequence[PayloadLayout], stride: int) -> tuple[Table,
     return join([one.packed for one in layouts]), join([one.plain for one in layouts])
 
 
-def message_copies(source: PayloadLayout, messages: Sequence[PayloadLayout], offsets: Sequence[int]) -> CopyTable:
-    """Return how one encoded bucket is cut into the messages of a reduce_scatter, which begin at `offsets`."""
+def message_copies(
+    source: PayloadLayout, messages: Sequence[PayloadLayout], offsets: Sequence[int]
+) -> CopyTable:
+    """Return how one encoded bucket is cut into the messages of a reduce_scatter, which begin at
+    `offsets`.
+    """
     by_slot = {p.slot.index: n for n, p in enumerate(source.pieces)}
     rows = []
     for message, base in zip(messages, offsets, strict=True):
@@ -194,7 +215,9 @@ def message_copies(source: PayloadLayout, messages: Sequence[PayloadLayout], off
 
 
 def layout_digest(slots: Iterable[Slot], dtype: str, shards: Sequence[object] = ()) -> int:
-    """Return a 64-bit hash of what every rank must agree on about a bucket; `shards`: each slot's shape and place."""
+    """Return a 64-bit hash of what every rank must agree on about a bucket; `shards`: each
+    slot's shape and place.
+    """
     text = repr([(s.index, s.numel, s.group_numel, s.compressed, s.offset) for s in slots]) + dtype
     text += repr(shards)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,7 +1,9 @@
-"""In which order a tensor's elements stand in memory: that is what "element i" of a gradient means, here and on the wire.
+"""In which order a tensor's elements stand in memory: that is what "element i" of a gradient means,
+here and on the wire.
 
-Gradients are encoded as they lie in DDP's buckets, which follow the strides of a parameter that fills its memory (row-major,
-channels-last, transposed); those of any other tensor, a slice say, lie row-major.
+Gradients are encoded as they lie in DDP's buckets, which follow the strides of a parameter that
+fills its memory (row-major, channels-last, transposed); those of any other tensor, a slice say, lie
+row-major.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from torch import Tensor
 
 
 def storage_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return a tensor's dimensions from the outermost in memory to the innermost; () where its elements lie row-major.
+    """Return a tensor's dimensions from the outermost in memory to the innermost; () where its
+    elements lie row-major.
 
     Dimensions of one element have no place in memory: the first stays the first, others come last.
     """
-    dims = sorted(range(len(shape)), key=lambda d: (shape[d] == 1 and d > 0, shape[d] != 1, -strides[d]))
+    dims = sorted(
+        range(len(shape)), key=lambda d: (shape[d] == 1 and d > 0, shape[d] != 1, -strides[d])
+    )
     wide = [d for d in dims if shape[d] != 1]
     inner = [math.prod(shape[d] for d in wide[n + 1 :]) for n in range(len(wide))]
     fills = all(strides[d] == stride for d, stride in zip(wide, inner, strict=True))
@@ -25,13 +30,17 @@ def storage_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
 
 
 def storage_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape with its dimensions in `storage_order`: groups of elements are cut along the first."""
+    """Return a tensor's shape with its dimensions in `storage_order`: groups of elements are cut
+    along the first.
+    """
     shape = tuple(tensor.shape)
     return tuple(shape[d] for d in storage_order(shape, tensor.stride())) or shape
 
 
 def storage_view(flat: Tensor, like: Tensor) -> Tensor:
-    """Return `flat`, ``(numel,)`` in the `storage_order` of `like`, as a tensor of that shape, in the same memory."""
+    """Return `flat`, ``(numel,)`` in the `storage_order` of `like`, as a tensor of that shape,
+    in the same memory.
+    """
     if storage_order(like.shape, like.stride()):
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
     return flat.view(like.shape)

@@ -1,6 +1,8 @@
-"""Who owns which elements of a parameter: what a rank averages in a reduce_scatter, and whose states it keeps.
+"""Who owns which elements of a parameter: what a rank averages in a reduce_scatter, and whose
+states it keeps.
 
-Ownership is a function of (parameter, world size) and never of bucket boundaries, so bucket rebuilds change no owner.
+Ownership is a function of (parameter, world size) and never of bucket boundaries, so bucket
+rebuilds change no owner.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from numpy.typing import NDArray
 
 from gradcomp.payload.pieces import Piece, Slot
 
-UNIT_NUMEL = 8  # bounds are multiples of this, so that codes of whole bits begin on a byte wherever a piece begins
+# bounds are multiples of this, so that codes of whole bits begin on a byte wherever a piece begins
+UNIT_NUMEL = 8
 
 
 class Ownership(Protocol):
@@ -31,10 +34,14 @@ class Ownership(Protocol):
         """Return how many elements of such a parameter `rank` owns."""
 
     def starts(self, numel: int) -> NDArray[np.int64]:
-        """Return the first element that each rank owns, and `numel` at the end: ``(world_size + 1,)``."""
+        """Return the first element that each rank owns, and `numel` at the end: ``(world_size +
+        1,)``.
+        """
 
     def pieces(self, slots: Iterable[Slot], rank: int) -> list[Piece]:
-        """Return what `rank` owns of slots, in bucket coordinates; pieces without elements are left out."""
+        """Return what `rank` owns of slots, in bucket coordinates; pieces without elements are
+        left out.
+        """
 
     def __hash__(self) -> int:
         """Equal ownerships are one key of what is kept between calls."""
@@ -42,7 +49,9 @@ class Ownership(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ByElements:
-    """Rank k owns elements [k * n / N, (k + 1) * n / N) of each parameter, rounded down to multiples of 8."""
+    """Rank k owns elements [k * n / N, (k + 1) * n / N) of each parameter, rounded down to
+    multiples of 8.
+    """
 
     world_size: int
 
@@ -67,7 +76,15 @@ class ByElements:
         for slot in slots:
             first, last = self.bounds(slot.numel, rank)
             if last > first:
-                pieces.append(Piece(slot, slot.start + first, last - first, slot.offset + first, slot.residual + first))
+                pieces.append(
+                    Piece(
+                        slot,
+                        slot.start + first,
+                        last - first,
+                        slot.offset + first,
+                        slot.residual + first,
+                    )
+                )
         return pieces
 
 

@@ -1,4 +1,6 @@
-"""A model's parameters as an exchange sees them: how each gradient travels, and which ones share a bucket."""
+"""A model's parameters as an exchange sees them: how each gradient travels, and which ones share
+a bucket.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ import numpy as np
 from gradcomp.payload.form import Form
 
 MIN_NUMEL = 1024  # by default tensors with fewer elements, and vectors of any size, travel as fp32
-Exempts = str | Callable[[str, tuple[int, ...]], bool]  # a name, a pattern, a preset; or what tells by name and shape
-# What libraries call these layers, as a whole component of a parameter's name: norm1, ln_f, LayerNorm, bn2; wte, tok_embeddings,
-# position; lm_head, classifier, fc.
+Exempts = (
+    str | Callable[[str, tuple[int, ...]], bool]
+)  # a name, a pattern, a preset; or what tells by name and shape
+# What libraries call these layers, as a whole component of a parameter's name: norm1, ln_f,
+# LayerNorm, bn2; wte, tok_embeddings, position; lm_head, classifier, fc.
 PRESETS = {
     "norm": re.compile(r"\w*norm\w*|ln|ln_\w+|bn\d*", re.IGNORECASE),
     "embedding": re.compile(r"\w*embed\w*|w[tp]e|position\w*", re.IGNORECASE),
@@ -26,7 +30,9 @@ THIN_GROUP_NUMEL = 16  # elements of a group under which a scale costs two bits 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a model: position in ``named_parameters()``, name, shape, and how its gradient travels."""
+    """A parameter of a model: position in ``named_parameters()``, name, shape, and how its
+    gradient travels.
+    """
 
     index: int
     name: str
@@ -42,13 +48,15 @@ def describe_parameters(
     min_numel: int | None,
     exclude: Sequence[Exempts],
 ) -> list[Parameter]:
-    """Return how each parameter travels: compressed, or as fp32 if it is small, a vector or excluded.
+    """Return how each parameter travels: compressed, or as fp32 if it is small, a vector or
+    excluded.
 
     Args:
         shapes: (name, shape) pairs in the order of ``named_parameters()``.
         group_numel: elements of a scale group of a parameter of some shape.
         min_numel: smaller tensors travel as fp32; None: those below `MIN_NUMEL`, and all vectors.
-        exclude: of tensors that travel as fp32: names, shell patterns, keys of `PRESETS`, functions of name and shape.
+        exclude: of tensors that travel as fp32: names, shell patterns, keys of `PRESETS`, functions
+            of name and shape.
 
     Raises:
         ValueError: an `exclude` entry that matches no parameter.
@@ -83,20 +91,26 @@ def warn_of_thin_groups(parameters: Iterable[Parameter], form: Form) -> None:
         parameters: as `describe_parameters` returns them.
         form: of the codec, which has chosen the groups.
     """
-    thin = [p for p in parameters if p.compressed and p.group_numel < min(THIN_GROUP_NUMEL, p.numel)]
+    thin = [
+        p for p in parameters if p.compressed and p.group_numel < min(THIN_GROUP_NUMEL, p.numel)
+    ]
     if not (thin and form.scales_per_group):
         return
     worst = min(thin, key=lambda p: p.group_numel)
     bits = form.bits + 32 * form.scales_per_group / worst.group_numel
     warnings.warn(
-        f"{len(thin)} of the compressed tensors have scale groups of fewer than {THIN_GROUP_NUMEL} elements: {worst.name!r} "
-        f"has {worst.group_numel} and costs {bits:.1f} bits a value; use group='tensor', a larger group= or exclude= for it",
+        f"{len(thin)} of the compressed tensors have scale groups of fewer than {THIN_GROUP_NUMEL}"
+        f" elements: {worst.name!r} has {worst.group_numel} and costs {bits:.1f} bits a value; use"
+        " group='tensor', a larger group= or exclude= for it",
         stacklevel=5,
     )
 
 
-def assign_buckets(nbytes: Sequence[int], cap_nbytes: int, first_cap_nbytes: int | None = None) -> list[list[int]]:
-    """Share tensors out over buckets, last tensor first, as torch's reducer does once it has seen a backward.
+def assign_buckets(
+    nbytes: Sequence[int], cap_nbytes: int, first_cap_nbytes: int | None = None
+) -> list[list[int]]:
+    """Share tensors out over buckets, last tensor first, as torch's reducer does once it has seen a
+    backward.
 
     Args:
         nbytes: of each tensor, in the order of the forward pass.

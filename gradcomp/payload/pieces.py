@@ -32,7 +32,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, start + numel) of a parameter, lying at `data` in a flat tensor and at `residual` in a plane."""
+    """Elements [start, start + numel) of a parameter, lying at `data` in a flat tensor and at
+    `residual` in a plane.
+    """
 
     slot: Slot
     start: int
@@ -59,7 +61,9 @@ class Shard(NamedTuple):
     numel: int
 
 
-def shard_pieces(pieces: Sequence[Piece], residuals: Sequence[int], *, plain_only: bool = False) -> Shard:
+def shard_pieces(
+    pieces: Sequence[Piece], residuals: Sequence[int], *, plain_only: bool = False
+) -> Shard:
     """Return pieces laid side by side, each at a multiple of 16 elements.
 
     With `plain_only` the compressed pieces take no room there (their averages never stand in fp32).

@@ -1,7 +1,8 @@
-"""Names the random draws of one encoding: (seed, rank, step, parameter, stream) -> Philox4x32-10 key and counter.
+"""Names the random draws of one encoding: (seed, rank, step, parameter, stream) -> Philox4x32-10
+key and counter.
 
-Draws are a pure function of these five numbers and of the element, never of threads, tiers, buckets or transports. The
-generator itself lives in C and, to be read, in `gradcomp.reference`.
+Draws are a pure function of these five numbers and of the element, never of threads, tiers, buckets
+or transports. The generator itself lives in C and, to be read, in `gradcomp.reference`.
 
 References: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
@@ -28,8 +29,8 @@ class RngKey:
         step: training step, uint32 (a step counter wraps modulo 2**32 before it gets here).
         parameter: position of the parameter in ``named_parameters()``, uint32.
         stream: 0 first phase, 1 second phase, 2 server, 3 inner, 4 to 7 rotations; below 2**31.
-        first: element of the parameter with which the encoded tensor begins, where it is a shard of one: a multiple of 8
-            and of its scale group.
+        first: element of the parameter with which the encoded tensor begins, where it is a shard of
+            one: a multiple of 8 and of its scale group.
 
     Raises:
         ValueError: a number that is not an integer in its range.

@@ -1,4 +1,6 @@
-"""Bytes of payloads as arrays over ranks: what a plan of layouts would say, for thousands of ranks at once."""
+"""Bytes of payloads as arrays over ranks: what a plan of layouts would say, for thousands of
+ranks at once.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from gradcomp.payload.ownership import Ownership
 from gradcomp.payload.parameters import Parameter
 
 
-def owned_nbytes(parameters: Iterable[Parameter], form: Form, ownership: Ownership) -> NDArray[np.int64]:
-    """Return the bytes of a payload of what each rank owns of parameters, header included: ``(world_size,)``."""
+def owned_nbytes(
+    parameters: Iterable[Parameter], form: Form, ownership: Ownership
+) -> NDArray[np.int64]:
+    """Return the bytes of a payload of what each rank owns of parameters, header included:
+    ``(world_size,)``.
+    """
     total = np.full(ownership.world_size, HEADER_NBYTES, np.int64)
     alike = itertools.groupby(sorted((p.numel, p.group_numel, p.compressed) for p in parameters))
     for (numel, group_numel, compressed), same in alike:
-        total += len(list(same)) * _piece_nbytes(numel, group_numel, form if compressed else PLAIN, ownership)
+        total += len(list(same)) * _piece_nbytes(
+            numel, group_numel, form if compressed else PLAIN, ownership
+        )
     return total
 
 
@@ -30,7 +38,9 @@ def owner_starts(numel: int, ownership: Ownership) -> NDArray[np.int64]:
 
 
 @lru_cache(maxsize=4096)
-def _piece_nbytes(numel: int, group_numel: int, form: Form, ownership: Ownership) -> NDArray[np.int64]:
+def _piece_nbytes(
+    numel: int, group_numel: int, form: Form, ownership: Ownership
+) -> NDArray[np.int64]:
     """Return the bytes of scales and codes of each rank's piece of one parameter."""
     starts = owner_starts(numel, ownership)
     first, last = starts[:-1], starts[1:]

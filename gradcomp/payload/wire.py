@@ -1,6 +1,7 @@
 """The 32-byte payload header: writing it, and refusing every header that an encoder did not write.
 
-docs/reference/wire-format.md draws the bytes and lists every rejection; the checks here carry the names it uses.
+docs/reference/wire-format.md draws the bytes and lists every rejection; the checks here carry the
+names it uses.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Header(NamedTuple):
         group_numel: elements of a scale group; 0 = segmented, a layout is needed.
         scale_count: fp32 scales that begin the body.
         step: training step of the sender (modulo 2**32).
-        stream: bits 0 to 7: 0 first phase, 1 second phase, 2 server; bits 8 to 30: the FSDP module's number, 0 elsewhere.
+        stream: bits 0 to 7: 0 first phase, 1 second phase, 2 server; bits 8 to 30: the FSDP
+            module's number, 0 elsewhere.
     """
 
     codec: int
@@ -75,26 +77,33 @@ def seal(payload: Bytes, header: Header) -> None:
 
 
 def parse(payload: Bytes) -> Header:
-    """Return the header of a payload after checking all that can be checked without knowing what was expected.
+    """Return the header of a payload after checking all that can be checked without knowing what
+    was expected.
 
     Args:
         payload: ``(nbytes,)`` uint8, contiguous.
 
     Raises:
-        CorruptPayload: "truncated", "magic", "version", "crc", "codec", "dtype", "flags", "group_numel",
-            "stream".
+        CorruptPayload: "truncated", "magic", "version", "crc", "codec", "dtype", "flags",
+            "group_numel", "stream".
     """
     if payload.size < HEADER_NBYTES:
-        raise CorruptPayload("truncated", f"{payload.size} bytes, a header alone has {HEADER_NBYTES}")
+        raise CorruptPayload(
+            "truncated", f"{payload.size} bytes, a header alone has {HEADER_NBYTES}"
+        )
     magic, version, *rest = _FIELDS.unpack(payload[: _FIELDS.size].tobytes())
     if magic != MAGIC:
-        raise CorruptPayload("magic", f"{magic:#010x} is not {MAGIC:#010x}; these bytes are no gradcomp payload")
+        raise CorruptPayload(
+            "magic", f"{magic:#010x} is not {MAGIC:#010x}; these bytes are no gradcomp payload"
+        )
     if version != VERSION:
         raise CorruptPayload("version", f"wire version {version}, this gradcomp speaks {VERSION}")
     (stored,) = _CRC.unpack(payload[_FIELDS.size : HEADER_NBYTES].tobytes())
     computed = _crc(payload)
     if stored != computed:
-        raise CorruptPayload("crc", f"stored CRC-32C {stored:#010x}, the bytes give {computed:#010x}")
+        raise CorruptPayload(
+            "crc", f"stored CRC-32C {stored:#010x}, the bytes give {computed:#010x}"
+        )
     header = Header(*rest)
     if header.codec not in FORMS:
         raise CorruptPayload("codec", f"unknown codec {header.codec}")
@@ -103,7 +112,9 @@ def parse(payload: Bytes) -> Header:
     if header.flags & ~(FLAG_NONFINITE | FLAG_SEGMENTED):
         raise CorruptPayload("flags", f"unknown flag bits {header.flags:#04x}")
     if header.segmented != (header.group_numel == 0):
-        raise CorruptPayload("group_numel", f"{header.group_numel} with segmented = {header.segmented}")
+        raise CorruptPayload(
+            "group_numel", f"{header.group_numel} with segmented = {header.segmented}"
+        )
     if header.stream >= 2**31:
         raise CorruptPayload("stream", f"{header.stream} is not below 2**31")
     return header

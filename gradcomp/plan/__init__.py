@@ -1,4 +1,5 @@
-"""Does compression pay, and on how many nodes: a cost model, a simulated training step, a recommendation.
+"""Does compression pay, and on how many nodes: a cost model, a simulated training step, a
+recommendation.
 
 ``python -m gradcomp.plan --model vgg16 --link 1gbit --nodes 1:64`` is the same as a program.
 """

@@ -1,7 +1,9 @@
-"""What compression costs in accuracy, as it was measured: one table, which ``codec="auto"``, warnings and the planner read.
+"""What compression costs in accuracy, as it was measured: one table, which ``codec="auto"``,
+warnings and the planner read.
 
-A figure stands here and nowhere else in code. Pages that repeat it are named by `Training.source`, and a test compares them. To
-measure again: ``python -m gradcomp.bench accuracy`` and ``demo``, then change `Training.fp32` and the rows.
+A figure stands here and nowhere else in code. Pages that repeat it are named by `Training.source`,
+and a test compares them. To measure again: ``python -m gradcomp.bench accuracy`` and ``demo``, then
+change `Training.fp32` and the rows.
 """
 
 from __future__ import annotations
@@ -16,14 +18,23 @@ from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
 from gradcomp.codecs.feedback import FeedbackCodec
 
 ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
-TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}  # about the deviation over three seeds
-FAMILIES: Mapping[str, str] = {"adam": "Adam and its relatives", "sgd": "SGD", "onebitadam": "OneBitAdam"}
+TOLERANCES: Mapping[str, float] = {
+    "nats": 0.02,
+    "points": 0.3,
+}  # about the deviation over three seeds
+FAMILIES: Mapping[str, str] = {
+    "adam": "Adam and its relatives",
+    "sgd": "SGD",
+    "onebitadam": "OneBitAdam",
+}
 OWN_WARM_UP = ("onebitadam",)  # families of optimizers that bring the warm start themselves
-# What residuals keep from step to step (`FeedbackCodec`), where less than all loses less: docs/explanation/accuracy.md.
+# What residuals keep from step to step (`FeedbackCodec`), where less than all loses less:
+# docs/explanation/accuracy.md.
 DECAYS: Mapping[str, float] = {"adam": 0.25}
 # optimizers that divide by second moments, by what is in the names of their classes
 SECOND_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta", "adafactor")
-# such names of optimizers that do something else with most gradients, or whose momentum travels instead
+# such names of optimizers that do something else with most gradients, or whose momentum travels
+# instead
 OTHERS = ("muon", "onebit", "zeroone")
 
 
@@ -54,7 +65,10 @@ class Training:
 
     def __str__(self) -> str:
         seeds = f"{self.seeds} seeds" if self.seeds > 1 else "one seed"
-        return f"{self.who}{self.what} under {self.optimizer}, N = {self.world_size}, {self.steps:,} steps, {seeds}"
+        return (
+            f"{self.who}{self.what} under {self.optimizer}, N = {self.world_size}, {self.steps:,}"
+            f" steps, {seeds}"
+        )
 
 
 @dataclass(frozen=True)
@@ -67,10 +81,13 @@ class Measured:
         bits: a value and phase, scales included, after a warm start.
         got: what the training ended at, in the same unit as its `fp32`.
         precondition: whether with ``precondition=True``.
-        start: share of the steps that were averaged in fp32, or by `start_codec`, first (``start_step``).
+        start: share of the steps that were averaged in fp32, or by `start_codec`, first
+            (``start_step``).
         start_codec: of these steps; None: fp32.
-        every: inner steps from one exchange to the next (`gradcomp.DiLoCo`); 1: gradients, every step.
-        doubt: what speaks against it in a training that has too few seeds to decide by; "" for nothing.
+        every: inner steps from one exchange to the next (`gradcomp.DiLoCo`); 1: gradients, every
+            step.
+        doubt: what speaks against it in a training that has too few seeds to decide by; "" for
+            nothing.
     """
 
     training: Training
@@ -107,7 +124,14 @@ class Measured:
     @property
     def way(self) -> tuple[object, ...]:
         """What rows have in common that measure the same on several trainings."""
-        return (self.training.family, self.codec.name, self.phase_of(self.codec), self.precondition, self.start, self.every)
+        return (
+            self.training.family,
+            self.codec.name,
+            self.phase_of(self.codec),
+            self.precondition,
+            self.start,
+            self.every,
+        )
 
     def phase_of(self, codec: Codec) -> str:
         """Return the second phase of a codec among as many ranks as were measured."""
@@ -116,7 +140,9 @@ class Measured:
     def excess(self, tolerances: Mapping[str, float] = TOLERANCES) -> float:
         """Return the loss over what is tolerated in its unit: at most 1 is within it."""
         limit = tolerances[self.training.unit]
-        return self.loss / limit if limit else math.copysign(math.inf, self.loss) if self.loss else 0.0
+        return (
+            self.loss / limit if limit else math.copysign(math.inf, self.loss) if self.loss else 0.0
+        )
 
     def given(self, *, start: bool = True) -> str:
         """Return the options in words, "" for none; with the warm start unless `start` is false."""
@@ -127,37 +153,93 @@ class Measured:
             times = f" * {share.numerator}" if share.numerator > 1 else ""
             name = "freeze_step" if self.training.family in OWN_WARM_UP else "start_step"
             words.append(f"{name}=steps{times} // {share.denominator}")
-            words += [f"start_codec={written(self.start_codec)}"] if self.start_codec is not None else []
+            words += (
+                [f"start_codec={written(self.start_codec)}"] if self.start_codec is not None else []
+            )
         return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-# What starts otherwise sends more over a run: 1 bit with a sixth of 4 bits first is 1.9 bits a value over all. SGD's are with momentum 0.9. Left out: 1 bit after a tenth of the steps in fp32 (docs/explanation/onebit-sgd.md), which lost
-# nothing on MNIST, where 1 bit loses little without it, and was not measured on more; one epoch
-# at a constant rate (docs/howto/benchmarks.md), in which ternary lost 0.8 points under SGD, with a deviation of 0.6 by seed, and
-# 0.9 under SplitSGD, which is in no family therefore.
+# What starts otherwise sends more over a run: 1 bit with a sixth of 4 bits first is 1.9 bits a
+# value over all. SGD's are with momentum 0.9. Left out: 1 bit after a tenth of the steps in fp32
+# (docs/explanation/onebit-sgd.md), which lost nothing on MNIST, where 1 bit loses little without
+# it, and was not measured on more; one epoch at a constant rate (docs/howto/benchmarks.md), in
+# which ternary lost 0.8 points under SGD, with a deviation of 0.6 by seed, and 0.9 under SplitSGD,
+# which is in no family therefore.
 _GPT = Training(
-    "adam", "AdamW", "a byte GPT", " of 0.87 M parameters on prose", 4, 2000, 3, 1.3428, "nats",
+    "adam",
+    "AdamW",
+    "a byte GPT",
+    " of 0.87 M parameters on prose",
+    4,
+    2000,
+    3,
+    1.3428,
+    "nats",
     "docs/explanation/accuracy.md",
-)  # fmt: skip
+)
 _GPT_SKETCH = replace(_GPT, seeds=1, fp32=1.344)
 _GPT_SHORT = replace(_GPT, steps=600, seeds=1, fp32=2.055)
-# short runs of 8 sequences a worker, which end on the slope where attention is learnt, at AdamW's usual rate
+# short runs of 8 sequences a worker, which end on the slope where attention is learnt, at AdamW's
+# usual rate
 _GPT_600 = replace(_GPT, steps=600, fp32=1.7746)
 _GPT_CODE = replace(_GPT_600, what=" of 0.87 M parameters on source code", fp32=1.7840)
 _GPT_SEED_0 = replace(_GPT, seeds=1, fp32=1.3438)
 # of the same fp32: that of AdamW at the same rate
 _GPT_MOMENTUM = replace(_GPT, family="onebitadam", optimizer="OneBitAdam")
-_FASHION = Training("sgd", "SGD", "LeNet", " on Fashion-MNIST", 2, 600, 3, 88.12, "points", "docs/howto/benchmarks.md")
+_FASHION = Training(
+    "sgd",
+    "SGD",
+    "LeNet",
+    " on Fashion-MNIST",
+    2,
+    600,
+    3,
+    88.12,
+    "points",
+    "docs/howto/benchmarks.md",
+)
 _MNIST = replace(_FASHION, what=" on MNIST", fp32=98.79)
 _FASHION_NOW = replace(_FASHION, fp32=88.09)
-_FASHION_COSINE = replace(_FASHION, what=" on Fashion-MNIST, a falling rate", fp32=86.84, source="docs/explanation/accuracy.md")
-_FASHION_8 = replace(
-    _FASHION, world_size=8, steps=1000, fp32=89.46, what=" on Fashion-MNIST, 8 ranks", source="docs/explanation/accuracy.md"
+_FASHION_COSINE = replace(
+    _FASHION,
+    what=" on Fashion-MNIST, a falling rate",
+    fp32=86.84,
+    source="docs/explanation/accuracy.md",
 )
-_CIFAR = replace(_FASHION, who="a small ResNet", what=" on CIFAR-10", steps=1000, fp32=57.76, source="docs/explanation/accuracy.md")
-_DIGITS = replace(_FASHION, what=" on scikit-learn's digits", steps=250, fp32=97.63, source="docs/explanation/codecs.md")
+_FASHION_8 = replace(
+    _FASHION,
+    world_size=8,
+    steps=1000,
+    fp32=89.46,
+    what=" on Fashion-MNIST, 8 ranks",
+    source="docs/explanation/accuracy.md",
+)
+_CIFAR = replace(
+    _FASHION,
+    who="a small ResNet",
+    what=" on CIFAR-10",
+    steps=1000,
+    fp32=57.76,
+    source="docs/explanation/accuracy.md",
+)
+_DIGITS = replace(
+    _FASHION,
+    what=" on scikit-learn's digits",
+    steps=250,
+    fp32=97.63,
+    source="docs/explanation/codecs.md",
+)
 _PERCEPTRON = Training(  # at the largest of three rates, 0.1, which fp32 stands
-    "sgd", "SGD", "a perceptron", " 128-256-10", 2, 200, 3, 0.9473, "nats", "docs/explanation/accuracy.md"
+    "sgd",
+    "SGD",
+    "a perceptron",
+    " 128-256-10",
+    2,
+    200,
+    3,
+    0.9473,
+    "nats",
+    "docs/explanation/accuracy.md",
 )
 _PERCEPTRON_4 = replace(_PERCEPTRON, world_size=4, fp32=0.3469)  # at fp32's best of five rates
 _LARGE_RATES = "a perceptron diverges with it at a learning rate at which fp32 trains"
@@ -167,13 +249,17 @@ TABLE = (
     Measured(_GPT, Block(4), 4.2, 1.3440),
     Measured(_GPT, TernGrad(), 3.0, 1.3490, doubt=_SHORT_RUNS),  # sums of 4 ranks
     Measured(_GPT, TernGrad(), 3.0, 1.3228, precondition=True, doubt=_SHORT_RUNS),
-    Measured(_GPT, TernGrad(second_phase="block4"), 3.0, 1.3620, doubt=_SHORT_RUNS),  # means, as from 8 ranks on
+    Measured(
+        _GPT, TernGrad(second_phase="block4"), 3.0, 1.3620, doubt=_SHORT_RUNS
+    ),  # means, as from 8 ranks on
     Measured(_GPT, Ternary(), 2.4, 1.3246, precondition=True),
     Measured(_GPT_600, Ternary(), 2.4, 1.8233, precondition=True),
     Measured(_GPT_CODE, Ternary(), 2.4, 1.8360, precondition=True),
     Measured(_GPT, Block(2), 2.2, 1.3700, precondition=True),
     Measured(_GPT, OneBit(), 1.4, 1.4153, precondition=True, start=1 / 6, start_codec=Block(4)),
-    Measured(_GPT_MOMENTUM, OneBit(), 1.4, 1.3091, precondition=True, start=1 / 6, start_codec=Block(4)),
+    Measured(
+        _GPT_MOMENTUM, OneBit(), 1.4, 1.3091, precondition=True, start=1 / 6, start_codec=Block(4)
+    ),
     Measured(_GPT_SKETCH, Block(2), 2.0, 1.437),
     Measured(_GPT_SHORT, OneBit(), 1.0, 2.468),
     Measured(_GPT, Identity(), 32.0, 1.3925, start=1 / 10, every=30),
@@ -189,9 +275,17 @@ TABLE = (
     Measured(_MNIST, TernGrad(), 2.0, 98.66),
     Measured(_DIGITS, Ternary(), 2.1, 97.63),
     Measured(_CIFAR, TernGrad(), 2.0, 59.13),
-    Measured(_FASHION_8, TernGrad(), 3.0, 89.44, doubt=_LARGE_RATES),  # "block4": see `Codec.resolved_second_phase`
+    Measured(
+        _FASHION_8, TernGrad(), 3.0, 89.44, doubt=_LARGE_RATES
+    ),  # "block4": see `Codec.resolved_second_phase`
     Measured(_FASHION_COSINE, Ternary(), 2.1, 86.80),
-    Measured(_FASHION_NOW, Ternary(), 2.1, 87.72, doubt="fp32's own deviation over the seeds is 0.35; with a falling rate it loses 0.04"),
+    Measured(
+        _FASHION_NOW,
+        Ternary(),
+        2.1,
+        87.72,
+        doubt="fp32's own deviation over the seeds is 0.35; with a falling rate it loses 0.04",
+    ),
     Measured(_FASHION, OneBit(), 1.1, 86.42),
     Measured(_MNIST, OneBit(), 1.1, 98.60),
     Measured(_DIGITS, OneBit(), 1.1, 98.37),
@@ -199,13 +293,18 @@ TABLE = (
 
 
 def decayed(codec: Codec, optimizer: Any) -> Codec:
-    """Return a codec whose residual decay is left to the optimizer with the one that was measured for it, 1 without one.
+    """Return a codec whose residual decay is left to the optimizer with the one that was measured
+    for it, 1 without one.
 
     Args:
         codec: any.
         optimizer: read for its class; None: not known.
     """
-    if not isinstance(codec, FeedbackCodec) or not codec.error_feedback or codec.residual_decay is not None:
+    if (
+        not isinstance(codec, FeedbackCodec)
+        or not codec.error_feedback
+        or codec.residual_decay is not None
+    ):
         return codec
     family = None if optimizer is None else family_of(optimizer)
     return codec.with_decay(DECAYS.get(family, 1.0) if family is not None else 1.0)
@@ -222,13 +321,16 @@ def written(codec: Codec) -> str:
 
 
 def family_of(optimizer: Any) -> str | None:
-    """Return the family of an optimizer by the names of its class and of those it is made from; None: not in the table.
+    """Return the family of an optimizer by the names of its class and of those it is made from;
+    None: not in the table.
 
     Raises:
         TypeError: a class or a name.
     """
     if isinstance(optimizer, (str, type)):
-        raise TypeError(f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {optimizer!r}")
+        raise TypeError(
+            f"optimizer must be an optimizer, such as torch.optim.AdamW(...), got {optimizer!r}"
+        )
     return _family([kind.__name__ for kind in type(optimizer).__mro__])
 
 
@@ -260,12 +362,16 @@ def ways(
     tolerances: Mapping[str, float] = TOLERANCES,
     every: int = 1,
 ) -> list[Measured]:
-    """Return for every way of exchanging every so many steps that was measured in a family its worst row, of those with seeds enough if any."""
+    """Return for every way of exchanging every so many steps that was measured in a family its
+    worst row, of those with seeds enough if any.
+    """
     found: dict[tuple[object, ...], list[Measured]] = {}
     for row in table:
         if row.training.family == family and row.every == every:
             found.setdefault(row.way, []).append(row)
-    return [max(rows, key=lambda row: (row.counts, row.excess(tolerances))) for rows in found.values()]
+    return [
+        max(rows, key=lambda row: (row.counts, row.excess(tolerances))) for rows in found.values()
+    ]
 
 
 def expected(
@@ -275,23 +381,33 @@ def expected(
     tolerances: Mapping[str, float] = TOLERANCES,
     every: int = 1,
 ) -> Measured | None:
-    """Return what the best way measured of a codec, exchanged every so many steps, costs in a family of optimizers; None: not measured.
+    """Return what the best way measured of a codec, exchanged every so many steps, costs in a
+    family of optimizers; None: not measured.
 
-    A codec with another second phase is another codec; without one it is compared as one whose payloads are gathered, which is
-    quantized no more than once. Other options are taken to be alike.
+    A codec with another second phase is another codec; without one it is compared as one whose
+    payloads are gathered, which is quantized no more than once. Other options are taken to be
+    alike.
     """
     phase = codec.resolved_second_phase(1)
     found = [
         row
         for row in ways(family, table, tolerances, every)
-        if row.codec.name == codec.name and row.codec.rotates == codec.rotates and row.phase_of(row.codec) == phase
+        if row.codec.name == codec.name
+        and row.codec.rotates == codec.rotates
+        and row.phase_of(row.codec) == phase
     ]
     return min(found, key=lambda row: (not row.counts, row.excess(tolerances)), default=None)
 
 
 def within(
-    family: str | None, table: Sequence[Measured] = TABLE, tolerances: Mapping[str, float] = TOLERANCES
+    family: str | None,
+    table: Sequence[Measured] = TABLE,
+    tolerances: Mapping[str, float] = TOLERANCES,
 ) -> list[Measured]:
-    """Return the ways whose measured loss is tolerated, fewest bits first, then what needs least computing; figures of too few seeds do not count."""
-    found = [row for row in ways(family, table, tolerances) if row.counts and row.excess(tolerances) <= 1]
+    """Return the ways whose measured loss is tolerated, fewest bits first, then what needs least
+    computing; figures of too few seeds do not count.
+    """
+    found = [
+        row for row in ways(family, table, tolerances) if row.counts and row.excess(tolerances) <= 1
+    ]
     return sorted(found, key=lambda row: (row.bits, row.precondition))

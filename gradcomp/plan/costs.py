@@ -1,8 +1,10 @@
-"""What each way of exchanging gradients costs a rank: the collectives of every bucket, to the byte, and its CPU work.
+"""What each way of exchanging gradients costs a rank: the collectives of every bucket, to the byte,
+and its CPU work.
 
-Bytes are those of `gradcomp.exchange.sizing.BucketPlan`, headers, scales and padding included, for buckets that go in one piece (slices
-add less than a hundredth). A plan has a layout for each rank,
-which at thousands of ranks is gigabytes of Python; `gradcomp.payload.sizes` is the same arithmetic as arrays over ranks.
+Bytes are those of `gradcomp.exchange.sizing.BucketPlan`, headers, scales and padding included, for
+buckets that go in one piece (slices add less than a hundredth). A plan has a layout for each rank,
+which at thousands of ranks is gigabytes of Python; `gradcomp.payload.sizes` is the same arithmetic
+as arrays over ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ class LocalSteps:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         if self.fragments > self.every or self.delay >= self.every:
-            raise ValueError(f"{self.fragments} fragments and a delay of {self.delay} do not go into {self.every} steps")
+            raise ValueError(
+                f"{self.fragments} fragments and a delay of {self.delay} do not go into"
+                f" {self.every} steps"
+            )
 
     def __str__(self) -> str:
         parts = f" in {self.fragments} parts" if self.fragments > 1 else ""
@@ -87,7 +92,11 @@ class Method:
     @property
     def each_step(self) -> Method:
         """The same exchange at every step."""
-        return self if self.local is None else replace(self, name=self.name.removesuffix(f" {self.local}"), local=None)
+        return (
+            self
+            if self.local is None
+            else replace(self, name=self.name.removesuffix(f" {self.local}"), local=None)
+        )
 
     def after(self, local: LocalSteps) -> Method:
         """Return the same exchange after local steps; DDP's is the library's fp32 one then."""
@@ -96,14 +105,22 @@ class Method:
 
 
 def _ways(codec: Codec) -> list[Method]:
-    """Return the ways of exchanging a codec with its default options: gathered, and scattered with each lossless or like phase."""
+    """Return the ways of exchanging a codec with its default options: gathered, and scattered
+    with each lossless or like phase.
+    """
     phases = ("exact", "block4", "requantize") if codec.sum_form(1) is not None else ("requantize",)
     gathered = Method(f"{codec.name} all_gather", codec, "all_gather")
     if codec.gathers_only:
         return [gathered]
     if len(phases) == 1:
         return [gathered, Method(f"{codec.name} reduce_scatter", codec, "reduce_scatter", *phases)]
-    return [gathered, *(Method(f"{codec.name} {p}", codec.with_second_phase(p), "reduce_scatter", p) for p in phases)]
+    return [
+        gathered,
+        *(
+            Method(f"{codec.name} {p}", codec.with_second_phase(p), "reduce_scatter", p)
+            for p in phases
+        ),
+    ]
 
 
 METHODS = (
@@ -112,9 +129,13 @@ METHODS = (
     *(way for kind in KINDS if not isinstance(kind, Identity) for way in _ways(kind)),
 )
 HIERARCHICAL = tuple(
-    Method(f"{kind.name} hierarchical", kind, "hierarchical") for kind in KINDS if not isinstance(kind, Identity)
+    Method(f"{kind.name} hierarchical", kind, "hierarchical")
+    for kind in KINDS
+    if not isinstance(kind, Identity)
 )  # for nodes of several ranks
-IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")  # fp32 through the library, for validation
+IDENTITY = Method(
+    "identity", Identity(), "reduce_scatter", "requantize"
+)  # fp32 through the library, for validation
 
 
 def find_method(name: str) -> Method:
@@ -126,18 +147,26 @@ def find_method(name: str) -> Method:
     for method in (*METHODS, *HIERARCHICAL, IDENTITY):
         if method.name == name:
             return method
-    raise ValueError(f"unknown method {name!r}; there are {', '.join(m.name for m in (*METHODS, *HIERARCHICAL))}")
+    raise ValueError(
+        f"unknown method {name!r}; there are {', '.join(m.name for m in (*METHODS, *HIERARCHICAL))}"
+    )
 
 
 def between(method: Method, nodes: int) -> Method:
-    """Return how a method travels between nodes: itself, or if it is hierarchical the codec's own exchange for so many."""
+    """Return how a method travels between nodes: itself, or if it is hierarchical the codec's
+    own exchange for so many.
+    """
     if method.exchange != "hierarchical" or method.codec is None:
         return method
     if nodes == 1:
         return IDENTITY
     strategy, name = choose(method.codec, nodes), method.codec.name
     alike = [m for m in METHODS if m.codec is not None and m.codec.name == name]
-    return next(m for m in alike if (m.exchange, m.second_phase) == (strategy.exchange, strategy.second_phase))
+    return next(
+        m
+        for m in alike
+        if (m.exchange, m.second_phase) == (strategy.exchange, strategy.second_phase)
+    )
 
 
 @dataclass(frozen=True)
@@ -160,20 +189,37 @@ class Collective:
 
     @staticmethod
     def of(kind: str, nbytes: int, ranks: int, node_ranks: int = 1) -> Collective:
-        """Return a collective of ranks in the order of nodes: pairs of ranks (all_to_all), or a ring, in which one rank of a node sends to the next."""
+        """Return a collective of ranks in the order of nodes: pairs of ranks (all_to_all), or a
+        ring, in which one rank of a node sends to the next.
+        """
         if kind != "all_to_all":
             rounds = all_gather_rounds(ranks) if kind == "all_gather" else max_rounds(ranks)
-            return Collective(kind, nbytes, rounds, nbytes if ranks > node_ranks else 0, nbytes if node_ranks > 1 else 0)
+            return Collective(
+                kind,
+                nbytes,
+                rounds,
+                nbytes if ranks > node_ranks else 0,
+                nbytes if node_ranks > 1 else 0,
+            )
         leaving = nbytes * (ranks - node_ranks) // max(1, ranks - 1)
-        return Collective(kind, nbytes, all_to_all_rounds(ranks), node_ranks * leaving, nbytes - leaving)
+        return Collective(
+            kind, nbytes, all_to_all_rounds(ranks), node_ranks * leaving, nbytes - leaving
+        )
 
     def of_each(self, ranks: int) -> Collective:
-        """Return it as one that each of a node's ranks has with the ranks at its place on other nodes."""
+        """Return it as one that each of a node's ranks has with the ranks at its place on other
+        nodes.
+        """
         return replace(self, leaving_nbytes=ranks * self.nbytes)
 
     def part(self, count: int) -> Collective:
         """Return it as one of so many slices has it."""
-        sizes = (self.nbytes // count, self.rounds, self.leaving_nbytes // count, self.staying_nbytes // count)
+        sizes = (
+            self.nbytes // count,
+            self.rounds,
+            self.leaving_nbytes // count,
+            self.staying_nbytes // count,
+        )
         return Collective(self.kind, *sizes)
 
 
@@ -228,7 +274,8 @@ def plan_buckets(
         shapes: (name, shape) of every trained parameter, in the order of ``named_parameters()``.
         world_size, rank: as they say.
         min_numel, exclude: as in `gradcomp.ddp.register`.
-        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25 for the others.
+        bucket_cap_mb: DDP's option (MiB); None is DDP's default, 1 MiB for the first bucket and 25
+            for the others.
         node_ranks: ranks of a node, which share its link; they divide `world_size`.
 
     Raises:
@@ -240,15 +287,22 @@ def plan_buckets(
     parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
     first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
     members = assign_buckets([p.numel * FP32_NBYTES for p in parameters], cap, first)
-    return [_plan_bucket(method, [parameters[i] for i in m], world_size, rank, node_ranks) for m in members]
+    return [
+        _plan_bucket(method, [parameters[i] for i in m], world_size, rank, node_ranks)
+        for m in members
+    ]
 
 
-def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int, node_ranks: int) -> Bucket:
+def _plan_bucket(
+    method: Method, parameters: list[Parameter], n: int, rank: int, node_ranks: int
+) -> Bucket:
     numel = sum(p.numel for p in parameters)
     indices = tuple(p.index for p in parameters)
     if method.codec is None:
         nbytes = ring_bytes(numel, n) * method.value_nbytes // FP32_NBYTES
-        kind = "all_reduce" if method.value_nbytes == FP32_NBYTES else "all_reduce_bf16"  # whose sums take longer on CPUs
+        kind = (
+            "all_reduce" if method.value_nbytes == FP32_NBYTES else "all_reduce_bf16"
+        )  # whose sums take longer on CPUs
         return Bucket(indices, numel, numel, (Collective.of(kind, nbytes, n, node_ranks),))
     if method.exchange == "hierarchical":
         if 1 < node_ranks < n:
@@ -267,7 +321,9 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int,
     phase = second_phase(method.second_phase, method.codec, n)
     second = owned_nbytes(parameters, phase.form, ownership)
     largest = max((p.group_numel for p in parameters if p.compressed), default=0)
-    owned = sum(int(b[rank + 1] - b[rank]) for b in (owner_starts(p.numel, ownership) for p in parameters))
+    owned = sum(
+        int(b[rank + 1] - b[rank]) for b in (owner_starts(p.numel, ownership) for p in parameters)
+    )
     return Bucket(
         indices,
         numel,
@@ -282,15 +338,23 @@ def _plan_bucket(method: Method, parameters: list[Parameter], n: int, rank: int,
     )
 
 
-def _plan_hierarchical(method: Method, parameters: list[Parameter], nodes: int, rank: int, node_ranks: int) -> Bucket:
-    """Return fp32 shares inside nodes, without headers, and between them the codec's own exchange of what the rank owns, whose scale groups
-    are counted from the beginning of its share."""
+def _plan_hierarchical(
+    method: Method, parameters: list[Parameter], nodes: int, rank: int, node_ranks: int
+) -> Bucket:
+    """Return fp32 shares inside nodes, without headers, and between them the codec's own exchange
+    of what the rank owns, whose scale groups are counted from the beginning of its share.
+    """
     node, place = divmod(rank, node_ranks)
     numel = sum(p.numel for p in parameters)
     starts = [owner_starts(p.numel, ByElements(node_ranks)) for p in parameters]
-    owned = [replace(p, numel=int(b[place + 1] - b[place])) for p, b in zip(parameters, starts, strict=True)]
+    owned = [
+        replace(p, numel=int(b[place + 1] - b[place]))
+        for p, b in zip(parameters, starts, strict=True)
+    ]
     packed = _plan_bucket(between(method, nodes), owned, nodes, node, 1)
-    packed = replace(packed, collectives=tuple(c and c.of_each(node_ranks) for c in packed.collectives))
+    packed = replace(
+        packed, collectives=tuple(c and c.of_each(node_ranks) for c in packed.collectives)
+    )
     share = FP32_NBYTES * packed.numel
     return replace(
         packed,

@@ -1,4 +1,6 @@
-"""The event loop beneath `gradcomp.plan.simulate`: jobs on cores, stages in order, links that send one thing at a time."""
+"""The event loop beneath `gradcomp.plan.simulate`: jobs on cores, stages in order, links that
+send one thing at a time.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,15 @@ class Run:
         inside: what each rank of a node sends over to ranks of its own node.
         cores: of every rank.
         double_buffering: compute a half while the one before is exchanged.
-        transport: (waiting, working) seconds of a (kind, nbytes): after the link, but with fewer than two cores working is done by
-            backward's, while the link passes the bytes; None: nothing.
+        transport: (waiting, working) seconds of a (kind, nbytes): after the link, but with fewer
+            than two cores working is done by backward's, while the link passes the bytes; None:
+            nothing.
         progress: called with the share that is done.
 
     Attributes:
         started: sum over nodes of the time when a half began, one entry a half and the end.
-        exchange: seconds from the first bucket handed over to the last one decoded, by half, on the first node.
+        exchange: seconds from the first bucket handed over to the last one decoded, by half, on the
+            first node.
     """
 
     def __init__(
@@ -107,7 +111,9 @@ class Run:
             self._progress(1 - self._left / self._total)
 
     def arrive(self, key: Key, stage: int, collective: Collective, due: float) -> None:
-        """Note when one rank's collective starts; when all are known, the last one's start completes it."""
+        """Note when one rank's collective starts; when all are known, the last one's start
+        completes it.
+        """
         count, latest = self._arrivals.get((key, stage), (0, 0.0))
         count, latest = count + 1, max(latest, due)
         if count < len(self.nodes):
@@ -180,7 +186,8 @@ class _Node:
         self.due: int | None = None  # the half whose exchange the training loop waits for
         self.next = 0
 
-    # ---- training loop ---------------------------------------------------------------------------------------------
+    # ---- training loop
+    # ---------------------------------------------------------------------------------------------
 
     def begin(self, half: int) -> None:
         """Begin to compute a half."""
@@ -209,7 +216,9 @@ class _Node:
         self.main.work(share * backward, done)
 
     def _computed(self, half: int) -> None:
-        """Wait for the exchange of this half, or with double buffering of the one before, then update."""
+        """Wait for the exchange of this half, or with double buffering of the one before, then
+        update.
+        """
         self.next = half + 1
         self.due = half - 1 if self.run.double_buffering else half
         self._go_on()
@@ -224,7 +233,8 @@ class _Node:
 
             self.main.work(self.run.update, updated)
 
-    # ---- pipeline ----------------------------------------------------------------------------------------------------
+    # ---- pipeline
+    # ----------------------------------------------------------------------------------------------
 
     def _give(self, stage: int, key: Key) -> None:
         self.queues[stage].append(key)
@@ -232,7 +242,9 @@ class _Node:
             self._take(stage)
 
     def _take(self, stage: int) -> None:
-        """Take the next bucket of a stage, and work on it once the collective that it waits for is complete."""
+        """Take the next bucket of a stage, and work on it once the collective that it waits for
+        is complete.
+        """
         if not self.queues[stage]:
             return
         key = self.busy[stage] = self.queues[stage].popleft()
@@ -255,7 +267,9 @@ class _Node:
         self.main.work(seconds, lambda: self.arrived(key, stage))
 
     def arrived(self, key: Key, stage: int) -> None:
-        """Take note that a collective's bytes have come, or on an only core that they are moved: of the two the later completes it."""
+        """Take note that a collective's bytes have come, or on an only core that they are moved:
+        of the two the later completes it.
+        """
         if not self.run.one_core or (key, stage) in self.halfway:
             self.halfway.discard((key, stage))
             self.receive(key, stage)
@@ -263,7 +277,9 @@ class _Node:
             self.halfway.add((key, stage))
 
     def _work(self, stage: int, key: Key) -> None:
-        self.codecs.work(self.run.buckets[key[1]].stages[stage].seconds, lambda: self._worked(stage, key))
+        self.codecs.work(
+            self.run.buckets[key[1]].stages[stage].seconds, lambda: self._worked(stage, key)
+        )
 
     def _worked(self, stage: int, key: Key) -> None:
         collective = self.run.buckets[key[1]].stages[stage].collective
@@ -279,13 +295,20 @@ class _Node:
         self._take(stage)
 
     def _sent(self, collective: Collective) -> float:
-        """Return when the bytes that now begin to leave have been under way for the latency of every round."""
+        """Return when the bytes that now begin to leave have been under way for the latency of
+        every round.
+        """
         link, inside, due = self.run.link, self.run.inside, self.run.now
         if collective.leaving_nbytes:
-            self.link_free = max(self.run.now, self.link_free) + 8 * collective.leaving_nbytes / link.bits_per_s
+            self.link_free = (
+                max(self.run.now, self.link_free) + 8 * collective.leaving_nbytes / link.bits_per_s
+            )
             due = self.link_free + collective.rounds * link.latency_s
         if collective.staying_nbytes:
-            self.inside_free = max(self.run.now, self.inside_free) + 8 * collective.staying_nbytes / inside.bits_per_s
+            self.inside_free = (
+                max(self.run.now, self.inside_free)
+                + 8 * collective.staying_nbytes / inside.bits_per_s
+            )
             due = max(due, self.inside_free + collective.rounds * inside.latency_s)
         return due
 

@@ -18,7 +18,10 @@ NAMED = {
     "100gbe": (100e9, 10e-6),
     "infiniband": (200e9, 2e-6),
 }
-UNDERSTOOD = f"rates like 100mbit, 2.5gbit (units {', '.join(RATE_UNITS)}), inf, or the names {', '.join(NAMED)}"
+UNDERSTOOD = (
+    f"rates like 100mbit, 2.5gbit (units {', '.join(RATE_UNITS)}), inf, or the names"
+    f" {', '.join(NAMED)}"
+)
 _NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 
 
@@ -54,7 +57,8 @@ class Node:
 
     Attributes:
         ranks: of every node, one after the other in the order of ranks.
-        inside: what each of them sends over to ranks of its own node (shared memory, loopback, NVLink).
+        inside: what each of them sends over to ranks of its own node (shared memory, loopback,
+            NVLink).
 
     Raises:
         ValueError: not an integer of at least 1.
@@ -65,11 +69,14 @@ class Node:
 
     def __post_init__(self) -> None:
         if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1:
-            raise ValueError(f"ranks of a node must be an integer of at least 1, got {self.ranks!r}")
+            raise ValueError(
+                f"ranks of a node must be an integer of at least 1, got {self.ranks!r}"
+            )
 
 
 def parse_link(text: str, latency: str | None = None) -> Link:
-    """Return the link that is written as a rate or a name ("1gbit", "10gbe"), its latency by itself ("0.1ms").
+    """Return the link that is written as a rate or a name ("1gbit", "10gbe"), its latency by itself
+    ("0.1ms").
 
     Without `latency` a named link has its own and a rate has none.
 
@@ -109,8 +116,14 @@ def parse_seconds(text: str) -> float:
         ValueError: not understood.
     """
     found = re.fullmatch(rf"{_NUMBER}(s|ms|us|µs|ns)?", _plain(text))
-    if found is None or (found[2] is None and float(found[1]) != 0) or not math.isfinite(float(found[1])):
-        raise ValueError(f"time {text!r} is not understood; times like 0.1ms, 50us, 2s (units s, ms, us, ns) are")
+    if (
+        found is None
+        or (found[2] is None and float(found[1]) != 0)
+        or not math.isfinite(float(found[1]))
+    ):
+        raise ValueError(
+            f"time {text!r} is not understood; times like 0.1ms, 50us, 2s (units s, ms, us, ns) are"
+        )
     return float(found[1]) * TIME_UNITS[(found[2] or "s").replace("µ", "u")]
 
 
@@ -119,7 +132,8 @@ def format_rate(bits_per_s: float) -> str:
     if math.isinf(bits_per_s):
         return "an infinitely fast link"
     unit, prefix = next(
-        ((u, p) for u, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if bits_per_s >= u), (1, "")
+        ((u, p) for u, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if bits_per_s >= u),
+        (1, ""),
     )
     return f"{bits_per_s / unit:.3g} {prefix}bit/s"
 

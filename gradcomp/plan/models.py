@@ -1,11 +1,14 @@
-"""Parameter lists and forward FLOPs of published models, by arithmetic: no torchvision, no transformers, no weights.
+"""Parameter lists and forward FLOPs of published models, by arithmetic: no torchvision, no
+transformers, no weights.
 
-A list is ``[(name, shape), ...]`` in the order of the published implementation's ``named_parameters()``, because the
-position of a parameter is part of gradcomp's random numbers and its shape decides scale groups and shards.
+A list is ``[(name, shape), ...]`` in the order of the published implementation's
+``named_parameters()``, because the position of a parameter is part of gradcomp's random numbers and
+its shape decides scale groups and shards.
 
-FLOPs are two a multiply-add. A weight matrix or convolution of n values costs 2 n at every position it is applied to (an
-output pixel, a token), attention 4 S H a token and layer for S tokens of width H; biases, normalisation, activations and
-embedding look-ups are left out, and a backward pass costs two forwards.
+FLOPs are two a multiply-add. A weight matrix or convolution of n values costs 2 n at every position
+it is applied to (an output pixel, a token), attention 4 S H a token and layer for S tokens of width
+H; biases, normalisation, activations and embedding look-ups are left out, and a backward pass costs
+two forwards.
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ from pathlib import Path
 
 ParameterList = list[tuple[str, tuple[int, ...]]]
 
-BERT_TOKENS = 128  # of a sample: the length of most of BERT's pre-training (Devlin et al. 2018, appendix A.2)
+BERT_TOKENS = (
+    128  # of a sample: the length of most of BERT's pre-training (Devlin et al. 2018, appendix A.2)
+)
 GPT2_TOKENS = 1024
 HIDDEN = 768  # of both
 
 
 def lenet() -> ParameterList:
-    """Return the parameters of `gradcomp.bench.models.LeNet`: 1,256,080 values (Wen et al. 2017)."""
+    """Return the parameters of `gradcomp.bench.models.LeNet`: 1,256,080 values (Wen et al.
+    2017).
+    """
     return [
         *_dense("conv1", 20, 1, 5, 5),
         *_dense("conv2", 50, 20, 5, 5),
@@ -45,7 +52,10 @@ def resnet50() -> ParameterList:
             expanded = 4 * width
             shapes = ((width, channels, 1, 1), (width, width, 3, 3), (expanded, width, 1, 1))
             for index, shape in enumerate(shapes, start=1):
-                out += [(f"{prefix}.conv{index}.weight", shape), *_norm(f"{prefix}.bn{index}", shape[0])]
+                out += [
+                    (f"{prefix}.conv{index}.weight", shape),
+                    *_norm(f"{prefix}.bn{index}", shape[0]),
+                ]
             if block == 0:
                 out += [(f"{prefix}.downsample.0.weight", (expanded, channels, 1, 1))]
                 out += _norm(f"{prefix}.downsample.1", expanded)
@@ -54,7 +64,9 @@ def resnet50() -> ParameterList:
 
 
 def vgg16() -> ParameterList:
-    """Return the parameters of torchvision's ``vgg16``: 138,357,544 values (Simonyan and Zisserman 2014)."""
+    """Return the parameters of torchvision's ``vgg16``: 138,357,544 values (Simonyan and
+    Zisserman 2014).
+    """
     out: ParameterList = []
     channels = 3
     indices = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
@@ -68,7 +80,9 @@ def vgg16() -> ParameterList:
 
 
 def bert_base() -> ParameterList:
-    """Return the parameters of transformers' ``BertModel`` for bert-base-uncased, pooler included: 109,482,240 values."""
+    """Return the parameters of transformers' ``BertModel`` for bert-base-uncased, pooler
+    included: 109,482,240 values.
+    """
     hidden, inner = 768, 3072
     out: ParameterList = [
         ("embeddings.word_embeddings.weight", (30522, hidden)),
@@ -89,7 +103,8 @@ def bert_base() -> ParameterList:
 
 
 def gpt2_small() -> ParameterList:
-    """Return the parameters of transformers' ``GPT2LMHeadModel`` for gpt2, tied head counted once: 124,439,808 values.
+    """Return the parameters of transformers' ``GPT2LMHeadModel`` for gpt2, tied head counted once:
+    124,439,808 values.
 
     Its linear layers keep their weights as (inputs, outputs), as the published checkpoint does.
     """
@@ -143,13 +158,16 @@ class Model:
 
 
 def find_model(name: str) -> Model:
-    """Return a published model; case, spaces, dots and dashes in its name do not matter, nor does a missing end.
+    """Return a published model; case, spaces, dots and dashes in its name do not matter, nor does a
+    missing end.
 
     Raises:
         ValueError: no such model, or several.
     """
     wanted = _plain(name)
-    hits = [n for n in MODELS if _plain(n) == wanted] or [n for n in MODELS if wanted and _plain(n).startswith(wanted)]
+    hits = [n for n in MODELS if _plain(n) == wanted] or [
+        n for n in MODELS if wanted and _plain(n).startswith(wanted)
+    ]
     if len(hits) != 1:
         near = difflib.get_close_matches(wanted, [_plain(n) for n in MODELS], n=1)
         hint = "".join(f"; did you mean {n}?" for n in MODELS if _plain(n) in near)
@@ -160,21 +178,26 @@ def find_model(name: str) -> Model:
     extra = _ATTENTION.get(hits[0])
     if extra is not None:
         ending, each = extra
-        flops = tuple(f + each * n.endswith(ending) for f, (n, _) in zip(flops, parameters, strict=True))
+        flops = tuple(
+            f + each * n.endswith(ending) for f, (n, _) in zip(flops, parameters, strict=True)
+        )
     return Model(hits[0], tuple(parameters), flops, sample)
 
 
-def own_model(name: str, parameters: Sequence[tuple[str, Sequence[int]]], forward_flops: float | None = None) -> Model:
+def own_model(
+    name: str, parameters: Sequence[tuple[str, Sequence[int]]], forward_flops: float | None = None
+) -> Model:
     """Return a model of one's own.
 
     Args:
         name: for tables.
         parameters: (name, shape) in the order of ``named_parameters()``.
-        forward_flops: of one sample; None: two a value. Shared out in proportion to the values of a parameter.
+        forward_flops: of one sample; None: two a value. Shared out in proportion to the values of a
+            parameter.
 
     Raises:
-        ValueError: no parameters, an entry that is no (name, shape), a dimension that is no positive integer, FLOPs that
-            are not positive.
+        ValueError: no parameters, an entry that is no (name, shape), a dimension that is no
+            positive integer, FLOPs that are not positive.
     """
     listed: ParameterList = []
     for entry in parameters:
@@ -182,7 +205,9 @@ def own_model(name: str, parameters: Sequence[tuple[str, Sequence[int]]], forwar
             raise ValueError(f"shapes must be a list of [name, [dimensions]], got {entry!r}")
         shape = entry[1]
         if not isinstance(shape, (list, tuple)) or not all(type(d) is int and d > 0 for d in shape):
-            raise ValueError(f"the shape of {entry[0]!r} must be a list of positive integers, got {shape!r}")
+            raise ValueError(
+                f"the shape of {entry[0]!r} must be a list of positive integers, got {shape!r}"
+            )
         listed.append((entry[0], tuple(shape)))
     if not listed:
         raise ValueError("shapes must name at least one parameter, got none")
@@ -190,7 +215,9 @@ def own_model(name: str, parameters: Sequence[tuple[str, Sequence[int]]], forwar
     flops = 2.0 * numel if forward_flops is None else forward_flops
     if not 0 < flops < math.inf:
         raise ValueError(f"forward_flops must be positive and finite, got {forward_flops!r}")
-    return Model(name, tuple(listed), tuple(flops * math.prod(s) / numel for _, s in listed), "sample")
+    return Model(
+        name, tuple(listed), tuple(flops * math.prod(s) / numel for _, s in listed), "sample"
+    )
 
 
 def load_shapes(path: Path) -> Model:
@@ -205,7 +232,9 @@ def load_shapes(path: Path) -> Model:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, list):
-        raise ValueError(f"{path} must hold a list of [name, [dimensions]], got {type(found).__name__}")  # noqa: TRY004
+        raise ValueError(  # noqa: TRY004
+            f"{path} must hold a list of [name, [dimensions]], got {type(found).__name__}"
+        )
     return own_model(path.stem, found)
 
 
@@ -218,7 +247,8 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-# ---- positions a sample: how often a weight is applied ------------------------------------------------------------
+# ---- positions a sample: how often a weight is applied
+# ------------------------------------------------------------
 
 
 def _lenet_positions(name: str) -> int:
@@ -226,7 +256,9 @@ def _lenet_positions(name: str) -> int:
 
 
 def _resnet50_positions(name: str) -> int:
-    """224 x 224 images; torchvision halves the resolution in the 3x3 convolution of a stage's first block."""
+    """224 x 224 images; torchvision halves the resolution in the 3x3 convolution of a stage's
+    first block.
+    """
     if name == "conv1.weight":
         return 112 * 112
     found = re.match(r"layer(\d)\.(\d)\.(conv1)?", name)
@@ -263,7 +295,8 @@ _ATTENTION = {  # scores and their product with the values, on the weights that 
     "GPT-2 small": ("attn.c_proj.weight", 4.0 * GPT2_TOKENS**2 * HIDDEN),
 }
 
-# ---- pieces of the lists -------------------------------------------------------------------------------------------
+# ---- pieces of the lists
+# -------------------------------------------------------------------------------------------
 
 
 def _dense(name: str, *shape: int) -> ParameterList:

@@ -1,13 +1,14 @@
 """The number of nodes at which computing a minibatch takes as long as exchanging its gradients.
 
-Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", section 3: a node computes for
-T_calc(K) = (N/2 * T_frm + C * T_post) / K + T_upd and exchanges for T_comm = T_comm_fp32 / Z, both at the same time, so
-that a half minibatch takes max(T_calc(K), T_comm) and the best K is the smallest with T_calc(K) <= T_comm:
+Implements Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent", section 3: a node
+computes for T_calc(K) = (N/2 * T_frm + C * T_post) / K + T_upd and exchanges for T_comm =
+T_comm_fp32 / Z, both at the same time, so that a half minibatch takes max(T_calc(K), T_comm) and
+the best K is the smallest with T_calc(K) <= T_comm:
 
     K^ = (N/2 * T_frm + C * T_post) / (T_comm_fp32 / Z - T_upd)
 
-Deviation: the paper's K^ is real, nodes are counted here. The arithmetic is exact (fractions of the floats given), so that
-an integer K^ is not rounded past itself.
+Deviation: the paper's K^ is real, nodes are counted here. The arithmetic is exact (fractions of the
+floats given), so that an integer K^ is not rounded past itself.
 """
 
 from __future__ import annotations
@@ -33,24 +34,36 @@ def optimal_nodes(
     Args:
         minibatch: N, samples of a step over all nodes together; positive.
         t_frame: T_frm, seconds of forward and backward of one sample on one node; positive.
-        t_post: T_post, seconds of post-processing a gradient (momentum, AdaGrad) that is shared out over the nodes.
-        t_comm_fp32: T_comm, seconds of exchanging one gradient in fp32, whatever the number of nodes.
+        t_post: T_post, seconds of post-processing a gradient (momentum, AdaGrad) that is shared out
+            over the nodes.
+        t_comm_fp32: T_comm, seconds of exchanging one gradient in fp32, whatever the number of
+            nodes.
         t_update: T_upd, seconds of a model update, the same on every node.
         compression_ratio: Z, fp32 bytes over bytes sent; positive.
         parallel_post: C, how often `t_post` is spent.
-        double_buffering: a minibatch is exchanged in two halves, each while the other one is computed; False: N instead of
-            N/2, as if the whole exchange were hidden behind the computation of a whole minibatch.
+        double_buffering: a minibatch is exchanged in two halves, each while the other one is
+            computed; False: N instead of N/2, as if the whole exchange were hidden behind the
+            computation of a whole minibatch.
 
     Returns:
-        max(1, ceil(K^)); ``math.inf`` where communication never binds, because an exchange takes no longer than an update
-        (t_comm_fp32 / Z <= t_update, so also t_comm_fp32 = 0): then every further node makes a step shorter.
+        max(1, ceil(K^)); ``math.inf`` where communication never binds, because an exchange takes no
+        longer than an update (t_comm_fp32 / Z <= t_update, so also t_comm_fp32 = 0): then every
+        further node makes a step shorter.
 
     Raises:
         TypeError: an argument that is not a real number.
-        ValueError: one that is negative or not finite; `minibatch`, `t_frame` or `compression_ratio` of zero.
+        ValueError: one that is negative or not finite; `minibatch`, `t_frame` or
+            `compression_ratio` of zero.
     """
     calc, update, comm = _terms(
-        minibatch, t_frame, t_post, t_comm_fp32, t_update, compression_ratio, parallel_post, double_buffering
+        minibatch,
+        t_frame,
+        t_post,
+        t_comm_fp32,
+        t_update,
+        compression_ratio,
+        parallel_post,
+        double_buffering,
     )
     return max(1, math.ceil(calc / (comm - update))) if comm > update else math.inf
 
@@ -65,10 +78,14 @@ def calc_seconds(
     parallel_post: float = 1.0,
     double_buffering: bool = True,
 ) -> Fraction:
-    """Return T_calc(nodes) as an exact fraction; arguments and errors as of `optimal_nodes`, `nodes` at least 1."""
+    """Return T_calc(nodes) as an exact fraction; arguments and errors as of `optimal_nodes`,
+    `nodes` at least 1.
+    """
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise ValueError(f"nodes must be an integer of at least 1, got {nodes!r}")
-    calc, update, _ = _terms(minibatch, t_frame, t_post, 0, t_update, 1, parallel_post, double_buffering)
+    calc, update, _ = _terms(
+        minibatch, t_frame, t_post, 0, t_update, 1, parallel_post, double_buffering
+    )
     return calc / nodes + update
 
 
@@ -87,8 +104,14 @@ def exact(name: str, value: float, *, positive: bool = False) -> Fraction:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (isinstance(value, Rational) or math.isfinite(value)) or value < 0 or (positive and value == 0):
-        raise ValueError(f"{name} must be {'positive' if positive else 'at least 0'} and finite, got {value!r}")
+    if (
+        not (isinstance(value, Rational) or math.isfinite(value))
+        or value < 0
+        or (positive and value == 0)
+    ):
+        raise ValueError(
+            f"{name} must be {'positive' if positive else 'at least 0'} and finite, got {value!r}"
+        )
     return Fraction(value) if isinstance(value, (int, float, Fraction)) else Fraction(float(value))
 
 

@@ -1,4 +1,6 @@
-"""Seconds a step over node counts and methods, where one becomes faster than another, and what to do about it."""
+"""Seconds a step over node counts and methods, where one becomes faster than another, and what
+to do about it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Row:
 
     Attributes:
         method, result: as they say.
-        seconds: a step, over a whole run: with those of the warm start in fp32 that its loss was measured with.
+        seconds: a step, over a whole run: with those of the warm start in fp32 that its loss was
+            measured with.
     """
 
     method: Method
@@ -40,7 +43,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where another method becomes the fastest: on `nodes`, not on one node fewer. Of methods within 1 % the first counts."""
+    """Where another method becomes the fastest: on `nodes`, not on one node fewer. Of methods
+    within 1 % the first counts.
+    """
 
     nodes: int
     before: str
@@ -53,19 +58,25 @@ class Prediction:
 
     Attributes:
         rows: one a node count and method, in this order.
-        crossings: where the fastest method changes, by number of nodes; of those that are permitted.
+        crossings: where the fastest method changes, by number of nodes; of those that are
+            permitted.
         method: the one recommended.
-        nodes: the number of nodes recommended: the fewest within 5 % of the shortest step (most samples a second in weak
-            scaling).
-        speedup: seconds a step of fp32 over those of `method`, on `nodes`; 1 if fp32 was not asked for.
-        break_even_bits_per_s: link rate above which nothing here is more than 5 % faster than fp32 on `nodes`; inf where
-            that is so at no rate, 0 at every rate, None if fp32 or codecs were not asked for.
-        break_even_range: the lowest and the highest such rate with each of `repeated`; None where there is no such rate.
-        optimal_nodes: of the seed's formula with the method's compression ratio and double buffering; inf as it says.
+        nodes: the number of nodes recommended: the fewest within 5 % of the shortest step (most
+            samples a second in weak scaling).
+        speedup: seconds a step of fp32 over those of `method`, on `nodes`; 1 if fp32 was not asked
+            for.
+        break_even_bits_per_s: link rate above which nothing here is more than 5 % faster than fp32
+            on `nodes`; inf where that is so at no rate, 0 at every rate, None if fp32 or codecs
+            were not asked for.
+        break_even_range: the lowest and the highest such rate with each of `repeated`; None where
+            there is no such rate.
+        optimal_nodes: of the seed's formula with the method's compression ratio and double
+            buffering; inf as it says.
         sentence: the recommendation.
         rates: that the simulations used.
         tolerance: what methods cost in accuracy.
-        permitted: names of the methods that may be recommended: those that `tolerance` permits, or all where that is none.
+        permitted: names of the methods that may be recommended: those that `tolerance` permits, or
+            all where that is none.
         repeated: the rates as they were measured one time after the other.
     """
 
@@ -116,7 +127,8 @@ def predict(
     """Simulate every method on every number of nodes and say what pays.
 
     Args:
-        workload: what is trained; its minibatch is shared out over the nodes (strong scaling) unless `weak`.
+        workload: what is trained; its minibatch is shared out over the nodes (strong scaling)
+            unless `weak`.
         link: of every node.
         nodes: node counts, 1 to 4096.
         node: how many ranks share it, and what joins them; one by default.
@@ -124,18 +136,24 @@ def predict(
         rates: CPU seconds of the codecs; None: measured here (`gradcomp.plan.calibrate`).
         cores, double_buffering, stragglers, transport: as of `gradcomp.plan.simulate`.
         progress: called with the share that is done.
-        optimizer: name of the optimizer, such as "adamw" or "sgd": codecs that were measured to lose more under it than is
-            tolerated, or were not measured, are not recommended (`gradcomp.plan.tolerance`).
-        tolerances: the most that may be lost, by unit: "nats" (0.01 unless given), "points" of accuracy (0.3).
-        by_seconds: without an optimizer, let seconds alone decide; False: recommend only what loses nothing under any
-            optimizer. None: True where `methods` are given.
+        optimizer: name of the optimizer, such as "adamw" or "sgd": codecs that were measured to
+            lose more under it than is tolerated, or were not measured, are not recommended
+            (`gradcomp.plan.tolerance`).
+        tolerances: the most that may be lost, by unit: "nats" (0.01 unless given), "points" of
+            accuracy (0.3).
+        by_seconds: without an optimizer, let seconds alone decide; False: recommend only what loses
+            nothing under any optimizer. None: True where `methods` are given.
         repeated: `rates` as they were measured several times, for `break_even_range`.
 
     Raises:
-        ValueError: no nodes, no methods, an unknown optimizer, a tolerance that is negative or not finite, or as of
-            `gradcomp.plan.simulate`.
+        ValueError: no nodes, no methods, an unknown optimizer, a tolerance that is negative or not
+            finite, or as of `gradcomp.plan.simulate`.
     """
-    tolerance = Tolerance(optimizer, tolerances or {}, by_seconds=methods is not None if by_seconds is None else by_seconds)
+    tolerance = Tolerance(
+        optimizer,
+        tolerances or {},
+        by_seconds=methods is not None if by_seconds is None else by_seconds,
+    )
     counts, chosen = sorted(set(nodes)), list(ways(node) if methods is None else methods)
     if not counts:
         raise ValueError(f"nodes must name at least one number of nodes, got {nodes!r}")
@@ -187,7 +205,11 @@ def predict(
     def over_run(method: Method, n: int) -> float:
         """Seconds a step over a whole run, its warm start included."""
         start, first = tolerance.start(method, chosen)
-        return (1 - start) * seconds(method, n) + start * seconds(first or FP32, n) if start else seconds(method, n)
+        return (
+            (1 - start) * seconds(method, n) + start * seconds(first or FP32, n)
+            if start
+            else seconds(method, n)
+        )
 
     rows = tuple(Row(m, cache[m.name, n], over_run(m, n)) for n in counts for m in chosen)
     crossings = _crossings(permitted, [n for n in counts if n > 1], over_run)
@@ -210,13 +232,35 @@ def predict(
         evens = min(found_rates), max(found_rates)
     ratio = _ratio(workload, cache[method.name, best], double_buffering)
     optimum = _formula(
-        workload, link, ratio, transport.seconds("all_reduce", ring_bytes(workload.numel, best * node.ranks)) if transport else 0
+        workload,
+        link,
+        ratio,
+        (
+            transport.seconds("all_reduce", ring_bytes(workload.numel, best * node.ranks))
+            if transport
+            else 0
+        ),
     )
-    where = "over these ranks" if transport is not None and math.isinf(link.bits_per_s) else f"over {link}"
+    where = (
+        "over these ranks"
+        if transport is not None and math.isinf(link.bits_per_s)
+        else f"over {link}"
+    )
     text = sentence(
-        workload.weak, where, method, best, speedup, evens, optimum, cache[method.name, best], plain, counts
+        workload.weak,
+        where,
+        method,
+        best,
+        speedup,
+        evens,
+        optimum,
+        cache[method.name, best],
+        plain,
+        counts,
     )
-    text += accuracy(tolerance, method, [m for m in chosen if m not in permitted], best, counts, over_run)
+    text += accuracy(
+        tolerance, method, [m for m in chosen if m not in permitted], best, counts, over_run
+    )
     if best > 1 and not double_buffering and not any(m.local is not None for m in chosen):
         late = rare(best, node)
         cache[late.name, best] = run(late, best)
@@ -225,10 +269,24 @@ def predict(
         under = f" under {optimizer}" if optimizer is not None else ""
         text = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {text}"
     if best > 1 and not workload.weak and (alone := seconds(method, 1)) <= seconds(method, best):
-        text = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {text}"
+        text = (
+            f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {text}"
+        )
     names = tuple(m.name for m in permitted)
     return Prediction(
-        rows, crossings, method, best, speedup, even, optimum, text, found, tolerance, names, tuple(repeated), evens
+        rows,
+        crossings,
+        method,
+        best,
+        speedup,
+        even,
+        optimum,
+        text,
+        found,
+        tolerance,
+        names,
+        tuple(repeated),
+        evens,
     )
 
 
@@ -237,11 +295,20 @@ def ways(node: Node) -> tuple[Method, ...]:
     return METHODS if node.ranks == 1 else (*METHODS, *HIERARCHICAL)
 
 
-def to_calibrate(methods: Sequence[Method], counts: Sequence[int], node: Node = ALONE) -> list[Method]:
-    """Return the methods whose rates simulations of `methods` on so many nodes need, and of what may be mentioned beside them."""
+def to_calibrate(
+    methods: Sequence[Method], counts: Sequence[int], node: Node = ALONE
+) -> list[Method]:
+    """Return the methods whose rates simulations of `methods` on so many nodes need, and of what
+    may be mentioned beside them.
+    """
     everything = (*methods, *(rare(n, node) for n in counts))
     flat = [m for m in everything if m.exchange != "hierarchical"]
-    mixed = [(m, between(m.each_step, n)) for m in everything if m.exchange == "hierarchical" for n in counts]
+    mixed = [
+        (m, between(m.each_step, n))
+        for m in everything
+        if m.exchange == "hierarchical"
+        for n in counts
+    ]
     others = [flat_one.after(m.local) if m.local is not None else flat_one for m, flat_one in mixed]
     return list({m.name: m for m in (*flat, *others, *([IDENTITY] if others else []))}.values())
 
@@ -253,7 +320,9 @@ def fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], 
 
 
 def _choose(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
-    """Return the fastest method, or the first one that is hardly slower: methods stand in order of what they change."""
+    """Return the fastest method, or the first one that is hardly slower: methods stand in order
+    of what they change.
+    """
     limit = (1 + ENOUGH) * seconds(fastest(methods, n, seconds), n)
     lossless = [m for m in methods if m.keeps_loss]
     for method in lossless:
@@ -263,7 +332,10 @@ def _choose(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], 
 
 
 def _best_nodes(
-    workload: Workload, counts: Sequence[int], methods: Sequence[Method], seconds: Callable[[Method, int], float]
+    workload: Workload,
+    counts: Sequence[int],
+    methods: Sequence[Method],
+    seconds: Callable[[Method, int], float],
 ) -> int:
     """Return the fewest nodes that train, with the best method, nearly as fast as any number."""
 
@@ -277,7 +349,9 @@ def _best_nodes(
 def _crossings(
     methods: Sequence[Method], counts: Sequence[int], seconds: Callable[[Method, int], float]
 ) -> tuple[Crossing, ...]:
-    """Return where the fastest method changes; between two counts by halving, as if none came back there."""
+    """Return where the fastest method changes; between two counts by halving, as if none came
+    back there.
+    """
     out = []
     for start, end in itertools.pairwise(counts):
         low, last = start, fastest(methods, end, seconds)
@@ -285,16 +359,23 @@ def _crossings(
             high = end
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (middle, high) if fastest(methods, middle, seconds) is before else (low, middle)
+                low, high = (
+                    (middle, high) if fastest(methods, middle, seconds) is before else (low, middle)
+                )
             out.append(Crossing(high, before.name, fastest(methods, high, seconds).name))
             low = high
     return tuple(out)
 
 
 def _break_even(
-    others: Sequence[Method], plain: Method | None, n: int, seconds: Callable[[Method, float], float]
+    others: Sequence[Method],
+    plain: Method | None,
+    n: int,
+    seconds: Callable[[Method, float], float],
 ) -> float | None:
-    """Return the link rate above which no other method saves more than 5 % of the seconds of a step with fp32."""
+    """Return the link rate above which no other method saves more than 5 % of the seconds of a
+    step with fp32.
+    """
     if plain is None or not others or n == 1:
         return None
 
@@ -317,7 +398,11 @@ def _ratio(workload: Workload, result: Simulation, double_buffering: bool) -> fl
     """Return the compression ratio of a method: bytes of an fp32 ring over bytes sent."""
     if result.sent_nbytes == 0:
         return 1.0
-    return ring_bytes(workload.numel, result.ranks) * (2 if double_buffering else 1) / result.sent_nbytes
+    return (
+        ring_bytes(workload.numel, result.ranks)
+        * (2 if double_buffering else 1)
+        / result.sent_nbytes
+    )
 
 
 def _formula(workload: Workload, link: Link, ratio: float, t_transport: float) -> int | float:

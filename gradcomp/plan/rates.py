@@ -1,13 +1,18 @@
-"""CPU seconds of every pipeline stage: a few rates a method, measured by running the library's own exchange.
+"""CPU seconds of every pipeline stage: a few rates a method, measured by running the library's own
+exchange.
 
-A stage's seconds are fixed + per_payload * N + per_value * (values that pass) + per_owned_value * (values the rank owns):
+A stage's seconds are fixed + per_payload * N + per_value * (values that pass) + per_owned_value *
+(values the rank owns):
 
-=============  ==========================  ================================  ==============================
+=============  ==========================  ================================
+==============================
 stage          statistics, encode          owner                             decode
-=============  ==========================  ================================  ==============================
+=============  ==========================  ================================
+==============================
 all_gather     the bucket's                those of N - 1 payloads: checks   those of N payloads
 reduce_scatter the bucket's                those owned, of N payloads        the bucket's
-=============  ==========================  ================================  ==============================
+=============  ==========================  ================================
+==============================
 """
 
 from __future__ import annotations
@@ -40,7 +45,9 @@ from gradcomp.plan.costs import METHODS, Method, find_method
 
 STAGES = ("statistics", "encode", "owner", "decode")
 CAST_STAGES = ("cast", "uncast")
-OUTER = "outer step"  # a method of its own: what an exchange after local steps takes beside that of its codec
+OUTER = (  # a method of its own: what an exchange after local steps takes beside that of its codec
+    "outer step"
+)
 SIZES = (1 << 13, 1 << 20)  # elements
 WORLD_SIZES = (2, 8)
 REPEATS = 5
@@ -57,7 +64,11 @@ class StageRate:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value < math.inf
+            ):
                 raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
 
     def seconds(self, features: Sequence[float]) -> float:
@@ -65,7 +76,9 @@ class StageRate:
         return sum(
             rate * count
             for rate, count in zip(
-                (self.fixed_s, self.per_payload_s, self.per_value_s, self.per_owned_value_s), features, strict=True
+                (self.fixed_s, self.per_payload_s, self.per_value_s, self.per_owned_value_s),
+                features,
+                strict=True,
             )
         )
 
@@ -75,12 +88,15 @@ class Rates:
     """CPU seconds of the stages of every method.
 
     Attributes:
-        stages: by method name, then by stage; a method that is missing costs as another way of its codec does, or nothing.
+        stages: by method name, then by stage; a method that is missing costs as another way of its
+            codec does, or nothing.
     """
 
     stages: Mapping[str, Mapping[str, StageRate]] = field(default_factory=dict)
 
-    def stage_seconds(self, method: Method, world_size: int, numel: int, owned: int) -> tuple[float, ...]:
+    def stage_seconds(
+        self, method: Method, world_size: int, numel: int, owned: int
+    ) -> tuple[float, ...]:
         """Return the seconds of every stage of one bucket.
 
         Args:
@@ -91,32 +107,51 @@ class Rates:
         """
         mine = self.stages.get(method.name) or self._alike(method)
         names = STAGES if method.codec is not None else CAST_STAGES
-        return tuple(mine.get(n, StageRate()).seconds(_features(method, n, world_size, numel, owned)) for n in names)
+        return tuple(
+            mine.get(n, StageRate()).seconds(_features(method, n, world_size, numel, owned))
+            for n in names
+        )
 
     def outer_seconds(self, numel: int) -> float:
-        """Return the seconds of forming so many values' pseudo-gradients and of applying their average."""
-        return self.stages.get(OUTER, {}).get("apply", StageRate()).seconds((1.0, 0.0, float(numel), 0.0))
+        """Return the seconds of forming so many values' pseudo-gradients and of applying their
+        average.
+        """
+        return (
+            self.stages.get(OUTER, {})
+            .get("apply", StageRate())
+            .seconds((1.0, 0.0, float(numel), 0.0))
+        )
 
     def _alike(self, method: Method) -> Mapping[str, StageRate]:
         """Return the rates of another way of the same codec: those of files older than a method."""
         kind = method.codec.name if method.codec is not None else None
-        alike = [m for m in METHODS if m.codec is not None and m.codec.name == kind and m.exchange == method.exchange]
+        alike = [
+            m
+            for m in METHODS
+            if m.codec is not None and m.codec.name == kind and m.exchange == method.exchange
+        ]
         return next((self.stages[m.name] for m in alike if m.name in self.stages), {})
 
     @staticmethod
     def median(repeated: Sequence[Rates]) -> Rates:
         """Return the median of every rate of several measurements of the same methods."""
         first = repeated[0].stages
-        return Rates({
-            method: {
-                stage: StageRate(**{
-                    name: statistics.median(getattr(one.stages[method][stage], name) for one in repeated)
-                    for name in asdict(rate)
-                })
-                for stage, rate in stages.items()
+        return Rates(
+            {
+                method: {
+                    stage: StageRate(
+                        **{
+                            name: statistics.median(
+                                getattr(one.stages[method][stage], name) for one in repeated
+                            )
+                            for name in asdict(rate)
+                        }
+                    )
+                    for stage, rate in stages.items()
+                }
+                for method, stages in first.items()
             }
-            for method, stages in first.items()
-        })  # fmt: skip
+        )
 
     def save(self, path: Path) -> None:
         """Write the rates as JSON."""
@@ -124,12 +159,16 @@ class Rates:
 
     def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return plain dictionaries, for JSON."""
-        return {m: {s: asdict(rate) for s, rate in stages.items()} for m, stages in self.stages.items()}
+        return {
+            m: {s: asdict(rate) for s, rate in stages.items()} for m, stages in self.stages.items()
+        }
 
     @staticmethod
     def from_dict(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Rates:
         """Return what `to_dict` has made plain."""
-        return Rates({m: {s: StageRate(**rate) for s, rate in stages.items()} for m, stages in found.items()})
+        return Rates(
+            {m: {s: StageRate(**rate) for s, rate in stages.items()} for m, stages in found.items()}
+        )
 
     @staticmethod
     def load(path: Path) -> Rates:
@@ -143,9 +182,17 @@ class Rates:
             found = json.loads(path.read_text(encoding="utf-8"))
             found = found.get("rates", found)
             for method, stages in found.items():
-                names = ("apply",) if method == OUTER else STAGES if find_method(method).codec is not None else CAST_STAGES
+                names = (
+                    ("apply",)
+                    if method == OUTER
+                    else STAGES
+                    if find_method(method).codec is not None
+                    else CAST_STAGES
+                )
                 if unknown := set(stages) - set(names):
-                    raise ValueError(f"{method} has no stage {min(unknown)!r}, only {', '.join(names)}")
+                    raise ValueError(
+                        f"{method} has no stage {min(unknown)!r}, only {', '.join(names)}"
+                    )
             return Rates.from_dict(found)
         except (TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} does not hold rates: {error}") from None
@@ -160,7 +207,12 @@ def _features(method: Method, stage: str, n: int, numel: int, owned: int) -> tup
         passing = float((n - 1) * numel) if method.exchange == "all_gather" else float(n * owned)
     elif stage == "decode" and method.exchange == "all_gather":
         passing = float(n * numel)
-    return (1.0, 0.0 if stage in ("statistics", *CAST_STAGES) else float(n), passing, float(owned) * (stage == "owner"))
+    return (
+        1.0,
+        0.0 if stage in ("statistics", *CAST_STAGES) else float(n),
+        passing,
+        float(owned) * (stage == "owner"),
+    )
 
 
 def calibrate(
@@ -171,7 +223,8 @@ def calibrate(
     repeats: int = REPEATS,
     before: Callable[[], None] = lambda: None,
 ) -> Rates:
-    """Return rates measured here, now, on as many threads as torch has: about a second for all methods.
+    """Return rates measured here, now, on as many threads as torch has: about a second for all
+    methods.
 
     Every exchange runs for real, with peers that send what this rank sends and without a network.
 
@@ -180,7 +233,8 @@ def calibrate(
         sizes: elements of a bucket, multiples of 512, so that all ranks own alike pieces.
         world_sizes: ranks, powers of two up to 64.
         repeats: a median is taken of.
-        before: called before every measurement (a barrier, so that ranks of one machine measure at once).
+        before: called before every measurement (a barrier, so that ranks of one machine measure at
+            once).
 
     Raises:
         ValueError: a size or a number of ranks that does not share out evenly.
@@ -203,14 +257,20 @@ def calibrate(
             for numel in sizes:
                 before()
                 seconds = _run_exchange(method, method.codec, numel, n, repeats)
-                owned = ByElements(n).numel(numel, 0) if method.exchange == "reduce_scatter" else numel
+                owned = (
+                    ByElements(n).numel(numel, 0) if method.exchange == "reduce_scatter" else numel
+                )
                 for stage in STAGES:
-                    points[stage].append((_features(method, stage, n, numel, owned), seconds[stage]))
+                    points[stage].append(
+                        (_features(method, stage, n, numel, owned), seconds[stage])
+                    )
         out[method.name] = {stage: _fit(found) for stage, found in points.items()}
     return Rates(out)
 
 
-def _run_exchange(method: Method, codec: Codec, numel: int, n: int, repeats: int) -> dict[str, float]:
+def _run_exchange(
+    method: Method, codec: Codec, numel: int, n: int, repeats: int
+) -> dict[str, float]:
     """Return the median seconds of every stage of one exchange of rank 0."""
     strategy = Strategy(method.exchange, method.second_phase)
     group = codec.form.group_numel or (max(1, numel // 64) if codec.whole_groups else numel)
@@ -255,7 +315,9 @@ def _cast_rates(sizes: Sequence[int], repeats: int) -> dict[str, StageRate]:
 
 
 def _outer_rate(sizes: Sequence[int], repeats: int) -> StageRate:
-    """Return what it takes to form pseudo-gradients, to copy them into buckets and back, and to apply them with Nesterov momentum."""
+    """Return what it takes to form pseudo-gradients, to copy them into buckets and back, and to
+    apply them with Nesterov momentum.
+    """
     points: list[tuple[tuple[float, ...], float]] = []
     for numel in sizes:
         weight, bucket, seconds = torch.randn(numel), torch.empty(numel), []
@@ -276,7 +338,9 @@ def _outer_rate(sizes: Sequence[int], repeats: int) -> StageRate:
 
 
 def _fit(points: Sequence[tuple[tuple[float, ...], float]]) -> StageRate:
-    """Return the rates with the least relative squares, none of them negative (columns are dropped until that is so)."""
+    """Return the rates with the least relative squares, none of them negative (columns are
+    dropped until that is so).
+    """
     rows = np.array([features for features, _ in points])
     seconds = np.array([max(s, 1e-9) for _, s in points])
     kept = [c for c in range(rows.shape[1]) if rows[:, c].any()]
@@ -305,7 +369,12 @@ class _Echo(Communicator):
         return _Done()
 
     def start_all_to_all(
-        self, send: Tensor, send_nbytes: Sequence[int], recv: Tensor, recv_nbytes: Sequence[int], channel: Channel
+        self,
+        send: Tensor,
+        send_nbytes: Sequence[int],
+        recv: Tensor,
+        recv_nbytes: Sequence[int],
+        channel: Channel,
     ) -> Work:
         recv.view(self.world_size, -1).copy_(send[: send_nbytes[0]])
         return _Done()

@@ -1,15 +1,20 @@
-"""One training step of N nodes, event by event: backward, the pipeline's stages, links, latencies and stragglers.
+"""One training step of N nodes, event by event: backward, the pipeline's stages, links, latencies
+and stragglers.
 
-A node has cores and one full-duplex link. Forward and backward run on a core; backward makes buckets ready in DDP's order,
-and each bucket then goes through the stages of the pipeline, first in, first out, a stage a thread: a stage waits for the
-collective that the stage before started, works, starts its own. What a node sends leaves its link in the order in which
-it was started (`gradcomp.comm.link`): a collective starts on a rank when its bytes have left the link and been under way
-for the latency of each of its rounds, and it completes on all ranks once it has started on the last one.
+A node has cores and one full-duplex link. Forward and backward run on a core; backward makes
+buckets ready in DDP's order, and each bucket then goes through the stages of the pipeline, first
+in, first out, a stage a thread: a stage waits for the collective that the stage before started,
+works, starts its own. What a node sends leaves its link in the order in which it was started
+(`gradcomp.comm.link`): a collective starts on a rank when its bytes have left the link and been
+under way for the latency of each of its rounds, and it completes on all ranks once it has started
+on the last one.
 
-With fewer than two cores the stages' work and the moving of bytes (while the link passes them) share backward's core, as jobs in a queue
-without pauses; backward is cut into pieces for that. With c cores the stages have c - 1 of their own, and bytes move beside them.
+With fewer than two cores the stages' work and the moving of bytes (while the link passes them)
+share backward's core, as jobs in a queue without pauses; backward is cut into pieces for that. With
+c cores the stages have c - 1 of their own, and bytes move beside them.
 
-Without stragglers all nodes are alike and one of them is simulated; `every_node` simulates all of them nevertheless.
+Without stragglers all nodes are alike and one of them is simulated; `every_node` simulates all of
+them nevertheless.
 """
 
 from __future__ import annotations
@@ -20,7 +25,15 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from gradcomp.plan.costs import IDENTITY, Bucket, LocalSteps, Method, between, find_method, plan_buckets
+from gradcomp.plan.costs import (
+    IDENTITY,
+    Bucket,
+    LocalSteps,
+    Method,
+    between,
+    find_method,
+    plan_buckets,
+)
 from gradcomp.plan.events import NO_LINK, BucketWork, Run, Stage
 from gradcomp.plan.links import Link, Node
 from gradcomp.plan.rates import FREE, Rates
@@ -58,8 +71,8 @@ def simulate(
         node: how many ranks share it, and what joins them; one by default.
         rates: CPU seconds of the codecs; none by default.
         cores: of a rank; seconds of computing and of codecs are what they take on it.
-        double_buffering: a step is computed in two halves, each exchanged while the next one is computed; every half is
-            followed by an update.
+        double_buffering: a step is computed in two halves, each exchanged while the next one is
+            computed; every half is followed by an update.
         stragglers: how nodes differ; None: not at all.
         transport: takes time after the link; None: none.
         every_node: simulate alike nodes one by one.
@@ -80,23 +93,47 @@ def simulate(
     stragglers = stragglers or Stragglers()
     if method.local is not None:
         if double_buffering:
-            raise ValueError("double_buffering exchanges halves of a minibatch; with local steps none is exchanged")
-        common: dict[str, Any] = {"node": node, "rates": rates, "cores": cores, "every_node": every_node, "steps": steps, "progress": progress}
-        return _round(workload, method.each_step, method.local, nodes, link, stragglers, transport, common)
+            raise ValueError(
+                "double_buffering exchanges halves of a minibatch; with local steps none is"
+                " exchanged"
+            )
+        common: dict[str, Any] = {
+            "node": node,
+            "rates": rates,
+            "cores": cores,
+            "every_node": every_node,
+            "steps": steps,
+            "progress": progress,
+        }
+        return _round(
+            workload, method.each_step, method.local, nodes, link, stragglers, transport, common
+        )
     halves = 2 if double_buffering else 1
     if steps is None:
         steps = STEPS_OF_STRAGGLERS if stragglers.jitter > 0 else 1
-    warm_up = 1 if double_buffering else 0  # until the first exchange is behind a computation like all others
+    warm_up = (
+        1 if double_buffering else 0
+    )  # until the first exchange is behind a computation like all others
     each = nodes if stragglers.any or every_node else 1
     factors = stragglers.factors(each, halves * (warm_up + steps))
     ranks = nodes * node.ranks
-    planned = plan_buckets(method, workload.parameters, ranks, bucket_cap_mb=workload.bucket_cap_mb, node_ranks=node.ranks)
+    planned = plan_buckets(
+        method,
+        workload.parameters,
+        ranks,
+        bucket_cap_mb=workload.bucket_cap_mb,
+        node_ranks=node.ranks,
+    )
     compute = workload.samples(ranks) * workload.t_frame / halves
     update = workload.t_update + workload.parallel_post * workload.t_post / ranks
     travels = between(method, nodes)
     run = Run(
         nodes=each,
-        buckets=[one for b in planned for one in _slice_work(travels, b, ranks, nodes, rates)] if ranks > 1 else [],
+        buckets=(
+            [one for b in planned for one in _slice_work(travels, b, ranks, nodes, rates)]
+            if ranks > 1
+            else []
+        ),
         pieces=_pieces(workload, planned),
         forward_share=workload.forward_share,
         compute=(factors * compute).tolist(),
@@ -140,28 +177,42 @@ def _round(
     transport: Transport | None,
     common: dict[str, Any],
 ) -> Simulation:
-    """Return what a step takes where H of them are followed by one exchange, which nothing hides but the steps that it may be late.
+    """Return what a step takes where H of them are followed by one exchange, which nothing hides
+    but the steps that it may be late.
 
-    Times of H steps differ less than those of one, by the root of H. With fewer than two cores codecs and the moving of bytes
-    are hidden by no step.
+    Times of H steps differ less than those of one, by the root of H. With fewer than two cores
+    codecs and the moving of bytes are hidden by no step.
     """
     h, ranks = local.every, nodes * common["node"].ranks
     outer = common["rates"].outer_seconds(workload.numel) if ranks > 1 else 0.0
     if local.fragments > len(workload.parameters):
-        raise ValueError(f"{local.fragments} fragments of {len(workload.parameters)} tensors: a fragment has at least one")
-    update = h * (workload.t_update + workload.parallel_post * workload.t_post) + outer  # nothing is shared out
-    whole = replace(workload, t_frame=h * workload.t_frame, t_post=0.0, t_update=update, overlaps=False)
+        raise ValueError(
+            f"{local.fragments} fragments of {len(workload.parameters)} tensors: a fragment has at"
+            " least one"
+        )
+    update = (
+        h * (workload.t_update + workload.parallel_post * workload.t_post) + outer
+    )  # nothing is shared out
+    whole = replace(
+        workload, t_frame=h * workload.t_frame, t_post=0.0, t_update=update, overlaps=False
+    )
     calmer = replace(stragglers, jitter=stragglers.jitter / math.sqrt(h))
     found = simulate(whole, method, nodes, link, stragglers=calmer, transport=transport, **common)
     exposed, exchange = found.exposed_seconds, found.exchange_seconds
-    if local.fragments > 1 and ranks > 1:  # what an exchange takes however little it carries, once more for each
+    if (
+        local.fragments > 1 and ranks > 1
+    ):  # what an exchange takes however little it carries, once more for each
         tiny = replace(whole, parameters=(("", LITTLE),), flops=None)
-        more = (local.fragments - 1) * simulate(tiny, method, nodes, link, stragglers=calmer, transport=transport, **common).exposed_seconds
+        more = (local.fragments - 1) * simulate(
+            tiny, method, nodes, link, stragglers=calmer, transport=transport, **common
+        ).exposed_seconds
         exposed, exchange = exposed + more, exchange + more
     if local.delay:
         busy = 0.0
         if common["cores"] < 2:
-            busy = simulate(whole, method, nodes, NO_LINK, stragglers=calmer, transport=transport, **common).exposed_seconds
+            busy = simulate(
+                whole, method, nodes, NO_LINK, stragglers=calmer, transport=transport, **common
+            ).exposed_seconds
         steps = min(h, local.fragments * local.delay)
         exposed = min(exposed, max(busy, exposed - steps * found.compute_seconds / h))
     return Simulation(
@@ -177,30 +228,39 @@ def _round(
     )
 
 
-def _slice_work(method: Method, bucket: Bucket, ranks: int, nodes: int, rates: Rates) -> list[BucketWork]:
-    """Return the work on a bucket, slice by slice; what a hierarchical exchange does inside a node goes with the first and the last."""
+def _slice_work(
+    method: Method, bucket: Bucket, ranks: int, nodes: int, rates: Rates
+) -> list[BucketWork]:
+    """Return the work on a bucket, slice by slice; what a hierarchical exchange does inside a
+    node goes with the first and the last.
+    """
     if bucket.between is None:
         return [BucketWork(stages) for stages in _stages(method, bucket, ranks, rates)]
-    _, _, average, unpack = rates.stage_seconds(IDENTITY, ranks // nodes, bucket.numel, bucket.owned_numel)
+    _, _, average, unpack = rates.stage_seconds(
+        IDENTITY, ranks // nodes, bucket.numel, bucket.owned_numel
+    )
     packed = _stages(method, bucket.between, nodes, rates)
     out = []
     for number, (measure, *middle, decode) in enumerate(packed):
         begins, ends = number == 0, number == len(packed) - 1
         out.append(
-            BucketWork((
-                Stage(0.0, bucket.collectives[0] if begins else None),
-                replace(measure, seconds=measure.seconds + average * begins),
-                *middle,
-                replace(decode, collective=bucket.collectives[-1] if ends else None),
-                Stage(unpack * ends, None),
-            ))
+            BucketWork(
+                (
+                    Stage(0.0, bucket.collectives[0] if begins else None),
+                    replace(measure, seconds=measure.seconds + average * begins),
+                    *middle,
+                    replace(decode, collective=bucket.collectives[-1] if ends else None),
+                    Stage(unpack * ends, None),
+                )
+            )
         )
     return out
 
 
 def _stages(method: Method, bucket: Bucket, ranks: int, rates: Rates) -> list[tuple[Stage, ...]]:
-    """Return the stages of every slice: alike, but that the first one has the statistics and the round of scales, and the last one
-    all of a second phase that goes in one piece."""
+    """Return the stages of every slice: alike, but that the first one has the statistics and the
+    round of scales, and the last one all of a second phase that goes in one piece.
+    """
     count, collectives = bucket.slices, (*bucket.collectives, None)
     whole = rates.stage_seconds(method, ranks, bucket.numel, bucket.owned_numel)
     if count == 1:
@@ -228,5 +288,8 @@ def _pieces(workload: Workload, buckets: Sequence[Bucket]) -> list[tuple[float, 
     out: list[tuple[float, tuple[int, ...]]] = []
     for bucket, end, share in zip(buckets, ends, workload.shares(buckets), strict=True):
         count = max(1, math.ceil(share * BACKWARD_PIECES))
-        out += [*[(share / count, ())] * (count - 1), (share / count, tuple(range(end - bucket.slices, end)))]
+        out += [
+            *[(share / count, ())] * (count - 1),
+            (share / count, tuple(range(end - bucket.slices, end))),
+        ]
     return out

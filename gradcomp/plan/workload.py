@@ -1,4 +1,6 @@
-"""What the planner is asked about and what it answers: a workload, how nodes differ, what moves bytes, seconds of a step."""
+"""What the planner is asked about and what it answers: a workload, how nodes differ, what moves
+bytes, seconds of a step.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,14 @@ class Workload:
         t_update: seconds of a model update, on every rank.
         t_post: seconds of post-processing a gradient, shared out over the ranks.
         parallel_post: how often `t_post` is spent.
-        flops: forward FLOPs by parameter, which share backward out over the buckets; None, or all zero: in proportion to
-            values.
-        forward_share: of `t_frame`; a third by default, since backward makes two products for each of forward's.
+        flops: forward FLOPs by parameter, which share backward out over the buckets; None, or all
+            zero: in proportion to values.
+        forward_share: of `t_frame`; a third by default, since backward makes two products for each
+            of forward's.
         bucket_cap_mb: DDP's option (MiB); None is DDP's default.
         weak: `minibatch` is each rank's, so that more ranks compute more samples.
-        overlaps: buckets are exchanged as backward makes them ready (DDP); False: after it (`GradientAverager`).
+        overlaps: buckets are exchanged as backward makes them ready (DDP); False: after it
+            (`GradientAverager`).
 
     Raises:
         TypeError: a number that is none.
@@ -64,7 +68,10 @@ class Workload:
         if exact("forward_share", self.forward_share) > 1:
             raise ValueError(f"forward_share must be in [0, 1], got {self.forward_share!r}")
         if self.flops is not None and len(self.flops) != len(self.parameters):
-            raise ValueError(f"flops must have one entry a parameter ({len(self.parameters)}), got {len(self.flops)}")
+            raise ValueError(
+                f"flops must have one entry a parameter ({len(self.parameters)}), got"
+                f" {len(self.flops)}"
+            )
         for value in self.flops or ():
             exact("flops", value)
         if self.bucket_cap_mb is not None:
@@ -76,7 +83,9 @@ class Workload:
         return sum(math.prod(shape) for _, shape in self.parameters)
 
     def samples(self, ranks: int) -> float:
-        """Return the samples of a step on one rank; not rounded, as in the formula of `gradcomp.plan.nodes`."""
+        """Return the samples of a step on one rank; not rounded, as in the formula of
+        `gradcomp.plan.nodes`.
+        """
         return self.minibatch if self.weak else self.minibatch / ranks
 
     def shares(self, buckets: Sequence[Bucket]) -> list[float]:
@@ -85,7 +94,10 @@ class Workload:
         if self.flops is not None and any(self.flops):
             weights = self.flops
         total = sum(weights)
-        return [sum(weights[i] for i in b.parameters) / total if total else 1 / len(buckets) for b in buckets]
+        return [
+            sum(weights[i] for i in b.parameters) / total if total else 1 / len(buckets)
+            for b in buckets
+        ]
 
 
 @dataclass(frozen=True)
@@ -93,13 +105,15 @@ class Stragglers:
     """How nodes differ.
 
     Attributes:
-        jitter: standard deviation of the logarithm of a node's computing time in a step; its mean stays.
+        jitter: standard deviation of the logarithm of a node's computing time in a step; its mean
+            stays.
         slow_share: share of the nodes that are always slower, rounded to whole nodes.
         slow_factor: by how much.
         seed: of the random numbers.
 
     Raises:
-        ValueError: a jitter outside [0, 10], a share outside [0, 1], a factor below 1, a negative seed.
+        ValueError: a jitter outside [0, 10], a share outside [0, 1], a factor below 1, a negative
+            seed.
     """
 
     jitter: float = 0.0
@@ -123,7 +137,9 @@ class Stragglers:
         return self.jitter > 0 or (self.slow_share > 0 and self.slow_factor > 1)
 
     def factors(self, nodes: int, halves: int) -> NDArray[np.float64]:
-        """Return how much longer each node computes in each half: ``(halves, nodes)``, mean 1 without slow nodes."""
+        """Return how much longer each node computes in each half: ``(halves, nodes)``, mean 1
+        without slow nodes.
+        """
         generator = np.random.default_rng(self.seed)
         slow = np.ones(nodes)
         slow[generator.permutation(nodes)[: round(self.slow_share * nodes)]] = self.slow_factor
@@ -133,7 +149,8 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step takes; seconds are means over nodes and steps, and compute + stragglers + exposed = seconds.
+    """What a step takes; seconds are means over nodes and steps, and compute + stragglers + exposed
+    = seconds.
 
     Attributes:
         nodes: how many.
@@ -160,7 +177,8 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Transport:
-    """What moves the bytes once the link has let them pass: measured seconds of each kind of collective.
+    """What moves the bytes once the link has let them pass: measured seconds of each kind of
+    collective.
 
     Attributes:
         alpha_s: seconds a collective, by kind.
@@ -175,7 +193,8 @@ class Transport:
         return sum(self.parts(kind, nbytes))
 
     def parts(self, kind: str, nbytes: int) -> tuple[float, float]:
-        """Return the seconds of one collective that are waiting, and those that are moving and adding bytes.
+        """Return the seconds of one collective that are waiting, and those that are moving and
+        adding bytes.
 
         One of bf16 that was not measured takes what one of fp32 does for its bytes.
         """

@@ -1,7 +1,9 @@
-"""Split weights and their optimizers in NumPy, written to be read: the oracle of `gc_update`, `gc_split` and `gc_join`.
+"""Split weights and their optimizers in NumPy, written to be read: the oracle of `gc_update`,
+`gc_split` and `gc_join`.
 
-Everything is float32 but norms; every line rounds once, `fma` included. The header states the same rules for C.
-References: Kingma and Ba 2015; Duchi et al. 2011; Loshchilov and Hutter 2019; You et al. 2020; "Split SGD" (IPEX).
+Everything is float32 but norms; every line rounds once, `fma` included. The header states the same
+rules for C. References: Kingma and Ba 2015; Duchi et al. 2011; Loshchilov and Hutter 2019; You et
+al. 2020; "Split SGD" (IPEX).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ TRUNCATE, NEAREST = "truncate", "nearest"
 
 
 def split(w: Floats, rounding: str = TRUNCATE) -> tuple[Array, Array]:
-    """Return (top, trail), uint16 each: the halves of fp32 numbers, or the top rounded (halves away from zero)."""
+    """Return (top, trail), uint16 each: the halves of fp32 numbers, or the top rounded (halves
+    away from zero).
+    """
     bits = w.view(np.uint32)
     top, trail = bits >> 16, bits & 0xFFFF
     if rounding == NEAREST:
@@ -27,7 +31,9 @@ def split(w: Floats, rounding: str = TRUNCATE) -> tuple[Array, Array]:
 
 
 def join(top: Array, trail: Array, rounding: str = TRUNCATE) -> Floats:
-    """Return the fp32 numbers that `split` was given (under NEAREST signalling NaNs have become quiet)."""
+    """Return the fp32 numbers that `split` was given (under NEAREST signalling NaNs have become
+    quiet).
+    """
     high, low = top.astype(np.uint32), trail.astype(np.uint32)
     if rounding == NEAREST:
         high = np.where((high & 0x7FFF) > 0x7F80, high, high - (low >> 15))
@@ -37,11 +43,14 @@ def join(top: Array, trail: Array, rounding: str = TRUNCATE) -> Floats:
 def fma(a: Any, b: Any, c: Any) -> Floats:
     """Return a * b + c of float32 numbers, rounded once.
 
-    The product is exact in float64; the sum is rounded to odd there, after which rounding to float32 is the only one that
-    counts (Boldo and Melquiond 2008, "Emulation of FMA and correctly rounded sums").
+    The product is exact in float64; the sum is rounded to odd there, after which rounding to
+    float32 is the only one that counts (Boldo and Melquiond 2008, "Emulation of FMA and correctly
+    rounded sums").
     """
     with np.errstate(all="ignore"):
-        x, y, z = np.broadcast_arrays(*(np.asarray(v, np.float32).astype(np.float64) for v in (a, b, c)))
+        x, y, z = np.broadcast_arrays(
+            *(np.asarray(v, np.float32).astype(np.float64) for v in (a, b, c))
+        )
         product = x * y
         total = np.array(product + z)
         back = total - product
@@ -57,7 +66,9 @@ def quiet(x: Floats) -> Floats:
     return np.where(np.isnan(x), np.uint32(0x7FC00000).view(np.float32), x).astype(np.float32)
 
 
-def packed_add(top: Array, trail: Array, delta: Floats, alpha: float, rounding: str = TRUNCATE) -> tuple[Array, Array]:
+def packed_add(
+    top: Array, trail: Array, delta: Floats, alpha: float, rounding: str = TRUNCATE
+) -> tuple[Array, Array]:
     """Return (top, trail) of the weight plus ``alpha * delta``: one rounding."""
     return split(quiet(fma(np.float32(alpha), delta, join(top, trail, rounding))), rounding)
 
@@ -75,7 +86,9 @@ def sgd(
     maximize: bool = False,
     first: bool = False,
 ) -> tuple[Floats, Floats | None]:
-    """Return new weights and momentum buffer after one step of SGD as torch.optim.SGD rounds it (once at each fma)."""
+    """Return new weights and momentum buffer after one step of SGD as torch.optim.SGD rounds it
+    (once at each fma).
+    """
     g = -g if maximize else g
     if weight_decay:
         g = fma(weight_decay, w, g)
@@ -86,9 +99,19 @@ def sgd(
 
 
 def adagrad(
-    w: Floats, g: Floats, total: Floats, step: int, *, lr: float, lr_decay: float, weight_decay: float, eps: float
+    w: Floats,
+    g: Floats,
+    total: Floats,
+    step: int,
+    *,
+    lr: float,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
 ) -> tuple[Floats, Floats]:
-    """Return new weights and sum of squares after step number `step` (from 1) of Adagrad (Duchi et al. 2011)."""
+    """Return new weights and sum of squares after step number `step` (from 1) of Adagrad (Duchi
+    et al. 2011).
+    """
     if weight_decay:
         g = fma(weight_decay, w, g)
     total = quiet(fma(g, g, total))
@@ -97,13 +120,17 @@ def adagrad(
         return quiet(w + (size * g) / (np.sqrt(total) + np.float32(eps))), total
 
 
-def moments(first: Floats, second: Floats, g: Floats, betas: tuple[float, float]) -> tuple[Floats, Floats]:
+def moments(
+    first: Floats, second: Floats, g: Floats, betas: tuple[float, float]
+) -> tuple[Floats, Floats]:
     """Return the running means of g and g^2 (Kingma and Ba 2015, algorithm 1)."""
     keep = np.float32(1 - betas[0])
     with np.errstate(all="ignore"):
         change = g - first
         first = fma(keep, change, first) if keep < 0.5 else fma(keep - np.float32(1), change, g)
-        return quiet(first), quiet(fma(np.float32(1 - betas[1]) * g, g, second * np.float32(betas[1])))
+        return quiet(first), quiet(
+            fma(np.float32(1 - betas[1]) * g, g, second * np.float32(betas[1]))
+        )
 
 
 def adamw(
@@ -118,7 +145,9 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> tuple[Floats, Floats, Floats]:
-    """Return new weights and moments after step number `step` of AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+    """Return new weights and moments after step number `step` of AdamW (Loshchilov and Hutter
+    2019, algorithm 2).
+    """
     if weight_decay:
         w = w * np.float32(1 - lr * weight_decay)
     first, second = moments(first, second, g, betas)
@@ -128,11 +157,15 @@ def adamw(
         return quiet(w + (size * first) / below), first, second
 
 
-NORM_NUMEL = 1 << 16  # elements whose squares are added in lanes; the sums of such runs are added in order
+NORM_NUMEL = (
+    1 << 16
+)  # elements whose squares are added in lanes; the sums of such runs are added in order
 
 
 def norm(x: Floats) -> float:
-    """Return the L2 norm, in float64: 16 lanes a run of NORM_NUMEL elements, added as a block's, runs in order."""
+    """Return the L2 norm, in float64: 16 lanes a run of NORM_NUMEL elements, added as a block's,
+    runs in order.
+    """
     total = 0.0
     for start in range(0, len(x), NORM_NUMEL):
         part = x[start : start + NORM_NUMEL].astype(np.float64)
@@ -160,14 +193,21 @@ def lamb(
     weight_decay: float,
     prescale: float = 1.0,
 ) -> tuple[Floats, Floats, Floats]:
-    """Return new weights and moments after step number `step` of LAMB (You et al. 2020, algorithm 2, phi the identity).
+    """Return new weights and moments after step number `step` of LAMB (You et al. 2020, algorithm
+    2, phi the identity).
 
     `prescale` multiplies the gradient first: 1 / max(1, norm of all gradients) makes it NVLAMB.
     """
-    first, second = moments(first, second, g if prescale == 1.0 else g * np.float32(prescale), betas)
+    first, second = moments(
+        first, second, g if prescale == 1.0 else g * np.float32(prescale), betas
+    )
     with np.errstate(all="ignore"):
-        root = (1 - betas[1] ** step) ** 0.5  # both sides of the fraction times this: one division fewer
-        u = (np.float32(root / (1 - betas[0] ** step)) * first) / (np.sqrt(second) + np.float32(eps * root))
+        root = (
+            1 - betas[1] ** step
+        ) ** 0.5  # both sides of the fraction times this: one division fewer
+        u = (np.float32(root / (1 - betas[0] ** step)) * first) / (
+            np.sqrt(second) + np.float32(eps * root)
+        )
     if weight_decay:
         u = fma(weight_decay, w, u)
     above, under = norm(w), norm(u)

@@ -1,6 +1,8 @@
-"""Whole payloads in NumPy, written to be read: header, checksum, scales, codes, and every reason to refuse one.
+"""Whole payloads in NumPy, written to be read: header, checksum, scales, codes, and every reason to
+refuse one.
 
-docs/reference/wire-format.md draws the bytes; the arithmetic is that of `gradcomp.reference.codec`. Only tests import it.
+docs/reference/wire-format.md draws the bytes; the arithmetic is that of `gradcomp.reference.codec`.
+Only tests import it.
 """
 
 from __future__ import annotations
@@ -42,8 +44,22 @@ from gradcomp.reference.topk import GROUP_NUMEL, code_nbytes, topk_decode, topk_
 IDENTITY, TERNARY, ONEBIT, LANES, BF16_VALUES = 1, 2, 3, 4, 5  # codecs, as in the header
 BLOCKS = {6: 2, 7: 4, 8: 8}  # those of evenly spaced levels, with their bits
 TOPK = 9
-SCALES_PER_GROUP = {IDENTITY: 0, TERNARY: 1, ONEBIT: 2, LANES: 1, BF16_VALUES: 0, **dict.fromkeys(BLOCKS, 1), TOPK: 2}
-CODE_BITS = {IDENTITY: 32, TERNARY: 2, ONEBIT: 1, BF16_VALUES: 16, **BLOCKS}  # those of LANES depend on the world size
+SCALES_PER_GROUP = {
+    IDENTITY: 0,
+    TERNARY: 1,
+    ONEBIT: 2,
+    LANES: 1,
+    BF16_VALUES: 0,
+    **dict.fromkeys(BLOCKS, 1),
+    TOPK: 2,
+}
+CODE_BITS = {
+    IDENTITY: 32,
+    TERNARY: 2,
+    ONEBIT: 1,
+    BF16_VALUES: 16,
+    **BLOCKS,
+}  # those of LANES depend on the world size
 NONFINITE, SEGMENTED = 1, 2  # header flags
 MAGIC, VERSION = 0x504D4347, 2  # the bytes "GCMP"
 HEADER = struct.Struct("<IBBBBIIIIII")  # 32 bytes; the last field is the checksum
@@ -94,8 +110,8 @@ def pack_payload(header: Header, scales: Array, codes: Array) -> bytes:
 def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats, Bytes]:
     """Check an unsegmented payload whole and return its header, scales and code bytes.
 
-    `world_size` is the number of summed payloads, which lanes alone need. Raises ValueError("check: detail") with a
-    check's name from docs/reference/wire-format.md.
+    `world_size` is the number of summed payloads, which lanes alone need. Raises ValueError("check:
+    detail") with a check's name from docs/reference/wire-format.md.
     """
 
     def require(check: str, ok: object, got: object) -> None:
@@ -117,7 +133,9 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
     require("stream", stream < 2**31, stream)
     require("numel", numel <= MAX_NUMEL, numel)
     per_group, bits = SCALES_PER_GROUP[codec], CODE_BITS.get(codec) or lane_bits(world_size)
-    require("group_numel", codec != TOPK or group_numel == (GROUP_NUMEL if numel else 1), group_numel)
+    require(
+        "group_numel", codec != TOPK or group_numel == (GROUP_NUMEL if numel else 1), group_numel
+    )
     require("group_numel", group_numel == max(numel, 1) or (per_group and numel), group_numel)
     require("scale_count", scale_count == -(-numel // group_numel) * per_group, scale_count)
     codes_start = HEADER.size + 4 * scale_count
@@ -130,9 +148,17 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
     if flags & NONFINITE:  # nothing is taken from the body of a flagged payload
         return header, scales, codes
     if not per_group:
-        require("value", np.isfinite(to_float32(codes.view("<f4" if codec == IDENTITY else "<u2"))).all(), "NaN or Inf")
+        require(
+            "value",
+            np.isfinite(to_float32(codes.view("<f4" if codec == IDENTITY else "<u2"))).all(),
+            "NaN or Inf",
+        )
     else:
-        require("scale", np.isfinite(scales).all() and (codec == ONEBIT or not np.signbit(scales).any()), scales)
+        require(
+            "scale",
+            np.isfinite(scales).all() and (codec == ONEBIT or not np.signbit(scales).any()),
+            scales,
+        )
         if codec in BLOCKS:
             most = np.finfo(np.float32).max / np.float32(2 * BLOCK_ZEROS[BLOCKS[codec]])
             require("scale", (scales <= most).all(), scales)
@@ -142,17 +168,27 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
         values = unpack_bits(codes, numel, bits)
         require("code", codec != TERNARY or (values < 3).all(), "11")
         require(
-            "code", bits == 2 or codec not in BLOCKS or (values < 2**bits - 1).all(), "a code above the outermost level"
+            "code",
+            bits == 2 or codec not in BLOCKS or (values < 2**bits - 1).all(),
+            "a code above the outermost level",
         )
         require("lane", codec != LANES or (values <= 2 * world_size).all(), values)
-        require("padding", pack_bits(values, bits, int(codec == TERNARY)).tobytes() == codes.tobytes(), codes[-1:])
+        require(
+            "padding",
+            pack_bits(values, bits, int(codec == TERNARY)).tobytes() == codes.tobytes(),
+            codes[-1:],
+        )
     return header, scales, codes
 
 
-def _payload(codec: int, x: Array, seen: Array, group: int, scales: Array, codes: Array, key: Key) -> bytes:
+def _payload(
+    codec: int, x: Array, seen: Array, group: int, scales: Array, codes: Array, key: Key
+) -> bytes:
     flags = 0 if np.isfinite(seen).all() and np.isfinite(scales).all() else NONFINITE
     dtype, group = SOURCE_DTYPES[x.dtype.name], group if len(x) else 1
-    return pack_payload(Header(codec, dtype, flags, len(x), group, scales.size, key.step, key.stream), scales, codes)
+    return pack_payload(
+        Header(codec, dtype, flags, len(x), group, scales.size, key.step, key.stream), scales, codes
+    )
 
 
 def encode_values(x: Array, codec: int, key: Key) -> bytes:
@@ -162,7 +198,9 @@ def encode_values(x: Array, codec: int, key: Key) -> bytes:
 
 
 def encode_ternary(x: Array, scales: Floats, group_numel: int, key: Key) -> bytes:
-    """Return a ternary payload with one scale for every `group_numel` elements (`ternary_scales` computes them)."""
+    """Return a ternary payload with one scale for every `group_numel` elements (`ternary_scales`
+    computes them).
+    """
     codes = ternary_encode(x, scales, Piece(len(x), group_numel), key)
     return _payload(TERNARY, x, to_float32(x), group_numel, scales, codes, key)
 
@@ -175,7 +213,9 @@ def encode_onebit(
     means: tuple[float, float] | None = None,
     decay: float = 1.0,
 ) -> tuple[bytes, Floats]:
-    """Return a 1-bit payload and the new residual; it is flagged when gradient + residual is not finite."""
+    """Return a 1-bit payload and the new residual; it is flagged when gradient + residual is not
+    finite.
+    """
     scales, bits, left = onebit_encode(
         x, Piece(len(x), group_numel), residual, means, decay
     )  # left is finite exactly when they are
@@ -183,9 +223,16 @@ def encode_onebit(
 
 
 def encode_nearest(
-    x: Array, residual: Floats | None, group_numel: int, key: Key, step: float = 1.8, decay: float = 1.0
+    x: Array,
+    residual: Floats | None,
+    group_numel: int,
+    key: Key,
+    step: float = 1.8,
+    decay: float = 1.0,
 ) -> tuple[bytes, Floats]:
-    """Return a payload of ternary codes rounded to the nearest level, and the new residual; flagged as `encode_onebit`'s."""
+    """Return a payload of ternary codes rounded to the nearest level, and the new residual;
+    flagged as `encode_onebit`'s.
+    """
     scales, codes, left = nearest_encode(x, Piece(len(x), group_numel), step, residual, decay)
     return _payload(TERNARY, x, left, group_numel, scales, codes, key), left
 
@@ -193,26 +240,38 @@ def encode_nearest(
 def encode_block(
     x: Array, residual: Floats | None, group_numel: int, key: Key, codec: int, decay: float = 1.0
 ) -> tuple[bytes, Floats]:
-    """Return a payload of evenly spaced levels and the new residual; it is flagged when gradient + residual is not finite."""
-    scales, codes, left = block_encode(x, Piece(len(x), group_numel), BLOCKS[codec], residual, decay)
+    """Return a payload of evenly spaced levels and the new residual; it is flagged when gradient
+    + residual is not finite.
+    """
+    scales, codes, left = block_encode(
+        x, Piece(len(x), group_numel), BLOCKS[codec], residual, decay
+    )
     return _payload(codec, x, left, group_numel, scales, codes, key), left
 
 
 def encode_topk(x: Array, residual: Floats | None, key: Key) -> tuple[bytes, Floats]:
-    """Return a top-k payload and the new residual; it is flagged when gradient + residual is not finite."""
+    """Return a top-k payload and the new residual; it is flagged when gradient + residual is not
+    finite.
+    """
     scales, codes, left = topk_encode(x, Piece(len(x), GROUP_NUMEL), residual)
     return _payload(TOPK, x, left, GROUP_NUMEL, scales, codes, key), left
 
 
 def encode_lanes(payloads: Sequence[bytes], key: Key) -> bytes:
-    """Return the exact sum of shared-scale ternary payloads as lanes, with the scales of the first."""
+    """Return the exact sum of shared-scale ternary payloads as lanes, with the scales of the
+    first.
+    """
     headers, scales, codes = zip(*(unpack_payload(p) for p in payloads), strict=True)
-    header = headers[0]._replace(codec=LANES, flags=max(h.flags for h in headers), step=key.step, stream=key.stream)
+    header = headers[0]._replace(
+        codec=LANES, flags=max(h.flags for h in headers), step=key.step, stream=key.stream
+    )
     return pack_payload(header, scales[0], sum_lanes(codes, header.numel))
 
 
 def decode(payload: bytes, world_size: int = 1) -> Floats:
-    """Return the values of one unsegmented payload, `(numel,)` float32; a flagged one is NaN throughout."""
+    """Return the values of one unsegmented payload, `(numel,)` float32; a flagged one is NaN
+    throughout.
+    """
     header, scales, codes = unpack_payload(payload, world_size)
     piece = Piece(header.numel, header.group_numel)
     if header.flags & NONFINITE:

@@ -1,8 +1,9 @@
 """Random rotations of scale groups, and what makes 1-bit codes of rotated values unbiased.
 
-Vargaftik et al. 2021, "DRIVE: one-bit distributed mean estimation", sections 3 and 4.2; Suresh et al. 2017, "Distributed mean estimation with
-limited communication", section 3, for the transform: signs at random, then Hadamard's. Twice here: once leaves a bias of a fifth where a few values of a group
-are ten times the others.
+Vargaftik et al. 2021, "DRIVE: one-bit distributed mean estimation", sections 3 and 4.2; Suresh et
+al. 2017, "Distributed mean estimation with limited communication", section 3, for the transform:
+signs at random, then Hadamard's. Twice here: once leaves a bias of a fifth where a few values of a
+group are ten times the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ Values = NDArray[np.float32]
 def signs(first: int, numel: int, key: Key) -> Values:
     """Return -1 or 1 for elements [first, first + numel) of a parameter."""
     element = np.arange(first, first + numel)
-    blocks = np.array([(b, key.parameter, key.step, key.stream) for b in (element // 128).tolist()], np.uint32).reshape(-1, 4)
+    blocks = np.array(
+        [(b, key.parameter, key.step, key.stream) for b in (element // 128).tolist()], np.uint32
+    ).reshape(-1, 4)
     words = philox4x32_10(blocks, (key.seed, key.rank))[np.arange(numel), element // 32 % 4]
     out: Values = np.where(words >> (element % 32).astype(np.uint32) & 1, -1, 1).astype(np.float32)
     return out
@@ -70,13 +73,17 @@ def rotate(x: Values, group_numel: int, first: int, key: Key, *, back: bool = Fa
 
 
 def unbias(x: Values, group_numel: int, first: int) -> Values:
-    """Return values whose class means, as 1-bit codes have them, are `x` on average over rotations."""
+    """Return values whose class means, as 1-bit codes have them, are `x` on average over
+    rotations.
+    """
     out: Values = x.astype(np.float32).copy()
     for run in runs(len(x), group_numel, first):
         values = out[run].astype(np.float64)
         above = values > 0
         wide = np.zeros((-(-len(values) // 8) * 8, 3))
-        wide[: len(values)] = np.stack([np.where(above, values, 0.0), np.where(above, 0.0, values), values * values], 1)
+        wide[: len(values)] = np.stack(
+            [np.where(above, values, 0.0), np.where(above, 0.0, values), values * values], 1
+        )
         lanes = np.zeros((8, 3))
         for row in wide.reshape(-1, 8, 3):
             lanes = lanes + row

@@ -1,4 +1,6 @@
-"""Top-k in NumPy: the largest of every block, positions Rice coded, two magnitudes a group. See `gradcomp.reference.codec`."""
+"""Top-k in NumPy: the largest of every block, positions Rice coded, two magnitudes a group. See
+`gradcomp.reference.codec`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ import itertools
 
 import numpy as np
 
-from gradcomp.reference.codec import Array, Bytes, Floats, Ints, Piece, pack_bits, to_float32, unpack_bits
+from gradcomp.reference.codec import (
+    Array,
+    Bytes,
+    Floats,
+    Ints,
+    Piece,
+    pack_bits,
+    to_float32,
+    unpack_bits,
+)
 
 BLOCK_NUMEL = 4096  # elements of a block, counted from the parameter's first
 GROUP_NUMEL = 32768  # of a scale group
@@ -31,7 +42,9 @@ def code_nbytes(piece: Piece) -> int:
 
 
 def kept_positions(v: Floats, piece: Piece) -> Ints:
-    """Return the positions of what is kept of the piece, in order: of equal magnitudes the first."""
+    """Return the positions of what is kept of the piece, in order: of equal magnitudes the
+    first.
+    """
     magnitudes, first = v.view(np.uint32) & 0x7FFFFFFF, 0
     found = [np.zeros(0, np.int64)]
     for numel in block_sizes(piece):
@@ -42,7 +55,9 @@ def kept_positions(v: Floats, piece: Piece) -> Ints:
 
 
 def write_gaps(positions: Ints, numel: int) -> Bytes:
-    """Return the gaps of one block's kept positions, Rice coded: gap / 64 ones, a zero, gap % 64 in 6 bits."""
+    """Return the gaps of one block's kept positions, Rice coded: gap / 64 ones, a zero, gap % 64
+    in 6 bits.
+    """
     bits: list[int] = []
     for gap in np.diff(positions, prepend=-1) - 1:
         bits += [1] * (gap // DENSITY) + [0] + [gap % DENSITY >> b & 1 for b in range(6)]
@@ -51,8 +66,15 @@ def write_gaps(positions: Ints, numel: int) -> Bytes:
 
 
 def read_gaps(codes: Bytes, numel: int) -> Ints:
-    """Undo `write_gaps`. Raises ValueError("code: ...") or ("padding: ...") for bytes that it does not write."""
-    count, bits, at, position = kept_count(numel), unpack_bits(codes, 8 * len(codes), 1).tolist(), 0, -1
+    """Undo `write_gaps`. Raises ValueError("code: ...") or ("padding: ...") for bytes that it
+    does not write.
+    """
+    count, bits, at, position = (
+        kept_count(numel),
+        unpack_bits(codes, 8 * len(codes), 1).tolist(),
+        0,
+        -1,
+    )
     found = []
     for _ in range(count):
         quotient = 0
@@ -62,7 +84,9 @@ def read_gaps(codes: Bytes, numel: int) -> Ints:
         at += 7
         position += 1 + quotient * DENSITY + sum(bit << b for b, bit in enumerate(low))
         if at > len(bits) or position >= numel:
-            raise ValueError(f"code: a gap to {position} of {numel} elements, bit {at} of {len(bits)}")
+            raise ValueError(
+                f"code: a gap to {position} of {numel} elements, bit {at} of {len(bits)}"
+            )
         found.append(position)
     if any(bits[at:]):
         raise ValueError("padding: bits behind the last gap")
@@ -70,10 +94,14 @@ def read_gaps(codes: Bytes, numel: int) -> Ints:
 
 
 def group_means(magnitudes: Floats) -> tuple[float, list[float]]:
-    """Return the mean of a group's kept magnitudes, and the means of those not above it and of those above it."""
+    """Return the mean of a group's kept magnitudes, and the means of those not above it and of
+    those above it.
+    """
     x = magnitudes.astype(np.float64)
     mean = _ordered_sum(x) / len(x)
-    return mean, [_ordered_sum(part) / len(part) if len(part) else 0.0 for part in (x[x <= mean], x[x > mean])]
+    return mean, [
+        _ordered_sum(part) / len(part) if len(part) else 0.0 for part in (x[x <= mean], x[x > mean])
+    ]
 
 
 def _ordered_sum(x: Array) -> float:
@@ -81,7 +109,9 @@ def _ordered_sum(x: Array) -> float:
 
 
 @np.errstate(all="ignore")
-def topk_encode(x: Array, piece: Piece, residual: Floats | None = None) -> tuple[Floats, Bytes, Floats]:
+def topk_encode(
+    x: Array, piece: Piece, residual: Floats | None = None
+) -> tuple[Floats, Bytes, Floats]:
     """Encode the largest of gradient + residual.
 
     Args:
@@ -90,7 +120,8 @@ def topk_encode(x: Array, piece: Piece, residual: Floats | None = None) -> tuple
         residual: what earlier steps left, `(numel,)` float32; None is no residual.
 
     Returns:
-        Inner and outer magnitude, `(groups, 2)` float32; the codes; the new residual fl(fl(g + r) - q), `(numel,)` float32.
+        Inner and outer magnitude, `(groups, 2)` float32; the codes; the new residual fl(fl(g + r) -
+        q), `(numel,)` float32.
     """
     g = to_float32(x)
     v = g if residual is None else g + residual
@@ -102,20 +133,28 @@ def topk_encode(x: Array, piece: Piece, residual: Floats | None = None) -> tuple
         mine = positions[(positions >= group.start) & (positions < group.stop)]
         magnitudes = np.abs(v[mine])
         mean, means = group_means(magnitudes)
-        is_outer[mine] = magnitudes.astype(np.float64) > mean  # NumPy would round the mean to float32
+        is_outer[mine] = (
+            magnitudes.astype(np.float64) > mean
+        )  # NumPy would round the mean to float32
         if np.isfinite(v[group]).all() and (g[group] != 0).any():
             scale[:] = means
-        q[mine] = np.where(np.signbit(v[mine]), 0 - scale[1 * is_outer[mine]], scale[1 * is_outer[mine]])
+        q[mine] = np.where(
+            np.signbit(v[mine]), 0 - scale[1 * is_outer[mine]], scale[1 * is_outer[mine]]
+        )
     codes, first = [np.zeros(0, np.uint8)], 0
     for numel in block_sizes(piece):
         mine = positions[(positions >= first) & (positions < first + numel)]
-        codes += [write_gaps(mine - first, numel), pack_bits(np.signbit(v[mine]) + 2 * is_outer[mine], 2)]
+        codes += [
+            write_gaps(mine - first, numel),
+            pack_bits(np.signbit(v[mine]) + 2 * is_outer[mine], 2),
+        ]
         first += numel
     return scales, np.concatenate(codes), v - q
 
 
 def topk_decode(codes: Bytes, scales: Floats, piece: Piece) -> Floats:
-    """Return the decoded values of one payload, `(numel,)` float32; average several with `float_average`.
+    """Return the decoded values of one payload, `(numel,)` float32; average several with
+    `float_average`.
 
     Raises ValueError("code: ...") or ("padding: ...") for codes that `topk_encode` does not write.
     """

@@ -1,8 +1,9 @@
-"""A parameter server: workers push values or packed gradients by key and pull what the server makes of all of them.
+"""A parameter server: workers push values or packed gradients by key and pull what the server makes
+of all of them.
 
 References:
-    Li et al. 2014, "Scaling distributed machine learning with the parameter server"; Wen et al. 2017, TernGrad, for the
-    averages of packed gradients.
+    Li et al. 2014, "Scaling distributed machine learning with the parameter server"; Wen et al.
+    2017, TernGrad, for the averages of packed gradients.
 """
 
 from gradcomp.server.client import ParameterClient

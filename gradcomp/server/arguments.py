@@ -19,8 +19,13 @@ def dtype_name(dtype: str | torch.dtype) -> str:
 
 def check_key(key: str) -> None:
     """Raise ValueError unless `key` can be the name of a parameter."""
-    if not isinstance(key, str) or not 1 <= len(key.encode(errors="surrogatepass")) <= MAX_KEY_NBYTES:
-        raise ValueError(f"key must be a string of 1 to {MAX_KEY_NBYTES} bytes in UTF-8, got {key!r}")
+    if (
+        not isinstance(key, str)
+        or not 1 <= len(key.encode(errors="surrogatepass")) <= MAX_KEY_NBYTES
+    ):
+        raise ValueError(
+            f"key must be a string of 1 to {MAX_KEY_NBYTES} bytes in UTF-8, got {key!r}"
+        )
     try:
         key.encode()
     except UnicodeEncodeError as error:
@@ -28,16 +33,23 @@ def check_key(key: str) -> None:
 
 
 def check_initial(spec: Spec, value: Tensor | None) -> None:
-    """Raise unless initial values are there exactly for an asynchronous key, and such as it needs."""
+    """Raise unless initial values are there exactly for an asynchronous key, and such as it
+    needs.
+    """
     if spec.asynchronous != (value is not None):
         given = None if value is None else tuple(value.shape)
-        raise ValueError(f"value goes with asynchronous=True, got {given} with asynchronous={spec.asynchronous}")
+        raise ValueError(
+            f"value goes with asynchronous=True, got {given} with asynchronous={spec.asynchronous}"
+        )
     if value is None:
         return
     check_memory(value, "value")
-    if value.dtype != torch.float32 or (spec.dtype == "float32" and tuple(value.shape) != spec.shape):
+    if value.dtype != torch.float32 or (
+        spec.dtype == "float32" and tuple(value.shape) != spec.shape
+    ):
         raise ValueError(
-            f"value must be float32 of the key's shape {spec.shape}, got {value.dtype} {tuple(value.shape)}"
+            f"value must be float32 of the key's shape {spec.shape}, got {value.dtype}"
+            f" {tuple(value.shape)}"
         )
     if not bool(torch.isfinite(value).all()):
         raise ValueError("value holds NaN or Inf")
@@ -55,7 +67,9 @@ def as_tensor(spec: Spec, key: str, value: Any) -> Tensor:
             numbers = torch.as_tensor(value)
             value = numbers.to(dtype)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"value of key {key!r} must be a tensor or numbers, got {value!r}") from error
+            raise ValueError(
+                f"value of key {key!r} must be a tensor or numbers, got {value!r}"
+            ) from error
         if not value.dim() and spec.numel == 1:
             value = value.view(spec.shape)
         if dtype == torch.uint8 and not torch.equal(numbers, value.to(numbers.dtype)):
@@ -63,7 +77,8 @@ def as_tensor(spec: Spec, key: str, value: Any) -> Tensor:
     check_memory(value, "value")
     if value.dtype != dtype or tuple(value.shape) != spec.shape:
         raise ValueError(
-            f"key {key!r} takes {dtype} of shape {spec.shape}, got {value.dtype} of shape {tuple(value.shape)}"
+            f"key {key!r} takes {dtype} of shape {spec.shape}, got {value.dtype} of shape"
+            f" {tuple(value.shape)}"
         )
     tensor: Tensor = value.detach()
     return tensor

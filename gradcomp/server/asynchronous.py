@@ -19,19 +19,24 @@ from gradcomp.server.state import State
 
 
 class AsynchronousParameter(Parameter):
-    """A key with a value: parameter = fl(parameter + fl(learning_rate * pushed value)), in order of arrival.
+    """A key with a value: parameter = fl(parameter + fl(learning_rate * pushed value)), in order of
+    arrival.
 
     Args:
         value: initial values, ``(numel,)`` float32; copied.
     """
 
-    def __init__(self, key: str, spec: Spec, first_rank: int, workers: Sequence[int], value: Tensor) -> None:
+    def __init__(
+        self, key: str, spec: Spec, first_rank: int, workers: Sequence[int], value: Tensor
+    ) -> None:
         super().__init__(key, spec, first_rank, workers)
         self._value = value.clone()
         self._packed = PackedReducer(spec, key) if spec.dtype == "uint8" else None
         self._applied = 0
         self._own = dict.fromkeys(self.workers, 0)
-        self._seen = dict.fromkeys(self.workers, 0)  # pushes of others that a worker's last pull held
+        self._seen = dict.fromkeys(
+            self.workers, 0
+        )  # pushes of others that a worker's last pull held
         self._waiting: dict[int, int] = {}
 
     def push(self, rank: int, value: Tensor) -> int:
@@ -40,12 +45,17 @@ class AsynchronousParameter(Parameter):
             header = self._packed.admit(value)
             if header.numel != self._value.numel():
                 numel = self._value.numel()
-                raise ValueError(f"key {self.key!r} has {numel} elements, the payload of rank {rank} {header.numel}")
+                raise ValueError(
+                    f"key {self.key!r} has {numel} elements, the payload of rank {rank}"
+                    f" {header.numel}"
+                )
             step = self._packed.average([value])
         else:
             step = value.view(torch.float32)
         if not bool(torch.isfinite(step).all()):
-            raise ValueError(f"a push of rank {rank} to key {self.key!r} holds NaN or Inf; it was not applied")
+            raise ValueError(
+                f"a push of rank {rank} to key {self.key!r} holds NaN or Inf; it was not applied"
+            )
         self._value += step * self.spec.learning_rate
         staleness = self._others(rank) - self._seen[rank]
         self._applied += 1
@@ -58,7 +68,10 @@ class AsynchronousParameter(Parameter):
         self._waiting[rank] = message.request
 
     def settle(self) -> list[Answer]:
-        answers = [Answer(rank, request, self._value.view(torch.uint8)) for rank, request in self._waiting.items()]
+        answers = [
+            Answer(rank, request, self._value.view(torch.uint8))
+            for rank, request in self._waiting.items()
+        ]
         self._waiting.clear()
         return answers
 

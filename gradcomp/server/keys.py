@@ -1,4 +1,6 @@
-"""One key as a client knows it: what is asked of which shard, and what the replies make together."""
+"""One key as a client knows it: what is asked of which shard, and what the replies make
+together.
+"""
 
 from __future__ import annotations
 
@@ -58,20 +60,32 @@ class ClientKey:
         self.key, self.given, self.raw = key, given, raw
         self.pushes = self.complete = self.steps = 0
         self.maximum: Tensor | None = None
-        self.shape = spec.shape if spec.dtype == "float32" else raw.shape if raw is not None else None
+        self.shape = (
+            spec.shape if spec.dtype == "float32" else raw.shape if raw is not None else None
+        )
         if value is not None:
             self.shape = tuple(value.shape)
-        self.spec, self._limit, self._shards = spec, shard_numel, None  # the shards, once they are known
+        self.spec, self._limit, self._shards = (
+            spec,
+            shard_numel,
+            None,
+        )  # the shards, once they are known
         numel = math.prod(self.shape) if self.shape is not None else _most_elements(spec)
         if numel > shard_numel and (value is None or spec.dtype == "float32" or codec is not None):
-            crc = 0 if value is None else zlib.crc32(value.reshape(-1).view(torch.uint8).numpy().data)
+            crc = (
+                0 if value is None else zlib.crc32(value.reshape(-1).view(torch.uint8).numpy().data)
+            )
             self.spec = replace(spec, shard_numel=shard_numel, value_crc=crc)
             if spec.dtype == "float32":
                 self._shards = Shards.of(numel, shard_numel, PLAIN)
             elif value is not None and codec is not None:
-                self._shards = Shards.of(numel, shard_numel, codec.form, codec.group_numel(tuple(value.shape)))
+                self._shards = Shards.of(
+                    numel, shard_numel, codec.form, codec.group_numel(tuple(value.shape))
+                )
         elif max(spec.nbytes, 4 * (value.numel() if value is not None else 0)) > MAX_NBYTES:
-            raise ValueError(f"key {key!r} has more than {MAX_NBYTES} bytes and is cut only if it has a codec=")
+            raise ValueError(
+                f"key {key!r} has more than {MAX_NBYTES} bytes and is cut only if it has a codec="
+            )
 
     _shards: Shards | None
 
@@ -86,7 +100,11 @@ class ClientKey:
 
     def shards(self) -> range:
         """Return the numbers of the shards that are pushed and pulled."""
-        return range(1, 1 + self._shards.count) if self._shards is not None else range(0 if self.is_cut else 1)
+        return (
+            range(1, 1 + self._shards.count)
+            if self._shards is not None
+            else range(0 if self.is_cut else 1)
+        )
 
     def settings(self, value: Tensor | None) -> list[tuple[int, Tensor]]:
         """Return what makes the key, by shard."""
@@ -108,7 +126,9 @@ class ClientKey:
             return [], [(0, body)]
         made: list[tuple[int, Tensor]] = []
         if self.spec.dtype == "float32":
-            nonfinite = self.spec.asynchronous and not bool(torch.isfinite(body.view(torch.float32)).all())
+            nonfinite = self.spec.asynchronous and not bool(
+                torch.isfinite(body.view(torch.float32)).all()
+            )
             parts = [body[4 * first : 4 * last] for first, last in self._known_shards().bounds()]
         else:
             header = self._checked(body)
@@ -119,7 +139,9 @@ class ClientKey:
                 self._shards = shards
                 made = self._shard_settings(None)
             elif shards != self._shards:
-                raise ValueError(f"key {self.key!r} is cut as {self._shards}, this payload as {shards}")
+                raise ValueError(
+                    f"key {self.key!r} is cut as {self._shards}, this payload as {shards}"
+                )
             parts = shards.cut(body)
         if nonfinite:
             raise ValueError(f"a push to key {self.key!r} holds NaN or Inf; it was not applied")
@@ -129,7 +151,10 @@ class ClientKey:
         """Return the most bytes that each shard's reply to a pull can have."""
         if self.is_cut:
             bounds = self._known_shards().bounds()
-            return [max(4 * (last - first), self._known_shards().nbytes(first, last)) for first, last in bounds]
+            return [
+                max(4 * (last - first), self._known_shards().nbytes(first, last))
+                for first, last in bounds
+            ]
         if self.shape is not None and not compressed:
             return [4 * math.prod(self.shape)]
         return [4 * max(codec.form.most_numel(self.spec.nbytes) for codec in CODECS.values())]
@@ -149,15 +174,20 @@ class ClientKey:
         else:
             wanted = nbytes if self.shape is None else [4 * math.prod(self.shape)]
         if nbytes != wanted or any(n % 4 for n in nbytes):
-            raise CorruptPayload("message", f"the replies to a pull of {self.key!r} have {nbytes} bytes")
+            raise CorruptPayload(
+                "message", f"the replies to a pull of {self.key!r} have {nbytes} bytes"
+            )
         pulled = torch.cat([part.view(torch.float32) for part in parts])
         return pulled if self.shape is None else pulled.view(self.shape)
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _known_shards(self) -> Shards:
         if self._shards is None:
-            raise ValueError(f"key {self.key!r} is cut by its first payload: push one before the first pull")
+            raise ValueError(
+                f"key {self.key!r} is cut by its first payload: push one before the first pull"
+            )
         return self._shards
 
     def _shard_settings(self, value: Tensor | None) -> list[tuple[int, Tensor]]:
@@ -166,7 +196,11 @@ class ClientKey:
         flat = None if value is None else value.reshape(-1)
         out = []
         for number, (first, last) in enumerate(self._shards.bounds(), 1):
-            nbytes = 4 * (last - first) if self.spec.dtype == "float32" else self._shards.nbytes(first, last)
+            nbytes = (
+                4 * (last - first)
+                if self.spec.dtype == "float32"
+                else self._shards.nbytes(first, last)
+            )
             spec = replace(self.spec, first=first, part_nbytes=nbytes)
             out.append((number, pack_spec(spec, None if flat is None else flat[first:last])))
         return out
@@ -182,5 +216,7 @@ class ClientKey:
 
 
 def _most_elements(spec: Spec) -> int:
-    """Return the most elements that a payload of a key's bytes can hold, those of 1 bit where its codec is not known."""
+    """Return the most elements that a payload of a key's bytes can hold, those of 1 bit where
+    its codec is not known.
+    """
     return FORMS[spec.codec or ONEBIT.code].most_numel(spec.numel)

@@ -48,11 +48,13 @@ class ServerStats:
     Attributes:
         pushes, pulls: requests carried out; a pull counts when it is answered.
         errors: replies that were errors.
-        failures: requests that failed through no fault of a client (no memory, a bug); the log has their tracebacks.
+        failures: requests that failed through no fault of a client (no memory, a bug); the log has
+            their tracebacks.
         unread: messages that could not be answered: too long, or from another server.
         bytes_received, bytes_sent: message headers included.
         asynchronous_pushes: of `pushes`, those to asynchronous keys.
-        staleness_sum, staleness_max: over these: pushes of other workers that the pusher had not seen.
+        staleness_sum, staleness_max: over these: pushes of other workers that the pusher had not
+            seen.
         lost: ranks that were gone before they had closed.
     """
 
@@ -83,27 +85,32 @@ def serve(
 ) -> ServerStats:
     """Serve parameters on this rank until every client has closed or is gone.
 
-    Called on every server rank; all other ranks of `comm` are workers, each with one `ParameterClient`.
+    Called on every server rank; all other ranks of `comm` are workers, each with one
+    `ParameterClient`.
 
     Args:
         comm: its messages from rank to rank are the server's alone while it runs.
         servers: ranks of the servers, or how many: the last ranks then. The same on every rank.
-        timeout_s: seconds without any message after which the clients are given up; None: wait for ever.
-        checkpoint: a file of `ParameterClient.save` to go on from; the same on every server, of which there may be another
-            number than when it was written. Its values count, not the initial ones that clients give.
+        timeout_s: seconds without any message after which the clients are given up; None: wait for
+            ever.
+        checkpoint: a file of `ParameterClient.save` to go on from; the same on every server, of
+            which there may be another number than when it was written. Its values count, not the
+            initial ones that clients give.
 
     Returns:
         Counters of what was done.
 
     Raises:
-        ValueError: `servers` that do not exist, leave no worker, or are not this rank; `timeout_s` out of its range; a file that
-            is no checkpoint, or not all of one.
+        ValueError: `servers` that do not exist, leave no worker, or are not this rank; `timeout_s`
+            out of its range; a file that is no checkpoint, or not all of one.
         OSError: `checkpoint` cannot be read.
         PeerLost: no message from any client for `timeout_s`; names the ranks that have not closed.
     """
     ranks = server_ranks(servers, comm.world_size)
     if comm.rank not in ranks:
-        raise ValueError(f"rank {comm.rank} is no server: servers={servers!r} of {comm.world_size} ranks")
+        raise ValueError(
+            f"rank {comm.rank} is no server: servers={servers!r} of {comm.world_size} ranks"
+        )
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive or None, got {timeout_s!r}")
     server = _Server(comm, ranks)
@@ -146,7 +153,10 @@ class _Server:
                 self._end(error.rank, "is gone")
             except ValueError:
                 self.stats.unread += 1
-            except (MemoryError, RuntimeError) as error:  # the message waits, or is lost and its client waits in vain
+            except (
+                MemoryError,
+                RuntimeError,
+            ) as error:  # the message waits, or is lost and its client waits in vain
                 failures += 1
                 if failures == MAX_RECEIVE_FAILURES:
                     raise
@@ -188,7 +198,9 @@ class _Server:
         if rank not in self._open:
             raise ValueError(f"the client of rank {rank} is closed")
         if message.servers != self._digest:
-            raise PeerMismatch("servers", self._comm.rank, message.servers, self._digest, first=None)
+            raise PeerMismatch(
+                "servers", self._comm.rank, message.servers, self._digest, first=None
+            )
         if message.kind in (Kind.OK, Kind.ERROR):
             raise CorruptPayload("message", f"no request: {message.kind.name}")
 
@@ -219,7 +231,9 @@ class _Server:
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Make the parameters of a checkpoint that live on this server."""
-        for key, shard, state in read_states(path, lambda k, s: home_of(k, self._servers, s) == self._comm.rank):
+        for key, shard, state in read_states(
+            path, lambda k, s: home_of(k, self._servers, s) == self._comm.rank
+        ):
             parameter = self._make(self._comm.rank, key, state.spec, state.value)
             parameter.restore(state)
             self._parameters[key, shard] = parameter
@@ -289,7 +303,9 @@ class _Server:
         self._send(rank, lambda: self._packed(request, result))
 
     def _send(self, rank: int, write: Callable[[], Tensor] | None = None) -> None:
-        """Send a reply, or what waits of earlier ones; a client that cannot be answered is ended."""
+        """Send a reply, or what waits of earlier ones; a client that cannot be answered is
+        ended.
+        """
         try:
             if write is None:
                 self._replies.advance(rank)

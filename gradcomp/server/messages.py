@@ -1,12 +1,16 @@
-"""What clients and servers write to each other: a fixed header, a key, raw bytes. No pickle, and nothing is allocated by
-a number that was read.
+"""What clients and servers write to each other: a fixed header, a key, raw bytes. No pickle, and
+nothing is allocated by a number that was read.
 
 ::
 
-    byte 0       4        5     6           7       8        12       16      20           24        24 + key, padded to 8
-         +-------+--------+-----+-----------+-------+--------+--------+-------+------------+---------+------------------+
-         | magic |version |kind | key_nbytes| method| request| servers| shard | body_nbytes| key     | body             |
-         +-------+--------+-----+-----------+-------+--------+--------+-------+------------+---------+------------------+
+    byte 0        4         5      6            7        8         12
+         +--------+---------+------+------------+--------+---------+
+         | magic  | version | kind | key_nbytes | method | request |
+         +--------+---------+------+------------+--------+---------+
+    byte 12        16      20           24        24 + key, padded to 8
+         +---------+-------+------------+---------+------+
+         | servers | shard | body_nbytes| key     | body |
+         +---------+-------+------------+---------+------+
 """
 
 from __future__ import annotations
@@ -55,12 +59,14 @@ class Message:
 
     Attributes:
         kind: what it asks or answers.
-        request: number of the request, chosen by the client and repeated in the reply; 0 when it could not be read.
+        request: number of the request, chosen by the client and repeated in the reply; 0 when it
+            could not be read.
         servers: `servers_digest` of the sender.
         key: of the parameter, at most 255 bytes of UTF-8; empty in CLOSE and in replies.
         method: reduce method of a PULL.
         compressed: a PULL asks for a payload.
-        shard: number of the key's shard, 0 for a key that is not cut, or for the agreement on one that is.
+        shard: number of the key's shard, 0 for a key that is not cut, or for the agreement on one
+            that is.
         body: ``(n,)`` uint8.
     """
 
@@ -131,7 +137,9 @@ def parse(message: Tensor) -> Message:
     if number > len(METHODS):
         raise _corrupt(f"unknown reduce method {number}")
     name = METHODS[number - 1] if number else None
-    return Message(Kind(kind), request, servers, key, name, bool(method & _COMPRESSED), shard, message[start:])
+    return Message(
+        Kind(kind), request, servers, key, name, bool(method & _COMPRESSED), shard, message[start:]
+    )
 
 
 def request_number(message: Tensor) -> int:
@@ -141,13 +149,22 @@ def request_number(message: Tensor) -> int:
     return int(_HEADER.unpack(message[: _HEADER.size].numpy().tobytes())[5])
 
 
-# ---- errors on the wire --------------------------------------------------------------------------------------------
+# ---- errors on the wire
+# --------------------------------------------------------------------------------------------
 
 
 def pack_error(error: Exception) -> Tensor:
-    """Return the body of an ERROR reply: JSON, the name of the class and the arguments that make it again."""
+    """Return the body of an ERROR reply: JSON, the name of the class and the arguments that make
+    it again.
+    """
     if isinstance(error, PeerMismatch):
-        fields: list[object] = [error.field, error.rank, _plain(error.expected), _plain(error.got), error.first]
+        fields: list[object] = [
+            error.field,
+            error.rank,
+            _plain(error.expected),
+            _plain(error.got),
+            error.first,
+        ]
     elif isinstance(error, CorruptPayload):
         fields = [error.check, error.detail]
     elif isinstance(error, PeerLost):
@@ -156,13 +173,22 @@ def pack_error(error: Exception) -> Tensor:
         fields = [str(error)]
     else:
         fields = [f"the server failed with {type(error).__name__}: {error!s:.1000}"]
-    known = next((k.__name__ for k in (PeerMismatch, CorruptPayload, PeerLost, ValueError) if isinstance(error, k)), "")
+    known = next(
+        (
+            k.__name__
+            for k in (PeerMismatch, CorruptPayload, PeerLost, ValueError)
+            if isinstance(error, k)
+        ),
+        "",
+    )
     text = json.dumps({"error": known or "GradcompError", "fields": fields})
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def is_foreseen(error: Exception) -> bool:
-    """Whether an error tells what is wrong with a request, and not that a server lacks memory or has a bug."""
+    """Whether an error tells what is wrong with a request, and not that a server lacks memory or
+    has a bug.
+    """
     return isinstance(error, (GradcompError, ValueError)) and not isinstance(error, NativeError)
 
 
@@ -178,7 +204,9 @@ def parse_error(body: Tensor, phase: str, waited_s: float) -> Exception:
         name, fields = str(found["error"]), list(found["fields"])
         if name == "PeerMismatch":
             field, rank, expected, got, first = fields
-            return PeerMismatch(str(field), int(rank), expected, got, first=None if first is None else int(first))
+            return PeerMismatch(
+                str(field), int(rank), expected, got, first=None if first is None else int(first)
+            )
         if name == "CorruptPayload":
             check, detail = fields
             return CorruptPayload(str(check), str(detail))
@@ -198,7 +226,8 @@ def _corrupt(detail: str) -> CorruptPayload:
     return CorruptPayload("message", f"no message of a parameter server: {detail}")
 
 
-# ---- who serves what -----------------------------------------------------------------------------------------------
+# ---- who serves what
+# -----------------------------------------------------------------------------------------------
 
 
 def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ...]:
@@ -214,7 +243,8 @@ def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ..
     if isinstance(servers, int) and not isinstance(servers, bool):
         if not 1 <= servers < world_size:
             raise ValueError(
-                f"servers must leave a worker: between 1 and {world_size - 1} of {world_size}, got {servers}"
+                f"servers must leave a worker: between 1 and {world_size - 1} of {world_size}, got"
+                f" {servers}"
             )
         return tuple(range(world_size - servers, world_size))
     if not isinstance(servers, Sequence) or isinstance(servers, (str, bytes)):
@@ -236,6 +266,8 @@ def servers_digest(servers: Sequence[int], world_size: int) -> int:
 
 
 def home_of(key: str, servers: Sequence[int], shard: int = 0) -> int:
-    """Return the rank that serves a key, by a hash that is the same in every process; shards go round from there."""
+    """Return the rank that serves a key, by a hash that is the same in every process; shards go
+    round from there.
+    """
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return servers[(int.from_bytes(digest, "little") + max(0, shard - 1)) % len(servers)]

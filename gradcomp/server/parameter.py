@@ -43,7 +43,8 @@ class Mismatch:
 class Parameter(ABC):
     """One key.
 
-    A key whose clients turn out to have different settings is broken for good: every request gets `PeerMismatch`.
+    A key whose clients turn out to have different settings is broken for good: every request gets
+    `PeerMismatch`.
 
     Args:
         key: its name.
@@ -52,7 +53,8 @@ class Parameter(ABC):
         workers: every rank that is no server.
 
     Attributes:
-        steps: rounds, or pushes to an asynchronous key, before this server began: of the checkpoint that it read.
+        steps: rounds, or pushes to an asynchronous key, before this server began: of the checkpoint
+            that it read.
     """
 
     def __init__(self, key: str, spec: Spec, first_rank: int, workers: Sequence[int]) -> None:
@@ -68,7 +70,9 @@ class Parameter(ABC):
         Raises:
             PeerMismatch: it is otherwise.
         """
-        if self._restored:  # initial values count no more, so any will do; but the same at all clients
+        if (
+            self._restored
+        ):  # initial values count no more, so any will do; but the same at all clients
             self._restored = False
             self.spec = replace(self.spec, value_crc=spec.value_crc)
         field = self.spec.difference(spec)
@@ -86,7 +90,9 @@ class Parameter(ABC):
         """Raise ValueError unless a pushed value has the bytes of this key."""
         if value.numel() != self.spec.nbytes:
             shape, nbytes = self.spec.shape, self.spec.nbytes
-            raise ValueError(f"key {self.key!r} takes {nbytes} bytes (shape {shape}), got {value.numel()}")
+            raise ValueError(
+                f"key {self.key!r} takes {nbytes} bytes (shape {shape}), got {value.numel()}"
+            )
 
     def state(self) -> State:
         """Return what a checkpoint has to hold.
@@ -122,7 +128,9 @@ class Parameter(ABC):
 
 
 class Agreement(Parameter):
-    """What the clients agree on about a key that is cut into shards; the shards are parameters of their own."""
+    """What the clients agree on about a key that is cut into shards; the shards are parameters
+    of their own.
+    """
 
     def push(self, rank: int, value: Tensor) -> int:
         raise ValueError(f"key {self.key!r} is cut into shards of {self.spec.shard_numel} elements")

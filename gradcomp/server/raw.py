@@ -1,7 +1,9 @@
-"""Raw 2-bit codes: what a trainer has packed itself, four values a byte and nothing else, as payloads the server averages.
+"""Raw 2-bit codes: what a trainer has packed itself, four values a byte and nothing else, as
+payloads the server averages.
 
-The bytes are those of ternary payloads without header and scale: element i in bits 2 * (i % 4) of byte i // 4, 00 for -1,
-01 for 0, 10 for +1. The scale, one number, is the maximum that all workers have pulled of another key.
+The bytes are those of ternary payloads without header and scale: element i in bits 2 * (i % 4) of
+byte i // 4, 00 for -1, 01 for 0, 10 for +1. The scale, one number, is the maximum that all workers
+have pulled of another key.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class RawCodes:
         self.shape = (*shape[:-1], CODES_A_BYTE * (shape[-1] if shape else 1))
         self._numel = math.prod(self.shape)
         if self._numel >= 2**32:
-            raise ValueError(f"shape {shape!r} holds {self._numel} codes; a payload holds fewer than 2**32")
+            raise ValueError(
+                f"shape {shape!r} holds {self._numel} codes; a payload holds fewer than 2**32"
+            )
         self.payload_shape = (self.codec.payload_nbytes(self._numel),)
 
     def payload(self, codes: Tensor, scale: float, step: int) -> Tensor:
@@ -62,6 +66,8 @@ class RawCodes:
         group_numel = max(1, self._numel)
         wire.seal(
             payload.numpy(),
-            wire.Header(TernGrad.form.code, 0, flags, self._numel, group_numel, scales, step % 2**32, 0),
+            wire.Header(
+                TernGrad.form.code, 0, flags, self._numel, group_numel, scales, step % 2**32, 0
+            ),
         )
         return payload

@@ -1,4 +1,6 @@
-"""What a server makes of the values of one round: maxima and sums of fp32, averages of packed gradients."""
+"""What a server makes of the values of one round: maxima and sums of fp32, averages of packed
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,19 @@ from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import STREAM_SERVER, RngKey
 from gradcomp.server.spec import Spec, codec_of
 
-SETTINGS = ("codec", "dtype", "numel", "group_numel", "scale_count", "stream")  # the same in all payloads of a key
+SETTINGS = (
+    "codec",
+    "dtype",
+    "numel",
+    "group_numel",
+    "scale_count",
+    "stream",
+)  # the same in all payloads of a key
 
 
 def reduce_values(values: Sequence[Tensor], method: str) -> Tensor:
-    """Return the elementwise max, sum or mean of float32 tensors, added in the order given, rounded after every step.
+    """Return the elementwise max, sum or mean of float32 tensors, added in the order given, rounded
+    after every step.
 
     A NaN in any value is a NaN in the maximum. The mean is the sum times fl(1 / N).
     """
@@ -60,7 +70,9 @@ class PackedReducer:
             raise CorruptPayload("segmented", "a server takes payloads of one tensor")
         if self._spec.codec not in (0, header.codec):
             wanted = form_name(self._spec.codec)
-            raise CorruptPayload("codec", f"a {form_name(header.codec)} payload, the key takes {wanted}")
+            raise CorruptPayload(
+                "codec", f"a {form_name(header.codec)} payload, the key takes {wanted}"
+            )
         codec = codec_of(self._spec, header)
         layout = codec._layout_of(header, view.size)
         codec.check_header(header, layout, view.size)
@@ -71,8 +83,9 @@ class PackedReducer:
     def average(self, payloads: Sequence[Tensor]) -> Tensor:
         """Return the average of admitted payloads with like headers, ``(numel,)`` float32.
 
-        With a shared scale it is fl(fl(S / N) * sum of codes), else decoded values are added in the order given and
-        multiplied by fl(1 / N): what an exchange makes of the same payloads, bit for bit. NaN if any payload is flagged.
+        With a shared scale it is fl(fl(S / N) * sum of codes), else decoded values are added in the
+        order given and multiplied by fl(1 / N): what an exchange makes of the same payloads, bit
+        for bit. NaN if any payload is flagged.
         """
         headers = [wire.parse(payload.numpy()) for payload in payloads]
         codec = codec_of(self._spec, headers[0])
@@ -86,16 +99,22 @@ class PackedReducer:
         return out
 
     def shares_scale(self, payloads: Sequence[Tensor]) -> bool:
-        """Whether the payloads have one scale: as the codec says, or, if the key has none, whether all scales are equal."""
+        """Whether the payloads have one scale: as the codec says, or, if the key has none,
+        whether all scales are equal.
+        """
         if self._spec.codec:
             return self._spec.shares_scale
         scales = [scale_bytes(payload) for payload in payloads]
         return all(other == scales[0] for other in scales)
 
     def encode(self, mean: Tensor, header: wire.Header) -> Tensor:
-        """Encode an average as its payloads were; an error-feedback codec keeps what is left over for the next one."""
+        """Encode an average as its payloads were; an error-feedback codec keeps what is left
+        over for the next one.
+        """
         codec = codec_of(self._spec, header)
-        key = RngKey(self._spec.seed, 0, header.step, self._parameter, STREAM_SERVER, self._spec.first)
+        key = RngKey(
+            self._spec.seed, 0, header.step, self._parameter, STREAM_SERVER, self._spec.first
+        )
         if codec.error_feedback and self.residual is None:
             self.residual = torch.zeros(mean.numel())
         return codec.encode(mean, residual=self.residual if codec.error_feedback else None, key=key)

@@ -1,4 +1,6 @@
-"""What a server still has to send: replies leave in order, few at a time, and are written only when they leave."""
+"""What a server still has to send: replies leave in order, few at a time, and are written only
+when they leave.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Replies:
         waiting = self._waiting.get(rank)
         if not waiting:
             return
-        untaken = self._untaken[rank] = [work for work in self._untaken.get(rank, []) if not work.is_done()]
+        untaken = self._untaken[rank] = [
+            work for work in self._untaken.get(rank, []) if not work.is_done()
+        ]
         while waiting and len(untaken) < MAX_UNTAKEN:
             message = waiting.popleft()()
             try:

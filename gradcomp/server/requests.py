@@ -1,6 +1,8 @@
-"""A client's requests that are under way: each is one message, and one reply that finds its way by number.
+"""A client's requests that are under way: each is one message, and one reply that finds its way by
+number.
 
-Whoever waits for a reply receives; while calls are under way that nobody waits for, a thread receives in its place.
+Whoever waits for a reply receives; while calls are under way that nobody waits for, a thread
+receives in its place.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class Requests:
         self.bytes_sent = self.bytes_received = 0
         self._comm, self._servers = comm, tuple(servers)
         self._digest = servers_digest(servers, comm.world_size)
-        self._number = secrets.randbelow(2**31)  # a late reply to an earlier client of this rank matches nothing
+        self._number = secrets.randbelow(
+            2**31
+        )  # a late reply to an earlier client of this rank matches nothing
         self._changed = threading.Condition()
         self._open: dict[int, Request] = {}
         self._gone: dict[int, str] = {}  # servers that are; the transport tells once
@@ -93,7 +97,9 @@ class Requests:
         with self._changed:
             self._number = self._number % (2**32 - 1) + 1
             now = time.monotonic()
-            request = Request(self._number, server, message.kind, message.key, message.shard, room_nbytes, now)
+            request = Request(
+                self._number, server, message.kind, message.key, message.shard, room_nbytes, now
+            )
             if server in self._gone:
                 raise PeerLost(request.phase, -1, 0.0, self._gone[server])
             self._open[request.number] = request
@@ -103,7 +109,9 @@ class Requests:
             request.sent = self._comm.start_send(raw, server)
         except ConnectionError as error:
             self.drop(request)
-            raise PeerLost(request.phase, -1, time.monotonic() - request.begun, f"server {error}") from error
+            raise PeerLost(
+                request.phase, -1, time.monotonic() - request.begun, f"server {error}"
+            ) from error
         except BaseException:
             self.drop(request)
             raise
@@ -115,14 +123,20 @@ class Requests:
         self._comm.check_overlap()
 
     def overlap(self) -> None:
-        """Have a thread receive replies for as long as some are missing and no older than the timeout."""
+        """Have a thread receive replies for as long as some are missing and no older than the
+        timeout.
+        """
         with self._changed:
             if self._receiver is None and self._open:
-                self._receiver = threading.Thread(target=self._receive_all, name="gradcomp-replies", daemon=True)
+                self._receiver = threading.Thread(
+                    target=self._receive_all, name="gradcomp-replies", daemon=True
+                )
                 self._receiver.start()
 
     def wait(self, request: Request, deadline: float) -> Message:
-        """Return the reply to a request, or raise what the server says, or that it says nothing until `deadline`."""
+        """Return the reply to a request, or raise what the server says, or that it says nothing
+        until `deadline`.
+        """
         try:
             if request.sent is not None and request.reply is None:
                 request.sent.wait(max(0.0, deadline - time.monotonic()))
@@ -133,7 +147,9 @@ class Requests:
         except TimeoutError as error:
             waited = time.monotonic() - request.begun
             self.drop(request)
-            raise PeerLost(request.phase, -1, waited, f"server rank {request.server} takes no message") from error
+            raise PeerLost(
+                request.phase, -1, waited, f"server rank {request.server} takes no message"
+            ) from error
         reply = self._reply_to([request], deadline)
         if reply is None:
             reply = self._late(request)
@@ -149,7 +165,9 @@ class Requests:
             self._open.pop(request.number, None)
 
     def close(self) -> None:
-        """Tell the servers that this worker has done; whoever still waits for a reply gets RuntimeError."""
+        """Tell the servers that this worker has done; whoever still waits for a reply gets
+        RuntimeError.
+        """
         if self._closed:
             return
         self._closed = True
@@ -161,13 +179,16 @@ class Requests:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 self._comm.start_send(farewell, server).wait(min(CLOSE_S, self.timeout_s))
 
-    # ---- parts -------------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _numbered(self, message: Message, number: int) -> Tensor:
         return pack(replace(message, request=number, servers=self._digest))
 
     def _reply_to(self, requests: Sequence[Request], deadline: float) -> Message | Exception | None:
-        """Return the first reply to one of some requests, None if there is none until `deadline`."""
+        """Return the first reply to one of some requests, None if there is none until
+        `deadline`.
+        """
         while True:
             with self._changed:
                 found = next((r.reply for r in requests if r.reply is not None), None)
@@ -180,11 +201,15 @@ class Requests:
             self._receive(left)
 
     def _late(self, request: Request) -> Message | Exception:
-        """Ask what a pull waits for and return PeerLost that says so; the reply itself may still come instead."""
+        """Ask what a pull waits for and return PeerLost that says so; the reply itself may still
+        come instead.
+        """
         detail, cancel = f"server rank {request.server} is silent", None
         if request.kind == Kind.PULL:
             with contextlib.suppress(PeerLost):
-                cancel = self.send(request.server, Message(Kind.CANCEL, key=request.key, shard=request.shard), 0)
+                cancel = self.send(
+                    request.server, Message(Kind.CANCEL, key=request.key, shard=request.shard), 0
+                )
                 until = time.monotonic() + min(GRACE_S, self.timeout_s)
                 reply = self._reply_to([request, cancel], until)
                 if request.reply is not None or isinstance(reply, Exception):
@@ -259,7 +284,9 @@ class Requests:
             for request in [r for r in self._open.values() if server in (None, r.server)]:
                 del self._open[request.number]
                 waited = time.monotonic() - request.begun
-                request.reply = error or PeerLost(request.phase, -1, waited, self._gone[request.server])
+                request.reply = error or PeerLost(
+                    request.phase, -1, waited, self._gone[request.server]
+                )
             self._changed.notify_all()
 
 
@@ -296,7 +323,12 @@ class Call(Pending[T]):
         finish: Callable[[list[Message]], T],
         failed: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        self._requests, self._parts, self._finish, self._failed = requests, list(parts), finish, failed
+        self._requests, self._parts, self._finish, self._failed = (
+            requests,
+            list(parts),
+            finish,
+            failed,
+        )
         self._result: list[T] = []
         self._error: Exception | None = None
 
@@ -307,7 +339,9 @@ class Call(Pending[T]):
         if self._error is None and not self._result:
             deadline = time.monotonic() + self._requests.timeout_s
             try:
-                self._result.append(self._finish([self._requests.wait(part, deadline) for part in self._parts]))
+                self._result.append(
+                    self._finish([self._requests.wait(part, deadline) for part in self._parts])
+                )
             except Exception as error:  # noqa: BLE001 - raised below
                 self._error = error
                 self._failed(error)

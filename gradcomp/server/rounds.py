@@ -27,7 +27,8 @@ class _Round:
         pushes: by rank; dropped once they are reduced.
         asked: (rank, reduce method, compressed) of the first pull.
         waiting: request numbers of the pulls that have no answer yet, by rank.
-        error: of a payload that does not decode, or of a server that failed; every worker's pull gets it.
+        error: of a payload that does not decode, or of a server that failed; every worker's pull
+            gets it.
         result: of the reduction.
     """
 
@@ -41,9 +42,9 @@ class _Round:
 class SynchronousParameter(Parameter):
     """A key whose pulls wait for every worker's push.
 
-    At most two rounds are open, and the newest complete one is kept until the slowest worker has left it behind. The first
-    shard of a key that is cut decides; a push that it has taken reaches the other shards, where the slowest worker's may
-    still be on its way, so they take one more.
+    At most two rounds are open, and the newest complete one is kept until the slowest worker has
+    left it behind. The first shard of a key that is cut decides; a push that it has taken reaches
+    the other shards, where the slowest worker's may still be on its way, so they take one more.
     """
 
     def __init__(self, key: str, spec: Spec, first_rank: int, workers: Sequence[int]) -> None:
@@ -62,7 +63,8 @@ class SynchronousParameter(Parameter):
         if number > slowest + OPEN_ROUNDS + (self.spec.shard_numel > 0 and self.spec.first > 0):
             late = [r for r, count in self._count.items() if count == slowest]
             raise ValueError(
-                f"push {number} of key {self.key!r} is beyond {OPEN_ROUNDS} open rounds: ranks {late} have pushed {slowest}"
+                f"push {number} of key {self.key!r} is beyond {OPEN_ROUNDS} open rounds: ranks"
+                f" {late} have pushed {slowest}"
             )
         self.check_size(value)
         self._count[rank] = number
@@ -125,10 +127,12 @@ class SynchronousParameter(Parameter):
             slowest = min(self._count.values())
             missing = [rank for rank, count in self._count.items() if count == slowest]
             last = self._rounds.get(max(self._count.values()))
-            if len(missing) < len(self._count) or (last is not None and last.result is None and last.error is None):
+            if len(missing) < len(self._count) or (
+                last is not None and last.result is None and last.error is None
+            ):
                 raise ValueError(
-                    f"key {self.key!r} has a round under way ({slowest} pushes of ranks {missing}): save when every worker "
-                    "has pulled its last round"
+                    f"key {self.key!r} has a round under way ({slowest} pushes of ranks {missing}):"
+                    " save when every worker has pulled its last round"
                 )
         return State(self.steps + min(self._count.values()), self.spec, None, residual)
 
@@ -137,7 +141,8 @@ class SynchronousParameter(Parameter):
         if self._packed is not None:
             self._packed.residual = state.residual
 
-    # ---- parts -----------------------------------------------------------------------------------------------------
+    # ---- parts
+    # ----------------------------------------------------------------------------------------------
 
     def _admit(self, rank: int, value: Tensor, now: _Round) -> None:
         """Check a payload, and compare it with the key's first one and the round's."""
@@ -149,7 +154,9 @@ class SynchronousParameter(Parameter):
         first_rank, first = self._first_header
         for name in SETTINGS:
             if getattr(header, name) != getattr(first, name):
-                self._broken = Mismatch(name, first_rank, getattr(first, name), rank, getattr(header, name))
+                self._broken = Mismatch(
+                    name, first_rank, getattr(first, name), rank, getattr(header, name)
+                )
                 return
         for other_rank, other in now.pushes.items():
             before = wire.parse(other.numpy())
@@ -158,7 +165,9 @@ class SynchronousParameter(Parameter):
             elif self.spec.shares_scale and not (before.nonfinite or header.nonfinite):
                 here, there = scale_bytes(value), scale_bytes(other)
                 if here != there:
-                    self._broken = Mismatch("scale", other_rank, there[:16].hex(), rank, here[:16].hex())
+                    self._broken = Mismatch(
+                        "scale", other_rank, there[:16].hex(), rank, here[:16].hex()
+                    )
             return
 
     def _drop(self) -> None:
@@ -192,7 +201,9 @@ class SynchronousParameter(Parameter):
         pushes = [now.pushes[rank] for rank in self.workers]
         _, method, compressed = now.asked or (0, None, False)
         if self._packed is None:
-            return reduce_values([p.view(torch.float32) for p in pushes], method or "sum").view(torch.uint8)
+            return reduce_values([p.view(torch.float32) for p in pushes], method or "sum").view(
+                torch.uint8
+            )
         mean = self._packed.average(pushes)
         if not compressed:
             return mean.view(torch.uint8)

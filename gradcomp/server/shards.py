@@ -1,6 +1,8 @@
-"""How a large key is cut into shards, which live on different servers, and how payloads are cut and joined.
+"""How a large key is cut into shards, which live on different servers, and how payloads are cut and
+joined.
 
-A function of (elements, scale groups, `shard_nbytes`) and never of the number of servers, so that another number changes no bit.
+A function of (elements, scale groups, `shard_nbytes`) and never of the number of servers, so that
+another number changes no bit.
 """
 
 from __future__ import annotations
@@ -29,8 +31,14 @@ def check_shard_nbytes(nbytes: object) -> int:
         ValueError: it is no number of bytes in its range.
     """
     smallest = 4 * UNIT_NUMEL
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not smallest <= nbytes <= MAX_SHARD_NBYTES:
-        raise ValueError(f"shard_nbytes must be between {smallest} and {MAX_SHARD_NBYTES} bytes, got {nbytes!r}")
+    if (
+        isinstance(nbytes, bool)
+        or not isinstance(nbytes, int)
+        or not smallest <= nbytes <= MAX_SHARD_NBYTES
+    ):
+        raise ValueError(
+            f"shard_nbytes must be between {smallest} and {MAX_SHARD_NBYTES} bytes, got {nbytes!r}"
+        )
     return nbytes // smallest * UNIT_NUMEL
 
 
@@ -62,9 +70,14 @@ class Shards:
             grain = math.lcm(group_numel, UNIT_NUMEL)
             unit = min(numel, grain * max(1, limit // grain))
         if 4 * unit > MAX_SHARD_NBYTES:
-            raise ValueError(f"{unit} elements in scale groups of {group_numel} cannot be cut; use smaller groups")
+            raise ValueError(
+                f"{unit} elements in scale groups of {group_numel} cannot be cut; use smaller"
+                " groups"
+            )
         if numel > MAX_SHARDS * unit:
-            raise ValueError(f"{numel} elements are more than {MAX_SHARDS} shards of {unit}; raise shard_nbytes")
+            raise ValueError(
+                f"{numel} elements are more than {MAX_SHARDS} shards of {unit}; raise shard_nbytes"
+            )
         return cls(numel, unit, group_numel, form)
 
     @property
@@ -85,12 +98,16 @@ class Shards:
         """Return the scale groups [first, last) of some elements of a whole payload."""
         if not self.form.scales_per_group:
             return 0, 0
-        return (0, 1) if self.one_group else (first // self.group_numel, -(-last // self.group_numel))
+        return (
+            (0, 1) if self.one_group else (first // self.group_numel, -(-last // self.group_numel))
+        )
 
     def nbytes(self, first: int, last: int) -> int:
         """Return the bytes of the payload of a shard."""
         begin, end = self.groups(first, last)
-        return HEADER_NBYTES + self.form.scale_nbytes(end - begin) + self.form.code_nbytes(first, last)
+        return (
+            HEADER_NBYTES + self.form.scale_nbytes(end - begin) + self.form.code_nbytes(first, last)
+        )
 
     def cut(self, payload: Tensor) -> list[Tensor]:
         """Return the payload of every shard.
@@ -104,7 +121,9 @@ class Shards:
         codes = HEADER_NBYTES + 4 * header.scale_count
         parts = []
         for first, last in self.bounds():
-            begin, end = (HEADER_NBYTES + form.scale_nbytes(group) for group in self.groups(first, last))
+            begin, end = (
+                HEADER_NBYTES + form.scale_nbytes(group) for group in self.groups(first, last)
+            )
             start = codes + form.code_nbytes(0, first)
             run = payload[start : start + form.code_nbytes(first, last)]
             part = torch.cat([payload[:HEADER_NBYTES], payload[begin:end], run])
@@ -128,12 +147,17 @@ class Shards:
         for (first, last), header, part in zip(self.bounds(), headers, parts, strict=True):
             begin, end = self.groups(first, last)
             count = self.form.scale_nbytes(end - begin) // 4
-            if header[:2] + header[6:] != headers[0][:2] + headers[0][6:] or part.numel() != self.nbytes(first, last):
+            if header[:2] + header[6:] != headers[0][:2] + headers[0][
+                6:
+            ] or part.numel() != self.nbytes(first, last):
                 raise CorruptPayload(
-                    "message", f"the payload of elements {first} to {last} is not like the first shard's"
+                    "message",
+                    f"the payload of elements {first} to {last} is not like the first shard's",
                 )
             if (header.numel, header.scale_count) != (last - first, count):
-                raise CorruptPayload("message", f"a shard of {header.numel} elements, {last - first} expected")
+                raise CorruptPayload(
+                    "message", f"a shard of {header.numel} elements, {last - first} expected"
+                )
             scales.append(part[HEADER_NBYTES : HEADER_NBYTES + 4 * count])
             codes.append(part[HEADER_NBYTES + 4 * count :])
         out = torch.cat([parts[0][:HEADER_NBYTES], *scales, *codes])
@@ -145,5 +169,11 @@ class Shards:
         return out
 
     def _header(self, like: wire.Header, numel: int, scale_count: int) -> wire.Header:
-        group = numel if not self.form.scales_per_group else self.unit if self.one_group else self.group_numel
+        group = (
+            numel
+            if not self.form.scales_per_group
+            else self.unit
+            if self.one_group
+            else self.group_numel
+        )
         return like._replace(numel=numel, group_numel=group, scale_count=scale_count)

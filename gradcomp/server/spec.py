@@ -1,4 +1,6 @@
-"""What a key is: dtype, shape, codec, and whether pushes wait for each other; the same at every client."""
+"""What a key is: dtype, shape, codec, and whether pushes wait for each other; the same at every
+client.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ CODECS = {kind.form.code: kind for kind in reversed(KINDS)}  # the first of a fo
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 MAX_NDIM = 8
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-MAX_NBYTES = MAX_MESSAGE_NBYTES - 4096  # of one value; the rest is room for header, key and settings
+MAX_NBYTES = (
+    MAX_MESSAGE_NBYTES - 4096
+)  # of one value; the rest is room for header, key and settings
 _FIXED = struct.Struct("<BBBBIIQdQQQ")
 _SHARED, _FEEDBACK, _ASYNCHRONOUS = 1, 2, 4
 
@@ -40,7 +44,8 @@ class Spec:
         learning_rate: factor of an asynchronous push.
         shard_numel: elements of a shard, where the key is cut into some; 0: it is whole.
         value_crc: CRC-32 of the initial values of a key that is cut.
-        first, part_nbytes: a shard's first element, and the bytes that are pushed to it; 0 for the agreement on all shards.
+        first, part_nbytes: a shard's first element, and the bytes that are pushed to it; 0 for the
+            agreement on all shards.
     """
 
     dtype: str
@@ -70,7 +75,9 @@ class Spec:
 
     @property
     def agrees_only(self) -> bool:
-        """Whether this is not a shard of a key that is cut, but what the clients agree on about all of them."""
+        """Whether this is not a shard of a key that is cut, but what the clients agree on about
+        all of them.
+        """
         return bool(self.shard_numel) and not self.part_nbytes
 
     def settings(self) -> dict[str, object]:
@@ -90,7 +97,9 @@ class Spec:
     def difference(self, other: Spec) -> str | None:
         """Return the name of the first setting in which two specs differ, or None."""
         theirs = other.settings()
-        return next((name for name, value in self.settings().items() if value != theirs[name]), None)
+        return next(
+            (name for name, value in self.settings().items() if value != theirs[name]), None
+        )
 
     def check_method(self, key: str, method: str | None, compressed: bool) -> None:
         """Raise ValueError unless a key like this can be pulled that way."""
@@ -102,15 +111,25 @@ class Spec:
                 )
             return
         if method is None:
-            raise ValueError(f"key {key!r} is synchronous: reduce_method must be one of {METHODS}, got None")
+            raise ValueError(
+                f"key {key!r} is synchronous: reduce_method must be one of {METHODS}, got None"
+            )
         if (method == "decode_average") != (self.dtype == "uint8"):
-            raise ValueError(f"key {key!r} holds {self.dtype}, which reduce_method={method!r} does not take")
+            raise ValueError(
+                f"key {key!r} holds {self.dtype}, which reduce_method={method!r} does not take"
+            )
         if compressed and self.dtype != "uint8":
-            raise ValueError(f"key {key!r} holds {self.dtype}; only decode_average can be pulled compressed")
+            raise ValueError(
+                f"key {key!r} holds {self.dtype}; only decode_average can be pulled compressed"
+            )
 
 
 def make_spec(
-    shape: tuple[int, ...], dtype: str, codec: Codec | None, asynchronous: bool, learning_rate: float | None
+    shape: tuple[int, ...],
+    dtype: str,
+    codec: Codec | None,
+    asynchronous: bool,
+    learning_rate: float | None,
 ) -> Spec:
     """Return the spec that a client asks for.
 
@@ -119,8 +138,12 @@ def make_spec(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-    if len(shape) > MAX_NDIM or any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in shape):
-        raise ValueError(f"shape must have at most {MAX_NDIM} dimensions of at least 0, got {shape!r}")
+    if len(shape) > MAX_NDIM or any(
+        isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in shape
+    ):
+        raise ValueError(
+            f"shape must have at most {MAX_NDIM} dimensions of at least 0, got {shape!r}"
+        )
     if any(d >= 2**63 for d in shape):
         raise ValueError(f"shape {shape!r} has more elements than memory has bytes")
     if codec is not None and dtype != "uint8":
@@ -128,7 +151,10 @@ def make_spec(
     if asynchronous is not True and asynchronous is not False:
         raise ValueError(f"asynchronous must be True or False, got {asynchronous!r}")
     if asynchronous == (learning_rate is None):
-        raise ValueError(f"learning_rate goes with asynchronous=True, got {learning_rate!r} with {asynchronous!r}")
+        raise ValueError(
+            f"learning_rate goes with asynchronous=True, got {learning_rate!r} with"
+            f" {asynchronous!r}"
+        )
     number = isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool)
     if learning_rate is not None and not (number and abs(learning_rate) <= FLOAT32_MAX):
         raise ValueError(f"learning_rate must be a finite number, got {learning_rate!r}")
@@ -138,21 +164,42 @@ def make_spec(
     digest = hashlib.blake2b(repr(codec.options()).encode(), digest_size=8).digest()
     options = int.from_bytes(digest, "little")
     feedback = codec.error_feedback
-    return Spec(dtype, shape, codec.form.code, codec.shares_scale, feedback, codec.seed, options, asynchronous, rate)
+    return Spec(
+        dtype,
+        shape,
+        codec.form.code,
+        codec.shares_scale,
+        feedback,
+        codec.seed,
+        options,
+        asynchronous,
+        rate,
+    )
 
 
 def pack_spec(spec: Spec, value: Tensor | None) -> Tensor:
-    """Return the body of an INIT request: settings, dimensions, and the initial values of an asynchronous key."""
-    flags = spec.shares_scale * _SHARED | spec.error_feedback * _FEEDBACK | spec.asynchronous * _ASYNCHRONOUS
+    """Return the body of an INIT request: settings, dimensions, and the initial values of an
+    asynchronous key.
+    """
+    flags = (
+        spec.shares_scale * _SHARED
+        | spec.error_feedback * _FEEDBACK
+        | spec.asynchronous * _ASYNCHRONOUS
+    )
     dtype, ndim = list(DTYPES).index(spec.dtype), len(spec.shape)
     settings = (spec.seed, spec.value_crc, spec.codec_options, spec.learning_rate)
-    fixed = _FIXED.pack(dtype, ndim, spec.codec, flags, *settings, spec.shard_numel, spec.first, spec.part_nbytes)
-    head = torch.frombuffer(bytearray(fixed + struct.pack(f"<{ndim}Q", *spec.shape)), dtype=torch.uint8)
+    fixed = _FIXED.pack(
+        dtype, ndim, spec.codec, flags, *settings, spec.shard_numel, spec.first, spec.part_nbytes
+    )
+    head = torch.frombuffer(
+        bytearray(fixed + struct.pack(f"<{ndim}Q", *spec.shape)), dtype=torch.uint8
+    )
     return head if value is None else torch.cat([head, value.reshape(-1).view(torch.uint8)])
 
 
 def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
-    """Return the settings in the body of an INIT request, and the initial values of an asynchronous key (a view).
+    """Return the settings in the body of an INIT request, and the initial values of an asynchronous
+    key (a view).
 
     Raises:
         CorruptPayload: "message": a body that no client writes.
@@ -160,32 +207,62 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     raw = body.numpy()
     if raw.size < _FIXED.size:
         raise CorruptPayload("message", f"settings of {raw.size} bytes")
-    dtype, ndim, codec, flags, seed, crc, options, rate, *shard = _FIXED.unpack(raw[: _FIXED.size].tobytes())
+    dtype, ndim, codec, flags, seed, crc, options, rate, *shard = _FIXED.unpack(
+        raw[: _FIXED.size].tobytes()
+    )
     start = _FIXED.size + 8 * ndim
     if ndim > MAX_NDIM or raw.size < start:
         raise CorruptPayload("message", f"settings of {raw.size} bytes with {ndim} dimensions")
-    if dtype >= len(DTYPES) or flags > (_SHARED | _FEEDBACK | _ASYNCHRONOUS) or codec not in (0, *CODECS):
-        raise CorruptPayload("message", f"settings with dtype {dtype}, flags {flags}, codec {codec}")
+    if (
+        dtype >= len(DTYPES)
+        or flags > (_SHARED | _FEEDBACK | _ASYNCHRONOUS)
+        or codec not in (0, *CODECS)
+    ):
+        raise CorruptPayload(
+            "message", f"settings with dtype {dtype}, flags {flags}, codec {codec}"
+        )
     name, waits = list(DTYPES)[dtype], not flags & _ASYNCHRONOUS
     if not abs(rate) <= FLOAT32_MAX or (waits and rate) or (codec and name != "uint8"):
-        raise CorruptPayload("message", f"settings with learning rate {rate}, codec {codec}, dtype {name}")
+        raise CorruptPayload(
+            "message", f"settings with learning rate {rate}, codec {codec}, dtype {name}"
+        )
     shape = struct.unpack(f"<{ndim}Q", raw[_FIXED.size : start].tobytes())
     shares, feedback = bool(flags & _SHARED), bool(flags & _FEEDBACK)
-    spec = Spec(name, shape, codec, shares, feedback, seed, options, not waits, rate, shard[0], crc, *shard[1:])
+    spec = Spec(
+        name,
+        shape,
+        codec,
+        shares,
+        feedback,
+        seed,
+        options,
+        not waits,
+        rate,
+        shard[0],
+        crc,
+        *shard[1:],
+    )
     if not spec.shard_numel and (crc or any(shard)):
         raise CorruptPayload("message", f"settings of a shard {shard} of a key that is not cut")
     rest = body[start:]
     waits |= spec.agrees_only
-    fits = not rest.numel() if waits else not rest.numel() % 4 and (name == "uint8" or rest.numel() == spec.nbytes)
+    fits = (
+        not rest.numel()
+        if waits
+        else not rest.numel() % 4 and (name == "uint8" or rest.numel() == spec.nbytes)
+    )
     if spec.nbytes > MAX_NBYTES or not fits:
-        raise CorruptPayload("message", f"{rest.numel()} bytes of values for {name} of shape {shape}")
+        raise CorruptPayload(
+            "message", f"{rest.numel()} bytes of values for {name} of shape {shape}"
+        )
     return spec, None if waits else rest.view(torch.float32)
 
 
 def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> Codec:
     """Return the codec that decodes payloads with that header, and encodes averages of them again.
 
-    Its scale groups are the header's and it never clips, as the owner of a reduce_scatter does (`Codec.requantizer`).
+    Its scale groups are the header's and it never clips, as the owner of a reduce_scatter does
+    (`Codec.requantizer`).
 
     Args:
         spec: of the key.
@@ -197,9 +274,18 @@ def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> 
     """
     code = spec.codec or header.codec
     if code not in CODECS:
-        raise CorruptPayload("codec", f"a {form_name(code)} payload; the server takes those of Codec.encode")
+        raise CorruptPayload(
+            "codec", f"a {form_name(code)} payload; the server takes those of Codec.encode"
+        )
     feedback = spec.error_feedback
-    alike = [kind for kind in KINDS if kind.form.code == code and spec.codec and kind.error_feedback == feedback]
+    alike = [
+        kind
+        for kind in KINDS
+        if kind.form.code == code and spec.codec and kind.error_feedback == feedback
+    ]
     return (alike or [CODECS[code]])[0].of_groups(
-        max(1, header.group_numel), shares_scale=shares_scale, error_feedback=feedback, seed=spec.seed
+        max(1, header.group_numel),
+        shares_scale=shares_scale,
+        error_feedback=feedback,
+        seed=spec.seed,
     )

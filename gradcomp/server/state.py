@@ -1,12 +1,15 @@
-"""What a parameter server remembers, as a file: settings, values of asynchronous keys, what averages have left over.
+"""What a parameter server remembers, as a file: settings, values of asynchronous keys, what
+averages have left over.
 
-A client gathers one record of every key, or shard of one, and writes them into one file; servers of any number read it, each
-its own keys. No pickle, and a file that is cut short or damaged is refused whole.
+A client gathers one record of every key, or shard of one, and writes them into one file; servers of
+any number read it, each its own keys. No pickle, and a file that is cut short or damaged is refused
+whole.
 
 ::
 
-    "GCPSTATE" | version u32 | records u32 | { key_nbytes u16 | 0 u16 | shard u32 | nbytes u64 | key | record } ... | CRC-32 u32
-    record:  steps u64 | settings_nbytes u32 | 0 u32 | settings and values (`pack_spec`) | residual, fp32
+    "GCPSTATE" | version u32 | records u32 | { key_nbytes u16 | 0 u16 | shard u32 | nbytes u64 | key
+    | record } ... | CRC-32 u32 record:  steps u64 | settings_nbytes u32 | 0 u32 | settings and
+    values (`pack_spec`) | residual, fp32
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ def pack_state(state: State) -> Tensor:
     settings = pack_spec(state.spec, state.value)
     head = _RECORD.pack(state.steps, settings.numel(), 0)
     parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), settings]
-    return torch.cat([*parts, *([] if state.residual is None else [state.residual.view(torch.uint8)])])
+    return torch.cat(
+        [*parts, *([] if state.residual is None else [state.residual.view(torch.uint8)])]
+    )
 
 
 def parse_state(record: Tensor) -> State:
@@ -88,7 +93,9 @@ def steps_of(record: Tensor) -> int:
 
 
 class StateFile:
-    """Writes a file of records; it appears under its name when it is complete, and not at all after an error."""
+    """Writes a file of records; it appears under its name when it is complete, and not at all
+    after an error.
+    """
 
     def __init__(self, path: str | os.PathLike[str], count: int) -> None:
         self._path = Path(path)
@@ -107,7 +114,10 @@ class StateFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         complete = False
         try:
@@ -128,20 +138,27 @@ class StateFile:
         self._file.write(data)
 
 
-def read_states(path: str | os.PathLike[str], mine: Callable[[str, int], bool]) -> list[tuple[str, int, State]]:
-    """Return (key, shard, state) of the records for whose key and shard `mine` is true, after checking the whole file.
+def read_states(
+    path: str | os.PathLike[str], mine: Callable[[str, int], bool]
+) -> list[tuple[str, int, State]]:
+    """Return (key, shard, state) of the records for whose key and shard `mine` is true, after
+    checking the whole file.
 
     Raises:
         ValueError: not a file that `StateFile` has written, or not all of it.
         OSError: it cannot be read.
     """
     try:
-        states = [(key, shard, parse_state(record)) for key, shard, record in _read(Path(path), mine)]
+        states = [
+            (key, shard, parse_state(record)) for key, shard, record in _read(Path(path), mine)
+        ]
         for key, shard, state in states:
             if bool(shard) != bool(state.spec.part_nbytes):
                 raise ValueError(f"shard {shard} of key {key!r} has {state.spec.part_nbytes} bytes")
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)} is no checkpoint of a parameter server: {error}") from error
+        raise ValueError(
+            f"{os.fspath(path)} is no checkpoint of a parameter server: {error}"
+        ) from error
     return states
 
 
@@ -152,7 +169,9 @@ def _read(path: Path, mine: Callable[[str, int], bool]) -> Iterator[tuple[str, i
     data = np.memmap(path, np.uint8, "r")
     magic, version, count = _HEAD.unpack(data[: _HEAD.size].tobytes())
     if magic != MAGIC or version != VERSION:
-        raise ValueError(f"it begins with {magic!r}, version {version}; {MAGIC!r}, version {VERSION} expected")
+        raise ValueError(
+            f"it begins with {magic!r}, version {version}; {MAGIC!r}, version {VERSION} expected"
+        )
     crc, end = 0, size - _CRC.size
     for begin in range(0, end, _BLOCK_NBYTES):
         crc = zlib.crc32(data[begin : min(end, begin + _BLOCK_NBYTES)].data, crc)

@@ -1,7 +1,8 @@
-/* api.c - the public kernels: check the arguments, pin the floating-point environment, run the chosen tier.
+/* api.c - the public kernels: check the arguments, pin the floating-point environment, run the
+ * chosen tier.
  *
- * Arguments are checked whole before the first byte is written. Memory is only asked for where there is an element to
- * read or write: a call without elements may pass NULL.
+ * Arguments are checked whole before the first byte is written. Memory is only asked for where
+ * there is an element to read or write: a call without elements may pass NULL.
  */
 #include <float.h>
 
@@ -9,12 +10,13 @@
 #include "environment.h"
 #include "philox.h"
 
-static gc_status run_encode(gc_encode_kernel *kernel, gc_encode_job *job, const gc_segment *segments,
-                            size_t segment_count, const void *target, uint32_t *nonfinite)
+static gc_status run_encode(gc_encode_kernel *kernel, gc_encode_job *job,
+                            const gc_segment *segments, size_t segment_count, const void *target,
+                            uint32_t *nonfinite)
 {
     int has_elements;
-    if (!gc_segments_ok(segments, segment_count, &has_elements) || !gc_is_source_dtype(job->dtype) || !nonfinite ||
-        (has_elements && (!job->src || !target)))
+    if (!gc_segments_ok(segments, segment_count, &has_elements) ||
+        !gc_is_source_dtype(job->dtype) || !nonfinite || (has_elements && (!job->src || !target)))
         return GC_INVALID_ARGUMENT;
     unsigned saved = gc_enter_float_environment();
     for (size_t s = 0; s < segment_count; s++, job->dropped += job->dropped != NULL)
@@ -27,12 +29,13 @@ static gc_status run_encode(gc_encode_kernel *kernel, gc_encode_job *job, const 
 
 static int is_decay(float decay) { return decay > 0 && decay <= 1; }
 
-static gc_status run_decode(gc_decode_kernel *kernel, gc_decode_job *job, const gc_segment *segments,
-                            size_t segment_count, uint32_t *nonfinite)
+static gc_status run_decode(gc_decode_kernel *kernel, gc_decode_job *job,
+                            const gc_segment *segments, size_t segment_count, uint32_t *nonfinite)
 {
     int has_elements;
-    if (!gc_segments_ok(segments, segment_count, &has_elements) || !gc_is_source_dtype(job->out_dtype) || !nonfinite ||
-        (job->flags & ~(unsigned)GC_STREAM) || !gc_payloads_ok(job->payloads, job->payload_count, has_elements) ||
+    if (!gc_segments_ok(segments, segment_count, &has_elements) ||
+        !gc_is_source_dtype(job->out_dtype) || !nonfinite || (job->flags & ~(unsigned)GC_STREAM) ||
+        !gc_payloads_ok(job->payloads, job->payload_count, has_elements) ||
         (has_elements && !job->out))
         return GC_INVALID_ARGUMENT;
     unsigned saved = gc_enter_float_environment();
@@ -44,16 +47,18 @@ static gc_status run_decode(gc_decode_kernel *kernel, gc_decode_job *job, const 
     return GC_OK;
 }
 
-/* ---- statistics -------------------------------------------------------------------------------------------------- */
-gc_status gc_block_sums(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                        gc_block *blocks, uint32_t *nonfinite)
+/* ---- statistics ------------------------------------------------------------------------------ */
+gc_status gc_block_sums(const void *src, int dtype, const gc_segment *segments,
+                        size_t segment_count, gc_block *blocks, uint32_t *nonfinite)
 {
     gc_encode_job job = {.src = src, .dtype = dtype, .blocks = blocks};
-    return run_encode(gc_current_kernels()->block_sums, &job, segments, segment_count, blocks, nonfinite);
+    return run_encode(gc_current_kernels()->block_sums, &job, segments, segment_count, blocks,
+                      nonfinite);
 }
 
-gc_status gc_ternary_scales(const gc_block *blocks, const uint64_t *group_blocks, const uint32_t *group_numels,
-                            size_t group_count, double clip_sigma, float *scales)
+gc_status gc_ternary_scales(const gc_block *blocks, const uint64_t *group_blocks,
+                            const uint32_t *group_numels, size_t group_count, double clip_sigma,
+                            float *scales)
 {
     if (clip_sigma != clip_sigma || (group_count && (!group_blocks || !group_numels || !scales)))
         return GC_INVALID_ARGUMENT;
@@ -62,67 +67,100 @@ gc_status gc_ternary_scales(const gc_block *blocks, const uint64_t *group_blocks
             return GC_INVALID_ARGUMENT;
     unsigned saved = gc_enter_float_environment();
     for (size_t g = 0; g < group_count; g++)
-        scales[g] = gc_ternary_scale_of(blocks + group_blocks[g], group_blocks[g + 1] - group_blocks[g],
-                                        group_numels[g], clip_sigma);
+        scales[g] = gc_ternary_scale_of(blocks + group_blocks[g],
+                                        group_blocks[g + 1] - group_blocks[g], group_numels[g],
+                                        clip_sigma);
     gc_leave_float_environment(saved);
     return GC_OK;
 }
 
-/* ---- encoders ---------------------------------------------------------------------------------------------------- */
-gc_status gc_ternary_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                            uint8_t *payload, gc_rng_key key, uint32_t *nonfinite)
+/* ---- encoders -------------------------------------------------------------------------------- */
+gc_status gc_ternary_encode(const void *src, int dtype, const gc_segment *segments,
+                            size_t segment_count, uint8_t *payload, gc_rng_key key,
+                            uint32_t *nonfinite)
 {
     gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .key = key};
     if (key.stream & GC_DEEP_STREAM)
         return GC_INVALID_ARGUMENT;
-    return run_encode(gc_current_kernels()->ternary_encode, &job, segments, segment_count, payload, nonfinite);
+    return run_encode(gc_current_kernels()->ternary_encode, &job, segments, segment_count, payload,
+                      nonfinite);
 }
 
-gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                           const float *residual_in, float *residual_out, float *kept, float decay, double *dropped,
-                           const float *means, uint8_t *payload, uint32_t *nonfinite)
+gc_status gc_onebit_encode(const void *src, int dtype, const gc_segment *segments,
+                           size_t segment_count, const float *residual_in, float *residual_out,
+                           float *kept, float decay, double *dropped, const float *means,
+                           uint8_t *payload, uint32_t *nonfinite)
 {
-    gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .residual_in = residual_in,
-                         .residual_out = residual_out, .kept = residual_in ? kept : NULL, .decay = decay,
-                         .dropped = dropped, .means = means};
+    gc_encode_job job = {.src = src,
+                         .dtype = dtype,
+                         .payload = payload,
+                         .residual_in = residual_in,
+                         .residual_out = residual_out,
+                         .kept = residual_in ? kept : NULL,
+                         .decay = decay,
+                         .dropped = dropped,
+                         .means = means};
     if (!is_decay(decay) || (means && !(gc_is_finite(means[0]) && gc_is_finite(means[1]))))
         return GC_INVALID_ARGUMENT;
-    return run_encode(gc_current_kernels()->onebit_encode, &job, segments, segment_count, payload, nonfinite);
+    return run_encode(gc_current_kernels()->onebit_encode, &job, segments, segment_count, payload,
+                      nonfinite);
 }
 
-gc_status gc_block_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                          unsigned code_bits, const float *residual_in, float *residual_out, float *kept, float decay,
-                          double *dropped, uint8_t *payload, uint32_t *nonfinite)
+gc_status gc_block_encode(const void *src, int dtype, const gc_segment *segments,
+                          size_t segment_count, unsigned code_bits, const float *residual_in,
+                          float *residual_out, float *kept, float decay, double *dropped,
+                          uint8_t *payload, uint32_t *nonfinite)
 {
-    gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .residual_in = residual_in,
-                         .residual_out = residual_out, .kept = residual_in ? kept : NULL, .decay = decay,
-                         .dropped = dropped, .code_bits = code_bits};
+    gc_encode_job job = {.src = src,
+                         .dtype = dtype,
+                         .payload = payload,
+                         .residual_in = residual_in,
+                         .residual_out = residual_out,
+                         .kept = residual_in ? kept : NULL,
+                         .decay = decay,
+                         .dropped = dropped,
+                         .code_bits = code_bits};
     if (!gc_is_block_bits(code_bits) || !is_decay(decay))
         return GC_INVALID_ARGUMENT;
-    return run_encode(gc_current_kernels()->block_encode, &job, segments, segment_count, payload, nonfinite);
+    return run_encode(gc_current_kernels()->block_encode, &job, segments, segment_count, payload,
+                      nonfinite);
 }
 
-gc_status gc_nearest_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count, double step,
-                            const float *residual_in, float *residual_out, float *kept, float decay, double *dropped,
+gc_status gc_nearest_encode(const void *src, int dtype, const gc_segment *segments,
+                            size_t segment_count, double step, const float *residual_in,
+                            float *residual_out, float *kept, float decay, double *dropped,
                             uint8_t *payload, uint32_t *nonfinite)
 {
-    gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .residual_in = residual_in,
-                         .residual_out = residual_out, .kept = residual_in ? kept : NULL, .decay = decay,
-                         .dropped = dropped, .code_bits = 2, .step = step};
+    gc_encode_job job = {.src = src,
+                         .dtype = dtype,
+                         .payload = payload,
+                         .residual_in = residual_in,
+                         .residual_out = residual_out,
+                         .kept = residual_in ? kept : NULL,
+                         .decay = decay,
+                         .dropped = dropped,
+                         .code_bits = 2,
+                         .step = step};
     if (!(step > 0 && step <= DBL_MAX) || !is_decay(decay))
         return GC_INVALID_ARGUMENT;
-    return run_encode(gc_current_kernels()->block_encode, &job, segments, segment_count, payload, nonfinite);
+    return run_encode(gc_current_kernels()->block_encode, &job, segments, segment_count, payload,
+                      nonfinite);
 }
 
-gc_status gc_topk_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                         const float *residual_in, float *residual_out, float *kept, uint8_t *payload,
-                         uint32_t *nonfinite)
+gc_status gc_topk_encode(const void *src, int dtype, const gc_segment *segments,
+                         size_t segment_count, const float *residual_in, float *residual_out,
+                         float *kept, uint8_t *payload, uint32_t *nonfinite)
 {
-    gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .residual_in = residual_in,
-                         .residual_out = residual_out, .kept = residual_in ? kept : NULL};
+    gc_encode_job job = {.src = src,
+                         .dtype = dtype,
+                         .payload = payload,
+                         .residual_in = residual_in,
+                         .residual_out = residual_out,
+                         .kept = residual_in ? kept : NULL};
     if (!gc_topk_groups_ok(segments, segment_count))
         return GC_INVALID_ARGUMENT;
-    return run_encode(gc_current_kernels()->topk_encode, &job, segments, segment_count, payload, nonfinite);
+    return run_encode(gc_current_kernels()->topk_encode, &job, segments, segment_count, payload,
+                      nonfinite);
 }
 
 gc_status gc_rescale(float *plane, uint64_t numel, float factor)
@@ -136,87 +174,123 @@ gc_status gc_rescale(float *plane, uint64_t numel, float factor)
     return GC_OK;
 }
 
-gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segments, size_t segment_count,
-                           int value_dtype, uint8_t *payload, uint32_t *nonfinite)
+gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segments,
+                           size_t segment_count, int value_dtype, uint8_t *payload,
+                           uint32_t *nonfinite)
 {
-    gc_encode_job job = {.src = src, .dtype = dtype, .payload = payload, .value_dtype = value_dtype};
+    gc_encode_job job = {
+        .src = src, .dtype = dtype, .payload = payload, .value_dtype = value_dtype};
     if (!gc_is_value_dtype(value_dtype))
         return GC_INVALID_ARGUMENT;
-    return run_encode(gc_current_kernels()->values_encode, &job, segments, segment_count, payload, nonfinite);
+    return run_encode(gc_current_kernels()->values_encode, &job, segments, segment_count, payload,
+                      nonfinite);
 }
 
-/* ---- decoders ---------------------------------------------------------------------------------------------------- */
+/* ---- decoders -------------------------------------------------------------------------------- */
 gc_status gc_ternary_sum_decode(const uint8_t *const *payloads, size_t payload_count, int shared,
-                                const gc_segment *segments, size_t segment_count, void *out, int out_dtype,
-                                unsigned flags, uint32_t *nonfinite)
+                                const gc_segment *segments, size_t segment_count, void *out,
+                                int out_dtype, unsigned flags, uint32_t *nonfinite)
 {
-    gc_decode_job job = {.payloads = payloads, .payload_count = payload_count, .shared = shared != 0, .out = out,
-                         .out_dtype = out_dtype, .flags = flags};
-    return run_decode(gc_current_kernels()->ternary_decode, &job, segments, segment_count, nonfinite);
-}
-
-gc_status gc_onebit_sum_decode(const uint8_t *const *payloads, size_t payload_count, const gc_segment *segments,
-                               size_t segment_count, void *out, int out_dtype, unsigned flags, uint32_t *nonfinite)
-{
-    gc_decode_job job = {.payloads = payloads, .payload_count = payload_count, .out = out, .out_dtype = out_dtype,
+    gc_decode_job job = {.payloads = payloads,
+                         .payload_count = payload_count,
+                         .shared = shared != 0,
+                         .out = out,
+                         .out_dtype = out_dtype,
                          .flags = flags};
-    return run_decode(gc_current_kernels()->onebit_decode, &job, segments, segment_count, nonfinite);
+    return run_decode(gc_current_kernels()->ternary_decode, &job, segments, segment_count,
+                      nonfinite);
 }
 
-gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_count, unsigned code_bits,
-                              const gc_segment *segments, size_t segment_count, void *out, int out_dtype,
-                              unsigned flags, uint32_t *nonfinite)
+gc_status gc_onebit_sum_decode(const uint8_t *const *payloads, size_t payload_count,
+                               const gc_segment *segments, size_t segment_count, void *out,
+                               int out_dtype, unsigned flags, uint32_t *nonfinite)
 {
-    gc_decode_job job = {.payloads = payloads, .payload_count = payload_count, .code_bits = code_bits, .out = out,
-                         .out_dtype = out_dtype, .flags = flags};
+    gc_decode_job job = {.payloads = payloads,
+                         .payload_count = payload_count,
+                         .out = out,
+                         .out_dtype = out_dtype,
+                         .flags = flags};
+    return run_decode(gc_current_kernels()->onebit_decode, &job, segments, segment_count,
+                      nonfinite);
+}
+
+gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_count,
+                              unsigned code_bits, const gc_segment *segments, size_t segment_count,
+                              void *out, int out_dtype, unsigned flags, uint32_t *nonfinite)
+{
+    gc_decode_job job = {.payloads = payloads,
+                         .payload_count = payload_count,
+                         .code_bits = code_bits,
+                         .out = out,
+                         .out_dtype = out_dtype,
+                         .flags = flags};
     if (!gc_is_block_bits(code_bits))
         return GC_INVALID_ARGUMENT;
     return run_decode(gc_current_kernels()->block_decode, &job, segments, segment_count, nonfinite);
 }
 
-gc_status gc_topk_sum_decode(const uint8_t *const *payloads, size_t payload_count, const gc_segment *segments,
-                             size_t segment_count, void *out, int out_dtype, unsigned flags, uint32_t *nonfinite)
+gc_status gc_topk_sum_decode(const uint8_t *const *payloads, size_t payload_count,
+                             const gc_segment *segments, size_t segment_count, void *out,
+                             int out_dtype, unsigned flags, uint32_t *nonfinite)
 {
-    gc_decode_job job = {.payloads = payloads, .payload_count = payload_count, .out = out, .out_dtype = out_dtype,
+    gc_decode_job job = {.payloads = payloads,
+                         .payload_count = payload_count,
+                         .out = out,
+                         .out_dtype = out_dtype,
                          .flags = flags};
     if (!gc_topk_groups_ok(segments, segment_count))
         return GC_INVALID_ARGUMENT;
     return run_decode(gc_current_kernels()->topk_decode, &job, segments, segment_count, nonfinite);
 }
 
-gc_status gc_values_sum_decode(const uint8_t *const *payloads, size_t payload_count, int value_dtype,
-                               const gc_segment *segments, size_t segment_count, void *out, int out_dtype,
-                               unsigned flags, uint32_t *nonfinite)
+gc_status gc_values_sum_decode(const uint8_t *const *payloads, size_t payload_count,
+                               int value_dtype, const gc_segment *segments, size_t segment_count,
+                               void *out, int out_dtype, unsigned flags, uint32_t *nonfinite)
 {
-    gc_decode_job job = {.payloads = payloads, .payload_count = payload_count, .value_dtype = value_dtype, .out = out,
-                         .out_dtype = out_dtype, .flags = flags};
+    gc_decode_job job = {.payloads = payloads,
+                         .payload_count = payload_count,
+                         .value_dtype = value_dtype,
+                         .out = out,
+                         .out_dtype = out_dtype,
+                         .flags = flags};
     if (!gc_is_value_dtype(value_dtype))
         return GC_INVALID_ARGUMENT;
-    return run_decode(gc_current_kernels()->values_decode, &job, segments, segment_count, nonfinite);
+    return run_decode(gc_current_kernels()->values_decode, &job, segments, segment_count,
+                      nonfinite);
 }
 
-gc_status gc_lanes_decode(const uint8_t *payload, size_t world_size, unsigned lane_bits, const gc_segment *segments,
-                          size_t segment_count, void *out, int out_dtype, unsigned flags, uint32_t *nonfinite)
+gc_status gc_lanes_decode(const uint8_t *payload, size_t world_size, unsigned lane_bits,
+                          const gc_segment *segments, size_t segment_count, void *out,
+                          int out_dtype, unsigned flags, uint32_t *nonfinite)
 {
-    gc_decode_job job = {.payloads = &payload, .payload_count = 1, .world_size = (uint32_t)world_size,
-                         .lane_bits = lane_bits, .out = out, .out_dtype = out_dtype, .flags = flags};
+    gc_decode_job job = {.payloads = &payload,
+                         .payload_count = 1,
+                         .world_size = (uint32_t)world_size,
+                         .lane_bits = lane_bits,
+                         .out = out,
+                         .out_dtype = out_dtype,
+                         .flags = flags};
     if (!gc_world_ok(world_size, lane_bits))
         return GC_INVALID_ARGUMENT;
     return run_decode(gc_current_kernels()->lanes_decode, &job, segments, segment_count, nonfinite);
 }
 
-gc_status gc_ternary_sum_lanes(const uint8_t *const *payloads, size_t payload_count, const gc_segment *in_segments,
-                               const gc_segment *out_segments, size_t segment_count, unsigned lane_bits, uint8_t *out)
+gc_status gc_ternary_sum_lanes(const uint8_t *const *payloads, size_t payload_count,
+                               const gc_segment *in_segments, const gc_segment *out_segments,
+                               size_t segment_count, unsigned lane_bits, uint8_t *out)
 {
     const gc_kernels *kernels = gc_current_kernels();
-    gc_decode_job job = {.payloads = payloads, .payload_count = payload_count, .lane_bits = lane_bits};
+    gc_decode_job job = {
+        .payloads = payloads, .payload_count = payload_count, .lane_bits = lane_bits};
     int has_elements, has_lanes;
     if (!gc_segments_ok(in_segments, segment_count, &has_elements) ||
-        !gc_segments_ok(out_segments, segment_count, &has_lanes) || !gc_payloads_ok(payloads, payload_count, has_elements) ||
+        !gc_segments_ok(out_segments, segment_count, &has_lanes) ||
+        !gc_payloads_ok(payloads, payload_count, has_elements) ||
         !gc_world_ok(payload_count, lane_bits) || (has_elements && !out))
         return GC_INVALID_ARGUMENT;
     for (size_t s = 0; s < segment_count; s++)
-        if (in_segments[s].start != out_segments[s].start || in_segments[s].numel != out_segments[s].numel)
+        if (in_segments[s].start != out_segments[s].start ||
+            in_segments[s].numel != out_segments[s].numel)
             return GC_INVALID_ARGUMENT;
     for (size_t s = 0; s < segment_count; s++)
         if (in_segments[s].numel)
@@ -224,8 +298,9 @@ gc_status gc_ternary_sum_lanes(const uint8_t *const *payloads, size_t payload_co
     return GC_OK;
 }
 
-/* ---- checks of payloads ------------------------------------------------------------------------------------------ */
-gc_status gc_ternary_validate(const uint8_t *payload, const gc_segment *segments, size_t segment_count)
+/* ---- checks of payloads ---------------------------------------------------------------------- */
+gc_status gc_ternary_validate(const uint8_t *payload, const gc_segment *segments,
+                              size_t segment_count)
 {
     const gc_kernels *kernels = gc_current_kernels();
     int has_elements;
@@ -238,7 +313,8 @@ gc_status gc_ternary_validate(const uint8_t *payload, const gc_segment *segments
     return status;
 }
 
-gc_status gc_onebit_validate(const uint8_t *payload, const gc_segment *segments, size_t segment_count)
+gc_status gc_onebit_validate(const uint8_t *payload, const gc_segment *segments,
+                             size_t segment_count)
 {
     const gc_kernels *kernels = gc_current_kernels();
     int has_elements;
@@ -251,7 +327,8 @@ gc_status gc_onebit_validate(const uint8_t *payload, const gc_segment *segments,
     return status;
 }
 
-gc_status gc_block_validate(const uint8_t *payload, unsigned code_bits, const gc_segment *segments, size_t segment_count)
+gc_status gc_block_validate(const uint8_t *payload, unsigned code_bits, const gc_segment *segments,
+                            size_t segment_count)
 {
     const gc_kernels *kernels = gc_current_kernels();
     int has_elements;
@@ -261,7 +338,8 @@ gc_status gc_block_validate(const uint8_t *payload, unsigned code_bits, const gc
     gc_status status = GC_OK;
     for (size_t s = 0; s < segment_count && status == GC_OK; s++)
         if (segments[s].numel)
-            status = kernels->block_validate(payload + segments[s].codes, segments[s].numel, code_bits);
+            status = kernels->block_validate(payload + segments[s].codes, segments[s].numel,
+                                             code_bits);
     return status;
 }
 
@@ -275,12 +353,13 @@ gc_status gc_topk_validate(const uint8_t *payload, const gc_segment *segments, s
     gc_status status = GC_OK;
     for (size_t s = 0; s < segment_count && status == GC_OK; s++)
         if (segments[s].numel)
-            status = kernels->topk_validate(payload + segments[s].codes, segments[s].start, segments[s].numel);
+            status = kernels->topk_validate(payload + segments[s].codes, segments[s].start,
+                                            segments[s].numel);
     return status;
 }
 
-gc_status gc_lanes_validate(const uint8_t *payload, size_t world_size, unsigned lane_bits, const gc_segment *segments,
-                            size_t segment_count)
+gc_status gc_lanes_validate(const uint8_t *payload, size_t world_size, unsigned lane_bits,
+                            const gc_segment *segments, size_t segment_count)
 {
     const gc_kernels *kernels = gc_current_kernels();
     int has_elements;
@@ -290,8 +369,8 @@ gc_status gc_lanes_validate(const uint8_t *payload, size_t world_size, unsigned 
     gc_status status = GC_OK;
     for (size_t s = 0; s < segment_count && status == GC_OK; s++)
         if (segments[s].numel)
-            status = kernels->lanes_validate(payload + segments[s].codes, segments[s].numel, (uint32_t)world_size,
-                                             lane_bits);
+            status = kernels->lanes_validate(payload + segments[s].codes, segments[s].numel,
+                                             (uint32_t)world_size, lane_bits);
     return status;
 }
 
@@ -300,7 +379,7 @@ uint32_t gc_crc32c(uint32_t crc, const uint8_t *data, size_t data_nbytes)
     return data_nbytes ? gc_current_kernels()->crc32c(crc, data, data_nbytes) : crc;
 }
 
-/* ---- copies, random numbers -------------------------------------------------------------------------------------- */
+/* ---- copies, random numbers ------------------------------------------------------------------ */
 gc_status gc_copy(uint8_t *dst, const uint8_t *src, const gc_copy_range *ranges, size_t range_count)
 {
     if (range_count && !ranges)

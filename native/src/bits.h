@@ -4,8 +4,9 @@
 
 #include "numeric.h"
 
-/* Write `bits` staged bits at bit `position` of the codes; what is above them in the last byte becomes 0. Bits of earlier
- * groups in the first byte stay. Bits of the staged bytes above the last are ignored. */
+/* Write `bits` staged bits at bit `position` of the codes; what is above them in the last byte
+ * becomes 0. Bits of earlier groups in the first byte stay. Bits of the staged bytes above the last
+ * are ignored. */
 GC_INLINE void gc_put_bits(uint8_t *codes, uint64_t position, const uint8_t *staged, size_t bits)
 {
     unsigned offset = (unsigned)(position % 8), above = (unsigned)((offset + bits) % 8);

@@ -10,13 +10,17 @@
 enum { CHUNK_NUMEL = GC_ONEBIT_STAGE_NUMEL, STREAM_NUMEL = 1 << 15 };
 
 /* Encode one group; 0 when it holds a value that is not finite (then no residual was written). */
-static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run, gc_block_stage *stage,
-                        const gc_block_tier *tier)
+static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run,
+                        gc_block_stage *stage, const gc_block_tier *tier)
 {
     gc_block_totals totals = {0, 0, 0}, again;
     uint64_t residual = segment->residual + run.first;
-    gc_block_view view = {job->src, job->dtype, segment->data + run.first,
-                          job->residual_in ? job->residual_in + residual : NULL, job->code_bits, job->decay};
+    gc_block_view view = {job->src,
+                          job->dtype,
+                          segment->data + run.first,
+                          job->residual_in ? job->residual_in + residual : NULL,
+                          job->code_bits,
+                          job->decay};
     double left = 0;
     for (uint32_t chunk = 0; chunk < run.numel; chunk += CHUNK_NUMEL) {
         uint32_t numel = run.numel - chunk < CHUNK_NUMEL ? run.numel - chunk : CHUNK_NUMEL;
@@ -32,10 +36,11 @@ static int encode_group(gc_encode_job *job, const gc_segment *segment, gc_run ru
         uint32_t numel = run.numel - chunk < CHUNK_NUMEL ? run.numel - chunk : CHUNK_NUMEL;
         if (run.numel > CHUNK_NUMEL)
             tier->take(&again, stage, &view, chunk, numel);
-        left += tier->emit(stage, &view, &levels, numel, job->residual_out ? job->residual_out + residual + chunk : NULL,
+        left += tier->emit(stage, &view, &levels, numel,
+                           job->residual_out ? job->residual_out + residual + chunk : NULL,
                            streams);
-        gc_put_bits(job->payload + segment->codes, (uint64_t)(run.first + chunk) * job->code_bits, stage->codes,
-                    (size_t)numel * job->code_bits);
+        gc_put_bits(job->payload + segment->codes, (uint64_t)(run.first + chunk) * job->code_bits,
+                    stage->codes, (size_t)numel * job->code_bits);
     }
     gc_count_dropped(job, left);
     return 1;

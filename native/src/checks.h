@@ -6,7 +6,10 @@
 
 enum { GC_MAX_PAYLOADS = 32767 };
 
-GC_INLINE int gc_is_source_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16 || dtype == GC_F16; }
+GC_INLINE int gc_is_source_dtype(int dtype)
+{
+    return dtype == GC_F32 || dtype == GC_BF16 || dtype == GC_F16;
+}
 GC_INLINE int gc_is_value_dtype(int dtype) { return dtype == GC_F32 || dtype == GC_BF16; }
 
 GC_INLINE int gc_is_block_bits(unsigned bits) { return bits == 2 || bits == 4 || bits == 8; }
@@ -62,7 +65,8 @@ GC_INLINE int gc_payloads_ok(const uint8_t *const *payloads, size_t payload_coun
 
 GC_INLINE int gc_world_ok(size_t world_size, unsigned lane_bits)
 {
-    return world_size >= 1 && world_size <= GC_MAX_PAYLOADS && lane_bits == gc_lane_bits(world_size);
+    return world_size >= 1 && world_size <= GC_MAX_PAYLOADS &&
+           lane_bits == gc_lane_bits(world_size);
 }
 
 #endif

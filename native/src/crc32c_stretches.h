@@ -5,15 +5,17 @@
  *   GC_CRC_WORD(crc, word)   the register after eight more bytes
  *   GC_CRC_BYTE(crc, byte)   and after one
  *   GC_CRC_NAME              storage class, type and name of the kernel.
- * The instruction has a latency of two or three cycles, so three stretches of STRETCH_NBYTES are run side by side and
- * joined: a CRC register followed by n more bytes is the register times x^(8n) modulo the polynomial.
+ * The instruction has a latency of two or three cycles, so three stretches of STRETCH_NBYTES are
+ * run side by side and joined: a CRC register followed by n more bytes is the register times x^(8n)
+ * modulo the polynomial.
  */
 #include <string.h>
 
 #define POLYNOMIAL 0x82F63B78u /* reflected: bit 31 is x^0 */
 
 enum { STRETCH_NBYTES = 4096 };
-/* x^(8 * STRETCH_NBYTES) and x^(16 * STRETCH_NBYTES) modulo the polynomial, by repeated squaring of x. */
+/* x^(8 * STRETCH_NBYTES) and x^(16 * STRETCH_NBYTES) modulo the polynomial, by repeated squaring of
+ * x. */
 #define SHIFT_ONE 0x35D73A62u
 #define SHIFT_TWO 0x28461564u
 
@@ -50,7 +52,8 @@ GC_CRC_TARGET static uint32_t three_stretches(uint32_t crc, const uint8_t *data)
 GC_CRC_NAME(uint32_t crc, const uint8_t *data, size_t data_nbytes)
 {
     crc = ~crc;
-    for (; data_nbytes >= 3 * STRETCH_NBYTES; data += 3 * STRETCH_NBYTES, data_nbytes -= 3 * STRETCH_NBYTES)
+    for (; data_nbytes >= 3 * STRETCH_NBYTES;
+         data += 3 * STRETCH_NBYTES, data_nbytes -= 3 * STRETCH_NBYTES)
         crc = three_stretches(crc, data);
     for (; data_nbytes >= 8; data += 8, data_nbytes -= 8)
         crc = GC_CRC_WORD(crc, word_at(data));

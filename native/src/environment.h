@@ -1,4 +1,5 @@
-/* environment.h - the floating-point environment that every kernel runs in, whatever the caller's thread has set. */
+/* environment.h - the floating-point environment that every kernel runs in, whatever the caller's
+ * thread has set. */
 #ifndef GC_ENVIRONMENT_H
 #define GC_ENVIRONMENT_H
 
@@ -19,7 +20,10 @@ GC_INLINE unsigned gc_get_fpcr(void)
     return (unsigned)fpcr;
 }
 
-GC_INLINE void gc_set_fpcr(unsigned fpcr) { __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)fpcr)); }
+GC_INLINE void gc_set_fpcr(unsigned fpcr)
+{
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)fpcr));
+}
 #endif
 
 GC_INLINE unsigned gc_enter_float_environment(void)

@@ -18,7 +18,8 @@ GC_INLINE uint32_t gc_lane_at(const uint8_t *lanes, uint32_t i, unsigned bits)
 {
     uint64_t bit = (uint64_t)i * bits;
     const uint8_t *p = lanes + bit / 8;
-    unsigned shift = (unsigned)(bit % 8), last = (shift + bits - 1) / 8; /* bytes after the first: 0, 1 or 2 */
+    /* bytes after the first: 0, 1 or 2 */
+    unsigned shift = (unsigned)(bit % 8), last = (shift + bits - 1) / 8;
     uint32_t window = p[0];
     if (last >= 1)
         window |= (uint32_t)p[1] << 8;

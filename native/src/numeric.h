@@ -1,7 +1,9 @@
-/* numeric.h - bits of floating-point numbers: bf16 and f16, unaligned little-endian access, typed loads and stores.
+/* numeric.h - bits of floating-point numbers: bf16 and f16, unaligned little-endian access, typed
+ * loads and stores.
  *
- * Everything here is exact or rounds to nearest even, and keeps NaN a NaN. Stores write the canonical quiet NaN,
- * because which NaN an addition returns is up to the order in which a compiler passes its operands.
+ * Everything here is exact or rounds to nearest even, and keeps NaN a NaN. Stores write the
+ * canonical quiet NaN, because which NaN an addition returns is up to the order in which a compiler
+ * passes its operands.
  */
 #ifndef GC_NUMERIC_H
 #define GC_NUMERIC_H
@@ -41,10 +43,16 @@ GC_INLINE double gc_lanes_total(double lanes[GC_SUM_LANES])
     return lanes[0];
 }
 
-/* ---- payload bytes ----------------------------------------------------------------------------------------------- */
+/* ---- payload bytes --------------------------------------------------------------------------- */
 GC_INLINE uint32_t gc_load_u16(const uint8_t *p) { return (uint32_t)(p[0] | p[1] << 8); }
-GC_INLINE uint32_t gc_load_u32(const uint8_t *p) { return gc_load_u16(p) | gc_load_u16(p + 2) << 16; }
-GC_INLINE uint64_t gc_load_u64(const uint8_t *p) { return gc_load_u32(p) | (uint64_t)gc_load_u32(p + 4) << 32; }
+GC_INLINE uint32_t gc_load_u32(const uint8_t *p)
+{
+    return gc_load_u16(p) | gc_load_u16(p + 2) << 16;
+}
+GC_INLINE uint64_t gc_load_u64(const uint8_t *p)
+{
+    return gc_load_u32(p) | (uint64_t)gc_load_u32(p + 4) << 32;
+}
 GC_INLINE float gc_load_f32(const uint8_t *p) { return gc_float_of(gc_load_u32(p)); }
 
 GC_INLINE void gc_store_u16(uint8_t *p, uint32_t value)
@@ -65,7 +73,7 @@ GC_INLINE float gc_scale(const uint8_t *payload, const gc_segment *segment, uint
     return gc_load_f32(payload + segment->scales + 4 * (size_t)index);
 }
 
-/* ---- bf16, f16 --------------------------------------------------------------------------------------------------- */
+/* ---- bf16, f16 ------------------------------------------------------------------------------- */
 GC_INLINE float gc_from_bf16(uint16_t h) { return gc_float_of((uint32_t)h << 16); }
 
 GC_INLINE uint16_t gc_to_bf16(float value)
@@ -93,17 +101,19 @@ GC_INLINE uint16_t gc_to_f16(float value)
         return (uint16_t)(sign | 0x7E00 | (a >> 13 & 0x3FF));
     if (a >= 0x477FF000u) /* 65520, half way to the first value above the range */
         return (uint16_t)(sign | 0x7C00);
-    if (a < 0x38800000u) /* below 2^-14: one unit in the last place of 0.5f is 2^-24, the subnormals' spacing */
+    /* below 2^-14: one unit in the last place of 0.5f is 2^-24, the subnormals' spacing */
+    if (a < 0x38800000u)
         return (uint16_t)(sign | (gc_bits_of(gc_float_of(a) + 0.5f) - 0x3F000000u));
     return (uint16_t)(sign | (((a + 0xFFF + (a >> 13 & 1)) >> 13) - (112u << 10)));
 }
 
-/* ---- tensors ----------------------------------------------------------------------------------------------------- */
+/* ---- tensors --------------------------------------------------------------------------------- */
 GC_INLINE float gc_load(const void *src, int dtype, uint64_t i)
 {
     if (dtype == GC_F32)
         return ((const float *)src)[i];
-    return dtype == GC_BF16 ? gc_from_bf16(((const uint16_t *)src)[i]) : gc_from_f16(((const uint16_t *)src)[i]);
+    return dtype == GC_BF16 ? gc_from_bf16(((const uint16_t *)src)[i])
+                            : gc_from_f16(((const uint16_t *)src)[i]);
 }
 
 /* Store value i of a tensor; 1 when what was written is not finite. */
@@ -115,7 +125,8 @@ GC_INLINE uint32_t gc_store(void *out, int dtype, uint64_t i, float value)
         ((float *)out)[i] = value;
         return !gc_is_finite(value);
     }
-    uint16_t h = dtype == GC_BF16 ? gc_to_bf16(value) : gc_to_f16(value), exponent = dtype == GC_BF16 ? 0x7F80 : 0x7C00;
+    uint16_t h = dtype == GC_BF16 ? gc_to_bf16(value) : gc_to_f16(value),
+             exponent = dtype == GC_BF16 ? 0x7F80 : 0x7C00;
     ((uint16_t *)out)[i] = h;
     return (h & exponent) == exponent;
 }

@@ -1,8 +1,9 @@
 /* onebit_groups.h - what the vector tiers' 1-bit encoders share: the walk over groups.
  *
- * A group of at most GC_ONEBIT_STAGE_NUMEL elements is read from memory once: x = g + r is staged in the first-level
- * cache for the second pass. Larger groups go chunk by chunk and read g and r twice. A group with values that are not
- * finite is left to the portable encoder before its residual is touched.
+ * A group of at most GC_ONEBIT_STAGE_NUMEL elements is read from memory once: x = g + r is staged
+ * in the first-level cache for the second pass. Larger groups go chunk by chunk and read g and r
+ * twice. A group with values that are not finite is left to the portable encoder before its
+ * residual is touched.
  */
 #ifndef GC_ONEBIT_GROUPS_H
 #define GC_ONEBIT_GROUPS_H
@@ -29,25 +30,29 @@ typedef struct {
     uint64_t data;
     const float *residual; /* NULL: none */
     float means[2];
-    float decay;           /* of what codes leave out */
+    float decay; /* of what codes leave out */
 } gc_onebit_view;
 
 typedef struct {
-    /* Stage `numel` elements from element `chunk` of the group on, their bits with zeros up to a multiple of 64, and add
-     * them to the totals, block by block. */
-    void (*take)(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t chunk,
-                 uint32_t numel);
-    /* out = decay * (x - q) for the staged elements; returns the sum of |x - q|. `streams` writes past the caches, for a plane that is not read before the
-     * next step, which saves reading each line first. */
-    double (*leave_staged)(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
-                           int streams);
-    /* The same for a group that was not staged whole: x is made again. `out` may be view->residual. */
+    /* Stage `numel` elements from element `chunk` of the group on, their bits with zeros up to a
+     * multiple of 64, and add them to the totals, block by block. */
+    void (*take)(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view,
+                 uint32_t chunk, uint32_t numel);
+    /* out = decay * (x - q) for the staged elements; returns the sum of |x - q|. `streams` writes
+     * past the caches, for a plane that is not read before the next step, which saves reading each
+     * line first. */
+    double (*leave_staged)(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel,
+                           float *out, int streams);
+    /* The same for a group that was not staged whole: x is made again. `out` may be
+     * view->residual. */
     double (*leave_again)(const gc_onebit_view *view, uint32_t numel, float *out);
 } gc_onebit_tier;
 
-void gc_encode_onebit_groups(gc_encode_job *job, const gc_segment *segment, const gc_onebit_tier *tier);
+void gc_encode_onebit_groups(gc_encode_job *job, const gc_segment *segment,
+                             const gc_onebit_tier *tier);
 
-/* Clear the staged bits from `numel`, rounded up to 16, to a multiple of 64; returns the number of ones. */
+/* Clear the staged bits from `numel`, rounded up to 16, to a multiple of 64; returns the number of
+ * ones. */
 GC_INLINE uint32_t gc_finish_bits(gc_onebit_stage *stage, uint32_t numel)
 {
     uint32_t ones = 0, words = (numel + 63) / 64, taken = (numel + 15) / 16 * 2;

@@ -1,4 +1,5 @@
-/* philox.h - Philox4x32-10, the counter-based random number generator (Salmon et al. 2011, section 3.3). */
+/* philox.h - Philox4x32-10, the counter-based random number generator (Salmon et al. 2011, section
+ * 3.3). */
 #ifndef GC_PHILOX_H
 #define GC_PHILOX_H
 

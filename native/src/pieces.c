@@ -1,7 +1,8 @@
 /* pieces.c - how the decoders of vector tiers walk a segment.
  *
- * Pieces end where the output's cache lines end, so that streaming stores fill whole lines; a piece is cut at the end
- * of a group where that is the end of a line, too, or where lines do not matter. Rows of any width thus stream well.
+ * Pieces end where the output's cache lines end, so that streaming stores fill whole lines; a piece
+ * is cut at the end of a group where that is the end of a line, too, or where lines do not matter.
+ * Rows of any width thus stream well.
  */
 #include "pieces.h"
 
@@ -11,13 +12,15 @@
 
 enum { LINE_NBYTES = 64, CUT_NUMEL = 64 };
 
-static uintptr_t output_address(const gc_decode_job *job, const gc_segment *segment, uint32_t position)
+static uintptr_t output_address(const gc_decode_job *job, const gc_segment *segment,
+                                uint32_t position)
 {
-    return (uintptr_t)job->out + (uintptr_t)(segment->data + position) * (job->out_dtype == GC_F32 ? 4 : 2);
+    return (uintptr_t)job->out +
+           (uintptr_t)(segment->data + position) * (job->out_dtype == GC_F32 ? 4 : 2);
 }
 
-/* Where the walk stands: the group of the next element and the position at which it ends. Steps from group to group,
- * since finding a run takes two divisions. */
+/* Where the walk stands: the group of the next element and the position at which it ends. Steps
+ * from group to group, since finding a run takes two divisions. */
 typedef struct {
     uint64_t end;
     uint32_t group;
@@ -40,8 +43,8 @@ static void move_cursor(group_cursor *cursor, const gc_segment *segment, uint32_
         *cursor = cursor_at(segment, position);
 }
 
-static gc_piece piece_at(const gc_decode_job *job, const gc_segment *segment, const group_cursor *cursor,
-                         uint32_t first)
+static gc_piece piece_at(const gc_decode_job *job, const gc_segment *segment,
+                         const group_cursor *cursor, uint32_t first)
 {
     uint32_t size = job->out_dtype == GC_F32 ? 4 : 2, numel = segment->numel - first;
     uintptr_t address = output_address(job, segment, first);
@@ -59,7 +62,8 @@ static gc_piece piece_at(const gc_decode_job *job, const gc_segment *segment, co
     return piece;
 }
 
-void gc_decode_pieces(gc_decode_job *job, const gc_segment *segment, gc_decode_piece *decode, gc_decode_span *span)
+void gc_decode_pieces(gc_decode_job *job, const gc_segment *segment, gc_decode_piece *decode,
+                      gc_decode_span *span)
 {
     group_cursor cursor = cursor_at(segment, 0);
     for (uint32_t first = 0; first < segment->numel;) {
@@ -82,24 +86,26 @@ void gc_decode_pieces(gc_decode_job *job, const gc_segment *segment, gc_decode_p
 
 int gc_piece_streams(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece)
 {
-    return (job->flags & GC_STREAM) && output_address(job, segment, piece->first) % LINE_NBYTES == 0;
+    return (job->flags & GC_STREAM) &&
+           output_address(job, segment, piece->first) % LINE_NBYTES == 0;
 }
 
-void gc_fill_scales(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, uint32_t stride,
-                    uint32_t offset, float *values)
+void gc_fill_scales(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece,
+                    uint32_t stride, uint32_t offset, float *values)
 {
     for (uint32_t i = 0; i < piece->numel;) {
         gc_run run = gc_run_at(segment, piece->first + i, piece->first + piece->numel);
         float scale = gc_scale(payload, segment, stride * run.group + offset);
-        for (uint32_t j = 0; j < run.numel; j += 8) /* a vector may reach into the next run, which is filled later */
+        /* a vector may reach into the next run, which is filled later */
+        for (uint32_t j = 0; j < run.numel; j += 8)
             for (uint32_t l = 0; l < 8; l++)
                 values[i + j + l] = scale;
         i += run.numel;
     }
 }
 
-const uint8_t *gc_padded_codes(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, unsigned bits,
-                               uint8_t *padded)
+const uint8_t *gc_padded_codes(const uint8_t *payload, const gc_segment *segment,
+                               const gc_piece *piece, unsigned bits, uint8_t *padded)
 {
     const uint8_t *codes = payload + segment->codes;
     size_t first = (size_t)piece->first * bits / 8, total = gc_code_nbytes(segment->numel, bits);

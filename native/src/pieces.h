@@ -1,23 +1,29 @@
-/* pieces.h - how the vector tiers' decoders walk a segment: pieces that stay in the first-level cache.
+/* pieces.h - how the vector tiers' decoders walk a segment: pieces that stay in the first-level
+ * cache.
  *
- * Vector code handles finite values alone. A kernel notes the largest |x| of a block, group or piece; where that is not
- * finite the portable part does it again, so that NaNs are the same on every tier at no cost to the others. Outputs
- * never overlap inputs, so doing a piece again is always possible.
+ * Vector code handles finite values alone. A kernel notes the largest |x| of a block, group or
+ * piece; where that is not finite the portable part does it again, so that NaNs are the same on
+ * every tier at no cost to the others. Outputs never overlap inputs, so doing a piece again is
+ * always possible.
  */
 #ifndef GC_PIECES_H
 #define GC_PIECES_H
 
 #include "numeric.h"
 
-/* ---- decoded values ---------------------------------------------------------------------------------------------- */
+/* ---- decoded values -------------------------------------------------------------------------- */
 enum {
-    GC_PIECE_NUMEL = 1024,                      /* a piece's values (4 KB) and sums stay in the first-level cache */
-    GC_STAGE_NUMEL = GC_PIECE_NUMEL + 32,       /* kernels may write a vector more */
-    GC_PADDING_NBYTES = 32,                     /* bytes that kernels may read after a piece's codes */
-    GC_PADDED_NBYTES = 2 * GC_PIECE_NUMEL + 64  /* codes of a piece at 16 bits an element, and padding */
+    /* a piece's values (4 KB) and sums stay in the first-level cache */
+    GC_PIECE_NUMEL = 1024,
+    GC_STAGE_NUMEL = GC_PIECE_NUMEL + 32, /* kernels may write a vector more */
+    /* bytes that kernels may read after a piece's codes */
+    GC_PADDING_NBYTES = 32,
+    /* codes of a piece at 16 bits an element, and padding */
+    GC_PADDED_NBYTES = 2 * GC_PIECE_NUMEL + 64
 };
 
-/* A part of a segment that lies in one group (its run is as long) or is decoded with a scale for each element. */
+/* A part of a segment that lies in one group (its run is as long) or is decoded with a scale for
+ * each element. */
 typedef struct {
     uint32_t first, numel; /* numel is a multiple of 8, at most GC_PIECE_NUMEL */
     gc_run run;            /* of the first element */
@@ -27,17 +33,20 @@ typedef struct {
 /* Writes a piece, or returns 0 if a value may not be finite. */
 typedef int gc_decode_piece(gc_decode_job *job, const gc_segment *segment, const gc_piece *piece);
 
-/* Decode a segment piece by piece; what is left over, and pieces with values that are not finite, go to `span`. */
-void gc_decode_pieces(gc_decode_job *job, const gc_segment *segment, gc_decode_piece *decode, gc_decode_span *span);
+/* Decode a segment piece by piece; what is left over, and pieces with values that are not finite,
+ * go to `span`. */
+void gc_decode_pieces(gc_decode_job *job, const gc_segment *segment, gc_decode_piece *decode,
+                      gc_decode_span *span);
 
-/* Fill values[0 .. piece->numel), and up to 7 more, with scale `stride * group + offset` of each element's group. */
-void gc_fill_scales(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, uint32_t stride,
-                    uint32_t offset, float *values);
+/* Fill values[0 .. piece->numel), and up to 7 more, with scale `stride * group + offset` of each
+ * element's group. */
+void gc_fill_scales(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece,
+                    uint32_t stride, uint32_t offset, float *values);
 
-/* The code bytes from the one that holds the piece's first element on, with GC_PADDING_NBYTES that may be read after
- * the piece's last: in place or, near the end of the segment, in `padded`. */
-const uint8_t *gc_padded_codes(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, unsigned bits,
-                               uint8_t *padded);
+/* The code bytes from the one that holds the piece's first element on, with GC_PADDING_NBYTES that
+ * may be read after the piece's last: in place or, near the end of the segment, in `padded`. */
+const uint8_t *gc_padded_codes(const uint8_t *payload, const gc_segment *segment,
+                               const gc_piece *piece, unsigned bits, uint8_t *padded);
 
 /* Whether the piece may be written with streaming stores. */
 int gc_piece_streams(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece);

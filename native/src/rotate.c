@@ -1,7 +1,8 @@
-/* rotate.c - random signs and a Hadamard transform, window by window of a scale group, and the factor that makes signs unbiased.
+/* rotate.c - random signs and a Hadamard transform, window by window of a scale group, and the
+ * factor that makes signs unbiased.
  *
- * Additions in a fixed order, a sign or a product each: what compilers make of these loops rounds the same in every lane, and the
- * windows stay in the first cache, so all tiers use them.
+ * Additions in a fixed order, a sign or a product each: what compilers make of these loops rounds
+ * the same in every lane, and the windows stay in the first cache, so all tiers use them.
  */
 #include <string.h>
 
@@ -15,10 +16,11 @@ enum { LANES = 8, BLOCK = 128 }; /* sums side by side; signs of one Philox block
 /* Flip the signs of at most 32 values by the bits of a word from bit `from` on. */
 GC_INLINE void flip_by_word(float *restrict values, uint32_t word, uint32_t from, uint32_t count)
 {
-    static const uint32_t BIT[32] = {1u << 0,  1u << 1,  1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
-                                     1u << 8,  1u << 9,  1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15,
-                                     1u << 16, 1u << 17, 1u << 18, 1u << 19, 1u << 20, 1u << 21, 1u << 22, 1u << 23,
-                                     1u << 24, 1u << 25, 1u << 26, 1u << 27, 1u << 28, 1u << 29, 1u << 30, 1u << 31};
+    static const uint32_t BIT[32] = {
+        1u << 0,  1u << 1,  1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
+        1u << 8,  1u << 9,  1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15,
+        1u << 16, 1u << 17, 1u << 18, 1u << 19, 1u << 20, 1u << 21, 1u << 22, 1u << 23,
+        1u << 24, 1u << 25, 1u << 26, 1u << 27, 1u << 28, 1u << 29, 1u << 30, 1u << 31};
     uint32_t bits[32] = {0};
     word >>= from;
     memcpy(bits, values, count * sizeof bits[0]);
@@ -46,7 +48,8 @@ static void flip(float *values, uint32_t numel, uint64_t first, uint32_t paramet
 }
 
 /* Two steps of the transform at once, which spares every other pass over the window. */
-GC_INLINE void two_steps(float *restrict v0, float *restrict v1, float *restrict v2, float *restrict v3, uint32_t half)
+GC_INLINE void two_steps(float *restrict v0, float *restrict v1, float *restrict v2,
+                         float *restrict v3, uint32_t half)
 {
     for (uint32_t j = 0; j < half; j++) {
         float a = v0[j], b = v1[j], c = v2[j], d = v3[j];
@@ -79,7 +82,8 @@ static void transform(float *values, uint32_t size)
             high[j] = a - b;
         }
     }
-    float factor = 1.0f; /* 1 / sqrt(size): a power of two, times fl(sqrt(1/2)) where size is an odd one */
+    /* 1 / sqrt(size): a power of two, times fl(sqrt(1/2)) where size is an odd one */
+    float factor = 1.0f;
     uint32_t rest = size;
     for (; rest >= 4; rest /= 4)
         factor *= 0.5f;
@@ -89,7 +93,8 @@ static void transform(float *values, uint32_t size)
         values[i] *= factor;
 }
 
-/* The windows of a run of one group: as many of `size` as fit, then one that ends where the run does. */
+/* The windows of a run of one group: as many of `size` as fit, then one that ends where the run
+ * does. */
 static uint32_t window_of(uint32_t numel)
 {
     uint32_t size = 1;
@@ -98,8 +103,10 @@ static uint32_t window_of(uint32_t numel)
     return size;
 }
 
-/* One round; two of them make of any values some that look like normal ones, of a few large ones among small ones, too. */
-static void turn(float *values, uint32_t numel, uint64_t first, uint32_t parameter, gc_rng_key key, int back)
+/* One round; two of them make of any values some that look like normal ones, of a few large ones
+ * among small ones, too. */
+static void turn(float *values, uint32_t numel, uint64_t first, uint32_t parameter, gc_rng_key key,
+                 int back)
 {
     uint32_t size = window_of(numel), whole = numel / size * size;
     if (!back)
@@ -122,7 +129,8 @@ typedef struct {
 GC_INLINE void add_row(row_sums *restrict sums, const float *restrict row)
 {
     for (int lane = 0; lane < LANES; lane++) {
-        uint32_t bits = gc_bits_of(row[lane]), mask = -(uint32_t)((int32_t)bits > 0); /* also of NaN, which spoils every sum */
+        /* also of NaN, which spoils every sum */
+        uint32_t bits = gc_bits_of(row[lane]), mask = -(uint32_t)((int32_t)bits > 0);
         double x = row[lane];
         sums->above[lane] += gc_float_of(bits & mask);
         sums->others[lane] += gc_float_of(bits & ~mask);
@@ -131,7 +139,8 @@ GC_INLINE void add_row(row_sums *restrict sums, const float *restrict row)
     }
 }
 
-/* Multiply a run by |x|^2 / (P^2 / p + M^2 / m): then the means of its classes, turned back, are what was rotated on average. */
+/* Multiply a run by |x|^2 / (P^2 / p + M^2 / m): then the means of its classes, turned back, are
+ * what was rotated on average. */
 static void unbias(float *values, uint32_t numel)
 {
     row_sums sums = {{0}, {0}, {0}, {0}};
@@ -161,10 +170,11 @@ static void unbias(float *values, uint32_t numel)
         values[i] *= factor;
 }
 
-static gc_status each_run(float *values, uint64_t numel, uint32_t group_numel, uint64_t first, uint32_t parameter,
-                          gc_rng_key key, int what)
+static gc_status each_run(float *values, uint64_t numel, uint32_t group_numel, uint64_t first,
+                          uint32_t parameter, gc_rng_key key, int what)
 {
-    if (!group_numel || (numel && !values) || first + numel > GC_MAX_NUMEL || key.stream > INT32_MAX - GC_ROTATION_ROUNDS)
+    if (!group_numel || (numel && !values) || first + numel > GC_MAX_NUMEL ||
+        key.stream > INT32_MAX - GC_ROTATION_ROUNDS)
         return GC_INVALID_ARGUMENT;
     unsigned saved = gc_enter_float_environment();
     for (uint64_t i = 0; i < numel;) {
@@ -184,8 +194,8 @@ static gc_status each_run(float *values, uint64_t numel, uint32_t group_numel, u
     return GC_OK;
 }
 
-gc_status gc_rotate(float *values, uint64_t numel, uint32_t group_numel, uint64_t first, uint32_t parameter, gc_rng_key key,
-                    int back)
+gc_status gc_rotate(float *values, uint64_t numel, uint32_t group_numel, uint64_t first,
+                    uint32_t parameter, gc_rng_key key, int back)
 {
     return each_run(values, numel, group_numel, first, parameter, key, back != 0);
 }

@@ -10,8 +10,8 @@ void gc_settle_superblock(const gc_encode_job *job, const gc_segment *segment, u
         uint32_t at = position + k;
         gc_run run = gc_run_at(segment, at, segment->numel);
         unsigned code = gc_ternary_code(gc_load(job->src, job->dtype, segment->data + at),
-                                        gc_scale(job->payload, segment, run.group), segment->start + at,
-                                        segment->parameter, &job->key);
+                                        gc_scale(job->payload, segment, run.group),
+                                        segment->start + at, segment->parameter, &job->key);
         uint8_t *byte = job->payload + segment->codes + at / 4;
         *byte = (uint8_t)((*byte & ~(3u << 2 * (at % 4))) | code << 2 * (at % 4));
     }
@@ -25,7 +25,8 @@ static float factor_of(const gc_encode_job *job, const gc_segment *segment, uint
 }
 
 /* Factors of the elements of one superblock. Returns whether all are finite. */
-static int fill_factors(const gc_encode_job *job, const gc_segment *segment, uint32_t first, float *factors)
+static int fill_factors(const gc_encode_job *job, const gc_segment *segment, uint32_t first,
+                        float *factors)
 {
     float largest = 0;
     for (uint32_t i = 0; i < GC_SUPERBLOCK_NUMEL;) {
@@ -38,14 +39,15 @@ static int fill_factors(const gc_encode_job *job, const gc_segment *segment, uin
     return gc_is_finite(largest);
 }
 
-static void encode_whole(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t end,
-                         gc_superblocks_kernel *encode)
+static void encode_whole(gc_encode_job *job, const gc_segment *segment, uint32_t first,
+                         uint32_t end, gc_superblocks_kernel *encode)
 {
     float factors[GC_SUPERBLOCK_NUMEL];
     gc_philox_plan plan = gc_plan_philox(segment->parameter, &job->key);
     for (uint32_t i = first; i < end;) {
         gc_run run = gc_run_at(segment, i, end);
-        gc_superblocks blocks = {i, run.numel / GC_SUPERBLOCK_NUMEL, factors, run.numel >= GC_SUPERBLOCK_NUMEL};
+        gc_superblocks blocks = {i, run.numel / GC_SUPERBLOCK_NUMEL, factors,
+                                 run.numel >= GC_SUPERBLOCK_NUMEL};
         int is_usable;
         if (blocks.is_uniform)
             is_usable = gc_is_finite(factors[0] = factor_of(job, segment, run.group));
@@ -59,9 +61,11 @@ static void encode_whole(gc_encode_job *job, const gc_segment *segment, uint32_t
     }
 }
 
-void gc_encode_superblocks(gc_encode_job *job, const gc_segment *segment, gc_superblocks_kernel *encode)
+void gc_encode_superblocks(gc_encode_job *job, const gc_segment *segment,
+                           gc_superblocks_kernel *encode)
 {
-    uint32_t head = (GC_SUPERBLOCK_NUMEL - segment->start % GC_SUPERBLOCK_NUMEL) % GC_SUPERBLOCK_NUMEL;
+    uint32_t head = (GC_SUPERBLOCK_NUMEL - segment->start % GC_SUPERBLOCK_NUMEL) %
+                    GC_SUPERBLOCK_NUMEL;
     head = head < segment->numel ? head : segment->numel;
     uint32_t end = head + (segment->numel - head) / GC_SUPERBLOCK_NUMEL * GC_SUPERBLOCK_NUMEL;
     if (head)

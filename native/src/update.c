@@ -1,7 +1,8 @@
-/* update.c - weight updates: check the arguments, bring gradients a stage at a time, run the chosen tier's rules.
+/* update.c - weight updates: check the arguments, bring gradients a stage at a time, run the chosen
+ * tier's rules.
  *
- * Averages that come from payloads are decoded into a stage that stays in the first-level cache and are used up at once,
- * so that no averaged gradient is written to memory.
+ * Averages that come from payloads are decoded into a stage that stays in the first-level cache and
+ * are used up at once, so that no averaged gradient is written to memory.
  */
 #include "update.h"
 
@@ -12,9 +13,9 @@
 /* STAGE_NUMEL: of codes that may be cut anywhere; those of top-k are decoded a block at a time. */
 enum { STAGE_NUMEL = 2048, MAX_STAGE_NUMEL = GC_TOPK_BLOCK_NUMEL };
 
-/* ---- checks ------------------------------------------------------------------------------------------------------ */
-static int gradients_ok(const gc_gradients *gradients, const gc_segment *segments, size_t segment_count,
-                        int has_elements)
+/* ---- checks ---------------------------------------------------------------------------------- */
+static int gradients_ok(const gc_gradients *gradients, const gc_segment *segments,
+                        size_t segment_count, int has_elements)
 {
     if (!gradients || gradients->from < GC_FROM_TENSORS || gradients->from > GC_FROM_TOPK)
         return 0;
@@ -28,29 +29,34 @@ static int gradients_ok(const gc_gradients *gradients, const gc_segment *segment
     if (gradients->from == GC_FROM_TOPK)
         return gc_topk_groups_ok(segments, segment_count);
     return gradients->from != GC_FROM_LANES ||
-           (gradients->payload_count == 1 && gc_world_ok(gradients->world_size, gradients->lane_bits));
+           (gradients->payload_count == 1 &&
+            gc_world_ok(gradients->world_size, gradients->lane_bits));
 }
 
 static int target_ok(const gc_target *target, const gc_rule *rule, int from, const double *norms)
 {
-    if (rule->kind > GC_SQUARES || rule->rounding > GC_NEAREST || (gc_adds_up(rule->kind) && !norms))
+    if (rule->kind > GC_SQUARES || rule->rounding > GC_NEAREST ||
+        (gc_adds_up(rule->kind) && !norms))
         return 0;
     if (gc_adds_up(rule->kind) && from != GC_FROM_TENSORS) /* segments of payloads begin anywhere */
         return 0;
     if (gc_reads_gradient(rule->kind) && from == GC_FROM_TENSORS &&
         (!target->gradient || !gc_is_value_dtype((int)target->gradient_dtype)))
         return 0;
-    return (!gc_touches_weight(rule->kind) || target->weight) && (!gc_uses_state0(rule) || target->state0) &&
+    return (!gc_touches_weight(rule->kind) || target->weight) &&
+           (!gc_uses_state0(rule) || target->state0) &&
            (!gc_uses_state1(rule->kind) || target->state1);
 }
 
-static int update_ok(const gc_gradients *gradients, const gc_segment *segments, size_t segment_count,
-                     const gc_target *targets, size_t target_count, const gc_rule *rules, size_t rule_count,
-                     const double *norms, const uint32_t *nonfinite)
+static int update_ok(const gc_gradients *gradients, const gc_segment *segments,
+                     size_t segment_count, const gc_target *targets, size_t target_count,
+                     const gc_rule *rules, size_t rule_count, const double *norms,
+                     const uint32_t *nonfinite)
 {
     int has_elements;
     if (!gc_segments_ok(segments, segment_count, &has_elements) ||
-        !gradients_ok(gradients, segments, segment_count, has_elements) || !nonfinite || (has_elements && (!targets || !rules)))
+        !gradients_ok(gradients, segments, segment_count, has_elements) || !nonfinite ||
+        (has_elements && (!targets || !rules)))
         return 0;
     for (size_t s = 0; s < segment_count; s++) {
         const gc_segment *segment = &segments[s];
@@ -61,13 +67,14 @@ static int update_ok(const gc_gradients *gradients, const gc_segment *segments, 
         const gc_target *target = &targets[segment->parameter];
         if (target->rule == GC_NO_RULE)
             continue;
-        if (target->rule >= rule_count || !target_ok(target, &rules[target->rule], gradients->from, norms))
+        if (target->rule >= rule_count ||
+            !target_ok(target, &rules[target->rule], gradients->from, norms))
             return 0;
     }
     return 1;
 }
 
-/* ---- gradients from payloads ------------------------------------------------------------------------------------- */
+/* ---- gradients from payloads ----------------------------------------------------------------- */
 /* How the codes of a form lie in a payload, and what decodes them. */
 typedef struct {
     gc_decode_kernel *decode;
@@ -78,35 +85,49 @@ static form form_of(const gc_gradients *gradients)
 {
     const gc_kernels *kernels = gc_current_kernels();
     switch (gradients->from) {
-    case GC_FROM_TERNARY: return (form){kernels->ternary_decode, 2, 1};
-    case GC_FROM_ONEBIT: return (form){kernels->onebit_decode, 1, 2};
-    case GC_FROM_BLOCK: return (form){kernels->block_decode, gradients->code_bits, 1};
-    case GC_FROM_TOPK: return (form){kernels->topk_decode, 0, 2};
-    case GC_FROM_LANES: return (form){kernels->lanes_decode, gradients->lane_bits, 1};
-    default: return (form){kernels->values_decode, gradients->value_dtype == GC_F32 ? 32 : 16, 0};
+    case GC_FROM_TERNARY:
+        return (form){kernels->ternary_decode, 2, 1};
+    case GC_FROM_ONEBIT:
+        return (form){kernels->onebit_decode, 1, 2};
+    case GC_FROM_BLOCK:
+        return (form){kernels->block_decode, gradients->code_bits, 1};
+    case GC_FROM_TOPK:
+        return (form){kernels->topk_decode, 0, 2};
+    case GC_FROM_LANES:
+        return (form){kernels->lanes_decode, gradients->lane_bits, 1};
+    default:
+        return (form){kernels->values_decode, gradients->value_dtype == GC_F32 ? 32 : 16, 0};
     }
 }
 
-/* Elements [first, first + numel) of a segment, `first` a multiple of 8 (top-k: the end of a block), as a segment of a tensor
- * of their own. */
-static gc_segment part_of(const gc_segment *segment, const form *form, uint32_t first, uint32_t numel)
+/* Elements [first, first + numel) of a segment, `first` a multiple of 8 (top-k: the end of a
+ * block), as a segment of a tensor of their own. */
+static gc_segment part_of(const gc_segment *segment, const form *form, uint32_t first,
+                          uint32_t numel)
 {
     gc_segment part = *segment;
-    uint32_t skipped = (segment->start + first) / segment->group_numel - segment->start / segment->group_numel;
+    uint32_t skipped = (segment->start + first) / segment->group_numel -
+                       segment->start / segment->group_numel;
     part.data = 0;
-    part.codes += form->bits ? (uint64_t)first * form->bits / 8 : gc_topk_nbytes(segment->start, first);
+    part.codes += form->bits ? (uint64_t)first * form->bits / 8
+                             : gc_topk_nbytes(segment->start, first);
     part.scales += 4 * (uint64_t)form->scales_per_group * skipped;
     part.start += first;
     part.numel = numel;
     return part;
 }
 
-/* ---- the walk ---------------------------------------------------------------------------------------------------- */
-static void *at(uint64_t address, uint64_t first, size_t size) { return (void *)(uintptr_t)(address + first * size); }
-
-static gc_update_span span_of(const gc_target *target, const gc_rule *rule, uint32_t first, uint32_t numel)
+/* ---- the walk -------------------------------------------------------------------------------- */
+static void *at(uint64_t address, uint64_t first, size_t size)
 {
-    gc_update_span span = {.rule = rule, .numel = numel, .gradient_dtype = (int)target->gradient_dtype};
+    return (void *)(uintptr_t)(address + first * size);
+}
+
+static gc_update_span span_of(const gc_target *target, const gc_rule *rule, uint32_t first,
+                              uint32_t numel)
+{
+    gc_update_span span = {
+        .rule = rule, .numel = numel, .gradient_dtype = (int)target->gradient_dtype};
     span.weight = at(target->weight, first, target->trail ? 2 : 4);
     span.trail = target->trail ? at(target->trail, first, 2) : NULL;
     span.state0 = target->state0 ? at(target->state0, first, 4) : NULL;
@@ -122,7 +143,8 @@ static double norm_of(double lanes[GC_SUM_LANES])
     return total == total ? total : (double)gc_float_of(GC_NAN_BITS);
 }
 
-static void update_from_tensors(const gc_segment *segment, const gc_target *target, const gc_rule *rule, double *norms)
+static void update_from_tensors(const gc_segment *segment, const gc_target *target,
+                                const gc_rule *rule, double *norms)
 {
     gc_update_span span = span_of(target, rule, segment->start, segment->numel);
     double lanes[2 * GC_SUM_LANES] = {0};
@@ -154,15 +176,20 @@ static void update_from_payloads(gc_decode_job *job, const form *form, const gc_
 }
 
 gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, size_t segment_count,
-                    const gc_target *targets, size_t target_count, const gc_rule *rules, size_t rule_count,
-                    double *norms, uint32_t *nonfinite)
+                    const gc_target *targets, size_t target_count, const gc_rule *rules,
+                    size_t rule_count, double *norms, uint32_t *nonfinite)
 {
-    if (!update_ok(gradients, segments, segment_count, targets, target_count, rules, rule_count, norms, nonfinite))
+    if (!update_ok(gradients, segments, segment_count, targets, target_count, rules, rule_count,
+                   norms, nonfinite))
         return GC_INVALID_ARGUMENT;
     float stage[MAX_STAGE_NUMEL];
-    gc_decode_job job = {.payloads = gradients->payloads, .payload_count = gradients->payload_count, .out = stage,
-                         .out_dtype = gradients->dtype, .shared = gradients->shared,
-                         .value_dtype = gradients->value_dtype, .code_bits = gradients->code_bits,
+    gc_decode_job job = {.payloads = gradients->payloads,
+                         .payload_count = gradients->payload_count,
+                         .out = stage,
+                         .out_dtype = gradients->dtype,
+                         .shared = gradients->shared,
+                         .value_dtype = gradients->value_dtype,
+                         .code_bits = gradients->code_bits,
                          .lane_bits = gradients->lane_bits,
                          .world_size = (uint32_t)gradients->world_size};
     form form = form_of(gradients);
@@ -185,10 +212,12 @@ gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, s
     return GC_OK;
 }
 
-/* ---- storage ----------------------------------------------------------------------------------------------------- */
-gc_status gc_split(const uint32_t *w_bits, uint64_t numel, int rounding, uint16_t *top, uint16_t *trail)
+/* ---- storage --------------------------------------------------------------------------------- */
+gc_status gc_split(const uint32_t *w_bits, uint64_t numel, int rounding, uint16_t *top,
+                   uint16_t *trail)
 {
-    if ((rounding != GC_TRUNCATE && rounding != GC_NEAREST) || (numel && (!w_bits || !top || !trail)))
+    if ((rounding != GC_TRUNCATE && rounding != GC_NEAREST) ||
+        (numel && (!w_bits || !top || !trail)))
         return GC_INVALID_ARGUMENT;
     for (uint64_t i = 0; i < numel; i++) {
         uint32_t bits = w_bits[i];
@@ -198,9 +227,11 @@ gc_status gc_split(const uint32_t *w_bits, uint64_t numel, int rounding, uint16_
     return GC_OK;
 }
 
-gc_status gc_join(const uint16_t *top, const uint16_t *trail, uint64_t numel, int rounding, uint32_t *w_bits)
+gc_status gc_join(const uint16_t *top, const uint16_t *trail, uint64_t numel, int rounding,
+                  uint32_t *w_bits)
 {
-    if ((rounding != GC_TRUNCATE && rounding != GC_NEAREST) || (numel && (!w_bits || !top || !trail)))
+    if ((rounding != GC_TRUNCATE && rounding != GC_NEAREST) ||
+        (numel && (!w_bits || !top || !trail)))
         return GC_INVALID_ARGUMENT;
     for (uint64_t i = 0; i < numel; i++)
         w_bits[i] = gc_join_bits(top[i], trail[i], (uint32_t)rounding);

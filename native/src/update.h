@@ -4,7 +4,10 @@
 
 #include "numeric.h"
 
-GC_INLINE int gc_reads_gradient(uint32_t kind) { return kind != GC_LAMB_NORMS && kind != GC_LAMB_APPLY; }
+GC_INLINE int gc_reads_gradient(uint32_t kind)
+{
+    return kind != GC_LAMB_NORMS && kind != GC_LAMB_APPLY;
+}
 GC_INLINE int gc_adds_up(uint32_t kind)
 {
     return kind == GC_LAMB_START || kind == GC_LAMB_NORMS || kind == GC_SQUARES;

@@ -1,7 +1,8 @@
 """A rank whose peers leave; started by test_faults.py. Rank 0 hosts the store, as without torchrun.
 
-Usage: _leave.py PORT RANK WORLD HOW. "returns": rank 1's program ends after two steps. "raises": by an exception. "dies":
-it is killed. "freezes": rank 0 stops, and the others end by themselves, slowly.
+Usage: _leave.py PORT RANK WORLD HOW. "returns": rank 1's program ends after two steps. "raises": by
+an exception. "dies": it is killed. "freezes": rank 0 stops, and the others end by themselves,
+slowly.
 """
 
 import os
@@ -29,11 +30,15 @@ class Slow:
 
 def main(port, rank, world, how):
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
-    averager = gradcomp.GradientAverager(model, "onebit", min_numel=0, timeout_s=TIMEOUT_S if how == "freezes" else 60)
+    averager = gradcomp.GradientAverager(
+        model, "onebit", min_numel=0, timeout_s=TIMEOUT_S if how == "freezes" else 60
+    )
     if how == "freezes" and rank:
         sys.modules["slow"] = Slow()
     for step in range(4):

@@ -1,7 +1,9 @@
-"""A rank that torchrun starts again after a failure, and that goes on from its checkpoint; started by test_faults.py.
+"""A rank that torchrun starts again after a failure, and that goes on from its checkpoint; started
+by test_faults.py.
 
-Usage: _restart.py FOLDER. Rank 1 raises once, after STOP steps; each rank writes a hash of its weights into the folder at
-the end. Restarted ranks come up one after the other, so that an address that a dead one has left in the store is found.
+Usage: _restart.py FOLDER. Rank 1 raises once, after STOP steps; each rank writes a hash of its
+weights into the folder at the end. Restarted ranks come up one after the other, so that an address
+that a dead one has left in the store is found.
 """
 
 import hashlib
@@ -21,7 +23,9 @@ STEPS, STOP = 8, 4
 
 
 def train(folder, stop):
-    """Return a hash of the weights after STEPS steps, continuing from a checkpoint; raise LookupError before step `stop`."""
+    """Return a hash of the weights after STEPS steps, continuing from a checkpoint; raise
+    LookupError before step `stop`.
+    """
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)))
@@ -45,7 +49,9 @@ def train(folder, stop):
         torch.save(saved, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
     state.close()
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    ).hexdigest()
 
 
 def main(folder):

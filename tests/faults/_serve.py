@@ -1,7 +1,9 @@
-"""Two workers and a parameter server, one of which dies or freezes in the middle of a round; started by test_faults.py.
+"""Two workers and a parameter server, one of which dies or freezes in the middle of a round;
+started by test_faults.py.
 
-Usage: _serve.py STORE RANK WHO FAULT TIMEOUT_S. WHO ("worker" or "server") does FAULT ("die" or "freeze") when worker 0
-waits for worker 1's second push; worker 0 prints what it caught, after how many seconds, and what is still served.
+Usage: _serve.py STORE RANK WHO FAULT TIMEOUT_S. WHO ("worker" or "server") does FAULT ("die" or
+"freeze") when worker 0 waits for worker 1's second push; worker 0 prints what it caught, after how
+many seconds, and what is still served.
 """
 
 import os

@@ -1,8 +1,8 @@
 """A rank of a training run that dies or freezes in the middle; started by test_faults.py.
 
-Usage: _train.py STORE RANK WORLD FAULT TIMEOUT_S. The last rank does FAULT ("die" or "freeze") inside step 3's backward;
-the others print what they caught and after how many seconds, and let it end them. RANK "mpi": started by mpirun, and
-gradients go by MPI.
+Usage: _train.py STORE RANK WORLD FAULT TIMEOUT_S. The last rank does FAULT ("die" or "freeze")
+inside step 3's backward; the others print what they caught and after how many seconds, and let it
+end them. RANK "mpi": started by mpirun, and gradients go by MPI.
 """
 
 import os
@@ -40,7 +40,10 @@ def main(store, rank, world, fault, timeout_s):
             model(torch.randn(4, 64)).sum().backward()
         except gradcomp.PeerLost as error:
             print(f"time={time.time():.1f}", flush=True)
-            print(f"PeerLost step={step} phase={error.phase} seconds={time.monotonic() - begun:.1f}", flush=True)
+            print(
+                f"PeerLost step={step} phase={error.phase} seconds={time.monotonic() - begun:.1f}",
+                flush=True,
+            )
             try:
                 model(torch.randn(4, 64))
             except gradcomp.PeerLost:

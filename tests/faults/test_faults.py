@@ -1,4 +1,6 @@
-"""Promise 4: a rank that dies or freezes in the middle of a step is PeerLost on the others within timeout_s + 5 s."""
+"""Promise 4: a rank that dies or freezes in the middle of a step is PeerLost on the others
+within timeout_s + 5 s.
+"""
 
 import os
 import re
@@ -24,7 +26,15 @@ def test_a_rank_that_dies_or_freezes(tmp_path, fault):
     world = 3
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, tmp_path / "store", str(rank), str(world), fault, str(TIMEOUT_S)],
+            [
+                sys.executable,
+                script,
+                tmp_path / "store",
+                str(rank),
+                str(world),
+                fault,
+                str(TIMEOUT_S),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -65,7 +75,9 @@ def leaving(world, how):
 
 @pytest.mark.parametrize("how", ["returns", "raises", "dies"])
 def test_who_leaves_is_named_and_no_survivor_is_blamed(how):
-    """It was gloo's "Connection closed by peer" without a rank, or "rank 2 is gone" of another survivor."""
+    """It was gloo's "Connection closed by peer" without a rank, or "rank 2 is gone" of another
+    survivor.
+    """
     ranks = leaving(3, how)
     try:
         for rank in (0, 2):
@@ -85,12 +97,16 @@ def test_who_leaves_is_named_and_no_survivor_is_blamed(how):
 
 
 def test_survivors_end_by_themselves_when_a_frozen_host_of_the_store_wakes():
-    """It was SIGABRT (-6): a thread of theirs came back from a call of the store while the interpreter finalized."""
+    """It was SIGABRT (-6): a thread of theirs came back from a call of the store while the
+    interpreter finalized.
+    """
     ranks = leaving(3, "freezes")
     try:
         said = [process.stdout.readline() for process in ranks[1:]]
         for text in said:  # it was "Operation timed out!" alone
-            assert re.search(r"another rank did not answer within 3 s .*timeout_s.* \[.*imed out.*\]$", text), text
+            assert re.search(
+                r"another rank did not answer within 3 s .*timeout_s.* \[.*imed out.*\]$", text
+            ), text
         seconds = [float(re.match(r"seconds=([\d.]+)", text)[1]) for text in said]
         assert max(seconds) < TIMEOUT_S + 1.5, "a store that does not answer is not waited for"
         for process in ranks[1:]:
@@ -107,18 +123,37 @@ def test_survivors_end_by_themselves_when_a_frozen_host_of_the_store_wakes():
 
 @pytest.mark.parametrize("flavour", ["mpich", "openmpi"])
 def test_a_rank_that_freezes_over_mpi(tmp_path, flavour):
-    """Under the launcher: a survivor that dies of it takes the job along, long before the launcher's grace is over."""
+    """Under the launcher: a survivor that dies of it takes the job along, long before the
+    launcher's grace is over.
+    """
     grace_s = 20.0
     command = [mpi_python(flavour), "-m", "gradcomp.launch", "-n", "3", "--grace", str(grace_s)]
-    program = [str(Path(__file__).with_name("_train.py")), str(tmp_path / "store"), "mpi", "3", "freeze", str(TIMEOUT_S)]
+    program = [
+        str(Path(__file__).with_name("_train.py")),
+        str(tmp_path / "store"),
+        "mpi",
+        "3",
+        "freeze",
+        str(TIMEOUT_S),
+    ]
     done = subprocess.run(
-        [*command, *program], env=mpi_environment(), capture_output=True, text=True, timeout=90, check=False
+        [*command, *program],
+        env=mpi_environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
     )
     ended = time.time()
     found = re.findall(r"PeerLost step=(\d+) phase=\w+ seconds=([\d.]+)", done.stdout)
-    assert found and all(step == "3" and float(seconds) < TIMEOUT_S + 5 for step, seconds in found), done
+    assert found and all(
+        step == "3" and float(seconds) < TIMEOUT_S + 5 for step, seconds in found
+    ), done
     assert "again" in done.stdout and "saved 3" in done.stdout and "PeerLost" in done.stderr
-    assert done.returncode == 1 and ended - float(re.findall(r"time=([\d.]+)", done.stdout)[0]) < grace_s, done
+    assert (
+        done.returncode == 1
+        and ended - float(re.findall(r"time=([\d.]+)", done.stdout)[0]) < grace_s
+    ), done
 
 
 @pytest.mark.parametrize("fault", ["die", "freeze"])
@@ -149,11 +184,20 @@ def test_a_worker_or_server_that_dies_or_freezes_in_a_round(tmp_path, who, fault
 
 
 def test_workers_that_torchrun_starts_again_end_as_if_nothing_had_been(tmp_path, gloo):
-    """The settings of docs/howto/restarts.md; without the variable, restarted workers dial dead ones."""
+    """The settings of docs/howto/restarts.md; without the variable, restarted workers dial dead
+    ones.
+    """
     for name in ("plain", "restarted"):
         (tmp_path / name).mkdir()
     expected = gloo(2, _restart.train, str(tmp_path / "plain"), None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     done = subprocess.run(
         [*command, str(Path(_restart.__file__)), str(tmp_path / "restarted")],
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},

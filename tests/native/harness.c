@@ -19,9 +19,12 @@ uint64_t random_u64(void)
     return state * 0x2545F4914F6CDD1Du;
 }
 
-uint32_t random_below(uint32_t bound) { return bound ? (uint32_t)((random_u64() >> 32) * bound >> 32) : 0; }
+uint32_t random_below(uint32_t bound)
+{
+    return bound ? (uint32_t)((random_u64() >> 32) * bound >> 32) : 0;
+}
 
-/* ---- buffers ----------------------------------------------------------------------------------------------------- */
+/* ---- buffers --------------------------------------------------------------------------------- */
 enum { SLOT_NBYTES = 1 << 19 };
 
 static uint8_t *slots[SLOT_COUNT];
@@ -31,7 +34,8 @@ void *guarded(int slot, size_t nbytes, placement where, uint8_t fill)
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     CHECK(slot >= 0 && slot < SLOT_COUNT && nbytes <= SLOT_NBYTES);
     if (!slots[slot]) {
-        uint8_t *map = mmap(NULL, SLOT_NBYTES + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        uint8_t *map = mmap(NULL, SLOT_NBYTES + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS,
+                            -1, 0);
         CHECK(map != MAP_FAILED && mprotect(map + page, SLOT_NBYTES, PROT_READ | PROT_WRITE) == 0);
         slots[slot] = map + page;
     }
@@ -43,7 +47,7 @@ void *slot_bytes(int slot, size_t nbytes, placement where)
     return where == AT_END ? slots[slot] + SLOT_NBYTES - nbytes : slots[slot];
 }
 
-/* ---- values ------------------------------------------------------------------------------------------------------ */
+/* ---- values ---------------------------------------------------------------------------------- */
 static float float_of(uint32_t bits)
 {
     float value;
@@ -68,16 +72,17 @@ static float bell(void)
 
 float random_value(value_kind kind)
 {
-    static const uint32_t odd[] = {0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F800001, 0x7F7FFFFF, 0x80000000};
+    static const uint32_t odd[] = {0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345,
+                                   0x7F800001, 0x7F7FFFFF, 0x80000000};
     /* Around 65520, the first value that is Inf in f16, and its counterpart in bf16. */
     static const uint32_t edges[2][4] = {{0x477FE000, 0x477FEFFF, 0x477FF000, 0x477FF001},
                                          {0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7F8001}};
     switch (kind) {
     case F16_EDGE:
     case BF16_EDGE: /* rare, so that a piece may hold only one */
-        return random_below(300)
-                   ? bell()
-                   : float_of(edges[kind == BF16_EDGE][random_below(4)] | (uint32_t)random_below(2) << 31);
+        return random_below(300) ? bell()
+                                 : float_of(edges[kind == BF16_EDGE][random_below(4)] |
+                                            (uint32_t)random_below(2) << 31);
     case ZEROS:
         return random_below(2) ? 0.0f : -0.0f;
     case SPARSE:
@@ -106,8 +111,10 @@ void fill_tensor(void *tensor, int dtype, size_t numel, value_kind kind)
             uint32_t bits;
             memcpy(&bits, &value, 4);
             uint16_t h = (uint16_t)(bits >> 16);
-            if (dtype == GC_F16 && kind != ZEROS && kind != ANY_BITS && is_finite_bits(value) && value != 0)
-                h = (uint16_t)((bits >> 16 & 0x8000) | random_below(kind == HUGE_VALUES ? 0x7C00 : 0x4400));
+            if (dtype == GC_F16 && kind != ZEROS && kind != ANY_BITS && is_finite_bits(value) &&
+                value != 0)
+                h = (uint16_t)((bits >> 16 & 0x8000) |
+                               random_below(kind == HUGE_VALUES ? 0x7C00 : 0x4400));
             memcpy((uint8_t *)tensor + 2 * i, &h, 2);
         }
     }

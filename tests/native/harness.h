@@ -10,7 +10,7 @@
 
 #include "gradcomp.h"
 
-/* ---- the floating-point environment of this thread --------------------------------------------------------------- */
+/* ---- the floating-point environment of this thread ------------------------------------------- */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define HAS_FLOAT_ENVIRONMENT 1
@@ -37,20 +37,21 @@ static inline void set_float_environment(unsigned modes)
 /* What the current case is, printed when a check fails. */
 extern char case_name[512];
 
-#define CHECK(condition)                                                                              \
-    do {                                                                                              \
-        if (!(condition)) {                                                                           \
-            fprintf(stderr, "%s:%d: %s\n  in case: %s\n", __FILE__, __LINE__, #condition, case_name); \
-            exit(1);                                                                                  \
-        }                                                                                             \
+#define CHECK(condition)                                                                  \
+    do {                                                                                  \
+        if (!(condition)) {                                                               \
+            fprintf(stderr, "%s:%d: %s\n  in case: %s\n", __FILE__, __LINE__, #condition, \
+                    case_name);                                                           \
+            exit(1);                                                                      \
+        }                                                                                 \
     } while (0)
 
-/* ---- random numbers (xorshift64*), the same in every run unless a seed is given ---------------------------------- */
+/* ---- random numbers (xorshift64*), the same in every run unless a seed is given -------------- */
 uint64_t random_u64(void);
 uint32_t random_below(uint32_t bound); /* 0 for bound 0 */
 void random_seed(uint64_t seed);
 
-/* ---- buffers between two pages that may not be touched ----------------------------------------------------------- */
+/* ---- buffers between two pages that may not be touched --------------------------------------- */
 enum { SLOT_COUNT = 48 };
 typedef enum { AT_END, AT_START } placement; /* which guard page the buffer touches */
 
@@ -59,7 +60,7 @@ void *guarded(int slot, size_t nbytes, placement where, uint8_t fill);
 /* What `guarded` returned for these arguments, as it now is. */
 void *slot_bytes(int slot, size_t nbytes, placement where);
 
-/* ---- values ------------------------------------------------------------------------------------------------------ */
+/* ---- values ---------------------------------------------------------------------------------- */
 typedef enum {
     NORMAL,
     ZEROS,

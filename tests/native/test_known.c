@@ -1,12 +1,14 @@
-/* test_known.c - known answers, names, arguments that must be refused, the floating-point environment, copies. */
+/* test_known.c - known answers, names, arguments that must be refused, the floating-point
+ * environment, copies. */
 #include "harness.h"
 
 static void test_philox(void)
 {
     /* From the authors' known-answer file (Random123, kat_vectors, philox4x32 10). */
-    static const uint32_t in[3][6] = {{0, 0, 0, 0, 0, 0},
-                                      {~0u, ~0u, ~0u, ~0u, ~0u, ~0u},
-                                      {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0}};
+    static const uint32_t in[3][6] = {
+        {0, 0, 0, 0, 0, 0},
+        {~0u, ~0u, ~0u, ~0u, ~0u, ~0u},
+        {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0}};
     static const uint32_t expected[3][4] = {{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
                                             {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd},
                                             {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}};
@@ -40,7 +42,8 @@ static void test_crc32c(void)
             data[j] = (uint8_t)random_u64();
         uint32_t crc = (uint32_t)random_u64(), cut = random_below((uint32_t)nbytes + 1);
         CHECK(gc_crc32c(crc, data, nbytes) == slow_crc32c(crc, data, nbytes));
-        CHECK(gc_crc32c(gc_crc32c(crc, data, cut), data + cut, nbytes - cut) == gc_crc32c(crc, data, nbytes));
+        CHECK(gc_crc32c(gc_crc32c(crc, data, cut), data + cut, nbytes - cut) ==
+              gc_crc32c(crc, data, nbytes));
     }
 }
 
@@ -49,7 +52,8 @@ static void test_names(void)
     CHECK(strcmp(gc_status_name(GC_OK), "GC_OK") == 0);
     CHECK(strcmp(gc_status_name(GC_INVALID_ARGUMENT), "GC_INVALID_ARGUMENT") == 0);
     CHECK(strcmp(gc_status_name(GC_BAD_SCALE), "GC_BAD_SCALE") == 0);
-    CHECK(strcmp(gc_status_name(7), "GC_UNKNOWN_STATUS") == 0 && strcmp(gc_status_name(-1), "GC_UNKNOWN_STATUS") == 0);
+    CHECK(strcmp(gc_status_name(7), "GC_UNKNOWN_STATUS") == 0 &&
+          strcmp(gc_status_name(-1), "GC_UNKNOWN_STATUS") == 0);
     static const char *const tiers[] = {"portable", "avx2", "avx512", "neon"};
     enum { TIERS = sizeof tiers / sizeof tiers[0] };
     CHECK(gc_tier_count() == TIERS && gc_tier_supported(0));
@@ -61,7 +65,8 @@ static void test_names(void)
     CHECK(gc_tier_supported(TIERS - 1));
 #endif
     CHECK(gc_tier_name(-1) == NULL && gc_tier_name(TIERS) == NULL && !gc_tier_supported(TIERS));
-    CHECK(gc_tier_select(TIERS) == GC_INVALID_ARGUMENT && gc_tier_select(-1) == GC_INVALID_ARGUMENT);
+    CHECK(gc_tier_select(TIERS) == GC_INVALID_ARGUMENT &&
+          gc_tier_select(-1) == GC_INVALID_ARGUMENT);
     CHECK(sizeof(gc_segment) == 56 && sizeof(gc_block) == 24 && sizeof(gc_rng_key) == 16);
 }
 
@@ -73,7 +78,8 @@ static void test_arguments(void)
     gc_block blocks[4];
     uint32_t flag = 0;
     gc_rng_key key = {1, 2, 3, 4}, deep = {1, 2, 3, 0x80000000u};
-    gc_segment good = {0, 0, 8, 0, 0, 0, 16, 16, 0}, odd = good, none = good, no_group = good, far = good;
+    gc_segment good = {0, 0, 8, 0, 0, 0, 16, 16, 0}, odd = good, none = good, no_group = good,
+               far = good;
     odd.start = 4;
     none.numel = 0;
     no_group.group_numel = 0;
@@ -84,9 +90,12 @@ static void test_arguments(void)
     for (int i = 0; i < 4; i++) {
         REFUSED(gc_block_sums(src, GC_F32, wrong[i], 1, blocks, &flag));
         REFUSED(gc_ternary_encode(src, GC_F32, wrong[i], 1, payload, key, &flag));
-        REFUSED(gc_onebit_encode(src, GC_F32, wrong[i], 1, residual, residual, NULL, 1.0f, NULL, NULL, payload, &flag));
-        REFUSED(gc_block_encode(src, GC_F32, wrong[i], 1, 4, residual, residual, NULL, 1.0f, NULL, payload, &flag));
-        REFUSED(gc_nearest_encode(src, GC_F32, wrong[i], 1, 1.8, residual, residual, NULL, 1.0f, NULL, payload, &flag));
+        REFUSED(gc_onebit_encode(src, GC_F32, wrong[i], 1, residual, residual, NULL, 1.0f, NULL,
+                                 NULL, payload, &flag));
+        REFUSED(gc_block_encode(src, GC_F32, wrong[i], 1, 4, residual, residual, NULL, 1.0f, NULL,
+                                payload, &flag));
+        REFUSED(gc_nearest_encode(src, GC_F32, wrong[i], 1, 1.8, residual, residual, NULL, 1.0f,
+                                  NULL, payload, &flag));
         REFUSED(gc_values_encode(src, GC_F32, wrong[i], 1, GC_F32, payload, &flag));
         REFUSED(gc_ternary_sum_decode(payloads, 2, 1, wrong[i], 1, out, GC_F32, 0, &flag));
         REFUSED(gc_onebit_sum_decode(payloads, 2, wrong[i], 1, out, GC_F32, 0, &flag));
@@ -109,7 +118,8 @@ static void test_arguments(void)
     REFUSED(gc_ternary_encode(src, GC_F32, &good, 1, payload, deep, &flag));
     for (unsigned bits = 0; bits < 40; bits++) /* 2, 4 and 8 there are */
         if (bits != 2 && bits != 4 && bits != 8) {
-            REFUSED(gc_block_encode(src, GC_F32, &good, 1, bits, NULL, NULL, NULL, 1.0f, NULL, payload, &flag));
+            REFUSED(gc_block_encode(src, GC_F32, &good, 1, bits, NULL, NULL, NULL, 1.0f, NULL,
+                                    payload, &flag));
             REFUSED(gc_block_sum_decode(payloads, 2, bits, &good, 1, out, GC_F32, 0, &flag));
             REFUSED(gc_block_validate(payload, bits, &good, 1));
         }
@@ -133,10 +143,12 @@ static void test_arguments(void)
     /* No elements: no memory is needed. */
     CHECK(gc_block_sums(NULL, GC_F32, NULL, 0, NULL, &flag) == GC_OK);
     CHECK(gc_ternary_encode(NULL, GC_F32, &none, 1, NULL, key, &flag) == GC_OK);
-    CHECK(gc_onebit_encode(NULL, GC_F32, &none, 1, NULL, NULL, NULL, 1.0f, NULL, NULL, NULL, &flag) == GC_OK);
+    CHECK(gc_onebit_encode(NULL, GC_F32, &none, 1, NULL, NULL, NULL, 1.0f, NULL, NULL, NULL,
+                           &flag) == GC_OK);
     CHECK(gc_ternary_sum_decode(NULL, 1, 0, &none, 1, NULL, GC_F32, 0, &flag) == GC_OK);
     CHECK(gc_ternary_validate(NULL, &none, 1) == GC_OK && gc_scales_validate(NULL, 0, 1) == GC_OK);
-    CHECK(gc_copy(NULL, NULL, NULL, 0) == GC_OK && gc_ternary_scales(NULL, NULL, NULL, 0, 1, NULL) == GC_OK);
+    CHECK(gc_copy(NULL, NULL, NULL, 0) == GC_OK &&
+          gc_ternary_scales(NULL, NULL, NULL, 0, 1, NULL) == GC_OK);
 }
 
 static void test_copy(void)
@@ -155,11 +167,16 @@ static void test_scales_validate(void)
     static const struct {
         uint32_t bits;
         gc_status any_sign, non_negative;
-    } rows[] = {{0x00000000, GC_OK, GC_OK},        {0x3F800000, GC_OK, GC_OK},
-                {0x7F7FFFFF, GC_OK, GC_OK},        {0x00000001, GC_OK, GC_OK},
-                {0x80000000, GC_OK, GC_BAD_SCALE}, {0xBF800000, GC_OK, GC_BAD_SCALE},
-                {0x7F800000, GC_BAD_SCALE, GC_BAD_SCALE}, {0xFF800000, GC_BAD_SCALE, GC_BAD_SCALE},
-                {0x7FC00000, GC_BAD_SCALE, GC_BAD_SCALE}, {0xFF800001, GC_BAD_SCALE, GC_BAD_SCALE}};
+    } rows[] = {{0x00000000, GC_OK, GC_OK},
+                {0x3F800000, GC_OK, GC_OK},
+                {0x7F7FFFFF, GC_OK, GC_OK},
+                {0x00000001, GC_OK, GC_OK},
+                {0x80000000, GC_OK, GC_BAD_SCALE},
+                {0xBF800000, GC_OK, GC_BAD_SCALE},
+                {0x7F800000, GC_BAD_SCALE, GC_BAD_SCALE},
+                {0xFF800000, GC_BAD_SCALE, GC_BAD_SCALE},
+                {0x7FC00000, GC_BAD_SCALE, GC_BAD_SCALE},
+                {0xFF800001, GC_BAD_SCALE, GC_BAD_SCALE}};
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         uint8_t *scales = guarded(0, 13, AT_END, 0);
         memcpy(scales + 9, &rows[i].bits, 4);
@@ -179,10 +196,14 @@ static void test_ternary_scales(void)
     CHECK(scales[0] == (float)1.3228756555322954); /* sqrt(16 / 8 - (4 / 8)^2) */
     memcpy(&bits, &scales[1], 4);
     CHECK(bits == 0x7FC00001 && scales[2] == 0 && scales[3] == 0);
-    CHECK(gc_ternary_scales(blocks, group_blocks, numels, 4, 0.0, scales) == GC_OK && scales[0] == 3.0f);
-    CHECK(gc_ternary_scales(blocks, group_blocks, numels, 4, 9.0, scales) == GC_OK && scales[0] == 3.0f);
-    /* Seven 0.1 have no deviation but for rounding: they are kept. Sum 24, squares 80 of 8: mean 3, deviation 1. */
-    gc_block equal = {7 * (double)0.1f, 7 * (double)0.1f * 0.1f, 0x3DCCCCCD, 0}, above = {24, 80, 0x42000000, 0};
+    CHECK(gc_ternary_scales(blocks, group_blocks, numels, 4, 0.0, scales) == GC_OK &&
+          scales[0] == 3.0f);
+    CHECK(gc_ternary_scales(blocks, group_blocks, numels, 4, 9.0, scales) == GC_OK &&
+          scales[0] == 3.0f);
+    /* Seven 0.1 have no deviation but for rounding: they are kept. Sum 24, squares 80 of 8: mean 3,
+     * deviation 1. */
+    gc_block equal = {7 * (double)0.1f, 7 * (double)0.1f * 0.1f, 0x3DCCCCCD, 0},
+             above = {24, 80, 0x42000000, 0};
     uint64_t one[2] = {0, 1};
     uint32_t seven = 7, eight = 8;
     CHECK(gc_ternary_scales(&equal, one, &seven, 1, 2.5, scales) == GC_OK && scales[0] == 0.1f);
@@ -190,7 +211,8 @@ static void test_ternary_scales(void)
 }
 
 #if defined(HAS_FLOAT_ENVIRONMENT)
-/* Results do not depend on the caller's rounding mode or on flushing denormals, and these are as they were. */
+/* Results do not depend on the caller's rounding mode or on flushing denormals, and these are as
+ * they were. */
 static void test_float_environment(void)
 {
     float src[64], residual[64], left[2][64];
@@ -203,7 +225,8 @@ static void test_float_environment(void)
         unsigned before = float_environment(), wanted = i ? FLOAT_ODD : FLOAT_DEFAULT;
         memset(payload[i], 0, 64);
         set_float_environment(wanted);
-        gc_onebit_encode(src, GC_F32, &segment, 1, residual, left[i], NULL, 1.0f, NULL, NULL, payload[i], &flag);
+        gc_onebit_encode(src, GC_F32, &segment, 1, residual, left[i], NULL, 1.0f, NULL, NULL,
+                         payload[i], &flag);
         unsigned after = float_environment();
         set_float_environment(before);
         CHECK(((after ^ wanted) & FLOAT_MODES) == 0);

@@ -1,4 +1,5 @@
-/* test_rotate.c - rotations in guarded memory: nothing beside the values is touched, and what is turned back is what was turned. */
+/* test_rotate.c - rotations in guarded memory: nothing beside the values is touched, and what is
+ * turned back is what was turned. */
 #include <math.h>
 
 #include "harness.h"
@@ -7,7 +8,8 @@ static const uint32_t lengths[] = {0, 1, 2, 3, 7, 8, 31, 33, 128, 300, 1024, 102
 
 static void test_there_and_back(uint32_t numel)
 {
-    uint32_t group = 1 + random_below(random_below(2) ? 2000 : 40), first = random_below(5000), parameter = random_below(9);
+    uint32_t group = 1 + random_below(random_below(2) ? 2000 : 40), first = random_below(5000),
+             parameter = random_below(9);
     gc_rng_key key = {random_below(9), 0, random_below(9), 4};
     snprintf(case_name, sizeof case_name, "numel %u group %u first %u", numel, group, first);
     size_t nbytes = numel * sizeof(float);

@@ -1,5 +1,5 @@
-/* test_threads.c - what a pool of threads does: kernels on parts of one tensor, with one flag for all, at once. Run under the
- * thread sanitizer; the first calls race to choose the tier. */
+/* test_threads.c - what a pool of threads does: kernels on parts of one tensor, with one flag for
+ * all, at once. Run under the thread sanitizer; the first calls race to choose the tier. */
 #include <pthread.h>
 
 #include "harness.h"
@@ -17,7 +17,9 @@ static void check_ok(gc_status status) { CHECK(status == GC_OK); }
 static void *work(void *number)
 {
     uint32_t part = *(const uint32_t *)number, first = part * PART_NUMEL;
-    gc_segment a = {first, first, 4 + first / 4, 0, first / GC_BLOCK_NUMEL, first, PART_NUMEL, NUMEL, 1}, b = a;
+    gc_segment a = {first, first,      4 + first / 4, 0, first / GC_BLOCK_NUMEL,
+                    first, PART_NUMEL, NUMEL,         1},
+               b = a;
     b.codes = 8 * THREADS + first / 8;
     b.scales = 8 * part;
     b.group_numel = PART_NUMEL;
@@ -31,7 +33,8 @@ static void *work(void *number)
     pthread_barrier_wait(&ready);
     check_ok(gc_block_sums(tensor, GC_F32, &a, 1, blocks, &nonfinite));
     check_ok(gc_ternary_encode(tensor, GC_F32, &a, 1, ternary, key, &nonfinite));
-    check_ok(gc_onebit_encode(tensor, GC_F32, &b, 1, NULL, residual, NULL, 1.0f, NULL, NULL, onebit, &nonfinite));
+    check_ok(gc_onebit_encode(tensor, GC_F32, &b, 1, NULL, residual, NULL, 1.0f, NULL, NULL, onebit,
+                              &nonfinite));
     check_ok(gc_ternary_sum_decode(&payload, 1, 1, &a, 1, decoded, GC_F32, 0, &nonfinite));
     check_ok(gc_onebit_sum_decode(&bits, 1, &b, 1, decoded, GC_F32, GC_STREAM, &nonfinite));
     check_ok(gc_update(&from, &of_weights, 1, &target, 1, &rule, 1, NULL, &nonfinite));

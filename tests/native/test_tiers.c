@@ -1,11 +1,21 @@
-/* test_tiers.c - every kernel on every tier gives the bytes of the portable tier, and touches no byte but its own.
+/* test_tiers.c - every kernel on every tier gives the bytes of the portable tier, and touches no
+ * byte but its own.
  *
- * A case is a segment in buffers that end (or begin) at a page that may not be touched, with a random length, start,
- * group size, dtype, offsets and kind of values. Tier 0 runs first; the others must leave every buffer like it.
+ * A case is a segment in buffers that end (or begin) at a page that may not be touched, with a
+ * random length, start, group size, dtype, offsets and kind of values. Tier 0 runs first; the
+ * others must leave every buffer like it.
  */
 #include "harness.h"
 
-enum { CANARY = 0xA5, MAX_PAYLOADS_HERE = 160, TENSOR = 0, RESIDUAL = 1, OUTPUT = 2, PAYLOAD = 6, EXPECTED = 40 };
+enum {
+    CANARY = 0xA5,
+    MAX_PAYLOADS_HERE = 160,
+    TENSOR = 0,
+    RESIDUAL = 1,
+    OUTPUT = 2,
+    PAYLOAD = 6,
+    EXPECTED = 40
+};
 
 static const uint32_t lengths[] = {511,  512,  513,  1023, 1024, 1025, 1040, 2047,
                                    4095, 4096, 4097, 4111, 8191, 8200, 12289};
@@ -25,7 +35,8 @@ static size_t size_of(int dtype) { return dtype == GC_F32 ? 4 : 2; }
 
 static uint32_t group_count(const gc_segment *s)
 {
-    return s->numel ? (s->start + s->numel - 1) / s->group_numel - s->start / s->group_numel + 1 : 0;
+    return s->numel ? (s->start + s->numel - 1) / s->group_numel - s->start / s->group_numel + 1
+                    : 0;
 }
 
 static test_case make_case(uint32_t numel)
@@ -37,9 +48,10 @@ static test_case make_case(uint32_t numel)
     if (random_below(50) == 0)
         c.segment.start = (UINT32_MAX - numel) / 8 * 8;
     uint32_t choice = random_below(sizeof group_sizes / sizeof group_sizes[0] + 4);
-    c.segment.group_numel = choice < sizeof group_sizes / sizeof group_sizes[0] ? group_sizes[choice]
-                            : choice % 2                                        ? UINT32_MAX
-                                                                                : 1 + random_below(2 * numel + 1);
+    c.segment.group_numel = choice < sizeof group_sizes / sizeof group_sizes[0]
+                                ? group_sizes[choice]
+                            : choice % 2 ? UINT32_MAX
+                                         : 1 + random_below(2 * numel + 1);
     c.dtype = (int)random_below(3);
     c.out_dtype = (int)random_below(3);
     c.kind = random_below(3) ? NORMAL : (value_kind)random_below(KIND_COUNT);
@@ -50,8 +62,9 @@ static test_case make_case(uint32_t numel)
     c.segment.parameter = (uint32_t)random_u64();
     c.tensor_numel = c.segment.data + numel + (c.where == AT_START ? random_below(5) : 0);
     c.residual_numel = c.segment.residual + numel + (c.where == AT_START ? random_below(5) : 0);
-    snprintf(case_name, sizeof case_name, "numel %u start %u group %u dtype %d out %d kind %d flags %u data %u %s",
-             numel, c.segment.start, c.segment.group_numel, c.dtype, c.out_dtype, c.kind, c.flags,
+    snprintf(case_name, sizeof case_name,
+             "numel %u start %u group %u dtype %d out %d kind %d flags %u data %u %s", numel,
+             c.segment.start, c.segment.group_numel, c.dtype, c.out_dtype, c.kind, c.flags,
              (unsigned)c.segment.data, c.where == AT_END ? "at end" : "at start");
     return c;
 }
@@ -67,14 +80,16 @@ static void *make_source(const test_case *c, int slot)
 static size_t place(test_case *c, uint32_t scales_per_group, uint32_t bits)
 {
     uint64_t scales = 4ull * scales_per_group * group_count(&c->segment);
-    uint64_t codes = ((uint64_t)c->segment.numel * bits + 7) / 8, gap = random_below(6), first = random_below(4);
+    uint64_t codes = ((uint64_t)c->segment.numel * bits + 7) / 8, gap = random_below(6),
+             first = random_below(4);
     int scales_first = random_below(2) != 0;
     c->segment.scales = scales_first ? first : first + codes + gap;
     c->segment.codes = scales_first ? first + scales + gap : first;
     return first + scales + gap + codes + (c->where == AT_START ? 3 : 0);
 }
 
-static void put_scales(uint8_t *payload, const test_case *c, uint32_t scales_per_group, value_kind kind, int positive)
+static void put_scales(uint8_t *payload, const test_case *c, uint32_t scales_per_group,
+                       value_kind kind, int positive)
 {
     for (uint32_t g = 0; g < scales_per_group * group_count(&c->segment); g++) {
         float scale = random_value(kind);
@@ -85,28 +100,29 @@ static void put_scales(uint8_t *payload, const test_case *c, uint32_t scales_per
 }
 
 /* Run `call` on every tier; what it writes to `buffer` and `flag` must be what tier 0 writes. */
-#define ON_EVERY_TIER(call, slot, buffer, nbytes, where, reset)                                              \
-    do {                                                                                                     \
-        uint8_t *expected_ = guarded(EXPECTED, nbytes, where, 0);                                            \
-        uint32_t expected_flag_ = 0;                                                                         \
-        for (int tier_ = 0; tier_ < gc_tier_count(); tier_++) {                                              \
-            if (!gc_tier_supported(tier_))                                                                   \
-                continue;                                                                                    \
-            CHECK(gc_tier_select(tier_) == GC_OK);                                                           \
-            uint32_t flag = 0;                                                                               \
-            reset;                                                                                           \
-            CHECK((call) == GC_OK);                                                                          \
-            if (tier_ == 0) {                                                                                \
-                memcpy(expected_, buffer, nbytes);                                                           \
-                expected_flag_ = flag;                                                                       \
-            }                                                                                                \
-            CHECK(flag == expected_flag_);                                                                   \
-            CHECK(memcmp(buffer, expected_, nbytes) == 0);                                                   \
-        }                                                                                                    \
+#define ON_EVERY_TIER(call, slot, buffer, nbytes, where, reset)   \
+    do {                                                          \
+        uint8_t *expected_ = guarded(EXPECTED, nbytes, where, 0); \
+        uint32_t expected_flag_ = 0;                              \
+        for (int tier_ = 0; tier_ < gc_tier_count(); tier_++) {   \
+            if (!gc_tier_supported(tier_))                        \
+                continue;                                         \
+            CHECK(gc_tier_select(tier_) == GC_OK);                \
+            uint32_t flag = 0;                                    \
+            reset;                                                \
+            CHECK((call) == GC_OK);                               \
+            if (tier_ == 0) {                                     \
+                memcpy(expected_, buffer, nbytes);                \
+                expected_flag_ = flag;                            \
+            }                                                     \
+            CHECK(flag == expected_flag_);                        \
+            CHECK(memcmp(buffer, expected_, nbytes) == 0);        \
+        }                                                         \
     } while (0)
 
 /* Bytes of `payload` outside [scales) and [codes) are as they were. */
-static void check_untouched(const uint8_t *payload, size_t nbytes, const gc_segment *s, size_t scales, size_t codes)
+static void check_untouched(const uint8_t *payload, size_t nbytes, const gc_segment *s,
+                            size_t scales, size_t codes)
 {
     for (size_t i = 0; i < nbytes; i++)
         if (!(i >= s->scales && i < s->scales + scales) && !(i >= s->codes && i < s->codes + codes))
@@ -116,7 +132,8 @@ static void check_untouched(const uint8_t *payload, size_t nbytes, const gc_segm
 static void test_block_sums(test_case c)
 {
     const void *src = make_source(&c, TENSOR);
-    uint32_t block_count = 0, numel = c.segment.numel, offset = c.segment.start % c.segment.group_numel;
+    uint32_t block_count = 0, numel = c.segment.numel,
+             offset = c.segment.start % c.segment.group_numel;
     for (uint32_t i = 0; i < numel;) { /* groups as cut by the segment */
         uint64_t left = (uint64_t)c.segment.group_numel - offset;
         uint32_t run = left < numel - i ? (uint32_t)left : numel - i;
@@ -127,22 +144,25 @@ static void test_block_sums(test_case c)
     c.segment.block = random_below(3);
     size_t nbytes = (c.segment.block + block_count) * sizeof(gc_block);
     gc_block *blocks = guarded(OUTPUT, nbytes, c.where, CANARY);
-    ON_EVERY_TIER(gc_block_sums(src, c.dtype, &c.segment, 1, blocks, &flag), OUTPUT, blocks, nbytes, c.where,
-                  guarded(OUTPUT, nbytes, c.where, CANARY));
+    ON_EVERY_TIER(gc_block_sums(src, c.dtype, &c.segment, 1, blocks, &flag), OUTPUT, blocks, nbytes,
+                  c.where, guarded(OUTPUT, nbytes, c.where, CANARY));
 }
 
 static void test_ternary_encode(test_case c)
 {
     const void *src = make_source(&c, TENSOR);
     size_t nbytes = place(&c, 1, 2);
-    gc_rng_key key = {(uint32_t)random_u64(), (uint32_t)random_u64(), (uint32_t)random_u64(), random_below(4)};
+    gc_rng_key key = {(uint32_t)random_u64(), (uint32_t)random_u64(), (uint32_t)random_u64(),
+                      random_below(4)};
     uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY),
             *scales = guarded(EXPECTED + 1, nbytes, c.where, CANARY);
-    static const value_kind scale_kinds[] = {NORMAL, NORMAL, NORMAL, ZEROS, TINY, HUGE_VALUES, NONFINITE, ANY_BITS};
+    static const value_kind scale_kinds[] = {NORMAL, NORMAL,      NORMAL,    ZEROS,
+                                             TINY,   HUGE_VALUES, NONFINITE, ANY_BITS};
     put_scales(scales, &c, 1, scale_kinds[random_below(8)], random_below(10) != 0);
-    ON_EVERY_TIER(gc_ternary_encode(src, c.dtype, &c.segment, 1, payload, key, &flag), PAYLOAD, payload, nbytes,
-                  c.where, memcpy(payload, scales, nbytes));
-    check_untouched(payload, nbytes, &c.segment, 4 * (size_t)group_count(&c.segment), (c.segment.numel + 3) / 4);
+    ON_EVERY_TIER(gc_ternary_encode(src, c.dtype, &c.segment, 1, payload, key, &flag), PAYLOAD,
+                  payload, nbytes, c.where, memcpy(payload, scales, nbytes));
+    check_untouched(payload, nbytes, &c.segment, 4 * (size_t)group_count(&c.segment),
+                    (c.segment.numel + 3) / 4);
     CHECK(gc_ternary_validate(payload, &c.segment, 1) == GC_OK);
 }
 
@@ -151,7 +171,8 @@ static void test_onebit_encode(test_case c)
     const void *src = make_source(&c, TENSOR);
     size_t nbytes = place(&c, 2, 1), residual_nbytes = 4 * c.residual_numel;
     if (random_below(4) == 0) /* groups whose gradient is zero, with a residual */
-        memset((uint8_t *)src + c.segment.data * size_of(c.dtype), 0, c.segment.numel / 2 * size_of(c.dtype));
+        memset((uint8_t *)src + c.segment.data * size_of(c.dtype), 0,
+               c.segment.numel / 2 * size_of(c.dtype));
     uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY);
     float *before = guarded(RESIDUAL, residual_nbytes, c.where, 0);
     float *residual = guarded(OUTPUT, residual_nbytes, c.where, 0);
@@ -160,12 +181,17 @@ static void test_onebit_encode(test_case c)
     const float *in = mode == 0 ? NULL : mode == 2 ? residual : before;
     float *out = mode == 3 ? NULL : residual;
     /* Both outputs are compared: the payload here, the residual in the second run. */
-    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, 1.0f, NULL, NULL, payload, &flag), PAYLOAD, payload, nbytes,
-                  c.where, (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
-    check_untouched(payload, nbytes, &c.segment, 8 * (size_t)group_count(&c.segment), (c.segment.numel + 7) / 8);
+    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, 1.0f, NULL, NULL,
+                                   payload, &flag),
+                  PAYLOAD, payload, nbytes, c.where,
+                  (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
+    check_untouched(payload, nbytes, &c.segment, 8 * (size_t)group_count(&c.segment),
+                    (c.segment.numel + 7) / 8);
     CHECK(gc_onebit_validate(payload, &c.segment, 1) == GC_OK);
-    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, 1.0f, NULL, NULL, payload, &flag), OUTPUT, residual,
-                  residual_nbytes, c.where, memcpy(residual, before, residual_nbytes));
+    ON_EVERY_TIER(gc_onebit_encode(src, c.dtype, &c.segment, 1, in, out, NULL, 1.0f, NULL, NULL,
+                                   payload, &flag),
+                  OUTPUT, residual, residual_nbytes, c.where,
+                  memcpy(residual, before, residual_nbytes));
     for (size_t i = 0; i < c.residual_numel; i++)
         if (mode == 3 || i < c.segment.residual || i >= c.segment.residual + c.segment.numel)
             CHECK(memcmp(&residual[i], &before[i], 4) == 0);
@@ -177,7 +203,8 @@ static void test_block_encode(test_case c)
     unsigned bits = 2u << random_below(3);
     size_t nbytes = place(&c, 1, bits), residual_nbytes = 4 * c.residual_numel;
     if (random_below(4) == 0) /* groups whose gradient is zero, with a residual */
-        memset((uint8_t *)src + c.segment.data * size_of(c.dtype), 0, c.segment.numel / 2 * size_of(c.dtype));
+        memset((uint8_t *)src + c.segment.data * size_of(c.dtype), 0,
+               c.segment.numel / 2 * size_of(c.dtype));
     uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY);
     float *before = guarded(RESIDUAL, residual_nbytes, c.where, 0);
     float *residual = guarded(OUTPUT, residual_nbytes, c.where, 0);
@@ -186,13 +213,17 @@ static void test_block_encode(test_case c)
     const float *in = mode == 0 ? NULL : mode == 2 ? residual : before;
     float *out = mode == 3 ? NULL : residual;
     /* Both outputs are compared: the payload here, the residual in the second run. */
-    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, 1.0f, NULL, payload, &flag), PAYLOAD, payload,
-                  nbytes, c.where, (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
+    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, 1.0f, NULL,
+                                  payload, &flag),
+                  PAYLOAD, payload, nbytes, c.where,
+                  (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
     check_untouched(payload, nbytes, &c.segment, 4 * (size_t)group_count(&c.segment),
                     ((size_t)c.segment.numel * bits + 7) / 8);
     CHECK(gc_block_validate(payload, bits, &c.segment, 1) == GC_OK);
-    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, 1.0f, NULL, payload, &flag), OUTPUT, residual,
-                  residual_nbytes, c.where, memcpy(residual, before, residual_nbytes));
+    ON_EVERY_TIER(gc_block_encode(src, c.dtype, &c.segment, 1, bits, in, out, NULL, 1.0f, NULL,
+                                  payload, &flag),
+                  OUTPUT, residual, residual_nbytes, c.where,
+                  memcpy(residual, before, residual_nbytes));
     for (size_t i = 0; i < c.residual_numel; i++)
         if (mode == 3 || i < c.segment.residual || i >= c.segment.residual + c.segment.numel)
             CHECK(memcmp(&residual[i], &before[i], 4) == 0);
@@ -205,7 +236,8 @@ static void test_nearest_encode(test_case c)
     float decay = random_below(2) ? 1.0f : 0.25f;
     size_t nbytes = place(&c, 1, 2), residual_nbytes = 4 * c.residual_numel;
     if (random_below(4) == 0) /* groups whose gradient is zero, with a residual */
-        memset((uint8_t *)src + c.segment.data * size_of(c.dtype), 0, c.segment.numel / 2 * size_of(c.dtype));
+        memset((uint8_t *)src + c.segment.data * size_of(c.dtype), 0,
+               c.segment.numel / 2 * size_of(c.dtype));
     uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY);
     float *before = guarded(RESIDUAL, residual_nbytes, c.where, 0);
     float *residual = guarded(OUTPUT, residual_nbytes, c.where, 0);
@@ -214,13 +246,17 @@ static void test_nearest_encode(test_case c)
     const float *in = mode == 0 ? NULL : mode == 2 ? residual : before;
     float *out = mode == 3 ? NULL : residual;
     /* Both outputs are compared: the payload here, the residual in the second run. */
-    ON_EVERY_TIER(gc_nearest_encode(src, c.dtype, &c.segment, 1, step, in, out, NULL, decay, NULL, payload, &flag), PAYLOAD, payload,
-                  nbytes, c.where, (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
+    ON_EVERY_TIER(gc_nearest_encode(src, c.dtype, &c.segment, 1, step, in, out, NULL, decay, NULL,
+                                    payload, &flag),
+                  PAYLOAD, payload, nbytes, c.where,
+                  (memset(payload, CANARY, nbytes), memcpy(residual, before, residual_nbytes)));
     check_untouched(payload, nbytes, &c.segment, 4 * (size_t)group_count(&c.segment),
                     ((size_t)c.segment.numel + 3) / 4);
     CHECK(gc_ternary_validate(payload, &c.segment, 1) == GC_OK);
-    ON_EVERY_TIER(gc_nearest_encode(src, c.dtype, &c.segment, 1, step, in, out, NULL, decay, NULL, payload, &flag), OUTPUT, residual,
-                  residual_nbytes, c.where, memcpy(residual, before, residual_nbytes));
+    ON_EVERY_TIER(gc_nearest_encode(src, c.dtype, &c.segment, 1, step, in, out, NULL, decay, NULL,
+                                    payload, &flag),
+                  OUTPUT, residual, residual_nbytes, c.where,
+                  memcpy(residual, before, residual_nbytes));
     for (size_t i = 0; i < c.residual_numel; i++)
         if (mode == 3 || i < c.segment.residual || i >= c.segment.residual + c.segment.numel)
             CHECK(memcmp(&residual[i], &before[i], 4) == 0);
@@ -232,15 +268,16 @@ static void test_values(test_case c)
     int value_dtype = random_below(2) ? GC_F32 : GC_BF16;
     size_t nbytes = place(&c, 0, 8 * (uint32_t)size_of(value_dtype));
     uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY);
-    ON_EVERY_TIER(gc_values_encode(src, c.dtype, &c.segment, 1, value_dtype, payload, &flag), PAYLOAD, payload, nbytes,
-                  c.where, memset(payload, CANARY, nbytes));
+    ON_EVERY_TIER(gc_values_encode(src, c.dtype, &c.segment, 1, value_dtype, payload, &flag),
+                  PAYLOAD, payload, nbytes, c.where, memset(payload, CANARY, nbytes));
     check_untouched(payload, nbytes, &c.segment, 0, c.segment.numel * size_of(value_dtype));
 }
 
-/* ---- decoders ---------------------------------------------------------------------------------------------------- */
+/* ---- decoders -------------------------------------------------------------------------------- */
 /* Payloads of random bytes; ternary codes are made valid unless `hostile`. */
-static void make_payloads(const test_case *c, size_t count, size_t nbytes, uint32_t scales_per_group, int ternary,
-                          int hostile, const uint8_t **payloads)
+static void make_payloads(const test_case *c, size_t count, size_t nbytes,
+                          uint32_t scales_per_group, int ternary, int hostile,
+                          const uint8_t **payloads)
 {
     size_t distinct = count < 30 ? count : 30;
     for (size_t p = 0; p < distinct; p++) {
@@ -249,7 +286,8 @@ static void make_payloads(const test_case *c, size_t count, size_t nbytes, uint3
             payload[i] = (uint8_t)random_u64();
         for (size_t i = 0; ternary && !hostile && i < nbytes; i++) /* 11 becomes 01 */
             payload[i] &= (uint8_t)~((payload[i] << 1) & payload[i] & 0xAA);
-        put_scales(payload, c, scales_per_group, random_below(4) ? NORMAL : c->kind, random_below(3) != 0);
+        put_scales(payload, c, scales_per_group, random_below(4) ? NORMAL : c->kind,
+                   random_below(3) != 0);
         payloads[p] = payload;
     }
     for (size_t p = distinct; p < count; p++)
@@ -258,7 +296,8 @@ static void make_payloads(const test_case *c, size_t count, size_t nbytes, uint3
 
 static size_t random_payload_count(uint32_t numel)
 {
-    static const size_t counts[] = {1, 1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 9, 12, 20, 31, 63, 64, 127, 128, 150};
+    static const size_t counts[] = {1, 1, 1,  2,  2,  3,  4,  4,   5,   6,  7,
+                                    8, 9, 12, 20, 31, 63, 64, 127, 128, 150};
     return counts[random_below(numel > 1500 ? 13 : sizeof counts / sizeof counts[0])];
 }
 
@@ -270,13 +309,24 @@ static void check_outside(const test_case *c, const uint8_t *out)
             CHECK(out[i] == CANARY);
 }
 
-typedef enum { TERNARY_OWN, TERNARY_SHARED, ONEBIT, BLOCK2, BLOCK4, BLOCK8, VALUES_F32, VALUES_BF16, DECODER_COUNT } decoder;
+typedef enum {
+    TERNARY_OWN,
+    TERNARY_SHARED,
+    ONEBIT,
+    BLOCK2,
+    BLOCK4,
+    BLOCK8,
+    VALUES_F32,
+    VALUES_BF16,
+    DECODER_COUNT
+} decoder;
 
 static void test_sum_decode(test_case c, decoder which, int hostile)
 {
     static const uint32_t bits[] = {2, 2, 1, 2, 4, 8, 32, 16}, scales[] = {1, 1, 2, 1, 1, 1, 0, 0};
     const uint8_t *payloads[MAX_PAYLOADS_HERE];
-    size_t count = random_payload_count(c.segment.numel), nbytes = place(&c, scales[which], bits[which]);
+    size_t count = random_payload_count(c.segment.numel),
+           nbytes = place(&c, scales[which], bits[which]);
     if (c.kind == F16_EDGE || c.kind == BF16_EDGE)
         count = 1; /* an average would leave the edge */
     size_t out_nbytes = c.tensor_numel * size_of(c.out_dtype);
@@ -285,14 +335,17 @@ static void test_sum_decode(test_case c, decoder which, int hostile)
         for (size_t p = 0; p < count && p < 30; p++)
             fill_tensor((uint8_t *)payloads[p] + c.segment.codes, GC_F32, c.segment.numel, c.kind);
     uint8_t *out = guarded(OUTPUT, out_nbytes, c.where, CANARY);
-#define DECODE                                                                                                        \
-    (which <= TERNARY_SHARED ? gc_ternary_sum_decode(payloads, count, which == TERNARY_SHARED, &c.segment, 1, out,    \
-                                                     c.out_dtype, c.flags, &flag)                                     \
-     : which == ONEBIT ? gc_onebit_sum_decode(payloads, count, &c.segment, 1, out, c.out_dtype, c.flags, &flag)       \
-     : which <= BLOCK8 ? gc_block_sum_decode(payloads, count, bits[which], &c.segment, 1, out, c.out_dtype, c.flags,  \
-                                             &flag)                                                                   \
-                       : gc_values_sum_decode(payloads, count, which == VALUES_F32 ? GC_F32 : GC_BF16, &c.segment, 1, \
-                                              out, c.out_dtype, c.flags, &flag))
+#define DECODE                                                                                    \
+    (which <= TERNARY_SHARED                                                                      \
+         ? gc_ternary_sum_decode(payloads, count, which == TERNARY_SHARED, &c.segment, 1, out,    \
+                                 c.out_dtype, c.flags, &flag)                                     \
+     : which == ONEBIT                                                                            \
+         ? gc_onebit_sum_decode(payloads, count, &c.segment, 1, out, c.out_dtype, c.flags, &flag) \
+     : which <= BLOCK8                                                                            \
+         ? gc_block_sum_decode(payloads, count, bits[which], &c.segment, 1, out, c.out_dtype,     \
+                               c.flags, &flag)                                                    \
+         : gc_values_sum_decode(payloads, count, which == VALUES_F32 ? GC_F32 : GC_BF16,          \
+                                &c.segment, 1, out, c.out_dtype, c.flags, &flag))
     if (!hostile) {
         ON_EVERY_TIER(DECODE, OUTPUT, out, out_nbytes, c.where, memset(out, CANARY, out_nbytes));
         check_outside(&c, out);
@@ -323,10 +376,12 @@ static void test_lanes(test_case c, int hostile)
     unsigned lane_bits = bits_of_lanes(count);
     make_payloads(&c, count, nbytes, 1, 1, hostile, payloads);
     test_case lanes = c;
-    size_t lanes_nbytes = place(&lanes, 1, lane_bits), code_nbytes = ((size_t)c.segment.numel * lane_bits + 7) / 8;
+    size_t lanes_nbytes = place(&lanes, 1, lane_bits),
+           code_nbytes = ((size_t)c.segment.numel * lane_bits + 7) / 8;
     uint8_t *out = guarded(RESIDUAL, lanes_nbytes, c.where, CANARY);
-    ON_EVERY_TIER(gc_ternary_sum_lanes(payloads, count, &c.segment, &lanes.segment, 1, lane_bits, out), RESIDUAL, out,
-                  lanes_nbytes, c.where, ((void)flag, memset(out, CANARY, lanes_nbytes)));
+    ON_EVERY_TIER(
+        gc_ternary_sum_lanes(payloads, count, &c.segment, &lanes.segment, 1, lane_bits, out),
+        RESIDUAL, out, lanes_nbytes, c.where, ((void)flag, memset(out, CANARY, lanes_nbytes)));
     check_untouched(out, lanes_nbytes, &lanes.segment, 0, code_nbytes);
     if (!hostile)
         for (int tier = 0; tier < gc_tier_count(); tier++)
@@ -344,14 +399,16 @@ static void test_lanes(test_case c, int hostile)
     put_scales(payload, &lanes, 1, random_below(4) ? NORMAL : c.kind, 1);
     size_t out_nbytes = c.tensor_numel * size_of(c.out_dtype);
     uint8_t *tensor = guarded(OUTPUT, out_nbytes, c.where, CANARY);
-    ON_EVERY_TIER(gc_lanes_decode(payload, count, lane_bits, &lanes.segment, 1, tensor, c.out_dtype, c.flags, &flag),
+    ON_EVERY_TIER(gc_lanes_decode(payload, count, lane_bits, &lanes.segment, 1, tensor, c.out_dtype,
+                                  c.flags, &flag),
                   OUTPUT, tensor, out_nbytes, c.where, memset(tensor, CANARY, out_nbytes));
     check_outside(&c, tensor);
 }
 
-/* ---- checks of codes --------------------------------------------------------------------------------------------- */
+/* ---- checks of codes ------------------------------------------------------------------------- */
 /* What each validator must say, worked out bit by bit. */
-static gc_status slow_check(const uint8_t *codes, uint32_t numel, unsigned bits, uint32_t largest, uint32_t padding)
+static gc_status slow_check(const uint8_t *codes, uint32_t numel, unsigned bits, uint32_t largest,
+                            uint32_t padding)
 {
     size_t total = ((size_t)numel * bits + 7) / 8 * 8, i = 0;
     for (uint32_t e = 0; e < numel; e++) {
@@ -373,12 +430,15 @@ static void test_validate(test_case c)
     unsigned lane_bits = bits_of_lanes(count), bits[] = {2, 1, lane_bits, 2, 4, 8};
     uint32_t largest[] = {2, 1, (uint32_t)(2 * count), 3, 14, 254};
     for (int which = 0; which < 6; which++) {
-        size_t nbytes = place(&c, 0, bits[which]), code_nbytes = ((size_t)c.segment.numel * bits[which] + 7) / 8;
-        uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY), *codes = payload + c.segment.codes;
+        size_t nbytes = place(&c, 0, bits[which]),
+               code_nbytes = ((size_t)c.segment.numel * bits[which] + 7) / 8;
+        uint8_t *payload = guarded(PAYLOAD, nbytes, c.where, CANARY),
+                *codes = payload + c.segment.codes;
         memset(codes, which == 0 ? 0x55 : 0, code_nbytes);
         unsigned used = (unsigned)((size_t)c.segment.numel * bits[which] % 8);
         for (int round = 0; round < 6; round++) { /* as it is, then with more and more wrong bits */
-            gc_status expected = slow_check(codes, c.segment.numel, bits[which], largest[which], which == 0);
+            gc_status expected = slow_check(codes, c.segment.numel, bits[which], largest[which],
+                                            which == 0);
             for (int tier = 0; tier < gc_tier_count(); tier++) {
                 if (gc_tier_select(tier) != GC_OK)
                     continue;
@@ -403,8 +463,15 @@ static void test_tables(void)
     gc_segment rows[ROWS];
     uint64_t data = 0, nbytes = 0;
     for (int s = 0; s < ROWS; s++) {
-        gc_segment row = {
-            data, data, 0, nbytes, 0, 8 * random_below(30), random_below(300), 1 + random_below(200), (uint32_t)s};
+        gc_segment row = {data,
+                          data,
+                          0,
+                          nbytes,
+                          0,
+                          8 * random_below(30),
+                          random_below(300),
+                          1 + random_below(200),
+                          (uint32_t)s};
         row.codes = row.scales + 8 * (uint64_t)group_count(&row);
         nbytes = row.codes + (row.numel + 3) / 4;
         data += row.numel + random_below(3);
@@ -414,19 +481,23 @@ static void test_tables(void)
     float *src = guarded(TENSOR, 4 * data, AT_END, 0), *out = guarded(OUTPUT, 4 * data, AT_END, 0);
     float *alone = guarded(RESIDUAL, 4 * data, AT_END, 0);
     fill_tensor(src, GC_F32, data, NORMAL);
-    uint8_t *whole = guarded(PAYLOAD, nbytes, AT_END, 0), *parts = guarded(PAYLOAD + 1, nbytes, AT_END, 0);
+    uint8_t *whole = guarded(PAYLOAD, nbytes, AT_END, 0),
+            *parts = guarded(PAYLOAD + 1, nbytes, AT_END, 0);
     uint32_t flag = 0;
     for (int tier = 0; tier < gc_tier_count(); tier++) {
         if (gc_tier_select(tier) != GC_OK)
             continue;
         memset(out, 0, 4 * data);
         memset(alone, 0, 4 * data);
-        CHECK(gc_onebit_encode(src, GC_F32, rows, ROWS, NULL, NULL, NULL, 1.0f, NULL, NULL, whole, &flag) == GC_OK);
-        CHECK(gc_onebit_sum_decode((const uint8_t *const[]){whole}, 1, rows, ROWS, out, GC_F32, 0, &flag) == GC_OK);
+        CHECK(gc_onebit_encode(src, GC_F32, rows, ROWS, NULL, NULL, NULL, 1.0f, NULL, NULL, whole,
+                               &flag) == GC_OK);
+        CHECK(gc_onebit_sum_decode((const uint8_t *const[]){whole}, 1, rows, ROWS, out, GC_F32, 0,
+                                   &flag) == GC_OK);
         for (int s = ROWS - 1; s >= 0; s--) {
-            CHECK(gc_onebit_encode(src, GC_F32, &rows[s], 1, NULL, NULL, NULL, 1.0f, NULL, NULL, parts, &flag) == GC_OK);
-            CHECK(gc_onebit_sum_decode((const uint8_t *const[]){parts}, 1, &rows[s], 1, alone, GC_F32, GC_STREAM,
-                                       &flag) == GC_OK);
+            CHECK(gc_onebit_encode(src, GC_F32, &rows[s], 1, NULL, NULL, NULL, 1.0f, NULL, NULL,
+                                   parts, &flag) == GC_OK);
+            CHECK(gc_onebit_sum_decode((const uint8_t *const[]){parts}, 1, &rows[s], 1, alone,
+                                       GC_F32, GC_STREAM, &flag) == GC_OK);
         }
         CHECK(memcmp(whole, parts, nbytes) == 0 && memcmp(out, alone, 4 * data) == 0 && flag == 0);
     }

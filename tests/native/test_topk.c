@@ -1,5 +1,5 @@
-/* test_topk.c - top-k codes in guarded memory: what an encoder writes passes and decodes to what it took from x, and no bytes
- * make a decoder or a validator touch what is not theirs.
+/* test_topk.c - top-k codes in guarded memory: what an encoder writes passes and decodes to what it
+ * took from x, and no bytes make a decoder or a validator touch what is not theirs.
  */
 #include "harness.h"
 
@@ -52,22 +52,27 @@ static test_case make_case(uint32_t numel)
     c.segment.scales = scales_first ? 3 : 3 + c.code_nbytes;
     c.segment.codes = scales_first ? 3 + c.scale_nbytes : 3;
     c.payload_nbytes = 3 + c.scale_nbytes + c.code_nbytes;
-    snprintf(case_name, sizeof case_name, "numel %u start %u dtype %d kind %d", numel, c.segment.start, c.dtype, c.kind);
+    snprintf(case_name, sizeof case_name, "numel %u start %u dtype %d kind %d", numel,
+             c.segment.start, c.dtype, c.kind);
     return c;
 }
 
-/* x = fl(g + r) is decoded value + residual, in exact arithmetic as far as fp32 goes: residual == fl(x - q). */
+/* x = fl(g + r) is decoded value + residual, in exact arithmetic as far as fp32 goes: residual ==
+ * fl(x - q). */
 static void test_encode(test_case c)
 {
     size_t numel = c.segment.data + c.segment.numel, plane = c.segment.residual + c.segment.numel;
     void *src = guarded(TENSOR, numel * size_of(c.dtype), c.where, CANARY);
     fill_tensor(src, c.dtype, numel, c.kind);
-    float *before = guarded(RESIDUAL, 4 * plane, c.where, 0), *after = guarded(OUTPUT, 4 * plane, c.where, CANARY);
-    float *x = guarded(OUTPUT + 1, 4 * numel, c.where, 0), *out = guarded(OUTPUT + 2, 4 * numel, c.where, 0);
+    float *before = guarded(RESIDUAL, 4 * plane, c.where, 0),
+          *after = guarded(OUTPUT, 4 * plane, c.where, CANARY);
+    float *x = guarded(OUTPUT + 1, 4 * numel, c.where, 0),
+          *out = guarded(OUTPUT + 2, 4 * numel, c.where, 0);
     fill_tensor(before, GC_F32, plane, NORMAL);
     uint8_t *payload = guarded(PAYLOAD, c.payload_nbytes, c.where, CANARY);
     uint32_t flag = 0, ignored = 0;
-    CHECK(gc_topk_encode(src, c.dtype, &c.segment, 1, before, after, NULL, payload, &flag) == GC_OK);
+    CHECK(gc_topk_encode(src, c.dtype, &c.segment, 1, before, after, NULL, payload, &flag) ==
+          GC_OK);
     CHECK(gc_topk_validate(payload, &c.segment, 1) == GC_OK);
     CHECK(gc_scales_validate(payload + c.segment.scales, c.scale_nbytes / 4, 1) == GC_OK);
     CHECK(memcmp(payload, "\xA5\xA5\xA5", 3) == 0);
@@ -80,7 +85,8 @@ static void test_encode(test_case c)
     memcpy(x, values, 4 * (size_t)c.segment.numel);
     for (uint32_t i = 0; i < c.segment.numel && !flag; i++) {
         float sum = x[i] + before[c.segment.residual + i], left = sum - out[c.segment.data + i];
-        CHECK(memcmp(&left, &after[c.segment.residual + i], 4) == 0 || (left == 0 && after[c.segment.residual + i] == 0));
+        CHECK(memcmp(&left, &after[c.segment.residual + i], 4) == 0 ||
+              (left == 0 && after[c.segment.residual + i] == 0));
     }
     for (uint32_t i = 0; i < c.segment.residual; i++)
         CHECK(memcmp(&after[i], "\xA5\xA5\xA5\xA5", 4) == 0);
@@ -90,7 +96,8 @@ static void test_encode(test_case c)
 static void test_update(test_case c, const uint8_t *const *payloads, size_t count)
 {
     uint32_t numel = c.segment.numel;
-    float *mean = guarded(TENSOR, 4 * (size_t)numel, c.where, 0), *one = guarded(RESIDUAL, 4 * (size_t)numel, c.where, 0);
+    float *mean = guarded(TENSOR, 4 * (size_t)numel, c.where, 0),
+          *one = guarded(RESIDUAL, 4 * (size_t)numel, c.where, 0);
     float *other = guarded(OUTPUT, 4 * (size_t)numel, c.where, 0);
     uint32_t flags[2] = {0, 0};
     gc_segment segment = c.segment;
@@ -98,7 +105,8 @@ static void test_update(test_case c, const uint8_t *const *payloads, size_t coun
     CHECK(gc_topk_sum_decode(payloads, count, &segment, 1, mean, GC_F32, 0, &flags[0]) == GC_OK);
     uint64_t skipped = 4 * (uint64_t)segment.start;
     gc_rule rule = {.kind = GC_SGD, .step_size = -0.5f};
-    gc_target target = {.weight = (uint64_t)(uintptr_t)one - skipped, .gradient = (uint64_t)(uintptr_t)mean - skipped};
+    gc_target target = {.weight = (uint64_t)(uintptr_t)one - skipped,
+                        .gradient = (uint64_t)(uintptr_t)mean - skipped};
     gc_gradients from = {.from = GC_FROM_TENSORS};
     CHECK(gc_update(&from, &segment, 1, &target, 1, &rule, 1, NULL, &flags[1]) == GC_OK);
     flags[1] = 0;
@@ -107,7 +115,8 @@ static void test_update(test_case c, const uint8_t *const *payloads, size_t coun
     CHECK(gc_update(&from, &segment, 1, &target, 1, &rule, 1, NULL, &flags[1]) == GC_OK);
     CHECK(memcmp(one, other, 4 * (size_t)numel) == 0 && flags[0] == flags[1]);
     segment.group_numel = 4096;
-    CHECK(!numel || gc_update(&from, &segment, 1, &target, 1, &rule, 1, NULL, &flags[1]) == GC_INVALID_ARGUMENT);
+    CHECK(!numel || gc_update(&from, &segment, 1, &target, 1, &rule, 1, NULL, &flags[1]) ==
+                        GC_INVALID_ARGUMENT);
 }
 
 /* Any bytes: what counts is which are touched, and that what passes is what decodes. */
@@ -119,13 +128,16 @@ static void test_hostile(test_case c)
     for (size_t p = 0; p < count; p++) {
         uint8_t *payload = guarded(PAYLOAD + (int)p, c.payload_nbytes, c.where, 0);
         for (size_t i = 0; i < c.payload_nbytes; i++)
-            payload[i] = share == 0 ? 0xFF : share == 1 && random_below(9) ? 0 : (uint8_t)random_u64();
+            payload[i] = share == 0                      ? 0xFF
+                         : share == 1 && random_below(9) ? 0
+                                                         : (uint8_t)random_u64();
         payloads[p] = payload;
         (void)gc_topk_validate(payload, &c.segment, 1);
     }
     for (int dtype = GC_F32; dtype <= GC_F16; dtype++) {
         uint8_t *out = guarded(OUTPUT, numel * size_of(dtype), c.where, CANARY);
-        CHECK(gc_topk_sum_decode(payloads, count, &c.segment, 1, out, dtype, GC_STREAM, &flag) == GC_OK);
+        CHECK(gc_topk_sum_decode(payloads, count, &c.segment, 1, out, dtype, GC_STREAM, &flag) ==
+              GC_OK);
         for (size_t i = 0; i < c.segment.data * size_of(dtype); i++)
             CHECK(out[i] == CANARY);
     }

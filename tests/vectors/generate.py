@@ -1,11 +1,14 @@
-"""Write the golden vectors beside this file from `gradcomp/reference/codec.py`: python tests/vectors/generate.py
+"""Write the golden vectors beside this file from `gradcomp/reference/codec.py`: python
+tests/vectors/generate.py
 
-The files are frozen: a change of a byte in them is a change of the wire format (docs/reference/wire-format.md), or of the
-random draws, and belongs into one commit with the document and the changelog. `build` returns what the files hold, so
-that the tests can tell whether the reference still gives it.
+The files are frozen: a change of a byte in them is a change of the wire format
+(docs/reference/wire-format.md), or of the random draws, and belongs into one commit with the
+document and the changelog. `build` returns what the files hold, so that the tests can tell whether
+the reference still gives it.
 
-Numbers are JSON integers. Arrays and payloads are hex strings of their little-endian bytes. Long float outputs are kept
-as the CRC-32C of their bytes. `input` names an entry of `inputs`, `first` and `numel` cut it.
+Numbers are JSON integers. Arrays and payloads are hex strings of their little-endian bytes. Long
+float outputs are kept as the CRC-32C of their bytes. `input` names an entry of `inputs`, `first`
+and `numel` cut it.
 """
 
 from __future__ import annotations
@@ -24,11 +27,43 @@ from gradcomp.reference import payload as ref_payload
 
 HERE = Path(__file__).parent
 NAMES = ("rng", "crc32c", "ternary", "nearest", "onebit", "block", "topk", "identity", "lanes")
-LENGTHS = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000, 1025)
+LENGTHS = (
+    0,
+    1,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    511,
+    512,
+    513,
+    1000,
+    1025,
+)
 KEY = {"seed": 1, "rank": 2, "step": 3, "parameter": 4, "stream": 0}
 KEYS = (
     {"seed": 0, "rank": 0, "step": 0, "parameter": 0, "stream": 0},
-    {"seed": 0xFFFFFFFF, "rank": 0xFFFFFFFF, "step": 0xFFFFFFFF, "parameter": 0xFFFFFFFF, "stream": 0x7FFFFFFF},
+    {
+        "seed": 0xFFFFFFFF,
+        "rank": 0xFFFFFFFF,
+        "step": 0xFFFFFFFF,
+        "parameter": 0xFFFFFFFF,
+        "stream": 0x7FFFFFFF,
+    },
     {"seed": 0, "rank": 1, "step": 0, "parameter": 0, "stream": 0},
     {"seed": 1, "rank": 0, "step": 0, "parameter": 0, "stream": 0},
     {"seed": 0, "rank": 0, "step": 1, "parameter": 0, "stream": 0},
@@ -49,16 +84,42 @@ def crc(array: Any) -> int:
 
 
 def make_inputs() -> dict[str, Any]:
-    """Return the arrays that cases are cut from; drawn from Philox, so that they depend on no library's generator."""
-    words = ref.philox4x32_10(np.array([(i, 0, 0, 0) for i in range(1030)]), (2026, 1)).astype(np.float64)
+    """Return the arrays that cases are cut from; drawn from Philox, so that they depend on no
+    library's generator.
+    """
+    words = ref.philox4x32_10(np.array([(i, 0, 0, 0) for i in range(1030)]), (2026, 1)).astype(
+        np.float64
+    )
     spread = words.sum(axis=1) / 2**32 - 2.0  # about normal, deviation 0.58
     normal = spread.astype(np.float32)
     normal[[7, 40, 600]] = np.float32(-0.0)
     special = np.array(
-        [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1.1754942e-38, -1.1754944e-38, 3.4028235e38, -3.4028235e38, 1e-30, -1e-20,
-         65504.0, 65520.0, -65536.0, 0.33333334, 1.00390625, 1.01171875, 2.9802322e-08, 5.9604645e-08, 6.1e-05, 1e38],
+        [
+            0.0,
+            -0.0,
+            1.0,
+            -1.0,
+            1e-45,
+            -1e-45,
+            1.1754942e-38,
+            -1.1754944e-38,
+            3.4028235e38,
+            -3.4028235e38,
+            1e-30,
+            -1e-20,
+            65504.0,
+            65520.0,
+            -65536.0,
+            0.33333334,
+            1.00390625,
+            1.01171875,
+            2.9802322e-08,
+            5.9604645e-08,
+            6.1e-05,
+            1e38,
+        ],
         np.float32,
-    )  # fmt: skip
+    )
     return {
         "normal_f32": normal,
         "normal_bf16": ref.from_float32(normal, ref.BF16),
@@ -87,13 +148,30 @@ def key_of(case: Case) -> ref.Key:
 
 def cut(name: str, first: int = 0, numel: int | None = None, **more: Any) -> Case:
     """Return the beginning of a case."""
-    return {"input": name, "first": first, "numel": len(INPUTS[name]) - first if numel is None else numel, **more}
+    return {
+        "input": name,
+        "first": first,
+        "numel": len(INPUTS[name]) - first if numel is None else numel,
+        **more,
+    }
 
 
-# ---- one builder a file ----------------------------------------------------------------------------------------------
+# ---- one builder a file
+# ----------------------------------------------------------------------------------------------
 def build_rng() -> Case:
-    counters = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0xFFFFFFFF,) * 4]
-    blocks = [{"counter": c, "key": k} for c in counters for k in ((0, 0), (1, 0), (0, 1), (0xFFFFFFFF, 0xFFFFFFFF))]
+    counters = [
+        (0, 0, 0, 0),
+        (1, 0, 0, 0),
+        (0, 1, 0, 0),
+        (0, 0, 1, 0),
+        (0, 0, 0, 1),
+        (0xFFFFFFFF,) * 4,
+    ]
+    blocks = [
+        {"counter": c, "key": k}
+        for c in counters
+        for k in ((0, 0), (1, 0), (0, 1), (0xFFFFFFFF, 0xFFFFFFFF))
+    ]
     for case in blocks:
         case["words"] = [int(w) for w in ref.philox4x32_10(np.array(case["counter"]), case["key"])]
     draws: list[Case] = []
@@ -112,16 +190,37 @@ def build_crc32c() -> Case:
 
 
 def build_ternary() -> Case:
-    cases = [cut("normal_f32", 0, n, group_numel=max(n, 1), clip_sigma=2.5, key=KEY) for n in LENGTHS]
-    for name, n, group in itertools.product(("normal_f32", "normal_bf16", "normal_f16"), (65, 513, 1030), (8, 25, 512)):
+    cases = [
+        cut("normal_f32", 0, n, group_numel=max(n, 1), clip_sigma=2.5, key=KEY) for n in LENGTHS
+    ]
+    for name, n, group in itertools.product(
+        ("normal_f32", "normal_bf16", "normal_f16"), (65, 513, 1030), (8, 25, 512)
+    ):
         cases.append(cut(name, 0, n, group_numel=group, clip_sigma=2.5, key=KEY))
     for name, sigma in itertools.product(("normal_bf16", "normal_f16"), (2.5, 1.0, -1.0)):
         cases.append(cut(name, 1, 129, group_numel=129, clip_sigma=sigma, key=KEY))
     cases += [cut("normal_f32", 0, 100, group_numel=100, clip_sigma=2.5, key=key) for key in KEYS]
-    cases += [cut("special_f32", group_numel=g, clip_sigma=s, key=KEY) for g in (1, 5, 22) for s in (-1.0, 2.5)]
-    cases += [cut(name, group_numel=25, clip_sigma=-1.0, key=KEY) for name in ("zero_f32", "blocks_f32")]
-    cases += [cut(name, group_numel=64, clip_sigma=2.5, key=KEY) for name in ("with_inf_f32", "with_nan_f16")]
-    for bits in (0x00000000, 0x00000001, 0x00400000, 0x3F000000, 0x3E99999A, 0x42C80000, 0x7F7FFFFF):
+    cases += [
+        cut("special_f32", group_numel=g, clip_sigma=s, key=KEY)
+        for g in (1, 5, 22)
+        for s in (-1.0, 2.5)
+    ]
+    cases += [
+        cut(name, group_numel=25, clip_sigma=-1.0, key=KEY) for name in ("zero_f32", "blocks_f32")
+    ]
+    cases += [
+        cut(name, group_numel=64, clip_sigma=2.5, key=KEY)
+        for name in ("with_inf_f32", "with_nan_f16")
+    ]
+    for bits in (
+        0x00000000,
+        0x00000001,
+        0x00400000,
+        0x3F000000,
+        0x3E99999A,
+        0x42C80000,
+        0x7F7FFFFF,
+    ):
         for name, group in (("normal_f32", 200), ("special_f32", 8), ("normal_f16", 97)):
             case = cut(name, 0, min(200, len(INPUTS[name])), group_numel=group, key=KEY)
             count = -(-case["numel"] // group)
@@ -131,17 +230,28 @@ def build_ternary() -> Case:
         if "scales" in case:
             scales = np.frombuffer(bytes.fromhex(case["scales"]), "<f4")
         else:
-            scales = ref.ternary_scales(x, ref.Piece(len(x), case["group_numel"]), case["clip_sigma"])
+            scales = ref.ternary_scales(
+                x, ref.Piece(len(x), case["group_numel"]), case["clip_sigma"]
+            )
         payload = ref_payload.encode_ternary(x, scales, case["group_numel"], key_of(case))
         case.update(payload=payload.hex(), decoded_crc=crc(ref_payload.decode(payload)))
     pieces = [
         cut("normal_f32", 5, n, start=start, group_numel=group, key=KEY)
-        for start, n, group in ((8, 130, 64), (600, 100, 200), (4000, 96, 32), (2**32 - 136, 135, 1000), (24, 17, 25))
+        for start, n, group in (
+            (8, 130, 64),
+            (600, 100, 200),
+            (4000, 96, 32),
+            (2**32 - 136, 135, 1000),
+            (24, 17, 25),
+        )
     ]
     for case in pieces:
         piece = ref.Piece(case["numel"], case["group_numel"], case["start"])
         scales = np.array([1.5, 0.75, 2.0, 0.0], np.float32)[: len(piece.groups())]
-        case.update(scales=hexed(scales), codes=hexed(ref.ternary_encode(take(case), scales, piece, key_of(case))))
+        case.update(
+            scales=hexed(scales),
+            codes=hexed(ref.ternary_encode(take(case), scales, piece, key_of(case))),
+        )
     return {"payloads": cases, "pieces": pieces}
 
 
@@ -151,88 +261,188 @@ def build_onebit() -> Case:
         for n in LENGTHS
         for residual in (None, "residual_f32")
     ]
-    for name, n, group in itertools.product(("normal_f32", "normal_bf16", "normal_f16"), (65, 513, 1030), (8, 25, 512)):
+    for name, n, group in itertools.product(
+        ("normal_f32", "normal_bf16", "normal_f16"), (65, 513, 1030), (8, 25, 512)
+    ):
         cases.append(cut(name, 0, n, group_numel=group, residual="residual_f32", key=KEY))
     for name in ("special_f32", "zero_f32", "blocks_f32"):
         for group, residual in itertools.product((1, 5, 25), (None, "residual_f32")):
             cases.append(cut(name, group_numel=group, residual=residual, key=KEY))
-    signs = [("normal_f32", 65, 8), ("normal_bf16", 513, 512), ("normal_f16", 97, 25), ("zero_f32", 25, 5)]
-    cases += [cut(n, 0, k, group_numel=g, residual="residual_f32", key=KEY, means=[-1, 1]) for n, k, g in signs]
-    for name, n, group in (("normal_f32", 129, 25), ("normal_bf16", 97, 97), ("blocks_f32", 200, 25)):
-        cases.append(cut(name, 0, n, group_numel=group, residual="residual_f32", key=KEY, decay=0.25))
+    signs = [
+        ("normal_f32", 65, 8),
+        ("normal_bf16", 513, 512),
+        ("normal_f16", 97, 25),
+        ("zero_f32", 25, 5),
+    ]
+    cases += [
+        cut(n, 0, k, group_numel=g, residual="residual_f32", key=KEY, means=[-1, 1])
+        for n, k, g in signs
+    ]
+    for name, n, group in (
+        ("normal_f32", 129, 25),
+        ("normal_bf16", 97, 97),
+        ("blocks_f32", 200, 25),
+    ):
+        cases.append(
+            cut(name, 0, n, group_numel=group, residual="residual_f32", key=KEY, decay=0.25)
+        )
     for case in cases:
         residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
         means = tuple(case.get("means") or ()) or None
         of = take(case), residual, case["group_numel"], key_of(case)
         payload, left = ref_payload.encode_onebit(*of, means, case.get("decay", 1.0))
-        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
+        case.update(
+            payload=payload.hex(),
+            residual_crc=crc(left),
+            decoded_crc=crc(ref_payload.decode(payload)),
+        )
     return {"payloads": cases}
 
 
 def build_nearest() -> Case:
     """Ternary codes rounded to the nearest level."""
     cases = [
-        cut("normal_f32", 0, n, group_numel=max(n, 1), residual="residual_f32", key=KEY, step=1.8, decay=0.25)
+        cut(
+            "normal_f32",
+            0,
+            n,
+            group_numel=max(n, 1),
+            residual="residual_f32",
+            key=KEY,
+            step=1.8,
+            decay=0.25,
+        )
         for n in LENGTHS[:19]
     ]
     for (name, n), group, step in itertools.product(
         (("normal_f32", 515), ("normal_bf16", 65), ("normal_f16", 200)), (25, 512), (1.8, 3.0)
     ):
-        cases.append(cut(name, 0, n, group_numel=group, residual="residual_f32", key=KEY, step=step, decay=1.0))
+        cases.append(
+            cut(
+                name,
+                0,
+                n,
+                group_numel=group,
+                residual="residual_f32",
+                key=KEY,
+                step=step,
+                decay=1.0,
+            )
+        )
     for name, residual, group in itertools.product(
         ("special_f32", "zero_f32", "blocks_f32"), (None, "residual_f32"), (7,)
     ):
         for step in (1.8, 1e30):
-            cases.append(cut(name, group_numel=group, residual=residual, key=KEY, step=step, decay=0.25))
+            cases.append(
+                cut(name, group_numel=group, residual=residual, key=KEY, step=step, decay=0.25)
+            )
     for case in cases:
         residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
         of = take(case), residual, case["group_numel"], key_of(case)
         payload, left = ref_payload.encode_nearest(*of, case["step"], case["decay"])
-        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
+        case.update(
+            payload=payload.hex(),
+            residual_crc=crc(left),
+            decoded_crc=crc(ref_payload.decode(payload)),
+        )
     return {"payloads": cases}
 
 
 def build_block() -> Case:
     cases: list[Case] = []
     for codec, n in itertools.product(ref_payload.BLOCKS, LENGTHS[:19]):
-        cases.append(cut("normal_f32", 0, n, codec=codec, group_numel=max(n, 1), residual="residual_f32", key=KEY))
+        cases.append(
+            cut(
+                "normal_f32",
+                0,
+                n,
+                codec=codec,
+                group_numel=max(n, 1),
+                residual="residual_f32",
+                key=KEY,
+            )
+        )
     for codec, group in itertools.product(ref_payload.BLOCKS, (7, 25, 512)):
         for name, n in (("normal_f32", 1030), ("normal_bf16", 65), ("normal_f16", 200)):
-            cases.append(cut(name, 0, n, codec=codec, group_numel=group, residual="residual_f32", key=KEY))
-        for name, residual in itertools.product(("special_f32", "zero_f32", "blocks_f32"), (None, "residual_f32")):
+            cases.append(
+                cut(name, 0, n, codec=codec, group_numel=group, residual="residual_f32", key=KEY)
+            )
+        for name, residual in itertools.product(
+            ("special_f32", "zero_f32", "blocks_f32"), (None, "residual_f32")
+        ):
             cases.append(cut(name, codec=codec, group_numel=group, residual=residual, key=KEY))
-    for codec, (name, n) in itertools.product(ref_payload.BLOCKS, (("normal_f32", 129), ("blocks_f32", 200))):
-        cases.append(cut(name, 0, n, codec=codec, group_numel=25, residual="residual_f32", key=KEY, decay=0.25))
+    for codec, (name, n) in itertools.product(
+        ref_payload.BLOCKS, (("normal_f32", 129), ("blocks_f32", 200))
+    ):
+        cases.append(
+            cut(
+                name,
+                0,
+                n,
+                codec=codec,
+                group_numel=25,
+                residual="residual_f32",
+                key=KEY,
+                decay=0.25,
+            )
+        )
     for case in cases:
         residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
         of = take(case), residual, case["group_numel"], key_of(case), case["codec"]
         payload, left = ref_payload.encode_block(*of, case.get("decay", 1.0))
-        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
+        case.update(
+            payload=payload.hex(),
+            residual_crc=crc(left),
+            decoded_crc=crc(ref_payload.decode(payload)),
+        )
     return {"payloads": cases}
 
 
 def build_topk() -> Case:
-    """Lengths around 64, the elements of which one is kept, and long ones over blocks and groups: inputs repeated, turned and scaled."""
+    """Lengths around 64, the elements of which one is kept, and long ones over blocks and
+    groups: inputs repeated, turned and scaled.
+    """
     cases: list[Case] = []
-    lengths = [("normal_f32", n) for n in (0, 1, 63, 64, 65, 129, 1000)] + [(f"normal_{d}", n) for d in ("bf16", "f16") for n in (65, 1030)]
+    lengths = [("normal_f32", n) for n in (0, 1, 63, 64, 65, 129, 1000)] + [
+        (f"normal_{d}", n) for d in ("bf16", "f16") for n in (65, 1030)
+    ]
     for name, n in lengths:
-        cases += [cut(name, 0, n, repeat=1, residual=residual, key=KEY) for residual in (None, "residual_f32")]
+        cases += [
+            cut(name, 0, n, repeat=1, residual=residual, key=KEY)
+            for residual in (None, "residual_f32")
+        ]
     for name in ("special_f32", "zero_f32", "blocks_f32", "with_inf_f32", "with_nan_f16"):
-        cases += [cut(name, repeat=1, residual=residual, key=KEY) for residual in (None, "residual_f32")]
+        cases += [
+            cut(name, repeat=1, residual=residual, key=KEY) for residual in (None, "residual_f32")
+        ]
     for repeat in (4, 8, 9, 33):
         cases.append(cut("normal_f32", repeat=repeat, residual="residual_f32", key=KEY))
     for case in cases:
-        x, residual = repeated(take(case), case["repeat"]), case["residual"] and INPUTS[case["residual"]][: case["numel"]]
+        x, residual = (
+            repeated(take(case), case["repeat"]),
+            case["residual"] and INPUTS[case["residual"]][: case["numel"]],
+        )
         residual = None if residual is None else repeated(residual, case["repeat"])
         payload, left = ref_payload.encode_topk(x, residual, key_of(case))
-        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(ref_payload.decode(payload)))
+        case.update(
+            payload=payload.hex(),
+            residual_crc=crc(left),
+            decoded_crc=crc(ref_payload.decode(payload)),
+        )
     return {"payloads": cases}
 
 
 def repeated(x: Any, count: int) -> Any:
-    """Return an array `count` times, turned by 37 elements more each time, fp32 ones scaled by 1, 1/2, 1/4, 1 and so on."""
-    scales = [np.float32(0.5 ** (i % 3)) if x.dtype == np.float32 else x.dtype.type(1) for i in range(count)]
-    return np.concatenate([np.roll(x, 37 * i) * s for i, s in enumerate(scales)]) if count > 1 else x
+    """Return an array `count` times, turned by 37 elements more each time, fp32 ones scaled by
+    1, 1/2, 1/4, 1 and so on.
+    """
+    scales = [
+        np.float32(0.5 ** (i % 3)) if x.dtype == np.float32 else x.dtype.type(1)
+        for i in range(count)
+    ]
+    return (
+        np.concatenate([np.roll(x, 37 * i) * s for i, s in enumerate(scales)]) if count > 1 else x
+    )
 
 
 def build_identity() -> Case:
@@ -245,9 +455,13 @@ def build_identity() -> Case:
         ("normal_bf16", "normal_f16"), (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
     ):
         cases += [cut(name, 2, n, codec=codec, key=KEY) for n in (1, 9, 65)]
-    cases += [cut("special_f32", codec=codec, key=KEY) for codec in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)]
     cases += [
-        cut("with_inf_f32", 60, 10, codec=codec, key=KEY) for codec in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
+        cut("special_f32", codec=codec, key=KEY)
+        for codec in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
+    ]
+    cases += [
+        cut("with_inf_f32", 60, 10, codec=codec, key=KEY)
+        for codec in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
     ]
     for case in cases:
         payload = ref_payload.encode_values(take(case), case["codec"], key_of(case))
@@ -262,21 +476,36 @@ def build_lanes() -> Case:
     for world, n in shapes:
         scales = ref.ternary_scales(INPUTS["normal_f32"][:n], ref.Piece(n, 64), -1.0)
         keys = [ref.Key(rank=rank, step=9, seed=5) for rank in range(world)]
-        parts = [ref_payload.encode_ternary(INPUTS["normal_f32"][k.rank :][:n], scales, 64, k) for k in keys]
+        parts = [
+            ref_payload.encode_ternary(INPUTS["normal_f32"][k.rank :][:n], scales, 64, k)
+            for k in keys
+        ]
         payload = ref_payload.encode_lanes(parts, ref.Key(step=9, stream=1))
         codes = b"".join(part[32 + 4 * len(scales) :] for part in parts)
         cases.append({"world_size": world, "numel": n, "group_numel": 64, "scales": hexed(scales)})
-        cases[-1].update(codes=codes.hex(), payload=payload.hex(), decoded=hexed(ref_payload.decode(payload, world)))
+        cases[-1].update(
+            codes=codes.hex(),
+            payload=payload.hex(),
+            decoded=hexed(ref_payload.decode(payload, world)),
+        )
     return {"payloads": cases}
 
 
 def build(name: str) -> Case:
     """Return what `NAME.json` holds, as JSON reads it back."""
     content = globals()[f"build_{name}"]()
-    used = {case[field] for case in content.get("payloads", []) for field in ("input", "residual") if case.get(field)}
+    used = {
+        case[field]
+        for case in content.get("payloads", [])
+        for field in ("input", "residual")
+        if case.get(field)
+    }
     used |= {case["input"] for case in content.get("pieces", [])}
     inputs = {n: {"dtype": a.dtype.name, "data": hexed(a)} for n, a in INPUTS.items() if n in used}
-    about = f"frozen vectors of wire format {ref_payload.VERSION}; tests/vectors/generate.py says how to read them"
+    about = (
+        f"frozen vectors of wire format {ref_payload.VERSION}; tests/vectors/generate.py says how"
+        " to read them"
+    )
     result: Case = json.loads(json.dumps({"about": about, "inputs": inputs, **content}))
     return result
 

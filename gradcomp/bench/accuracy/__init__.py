@@ -1,8 +1,9 @@
-"""What compression costs in accuracy: methods x optimizers x workloads, against fp32 and bf16, with several seeds.
+"""What compression costs in accuracy: methods x optimizers x workloads, against fp32 and bf16, with
+several seeds.
 
-N workers are simulated exactly in one process: each has minibatches, gradients and residuals of its own, and averages go
-through the library's exchange, so nothing but the time differs from a cluster. Every finished run is a line of a file, and a
-program that was stopped goes on where it was.
+N workers are simulated exactly in one process: each has minibatches, gradients and residuals of its
+own, and averages go through the library's exchange, so nothing but the time differs from a cluster.
+Every finished run is a line of a file, and a program that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from gradcomp.arguments import Parser
 from gradcomp.bench.about import about
@@ -31,18 +39,22 @@ methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,st
   exempt={"|".join(PRESETS)}   tensors that travel in fp32 (ends: vectors, embeddings, head)
   start_step=N                 fp32 before that step
   start=METHOD                 ... or that
-  second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8, bf16, fp32
+  second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8,
+                               bf16, fp32
   precondition                 gradients in units of their second moments
-  momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their warm-up
+  momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their
+                               warm-up
   exchange=all_gather|reduce_scatter
   rotate                       of values rotated at random, unbiased and without residuals (onebit)
-  decay=X                      what residuals keep from step to step: residual_decay (ternary, onebit, block)
+  decay=X                      what residuals keep from step to step: residual_decay (ternary,
+                               onebit, block)
   step=X, group=row|tensor|N   scale in root mean squares (ternary); what shares a scale
   feedback=off                 what codes leave out is forgotten (onebit, block)
-  every=H                      local steps (gradcomp.DiLoCo), with fragments=K, delay=D, alpha=A, outer_lr=X, outer_momentum=X
+  every=H                      local steps (gradcomp.DiLoCo), with fragments=K, delay=D, alpha=A,
+                               outer_lr=X, outer_momentum=X
 
 examples:
-  python -m gradcomp.bench accuracy --data ../shared/data --workloads gpt-1m --optimizers adamw --seeds 3
+  python -m gradcomp.bench accuracy --data DIR --workloads gpt-1m --optimizers adamw --seeds 3
   python -m gradcomp.bench accuracy --data DIR --methods fp32 terngrad onebit --factors 0.5 1 2
 """
 
@@ -116,15 +128,20 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=[1.0],
         metavar="X",
-        help="factors of the workload's learning rate, a usual one for fp32 and not tuned (default: 1)",
+        help=(
+            "factors of the workload's learning rate, a usual one for fp32 and not tuned"
+            " (default: 1)"
+        ),
     )
     out.add_argument(
         "--within",
         type=float,
         default=WITHIN,
         metavar="X",
-        help="largest loss over fp32 at every step, in nats or points, for which the largest "
-        f"number of local steps is printed (default: {WITHIN})",
+        help=(
+            "largest loss over fp32 at every step, in nats or points, for which the largest "
+            f"number of local steps is printed (default: {WITHIN})"
+        ),
     )
     out.add_argument(
         "--jobs",
@@ -155,9 +172,20 @@ def main(argv: list[str]) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"gradcomp.bench accuracy: {error}", file=sys.stderr)
         return 2
-    grid = itertools.product(range(args.seeds), names, args.optimizers, args.workers, args.methods, args.factors)
+    grid = itertools.product(
+        range(args.seeds), names, args.optimizers, args.workers, args.methods, args.factors
+    )
     jobs = [
-        Job(name, optimizer, method, workers, args.steps or workloads[name].settings.steps, factor, seed, args.batch)
+        Job(
+            name,
+            optimizer,
+            method,
+            workers,
+            args.steps or workloads[name].settings.steps,
+            factor,
+            seed,
+            args.batch,
+        )
         for seed, name, optimizer, workers, method, factor in grid
     ]
     try:
@@ -165,19 +193,30 @@ def main(argv: list[str]) -> int:
             settings = workloads[job.workload].settings
             settings.batch_of(job.workers)
             if job.optimizer not in settings.rates:
-                raise ValueError(f"{job.workload} has no rate for {job.optimizer}; it has {', '.join(settings.rates)}")
+                raise ValueError(
+                    f"{job.workload} has no rate for {job.optimizer}; it has"
+                    f" {', '.join(settings.rates)}"
+                )
     except ValueError as error:
         print(f"gradcomp.bench accuracy: {error}", file=sys.stderr)
         return 2
-    given = {name: value for name, value in vars(args).items() if name not in ("data", "out", "jobs")}
+    given = {
+        name: value for name, value in vars(args).items() if name not in ("data", "out", "jobs")
+    }
     run_and_show(jobs, workloads, args.data, args.out / "accuracy.json", args.jobs, given)
     return 0
 
 
 def run_and_show(
-    jobs: list[Job], workloads: dict[str, Workload], data: Path, file: Path, processes: int, arguments: dict[str, Any]
+    jobs: list[Job],
+    workloads: dict[str, Workload],
+    data: Path,
+    file: Path,
+    processes: int,
+    arguments: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Run what is not in ``runs.jsonl`` beside `file` yet, with a bar; print tables, write `file` and its picture, return the rows.
+    """Run what is not in ``runs.jsonl`` beside `file` yet, with a bar; print tables, write `file`
+    and its picture, return the rows.
 
     Args:
         jobs: what to run.
@@ -203,7 +242,12 @@ def run_and_show(
             progress.advance(bar, step - steps[job])
             steps[job] = step
             last = f"{job.method} {job.workload} {job.optimizer}, seed {job.seed}"
-            progress.update(bar, description=f"{sum(s == j.steps for j, s in steps.items())}/{len(jobs)} runs; {last}")
+            progress.update(
+                bar,
+                description=(
+                    f"{sum(s == j.steps for j, s in steps.items())}/{len(jobs)} runs; {last}"
+                ),
+            )
 
         results = run_all(jobs, data, file.parent / "runs.jsonl", processes, on_step)
     rows = summarize(results)

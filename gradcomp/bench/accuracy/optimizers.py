@@ -51,7 +51,9 @@ def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"torch {torch.__version__} has no Muon: 2.9 or newer does")
     ends = ("embedding", "position", "head", "stem")
-    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith(ends)]
+    hidden = [
+        p for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith(ends)
+    ]
     chosen = {id(p) for p in hidden}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
@@ -60,10 +62,18 @@ def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     ]
 
 
-OPTIMIZERS: dict[str, Factory] = {"sgd": sgd, "adamw": adamw, "lamb": lamb, "adagrad": adagrad, "muon": muon}
+OPTIMIZERS: dict[str, Factory] = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "lamb": lamb,
+    "adagrad": adagrad,
+    "muon": muon,
+}
 
 
-def exchanging_momentum(optimizers: list[torch.optim.Optimizer], method: Method) -> list[torch.optim.Optimizer]:
+def exchanging_momentum(
+    optimizers: list[torch.optim.Optimizer], method: Method
+) -> list[torch.optim.Optimizer]:
     """Return the relative of AdamW or LAMB whose momentum travels, with the same settings.
 
     Raises:
@@ -73,7 +83,10 @@ def exchanging_momentum(optimizers: list[torch.optim.Optimizer], method: Method)
     keys = ("params", "lr", "betas", "eps", "weight_decay")
     groups = [{key: group[key] for key in keys if key in group} for group in given.param_groups]
     if len(optimizers) > 1:
-        raise ValueError(f"{method.name}: there is no pair of {' and '.join(type(o).__name__ for o in optimizers)} whose momenta travel")
+        raise ValueError(
+            f"{method.name}: there is no pair of"
+            f" {' and '.join(type(o).__name__ for o in optimizers)} whose momenta travel"
+        )
     if isinstance(given, torch.optim.AdamW) and method.momentum == "renewed":
         return [ZeroOneAdam(groups, var_freeze_step=warm_up)]
     if isinstance(given, torch.optim.AdamW):

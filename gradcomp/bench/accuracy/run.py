@@ -1,4 +1,6 @@
-"""One training run, and many of them side by side: each finished one is a line of a file, and is not run again."""
+"""One training run, and many of them side by side: each finished one is a line of a file, and is
+not run again.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def train(job: Job, workload: Workload, tell: Callable[[int], None]) -> dict[str
         optimizers = exchanging_momentum(make(model), method) if method.momentum else make(model)
         workers = Workers(model, method, job.workers, *(optimizers if method.momentum else ()))
     rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    draws = [torch.Generator().manual_seed(1 + 1000 * job.seed + worker) for worker in range(job.workers)]
+    draws = [
+        torch.Generator().manual_seed(1 + 1000 * job.seed + worker) for worker in range(job.workers)
+    ]
     batch = job.batch or settings.batch_of(job.workers)
     curve: list[tuple[int, float, float]] = []
     begun, last, every = time.perf_counter(), math.inf, max(1, job.steps // POINTS)
@@ -134,18 +138,32 @@ def finished(file: Path) -> dict[Job, dict[str, Any]]:
     for number, line in enumerate(lines):
         try:
             result = json.loads(line)
-            out[Job(**{name: result.get(name, 0) if name == "batch" else result[name] for name in Job.__dataclass_fields__})] = result
+            out[
+                Job(
+                    **{
+                        name: result.get(name, 0) if name == "batch" else result[name]
+                        for name in Job.__dataclass_fields__
+                    }
+                )
+            ] = result
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines) - 1 and not line.endswith("\n"):
                 break  # the program was killed while it wrote this
-            raise ValueError(f"{file}, line {number + 1}: no result of this benchmark ({error})") from error
+            raise ValueError(
+                f"{file}, line {number + 1}: no result of this benchmark ({error})"
+            ) from error
     return out
 
 
 def run_all(
-    jobs: Iterable[Job], folder: Path, file: Path, processes: int, on_step: Callable[[Job, int], None]
+    jobs: Iterable[Job],
+    folder: Path,
+    file: Path,
+    processes: int,
+    on_step: Callable[[Job, int], None],
 ) -> dict[Job, dict[str, Any]]:
-    """Run what is not in `file` yet, `processes` jobs at a time with one thread each; return all results.
+    """Run what is not in `file` yet, `processes` jobs at a time with one thread each; return all
+    results.
 
     Args:
         jobs: what to run, in this order.
@@ -167,7 +185,10 @@ def run_all(
         todo, news = context.Queue(), context.Queue()
         for each in (*left, *[None] * processes):
             todo.put(each)
-        ranks = [context.Process(target=_serve, args=(folder, todo, news, dict(os.environ)), daemon=True) for _ in range(processes)]
+        ranks = [
+            context.Process(target=_serve, args=(folder, todo, news, dict(os.environ)), daemon=True)
+            for _ in range(processes)
+        ]
         for process in ranks:
             process.start()
         try:
@@ -192,7 +213,9 @@ def _collect(
             job, what = news.get(timeout=5.0)
         except queues.Empty:
             if not any(process.is_alive() for process in processes):
-                raise RuntimeError("the processes that train have died; their output above says why") from None
+                raise RuntimeError(
+                    "the processes that train have died; their output above says why"
+                ) from None
             continue
         if isinstance(what, int):
             on_step(job, what)
@@ -213,7 +236,9 @@ def _serve(folder: Path, todo: Any, news: Any, variables: Mapping[str, str]) -> 
     loaded: dict[str, Workload] = {}
     while (job := todo.get()) is not None:
         try:
-            workload = loaded.get(job.workload) or loaded.setdefault(job.workload, WORKLOADS[job.workload](folder))
+            workload = loaded.get(job.workload) or loaded.setdefault(
+                job.workload, WORKLOADS[job.workload](folder)
+            )
             news.put((job, train(job, workload, lambda step, job=job: news.put((job, step)))))  # type: ignore[misc]
         except Exception:  # noqa: BLE001 - told to the program
             news.put((job, traceback.format_exc()))

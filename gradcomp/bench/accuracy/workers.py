@@ -1,8 +1,8 @@
 """N workers of data-parallel training in one process, exact to the bit of their averages.
 
-The workers share one model, since replicas are equal; each has a minibatch, gradients and residuals of its own. Gradients are
-averaged by the library's own exchange over threads (`LocalCommunicator`): codec, both phases, residuals and random draws are
-those of N machines.
+The workers share one model, since replicas are equal; each has a minibatch, gradients and residuals
+of its own. Gradients are averaged by the library's own exchange over threads (`LocalCommunicator`):
+codec, both phases, residuals and random draws are those of N machines.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ from gradcomp.optim.momentum import MomentumExchange
 
 
 class _Shared:
-    """The optimizer of the one model, asked by one worker's averager about that worker's parameters."""
+    """The optimizer of the one model, asked by one worker's averager about that worker's
+    parameters.
+    """
 
-    def __init__(self, optimizer: MomentumExchange, shared: dict[nn.Parameter, nn.Parameter]) -> None:
+    def __init__(
+        self, optimizer: MomentumExchange, shared: dict[nn.Parameter, nn.Parameter]
+    ) -> None:
         self._optimizer, self._shared = optimizer, shared
         self.arrived: set[Tensor] | None = None
 
@@ -59,7 +63,11 @@ class Workers:
     """
 
     def __init__(
-        self, model: nn.Module, method: Method, count: int, optimizer: MomentumExchange | None = None
+        self,
+        model: nn.Module,
+        method: Method,
+        count: int,
+        optimizer: MomentumExchange | None = None,
     ) -> None:
         self.models = [model]
         self._model, self._method, self._count, self._optimizer = model, method, count, optimizer
@@ -81,7 +89,9 @@ class Workers:
                     )
                 self._averagers.append(GradientAverager(pairs, method.codec, comm, **options))
 
-    def backward(self, loss: Callable[[nn.Module, Any], Tensor], minibatches: Sequence[Any]) -> float:
+    def backward(
+        self, loss: Callable[[nn.Module, Any], Tensor], minibatches: Sequence[Any]
+    ) -> float:
         """Replace the gradients of the model by their averages over all workers.
 
         Args:
@@ -132,20 +142,27 @@ class Workers:
             shared.grad = own.grad
 
     def _average_plainly(self) -> list[nn.Parameter]:
-        """Average as an all_reduce of gradients cast to `Method.dtype` does: rounded before it, and after the sum."""
+        """Average as an all_reduce of gradients cast to `Method.dtype` does: rounded before it,
+        and after the sum.
+        """
         first = self._own[0]
         for position, parameter in enumerate(first):
             if parameter.grad is not None:
                 grads = [own[position].grad.to(self._method.dtype).float() for own in self._own]  # type: ignore[union-attr]
                 parameter.grad = torch.stack(grads).mean(0).to(self._method.dtype).float()
                 self.sent_nbytes += (
-                    2 * (self._count - 1) * parameter.numel() * self._method.dtype.itemsize // self._count
+                    2
+                    * (self._count - 1)
+                    * parameter.numel()
+                    * self._method.dtype.itemsize
+                    // self._count
                 )
         return first
 
 
 class Apart:
-    """Workers that train models of their own and exchange now and then what they have changed (`gradcomp.DiLoCo`).
+    """Workers that train models of their own and exchange now and then what they have changed
+    (`gradcomp.DiLoCo`).
 
     Args:
         model: fp32, on the CPU; that of the first worker. The others get copies.
@@ -169,11 +186,16 @@ class Apart:
         made = [optimizers(one) for one in self.models]
         self.optimizers = [optimizer for each in made for optimizer in each]
         chosen = dict(method.local)
-        rates = {"lr": chosen.pop("outer_lr", LR), "momentum": chosen.pop("outer_momentum", MOMENTUM)}
+        rates = {
+            "lr": chosen.pop("outer_lr", LR),
+            "momentum": chosen.pop("outer_momentum", MOMENTUM),
+        }
         options: dict[str, Any] = {
             **method.options_for(list(model.named_parameters())),
             "sync_every": chosen.pop("every"),
-            "outer_optimizer": lambda anchors: torch.optim.SGD(anchors, **rates, nesterov=rates["momentum"] > 0),
+            "outer_optimizer": lambda anchors: torch.optim.SGD(
+                anchors, **rates, nesterov=rates["momentum"] > 0
+            ),
             **chosen,
         }
         self._threads = ThreadPoolExecutor(count)
@@ -189,8 +211,12 @@ class Apart:
         first = self._local[0]
         return first.stats.bytes_sent + first.start_stats.bytes_sent
 
-    def backward(self, loss: Callable[[nn.Module, Any], Tensor], minibatches: Sequence[Any]) -> float:
-        """Give every model the gradients of its minibatch, averaged before `start_step`; return the mean loss."""
+    def backward(
+        self, loss: Callable[[nn.Module, Any], Tensor], minibatches: Sequence[Any]
+    ) -> float:
+        """Give every model the gradients of its minibatch, averaged before `start_step`; return
+        the mean loss.
+        """
         total = 0.0
         for model, minibatch in zip(self.models, minibatches, strict=True):
             model.train()

@@ -63,7 +63,9 @@ class Settings:
             ValueError: the batch of all is no multiple of `workers`.
         """
         if self.shared and self.batch % workers:
-            raise ValueError(f"{workers} workers cannot share a batch of {self.batch}: not a multiple")
+            raise ValueError(
+                f"{workers} workers cannot share a batch of {self.batch}: not a multiple"
+            )
         return self.batch // workers if self.shared else self.batch
 
 
@@ -110,14 +112,21 @@ class Text(Workload):
 
     measure, lower_is_better = "held-out loss, nats a byte", True
 
-    def __init__(self, name: str, file: Path, settings: Settings, *, width: int, layers: int, heads: int) -> None:
+    def __init__(
+        self, name: str, file: Path, settings: Settings, *, width: int, layers: int, heads: int
+    ) -> None:
         self.name, self.settings = name, settings
         self._shape = {"width": width, "layers": layers, "heads": heads, "context": 128}
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        blocks = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[: len(raw) // BLOCK * BLOCK].view(-1, BLOCK)
+        blocks = torch.frombuffer(bytearray(raw), dtype=torch.uint8)[
+            : len(raw) // BLOCK * BLOCK
+        ].view(-1, BLOCK)
         held = torch.arange(len(blocks)) % HELD_OUT_SHARE == HELD_OUT_SHARE - 1
         if not held.any():
-            raise ValueError(f"{file}: {len(raw)} bytes are too few: at least {HELD_OUT_SHARE * BLOCK} are needed")
+            raise ValueError(
+                f"{file}: {len(raw)} bytes are too few: at least {HELD_OUT_SHARE * BLOCK} are"
+                " needed"
+            )
         self._train, self._held = blocks[~held], blocks[held]
 
     def model(self) -> nn.Module:
@@ -136,7 +145,9 @@ class Text(Workload):
         length = self._shape["context"] + 1
         windows = self._held[:, : BLOCK // length * length].reshape(-1, length)
         windows = windows[:: 32 if quick else 4]
-        losses = [float(self.loss(model, part.long())) * len(part) for part in torch.split(windows, 64)]
+        losses = [
+            float(self.loss(model, part.long())) * len(part) for part in torch.split(windows, 64)
+        ]
         return sum(losses) / len(windows)
 
 
@@ -184,7 +195,9 @@ class Images(Workload):
     def test(self, model: nn.Module, *, quick: bool = False) -> float:
         x, y = self._test
         if quick:  # not every tenth: some files have their classes in turns
-            some = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[: -(-len(y) // 10)]
+            some = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))[
+                : -(-len(y) // 10)
+            ]
             x, y = x[some], y[some]
         pairs = zip(torch.split(x, 500), torch.split(y, 500), strict=True)
         return 100.0 * sum(float((model(a).argmax(1) == b).sum()) for a, b in pairs) / len(y)
@@ -198,14 +211,22 @@ def _gpt(folder: Path, small: bool) -> Workload:
         )
     rates = {"adamw": 2e-3, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
     if small:
-        return Text("gpt-1m", file, Settings(2000, 4, 1.0, 0.05, rates), width=128, layers=4, heads=4)
+        return Text(
+            "gpt-1m", file, Settings(2000, 4, 1.0, 0.05, rates), width=128, layers=4, heads=4
+        )
     rates |= {"adamw": 1e-3}
     return Text("gpt-6m", file, Settings(1000, 4, 1.0, 0.05, rates), width=256, layers=8, heads=8)
 
 
 def _lenet(folder: Path) -> Workload:
     found = images.load(folder / "fashion-mnist")
-    settings = Settings(1000, 32, None, 0.0, {"sgd": 0.02, "adamw": 1e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 1e-2})
+    settings = Settings(
+        1000,
+        32,
+        None,
+        0.0,
+        {"sgd": 0.02, "adamw": 1e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 1e-2},
+    )
     train, test = (found.train_images, found.train_labels), (found.test_images, found.test_labels)
     return Images("lenet", settings, LeNet, train, test, flips=False)
 
@@ -222,7 +243,13 @@ def _resnet(folder: Path) -> Workload:
     file = folder / "cifar10_jpeg.npz"
     if not file.exists():
         raise FileNotFoundError(f"--data {folder}: no cifar10_jpeg.npz there")
-    settings = Settings(2000, 32, None, 0.05, {"sgd": 0.1, "adamw": 2e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 2e-2})
+    settings = Settings(
+        2000,
+        32,
+        None,
+        0.05,
+        {"sgd": 0.1, "adamw": 2e-3, "lamb": 1e-2, "adagrad": 1e-2, "muon": 2e-2},
+    )
     with np.load(file) as stored:
         train, test = (_jpegs(stored, part) for part in ("train", "test"))
     mean, deviation = train[0].mean((0, 2, 3), keepdim=True), train[0].std((0, 2, 3), keepdim=True)
@@ -235,7 +262,9 @@ def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
     from PIL import Image
 
     raw, offsets = stored[f"{part}_jpeg"].tobytes(), stored[f"{part}_offset"]
-    pictures = [np.asarray(Image.open(io.BytesIO(raw[a:b]))) for a, b in itertools.pairwise(offsets)]
+    pictures = [
+        np.asarray(Image.open(io.BytesIO(raw[a:b]))) for a, b in itertools.pairwise(offsets)
+    ]
     x = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
     return x, torch.from_numpy(stored[f"{part}_label"].astype(np.int64))
 

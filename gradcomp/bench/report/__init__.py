@@ -1,7 +1,9 @@
-"""One HTML page of the JSON files that benchmarks have left in a folder: tables, where a step's time goes, bytes, curves over time.
+"""One HTML page of the JSON files that benchmarks have left in a folder: tables, where a step's
+time goes, bytes, curves over time.
 
-The page needs nothing else: pictures are in it. A file that is no result of `bench train` or `bench accuracy`, or was cut off while it was
-written, is named at the end with the reason, and the others are shown.
+The page needs nothing else: pictures are in it. A file that is no result of `bench train` or `bench
+accuracy`, or was cut off while it was written, is named at the end with the reason, and the others
+are shown.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
 h2 { margin-top: 3rem; border-bottom: 1px solid #8886; } h3 { margin-top: 2rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .55rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8883; }
+th, td { padding: .3rem .55rem; text-align: right; white-space: nowrap; }
+th, td { border-bottom: 1px solid #8883; }
 th:first-child, td:first-child { text-align: left; } .note { color: #888; font-size: .9rem; }
-figure { margin: 1.5rem 0; background: #fff; border-radius: 6px; overflow-x: auto; } figure svg { width: 100%; min-width: 44rem; height: auto; display: block; }
+figure { margin: 1.5rem 0; background: #fff; border-radius: 6px; overflow-x: auto; }
+figure svg { width: 100%; min-width: 44rem; height: auto; display: block; }
 .failed { color: #c0392b; text-align: left; }
 """
 
@@ -36,7 +40,10 @@ def parser() -> argparse.ArgumentParser:
     out = Parser(
         prog="python -m gradcomp.bench report",
         description=__doc__,
-        epilog="example:\n  python -m gradcomp.bench train --link 100mbit 1gbit --json results/mlp.json && python -m gradcomp.bench report results",
+        epilog=(
+            "example:\n  python -m gradcomp.bench train --link 100mbit 1gbit --json"
+            " results/mlp.json && python -m gradcomp.bench report results"
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out.add_argument(
@@ -60,11 +67,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `python -m gradcomp.bench report` with these words; return the exit status: 1 if nothing could be shown."""
+    """Run `python -m gradcomp.bench report` with these words; return the exit status: 1 if
+    nothing could be shown.
+    """
     args = parser().parse_args(argv)
     files = sorted(args.folder.glob("*.json")) if args.folder.is_dir() else []
     if not files:
-        print(f"gradcomp.bench report: no .json files in {args.folder}: write some with --json of bench train", file=sys.stderr)
+        print(
+            f"gradcomp.bench report: no .json files in {args.folder}: write some with --json of"
+            " bench train",
+            file=sys.stderr,
+        )
         return 2
     text, shown, skipped = page(files)
     if args.beside:
@@ -92,9 +105,19 @@ def page(files: Sequence[Path]) -> tuple[str, int, list[tuple[str, str]]]:
             skipped.append((file.name, str(error) or type(error).__name__))
     left = "".join(f"<li>{html.escape(name)}: {html.escape(why)}</li>" for name, why in skipped)
     left = f"<h2>Left out</h2><ul>{left}</ul>" if left else ""
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>gradcomp</title><style>{STYLE}</style>'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport"'
+        f' content="width=device-width"><title>gradcomp</title><style>{STYLE}</style>'
+    )
     body = "\n".join(parts)
-    return f"<!doctype html><html lang=en><head>{head}</head><body><h1>gradcomp: results</h1>\n{body}{left}</body></html>\n", len(parts), skipped
+    return (
+        (
+            f"<!doctype html><html lang=en><head>{head}</head><body><h1>gradcomp:"
+            f" results</h1>\n{body}{left}</body></html>\n"
+        ),
+        len(parts),
+        skipped,
+    )
 
 
 def _section_of(found: Any) -> Callable[[Any], str]:
@@ -107,16 +130,21 @@ def _section_of(found: Any) -> Callable[[Any], str]:
     raise ValueError("not a result of bench train or bench accuracy, or one of an older version")
 
 
-# ---- bench train -----------------------------------------------------------------------------------------------------
+# ---- bench train
+# --------------------------------------------------------------------------------------------------
 
 
 def _train(found: dict[str, Any]) -> str:
     machine, given = found["machine"], found["arguments"]
-    about = f"{given['workload']}, {given['steps']} steps; {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}"
+    about = (
+        f"{given['workload']}, {given['steps']} steps; {machine['processor']}, {machine['cores']}"
+        f" cores, torch {machine['torch']}"
+    )
     out = [f'<p class="note">{html.escape(about)}</p>']
     for case in found["cases"]:
         delay = f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
-        out.append(f"<h3>{case['ranks']} ranks, {html.escape(case['link'])}{delay}{', over MPI' if case.get('over') == 'mpi' else ''}</h3>")
+        over = ", over MPI" if case.get("over") == "mpi" else ""
+        out.append(f"<h3>{case['ranks']} ranks, {html.escape(case['link'])}{delay}{over}</h3>")
         good = [row for row in case["rows"] if not row.get("failed")]
         out.append(_train_table(case["rows"]))
         if pictures.has_steps(good):
@@ -131,20 +159,35 @@ def _train_table(rows: Sequence[dict[str, Any]]) -> str:
     target = "s to target" if any(row.get("target_seconds") is not None for row in rows) else ""
     heads, body = cells_of(rows, measure, target)
     why = {row["method"]: row["failed"] for row in rows if row.get("failed")}
-    told = {name: f'<td class="failed" colspan="{len(heads) - 1}">{html.escape(text)}</td>' for name, text in why.items()}
-    return _table(heads, [[name, told[name]] if name in told else [name, *[f"<td>{c}</td>" for c in cells]] for name, cells in body])
+    told = {
+        name: f'<td class="failed" colspan="{len(heads) - 1}">{html.escape(text)}</td>'
+        for name, text in why.items()
+    }
+    return _table(
+        heads,
+        [
+            [name, told[name]] if name in told else [name, *[f"<td>{c}</td>" for c in cells]]
+            for name, cells in body
+        ],
+    )
 
 
-# ---- bench accuracy --------------------------------------------------------------------------------------------------
+# ---- bench accuracy
+# --------------------------------------------------------------------------------------------------
 
 
 def _accuracy(found: dict[str, Any]) -> str:
     cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in found["rows"]:
-        cases.setdefault((row["workload"], row["optimizer"], row["workers"], row["steps"]), []).append(row)
+        cases.setdefault(
+            (row["workload"], row["optimizer"], row["workers"], row["steps"]), []
+        ).append(row)
     out = []
     for (workload, optimizer, workers, steps), rows in cases.items():
-        out.append(f"<h3>{html.escape(workload)} under {html.escape(optimizer)}, {workers} workers, {steps:,} steps</h3>")
+        out.append(
+            f"<h3>{html.escape(workload)} under {html.escape(optimizer)}, {workers} workers,"
+            f" {steps:,} steps</h3>"
+        )
         heads = ["method", "rate x", "bits", "seeds", "mean", "deviation", "to fp32", "to bf16"]
         body = []
         for row in rows:
@@ -158,10 +201,16 @@ def _accuracy(found: dict[str, Any]) -> str:
     return "\n".join(out)
 
 
-# ---- parts -----------------------------------------------------------------------------------------------------------
+# ---- parts
+# --------------------------------------------------------------------------------------------------
 
 
 def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{html.escape(head)}</th>" for head in heads)
-    rows = "".join(f"<tr><td>{html.escape(name)}</td>{''.join(cells)}</tr>\n" for name, *cells in body)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{rows}</tbody></table></div>'
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td>{''.join(cells)}</tr>\n" for name, *cells in body
+    )
+    return (
+        "<div"
+        f' class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{rows}</tbody></table></div>'
+    )

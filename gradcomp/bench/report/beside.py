@@ -1,4 +1,6 @@
-"""The rows of a file of results as CSV, and its picture as PNG, for who reads neither JSON nor HTML."""
+"""The rows of a file of results as CSV, and its picture as PNG, for who reads neither JSON nor
+HTML.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ def write_beside(file: Path) -> None:
         if "cases" in found and pictures.has_steps(good):
             panels.append((title, pictures.draw_steps, good, pictures.height_of(good)))
         if any(row["curve"] for row in good):
-            panels.append((title, pictures.draw_times if "cases" in found else pictures.draw_curves, good, pictures.HEIGHT))
+            panels.append(
+                (
+                    title,
+                    pictures.draw_times if "cases" in found else pictures.draw_curves,
+                    good,
+                    pictures.HEIGHT,
+                )
+            )
     if panels:
         pictures.write_png(panels, file.with_suffix(".png"))
 
@@ -31,24 +40,41 @@ def write_beside(file: Path) -> None:
 def _train_cases(found: dict[str, Any]) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     workload = found["arguments"]["workload"]
     return [
-        (f"{workload}, {case['ranks']} ranks, {case['link']}{', over MPI' if case.get('over') == 'mpi' else ''}", {"workload": workload, "ranks": case["ranks"], "link": case["link"]}, case["rows"])
+        (
+            (
+                f"{workload}, {case['ranks']} ranks,"
+                f" {case['link']}{', over MPI' if case.get('over') == 'mpi' else ''}"
+            ),
+            {"workload": workload, "ranks": case["ranks"], "link": case["link"]},
+            case["rows"],
+        )
         for case in found["cases"]
     ]
 
 
-def _accuracy_cases(found: dict[str, Any]) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
+def _accuracy_cases(
+    found: dict[str, Any],
+) -> list[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
     cases: dict[str, list[dict[str, Any]]] = {}
     for row in found["rows"]:
-        cases.setdefault(f"{row['workload']} under {row['optimizer']}, {row['workers']} workers, {row['steps']:,} steps", []).append(row)
+        cases.setdefault(
+            f"{row['workload']} under {row['optimizer']}, {row['workers']} workers,"
+            f" {row['steps']:,} steps",
+            [],
+        ).append(row)
     return [(title, {}, rows) for title, rows in cases.items()]
 
 
 def _write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Write rows without their curves; phases get columns of their own, what a row lacks is empty."""
+    """Write rows without their curves; phases get columns of their own, what a row lacks is
+    empty.
+    """
     flat = []
     for row in rows:
         phases = {f"{name}_seconds": seconds for name, seconds in (row.get("phases") or {}).items()}
-        flat.append({name: value for name, value in row.items() if name not in ("curve", "phases")} | phases)
+        flat.append(
+            {name: value for name, value in row.items() if name not in ("curve", "phases")} | phases
+        )
     heads = list(dict.fromkeys(name for row in flat for name in row))
     with file.open("w", encoding="utf-8", newline="") as out:
         writer = csv.DictWriter(out, heads, lineterminator="\n")

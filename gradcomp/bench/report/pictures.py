@@ -1,4 +1,6 @@
-"""Pictures of results: where a step's time goes, and what is learnt, over seconds or steps; as SVG for the page or as a file."""
+"""Pictures of results: where a step's time goes, and what is learnt, over seconds or steps; as
+SVG for the page or as a file.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ PHASES = {  # of `Stats.seconds`, by what they are
     "second_phase": "#d94801",
 }
 WAITING = ("scale_round", "first_phase", "second_phase")
-SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "gradcomp", "font.family": "sans-serif", "font.size": 9}
+SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "gradcomp",
+    "font.family": "sans-serif",
+    "font.size": 9,
+}
 WIDTH = 11.0
 HEIGHT = 4.0
 
@@ -68,27 +75,50 @@ def write_png(panels: Sequence[tuple[str, Draw, Rows, float]], file: Path) -> No
 
 
 def draw_steps(figure: Any, rows: Rows) -> None:
-    """Bars of computing, of DDP's copies and of what the exchange adds; beside them what codecs and waiting take, overlapped or not."""
+    """Bars of computing, of DDP's copies and of what the exchange adds; beside them what codecs
+    and waiting take, overlapped or not.
+    """
     seconds = {row["method"]: row["seconds"] for row in rows}
     alone_ms = 1e3 * seconds["none"]
     copies_ms = max(0.0, 1e3 * seconds.get("noop", 0.0) - alone_ms)
     left, right = figure.subplots(1, 2, sharey=True)
     names = [row["method"] for row in rows][::-1]
     steps = [1e3 * row["seconds"] for row in rows][::-1]
-    copies = [0.0 if name == "none" else min(copies_ms, max(0.0, step - alone_ms)) for name, step in zip(names, steps, strict=True)]
-    exposed = [max(0.0, step - alone_ms - copied) for step, copied in zip(steps, copies, strict=True)]
-    left.barh(names, [min(alone_ms, step) for step in steps], color="#cccccc", label="the step alone")
+    copies = [
+        0.0 if name == "none" else min(copies_ms, max(0.0, step - alone_ms))
+        for name, step in zip(names, steps, strict=True)
+    ]
+    exposed = [
+        max(0.0, step - alone_ms - copied) for step, copied in zip(steps, copies, strict=True)
+    ]
+    left.barh(
+        names, [min(alone_ms, step) for step in steps], color="#cccccc", label="the step alone"
+    )
     left.barh(names, copies, left=alone_ms, color="#999999", label="DDP's copies")
     starts = [alone_ms + copied for copied in copies]
-    left.barh(names, exposed, left=starts, color=[f"C{n % 10}" for n in range(len(rows))][::-1], label="exposed")
+    left.barh(
+        names,
+        exposed,
+        left=starts,
+        color=[f"C{n % 10}" for n in range(len(rows))][::-1],
+        label="exposed",
+    )
     for axes in (left, right):
         axes.use_sticky_edges = False  # or the longest bar would end at the frame
         axes.margins(x=0.03)
-    left.set_xlabel("milliseconds a step: alone (light),\nDDP's copies (dark), exposed exchange (colours)")
+    left.set_xlabel(
+        "milliseconds a step: alone (light),\nDDP's copies (dark), exposed exchange (colours)"
+    )
     starts = [0.0] * len(rows)
     for phase, color in PHASES.items():
         lengths = [1e3 * row["phases"].get(phase, 0.0) for row in rows][::-1]
-        right.barh(names, lengths, left=starts, color=color, label=f"{phase}{' (waiting)' if phase in WAITING else ''}")
+        right.barh(
+            names,
+            lengths,
+            left=starts,
+            color=color,
+            label=f"{phase}{' (waiting)' if phase in WAITING else ''}",
+        )
         starts = [a + b for a, b in zip(starts, lengths, strict=True)]
     for axes in (left, right):
         axes.set_xlim(left=0)
@@ -114,7 +144,11 @@ def draw_curves(figure: Any, rows: Rows) -> None:
     axes = figure.subplots()
     for row in rows:
         if row["curve"]:
-            axes.plot([point[0] for point in row["curve"]], [point[-1] for point in row["curve"]], label=f"{row['method']} x {row['factor']:g}")
+            axes.plot(
+                [point[0] for point in row["curve"]],
+                [point[-1] for point in row["curve"]],
+                label=f"{row['method']} x {row['factor']:g}",
+            )
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -1,9 +1,11 @@
-"""Train with several methods of exchange over links of a given rate: what a step takes, what is sent, what it learns.
+"""Train with several methods of exchange over links of a given rate: what a step takes, what is
+sent, what it learns.
 
-With --hosts N the ranks run on N hosts that are made on this machine, network namespaces with shaped links (root, iproute2),
-each on its share of the cores. With --hosts 0 they talk over loopback, where nothing is slow. Under a launcher (gradcomp.launch, torchrun,
-mpirun, srun) the ranks are those that it has started, on real machines with their own links. A method that hangs or crashes is
-a row that says so; the others finish.
+With --hosts N the ranks run on N hosts that are made on this machine, network namespaces with
+shaped links (root, iproute2), each on its share of the cores. With --hosts 0 they talk over
+loopback, where nothing is slow. Under a launcher (gradcomp.launch, torchrun, mpirun, srun) the
+ranks are those that it has started, on real machines with their own links. A method that hangs or
+crashes is a row that says so; the others finish.
 """
 
 from __future__ import annotations
@@ -40,26 +42,37 @@ from gradcomp.plan.rates import Rates
 from gradcomp.plan.workload import Transport
 
 EPILOG = f"""
-methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))}; codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8, topk,
-  block2:precondition, onebit:momentum,precondition,start_step=100, terngrad:slice_numel=100000000, ...), with double for double buffering
-  (onebit:double); diloco:CODEC:H[,fragments=K,delay=D,start_step=N,start_codec=CODEC], local steps, of whose steps the mean counts; fsdp2,
-  fsdp2:terngrad and fsdp2:terngrad,weights=block8[,keep], fully_shard in place of DDP; module:factory, a function that registers a hook of your own with a DDP model
+methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))};
+  codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8, topk,
+  block2:precondition, onebit:momentum,precondition,start_step=100,
+  terngrad:slice_numel=100000000, ...), with double for double buffering (onebit:double);
+  diloco:CODEC:H[,fragments=K,delay=D,start_step=N,start_codec=CODEC], local steps, of whose
+  steps the mean counts; fsdp2, fsdp2:terngrad and fsdp2:terngrad,weights=block8[,keep],
+  fully_shard in place of DDP; module:factory, a function that registers a hook of your own
+  with a DDP model
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
-         exposed       what of it a step of noop does not take: DDP with a hook that averages nothing (of local steps and fsdp2, which
-                       are without DDP: a step of none)
-         / bound       exposed, over the larger of what the exchange computes and what the link needs for the bytes
+         exposed       what of it a step of noop does not take: DDP with a hook that averages
+                       nothing (of local steps and fsdp2, which are without DDP: a step of none)
+         / bound       exposed, over the larger of what the exchange computes and what the link
+                       needs for the bytes
          planner       what gradcomp.plan expects, and how far off that is
          sent          bytes on the interface (--hosts) or counted by gradcomp, a step and rank
-         CPU           of rank 0, exchange included; hidden: share of the exchange that backward hides
+         CPU           of rank 0, exchange included
+         hidden        share of the exchange that backward hides
 
 examples:
   python -m gradcomp.bench train --hosts 2 --link 1gbit --workload mlp
-  python -m gradcomp.bench train --hosts 4 --link 100mbit --workload gpt-1m --data DIR --steps 200 --target 2.5
-  python -m gradcomp.bench train --hosts 2 4 --link 100mbit 1gbit 10gbit none --methods fp32 terngrad onebit    # where does it stop paying?
-  python -m gradcomp.launch -n 4 --hostfile hosts -m gradcomp.bench train --workload mlp      # real machines, their own links
-  python -m gradcomp.bench train --hosts 0 --workload lenet --data DIR --methods fp32 terngrad powersgd4
+  python -m gradcomp.bench train --hosts 4 --link 100mbit --workload gpt-1m --data DIR \\
+    --steps 200 --target 2.5
+  # where does it stop paying?
+  python -m gradcomp.bench train --hosts 2 4 --link 100mbit 1gbit 10gbit none \\
+    --methods fp32 terngrad onebit
+  # real machines, their own links
+  python -m gradcomp.launch -n 4 --hostfile hosts -m gradcomp.bench train --workload mlp
+  python -m gradcomp.bench train --hosts 0 --workload lenet --data DIR \\
+    --methods fp32 terngrad powersgd4
 """
 
 
@@ -95,8 +108,10 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[2],
         metavar="N",
-        help="numbers of hosts to make on this machine, measured in turn; 0 stands for loopback "
-        "(default: 2)",
+        help=(
+            "numbers of hosts to make on this machine, measured in turn; 0 stands for loopback "
+            "(default: 2)"
+        ),
     )
     out.add_argument(
         "--ranks",
@@ -110,21 +125,24 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["1gbit"],
         metavar="RATE",
-        help="rates of the link of every host, measured in turn: 100mbit, 1gbit, 10gbit, or none "
-        "for no limit (default: 1gbit)",
+        help=(
+            "rates of the link of every host, measured in turn: 100mbit, 1gbit, 10gbit, or none "
+            "for no limit (default: 1gbit)"
+        ),
     )
     out.add_argument(
         "--over",
         choices=("gloo", "mpi"),
         default="gloo",
-        help="transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec then "
-        "starts the ranks (default: %(default)s)",
+        help=(
+            "transport of compressed bytes: gloo, or the MPI of mpi4py, whose mpiexec then "
+            "starts the ranks (default: %(default)s)"
+        ),
     )
     out.add_argument(
         "--latency",
         metavar="TIME",
-        help="latency of every link, such as 1ms, where the kernel has netem (default: none "
-        "added)",
+        help="latency of every link, such as 1ms, where the kernel has netem (default: none added)",
     )
     out.add_argument(
         "--workload",
@@ -181,15 +199,16 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=10,
         metavar="N",
-        help="tests during a training with --curve or --target, the last one at the end "
-        "(default: %(default)s)",
+        help=(
+            "tests during a training with --curve or --target, the last one at the end "
+            "(default: %(default)s)"
+        ),
     )
     out.add_argument(
         "--target",
         type=float,
         metavar="X",
-        help="accuracy or loss for which the seconds until it is reached are shown (default: "
-        "none)",
+        help="accuracy or loss for which the seconds until it is reached are shown (default: none)",
     )
     out.add_argument(
         "--hang",
@@ -208,7 +227,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `python -m gradcomp.bench train` with these words; return the exit status: 1 where a method failed."""
+    """Run `python -m gradcomp.bench train` with these words; return the exit status: 1 where a
+    method failed.
+    """
     args = parser().parse_args(argv)
     launch = importlib.import_module("gradcomp.launch")
     job = launch.environment()
@@ -222,19 +243,31 @@ def main(argv: list[str]) -> int:
         for name in args.methods:
             methods.check(name)
         workload = workloads.find(args.workload, args.data, args.batch)
-        optimizer = args.optimizer or workloads.OPTIMIZER.get(workload.name.partition(":")[0], "adamw")
+        optimizer = args.optimizer or workloads.OPTIMIZER.get(
+            workload.name.partition(":")[0], "adamw"
+        )
         if optimizer not in workload.settings.rates:
-            raise ValueError(f"{args.workload} has no rate for {optimizer}; it has {', '.join(workload.settings.rates)}")
+            raise ValueError(
+                f"{args.workload} has no rate for {optimizer}; it has"
+                f" {', '.join(workload.settings.rates)}"
+            )
         cases: list[Case] = []
         grid: list[tuple[int, str, Link | None]]
         if launched > 1 and args.over == "mpi":
-            raise ValueError("--over mpi starts ranks itself: run it without a launcher, with --hosts N or --hosts 0")
+            raise ValueError(
+                "--over mpi starts ranks itself: run it without a launcher, with --hosts N or"
+                " --hosts 0"
+            )
         if launched > 1:
             grid = [(launched, "as it is", None)]
         elif args.hosts == [0]:
             grid = [(args.ranks, "loopback", None)]
         else:
-            grid = [(count, name, link) for count in args.hosts for name, link in zip(args.link, links, strict=True)]
+            grid = [
+                (count, name, link)
+                for count in args.hosts
+                for name, link in zip(args.link, links, strict=True)
+            ]
         for count, name, link in grid:
             cases.append(Case(count, name, over=args.over))
             with contextlib.ExitStack() as made:
@@ -258,7 +291,10 @@ def main(argv: list[str]) -> int:
 def _check(args: argparse.Namespace) -> None:
     hosts_are_right = args.hosts == [0] or min(args.hosts) >= 2
     if not hosts_are_right or args.ranks < 2 or args.steps < 5 or not args.hang > 0:
-        raise ValueError("--hosts takes 0 or numbers of at least 2, --ranks at least 2, --steps at least 5, --hang more than 0")
+        raise ValueError(
+            "--hosts takes 0 or numbers of at least 2, --ranks at least 2, --steps at least 5,"
+            " --hang more than 0"
+        )
     if (args.batch is not None and args.batch < 1) or args.points < 1:
         raise ValueError("--batch and --points take at least 1")
 
@@ -271,45 +307,84 @@ def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> No
         here = case.latency_s is not None or case.link == "loopback"
         where = f"{case.ranks} {'ranks' if case.latency_s is None else 'hosts'}, {case.link}"
         if case.latency_s is not None and args.latency:
-            where += f", {args.latency}" if case.latency_s else " (no latency: this kernel has no netem)"
+            where += (
+                f", {args.latency}" if case.latency_s else " (no latency: this kernel has no netem)"
+            )
         where += ", over MPI" if case.over == "mpi" else ""
         if here and case.ranks > have:
-            where += f"; they share {have} cores, so computing and codecs take longer than on hosts of their own"
-        console.print(f"{args.workload}, {args.steps} steps, {where}", highlight=False, soft_wrap=True)
+            where += (
+                f"; they share {have} cores, so computing and codecs take longer than on hosts of"
+                " their own"
+            )
+        console.print(
+            f"{args.workload}, {args.steps} steps, {where}", highlight=False, soft_wrap=True
+        )
         table = table_of(case.rows, measure, args.target)
-        whole = Console(width=10_000).measure(table).maximum  # a narrow terminal wraps lines rather than cut figures
+        whole = (
+            Console(width=10_000).measure(table).maximum
+        )  # a narrow terminal wraps lines rather than cut figures
         Console(width=max(console.width, whole)).print(table, highlight=False)
         for row in case.rows:
             if row.get("failed"):
-                console.print(f"{row['method']}: {row['failed']}", highlight=False, markup=False, soft_wrap=True)
+                console.print(
+                    f"{row['method']}: {row['failed']}",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
+                )
     for line in crossings([(case.ranks, case.link, case.rows) for case in cases]):
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def _run_case(
-    args: argparse.Namespace, workload: Workload, optimizer: str, cases: list[Case], place: Place, link: Link, launched: bool
+    args: argparse.Namespace,
+    workload: Workload,
+    optimizer: str,
+    cases: list[Case],
+    place: Place,
+    link: Link,
+    launched: bool,
 ) -> None:
     """Run every method in one place; rows are written as they come."""
     ranks, rows = cases[-1].ranks, cases[-1].rows
     names = list(dict.fromkeys([NONE, NOOP, *args.methods]))
     curve = (args.curve or args.target is not None) and bool(workload.measure)
-    without: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}  # an exchange: results and row
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    without: dict[
+        str, tuple[list[dict[str, Any]], dict[str, Any]]
+    ] = {}  # an exchange: results and row
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     mine = int(os.environ["RANK"]) if launched else None
     with Progress(*columns, console=Console(stderr=True), disable=bool(mine)) as progress:
         bar = progress.add_task("codecs' speed", total=len(names) * args.steps)
         cores = [all_cores() if launched else cores_of(rank, ranks) for rank in range(ranks)]
         largest = largest_bucket(workload.model(), ranks)
-        rates, transport = (Rates(), Transport()) if launched else measure(args.methods, largest, ranks, args.hang, place.mpi)
+        rates, transport = (
+            (Rates(), Transport())
+            if launched
+            else measure(args.methods, largest, ranks, args.hang, place.mpi)
+        )
         for number, name in enumerate(names):
             progress.update(bar, description=name, completed=number * args.steps)
             tasks = [
                 Task(
-                    name, args.workload, str(args.data), optimizer, args.steps, args.seed, args.batch,
-                    args.points if curve and name not in (NONE, NOOP) else 0, cores[rank], INTERFACE if place.hosts is not None else "",
+                    name,
+                    args.workload,
+                    str(args.data),
+                    optimizer,
+                    args.steps,
+                    args.seed,
+                    args.batch,
+                    args.points if curve and name not in (NONE, NOOP) else 0,
+                    cores[rank],
+                    INTERFACE if place.hosts is not None else "",
                 )
                 for rank in range(ranks)
-            ]  # fmt: skip
+            ]
 
             def on_step(step: int, first: int = number * args.steps) -> None:
                 progress.update(bar, completed=first + step)
@@ -319,12 +394,38 @@ def _run_case(
             if found.failed:
                 rows.append({"method": name, "failed": found.failed})
             elif found.results:
-                alone, base = without.get(NONE if methods.is_local(name) or methods.is_sharded(name) else NOOP, ([], None))
+                alone, base = without.get(
+                    NONE if methods.is_local(name) or methods.is_sharded(name) else NOOP, ([], None)
+                )
                 knows = alone and not launched
                 over_mpi = place.mpi is not None
-                guess = predict(name, workload.model(), alone, link, rates, transport, len(cores[0]), ranks, over_mpi=over_mpi) if knows else None
+                guess = (
+                    predict(
+                        name,
+                        workload.model(),
+                        alone,
+                        link,
+                        rates,
+                        transport,
+                        len(cores[0]),
+                        ranks,
+                        over_mpi=over_mpi,
+                    )
+                    if knows
+                    else None
+                )
                 lower = workload.lower_is_better
-                rows.append(row_of(name, found.results, base, guess, args.target, lower=lower, bits_per_s=link.bits_per_s))
+                rows.append(
+                    row_of(
+                        name,
+                        found.results,
+                        base,
+                        guess,
+                        args.target,
+                        lower=lower,
+                        bits_per_s=link.bits_per_s,
+                    )
+                )
                 if name in (NONE, NOOP):
                     without[name] = found.results, rows[-1]
             if args.json is not None and not mine:
@@ -337,7 +438,9 @@ def _write(args: argparse.Namespace, cases: list[Case]) -> None:
     made = {
         "benchmark": "train",
         **about(),
-        "arguments": {name: value for name, value in vars(args).items() if name not in ("json", "data")},
+        "arguments": {
+            name: value for name, value in vars(args).items() if name not in ("json", "data")
+        },
         "cases": [asdict(case) for case in cases],
     }
     text = json.dumps(made, indent=1, allow_nan=False)
@@ -348,5 +451,3 @@ def _write(args: argparse.Namespace, cases: list[Case]) -> None:
 
 def _stop(number: int, frame: object) -> None:
     sys.exit(128 + number)
-
-

@@ -1,4 +1,6 @@
-"""A rank of `gradcomp.bench.train` as a new process, on a host, forked from one that has imported torch: that takes a rank of its own seconds."""
+"""A rank of `gradcomp.bench.train` as a new process, on a host, forked from one that has
+imported torch: that takes a rank of its own seconds.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Forked:
     def __init__(self, word: str, variables: Mapping[str, str], host: str = "") -> None:
         warm = warm_context(rank.__name__)
         (out, its_out), (err, its_err) = warm.Pipe(duplex=False), warm.Pipe(duplex=False)
-        self._process = warm.Process(target=_begin, args=(word, dict(variables), host, its_out, its_err), daemon=True)
+        self._process = warm.Process(
+            target=_begin, args=(word, dict(variables), host, its_out, its_err), daemon=True
+        )
         self._process.start()
         self.pid: int = self._process.pid
         for end in (its_out, its_err):

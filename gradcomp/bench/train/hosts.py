@@ -1,7 +1,9 @@
-"""Hosts on one machine: network namespaces joined by a bridge, with links of a given rate, which are removed at the end.
+"""Hosts on one machine: network namespaces joined by a bridge, with links of a given rate, which
+are removed at the end.
 
-A bench has namespaces of its own, its bridge in one of them, so that nothing of the machine's network is touched and two benches at
-once do not meet. Their names hold the number of the process that made them: what a killed bench has left is found and removed.
+A bench has namespaces of its own, its bridge in one of them, so that nothing of the machine's
+network is touched and two benches at once do not meet. Their names hold the number of the process
+that made them: what a killed bench has left is found and removed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from gradcomp.plan.links import Link
 
 PREFIX = "gradcomp-bench"
 INTERFACE = "eth0"
-BURST_S, BURST_NBYTES = 2e-3, 32 << 10  # an idle link lets so much pass at once: as little as it keeps its rate with
+BURST_S, BURST_NBYTES = (
+    2e-3,
+    32 << 10,
+)  # an idle link lets so much pass at once: as little as it keeps its rate with
 QUEUE_S = 0.4  # longest that a packet waits in a link before it is dropped
 
 
@@ -28,14 +33,25 @@ class NoHosts(Exception):
 def unavailable() -> str:
     """Return why hosts cannot be made here, "" if they can."""
     if os.geteuid() != 0:
-        return "network namespaces are made by root alone: run as root, or measure on loopback with --hosts 0"
+        return (
+            "network namespaces are made by root alone: run as root, or measure on loopback with"
+            " --hosts 0"
+        )
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
-        return f"{', '.join(missing)} not found: install iproute2 and util-linux, or measure on loopback with --hosts 0"
+        return (
+            f"{', '.join(missing)} not found: install iproute2 and util-linux, or measure on"
+            " loopback with --hosts 0"
+        )
     name = f"{PREFIX}-{os.getpid()}-probe"
-    found = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["ip", "netns", "add", name], capture_output=True, text=True, check=False
+    )
     if found.returncode:
-        return f"no network namespaces here ({found.stderr.strip()}): measure on loopback with --hosts 0"
+        return (
+            f"no network namespaces here ({found.stderr.strip()}): measure on loopback with"
+            " --hosts 0"
+        )
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
     return ""
 
@@ -75,7 +91,10 @@ class Hosts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._remove()
 
@@ -95,7 +114,21 @@ class Hosts:
 
     def _join(self, number: int) -> None:
         name, port = self._add(f"host{number}"), f"port{number}"
-        _run("ip", "link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._switch)
+        _run(
+            "ip",
+            "link",
+            "add",
+            INTERFACE,
+            "netns",
+            name,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            self._switch,
+        )
         _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
         _run("ip", "-n", name, "addr", "add", f"{self.address(number)}/16", "dev", INTERFACE)
         _run("ip", "-n", name, "link", "set", INTERFACE, "up")
@@ -104,14 +137,36 @@ class Hosts:
         self._shape(self._switch, port)
 
     def _shape(self, namespace: str, interface: str) -> None:
-        """Limit what leaves an interface; delay it by half the latency, so that both ends together make the whole."""
+        """Limit what leaves an interface; delay it by half the latency, so that both ends
+        together make the whole.
+        """
         parent = ["root"]
         if not math.isinf(self.link.bits_per_s):
             rate = round(self.link.bits_per_s)
             burst = max(BURST_NBYTES, round(rate / 8 * BURST_S))
-            shape = ["tbf", "rate", f"{rate}bit", "burst", str(burst), "latency", f"{QUEUE_S * 1e3:.0f}ms"]
+            shape = [
+                "tbf",
+                "rate",
+                f"{rate}bit",
+                "burst",
+                str(burst),
+                "latency",
+                f"{QUEUE_S * 1e3:.0f}ms",
+            ]
             try:
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "handle", "1:", *shape)
+                _run(
+                    "tc",
+                    "-n",
+                    namespace,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    interface,
+                    "root",
+                    "handle",
+                    "1:",
+                    *shape,
+                )
             except NoHosts as error:
                 raise ValueError(f"tc refuses a link of {rate} bit/s: {error}") from None
             parent = ["parent", "1:1"]
@@ -134,12 +189,16 @@ class Hosts:
 
     def _remove(self) -> None:
         while self._made:
-            subprocess.run(["ip", "netns", "delete", self._made.pop()], capture_output=True, check=False)
+            subprocess.run(
+                ["ip", "netns", "delete", self._made.pop()], capture_output=True, check=False
+            )
 
 
 def sweep() -> list[str]:
     """Remove the namespaces of benches that are gone; return their names."""
-    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    found = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=False
+    ).stdout
     gone = []
     for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\w+)", found, re.MULTILINE):
         if not os.path.exists(f"/proc/{pid}"):

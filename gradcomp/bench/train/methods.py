@@ -30,7 +30,8 @@ DOUBLE = "double"  # a codec's option: `DoubleBuffer` in place of DDP
 FSDP2 = "fsdp2"  # fully_shard in place of DDP: alone, or fsdp2:CODEC
 WEIGHTS = ",weights="  # and a codec for weights
 KEEP = ",keep"  # and backward takes those of forward
-DILOCO = "diloco"  # local steps: diloco:CODEC:H, with options as fragments=K,delay=D,start_step=N,start_codec=CODEC
+# local steps: diloco:CODEC:H, with options as fragments=K,delay=D,start_step=N,start_codec=CODEC
+DILOCO = "diloco"
 POWERSGD_START = 2  # exchanges in fp32 first, the fewest that it takes with error feedback
 
 Join = Callable[[DistributedDataParallel], Any]  # returns what has `stats` and `close`, or None
@@ -69,7 +70,9 @@ def _fp16(model: DistributedDataParallel) -> None:
 
 def _powersgd(rank: int) -> Join:
     def join(model: DistributedDataParallel) -> None:
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
+        )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     return join
@@ -84,7 +87,10 @@ OTHERS: dict[str, Join] = {
     "powersgd1": _powersgd(1),
     "powersgd4": _powersgd(4),
 }
-OVER_MPI = {"fp32": Identity(), "bf16": Identity("bf16")}  # what DDP's own all_reduce would do, exchanged over MPI as codecs are
+OVER_MPI = {
+    "fp32": Identity(),
+    "bf16": Identity("bf16"),
+}  # what DDP's own all_reduce would do, exchanged over MPI as codecs are
 DEFAULT = ("fp32", "bf16", "ternary", "block2", "block4", "onebit")
 
 
@@ -110,7 +116,9 @@ class Ready:
 
 
 def check(name: str) -> None:
-    """Raise ValueError unless this names a method: one of `OTHERS`, a codec with options, or ``module:factory``."""
+    """Raise ValueError unless this names a method: one of `OTHERS`, a codec with options, or
+    ``module:factory``.
+    """
     if name in OTHERS:
         return
     if is_factory(name):
@@ -124,14 +132,25 @@ def check(name: str) -> None:
         else:
             codec_of(name)
     except ValueError as error:
-        known = ", ".join([*(m for m in OTHERS if m not in (NONE, NOOP)), *(c for c in CODECS if c not in OTHERS)])
-        raise ValueError(f"{error}; here also {DOUBLE}, and {known}, {DILOCO}:CODEC:H, {FSDP2}, {FSDP2}:CODEC[{WEIGHTS}CODEC[{KEEP}]], or module:factory for a hook of your own") from None
+        known = ", ".join(
+            [*(m for m in OTHERS if m not in (NONE, NOOP)), *(c for c in CODECS if c not in OTHERS)]
+        )
+        raise ValueError(
+            f"{error}; here also {DOUBLE}, and {known}, {DILOCO}:CODEC:H, {FSDP2},"
+            f" {FSDP2}:CODEC[{WEIGHTS}CODEC[{KEEP}]], or module:factory for a hook of your own"
+        ) from None
 
 
 def is_factory(name: str) -> bool:
     """Whether a name is that of a function somewhere."""
     word, colon, rest = name.partition(":")
-    return bool(colon) and word not in CODECS and "=" not in rest and not is_local(name) and not is_sharded(name)
+    return (
+        bool(colon)
+        and word not in CODECS
+        and "=" not in rest
+        and not is_local(name)
+        and not is_sharded(name)
+    )
 
 
 def is_local(name: str) -> bool:
@@ -145,8 +164,8 @@ def is_sharded(name: str) -> bool:
 
 
 def sharded_of(name: str) -> tuple[Codec | None, Codec | None, bool]:
-    """Return the codecs of gradients and of weights that a name of FSDP2 says, None for torch's own reduce-scatter and all_gather, and whether
-    weights are kept for backward.
+    """Return the codecs of gradients and of weights that a name of FSDP2 says, None for torch's own
+    reduce-scatter and all_gather, and whether weights are kept for backward.
 
     Raises:
         ValueError: there is no such codec, or it has residuals.
@@ -158,7 +177,10 @@ def sharded_of(name: str) -> tuple[Codec | None, Codec | None, bool]:
     weights, keep = weights.removesuffix(KEEP), weights.endswith(KEEP)
     codec = OVER_MPI[rest] if rest in OVER_MPI else parse(rest).codec
     if codec is None or codec.gathers_only:
-        raise ValueError(f"{name!r}: FSDP2 takes {FSDP2}:terngrad, {FSDP2}:onebit, {FSDP2}:bf16, {FSDP2}:terngrad{WEIGHTS}block8{KEEP}")
+        raise ValueError(
+            f"{name!r}: FSDP2 takes {FSDP2}:terngrad, {FSDP2}:onebit, {FSDP2}:bf16,"
+            f" {FSDP2}:terngrad{WEIGHTS}block8{KEEP}"
+        )
     return codec, weights_codec(OVER_MPI.get(weights, weights)) if weights else None, keep
 
 
@@ -170,12 +192,21 @@ def local_of(name: str) -> tuple[Codec, dict[str, Any]]:
     """
     word, _, rest = name.partition(":")[2].partition(":")
     every, *words = rest.split(",")
-    options = {"sync_every": every} | {key: value for key, _, value in (one.partition("=") for one in words)}
+    options = {"sync_every": every} | {
+        key: value for key, _, value in (one.partition("=") for one in words)
+    }
     codec = parse(word).codec
     first = options.pop("start_codec", "")
     numbers = {key: int(value) for key, value in options.items() if value.isdigit()}
-    if codec is None or len(numbers) < len(options) or not set(options) <= {"sync_every", "fragments", "delay", "start_step"}:
-        raise ValueError(f"{name!r} is not understood; {DILOCO}:terngrad:30 and {DILOCO}:onebit:30,fragments=2,delay=5,start_step=100,start_codec=ternary are")
+    if (
+        codec is None
+        or len(numbers) < len(options)
+        or not set(options) <= {"sync_every", "fragments", "delay", "start_step"}
+    ):
+        raise ValueError(
+            f"{name!r} is not understood; {DILOCO}:terngrad:30 and"
+            f" {DILOCO}:onebit:30,fragments=2,delay=5,start_step=100,start_codec=ternary are"
+        )
     return codec, numbers | ({"start_codec": parse(first).codec} if first else {})
 
 
@@ -188,7 +219,9 @@ def codec_of(name: str) -> tuple[Method, bool]:
     word, _, rest = name.partition(":")
     options = [one for one in rest.split(",") if one]
     double = DOUBLE in options
-    method = parse(":".join(filter(None, [word, ",".join(one for one in options if one != DOUBLE)])))
+    method = parse(
+        ":".join(filter(None, [word, ",".join(one for one in options if one != DOUBLE)]))
+    )
     if double and method.momentum:
         raise ValueError(f"{name}: momenta that travel do not wait for half a minibatch")
     return method, double
@@ -204,16 +237,23 @@ def factory(name: str) -> Join:
     try:
         found = getattr(importlib.import_module(module), word)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name}: {error}; it is to be a function that registers a hook with a DDP model") from None
+        raise ValueError(
+            f"{name}: {error}; it is to be a function that registers a hook with a DDP model"
+        ) from None
     if not callable(found):
         raise ValueError(f"{name} is no function that registers a hook with a DDP model")  # noqa: TRY004 - a word's value
     return found  # type: ignore[no-any-return]
 
 
 def wrap(
-    model: nn.Module, name: str, make: Callable[[nn.Module], list[torch.optim.Optimizer]], comm: Communicator | None = None
+    model: nn.Module,
+    name: str,
+    make: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    comm: Communicator | None = None,
 ) -> Ready:
-    """Make a model exchange by a method, over `comm` if one is given; what `make` returns trains it, or momenta that travel are taken from it."""
+    """Make a model exchange by a method, over `comm` if one is given; what `make` returns trains
+    it, or momenta that travel are taken from it.
+    """
     if is_sharded(name):
         if comm is not None:
             raise ValueError(f"{name}: FSDP2 moves bytes over torch's process group, not over MPI")
@@ -223,7 +263,11 @@ def wrap(
         return Ready(model, optimizers)
     if comm is not None and name in OVER_MPI:
         wrapped = DistributedDataParallel(model)
-        return Ready(wrapped, optimizers, gradcomp.ddp.register(wrapped, OVER_MPI[name], comm=comm, min_numel=0))
+        return Ready(
+            wrapped,
+            optimizers,
+            gradcomp.ddp.register(wrapped, OVER_MPI[name], comm=comm, min_numel=0),
+        )
     if name in OTHERS or is_factory(name):
         wrapped = DistributedDataParallel(model)
         return Ready(wrapped, optimizers, (OTHERS.get(name) or factory(name))(wrapped))
@@ -248,9 +292,15 @@ def wrap(
 
 
 def _shard(
-    model: nn.Module, codec: Codec | None, weights: Codec | None, keep: bool, make: Callable[[nn.Module], list[torch.optim.Optimizer]]
+    model: nn.Module,
+    codec: Codec | None,
+    weights: Codec | None,
+    keep: bool,
+    make: Callable[[nn.Module], list[torch.optim.Optimizer]],
 ) -> Ready:
-    """Shard a model, its lists' and sequences' members as modules of their own, each of which asks for the next one's weights early."""
+    """Shard a model, its lists' and sequences' members as modules of their own, each of which
+    asks for the next one's weights early.
+    """
     # here, since it takes as long to import as a third of torch, and most methods do without
     from torch.distributed.fsdp import fully_shard
 
@@ -264,5 +314,9 @@ def _shard(
                         before.set_modules_to_forward_prefetch([inner])  # type: ignore[operator]
                     before = inner
     fully_shard(model)
-    state = gradcomp.fsdp.compress(model, codec, weights=weights, keep_weights=keep) if codec is not None else None
+    state = (
+        gradcomp.fsdp.compress(model, codec, weights=weights, keep_weights=keep)
+        if codec is not None
+        else None
+    )
     return Ready(model, make(model), state, sharded=True)

@@ -23,7 +23,9 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
     word = name.partition(":")[0]
     if over_mpi and name in OVER_MPI:
         strategy = choose(OVER_MPI[name], world_size)
-        return Method(f"{name} {strategy}", OVER_MPI[name], strategy.exchange, strategy.second_phase)
+        return Method(
+            f"{name} {strategy}", OVER_MPI[name], strategy.exchange, strategy.second_phase
+        )
     if word in ("fp32", "bf16"):
         return find_method(word)
     if is_local(name):
@@ -32,7 +34,9 @@ def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | N
             return None  # two kinds of steps
         strategy = choose(codec, world_size, "auto")
         numbers["every"] = numbers.pop("sync_every")
-        return Method(f"{codec.name} {strategy}", codec, strategy.exchange, strategy.second_phase).after(LocalSteps(**numbers))
+        return Method(
+            f"{codec.name} {strategy}", codec, strategy.exchange, strategy.second_phase
+        ).after(LocalSteps(**numbers))
     if word not in CODECS:
         return None
     method, double = codec_of(name)
@@ -84,4 +88,6 @@ def predict(
         t_update=update,
         weak=True,
     )
-    return simulate(work, method, ranks, link, rates=rates, cores=cores, transport=transport).seconds
+    return simulate(
+        work, method, ranks, link, rates=rates, cores=cores, transport=transport
+    ).seconds

@@ -1,8 +1,10 @@
-"""What one rank of ``python -m gradcomp.bench train`` does: ``python -m gradcomp.bench.train.rank JSON ...``, a result in JSON lines.
+"""What one rank of ``python -m gradcomp.bench train`` does: ``python -m gradcomp.bench.train.rank
+JSON ...``, a result in JSON lines.
 
-A process trains with one method and ends, so that a method which crashes or hangs spoils no other. Its words to the bench are lines
-of its standard output that begin with `MARK`. Ranks that an mpiexec has started all have the words of every rank, and the first speaks
-for all: their output is one.
+A process trains with one method and ends, so that a method which crashes or hangs spoils no other.
+Its words to the bench are lines of its standard output that begin with `MARK`. Ranks that an
+mpiexec has started all have the words of every rank, and the first speaks for all: their output is
+one.
 """
 
 from __future__ import annotations
@@ -74,16 +76,25 @@ def tell(*, silent: bool = False, **words: Any) -> None:
 
 
 def train(task: Task, comm: Communicator | None = None, *, silent: bool = False) -> dict[str, Any]:
-    """Train as a rank of the default process group, which there is, over `comm` if one is given; return what was measured."""
+    """Train as a rank of the default process group, which there is, over `comm` if one is given;
+    return what was measured.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     workload = workloads.find(task.workload, Path(task.data), task.batch)
     settings = workload.settings
     torch.manual_seed(task.seed)
     plain = workload.model()
     numel = sum(p.numel() for p in plain.parameters())
-    ready = methods.wrap(plain, task.method, lambda model: _fused(OPTIMIZERS[task.optimizer](model, settings.rates[task.optimizer])), comm)
+    ready = methods.wrap(
+        plain,
+        task.method,
+        lambda model: _fused(OPTIMIZERS[task.optimizer](model, settings.rates[task.optimizer])),
+        comm,
+    )
     state = ready.state
-    rates = [(group, group["lr"]) for optimizer in ready.optimizers for group in optimizer.param_groups]
+    rates = [
+        (group, group["lr"]) for optimizer in ready.optimizers for group in optimizer.param_groups
+    ]
     batch = settings.batch_of(world)
     tell(step=0, silent=silent)  # from here on silence counts
     draw = torch.Generator().manual_seed(1 + 1000 * task.seed + rank)
@@ -111,7 +122,9 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
             told = time.perf_counter()
             tell(step=step + 1, silent=silent)
         if step + 1 in points and step + 1 < task.steps:
-            curve.append((step + 1, sum(seconds), _measure(workload, plain, rank, ready, quick=True)))
+            curve.append(
+                (step + 1, sum(seconds), _measure(workload, plain, rank, ready, quick=True))
+            )
     counted = min(WARM_UP, task.steps - 1)
     dist.barrier()
     sent = _sent_nbytes(task.interface) - sent
@@ -140,7 +153,9 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
 
 
 def _fused(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Have torch's AdamW step in one pass, as whoever counts seconds would: several times as fast as its loop over operations."""
+    """Have torch's AdamW step in one pass, as whoever counts seconds would: several times as
+    fast as its loop over operations.
+    """
     for optimizer in optimizers:
         if type(optimizer) is torch.optim.AdamW:
             for group in optimizer.param_groups:
@@ -152,7 +167,10 @@ def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch:
     """Train on a minibatch; return when its gradients were averaged."""
     if ready.double is not None:  # nothing is clipped: averages come half a minibatch later
         parts = minibatch if isinstance(minibatch, tuple) else (minibatch,)
-        ready.double.step(lambda *half: workload.loss(plain, half if isinstance(minibatch, tuple) else half[0]), *parts)
+        ready.double.step(
+            lambda *half: workload.loss(plain, half if isinstance(minibatch, tuple) else half[0]),
+            *parts,
+        )
         return time.perf_counter()
     for optimizer in ready.optimizers:
         optimizer.zero_grad()
@@ -162,7 +180,8 @@ def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch:
     averaged = time.perf_counter()
     if workload.settings.clip is not None:
         if hasattr(ready.state, "materialize_gradients"):
-            ready.state.materialize_gradients()  # those that an optimizer would take straight from payloads
+            # those that an optimizer would take straight from payloads
+            ready.state.materialize_gradients()
         nn.utils.clip_grad_norm_(plain.parameters(), workload.settings.clip)
     for optimizer in ready.optimizers:
         optimizer.step()
@@ -171,8 +190,12 @@ def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch:
     return averaged
 
 
-def _measure(workload: Workload, model: nn.Module, rank: int, ready: methods.Ready, *, quick: bool = False) -> float:
-    """Return the workload's measure, which rank 0 takes, of sharded weights with the others' help; outside of all seconds."""
+def _measure(
+    workload: Workload, model: nn.Module, rank: int, ready: methods.Ready, *, quick: bool = False
+) -> float:
+    """Return the workload's measure, which rank 0 takes, of sharded weights with the others'
+    help; outside of all seconds.
+    """
     found = torch.zeros(1, dtype=torch.float64)
     if rank == 0 or ready.sharded:
         model.eval()
@@ -212,11 +235,14 @@ def _sent_nbytes(interface: str) -> float:
     if not interface:
         return 0.0
     lines = (line.partition(":") for line in Path("/proc/self/net/dev").read_text().splitlines())
-    return next(float(counted.split()[8]) for name, _, counted in lines if name.strip() == interface)
+    return next(
+        float(counted.split()[8]) for name, _, counted in lines if name.strip() == interface
+    )
 
 
 def measure(names: list[str], numel: int, comm: Communicator, *, over_mpi: bool) -> dict[str, Any]:
-    """Return what the planner needs to know of ranks on these cores, all of them at work: seconds of codecs and of moving bytes.
+    """Return what the planner needs to know of ranks on these cores, all of them at work: seconds
+    of codecs and of moving bytes.
 
     Args:
         names: of methods.
@@ -225,7 +251,11 @@ def measure(names: list[str], numel: int, comm: Communicator, *, over_mpi: bool)
         over_mpi: whether that is MPI.
     """
     largest = min(max(numel, CALIBRATED[0]), CALIBRATED[1]) // 512 * 512
-    found = {method.name: method for name in names if (method := planned(name, comm.world_size, over_mpi=over_mpi)) is not None}
+    found = {
+        method.name: method
+        for name in names
+        if (method := planned(name, comm.world_size, over_mpi=over_mpi)) is not None
+    }
     rates = calibrate([*found.values()], sizes=(1 << 13, largest), before=lambda: barrier(comm))
     transport = measure_transport(comm, (1 << 12, 1 << 16, largest // 2, 4 * largest))
     comm.close()
@@ -235,7 +265,11 @@ def measure(names: list[str], numel: int, comm: Communicator, *, over_mpi: bool)
 def main(argv: list[str]) -> int:
     """Do what `argv[0]` says, or under an mpiexec the word of this rank, and tell the result."""
     over_mpi = len(argv) > 1
-    rank = int(importlib.import_module("gradcomp.launch").export_environment()["RANK"]) if over_mpi else 0
+    rank = (
+        int(importlib.import_module("gradcomp.launch").export_environment()["RANK"])
+        if over_mpi
+        else 0
+    )
     silent = over_mpi and rank > 0
     given = json.loads(argv[rank])
     cores = tuple(given["cores"])
@@ -247,9 +281,15 @@ def main(argv: list[str]) -> int:
         comm = MpiCommunicator(timeout_s=TIMEOUT_S) if over_mpi else None
         if "measure" in given:
             moving = comm if comm is not None else TorchCommunicator(timeout_s=TIMEOUT_S)
-            tell(result=measure(given["measure"], given["numel"], moving, over_mpi=over_mpi), silent=silent)
+            tell(
+                result=measure(given["measure"], given["numel"], moving, over_mpi=over_mpi),
+                silent=silent,
+            )
         else:
-            mine, everyone = train(Task(**given | {"cores": cores}), comm, silent=silent), [None] * dist.get_world_size()
+            mine, everyone = (
+                train(Task(**given | {"cores": cores}), comm, silent=silent),
+                [None] * dist.get_world_size(),
+            )
             dist.all_gather_object(everyone, mine)
             tell(result=everyone if dist.get_rank() == 0 else [], silent=silent)
     finally:

@@ -1,6 +1,8 @@
-"""The table of ``bench train``: one row a method, beside what the same step takes without an exchange.
+"""The table of ``bench train``: one row a method, beside what the same step takes without an
+exchange.
 
-"Without an exchange" is DDP with a hook that averages nothing (row `NOOP`): its copies into buckets and back are in every row.
+"Without an exchange" is DDP with a hook that averages nothing (row `NOOP`): its copies into buckets
+and back are in every row.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ def row_of(
     lower: bool,
     bits_per_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Return a row: seconds of the slowest rank, medians (means where an exchange is not in every step), bytes of the one that sends most.
+    """Return a row: seconds of the slowest rank, medians (means where an exchange is not in every
+    step), bytes of the one that sends most.
 
-    ``exchange_cpu_seconds`` is what the exchange makes rank 0 compute (codec, reduction, TCP in the kernel), ``bound_seconds`` the larger of
-    that and of what the link needs for the bytes: an exchange that overlaps the two wholly exposes so much on a host whose cores are
-    all at work.
+    ``exchange_cpu_seconds`` is what the exchange makes rank 0 compute (codec, reduction, TCP in the
+    kernel), ``bound_seconds`` the larger of that and of what the link needs for the bytes: an
+    exchange that overlaps the two wholly exposes so much on a host whose cores are all at work.
 
     Args:
         method: its name.
@@ -48,10 +51,15 @@ def row_of(
     cpu = middle(results[0]["cpu_seconds"])
     phases = results[0]["phases"]
     busy = sum(seconds for name, seconds in phases.items() if name not in OVERLAP)
-    sent = [one["sent_nbytes"] if one["sent_nbytes"] is not None else one["counted_nbytes"] for one in results]
+    sent = [
+        one["sent_nbytes"] if one["sent_nbytes"] is not None else one["counted_nbytes"]
+        for one in results
+    ]
     sent_nbytes = max((s for s in sent if s is not None), default=None)
     reached = [
-        at for _, at, measure in results[0]["curve"] if target is not None and (measure <= target if lower else measure >= target)
+        at
+        for _, at, measure in results[0]["curve"]
+        if target is not None and (measure <= target if lower else measure >= target)
     ]
     exchange_cpu = None if base is None else max(0.0, cpu - base["cpu_seconds"])
     return {
@@ -59,7 +67,9 @@ def row_of(
         "seconds": typical,
         "p95_seconds": sorted(each)[min(len(each) - 1, int(0.95 * len(each)))],
         "exposed_seconds": None if base is None else typical - base["seconds"],
-        "bound_seconds": None if exchange_cpu is None else max(exchange_cpu, 8 * (sent_nbytes or 0) / bits_per_s),
+        "bound_seconds": (
+            None if exchange_cpu is None else max(exchange_cpu, 8 * (sent_nbytes or 0) / bits_per_s)
+        ),
         "predicted_seconds": predicted_s,
         "sent_nbytes": sent_nbytes,
         "cpu_seconds": cpu,
@@ -73,15 +83,33 @@ def row_of(
     }
 
 
-def cells_of(rows: Sequence[dict[str, Any]], measure: str, target: str) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Return heads, and for every method its name and cells as they are printed: none for a method that failed. Ratios are to fp32.
+def cells_of(
+    rows: Sequence[dict[str, Any]], measure: str, target: str
+) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Return heads, and for every method its name and cells as they are printed: none for a method
+    that failed. Ratios are to fp32.
 
     Args:
         rows: from `row_of`, or ``{"method": ..., "failed": ...}``.
         measure, target: heads of the last two columns; "" for none.
     """
-    fp32: dict[str, Any] = next((row for row in rows if row["method"] == "fp32" and not row.get("failed")), {})
-    heads = ["method", "step, ms", "p95", "exposed, ms", "fp32 / it", "/ bound", "planner", "sent, MB", "fp32 / it", "CPU, ms", "hidden", "peak, MB"]
+    fp32: dict[str, Any] = next(
+        (row for row in rows if row["method"] == "fp32" and not row.get("failed")), {}
+    )
+    heads = [
+        "method",
+        "step, ms",
+        "p95",
+        "exposed, ms",
+        "fp32 / it",
+        "/ bound",
+        "planner",
+        "sent, MB",
+        "fp32 / it",
+        "CPU, ms",
+        "hidden",
+        "peak, MB",
+    ]
     heads += [measure] * bool(measure) + [target] * bool(target)
     out: list[tuple[str, list[str]]] = []
     for row in rows:
@@ -120,24 +148,39 @@ def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None)
 
 
 def crossings(cases: Sequence[tuple[int, str, Sequence[dict[str, Any]]]]) -> list[str]:
-    """Return for every method and number of ranks where it stops paying: the first link, slowest first, on which its step is no shorter than fp32's.
+    """Return for every method and number of ranks where it stops paying: the first link, slowest
+    first, on which its step is no shorter than fp32's.
 
     Args:
-        cases: (ranks, link, rows), links of one number of ranks in the order in which they were measured.
+        cases: (ranks, link, rows), links of one number of ranks in the order in which they were
+            measured.
     """
     out = []
     for ranks in dict.fromkeys(ranks for ranks, _, _ in cases):
-        here = [(link, {r["method"]: r for r in rows if not r.get("failed")}) for count, link, rows in cases if count == ranks]
-        here = sorted((one for one in here if "fp32" in one[1]), key=lambda one: -one[1]["fp32"]["seconds"])
+        here = [
+            (link, {r["method"]: r for r in rows if not r.get("failed")})
+            for count, link, rows in cases
+            if count == ranks
+        ]
+        here = sorted(
+            (one for one in here if "fp32" in one[1]), key=lambda one: -one[1]["fp32"]["seconds"]
+        )
         if len(here) < 2:
             continue
         for name in dict.fromkeys(name for _, rows in here for name in rows):
             if name in (NONE, NOOP, "fp32"):
                 continue
-            known = [(link, rows["fp32"]["seconds"] / rows[name]["seconds"]) for link, rows in here if name in rows]
+            known = [
+                (link, rows["fp32"]["seconds"] / rows[name]["seconds"])
+                for link, rows in here
+                if name in rows
+            ]
             lost = next((link for link, gain in known if gain <= 1), None)
             gains = ", ".join(f"{gain:.2f}x at {link}" for link, gain in known)
-            out.append(f"{ranks} ranks, {name}: {f'pays until {lost}' if lost else 'pays on all of them'} (whole step: {gains})")
+            out.append(
+                f"{ranks} ranks, {name}: {f'pays until {lost}' if lost else 'pays on all of them'}"
+                f" (whole step: {gains})"
+            )
     return out
 
 

@@ -38,7 +38,8 @@ class Outcome:
     """What became of a method.
 
     Attributes:
-        results: of every rank, in order; empty where it failed, and on ranks of a launched job but the first.
+        results: of every rank, in order; empty where it failed, and on ranks of a launched job but
+            the first.
         failed: why, "" where it did not.
     """
 
@@ -47,7 +48,9 @@ class Outcome:
 
 
 def cores_of(number: int, count: int) -> tuple[int, ...]:
-    """Return the cores of rank `number` of `count`: a share of those of this machine, or one that others have, too."""
+    """Return the cores of rank `number` of `count`: a share of those of this machine, or one
+    that others have, too.
+    """
     have = all_cores()
     if count > len(have):
         return (have[number % len(have)],)
@@ -61,7 +64,8 @@ class Place:
 
     Attributes:
         hosts: made on this machine; None: on it, over loopback, or as they were launched.
-        mpi: starts the ranks of a method, whose packed bytes go over MPI; None: they are started one by one, and use gloo.
+        mpi: starts the ranks of a method, whose packed bytes go over MPI; None: they are started
+            one by one, and use gloo.
         rank: the one of a launched job that this process starts; None: all of them.
         shift: of a launched job's port, so that one method's ranks do not meet those of another.
     """
@@ -74,11 +78,18 @@ class Place:
 
 def all_cores() -> tuple[int, ...]:
     """Return the cores that this process may use."""
-    return tuple(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    return tuple(
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else range(os.cpu_count() or 1)
+    )
 
 
-def run_method(tasks: Sequence[Task], place: Place, hang_s: float, on_step: Callable[[int], None]) -> Outcome:
-    """Run one process a task, or in a launched job that of this rank, and return what they tell (to rank 0 of a launched job alone).
+def run_method(
+    tasks: Sequence[Task], place: Place, hang_s: float, on_step: Callable[[int], None]
+) -> Outcome:
+    """Run one process a task, or in a launched job that of this rank, and return what they tell (to
+    rank 0 of a launched job alone).
 
     Args:
         tasks: of every rank; all alike but for their cores.
@@ -88,16 +99,29 @@ def run_method(tasks: Sequence[Task], place: Place, hang_s: float, on_step: Call
     """
     if place.rank is not None:
         port = int(os.environ["MASTER_PORT"]) + place.shift
-        found = _run([words(tasks[place.rank])], place, os.environ["MASTER_ADDR"], port, hang_s, on_step)
+        found = _run(
+            [words(tasks[place.rank])], place, os.environ["MASTER_ADDR"], port, hang_s, on_step
+        )
     else:
-        address, port = ("127.0.0.1", _free_port()) if place.hosts is None else (place.hosts.address(0), MASTER_PORT)
+        address, port = (
+            ("127.0.0.1", _free_port())
+            if place.hosts is None
+            else (place.hosts.address(0), MASTER_PORT)
+        )
         found = _run([words(task) for task in tasks], place, address, port, hang_s, on_step)
     return Outcome(found.results[0] if found.results else [], found.failed)
 
 
-def measure(names: list[str], numel: int, ranks: int, hang_s: float, mpi: Mpiexec | None = None) -> tuple[Rates, Transport]:
-    """Return what codecs and moving bytes cost these ranks, measured over loopback with buckets of up to `numel` values; nothing if that fails."""
-    given = [json.dumps({"measure": names, "numel": numel, "cores": cores_of(rank, ranks)}) for rank in range(ranks)]
+def measure(
+    names: list[str], numel: int, ranks: int, hang_s: float, mpi: Mpiexec | None = None
+) -> tuple[Rates, Transport]:
+    """Return what codecs and moving bytes cost these ranks, measured over loopback with buckets
+    of up to `numel` values; nothing if that fails.
+    """
+    given = [
+        json.dumps({"measure": names, "numel": numel, "cores": cores_of(rank, ranks)})
+        for rank in range(ranks)
+    ]
     found = _run(given, Place(mpi=mpi), "127.0.0.1", _free_port(), hang_s, lambda step: None)
     if not found.results:
         return Rates(), Transport()
@@ -105,7 +129,12 @@ def measure(names: list[str], numel: int, ranks: int, hang_s: float, mpi: Mpiexe
 
 
 def _run(
-    given: Sequence[str], place: Place, address: str, port: int, hang_s: float, on_step: Callable[[int], None]
+    given: Sequence[str],
+    place: Place,
+    address: str,
+    port: int,
+    hang_s: float,
+    on_step: Callable[[int], None],
 ) -> Outcome:
     said: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     tails: list[list[str]] = []
@@ -116,7 +145,11 @@ def _run(
             processes.append(process)
             tails.append([])
             for stream in (process.stdout, process.stderr):
-                listeners.append(threading.Thread(target=_listen, args=(stream, number, said, tails[number]), daemon=True))
+                listeners.append(
+                    threading.Thread(
+                        target=_listen, args=(stream, number, said, tails[number]), daemon=True
+                    )
+                )
                 listeners[-1].start()
         return _wait(processes, listeners, said, tails, hang_s, on_step)
     finally:
@@ -126,7 +159,9 @@ def _run(
 def _start(given: Sequence[str], place: Place, address: str, port: int) -> Iterator[Started]:
     """Start one process after the other: each rank, or the mpiexec that starts all of them."""
     shared = os.environ | {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # torchrun's store belongs to the processes that it has started
+    shared.pop(
+        "TORCHELASTIC_USE_AGENT_STORE", None
+    )  # torchrun's store belongs to the processes that it has started
     if place.rank is not None:
         yield Forked(given[0], shared)
         return
@@ -145,7 +180,11 @@ def _start(given: Sequence[str], place: Place, address: str, port: int) -> Itera
         return
     for rank, one in enumerate(given):
         host = "" if place.hosts is None else place.hosts.namespace(rank)
-        yield Forked(one, shared | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(given))}, host)
+        yield Forked(
+            one,
+            shared | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(given))},
+            host,
+        )
 
 
 def _wait(
@@ -181,16 +220,26 @@ def _wait(
             failed_at = failed_at or now
             over = all(status is not None for status in statuses)
             if over or now - failed_at > ENDING_S:
-                for listener in listeners if over else ():  # the last words of those that have ended may not be read yet
+                for listener in (
+                    listeners if over else ()
+                ):  # the last words of those that have ended may not be read yet
                     listener.join(max(0.0, now + ENDING_S - time.monotonic()))
-                return Outcome(failed=_why({rank: _last(tails[rank], statuses[rank]) for rank in bad}))
+                return Outcome(
+                    failed=_why({rank: _last(tails[rank], statuses[rank]) for rank in bad})
+                )
         if now - heard > (hang_s if heard > begun else max(hang_s, STARTING_S)):
             return Outcome(failed=f"hung after {now - begun:.0f} s")
 
 
 def _why(said: Mapping[int, str]) -> str:
-    """Return what ended a method: of all ranks' errors the first that is not about another rank's end."""
-    own = [rank for rank, text in said.items() if not re.search(r"PeerLost|[Cc]onnection (closed|reset|refused)", text)]
+    """Return what ended a method: of all ranks' errors the first that is not about another
+    rank's end.
+    """
+    own = [
+        rank
+        for rank, text in said.items()
+        if not re.search(r"PeerLost|[Cc]onnection (closed|reset|refused)", text)
+    ]
     rank = (own or list(said))[0]
     return f"rank {rank}: {said[rank]}"
 
@@ -200,12 +249,18 @@ def _last(tail: list[str], status: int | None) -> str:
     if status is not None and status < 0:
         return f"ended by signal {-status}"
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in tail]  # torch's mark
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Lost|Mismatch|Payload)\b", line)]
+    errors = [
+        line for line in lines if re.match(r"[\w.]*(Error|Exception|Lost|Mismatch|Payload)\b", line)
+    ]
     last = (errors or lines or [f"ended with status {status}"])[-1]
-    return last.rpartition("the callback: ")[2][:300]  # torch says it again for every callback of a hook
+    return last.rpartition("the callback: ")[2][
+        :300
+    ]  # torch says it again for every callback of a hook
 
 
-def _listen(stream: Any, rank: int, said: queue.SimpleQueue[tuple[int, str]], tail: list[str]) -> None:
+def _listen(
+    stream: Any, rank: int, said: queue.SimpleQueue[tuple[int, str]], tail: list[str]
+) -> None:
     for line in stream:
         if line.startswith(MARK):
             said.put((rank, line[len(MARK) :]))
@@ -215,7 +270,9 @@ def _listen(stream: Any, rank: int, said: queue.SimpleQueue[tuple[int, str]], ta
 
 
 def _end(processes: Sequence[Started]) -> None:
-    """End what still runs: each is the leader of a session of its own, with whatever it has started."""
+    """End what still runs: each is the leader of a session of its own, with whatever it has
+    started.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() in (None, LOST):

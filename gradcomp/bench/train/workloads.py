@@ -1,4 +1,6 @@
-"""What is trained: the workloads of `gradcomp.bench.accuracy`, larger ones, and tensors of any size without a task."""
+"""What is trained: the workloads of `gradcomp.bench.accuracy`, larger ones, and tensors of any
+size without a task.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Noise(Workload):
 
 def mlp() -> nn.Module:
     """Return a perceptron of 25,214,986 values, 16.8 million of them in one tensor."""
-    return nn.Sequential(nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
+    return nn.Sequential(
+        nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
+    )
 
 
 def random(numel: int) -> nn.Module:
@@ -81,7 +85,12 @@ WORKLOADS: dict[str, Callable[[Path], Workload]] = {
     "resnet-11m": _resnet18,
     "mlp": lambda folder: Noise("mlp", mlp, 2048, 16),
 }
-OPTIMIZER = {"lenet": "sgd", "resnet": "sgd", "resnet-11m": "sgd", "mlp": "sgd"}  # the others' is AdamW
+OPTIMIZER = {
+    "lenet": "sgd",
+    "resnet": "sgd",
+    "resnet-11m": "sgd",
+    "mlp": "sgd",
+}  # the others' is AdamW
 
 
 def find(name: str, folder: Path, batch: int | None = None) -> Workload:
@@ -109,5 +118,7 @@ def _find(name: str, folder: Path) -> Workload:
             raise ValueError(f"random:N takes a number of values of at least 1024, got {name!r}")
         return Noise(name, lambda: random(int(count)), 1024, 16)
     if name not in WORKLOADS:
-        raise ValueError(f"no workload named {name!r}; there are {', '.join(WORKLOADS)} and random:N")
+        raise ValueError(
+            f"no workload named {name!r}; there are {', '.join(WORKLOADS)} and random:N"
+        )
     return WORKLOADS[name](folder)

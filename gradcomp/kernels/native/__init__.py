@@ -1,7 +1,9 @@
-"""The kernel set of the CPU: C kernels through cffi, as the functions of `gradcomp.kernels.interface.Kernels`.
+"""The kernel set of the CPU: C kernels through cffi, as the functions of
+`gradcomp.kernels.interface.Kernels`.
 
-Kernels run without the GIL. A call over a segment table is shared out over at most ``torch.get_num_threads()`` threads;
-which thread does which row changes no bit of the result. No thread is started before the first call that is worth sharing.
+Kernels run without the GIL. A call over a segment table is shared out over at most
+``torch.get_num_threads()`` threads; which thread does which row changes no bit of the result. No
+thread is started before the first call that is worth sharing.
 """
 
 from gradcomp.kernels.native.kernels import (

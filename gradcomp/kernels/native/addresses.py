@@ -1,4 +1,6 @@
-"""Tensors -> the pointers that C takes. The one place where addresses are taken; callers keep the memory alive."""
+"""Tensors -> the pointers that C takes. The one place where addresses are taken; callers keep
+the memory alive.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The kernels of codecs and exchanges, for tensors on the CPU (`gradcomp.kernels.interface.Kernels`).
+"""The kernels of codecs and exchanges, for tensors on the CPU
+(`gradcomp.kernels.interface.Kernels`).
 
-C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype, code_bits or step,]
-[residuals, kept, [decay, dropped,] [means,]] payload, [key,] flag)``,
+C's names follow a form's: ``gc_NAME_encode(src, dtype, rows, count, [value_dtype, code_bits or
+step,] [residuals, kept, [decay, dropped,] [means,]] payload, [key,] flag)``,
 ``gc_NAME_sum_decode(payloads, payload_count, [option,] rows, count, out, dtype, flags, flag)`` and
 ``gc_NAME_validate(payload, [limits,] rows, count)``. So a new form needs no code here.
 """
@@ -22,20 +23,32 @@ from gradcomp.kernels.native.library import DTYPES, check, ffi, lib
 from gradcomp.kernels.native.threads import run, run_elements
 from gradcomp.kernels.tables import BLOCK, CopyTable, Groups, Table
 
-CACHE_NBYTES = 32 << 20  # outputs above this do not stay in a last-level cache: their stores bypass it
+CACHE_NBYTES = (
+    32 << 20
+)  # outputs above this do not stay in a last-level cache: their stores bypass it
 
 
-# ---- statistics ------------------------------------------------------------------------------------------------------
+# ---- statistics
+# --------------------------------------------------------------------------------------------------
 
 
 def scratch(groups: Groups, room: Tensor | None = None) -> Tensor:
     """See `Kernels.scratch`."""
     nbytes = int(groups.blocks[-1]) * BLOCK.itemsize
-    return room[:nbytes] if room is not None and room.numel() >= nbytes else torch.empty(nbytes, dtype=torch.uint8)
+    return (
+        room[:nbytes]
+        if room is not None and room.numel() >= nbytes
+        else torch.empty(nbytes, dtype=torch.uint8)
+    )
 
 
 def scales(
-    values: Tensor, table: Table, groups: Groups, clip_sigma: float | None, scratch: Tensor, out: Tensor
+    values: Tensor,
+    table: Table,
+    groups: Groups,
+    clip_sigma: float | None,
+    scratch: Tensor,
+    out: Tensor,
 ) -> bool:
     """See `Kernels.scales`."""
     if not table.count:
@@ -43,7 +56,11 @@ def scales(
     flag = ffi.new("uint32_t *")
     blocks = ffi.cast("gc_block *", bytes_of(scratch))
     source, dtype = values_of(values), DTYPES[values.dtype]
-    run("gc_block_sums", table, lambda rows, count, _: lib.gc_block_sums(source, dtype, rows, count, blocks, flag))
+    run(
+        "gc_block_sums",
+        table,
+        lambda rows, count, _: lib.gc_block_sums(source, dtype, rows, count, blocks, flag),
+    )
     status = lib.gc_ternary_scales(
         blocks,
         ffi.from_buffer("uint64_t[]", groups.blocks),
@@ -56,7 +73,8 @@ def scales(
     return bool(flag[0])
 
 
-# ---- encoding --------------------------------------------------------------------------------------------------------
+# ---- encoding
+# --------------------------------------------------------------------------------------------------
 
 
 def encode(
@@ -100,16 +118,24 @@ def encode(
         return int(function(source, dtype, rows, count, *head, *into, *tail))
 
     run(name, table, call)
-    if dropped is not None and residuals is not None and residuals.counted is not None and not flag[0]:
+    if (
+        dropped is not None
+        and residuals is not None
+        and residuals.counted is not None
+        and not flag[0]
+    ):
         residuals.counted(float(np.frombuffer(ffi.buffer(dropped), np.float64).sum()))
     return bool(flag[0])
 
 
-# ---- averages --------------------------------------------------------------------------------------------------------
+# ---- averages
+# --------------------------------------------------------------------------------------------------
 
 
 class _Prepared(NamedTuple):
-    """Payloads as C takes them: the decoder with its first arguments, and the source of an update."""
+    """Payloads as C takes them: the decoder with its first arguments, and the source of an
+    update.
+    """
 
     name: str
     decode: Any
@@ -129,15 +155,25 @@ def prepare(payloads: Payloads) -> _Prepared:
     source = ffi.new("gc_gradients *")
     source.payloads, source.payload_count = pointers, count
     setattr(source, "from", getattr(lib, f"GC_FROM_{payloads.kernel.upper()}"))
-    source.dtype, source.shared, source.value_dtype = DTYPES[payloads.dtype], payloads.shared or 0, value_dtype or 0
+    source.dtype, source.shared, source.value_dtype = (
+        DTYPES[payloads.dtype],
+        payloads.shared or 0,
+        value_dtype or 0,
+    )
     head: tuple[Any, ...] = (pointers, count)
     name = f"gc_{payloads.kernel}_sum_decode"
     if payloads.lane_bits is not None:
         source.world_size, source.lane_bits = payloads.world_size, payloads.lane_bits
         name, head = "gc_lanes_decode", (pointers[0], payloads.world_size, payloads.lane_bits)
     source.code_bits = payloads.code_bits or 0
-    head += tuple(option for option in (payloads.shared, value_dtype, payloads.code_bits) if option is not None)
-    payloads.prepared = made = _Prepared(name, getattr(lib, name), head, source.dtype, source, pointers)
+    head += tuple(
+        option
+        for option in (payloads.shared, value_dtype, payloads.code_bits)
+        if option is not None
+    )
+    payloads.prepared = made = _Prepared(
+        name, getattr(lib, name), head, source.dtype, source, pointers
+    )
     return made
 
 
@@ -152,7 +188,9 @@ def sum_decode(payloads: Payloads, table: Table, out: Tensor, written: int = 0) 
     return bool(flag[0])
 
 
-def sum_lanes(payloads: Payloads, source: Table, target: Table, lane_bits: int, out: Tensor) -> None:
+def sum_lanes(
+    payloads: Payloads, source: Table, target: Table, lane_bits: int, out: Tensor
+) -> None:
     """See `Kernels.sum_lanes`."""
     pointers, number, bytes_out = prepare(payloads).pointers, len(payloads.tensors), bytes_of(out)
     rows_out = ffi.cast("const gc_segment *", target.address)
@@ -165,7 +203,8 @@ def sum_lanes(payloads: Payloads, source: Table, target: Table, lane_bits: int, 
     )
 
 
-# ---- checks of payloads ----------------------------------------------------------------------------------------------
+# ---- checks of payloads
+# ----------------------------------------------------------------------------------------------
 
 
 def validate(payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
@@ -180,9 +219,13 @@ def validate_scales(
     payload: Tensor, first: int, count: int, *, non_negative: bool, most: float = math.inf
 ) -> None:
     """See `Kernels.validate_scales`."""
-    check(lib.gc_scales_validate(bytes_of(payload) + first, count, non_negative), "gc_scales_validate")
+    check(
+        lib.gc_scales_validate(bytes_of(payload) + first, count, non_negative), "gc_scales_validate"
+    )
     if most < math.inf and count:
-        scales = payload.numpy()[first : first + 4 * count].view(np.float32)  # wherever in memory they begin
+        scales = payload.numpy()[first : first + 4 * count].view(
+            np.float32
+        )  # wherever in memory they begin
         if scales.max() > most:
             check(lib.GC_BAD_SCALE, "gc_scales_validate")
 
@@ -192,11 +235,17 @@ def are_finite(values: Tensor) -> bool:
     return bool(lib.gc_scales_validate(bytes_of(values), values.numel(), False) == lib.GC_OK)
 
 
-# ---- units of second moments -----------------------------------------------------------------------------------------
+# ---- units of second moments
+# -----------------------------------------------------------------------------------------
 
 
 def divide(
-    values: Tensor, residual: Tensor | None, moments: Tensor, floor: float, units: Tensor, out: Tensor
+    values: Tensor,
+    residual: Tensor | None,
+    moments: Tensor,
+    floor: float,
+    units: Tensor,
+    out: Tensor,
 ) -> None:
     """See `Kernels.divide`."""
     source, owed, squares = floats_of(values), floats_of(residual), floats_of(moments)
@@ -205,7 +254,9 @@ def divide(
     def call(first: int, count: int) -> int:
         left = owed + first if residual is not None else owed
         return int(
-            lib.gc_moments_divide(source + first, left, squares + first, floor, count, into + first, quotients + first)
+            lib.gc_moments_divide(
+                source + first, left, squares + first, floor, count, into + first, quotients + first
+            )
         )
 
     run_elements("gc_moments_divide", values.numel(), call)
@@ -217,32 +268,57 @@ def multiply(values: Tensor, units: Tensor) -> bool:
     run_elements(
         "gc_moments_multiply",
         values.numel(),
-        lambda first, count: int(lib.gc_moments_multiply(into + first, factors + first, count, flag)),
+        lambda first, count: int(
+            lib.gc_moments_multiply(into + first, factors + first, count, flag)
+        ),
     )
     return bool(flag[0])
 
 
-def follow(values: Tensor, inverse: float, before: Tensor | None, keep: float, gain: float, after: Tensor) -> bool:
+def follow(
+    values: Tensor, inverse: float, before: Tensor | None, keep: float, gain: float, after: Tensor
+) -> bool:
     """See `Kernels.follow`."""
-    flag, source, old, new = ffi.new("uint32_t *"), floats_of(values), floats_of(before), floats_of(after)
+    flag, source, old, new = (
+        ffi.new("uint32_t *"),
+        floats_of(values),
+        floats_of(before),
+        floats_of(after),
+    )
 
     def call(first: int, count: int) -> int:
         kept = old + first if before is not None else old
-        return int(lib.gc_moments_follow(source + first, inverse, kept, keep, gain, count, new + first, flag))
+        return int(
+            lib.gc_moments_follow(
+                source + first, inverse, kept, keep, gain, count, new + first, flag
+            )
+        )
 
     run_elements("gc_moments_follow", values.numel(), call)
     return bool(flag[0])
 
 
-# ---- rotation --------------------------------------------------------------------------------------------------------
+# ---- rotation
+# --------------------------------------------------------------------------------------------------
 
 
 def rotate(
-    values: Tensor, group_numel: int, first: int, parameter: int, key: tuple[int, int, int, int], *, back: bool = False
+    values: Tensor,
+    group_numel: int,
+    first: int,
+    parameter: int,
+    key: tuple[int, int, int, int],
+    *,
+    back: bool = False,
 ) -> None:
     """See `Kernels.rotate`."""
     drawn = ffi.new("gc_rng_key *", key)[0]
-    check(lib.gc_rotate(floats_of(values), values.numel(), group_numel, first, parameter, drawn, back), "gc_rotate")
+    check(
+        lib.gc_rotate(
+            floats_of(values), values.numel(), group_numel, first, parameter, drawn, back
+        ),
+        "gc_rotate",
+    )
 
 
 def unbias(values: Tensor, group_numel: int, first: int) -> None:
@@ -250,7 +326,8 @@ def unbias(values: Tensor, group_numel: int, first: int) -> None:
     check(lib.gc_unbias(floats_of(values), values.numel(), group_numel, first), "gc_unbias")
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory
+# --------------------------------------------------------------------------------------------------
 
 
 def rescale(plane: Tensor, factor: float) -> None:

@@ -10,8 +10,9 @@ try:
     from gradcomp._gc import ffi, lib
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"{error}: the kernels of this source folder are not compiled. Run `pip install -e .` in the folder that has setup.py, or start Python elsewhere, "
-        "where the installed package is found.",
+        f"{error}: the kernels of this source folder are not compiled. Run `pip install -e .` in"
+        " the folder that has setup.py, or start Python elsewhere, where the installed package is"
+        " found.",
         name=error.name,
     ) from None
 from gradcomp.errors import CorruptPayload, NativeError
@@ -42,7 +43,13 @@ TIER_FEATURES: dict[str, frozenset[str]] = {
 }
 
 _CHECKS = {
-    "GC_FORBIDDEN_CODE": ("code", "a code that no encoder writes (of ternary: 11; of blocks: 15 of 4 bits, 255 of 8; of top-k: a position out of its block)"),
+    "GC_FORBIDDEN_CODE": (
+        "code",
+        (
+            "a code that no encoder writes (of ternary: 11; of blocks: 15 of 4 bits, 255 of 8; of"
+            " top-k: a position out of its block)"
+        ),
+    ),
     "GC_BAD_PADDING": ("padding", "padding bits are not what the format pins"),
     "GC_LANE_RANGE": ("lane", "an integer lane above 2 * world_size"),
     "GC_BAD_SCALE": ("scale", "a scale that is not finite, or negative"),
@@ -92,7 +99,8 @@ def _select_from_environment(value: str) -> None:
     known = frozenset[str]().union(*TIER_FEATURES.values())
     if off - known:
         raise ValueError(
-            f"{DISABLE_VARIABLE}={value!r}: unknown feature {min(off - known)!r}, known are {sorted(known)}"
+            f"{DISABLE_VARIABLE}={value!r}: unknown feature {min(off - known)!r}, known are"
+            f" {sorted(known)}"
         )
     select_tier([name for name in tiers() if not TIER_FEATURES[name] & off][-1])
 

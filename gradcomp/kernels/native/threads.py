@@ -1,4 +1,6 @@
-"""Calls over a segment table, shared out over threads; which thread does which row changes no bit of the result."""
+"""Calls over a segment table, shared out over threads; which thread does which row changes no
+bit of the result.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def thread_count() -> int:
 
 
 def _workers(wanted: int) -> ThreadPoolExecutor:
-    """Return a pool of at least `wanted` threads that belongs to this process (a fork starts without threads)."""
+    """Return a pool of at least `wanted` threads that belongs to this process (a fork starts
+    without threads).
+    """
     global _pool, _pool_size, _pool_pid
     with _pool_lock:
         if _pool is None or _pool_size < wanted or _pool_pid != os.getpid():
@@ -37,10 +41,13 @@ def _workers(wanted: int) -> ThreadPoolExecutor:
         return _pool
 
 
-def run(function: str, table: Table, call: Callable[[Any, int, int], int], second: Table | None = None) -> None:
+def run(
+    function: str, table: Table, call: Callable[[Any, int, int], int], second: Table | None = None
+) -> None:
     """Run `call(segments, count, first_row)` over a table, shared out over threads.
 
-    Every part runs to its end before the first error is raised, so that no thread touches memory afterwards.
+    Every part runs to its end before the first error is raised, so that no thread touches memory
+    afterwards.
     """
     if not table.count:
         return None

@@ -10,11 +10,14 @@ GC_INLINE gc_eight codes8(const uint8_t *codes, unsigned skipped, unsigned bits)
 {
     if (bits == 8) {
         uint16x8_t wide = vmovl_u8(vld1_u8(codes));
-        return (gc_eight){vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_high_u16(wide))};
+        return (gc_eight){vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))),
+                          vcvtq_f32_u32(vmovl_high_u16(wide))};
     }
-    static const int32_t right[2][8] = {{0, -2, -4, -6, -8, -10, -12, -14}, {0, -4, -8, -12, -16, -20, -24, -28}};
+    static const int32_t right[2][8] = {{0, -2, -4, -6, -8, -10, -12, -14},
+                                        {0, -4, -8, -12, -16, -20, -24, -28}};
     const int32_t *shifts = right[bits == 4];
-    uint32x4_t window = vdupq_n_u32((uint32_t)(gc_load_u64(codes) >> skipped)), mask = vdupq_n_u32((1u << bits) - 1);
+    uint32x4_t window = vdupq_n_u32((uint32_t)(gc_load_u64(codes) >> skipped)),
+               mask = vdupq_n_u32((1u << bits) - 1);
     return (gc_eight){vcvtq_f32_u32(vandq_u32(vshlq_u32(window, vld1q_s32(shifts)), mask)),
                       vcvtq_f32_u32(vandq_u32(vshlq_u32(window, vld1q_s32(shifts + 4)), mask))};
 }
@@ -22,12 +25,13 @@ GC_INLINE gc_eight codes8(const uint8_t *codes, unsigned skipped, unsigned bits)
 GC_INLINE gc_eight values8(gc_eight codes, gc_eight scales, unsigned bits)
 {
     const float32x4_t zero = vdupq_n_f32(gc_block_zero(bits));
-    return (gc_eight){vmulq_f32(vsubq_f32(codes.a, zero), scales.a), vmulq_f32(vsubq_f32(codes.b, zero), scales.b)};
+    return (gc_eight){vmulq_f32(vsubq_f32(codes.a, zero), scales.a),
+                      vmulq_f32(vsubq_f32(codes.b, zero), scales.b)};
 }
 
 /* Add the values of one payload to the stage; the first one starts it. */
-GC_INLINE void add_bits(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, unsigned bits,
-                        int starts, float *stage)
+GC_INLINE void add_bits(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece,
+                        unsigned bits, int starts, float *stage)
 {
     uint8_t padded[GC_PADDED_NBYTES];
     float each[GC_STAGE_NUMEL], scale = gc_scale(payload, segment, piece->run.group);
@@ -38,7 +42,8 @@ GC_INLINE void add_bits(const uint8_t *payload, const gc_segment *segment, const
     for (uint32_t i = 0; i < piece->numel; i += 8) {
         if (!piece->is_uniform)
             scales = gc_load8(each, GC_F32, i);
-        gc_eight x = values8(codes8(codes + (size_t)i * bits / 8, piece->first * bits % 8, bits), scales, bits);
+        gc_eight x = values8(codes8(codes + (size_t)i * bits / 8, piece->first * bits % 8, bits),
+                             scales, bits);
         gc_put8(stage + i, starts ? x : gc_plus8(gc_load8(stage, GC_F32, i), x));
     }
 }

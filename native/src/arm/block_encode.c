@@ -7,7 +7,8 @@
 
 enum { VECTORS_NUMEL = 16, EMIT_NUMEL = 32 };
 
-/* Bits of |g| seen, the largest |x|, and sixteen lanes of a block's sum of squares, lanes 2j and 2j + 1 in vector j. */
+/* Bits of |g| seen, the largest |x|, and sixteen lanes of a block's sum of squares, lanes 2j and 2j
+ * + 1 in vector j. */
 typedef struct {
     uint32x4_t any_gradient, absmax;
     float64x2_t lanes[8];
@@ -15,7 +16,8 @@ typedef struct {
 
 GC_INLINE void add2(watch *seen, int j, float64x2_t d)
 {
-    seen->lanes[j] = vfmaq_f64(seen->lanes[j], d, d); /* the product is exact: fused or not is the same */
+    /* the product is exact: fused or not is the same */
+    seen->lanes[j] = vfmaq_f64(seen->lanes[j], d, d);
 }
 
 /* Take in eight elements of the lanes from 2j on. */
@@ -33,8 +35,8 @@ GC_INLINE void take8(watch *seen, int j, float *stage, gc_eight g, gc_eight x, i
 }
 
 /* The elements of the group from `at` on; those past `numel` are 0. */
-GC_INLINE void take_rest(watch *seen, float *stage, const gc_block_view *view, uint32_t at, uint32_t numel, int dtype,
-                         int squares)
+GC_INLINE void take_rest(watch *seen, float *stage, const gc_block_view *view, uint32_t at,
+                         uint32_t numel, int dtype, int squares)
 {
     float g[VECTORS_NUMEL] = {0}, x[VECTORS_NUMEL] = {0};
     for (uint32_t j = 0; j < numel; j++) {
@@ -45,8 +47,8 @@ GC_INLINE void take_rest(watch *seen, float *stage, const gc_block_view *view, u
     take8(seen, 4, stage + 8, gc_load8(g, GC_F32, 8), gc_load8(x, GC_F32, 8), squares);
 }
 
-GC_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view, uint32_t chunk,
-                         uint32_t numel, int dtype, int squares)
+GC_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
+                         uint32_t chunk, uint32_t numel, int dtype, int squares)
 {
     watch seen = {vdupq_n_u32(0), vdupq_n_u32(0), {vdupq_n_f64(0)}};
     for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
@@ -65,14 +67,16 @@ GC_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, const g
         if (squares)
             totals->sum_squares += gc_total16(seen.lanes);
     }
-    uint32_t absmax = vmaxvq_u32(seen.absmax), padded = (numel + VECTORS_NUMEL - 1) / VECTORS_NUMEL * VECTORS_NUMEL;
+    uint32_t absmax = vmaxvq_u32(seen.absmax),
+             padded = (numel + VECTORS_NUMEL - 1) / VECTORS_NUMEL * VECTORS_NUMEL;
     totals->absmax_bits = absmax > totals->absmax_bits ? absmax : totals->absmax_bits;
     totals->any_gradient |= vmaxvq_u32(seen.any_gradient);
-    memset(stage->x + padded, 0, 64 * sizeof(float)); /* what `emit` reads of the last 64 elements */
+    /* what `emit` reads of the last 64 elements */
+    memset(stage->x + padded, 0, 64 * sizeof(float));
 }
 
-static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view, uint32_t chunk,
-                 uint32_t numel)
+static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
+                 uint32_t chunk, uint32_t numel)
 {
     if (view->bits == 2)
         GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32, 1),
@@ -84,15 +88,18 @@ static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_
                     take_body(totals, stage, view, chunk, numel, GC_F16, 0));
 }
 
-/* ---- codes ------------------------------------------------------------------------------------------------------- */
+/* ---- codes ----------------------------------------------------------------------------------- */
 /* Codes of four elements in the lowest bytes of the lanes; what they leave to `left`. */
-GC_INLINE uint32x4_t emit4(float32x4_t x, const gc_block_levels *levels, float32x4_t *left, int ternary)
+GC_INLINE uint32x4_t emit4(float32x4_t x, const gc_block_levels *levels, float32x4_t *left,
+                           int ternary)
 {
     if (ternary) {
-        uint32x4_t above = vcgtq_f32(x, vdupq_n_f32(levels->half)), below = vcltq_f32(x, vdupq_n_f32(-levels->half));
+        uint32x4_t above = vcgtq_f32(x, vdupq_n_f32(levels->half)),
+                   below = vcltq_f32(x, vdupq_n_f32(-levels->half));
         uint32x4_t up = vreinterpretq_u32_f32(vdupq_n_f32(levels->scale));
         uint32x4_t down = vreinterpretq_u32_f32(vdupq_n_f32(-levels->scale));
-        *left = vsubq_f32(x, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(above, up), vandq_u32(below, down))));
+        *left = vsubq_f32(
+            x, vreinterpretq_f32_u32(vorrq_u32(vandq_u32(above, up), vandq_u32(below, down))));
         return vaddq_u32(vsubq_u32(below, above), vdupq_n_u32(1));
     }
     const float32x4_t magic = vdupq_n_f32(GC_ROUNDING_MAGIC), zero = vdupq_n_f32(levels->zero);
@@ -104,9 +111,10 @@ GC_INLINE uint32x4_t emit4(float32x4_t x, const gc_block_levels *levels, float32
     return vreinterpretq_u32_f32(t);
 }
 
-/* Codes of sixteen elements, a byte each; with `out`, what they leave, decayed, whose magnitudes are added to `all`. */
-GC_INLINE uint8x16_t emit16(const float *x, const gc_block_levels *levels, float decay, float *out, float32x4_t *all,
-                            int ternary)
+/* Codes of sixteen elements, a byte each; with `out`, what they leave, decayed, whose magnitudes
+ * are added to `all`. */
+GC_INLINE uint8x16_t emit16(const float *x, const gc_block_levels *levels, float decay, float *out,
+                            float32x4_t *all, int ternary)
 {
     uint32x4_t codes[4];
     for (int j = 0; j < 4; j++) {
@@ -129,8 +137,8 @@ GC_INLINE uint8x8_t pairs(uint8x16_t bytes, unsigned bits)
     return vmovn_u16(bits == 4 ? vsraq_n_u16(h, h, 4) : vsraq_n_u16(h, h, 6));
 }
 
-GC_INLINE void emit_block(const float *x, uint8_t *codes, const gc_block_levels *levels, float decay, float *out,
-                          float32x4_t *all, unsigned bits, int ternary)
+GC_INLINE void emit_block(const float *x, uint8_t *codes, const gc_block_levels *levels,
+                          float decay, float *out, float32x4_t *all, unsigned bits, int ternary)
 {
     uint8x16_t low = emit16(x, levels, decay, out, all, ternary);
     uint8x16_t high = emit16(x + 16, levels, decay, out ? out + 16 : NULL, all, ternary);
@@ -146,17 +154,19 @@ GC_INLINE void emit_block(const float *x, uint8_t *codes, const gc_block_levels 
         vst1_u8(codes, pairs(packed, 4));
 }
 
-GC_INLINE double emit_body(gc_block_stage *stage, const gc_block_levels *levels, uint32_t numel, float decay, float *out,
-                           unsigned bits, int ternary)
+GC_INLINE double emit_body(gc_block_stage *stage, const gc_block_levels *levels, uint32_t numel,
+                           float decay, float *out, unsigned bits, int ternary)
 {
     float32x4_t all = vdupq_n_f32(0);
     uint32_t i = 0;
     for (; i + EMIT_NUMEL <= numel; i += EMIT_NUMEL)
-        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, decay, out ? out + i : NULL, &all, bits, ternary);
+        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, decay,
+                   out ? out + i : NULL, &all, bits, ternary);
     double sum = vaddvq_f32(all);
     if (i < numel) {
         float rest[EMIT_NUMEL];
-        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, 1.0f, rest, &all, bits, ternary);
+        emit_block(stage->x + i, stage->codes + (size_t)i * bits / 8, levels, 1.0f, rest, &all,
+                   bits, ternary);
         for (uint32_t j = 0; out && j < numel - i; j++) {
             out[i + j] = decay * rest[j];
             sum += rest[j] < 0 ? -rest[j] : rest[j];
@@ -165,8 +175,8 @@ GC_INLINE double emit_body(gc_block_stage *stage, const gc_block_levels *levels,
     return sum;
 }
 
-static double emit(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels, uint32_t numel,
-                   float *out, int streams)
+static double emit(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels,
+                   uint32_t numel, float *out, int streams)
 {
     (void)streams;
     if (levels->ternary)

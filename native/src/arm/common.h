@@ -1,4 +1,5 @@
-/* common.h - what the neon kernels share: typed loads of eight elements, stores of decoded values. */
+/* common.h - what the neon kernels share: typed loads of eight elements, stores of decoded
+ * values. */
 #ifndef GC_ARM_COMMON_H
 #define GC_ARM_COMMON_H
 
@@ -12,8 +13,14 @@ typedef struct {
 } gc_eight;
 
 /* Payloads are not aligned: vectors are loaded and stored as bytes. */
-GC_INLINE uint8x16_t gc_load_bytes(const void *src, uint64_t offset) { return vld1q_u8((const uint8_t *)src + offset); }
-GC_INLINE void gc_store_bytes(void *out, uint64_t offset, uint8x16_t bytes) { vst1q_u8((uint8_t *)out + offset, bytes); }
+GC_INLINE uint8x16_t gc_load_bytes(const void *src, uint64_t offset)
+{
+    return vld1q_u8((const uint8_t *)src + offset);
+}
+GC_INLINE void gc_store_bytes(void *out, uint64_t offset, uint8x16_t bytes)
+{
+    vst1q_u8((uint8_t *)out + offset, bytes);
+}
 
 GC_INLINE gc_eight gc_load8(const void *src, int dtype, uint64_t i)
 {
@@ -58,7 +65,8 @@ GC_INLINE double gc_total16(const float64x2_t lanes[8])
 /* Four finite values as bf16, rounded to nearest even. */
 GC_INLINE uint16x4_t gc_to_bf16x4(float32x4_t x)
 {
-    uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    uint32x4_t bits = vreinterpretq_u32_f32(x),
+               odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     return vshrn_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7FFF))), 16);
 }
 
@@ -69,14 +77,17 @@ GC_INLINE void gc_write8(void *out, int dtype, uint64_t i, gc_eight x)
         gc_store_bytes(out, 4 * i, vreinterpretq_u8_f32(x.a));
         gc_store_bytes(out, 4 * i + 16, vreinterpretq_u8_f32(x.b));
     } else if (dtype == GC_BF16) {
-        gc_store_bytes(out, 2 * i, vreinterpretq_u8_u16(vcombine_u16(gc_to_bf16x4(x.a), gc_to_bf16x4(x.b))));
+        gc_store_bytes(out, 2 * i,
+                       vreinterpretq_u8_u16(vcombine_u16(gc_to_bf16x4(x.a), gc_to_bf16x4(x.b))));
     } else {
-        gc_store_bytes(out, 2 * i, vreinterpretq_u8_f16(vcombine_f16(vcvt_f16_f32(x.a), vcvt_f16_f32(x.b))));
+        gc_store_bytes(out, 2 * i,
+                       vreinterpretq_u8_f16(vcombine_f16(vcvt_f16_f32(x.a), vcvt_f16_f32(x.b))));
     }
 }
 
-/* Write stage[0 .. piece->numel) * factor to the piece's place in the output; 0 if one of them is not finite there. */
-int gc_store_stage(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece, const float *stage,
-                   float factor);
+/* Write stage[0 .. piece->numel) * factor to the piece's place in the output; 0 if one of them is
+ * not finite there. */
+int gc_store_stage(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece,
+                   const float *stage, float factor);
 
 #endif

@@ -1,4 +1,5 @@
-/* onebit_decode.c - averages of 1-bit payloads: every lane tests its bit of a byte, and the mask picks a mean. */
+/* onebit_decode.c - averages of 1-bit payloads: every lane tests its bit of a byte, and the mask
+ * picks a mean. */
 #include "internal.h"
 
 #if defined(GC_NEON)
@@ -20,8 +21,8 @@ GC_INLINE gc_eight pick8(const uint8_t *codes, unsigned shift, means m)
 
 GC_INLINE gc_eight every(float mean) { return (gc_eight){vdupq_n_f32(mean), vdupq_n_f32(mean)}; }
 
-static void add_payload_neon(const uint8_t *payload, const gc_segment *segment, const gc_piece *piece, int starts,
-                             float *stage)
+static void add_payload_neon(const uint8_t *payload, const gc_segment *segment,
+                             const gc_piece *piece, int starts, float *stage)
 {
     uint8_t padded[GC_PADDED_NBYTES];
     float zeros[GC_STAGE_NUMEL], ones[GC_STAGE_NUMEL];

@@ -1,4 +1,5 @@
-/* onebit_encode.c - 1-bit codes, class means and the new residual; onebit_groups.c walks the groups. */
+/* onebit_encode.c - 1-bit codes, class means and the new residual; onebit_groups.c walks the
+ * groups. */
 #include "internal.h"
 
 #if defined(GC_NEON)
@@ -42,7 +43,8 @@ GC_INLINE uint8_t bits8(gc_eight x)
 }
 
 /* Take in eight elements of the lanes from 2j on: stage x and its bits, add x to the sums. */
-GC_INLINE void take8(watch *seen, class_lanes *lanes, int j, gc_onebit_stage *stage, uint32_t i, gc_eight g, gc_eight x)
+GC_INLINE void take8(watch *seen, class_lanes *lanes, int j, gc_onebit_stage *stage, uint32_t i,
+                     gc_eight g, gc_eight x)
 {
     gc_put8(stage->x + i, x);
     stage->bits[i / 8] = bits8(x);
@@ -52,8 +54,9 @@ GC_INLINE void take8(watch *seen, class_lanes *lanes, int j, gc_onebit_stage *st
 }
 
 /* Fewer than sixteen elements, padded with zeros. */
-GC_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, const gc_onebit_view *view,
-                         uint32_t chunk, uint32_t i, uint32_t numel, int dtype)
+GC_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage,
+                         const gc_onebit_view *view, uint32_t chunk, uint32_t i, uint32_t numel,
+                         int dtype)
 {
     float g[VECTORS_NUMEL] = {0}, x[VECTORS_NUMEL] = {0};
     for (uint32_t j = 0; i + j < numel; j++) {
@@ -64,8 +67,8 @@ GC_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage
     take8(seen, lanes, 4, stage, i + 8, gc_load8(g, GC_F32, 8), gc_load8(x, GC_F32, 8));
 }
 
-GC_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t chunk,
-                         uint32_t numel, int dtype)
+GC_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage,
+                         const gc_onebit_view *view, uint32_t chunk, uint32_t numel, int dtype)
 {
     watch seen = {vdupq_n_u32(0), vdupq_n_u32(0)};
     for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
@@ -91,8 +94,8 @@ GC_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage, const
     totals->ones += gc_finish_bits(stage, numel);
 }
 
-static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t chunk,
-                 uint32_t numel)
+static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view,
+                 uint32_t chunk, uint32_t numel)
 {
     GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32),
                 take_body(totals, stage, view, chunk, numel, GC_BF16),
@@ -102,7 +105,8 @@ static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_oneb
 /* r' = decay * (x - q) for four elements; the magnitudes of x - q are added to `all`. */
 GC_INLINE float32x4_t left4(float32x4_t x, const gc_onebit_view *view, float32x4_t *all)
 {
-    float32x4_t left = vsubq_f32(x, vbslq_f32(vcgtzq_f32(x), vdupq_n_f32(view->means[1]), vdupq_n_f32(view->means[0])));
+    float32x4_t left = vsubq_f32(
+        x, vbslq_f32(vcgtzq_f32(x), vdupq_n_f32(view->means[1]), vdupq_n_f32(view->means[0])));
     *all = vaddq_f32(*all, vabsq_f32(left));
     return vmulq_n_f32(left, view->decay);
 }
@@ -120,8 +124,8 @@ GC_INLINE float left1(float x, const gc_onebit_view *view, double *all)
     return view->decay * left;
 }
 
-static double leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
-                         int streams)
+static double leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel,
+                           float *out, int streams)
 {
     (void)streams;
     float32x4_t sums = vdupq_n_f32(0);
@@ -146,7 +150,8 @@ GC_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, float *o
     }
     double all = vaddvq_f32(sums);
     for (; i < numel; i++) {
-        float g = gc_load(view->src, dtype, view->data + i), x = view->residual ? g + view->residual[i] : g;
+        float g = gc_load(view->src, dtype, view->data + i),
+              x = view->residual ? g + view->residual[i] : g;
         out[i] = left1(x, view, &all);
     }
     return all;
@@ -154,7 +159,8 @@ GC_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, float *o
 
 static double leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
 {
-    GC_BY_DTYPE(view->dtype, return leave_body(view, numel, out, GC_F32), return leave_body(view, numel, out, GC_BF16),
+    GC_BY_DTYPE(view->dtype, return leave_body(view, numel, out, GC_F32),
+                return leave_body(view, numel, out, GC_BF16),
                 return leave_body(view, numel, out, GC_F16));
 }
 

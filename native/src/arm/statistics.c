@@ -1,4 +1,5 @@
-/* statistics.c - block sums: sixteen float64 lanes are eight vectors for the sums and eight for the squares. */
+/* statistics.c - block sums: sixteen float64 lanes are eight vectors for the sums and eight for the
+ * squares. */
 #include "internal.h"
 
 #if defined(GC_NEON)
@@ -12,7 +13,8 @@ typedef struct {
 GC_INLINE void add2(block_lanes *lanes, int j, float64x2_t d)
 {
     lanes->sums[j] = vaddq_f64(lanes->sums[j], d);
-    lanes->squares[j] = vfmaq_f64(lanes->squares[j], d, d); /* the product is exact: fused or not is the same */
+    /* the product is exact: fused or not is the same */
+    lanes->squares[j] = vfmaq_f64(lanes->squares[j], d, d);
 }
 
 /* Elements of the lanes from 2j on. */
@@ -43,7 +45,8 @@ GC_INLINE gc_block sum_one_block(const void *src, uint64_t first, uint32_t numel
         add8(&lanes, 0, gc_load8(rest, GC_F32, 0));
         add8(&lanes, 4, gc_load8(rest, GC_F32, 8));
     }
-    return (gc_block){gc_total16(lanes.sums), gc_total16(lanes.squares), vmaxvq_u32(lanes.absmax), 0};
+    return (gc_block){gc_total16(lanes.sums), gc_total16(lanes.squares), vmaxvq_u32(lanes.absmax),
+                      0};
 }
 
 GC_INLINE void sum_blocks(gc_encode_job *job, const gc_segment *segment, int dtype)

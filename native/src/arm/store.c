@@ -4,7 +4,8 @@
 #if defined(GC_NEON)
 #include "common.h"
 
-GC_INLINE uint32x4_t store_body(void *out, uint64_t index, uint32_t numel, const float *stage, float factor, int dtype)
+GC_INLINE uint32x4_t store_body(void *out, uint64_t index, uint32_t numel, const float *stage,
+                                float factor, int dtype)
 {
     uint32x4_t absmax = vdupq_n_u32(0);
     for (uint32_t i = 0; i < numel; i += 8) {
@@ -16,12 +17,13 @@ GC_INLINE uint32x4_t store_body(void *out, uint64_t index, uint32_t numel, const
     return absmax;
 }
 
-int gc_store_stage(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece, const float *stage,
-                   float factor)
+int gc_store_stage(const gc_decode_job *job, const gc_segment *segment, const gc_piece *piece,
+                   const float *stage, float factor)
 {
     uint32x4_t absmax;
     uint64_t index = segment->data + piece->first;
-    GC_BY_DTYPE(job->out_dtype, absmax = store_body(job->out, index, piece->numel, stage, factor, GC_F32),
+    GC_BY_DTYPE(job->out_dtype,
+                absmax = store_body(job->out, index, piece->numel, stage, factor, GC_F32),
                 absmax = store_body(job->out, index, piece->numel, stage, factor, GC_BF16),
                 absmax = store_body(job->out, index, piece->numel, stage, factor, GC_F16));
     return vmaxvq_u32(absmax) < gc_overflow_bits(job->out_dtype);

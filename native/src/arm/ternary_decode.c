@@ -1,7 +1,7 @@
 /* ternary_decode.c - averages of ternary payloads, as values and as integer lanes of up to 8 bits.
  *
- * Codes are spread to bytes in the order of the elements, 64 at a time, by an interleaving store; integer sums of several
- * payloads are made before they are spread.
+ * Codes are spread to bytes in the order of the elements, 64 at a time, by an interleaving store;
+ * integer sums of several payloads are made before they are spread.
  */
 #include "internal.h"
 
@@ -11,10 +11,11 @@
 
 enum { BLOCK_NBYTES = 16, BLOCK_NUMEL = 64, BYTE_SUMS_PAYLOADS = 127 };
 
-/* Sums of the codes (0, 1, 2) of at most BYTE_SUMS_PAYLOADS payloads, a byte an element: `numel` elements from the code
- * byte `first_byte` of the segment on, rounded up to blocks of BLOCK_NUMEL. */
-static void byte_sums(const uint8_t *const *payloads, size_t payload_count, const gc_segment *segment,
-                      size_t first_byte, uint32_t numel, uint8_t *sums)
+/* Sums of the codes (0, 1, 2) of at most BYTE_SUMS_PAYLOADS payloads, a byte an element: `numel`
+ * elements from the code byte `first_byte` of the segment on, rounded up to blocks of
+ * BLOCK_NUMEL. */
+static void byte_sums(const uint8_t *const *payloads, size_t payload_count,
+                      const gc_segment *segment, size_t first_byte, uint32_t numel, uint8_t *sums)
 {
     const uint8x16_t low = vdupq_n_u8(3);
     size_t total = gc_code_nbytes(segment->numel, 2);
@@ -50,11 +51,13 @@ static int decode_shared(gc_decode_job *job, const gc_segment *segment, const gc
     float stage[GC_STAGE_NUMEL], scales[GC_STAGE_NUMEL], divisor = (float)job->payload_count;
     const uint8x8_t count = vdup_n_u8((uint8_t)job->payload_count);
     uint32_t skipped = piece->first % 4; /* elements of the first byte before the piece */
-    byte_sums(job->payloads, job->payload_count, segment, piece->first / 4, skipped + piece->numel, sums);
+    byte_sums(job->payloads, job->payload_count, segment, piece->first / 4, skipped + piece->numel,
+              sums);
     if (piece->is_uniform) {
         for (uint32_t i = 0; i < piece->numel; i += 8)
             gc_put8(stage + i, values8(sums + skipped + i, count));
-        return gc_store_stage(job, segment, piece, stage, gc_scale(job->payloads[0], segment, piece->run.group) / divisor);
+        return gc_store_stage(job, segment, piece, stage,
+                              gc_scale(job->payloads[0], segment, piece->run.group) / divisor);
     }
     gc_fill_scales(job->payloads[0], segment, piece, 1, 0, scales);
     for (uint32_t i = 0; i < piece->numel; i += 8) {
@@ -101,18 +104,20 @@ void gc_ternary_decode_neon(gc_decode_job *job, const gc_segment *segment)
     gc_decode_pieces(job, segment, decode_piece, gc_ternary_decode_span);
 }
 
-/* ---- lanes ------------------------------------------------------------------------------------------------------- */
+/* ---- lanes ----------------------------------------------------------------------------------- */
 /* Move eight lanes of `bits` <= 8 bits, a byte each, together: pairs, then fours, then eights. */
 GC_INLINE uint64_t compact8(uint64_t x, unsigned bits)
 {
-    const uint64_t low8 = 0x00FF00FF00FF00FFu, low16 = 0x0000FFFF0000FFFFu, low32 = 0x00000000FFFFFFFFu;
+    const uint64_t low8 = 0x00FF00FF00FF00FFu, low16 = 0x0000FFFF0000FFFFu,
+                   low32 = 0x00000000FFFFFFFFu;
     x &= 0x0101010101010101u * ((1u << bits) - 1);
     x = (x & low8) | (x & ~low8) >> (8 - bits);
     x = (x & low16) | (x & ~low16) >> (16 - 2 * bits);
     return (x & low32) | (x & ~low32) >> (32 - 4 * bits);
 }
 
-void gc_sum_lanes_neon(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes)
+void gc_sum_lanes_neon(const gc_decode_job *job, const gc_segment *in, const gc_segment *out,
+                       uint8_t *lanes)
 {
     if (job->lane_bits > 8) {
         gc_sum_lanes_span(job, in, out, lanes, 0, in->numel);
@@ -131,7 +136,8 @@ void gc_sum_lanes_neon(const gc_decode_job *job, const gc_segment *in, const gc_
             eight = compact8(eight, job->lane_bits);
             memcpy(packed + i / 8 * job->lane_bits, &eight, 8);
         }
-        memcpy(lanes + out->codes + (size_t)first * job->lane_bits / 8, packed, gc_code_nbytes(numel, job->lane_bits));
+        memcpy(lanes + out->codes + (size_t)first * job->lane_bits / 8, packed,
+               gc_code_nbytes(numel, job->lane_bits));
     }
 }
 #endif

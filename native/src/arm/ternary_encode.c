@@ -1,7 +1,8 @@
-/* ternary_encode.c - ternary codes of whole superblocks: 64 elements, eight Philox blocks, sixteen bytes.
+/* ternary_encode.c - ternary codes of whole superblocks: 64 elements, eight Philox blocks, sixteen
+ * bytes.
  *
- * Word w of blocks 0-3 and of blocks 4-7 are two vectors; their even 16-bit halves are the draws of elements 16w to
- * 16w + 7, the odd ones those of 16w + 8 to 16w + 15.
+ * Word w of blocks 0-3 and of blocks 4-7 are two vectors; their even 16-bit halves are the draws of
+ * elements 16w to 16w + 7, the odd ones those of 16w + 8 to 16w + 15.
  */
 #include "internal.h"
 
@@ -11,7 +12,7 @@
 
 enum { WORDS = 4 };
 
-/* ---- random numbers ---------------------------------------------------------------------------------------------- */
+/* ---- random numbers -------------------------------------------------------------------------- */
 /* 32-bit halves of the products of four lanes with m. */
 typedef struct {
     uint32x4_t low, high;
@@ -29,7 +30,8 @@ GC_INLINE uint32x4_t flip(uint32x4_t x, uint32_t bits) { return veorq_u32(x, vdu
 /* Four blocks, whose numbers are the lanes of `numbers`. */
 GC_INLINE void philox4(const gc_philox_plan *plan, uint32x4_t numbers, uint32x4_t c[WORDS])
 {
-    product p0 = times(numbers, GC_PHILOX_M0), p1 = times(flip(p0.high, plan->round1_c2), GC_PHILOX_M1);
+    product p0 = times(numbers, GC_PHILOX_M0),
+            p1 = times(flip(p0.high, plan->round1_c2), GC_PHILOX_M1);
     c[0] = flip(p1.high, plan->round2_c0);
     c[1] = p1.low;
     c[2] = flip(p0.low, plan->round2_c2);
@@ -63,9 +65,9 @@ GC_INLINE void draw64(const gc_philox_plan *plan, uint32_t superblock, uint16x8_
     }
 }
 
-/* ---- decisions --------------------------------------------------------------------------------------------------- */
-/* 1 + |x| / S * 65536, rounded down, at most 65535; 0 where that is NaN. A product with 65536 / S instead of the quotient
- * may be off by one, which GC_OPEN_DISTANCE allows for. */
+/* ---- decisions ------------------------------------------------------------------------------- */
+/* 1 + |x| / S * 65536, rounded down, at most 65535; 0 where that is NaN. A product with 65536 / S
+ * instead of the quotient may be off by one, which GC_OPEN_DISTANCE allows for. */
 GC_INLINE uint16x4_t threshold4(float32x4_t x, float32x4_t factor)
 {
     return vqmovn_u32(vcvtq_u32_f32(vfmaq_f32(vdupq_n_f32(1.0f), vabsq_f32(x), factor)));
@@ -77,7 +79,8 @@ GC_INLINE uint8x8_t codes8(gc_eight x, gc_eight factor, uint16x8_t draws, uint16
     uint16x8_t t = vcombine_u16(threshold4(x.a, factor.a), threshold4(x.b, factor.b));
     uint16x8_t is_negative = vreinterpretq_u16_s16(vshrq_n_s16(
         vreinterpretq_s16_u16(vcombine_u16(vshrn_n_u32(vreinterpretq_u32_f32(x.a), 16),
-                                           vshrn_n_u32(vreinterpretq_u32_f32(x.b), 16))), 15));
+                                           vshrn_n_u32(vreinterpretq_u32_f32(x.b), 16))),
+        15));
     *distance = vsubq_u16(t, draws);
     uint16x8_t nonzero = vbicq_u16(vdupq_n_u16(2), is_negative);
     return vmovn_u16(vbslq_u16(vcltq_u16(draws, t), nonzero, vdupq_n_u16(1)));
@@ -93,12 +96,14 @@ GC_INLINE uint8x16_t pack64(const uint8x16_t codes[WORDS])
     }
     uint16x8_t low = vreinterpretq_u16_u8(vuzp1q_u8(pairs[0], pairs[1]));
     uint16x8_t high = vreinterpretq_u16_u8(vuzp1q_u8(pairs[2], pairs[3]));
-    return vuzp1q_u8(vreinterpretq_u8_u16(vsraq_n_u16(low, low, 4)), vreinterpretq_u8_u16(vsraq_n_u16(high, high, 4)));
+    return vuzp1q_u8(vreinterpretq_u8_u16(vsraq_n_u16(low, low, 4)),
+                     vreinterpretq_u8_u16(vsraq_n_u16(high, high, 4)));
 }
 
-/* ---- superblocks ------------------------------------------------------------------------------------------------- */
-GC_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, const gc_philox_plan *plan,
-                           const gc_superblocks *blocks, int is_uniform, int dtype)
+/* ---- superblocks ----------------------------------------------------------------------------- */
+GC_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment,
+                           const gc_philox_plan *plan, const gc_superblocks *blocks, int is_uniform,
+                           int dtype)
 {
     uint8_t *codes = job->payload + segment->codes;
     uint32x4_t absmax = vdupq_n_u32(0);
@@ -132,8 +137,8 @@ GC_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, const 
     job->nonfinite |= vmaxvq_u32(absmax) >= GC_INF_BITS;
 }
 
-static void encode_superblocks(gc_encode_job *job, const gc_segment *segment, const gc_philox_plan *plan,
-                               const gc_superblocks *blocks)
+static void encode_superblocks(gc_encode_job *job, const gc_segment *segment,
+                               const gc_philox_plan *plan, const gc_superblocks *blocks)
 {
     if (blocks->is_uniform)
         GC_BY_DTYPE(job->dtype, encode_body(job, segment, plan, blocks, 1, GC_F32),

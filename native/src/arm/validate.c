@@ -1,4 +1,5 @@
-/* validate.c - ternary codes looked through 64 bytes at a time; what is left over goes to the portable kernel. */
+/* validate.c - ternary codes looked through 64 bytes at a time; what is left over goes to the
+ * portable kernel. */
 #include "internal.h"
 
 #if defined(GC_NEON)
@@ -17,6 +18,7 @@ gc_status gc_ternary_validate_neon(const uint8_t *codes, uint32_t numel)
         }
     if (vmaxvq_u8(vandq_u8(forbidden, vdupq_n_u8(0x55))))
         return GC_FORBIDDEN_CODE;
-    return gc_ternary_validate_portable(codes + nbytes, numel - (uint32_t)(nbytes * CODES_PER_BYTE));
+    return gc_ternary_validate_portable(codes + nbytes,
+                                        numel - (uint32_t)(nbytes * CODES_PER_BYTE));
 }
 #endif

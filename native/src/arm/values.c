@@ -4,9 +4,9 @@
 #if defined(GC_NEON)
 #include "common.h"
 
-/* ---- encode ------------------------------------------------------------------------------------------------------ */
-GC_INLINE uint32_t encode_body(const void *src, uint64_t index, uint32_t numel, int value_dtype, uint8_t *values,
-                               int dtype)
+/* ---- encode ---------------------------------------------------------------------------------- */
+GC_INLINE uint32_t encode_body(const void *src, uint64_t index, uint32_t numel, int value_dtype,
+                               uint8_t *values, int dtype)
 {
     uint32x4_t absmax = vdupq_n_u32(0);
     for (uint32_t i = 0; i < numel; i += 8) {
@@ -21,7 +21,8 @@ void gc_values_encode_neon(gc_encode_job *job, const gc_segment *segment)
 {
     size_t size = job->value_dtype == GC_F32 ? 4 : 2;
     for (uint32_t first = 0; first < segment->numel;) {
-        uint32_t left = segment->numel - first, numel = left < GC_PIECE_NUMEL ? left & ~7u : GC_PIECE_NUMEL;
+        uint32_t left = segment->numel - first,
+                 numel = left < GC_PIECE_NUMEL ? left & ~7u : GC_PIECE_NUMEL;
         if (numel == 0) {
             gc_values_encode_span(job, segment, first, left);
             return;
@@ -29,17 +30,21 @@ void gc_values_encode_neon(gc_encode_job *job, const gc_segment *segment)
         uint32_t absmax;
         uint8_t *values = job->payload + segment->codes + size * first;
         GC_BY_DTYPE(job->dtype,
-                    absmax = encode_body(job->src, segment->data + first, numel, job->value_dtype, values, GC_F32),
-                    absmax = encode_body(job->src, segment->data + first, numel, job->value_dtype, values, GC_BF16),
-                    absmax = encode_body(job->src, segment->data + first, numel, job->value_dtype, values, GC_F16));
+                    absmax = encode_body(job->src, segment->data + first, numel, job->value_dtype,
+                                         values, GC_F32),
+                    absmax = encode_body(job->src, segment->data + first, numel, job->value_dtype,
+                                         values, GC_BF16),
+                    absmax = encode_body(job->src, segment->data + first, numel, job->value_dtype,
+                                         values, GC_F16));
         if (absmax >= gc_overflow_bits(job->value_dtype))
             gc_values_encode_span(job, segment, first, numel);
         first += numel;
     }
 }
 
-/* ---- decode ------------------------------------------------------------------------------------------------------ */
-GC_INLINE void add_values(const uint8_t *values, uint32_t numel, int starts, float *stage, int dtype)
+/* ---- decode ---------------------------------------------------------------------------------- */
+GC_INLINE void add_values(const uint8_t *values, uint32_t numel, int starts, float *stage,
+                          int dtype)
 {
     for (uint32_t i = 0; i < numel; i += 8) {
         gc_eight x = gc_load8(values, dtype, i);

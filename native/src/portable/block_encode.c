@@ -1,19 +1,21 @@
-/* block_encode.c - evenly spaced levels with error feedback: the scale of a group, then its codes and the new residual. */
+/* block_encode.c - evenly spaced levels with error feedback: the scale of a group, then its codes
+ * and the new residual. */
 #include "blocks.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-GC_INLINE float corrected(const gc_encode_job *job, int dtype, const gc_segment *segment, uint32_t i)
+GC_INLINE float corrected(const gc_encode_job *job, int dtype, const gc_segment *segment,
+                          uint32_t i)
 {
     float g = gc_load(job->src, dtype, segment->data + i);
     return job->residual_in ? g + job->residual_in[segment->residual + i] : g;
 }
 
 /* Add at most one block to the totals. */
-GC_INLINE void add_block(gc_encode_job *job, int dtype, const gc_segment *segment, uint32_t first, uint32_t numel,
-                         gc_block_totals *totals)
+GC_INLINE void add_block(gc_encode_job *job, int dtype, const gc_segment *segment, uint32_t first,
+                         uint32_t numel, gc_block_totals *totals)
 {
     double lanes[GC_SUM_LANES] = {0};
     for (uint32_t i = 0; i < numel; i++) {
@@ -46,7 +48,8 @@ GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segme
         codes[bit / 8] = (uint8_t)((codes[bit / 8] & ~(0xFFu << bit % 8)) | code << bit % 8);
         if (job->residual_out) {
             float left = x - gc_block_value(code, &levels);
-            job->residual_out[segment->residual + i] = gc_is_nan(left) ? gc_float_of(GC_NAN_BITS) : job->decay * left;
+            job->residual_out[segment->residual + i] = gc_is_nan(left) ? gc_float_of(GC_NAN_BITS)
+                                                                       : job->decay * left;
             all += left < 0 ? -left : left;
         }
     }
@@ -55,8 +58,8 @@ GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segme
 
 void gc_block_group(gc_encode_job *job, const gc_segment *segment, gc_run run)
 {
-    GC_BY_DTYPE(job->dtype, group_body(job, GC_F32, segment, run), group_body(job, GC_BF16, segment, run),
-                group_body(job, GC_F16, segment, run));
+    GC_BY_DTYPE(job->dtype, group_body(job, GC_F32, segment, run),
+                group_body(job, GC_BF16, segment, run), group_body(job, GC_F16, segment, run));
 }
 
 void gc_block_encode_portable(gc_encode_job *job, const gc_segment *segment)

@@ -1,8 +1,9 @@
 /* onebit_encode.c - one bit a value with error feedback (Seide et al. 2014, section 2).
  *
- * Two passes over a group: the first takes the bits and the means of the two classes, the second leaves what the
- * decoder will miss in the residual. Deviation from the paper: a group whose gradient is zero throughout is sent as
- * zeros and keeps its residual, so that an unused row gathers no error.
+ * Two passes over a group: the first takes the bits and the means of the two classes, the second
+ * leaves what the decoder will miss in the residual. Deviation from the paper: a group whose
+ * gradient is zero throughout is sent as zeros and keeps its residual, so that an unused row
+ * gathers no error.
  */
 #include "numeric.h"
 
@@ -16,15 +17,17 @@ typedef struct {
     int gradient_zero; /* every g of the group is +-0 */
 } class_totals;
 
-GC_INLINE float corrected(const gc_encode_job *job, int dtype, const gc_segment *segment, uint32_t i)
+GC_INLINE float corrected(const gc_encode_job *job, int dtype, const gc_segment *segment,
+                          uint32_t i)
 {
     float g = gc_load(job->src, dtype, segment->data + i);
     return job->residual_in ? g + job->residual_in[segment->residual + i] : g;
 }
 
-/* Bits of elements [first, first + numel), at most one block; adds the sums of both classes to the totals. */
-GC_INLINE void block_bits(gc_encode_job *job, int dtype, const gc_segment *segment, uint32_t first, uint32_t numel,
-                          class_totals *totals)
+/* Bits of elements [first, first + numel), at most one block; adds the sums of both classes to the
+ * totals. */
+GC_INLINE void block_bits(gc_encode_job *job, int dtype, const gc_segment *segment, uint32_t first,
+                          uint32_t numel, class_totals *totals)
 {
     uint8_t *codes = job->payload + segment->codes;
     double lanes[2][GC_SUM_LANES] = {{0}};
@@ -57,7 +60,8 @@ static float class_mean(const gc_encode_job *job, const class_totals *totals, in
 
 /* Nobody reads the copy soon: stores past the caches save reading its lines first. The
  * caller fences. */
-void gc_keep_residuals(const gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel)
+void gc_keep_residuals(const gc_encode_job *job, const gc_segment *segment, uint32_t first,
+                       uint32_t numel)
 {
     if (!job->kept)
         return;
@@ -89,7 +93,8 @@ GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segme
     double all = 0;
     for (uint32_t i = run.first; i < run.first + run.numel; i++) {
         float x = corrected(job, dtype, segment, i), left = x - means[x > 0];
-        job->residual_out[segment->residual + i] = gc_is_nan(left) ? gc_float_of(GC_NAN_BITS) : job->decay * left;
+        job->residual_out[segment->residual + i] = gc_is_nan(left) ? gc_float_of(GC_NAN_BITS)
+                                                                   : job->decay * left;
         all += left < 0 ? -left : left;
     }
     gc_count_dropped(job, all);
@@ -97,8 +102,8 @@ GC_INLINE void group_body(gc_encode_job *job, int dtype, const gc_segment *segme
 
 void gc_onebit_group(gc_encode_job *job, const gc_segment *segment, gc_run run)
 {
-    GC_BY_DTYPE(job->dtype, group_body(job, GC_F32, segment, run), group_body(job, GC_BF16, segment, run),
-                group_body(job, GC_F16, segment, run));
+    GC_BY_DTYPE(job->dtype, group_body(job, GC_F32, segment, run),
+                group_body(job, GC_BF16, segment, run), group_body(job, GC_F16, segment, run));
 }
 
 void gc_onebit_encode_portable(gc_encode_job *job, const gc_segment *segment)

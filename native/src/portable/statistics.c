@@ -1,7 +1,8 @@
-/* statistics.c - sums of blocks of a gradient and the ternary scales made of them (Wen et al. 2017, section 3.3).
+/* statistics.c - sums of blocks of a gradient and the ternary scales made of them (Wen et al. 2017,
+ * section 3.3).
  *
- * Sums are float64 in an order that the contract pins: 16 lanes inside a block, then a tree over the lanes, so that a
- * vector unit and this loop round alike.
+ * Sums are float64 in an order that the contract pins: 16 lanes inside a block, then a tree over
+ * the lanes, so that a vector unit and this loop round alike.
  */
 #include <math.h>
 
@@ -27,9 +28,11 @@ GC_INLINE gc_block block_body(const void *src, int dtype, uint64_t first, uint32
 gc_block gc_block_of(const void *src, int dtype, uint64_t first, uint32_t numel)
 {
     gc_block block;
-    GC_BY_DTYPE(dtype, block = block_body(src, GC_F32, first, numel), block = block_body(src, GC_BF16, first, numel),
+    GC_BY_DTYPE(dtype, block = block_body(src, GC_F32, first, numel),
+                block = block_body(src, GC_BF16, first, numel),
                 block = block_body(src, GC_F16, first, numel));
-    /* A sum that is NaN is the one canonical NaN: which one the additions return is up to the compiler. */
+    /* A sum that is NaN is the one canonical NaN: which one the additions return is up to the
+     * compiler. */
     if (isnan(block.sum))
         block.sum = gc_float_of(GC_NAN_BITS);
     if (isnan(block.sum_squares))
@@ -52,7 +55,8 @@ void gc_block_sums_portable(gc_encode_job *job, const gc_segment *segment)
     }
 }
 
-float gc_ternary_scale_of(const gc_block *blocks, uint64_t block_count, uint32_t numel, double clip_sigma)
+float gc_ternary_scale_of(const gc_block *blocks, uint64_t block_count, uint32_t numel,
+                          double clip_sigma)
 {
     double sum = 0, squares = 0;
     uint32_t absmax_bits = 0;
@@ -69,6 +73,7 @@ float gc_ternary_scale_of(const gc_block *blocks, uint64_t block_count, uint32_t
         return absmax;
     double mean = sum / numel, variance = squares / numel - mean * mean;
     double deviation = sqrt(variance > 0 ? variance : 0), beyond = fabs(mean) - deviation;
-    float clipped = (float)(clip_sigma * deviation + (beyond > 0 ? beyond : 0)); /* of a group without deviation |x| */
+    /* of a group without deviation |x| */
+    float clipped = (float)(clip_sigma * deviation + (beyond > 0 ? beyond : 0));
     return clipped < absmax ? clipped : absmax;
 }

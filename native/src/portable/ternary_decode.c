@@ -1,13 +1,19 @@
-/* ternary_decode.c - averages of ternary payloads (Wen et al. 2017, equation 5), as values and as integer lanes. */
+/* ternary_decode.c - averages of ternary payloads (Wen et al. 2017, equation 5), as values and as
+ * integer lanes. */
 #include "lanes.h"
 #include "numeric.h"
 
 enum { CHUNK_NUMEL = 256 };
 
-GC_INLINE int32_t code_at(const uint8_t *codes, uint32_t i) { return codes[i / 4] >> 2 * (i % 4) & 3; }
+GC_INLINE int32_t code_at(const uint8_t *codes, uint32_t i)
+{
+    return codes[i / 4] >> 2 * (i % 4) & 3;
+}
 
-/* Sums of the codes (0, 1, 2: the value plus one) of elements [first, first + numel) over all payloads. */
-static void code_sums(const gc_decode_job *job, uint64_t codes, uint32_t first, uint32_t numel, int32_t *sums)
+/* Sums of the codes (0, 1, 2: the value plus one) of elements [first, first + numel) over all
+ * payloads. */
+static void code_sums(const gc_decode_job *job, uint64_t codes, uint32_t first, uint32_t numel,
+                      int32_t *sums)
 {
     for (uint32_t i = 0; i < numel; i++)
         sums[i] = 0;
@@ -16,8 +22,10 @@ static void code_sums(const gc_decode_job *job, uint64_t codes, uint32_t first, 
             sums[i] += code_at(job->payloads[p] + codes, first + i);
 }
 
-/* One scale for all: k is an integer, so the average is one rounding of S / count and one of the product. */
-static void average_shared(const gc_decode_job *job, const gc_segment *segment, gc_run run, float *values)
+/* One scale for all: k is an integer, so the average is one rounding of S / count and one of the
+ * product. */
+static void average_shared(const gc_decode_job *job, const gc_segment *segment, gc_run run,
+                           float *values)
 {
     int32_t sums[CHUNK_NUMEL];
     float step = gc_scale(job->payloads[0], segment, run.group) / (float)job->payload_count;
@@ -27,7 +35,8 @@ static void average_shared(const gc_decode_job *job, const gc_segment *segment, 
 }
 
 /* A scale for each payload: decoded values are added in payload order. */
-static void average_own(const gc_decode_job *job, const gc_segment *segment, gc_run run, float *values)
+static void average_own(const gc_decode_job *job, const gc_segment *segment, gc_run run,
+                        float *values)
 {
     for (size_t p = 0; p < job->payload_count; p++) {
         const uint8_t *codes = job->payloads[p] + segment->codes;
@@ -42,7 +51,8 @@ static void average_own(const gc_decode_job *job, const gc_segment *segment, gc_
         values[i] *= factor;
 }
 
-void gc_ternary_decode_span(gc_decode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel)
+void gc_ternary_decode_span(gc_decode_job *job, const gc_segment *segment, uint32_t first,
+                            uint32_t numel)
 {
     float values[CHUNK_NUMEL];
     for (uint32_t i = first, end = first + numel; i < end;) {
@@ -62,8 +72,8 @@ void gc_ternary_decode_portable(gc_decode_job *job, const gc_segment *segment)
     gc_ternary_decode_span(job, segment, 0, segment->numel);
 }
 
-void gc_sum_lanes_span(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes,
-                       uint32_t first, uint32_t numel)
+void gc_sum_lanes_span(const gc_decode_job *job, const gc_segment *in, const gc_segment *out,
+                       uint8_t *lanes, uint32_t first, uint32_t numel)
 {
     int32_t sums[CHUNK_NUMEL];
     gc_lane_writer writer = gc_lane_writer_at(lanes + out->codes, first, job->lane_bits);
@@ -76,7 +86,8 @@ void gc_sum_lanes_span(const gc_decode_job *job, const gc_segment *in, const gc_
     gc_lane_flush(&writer);
 }
 
-void gc_sum_lanes_portable(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes)
+void gc_sum_lanes_portable(const gc_decode_job *job, const gc_segment *in, const gc_segment *out,
+                           uint8_t *lanes)
 {
     gc_sum_lanes_span(job, in, out, lanes, 0, in->numel);
 }

@@ -8,7 +8,8 @@ typedef struct {
     uint16_t at[GC_TOPK_BLOCK_KEPT];
 } block_positions;
 
-/* Read gaps from a copy of their bytes with zeros behind, so that whole words may be loaded and every run of ones ends. */
+/* Read gaps from a copy of their bytes with zeros behind, so that whole words may be loaded and
+ * every run of ones ends. */
 static block_positions read_gaps(const uint8_t *codes, uint32_t numel)
 {
     block_positions found = {0, GC_FORBIDDEN_CODE, {0}};
@@ -57,10 +58,11 @@ gc_status gc_topk_validate_portable(const uint8_t *codes, uint32_t start, uint32
 }
 
 /* Add the values that one payload gives to elements of one block. */
-static void add_payload(const uint8_t *payload, const uint8_t *codes, const gc_segment *segment, uint32_t group,
-                        uint32_t numel, float *sums)
+static void add_payload(const uint8_t *payload, const uint8_t *codes, const gc_segment *segment,
+                        uint32_t group, uint32_t numel, float *sums)
 {
-    float inner = gc_scale(payload, segment, 2 * group), outer = gc_scale(payload, segment, 2 * group + 1);
+    float inner = gc_scale(payload, segment, 2 * group),
+          outer = gc_scale(payload, segment, 2 * group + 1);
     float values[4] = {inner, 0 - inner, outer, 0 - outer};
     const uint8_t *bits = codes + gc_topk_count(numel);
     block_positions found = read_gaps(codes, numel);
@@ -68,8 +70,8 @@ static void add_payload(const uint8_t *payload, const uint8_t *codes, const gc_s
         sums[found.at[j]] += values[bits[j / 4] >> 2 * (j % 4) & 3];
 }
 
-GC_INLINE void store_body(gc_decode_job *job, int dtype, const gc_segment *segment, uint32_t first, uint32_t numel,
-                          const float *sums)
+GC_INLINE void store_body(gc_decode_job *job, int dtype, const gc_segment *segment, uint32_t first,
+                          uint32_t numel, const float *sums)
 {
     float factor = 1.0f / (float)job->payload_count;
     uint32_t nonfinite = 0;

@@ -1,8 +1,10 @@
-/* topk_encode.c - the largest elements of every block, with error feedback: what is kept, where it stands, two means a group.
+/* topk_encode.c - the largest elements of every block, with error feedback: what is kept, where it
+ * stands, two means a group.
  *
- * One pass over memory: a block is staged, what is kept of it noted, and x written as its residual; when a group's means are
- * known, the residuals of what was kept are written again. The k-th largest of a block is looked for among the few elements
- * above a guess, a little below that of the block before. A guess that is too high costs a second look, never a byte.
+ * One pass over memory: a block is staged, what is kept of it noted, and x written as its residual;
+ * when a group's means are known, the residuals of what was kept are written again. The k-th
+ * largest of a block is looked for among the few elements above a guess, a little below that of the
+ * block before. A guess that is too high costs a second look, never a byte.
  */
 #include "topk.h"
 
@@ -10,7 +12,8 @@
 #include <immintrin.h>
 #endif
 
-/* GUESS_STEP: a quarter of the mantissa's range, so that a guess is 0.8 to 0.9 of the number it is made from. */
+/* GUESS_STEP: a quarter of the mantissa's range, so that a guess is 0.8 to 0.9 of the number it is
+ * made from. */
 enum { GUESS_STEP = 1 << 21, NO_GUESS = GC_ABS_MASK };
 
 typedef struct {
@@ -18,7 +21,8 @@ typedef struct {
     uint32_t magnitudes[GC_TOPK_BLOCK_NUMEL];
     uint16_t candidates[GC_TOPK_BLOCK_NUMEL];
     uint32_t absmax_bits, any_gradient; /* of the block; any_gradient is 0 when every |g| is 0 */
-    uint32_t guess;                     /* at least k elements of the next block are hoped not to be below it */
+    /* at least k elements of the next block are hoped not to be below it */
+    uint32_t guess;
 } block_stage;
 
 /* What is kept of a group, in order. */
@@ -28,14 +32,16 @@ typedef struct {
     float x[GC_TOPK_GROUP_KEPT];
 } kept_values;
 
-/* ---- a block -------------------------------------------------------------------------------------------------------- */
-GC_INLINE void stage_body(const gc_encode_job *job, int dtype, const gc_segment *segment, uint32_t first, uint32_t numel,
-                          block_stage *stage)
+/* ---- a block --------------------------------------------------------------------------------- */
+GC_INLINE void stage_body(const gc_encode_job *job, int dtype, const gc_segment *segment,
+                          uint32_t first, uint32_t numel, block_stage *stage)
 {
     const float *residual = job->residual_in ? job->residual_in + segment->residual + first : NULL;
-    int32_t largest = 0, any_gradient = 0; /* signed: all are below 2^31, and more processors compare signed vectors */
+    /* signed: all are below 2^31, and more processors compare signed vectors */
+    int32_t largest = 0, any_gradient = 0;
     for (uint32_t i = 0; i < numel; i++) {
-        float g = gc_load(job->src, dtype, segment->data + first + i), x = residual ? g + residual[i] : g;
+        float g = gc_load(job->src, dtype, segment->data + first + i),
+              x = residual ? g + residual[i] : g;
         int32_t magnitude = (int32_t)gc_abs_bits(x);
         stage->x[i] = x;
         largest = magnitude > largest ? magnitude : largest;
@@ -45,7 +51,8 @@ GC_INLINE void stage_body(const gc_encode_job *job, int dtype, const gc_segment 
     stage->any_gradient = (uint32_t)any_gradient;
 }
 
-static void stage_block(gc_encode_job *job, const gc_segment *segment, uint32_t first, uint32_t numel, block_stage *stage)
+static void stage_block(gc_encode_job *job, const gc_segment *segment, uint32_t first,
+                        uint32_t numel, block_stage *stage)
 {
     gc_keep_residuals(job, segment, first, numel);
     GC_BY_DTYPE(job->dtype, stage_body(job, GC_F32, segment, first, numel, stage),
@@ -59,8 +66,8 @@ static void stage_block(gc_encode_job *job, const gc_segment *segment, uint32_t 
         memcpy(job->residual_out + segment->residual + first, stage->x, numel * sizeof(float));
 }
 
-/* The k-th largest of `numel` numbers below 2^31 (1 <= k <= numel), which are moved about: byte by byte from the top, what has
- * the same bytes so far. */
+/* The k-th largest of `numel` numbers below 2^31 (1 <= k <= numel), which are moved about: byte by
+ * byte from the top, what has the same bytes so far. */
 static uint32_t kth_largest(uint32_t *numbers, uint32_t numel, uint32_t k)
 {
     for (unsigned shift = 24; numel > 1; shift -= 8) {
@@ -94,7 +101,8 @@ static uint32_t list_candidates(block_stage *stage, uint32_t numel, uint32_t lea
 }
 
 /* Add the k largest of the staged block to what is kept. */
-static void keep_largest(block_stage *stage, uint32_t first, uint32_t numel, uint32_t k, kept_values *kept)
+static void keep_largest(block_stage *stage, uint32_t first, uint32_t numel, uint32_t k,
+                         kept_values *kept)
 {
     uint32_t count = list_candidates(stage, numel, stage->guess), least = 0;
     if (count < k)
@@ -121,7 +129,8 @@ static void keep_largest(block_stage *stage, uint32_t first, uint32_t numel, uin
 /* Write the k bytes of the gaps between kept positions, of which the block's first is `first`. */
 static void write_gaps(uint8_t *codes, const uint32_t *positions, uint32_t k, uint32_t first)
 {
-    uint8_t bytes[GC_TOPK_BLOCK_KEPT + 8] = {0}; /* a byte that is written to is followed by seven more */
+    /* a byte that is written to is followed by seven more */
+    uint8_t bytes[GC_TOPK_BLOCK_KEPT + 8] = {0};
     uint32_t bit = 0;
     for (uint32_t j = 0; j < k; j++) {
         uint32_t gap = positions[j] - first, quotient = gap / GC_TOPK_DENSITY;
@@ -136,7 +145,7 @@ static void write_gaps(uint8_t *codes, const uint32_t *positions, uint32_t k, ui
     memcpy(codes, bytes, k);
 }
 
-/* ---- a group -------------------------------------------------------------------------------------------------------- */
+/* ---- a group --------------------------------------------------------------------------------- */
 typedef struct {
     double mean;
     float scales[2]; /* inner, outer */
@@ -162,8 +171,8 @@ static kept_means means_of(const kept_values *kept)
 }
 
 /* Write the value bits of a group's blocks behind their gaps, and what is left of what was kept. */
-static void write_values(gc_encode_job *job, const gc_segment *segment, gc_run run, const kept_values *kept,
-                         const kept_means *means)
+static void write_values(gc_encode_job *job, const gc_segment *segment, gc_run run,
+                         const kept_values *kept, const kept_means *means)
 {
     uint8_t *codes = job->payload + segment->codes + gc_topk_nbytes(segment->start, run.first);
     uint32_t j = 0, end = run.first + run.numel;
@@ -184,7 +193,8 @@ static void write_values(gc_encode_job *job, const gc_segment *segment, gc_run r
     }
 }
 
-static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run, block_stage *stage)
+static void encode_group(gc_encode_job *job, const gc_segment *segment, gc_run run,
+                         block_stage *stage)
 {
     kept_values kept;
     uint8_t *codes = job->payload + segment->codes + gc_topk_nbytes(segment->start, run.first);

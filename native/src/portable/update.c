@@ -1,4 +1,5 @@
-/* update.c - weight updates, one element after the other: what gradcomp.h says of gc_rule, line by line. */
+/* update.c - weight updates, one element after the other: what gradcomp.h says of gc_rule, line by
+ * line. */
 #include <math.h>
 
 #include "update.h"
@@ -9,7 +10,8 @@ GC_INLINE float load_weight(const gc_update_span *span, uint32_t i)
 {
     if (!span->trail)
         return ((const float *)span->weight)[i];
-    return gc_float_of(gc_join_bits(((const uint16_t *)span->weight)[i], span->trail[i], span->rule->rounding));
+    return gc_float_of(
+        gc_join_bits(((const uint16_t *)span->weight)[i], span->trail[i], span->rule->rounding));
 }
 
 GC_INLINE void store_weight(const gc_update_span *span, uint32_t i, float w)
@@ -37,7 +39,8 @@ GC_INLINE void update_moments(const gc_update_span *span, uint32_t i, float g)
     if (rule->flags & GC_PRESCALE)
         g = g * rule->prescale;
     float change = g - *s0;
-    *s0 = quiet(rule->keep < 0.5f ? fmaf(rule->keep, change, *s0) : fmaf(rule->keep - 1.0f, change, g));
+    *s0 = quiet(rule->keep < 0.5f ? fmaf(rule->keep, change, *s0)
+                                  : fmaf(rule->keep - 1.0f, change, g));
     float decayed = *s1 * rule->beta2;
     *s1 = quiet(fmaf(rule->keep2 * g, g, decayed));
 }

@@ -44,7 +44,8 @@ gc_status gc_scales_validate(const uint8_t *scales, size_t scale_count, int non_
 {
     if (scale_count && !scales)
         return GC_INVALID_ARGUMENT;
-    uint32_t ignored = non_negative ? 0 : 0x80000000u; /* a sign that counts makes the pattern larger than Inf */
+    /* a sign that counts makes the pattern larger than Inf */
+    uint32_t ignored = non_negative ? 0 : 0x80000000u;
     for (size_t i = 0; i < scale_count; i++)
         if ((gc_load_u32(scales + 4 * i) & ~ignored) >= GC_INF_BITS)
             return GC_BAD_SCALE;

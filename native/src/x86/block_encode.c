@@ -1,4 +1,5 @@
-/* block_encode.c - evenly spaced levels with error feedback, ternary ones too; blocks.c walks the groups. */
+/* block_encode.c - evenly spaced levels with error feedback, ternary ones too; blocks.c walks the
+ * groups. */
 #include "internal.h"
 
 #if defined(__x86_64__)
@@ -15,16 +16,19 @@ typedef struct {
 
 GC_AVX2_INLINE void add_squares(watch *seen, int j, __m256 x)
 {
-    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)),
+            high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
     seen->lanes[j] = _mm256_add_pd(seen->lanes[j], _mm256_mul_pd(low, low));
     seen->lanes[j + 1] = _mm256_add_pd(seen->lanes[j + 1], _mm256_mul_pd(high, high));
 }
 
-GC_AVX2_INLINE void take16(watch *seen, float *stage, __m256 g0, __m256 g1, __m256 x0, __m256 x1, int squares)
+GC_AVX2_INLINE void take16(watch *seen, float *stage, __m256 g0, __m256 g1, __m256 x0, __m256 x1,
+                           int squares)
 {
     _mm256_storeu_ps(stage, x0);
     _mm256_storeu_ps(stage + 8, x1);
-    seen->any_gradient = _mm256_or_si256(seen->any_gradient, _mm256_or_si256(gc_abs8(g0), gc_abs8(g1)));
+    seen->any_gradient = _mm256_or_si256(seen->any_gradient,
+                                         _mm256_or_si256(gc_abs8(g0), gc_abs8(g1)));
     seen->absmax = _mm256_max_epi32(seen->absmax, _mm256_max_epi32(gc_abs8(x0), gc_abs8(x1)));
     if (squares) {
         add_squares(seen, 0, x0);
@@ -33,8 +37,8 @@ GC_AVX2_INLINE void take16(watch *seen, float *stage, __m256 g0, __m256 g1, __m2
 }
 
 /* The elements of the group from `at` on; those past `numel` are 0. */
-GC_AVX2_INLINE void take_rest(watch *seen, float *stage, const gc_block_view *view, uint32_t at, uint32_t numel, int dtype,
-                              int squares)
+GC_AVX2_INLINE void take_rest(watch *seen, float *stage, const gc_block_view *view, uint32_t at,
+                              uint32_t numel, int dtype, int squares)
 {
     float g[VECTORS_NUMEL] = {0}, r[VECTORS_NUMEL] = {0};
     for (uint32_t j = 0; j < numel; j++) {
@@ -49,8 +53,9 @@ GC_AVX2_INLINE void take_rest(watch *seen, float *stage, const gc_block_view *vi
     take16(seen, stage, g0, g1, x0, x1, squares);
 }
 
-GC_AVX2_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
-                              uint32_t chunk, uint32_t numel, int dtype, int squares)
+GC_AVX2_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage,
+                              const gc_block_view *view, uint32_t chunk, uint32_t numel, int dtype,
+                              int squares)
 {
     watch seen = {_mm256_setzero_si256(), _mm256_setzero_si256(), {_mm256_setzero_pd()}};
     for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
@@ -59,7 +64,8 @@ GC_AVX2_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, co
             seen.lanes[j] = _mm256_setzero_pd();
         for (; i + VECTORS_NUMEL <= end; i += VECTORS_NUMEL) {
             uint64_t at = view->data + chunk + i;
-            __m256 g0 = gc_load8(view->src, dtype, at), g1 = gc_load8(view->src, dtype, at + 8), x0 = g0, x1 = g1;
+            __m256 g0 = gc_load8(view->src, dtype, at), g1 = gc_load8(view->src, dtype, at + 8),
+                   x0 = g0, x1 = g1;
             gc_prefetch(view->src, dtype, at + PREFETCH_NUMEL);
             if (view->residual) {
                 gc_prefetch(view->residual, GC_F32, chunk + i + PREFETCH_NUMEL);
@@ -73,14 +79,16 @@ GC_AVX2_INLINE void take_body(gc_block_totals *totals, gc_block_stage *stage, co
         if (squares)
             totals->sum_squares += gc_total16(seen.lanes);
     }
-    uint32_t absmax = gc_max8(seen.absmax), padded = (numel + VECTORS_NUMEL - 1) / VECTORS_NUMEL * VECTORS_NUMEL;
+    uint32_t absmax = gc_max8(seen.absmax),
+             padded = (numel + VECTORS_NUMEL - 1) / VECTORS_NUMEL * VECTORS_NUMEL;
     totals->absmax_bits = absmax > totals->absmax_bits ? absmax : totals->absmax_bits;
     totals->any_gradient |= !_mm256_testz_si256(seen.any_gradient, seen.any_gradient);
-    memset(stage->x + padded, 0, 64 * sizeof(float)); /* what `emit` reads of the last 64 elements */
+    /* what `emit` reads of the last 64 elements */
+    memset(stage->x + padded, 0, 64 * sizeof(float));
 }
 
-GC_AVX2 static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view, uint32_t chunk,
-                         uint32_t numel)
+GC_AVX2 static void take(gc_block_totals *totals, gc_block_stage *stage, const gc_block_view *view,
+                         uint32_t chunk, uint32_t numel)
 {
     if (view->bits == 2)
         GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32, 1),
@@ -92,19 +100,21 @@ GC_AVX2 static void take(gc_block_totals *totals, gc_block_stage *stage, const g
                     take_body(totals, stage, view, chunk, numel, GC_F16, 0));
 }
 
-/* ---- codes ------------------------------------------------------------------------------------------------------- */
+/* ---- codes ----------------------------------------------------------------------------------- */
 typedef struct {
     __m256 scale, inverse, zero, top, half, decay;
 } wide_levels;
 
-/* Codes of eight elements in the lowest bytes of the lanes, and what they leave of them to `left`. */
+/* Codes of eight elements in the lowest bytes of the lanes, and what they leave of them to
+ * `left`. */
 GC_AVX2_INLINE __m256i codes8(__m256 v, const wide_levels *levels, __m256 *left, int ternary)
 {
     if (ternary) {
         const __m256 sign = _mm256_set1_ps(-0.0f);
         __m256 above = _mm256_cmp_ps(v, levels->half, _CMP_GT_OQ);
         __m256 below = _mm256_cmp_ps(v, _mm256_xor_ps(levels->half, sign), _CMP_LT_OQ);
-        __m256 up = _mm256_and_ps(above, levels->scale), down = _mm256_and_ps(below, _mm256_xor_ps(levels->scale, sign));
+        __m256 up = _mm256_and_ps(above, levels->scale),
+               down = _mm256_and_ps(below, _mm256_xor_ps(levels->scale, sign));
         *left = _mm256_sub_ps(v, _mm256_or_ps(up, down));
         __m256i sum = _mm256_sub_epi32(_mm256_castps_si256(below), _mm256_castps_si256(above));
         return _mm256_add_epi32(sum, _mm256_set1_epi32(1));
@@ -118,8 +128,10 @@ GC_AVX2_INLINE __m256i codes8(__m256 v, const wide_levels *levels, __m256 *left,
     return _mm256_and_si256(_mm256_castps_si256(t), _mm256_set1_epi32(0xFF));
 }
 
-/* Codes of eight elements; with `out`, what they leave, decayed, whose magnitudes are added to `all`. */
-GC_AVX2_INLINE __m256i emit8(const float *x, const wide_levels *levels, float *out, int streams, int ternary, __m256 *all)
+/* Codes of eight elements; with `out`, what they leave, decayed, whose magnitudes are added to
+ * `all`. */
+GC_AVX2_INLINE __m256i emit8(const float *x, const wide_levels *levels, float *out, int streams,
+                             int ternary, __m256 *all)
 {
     __m256 left;
     __m256i codes = codes8(_mm256_loadu_ps(x), levels, &left, ternary);
@@ -156,14 +168,15 @@ GC_AVX2_INLINE void put32(uint8_t *codes, __m256i bytes, unsigned bits)
     }
     __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001));
     __m256i packed = _mm256_packus_epi16(_mm256_packus_epi32(fours, fours), _mm256_setzero_si256());
-    uint32_t low = (uint32_t)_mm256_extract_epi32(packed, 0), high = (uint32_t)_mm256_extract_epi32(packed, 4);
+    uint32_t low = (uint32_t)_mm256_extract_epi32(packed, 0),
+             high = (uint32_t)_mm256_extract_epi32(packed, 4);
     memcpy(codes, &low, 4);
     memcpy(codes + 4, &high, 4);
 }
 
 /* The codes of 32 elements; the magnitudes of what they leave are added to four sums. */
-GC_AVX2_INLINE void emit32(gc_block_stage *stage, const wide_levels *levels, uint32_t i, float *to, int streams, unsigned bits,
-                           int ternary, __m256 all[4])
+GC_AVX2_INLINE void emit32(gc_block_stage *stage, const wide_levels *levels, uint32_t i, float *to,
+                           int streams, unsigned bits, int ternary, __m256 all[4])
 {
     const float *x = stage->x + i;
     __m256i a = emit8(x, levels, to, streams, ternary, &all[0]);
@@ -173,14 +186,16 @@ GC_AVX2_INLINE void emit32(gc_block_stage *stage, const wide_levels *levels, uin
     put32(stage->codes + (size_t)i * bits / 8, bytes32(a, b, c, d), bits);
 }
 
-GC_AVX2_INLINE double emit_body(gc_block_stage *stage, const wide_levels *levels, uint32_t numel, float *out, int streams,
-                                unsigned bits, int ternary)
+GC_AVX2_INLINE double emit_body(gc_block_stage *stage, const wide_levels *levels, uint32_t numel,
+                                float *out, int streams, unsigned bits, int ternary)
 {
-    __m256 all[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    __m256 all[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(),
+                     _mm256_setzero_ps()};
     uint32_t i = 0;
     for (; i + 32 <= numel; i += 32)
         emit32(stage, levels, i, out ? out + i : NULL, streams, bits, ternary, all);
-    double sum = gc_sum8(_mm256_add_ps(_mm256_add_ps(all[0], all[1]), _mm256_add_ps(all[2], all[3])));
+    double sum = gc_sum8(
+        _mm256_add_ps(_mm256_add_ps(all[0], all[1]), _mm256_add_ps(all[2], all[3])));
     if (i < numel) {
         float rest[32], decay = _mm256_cvtss_f32(levels->decay);
         wide_levels whole = *levels;
@@ -194,8 +209,8 @@ GC_AVX2_INLINE double emit_body(gc_block_stage *stage, const wide_levels *levels
     return sum;
 }
 
-GC_AVX2_INLINE double emit_bits(gc_block_stage *stage, const wide_levels *levels, uint32_t numel, float *out, int streams,
-                                unsigned bits, int ternary)
+GC_AVX2_INLINE double emit_bits(gc_block_stage *stage, const wide_levels *levels, uint32_t numel,
+                                float *out, int streams, unsigned bits, int ternary)
 {
     if (!out)
         return emit_body(stage, levels, numel, NULL, 0, bits, ternary);
@@ -204,11 +219,12 @@ GC_AVX2_INLINE double emit_bits(gc_block_stage *stage, const wide_levels *levels
     return emit_body(stage, levels, numel, out, 0, bits, ternary);
 }
 
-GC_AVX2 static double emit(gc_block_stage *stage, const gc_block_view *view, const gc_block_levels *levels, uint32_t numel,
-                           float *out, int streams)
+GC_AVX2 static double emit(gc_block_stage *stage, const gc_block_view *view,
+                           const gc_block_levels *levels, uint32_t numel, float *out, int streams)
 {
-    wide_levels wide = {_mm256_set1_ps(levels->scale), _mm256_set1_ps(levels->inverse), _mm256_set1_ps(levels->zero),
-                        _mm256_set1_ps(levels->top), _mm256_set1_ps(levels->half), _mm256_set1_ps(view->decay)};
+    wide_levels wide = {_mm256_set1_ps(levels->scale), _mm256_set1_ps(levels->inverse),
+                        _mm256_set1_ps(levels->zero),  _mm256_set1_ps(levels->top),
+                        _mm256_set1_ps(levels->half),  _mm256_set1_ps(view->decay)};
     if (levels->ternary)
         return emit_bits(stage, &wide, numel, out, streams, 2, 1);
     if (view->bits == 2)

@@ -1,7 +1,8 @@
-/* code_sums.c - integer sums of ternary codes, a byte an element, and their compaction to lanes of up to 8 bits.
+/* code_sums.c - integer sums of ternary codes, a byte an element, and their compaction to lanes of
+ * up to 8 bits.
  *
- * Two codes of every byte are added in its two nibbles, so that one addition adds 64 codes. A nibble holds five codes
- * even when all are `11`; then the nibbles are added to bytes.
+ * Two codes of every byte are added in its two nibbles, so that one addition adds 64 codes. A
+ * nibble holds five codes even when all are `11`; then the nibbles are added to bytes.
  */
 #include "internal.h"
 
@@ -24,8 +25,10 @@ GC_AVX2_INLINE void add_nibbles(__m256i sums[4], __m256i even, __m256i odd)
 /* Store the sums in the order of the elements. */
 GC_AVX2_INLINE void store_sums(uint8_t *out, const __m256i sums[4])
 {
-    __m256i lo01 = _mm256_unpacklo_epi8(sums[0], sums[1]), hi01 = _mm256_unpackhi_epi8(sums[0], sums[1]);
-    __m256i lo23 = _mm256_unpacklo_epi8(sums[2], sums[3]), hi23 = _mm256_unpackhi_epi8(sums[2], sums[3]);
+    __m256i lo01 = _mm256_unpacklo_epi8(sums[0], sums[1]),
+            hi01 = _mm256_unpackhi_epi8(sums[0], sums[1]);
+    __m256i lo23 = _mm256_unpacklo_epi8(sums[2], sums[3]),
+            hi23 = _mm256_unpackhi_epi8(sums[2], sums[3]);
     __m256i a = _mm256_unpacklo_epi16(lo01, lo23), b = _mm256_unpackhi_epi16(lo01, lo23);
     __m256i c = _mm256_unpacklo_epi16(hi01, hi23), d = _mm256_unpackhi_epi16(hi01, hi23);
     _mm256_storeu_si256((__m256i *)out, _mm256_permute2x128_si256(a, b, 0x20));
@@ -35,14 +38,16 @@ GC_AVX2_INLINE void store_sums(uint8_t *out, const __m256i sums[4])
 }
 
 /* One block of 32 code bytes at `offset` of every payload, of which `available` may be read. */
-GC_AVX2_INLINE void sum_block(const gc_decode_job *job, size_t offset, size_t available, uint8_t *out)
+GC_AVX2_INLINE void sum_block(const gc_decode_job *job, size_t offset, size_t available,
+                              uint8_t *out)
 {
     const __m256i pairs = _mm256_set1_epi8(0x33);
     __m256i zero = _mm256_setzero_si256(), sums[4] = {zero, zero, zero, zero};
     uint8_t rest[BLOCK_NBYTES] = {0};
     for (size_t p = 0; p < job->payload_count;) {
         __m256i even = zero, odd = zero;
-        size_t end = job->payload_count - p < NIBBLE_PAYLOADS ? job->payload_count : p + NIBBLE_PAYLOADS;
+        size_t end = job->payload_count - p < NIBBLE_PAYLOADS ? job->payload_count
+                                                              : p + NIBBLE_PAYLOADS;
         for (; p < end; p++) {
             const uint8_t *codes = job->payloads[p] + offset;
             if (available < BLOCK_NBYTES)
@@ -56,8 +61,8 @@ GC_AVX2_INLINE void sum_block(const gc_decode_job *job, size_t offset, size_t av
     store_sums(out, sums);
 }
 
-GC_AVX2 void gc_byte_sums(const gc_decode_job *job, const gc_segment *segment, size_t first_byte, uint32_t numel,
-                          uint8_t *sums)
+GC_AVX2 void gc_byte_sums(const gc_decode_job *job, const gc_segment *segment, size_t first_byte,
+                          uint32_t numel, uint8_t *sums)
 {
     size_t total = gc_code_nbytes(segment->numel, 2);
     for (uint32_t i = 0; i < numel; i += GC_SUMS_BLOCK_NUMEL) {
@@ -73,9 +78,12 @@ GC_AVX2_INLINE __m256i compact8(__m256i x, int bits)
                   by32 = _mm_cvtsi32_si128(32 - 4 * bits);
     const __m256i low8 = _mm256_set1_epi16(0x00FF), low16 = _mm256_set1_epi32(0x0000FFFF),
                   low32 = _mm256_set1_epi64x(0xFFFFFFFF);
-    x = _mm256_or_si256(_mm256_and_si256(x, low8), _mm256_srl_epi64(_mm256_andnot_si256(low8, x), by8));
-    x = _mm256_or_si256(_mm256_and_si256(x, low16), _mm256_srl_epi64(_mm256_andnot_si256(low16, x), by16));
-    return _mm256_or_si256(_mm256_and_si256(x, low32), _mm256_srl_epi64(_mm256_andnot_si256(low32, x), by32));
+    x = _mm256_or_si256(_mm256_and_si256(x, low8),
+                        _mm256_srl_epi64(_mm256_andnot_si256(low8, x), by8));
+    x = _mm256_or_si256(_mm256_and_si256(x, low16),
+                        _mm256_srl_epi64(_mm256_andnot_si256(low16, x), by16));
+    return _mm256_or_si256(_mm256_and_si256(x, low32),
+                           _mm256_srl_epi64(_mm256_andnot_si256(low32, x), by32));
 }
 
 /* Pack `numel` sums, rounded up to 32, to lanes; writes up to seven bytes after them. */
@@ -91,7 +99,8 @@ GC_AVX2 static void pack_lanes(const uint8_t *sums, uint32_t numel, unsigned bit
     }
 }
 
-GC_AVX2 void gc_sum_lanes_avx2(const gc_decode_job *job, const gc_segment *in, const gc_segment *out, uint8_t *lanes)
+GC_AVX2 void gc_sum_lanes_avx2(const gc_decode_job *job, const gc_segment *in,
+                               const gc_segment *out, uint8_t *lanes)
 {
     if (job->lane_bits > 8) {
         gc_sum_lanes_span(job, in, out, lanes, 0, in->numel);
@@ -104,7 +113,8 @@ GC_AVX2 void gc_sum_lanes_avx2(const gc_decode_job *job, const gc_segment *in, c
         /* Lanes of elements that do not exist would be padding other than 0. */
         memset(sums + numel, 0, (GC_PIECE_NUMEL - numel) % GC_SUMS_BLOCK_NUMEL);
         pack_lanes(sums, numel, job->lane_bits, packed);
-        memcpy(lanes + out->codes + (size_t)first * job->lane_bits / 8, packed, gc_code_nbytes(numel, job->lane_bits));
+        memcpy(lanes + out->codes + (size_t)first * job->lane_bits / 8, packed,
+               gc_code_nbytes(numel, job->lane_bits));
     }
 }
 #endif

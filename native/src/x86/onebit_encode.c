@@ -1,4 +1,5 @@
-/* onebit_encode.c - 1-bit codes, class means and the new residual; onebit_groups.c walks the groups. */
+/* onebit_encode.c - 1-bit codes, class means and the new residual; onebit_groups.c walks the
+ * groups. */
 #include "internal.h"
 
 #if defined(__x86_64__)
@@ -20,7 +21,8 @@ typedef struct {
 GC_AVX2_INLINE void add8(class_lanes *lanes, int j, __m256 x)
 {
     const __m256d zero = _mm256_setzero_pd();
-    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+    __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)),
+            high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
     /* Of two zeros min and max return the second: +0.0, as the contract wants. */
     lanes->ones[j] = _mm256_add_pd(lanes->ones[j], _mm256_max_pd(low, zero));
     lanes->zeros[j] = _mm256_add_pd(lanes->zeros[j], _mm256_min_pd(low, zero));
@@ -35,21 +37,23 @@ GC_AVX2_INLINE uint8_t bits8(__m256 x)
 }
 
 /* Take in sixteen elements: stage x and its bits, add x to the sums. */
-GC_AVX2_INLINE void take16(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, uint32_t i, __m256 g0, __m256 g1,
-                           __m256 x0, __m256 x1)
+GC_AVX2_INLINE void take16(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, uint32_t i,
+                           __m256 g0, __m256 g1, __m256 x0, __m256 x1)
 {
     _mm256_storeu_ps(stage->x + i, x0);
     _mm256_storeu_ps(stage->x + i + 8, x1);
     stage->bits[i / 8] = bits8(x0);
     stage->bits[i / 8 + 1] = bits8(x1);
-    seen->any_gradient = _mm256_or_si256(seen->any_gradient, _mm256_or_si256(gc_abs8(g0), gc_abs8(g1)));
+    seen->any_gradient = _mm256_or_si256(seen->any_gradient,
+                                         _mm256_or_si256(gc_abs8(g0), gc_abs8(g1)));
     seen->absmax = _mm256_max_epi32(seen->absmax, _mm256_max_epi32(gc_abs8(x0), gc_abs8(x1)));
     add8(lanes, 0, x0);
     add8(lanes, 2, x1);
 }
 
-GC_AVX2_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, const gc_onebit_view *view,
-                              uint32_t chunk, uint32_t i, uint32_t numel, int dtype)
+GC_AVX2_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage,
+                              const gc_onebit_view *view, uint32_t chunk, uint32_t i,
+                              uint32_t numel, int dtype)
 {
     float g[VECTORS_NUMEL] = {0}, r[VECTORS_NUMEL] = {0};
     for (uint32_t j = 0; i + j < numel; j++) {
@@ -64,8 +68,8 @@ GC_AVX2_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *
     take16(seen, lanes, stage, i, g0, g1, x0, x1);
 }
 
-GC_AVX2_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view,
-                              uint32_t chunk, uint32_t numel, int dtype)
+GC_AVX2_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage,
+                              const gc_onebit_view *view, uint32_t chunk, uint32_t numel, int dtype)
 {
     watch seen = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
@@ -75,7 +79,8 @@ GC_AVX2_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage, 
             lanes.zeros[j] = lanes.ones[j] = _mm256_setzero_pd();
         for (; i + VECTORS_NUMEL <= end; i += VECTORS_NUMEL) {
             uint64_t at = view->data + chunk + i;
-            __m256 g0 = gc_load8(view->src, dtype, at), g1 = gc_load8(view->src, dtype, at + 8), x0 = g0, x1 = g1;
+            __m256 g0 = gc_load8(view->src, dtype, at), g1 = gc_load8(view->src, dtype, at + 8),
+                   x0 = g0, x1 = g1;
             gc_prefetch(view->src, dtype, at + PREFETCH_NUMEL);
             if (view->residual) {
                 gc_prefetch(view->residual, GC_F32, chunk + i + PREFETCH_NUMEL);
@@ -95,8 +100,8 @@ GC_AVX2_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage, 
     totals->ones += gc_finish_bits(stage, numel);
 }
 
-GC_AVX2 static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t chunk,
-                         uint32_t numel)
+GC_AVX2 static void take(gc_onebit_totals *totals, gc_onebit_stage *stage,
+                         const gc_onebit_view *view, uint32_t chunk, uint32_t numel)
 {
     GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32),
                 take_body(totals, stage, view, chunk, numel, GC_BF16),
@@ -110,8 +115,8 @@ typedef struct {
 
 GC_AVX2_INLINE leaving start_leaving(const gc_onebit_view *view)
 {
-    return (leaving){_mm256_set1_ps(view->means[0]), _mm256_set1_ps(view->means[1]), _mm256_set1_ps(view->decay),
-                     _mm256_setzero_ps()};
+    return (leaving){_mm256_set1_ps(view->means[0]), _mm256_set1_ps(view->means[1]),
+                     _mm256_set1_ps(view->decay), _mm256_setzero_ps()};
 }
 
 /* r' = decay * (x - q) for eight elements. */
@@ -131,8 +136,8 @@ GC_AVX2_INLINE float left1(float x, const gc_onebit_view *view, double *all)
     return view->decay * left;
 }
 
-GC_AVX2 static double leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
-                                   int streams)
+GC_AVX2 static double leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view,
+                                   uint32_t numel, float *out, int streams)
 {
     leaving to = start_leaving(view);
     uint32_t i = 0;
@@ -159,7 +164,8 @@ GC_AVX2_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, flo
     }
     double all = gc_sum8(to.all);
     for (; i < numel; i++) {
-        float g = gc_load(view->src, dtype, view->data + i), x = view->residual ? g + view->residual[i] : g;
+        float g = gc_load(view->src, dtype, view->data + i),
+              x = view->residual ? g + view->residual[i] : g;
         out[i] = left1(x, view, &all);
     }
     return all;
@@ -167,7 +173,8 @@ GC_AVX2_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, flo
 
 GC_AVX2 static double leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
 {
-    GC_BY_DTYPE(view->dtype, return leave_body(view, numel, out, GC_F32), return leave_body(view, numel, out, GC_BF16),
+    GC_BY_DTYPE(view->dtype, return leave_body(view, numel, out, GC_F32),
+                return leave_body(view, numel, out, GC_BF16),
                 return leave_body(view, numel, out, GC_F16));
 }
 

@@ -1,5 +1,5 @@
-/* onebit_encode512.c - 1-bit codes, class means and the new residual, sixteen elements at a time; a mask is their bits and
- * picks the sums that they enter. */
+/* onebit_encode512.c - 1-bit codes, class means and the new residual, sixteen elements at a time; a
+ * mask is their bits and picks the sums that they enter. */
 #include "internal.h"
 
 #if defined(__x86_64__)
@@ -20,13 +20,15 @@ typedef struct {
 
 GC_AVX512_INLINE void add8(class_lanes *lanes, int j, __m256 x, __mmask8 is_one)
 {
-    __m512d d = _mm512_cvtps_pd(x); /* leaving out the +0.0 of the other class changes no lane: none is ever -0.0 */
+    /* leaving out the +0.0 of the other class changes no lane: none is ever -0.0 */
+    __m512d d = _mm512_cvtps_pd(x);
     lanes->ones[j] = _mm512_mask_add_pd(lanes->ones[j], is_one, lanes->ones[j], d);
     lanes->zeros[j] = _mm512_mask_add_pd(lanes->zeros[j], (__mmask8)~is_one, lanes->zeros[j], d);
 }
 
 /* Take in sixteen elements: stage x and its bits, add x to the sums. */
-GC_AVX512_INLINE void take16(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, uint32_t i, __m512 g, __m512 x)
+GC_AVX512_INLINE void take16(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, uint32_t i,
+                             __m512 g, __m512 x)
 {
     __mmask16 is_one = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
     uint16_t bits = (uint16_t)is_one;
@@ -48,8 +50,9 @@ GC_AVX512_INLINE double total16(const __m512d lanes[2])
 }
 
 /* Elements of the group from `at` on; those past `numel` are 0. */
-GC_AVX512_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage, const gc_onebit_view *view,
-                                uint32_t at, uint32_t i, uint32_t numel, int dtype)
+GC_AVX512_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage *stage,
+                                const gc_onebit_view *view, uint32_t at, uint32_t i, uint32_t numel,
+                                int dtype)
 {
     float g[16] = {0}, r[16] = {0};
     for (uint32_t j = 0; j < numel; j++) {
@@ -60,8 +63,9 @@ GC_AVX512_INLINE void take_rest(watch *seen, class_lanes *lanes, gc_onebit_stage
     take16(seen, lanes, stage, i, x, view->residual ? _mm512_add_ps(x, _mm512_loadu_ps(r)) : x);
 }
 
-GC_AVX512_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view,
-                                uint32_t chunk, uint32_t numel, int dtype)
+GC_AVX512_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage,
+                                const gc_onebit_view *view, uint32_t chunk, uint32_t numel,
+                                int dtype)
 {
     watch seen = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     for (uint32_t block = 0; block < numel; block += GC_BLOCK_NUMEL) {
@@ -90,8 +94,8 @@ GC_AVX512_INLINE void take_body(gc_onebit_totals *totals, gc_onebit_stage *stage
     totals->ones += gc_finish_bits(stage, numel);
 }
 
-GC_AVX512 static void take(gc_onebit_totals *totals, gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t chunk,
-                           uint32_t numel)
+GC_AVX512 static void take(gc_onebit_totals *totals, gc_onebit_stage *stage,
+                           const gc_onebit_view *view, uint32_t chunk, uint32_t numel)
 {
     GC_BY_DTYPE(view->dtype, take_body(totals, stage, view, chunk, numel, GC_F32),
                 take_body(totals, stage, view, chunk, numel, GC_BF16),
@@ -105,8 +109,8 @@ typedef struct {
 
 GC_AVX512_INLINE leaving start_leaving(const gc_onebit_view *view)
 {
-    return (leaving){_mm512_set1_ps(view->means[0]), _mm512_set1_ps(view->means[1]), _mm512_set1_ps(view->decay),
-                     _mm512_setzero_ps()};
+    return (leaving){_mm512_set1_ps(view->means[0]), _mm512_set1_ps(view->means[1]),
+                     _mm512_set1_ps(view->decay), _mm512_setzero_ps()};
 }
 
 /* r' = decay * (x - q) for sixteen elements, of which those in `counted` are there. */
@@ -120,8 +124,8 @@ GC_AVX512_INLINE __m512 left16(__m512 x, leaving *to, __mmask16 counted)
 
 GC_AVX512_INLINE __mmask16 first_lanes(uint32_t count) { return (__mmask16)((1u << count) - 1); }
 
-GC_AVX512 static double leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view, uint32_t numel, float *out,
-                                     int streams)
+GC_AVX512 static double leave_staged(const gc_onebit_stage *stage, const gc_onebit_view *view,
+                                     uint32_t numel, float *out, int streams)
 {
     leaving to = start_leaving(view);
     uint32_t i = 0;
@@ -137,7 +141,8 @@ GC_AVX512 static double leave_staged(const gc_onebit_stage *stage, const gc_oneb
     return _mm512_reduce_add_ps(to.all);
 }
 
-GC_AVX512_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, float *out, int dtype)
+GC_AVX512_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, float *out,
+                                   int dtype)
 {
     leaving to = start_leaving(view);
     uint32_t i = 0;
@@ -149,7 +154,8 @@ GC_AVX512_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, f
     }
     double all = _mm512_reduce_add_ps(to.all);
     for (; i < numel; i++) {
-        float g = gc_load(view->src, dtype, view->data + i), x = view->residual ? g + view->residual[i] : g;
+        float g = gc_load(view->src, dtype, view->data + i),
+              x = view->residual ? g + view->residual[i] : g;
         float left = x - view->means[x > 0];
         all += left < 0 ? -left : left;
         out[i] = view->decay * left;
@@ -159,7 +165,8 @@ GC_AVX512_INLINE double leave_body(const gc_onebit_view *view, uint32_t numel, f
 
 GC_AVX512 static double leave_again(const gc_onebit_view *view, uint32_t numel, float *out)
 {
-    GC_BY_DTYPE(view->dtype, return leave_body(view, numel, out, GC_F32), return leave_body(view, numel, out, GC_BF16),
+    GC_BY_DTYPE(view->dtype, return leave_body(view, numel, out, GC_F32),
+                return leave_body(view, numel, out, GC_BF16),
                 return leave_body(view, numel, out, GC_F16));
 }
 

@@ -1,4 +1,5 @@
-/* statistics.c - block sums: sixteen float64 lanes are four vectors for the sums and four for the squares. */
+/* statistics.c - block sums: sixteen float64 lanes are four vectors for the sums and four for the
+ * squares. */
 #include "internal.h"
 
 #if defined(__x86_64__)
@@ -15,7 +16,8 @@ GC_AVX2_INLINE void add4(block_lanes *lanes, int j, __m128 x)
 {
     __m256d d = _mm256_cvtps_pd(x);
     lanes->sums[j] = _mm256_add_pd(lanes->sums[j], d);
-    lanes->squares[j] = _mm256_fmadd_pd(d, d, lanes->squares[j]); /* the product is exact: fused or not is the same */
+    /* the product is exact: fused or not is the same */
+    lanes->squares[j] = _mm256_fmadd_pd(d, d, lanes->squares[j]);
 }
 
 GC_AVX2_INLINE void add16(block_lanes *lanes, __m256 a, __m256 b)

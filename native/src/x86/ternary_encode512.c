@@ -1,8 +1,9 @@
-/* ternary_encode512.c - ternary codes of two superblocks at a time: 128 elements, sixteen Philox blocks.
+/* ternary_encode512.c - ternary codes of two superblocks at a time: 128 elements, sixteen Philox
+ * blocks.
  *
- * The blocks are two vectors of eight 64-bit lanes, even and odd ones, of which only the low halves count. Words of 16
- * elements of both superblocks, one after the other, are decided together; their decisions are masks, and depositing
- * bits makes the codes of them.
+ * The blocks are two vectors of eight 64-bit lanes, even and odd ones, of which only the low halves
+ * count. Words of 16 elements of both superblocks, one after the other, are decided together; their
+ * decisions are masks, and depositing bits makes the codes of them.
  */
 #include "internal.h"
 
@@ -13,23 +14,32 @@
 enum { PREFETCH_NUMEL = 1024, WORDS = 4, XOR3 = 0x96 };
 #define MAX_THRESHOLD 0x1p30f /* a product of floats may be a little off */
 
-/* ---- random numbers ---------------------------------------------------------------------------------------------- */
+/* ---- random numbers -------------------------------------------------------------------------- */
 GC_AVX512_INLINE __m512i every(uint32_t x) { return _mm512_set1_epi32((int)x); }
-GC_AVX512_INLINE __m512i high(__m512i product) { return _mm512_shuffle_epi32(product, _MM_PERM_DDBB); }
-GC_AVX512_INLINE __m512i xor3(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi32(a, b, c, XOR3); }
+GC_AVX512_INLINE __m512i high(__m512i product)
+{
+    return _mm512_shuffle_epi32(product, _MM_PERM_DDBB);
+}
+GC_AVX512_INLINE __m512i xor3(__m512i a, __m512i b, __m512i c)
+{
+    return _mm512_ternarylogic_epi32(a, b, c, XOR3);
+}
 
-/* The 128 draws of two superblocks: the lower half of word w holds those of the first one's elements 16w to 16w + 15, the
- * upper half the second one's, in the order of the elements. */
+/* The 128 draws of two superblocks: the lower half of word w holds those of the first one's
+ * elements 16w to 16w + 15, the upper half the second one's, in the order of the elements. */
 GC_AVX512_INLINE void draw128(const gc_philox_plan *plan, uint32_t superblock, __m512i draws[WORDS])
 {
-    static const uint8_t order[64] = { /* a 32-bit lane has the draws of elements l and 8 + l */
+    static const uint8_t order[64] = {
+        /* a 32-bit lane has the draws of elements l and 8 + l */
         0,  1,  4,  5,  8,  9,  12, 13, 16, 17, 20, 21, 24, 25, 28, 29, 2,  3,  6,  7,  10, 11,
         14, 15, 18, 19, 22, 23, 26, 27, 30, 31, 32, 33, 36, 37, 40, 41, 44, 45, 48, 49, 52, 53,
         56, 57, 60, 61, 34, 35, 38, 39, 42, 43, 46, 47, 50, 51, 54, 55, 58, 59, 62, 63};
     const __m512i m0 = every(GC_PHILOX_M0), m1 = every(GC_PHILOX_M1);
     __m512i first = _mm512_set1_epi64((long long)superblock * 8), p0[2], p1[2], c[2][WORDS];
-    p0[0] = _mm512_mul_epu32(_mm512_add_epi64(first, _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14)), m0);
-    p0[1] = _mm512_mul_epu32(_mm512_add_epi64(first, _mm512_setr_epi64(1, 3, 5, 7, 9, 11, 13, 15)), m0);
+    p0[0] = _mm512_mul_epu32(_mm512_add_epi64(first, _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14)),
+                             m0);
+    p0[1] = _mm512_mul_epu32(_mm512_add_epi64(first, _mm512_setr_epi64(1, 3, 5, 7, 9, 11, 13, 15)),
+                             m0);
     for (int v = 0; v < 2; v++) {
         p1[v] = _mm512_mul_epu32(_mm512_xor_si512(high(p0[v]), every(plan->round1_c2)), m1);
         c[v][0] = _mm512_xor_si512(high(p1[v]), every(plan->round2_c0));
@@ -59,9 +69,9 @@ GC_AVX512_INLINE void draw128(const gc_philox_plan *plan, uint32_t superblock, _
     }
 }
 
-/* ---- decisions --------------------------------------------------------------------------------------------------- */
-/* 1 + |x| / S * 65536, rounded down; negative where that is NaN or at least 2^31. A product with 65536 / S instead of the
- * quotient may be off by one, which GC_OPEN_DISTANCE allows for. */
+/* ---- decisions ------------------------------------------------------------------------------- */
+/* 1 + |x| / S * 65536, rounded down; negative where that is NaN or at least 2^31. A product with
+ * 65536 / S instead of the quotient may be off by one, which GC_OPEN_DISTANCE allows for. */
 GC_AVX512_INLINE __m512i threshold16(__m512 x, __m512 factor, int is_bounded, __m512i *absmax)
 {
     __m512i a = gc_abs16(x);
@@ -72,11 +82,14 @@ GC_AVX512_INLINE __m512i threshold16(__m512 x, __m512 factor, int is_bounded, __
     return _mm512_cvttps_epi32(t);
 }
 
-/* Codes of sixteen elements a and sixteen elements b, those of a in the low half; *distance receives u in their order. */
-GC_AVX512_INLINE uint64_t codes32(__m512 a, __m512 b, __m512i ta, __m512i tb, __m512i draws, __m512i *distance)
+/* Codes of sixteen elements a and sixteen elements b, those of a in the low half; *distance
+ * receives u in their order. */
+GC_AVX512_INLINE uint64_t codes32(__m512 a, __m512 b, __m512i ta, __m512i tb, __m512i draws,
+                                  __m512i *distance)
 {
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-    __m512i t = _mm512_permutexvar_epi64(order, _mm512_packus_epi32(ta, tb)); /* saturates to 0 and 65535 */
+    /* saturates to 0 and 65535 */
+    __m512i t = _mm512_permutexvar_epi64(order, _mm512_packus_epi32(ta, tb));
     __mmask32 nonzero = _mm512_cmplt_epu16_mask(draws, t);
     __mmask32 negative = _mm512_kunpackw(_mm512_movepi32_mask(_mm512_castps_si512(b)),
                                          _mm512_movepi32_mask(_mm512_castps_si512(a)));
@@ -85,24 +98,29 @@ GC_AVX512_INLINE uint64_t codes32(__m512 a, __m512 b, __m512i ta, __m512i tb, __
     return _pdep_u64(low, 0x5555555555555555u) | _pdep_u64(top, 0xAAAAAAAAAAAAAAAAu);
 }
 
-/* ---- superblocks ------------------------------------------------------------------------------------------------- */
-/* `distances` are those of superblocks at `position` in their lower halves, and at position + 64 in their upper ones. */
-static __attribute__((noinline)) GC_AVX512 void settle(const gc_encode_job *job, const gc_segment *segment,
-                                                       uint32_t position, const __m512i distances[WORDS], int count)
+/* ---- superblocks ----------------------------------------------------------------------------- */
+/* `distances` are those of superblocks at `position` in their lower halves, and at position + 64 in
+ * their upper ones. */
+static __attribute__((noinline)) GC_AVX512 void settle(const gc_encode_job *job,
+                                                       const gc_segment *segment, uint32_t position,
+                                                       const __m512i distances[WORDS], int count)
 {
     uint16_t distance[2][GC_SUPERBLOCK_NUMEL];
     for (int w = 0; w < WORDS; w++) {
-        _mm256_storeu_si256((__m256i *)(distance[0] + 16 * w), _mm512_castsi512_si256(distances[w]));
-        _mm256_storeu_si256((__m256i *)(distance[1] + 16 * w), _mm512_extracti64x4_epi64(distances[w], 1));
+        _mm256_storeu_si256((__m256i *)(distance[0] + 16 * w),
+                            _mm512_castsi512_si256(distances[w]));
+        _mm256_storeu_si256((__m256i *)(distance[1] + 16 * w),
+                            _mm512_extracti64x4_epi64(distances[w], 1));
     }
     for (int s = 0; s < count; s++)
-        gc_settle_superblock(job, segment, position + (uint32_t)s * GC_SUPERBLOCK_NUMEL, distance[s]);
+        gc_settle_superblock(job, segment, position + (uint32_t)s * GC_SUPERBLOCK_NUMEL,
+                             distance[s]);
 }
 
 /* Encode `count` superblocks, one or two. */
-GC_AVX512_INLINE void encode_pair(gc_encode_job *job, const gc_segment *segment, const gc_philox_plan *plan,
-                                  uint32_t position, int count, const float *factors, int is_uniform, int dtype,
-                                  __m512i *absmax)
+GC_AVX512_INLINE void encode_pair(gc_encode_job *job, const gc_segment *segment,
+                                  const gc_philox_plan *plan, uint32_t position, int count,
+                                  const float *factors, int is_uniform, int dtype, __m512i *absmax)
 {
     uint8_t *codes = job->payload + segment->codes + position / 4;
     uint64_t at = segment->data + position;
@@ -129,8 +147,9 @@ GC_AVX512_INLINE void encode_pair(gc_encode_job *job, const gc_segment *segment,
         settle(job, segment, position, distances, count);
 }
 
-GC_AVX512_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment, const gc_philox_plan *plan,
-                                  const gc_superblocks *blocks, int is_uniform, int dtype)
+GC_AVX512_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment,
+                                  const gc_philox_plan *plan, const gc_superblocks *blocks,
+                                  int is_uniform, int dtype)
 {
     const float *factors = blocks->factors;
     __m512i absmax = _mm512_setzero_si512();
@@ -146,8 +165,8 @@ GC_AVX512_INLINE void encode_body(gc_encode_job *job, const gc_segment *segment,
         gc_ternary_encode_span(job, segment, blocks->first, blocks->count * GC_SUPERBLOCK_NUMEL);
 }
 
-GC_AVX512 static void encode_superblocks(gc_encode_job *job, const gc_segment *segment, const gc_philox_plan *plan,
-                                         const gc_superblocks *blocks)
+GC_AVX512 static void encode_superblocks(gc_encode_job *job, const gc_segment *segment,
+                                         const gc_philox_plan *plan, const gc_superblocks *blocks)
 {
     if (blocks->is_uniform)
         GC_BY_DTYPE(job->dtype, encode_body(job, segment, plan, blocks, 1, GC_F32),

@@ -1,11 +1,13 @@
-/* update.c - weight updates of sixteen elements at a time; what is left over goes to the portable kernel.
+/* update.c - weight updates of sixteen elements at a time; what is left over goes to the portable
+ * kernel.
  *
- * One body, made a loop of its own for every kind, storage of the weight and gradient dtype. Divisions and roots are the
- * processor's own, which round as the contract says.
+ * One body, made a loop of its own for every kind, storage of the weight and gradient dtype.
+ * Divisions and roots are the processor's own, which round as the contract says.
  *
- * Sixteen elements are a pair of vectors. Those of fp32 weights lie in order. Those of split weights are woven: interleaving
- * tops and trails inside the two halves of a register joins them with one instruction, and leaves elements 0-3 and 8-11 in
- * the first vector, 4-7 and 12-15 in the second; packing undoes it. Everything else is brought into that order.
+ * Sixteen elements are a pair of vectors. Those of fp32 weights lie in order. Those of split
+ * weights are woven: interleaving tops and trails inside the two halves of a register joins them
+ * with one instruction, and leaves elements 0-3 and 8-11 in the first vector, 4-7 and 12-15 in the
+ * second; packing undoes it. Everything else is brought into that order.
  */
 #include "internal.h"
 
@@ -13,13 +15,22 @@
 #include "../update.h"
 #include "common.h"
 
-enum { STEP_NUMEL = 16, PREFETCH_NUMEL = 2048, STORED_F32 = 0, STORED_TRUNCATED = 1, STORED_NEAREST = 2 };
+enum {
+    STEP_NUMEL = 16,
+    PREFETCH_NUMEL = 2048,
+    STORED_F32 = 0,
+    STORED_TRUNCATED = 1,
+    STORED_NEAREST = 2
+};
 
 typedef struct {
     __m256 a, b;
 } pair;
 
-GC_AVX2_INLINE pair scaled(__m256 c, pair x) { return (pair){_mm256_mul_ps(c, x.a), _mm256_mul_ps(c, x.b)}; }
+GC_AVX2_INLINE pair scaled(__m256 c, pair x)
+{
+    return (pair){_mm256_mul_ps(c, x.a), _mm256_mul_ps(c, x.b)};
+}
 
 /* fma(c, x, y) */
 GC_AVX2_INLINE pair plus_scaled(__m256 c, pair x, pair y)
@@ -29,7 +40,8 @@ GC_AVX2_INLINE pair plus_scaled(__m256 c, pair x, pair y)
 
 /* The numbers of a rule, in every lane. */
 typedef struct {
-    __m256 sign, step_size, weight_decay, decay, momentum, keep, keep2, beta2, bias1, bias2, eps, prescale;
+    __m256 sign, step_size, weight_decay, decay, momentum, keep, keep2, beta2, bias1, bias2, eps,
+        prescale;
     int decays, is_first, is_nesterov, keeps_little, is_prescaled;
 } constants;
 
@@ -37,12 +49,14 @@ GC_AVX2_INLINE constants constants_of(const gc_rule *rule)
 {
     int keeps_little = rule->keep < 0.5f;
     constants c = {
-        .sign = _mm256_castsi256_ps(_mm256_set1_epi32(rule->flags & GC_MAXIMIZE ? (int)0x80000000u : 0)),
+        .sign = _mm256_castsi256_ps(
+            _mm256_set1_epi32(rule->flags & GC_MAXIMIZE ? (int)0x80000000u : 0)),
         .step_size = _mm256_set1_ps(rule->step_size),
         .weight_decay = _mm256_set1_ps(rule->weight_decay),
         .decay = _mm256_set1_ps(rule->decay),
         .momentum = _mm256_set1_ps(rule->momentum),
-        .keep = _mm256_set1_ps(rule->kind == GC_SGD || keeps_little ? rule->keep : rule->keep - 1.0f),
+        .keep = _mm256_set1_ps(rule->kind == GC_SGD || keeps_little ? rule->keep
+                                                                    : rule->keep - 1.0f),
         .keep2 = _mm256_set1_ps(rule->keep2),
         .beta2 = _mm256_set1_ps(rule->beta2),
         .bias1 = _mm256_set1_ps(rule->bias1),
@@ -58,11 +72,12 @@ GC_AVX2_INLINE constants constants_of(const gc_rule *rule)
     return c;
 }
 
-/* ---- NaNs -------------------------------------------------------------------------------------------------------- */
+/* ---- NaNs ------------------------------------------------------------------------------------ */
 /* NaNs are rare: one test a pair tells whether there is one, and only then they are replaced. */
 GC_AVX2_INLINE __m256 quiet8(__m256 x)
 {
-    return _mm256_blendv_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(GC_NAN_BITS)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(GC_NAN_BITS)),
+                            _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
 GC_AVX2_INLINE pair quiet_pair(pair x)
@@ -72,7 +87,7 @@ GC_AVX2_INLINE pair quiet_pair(pair x)
     return x;
 }
 
-/* ---- memory: what `woven` says of the order in registers ------------------------------------------------------------ */
+/* ---- memory: what `woven` says of the order in registers ------------------------------------- */
 GC_AVX2_INLINE pair weave(pair x)
 {
     return (pair){_mm256_permute2f128_ps(x.a, x.b, 0x20), _mm256_permute2f128_ps(x.a, x.b, 0x31)};
@@ -105,7 +120,8 @@ GC_AVX2_INLINE pair load_gradient_pair(const void *gradient, int dtype, uint32_t
         return load_f32((const float *)gradient + i, woven);
     if (!woven)
         return (pair){gc_load8(gradient, GC_BF16, i), gc_load8(gradient, GC_BF16, i + 8)};
-    return interleave(_mm256_setzero_si256(), _mm256_loadu_si256((const __m256i *)((const uint16_t *)gradient + i)));
+    return interleave(_mm256_setzero_si256(),
+                      _mm256_loadu_si256((const __m256i *)((const uint16_t *)gradient + i)));
 }
 
 /* NaNs may differ from gc_join_bits', but whatever is made of them is a quiet NaN. */
@@ -137,8 +153,9 @@ GC_AVX2_INLINE void store_weight_pair(const gc_update_span *span, uint32_t i, pa
     _mm256_storeu_si256((__m256i *)(span->trail + i), trail);
 }
 
-/* ---- rules: the lines of gradcomp.h ------------------------------------------------------------------------------ */
-GC_AVX2_INLINE pair sgd_pair(const constants *c, float *s0, pair w, pair g, int has_momentum, int woven)
+/* ---- rules: the lines of gradcomp.h ---------------------------------------------------------- */
+GC_AVX2_INLINE pair sgd_pair(const constants *c, float *s0, pair w, pair g, int has_momentum,
+                             int woven)
 {
     if (c->decays)
         g = plus_scaled(c->weight_decay, w, g);
@@ -161,8 +178,14 @@ GC_AVX2_INLINE pair plus_quotient(pair w, pair above, pair below)
 }
 
 GC_AVX2_INLINE pair root(pair x) { return (pair){_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
-GC_AVX2_INLINE pair plus(pair x, __m256 c) { return (pair){_mm256_add_ps(x.a, c), _mm256_add_ps(x.b, c)}; }
-GC_AVX2_INLINE pair over(pair x, __m256 c) { return (pair){_mm256_div_ps(x.a, c), _mm256_div_ps(x.b, c)}; }
+GC_AVX2_INLINE pair plus(pair x, __m256 c)
+{
+    return (pair){_mm256_add_ps(x.a, c), _mm256_add_ps(x.b, c)};
+}
+GC_AVX2_INLINE pair over(pair x, __m256 c)
+{
+    return (pair){_mm256_div_ps(x.a, c), _mm256_div_ps(x.b, c)};
+}
 
 GC_AVX2_INLINE pair adagrad_pair(const constants *c, float *s0, pair w, pair g, int woven)
 {
@@ -191,7 +214,8 @@ GC_AVX2_INLINE moments moments_pair(const constants *c, float *s0, float *s1, pa
     pair change = {_mm256_sub_ps(g.a, old.first.a), _mm256_sub_ps(g.b, old.first.b)};
     new.first = quiet_pair(plus_scaled(c->keep, change, c->keeps_little ? old.first : g));
     pair kept = scaled(c->keep2, g), decayed = scaled(c->beta2, old.second);
-    new.second = quiet_pair((pair){_mm256_fmadd_ps(kept.a, g.a, decayed.a), _mm256_fmadd_ps(kept.b, g.b, decayed.b)});
+    new.second = quiet_pair(
+        (pair){_mm256_fmadd_ps(kept.a, g.a, decayed.a), _mm256_fmadd_ps(kept.b, g.b, decayed.b)});
     store_f32(s0, new.first, woven);
     store_f32(s1, new.second, woven);
     return new;
@@ -202,7 +226,8 @@ GC_AVX2_INLINE pair adamw_pair(const constants *c, float *s0, float *s1, pair w,
     if (c->decays)
         w = scaled(c->decay, w);
     moments m = moments_pair(c, s0, s1, g, woven);
-    return plus_quotient(w, scaled(c->step_size, m.first), plus(over(root(m.second), c->bias2), c->eps));
+    return plus_quotient(w, scaled(c->step_size, m.first),
+                         plus(over(root(m.second), c->bias2), c->eps));
 }
 
 /* LAMB's u */
@@ -213,11 +238,12 @@ GC_AVX2_INLINE pair direction_pair(const constants *c, moments m, pair w)
     return c->decays ? plus_scaled(c->weight_decay, w, u) : u;
 }
 
-/* Add squares to the sums of lanes 4v + i in element i of vector v; the products are exact: one rounding each. */
+/* Add squares to the sums of lanes 4v + i in element i of vector v; the products are exact: one
+ * rounding each. */
 GC_AVX2_INLINE void add_squares(__m256d sums[4], pair x, int woven)
 {
-    __m128 quarters[4] = {_mm256_castps256_ps128(x.a), _mm256_extractf128_ps(x.a, 1), _mm256_castps256_ps128(x.b),
-                          _mm256_extractf128_ps(x.b, 1)};
+    __m128 quarters[4] = {_mm256_castps256_ps128(x.a), _mm256_extractf128_ps(x.a, 1),
+                          _mm256_castps256_ps128(x.b), _mm256_extractf128_ps(x.b, 1)};
     for (int q = 0; q < 4; q++) {
         int v = woven ? (q == 1 ? 2 : q == 2 ? 1 : q) : q;
         __m256d d = _mm256_cvtps_pd(quarters[q]);
@@ -225,9 +251,11 @@ GC_AVX2_INLINE void add_squares(__m256d sums[4], pair x, int woven)
     }
 }
 
-/* ---- the loop ---------------------------------------------------------------------------------------------------- */
-/* Ask for what is read some iterations from now on: the processor does not find so many streams by itself. */
-GC_AVX2_INLINE void prefetch(const gc_update_span *span, uint64_t i, uint32_t kind, int states, int stored, int dtype)
+/* ---- the loop -------------------------------------------------------------------------------- */
+/* Ask for what is read some iterations from now on: the processor does not find so many streams by
+ * itself. */
+GC_AVX2_INLINE void prefetch(const gc_update_span *span, uint64_t i, uint32_t kind, int states,
+                             int stored, int dtype)
 {
     if (gc_touches_weight(kind))
         gc_prefetch(span->weight, stored == STORED_F32 ? GC_F32 : GC_BF16, i);
@@ -241,8 +269,8 @@ GC_AVX2_INLINE void prefetch(const gc_update_span *span, uint64_t i, uint32_t ki
         gc_prefetch(span->state1, GC_F32, i);
 }
 
-GC_AVX2_INLINE void update_body(const gc_update_span *span, uint32_t numel, uint32_t kind, int states, int stored,
-                                int dtype)
+GC_AVX2_INLINE void update_body(const gc_update_span *span, uint32_t numel, uint32_t kind,
+                                int states, int stored, int dtype)
 {
     const int woven = stored != STORED_F32;
     constants c = constants_of(span->rule);
@@ -268,7 +296,8 @@ GC_AVX2_INLINE void update_body(const gc_update_span *span, uint32_t numel, uint
         } else if (kind == GC_SQUARES) {
             add_squares(first_sums, g, woven);
         } else {
-            moments m = gc_reads_gradient(kind) ? moments_pair(&c, s0, s1, g, woven) : load_moments(s0, s1, woven);
+            moments m = gc_reads_gradient(kind) ? moments_pair(&c, s0, s1, g, woven)
+                                                : load_moments(s0, s1, woven);
             if (kind != GC_MOMENTS) {
                 pair u = direction_pair(&c, m, w);
                 if (kind == GC_LAMB_APPLY) {
@@ -307,20 +336,36 @@ GC_AVX2 void gc_update_avx2(const gc_update_span *span)
         else
             BY_STORAGE(GC_SGD, 0);
         break;
-    case GC_ADAGRAD: BY_STORAGE(GC_ADAGRAD, 1); break;
-    case GC_ADAMW: BY_STORAGE(GC_ADAMW, 2); break;
-    case GC_MOMENTS: BY_GRADIENT(GC_MOMENTS, 2, STORED_F32); break;
-    case GC_LAMB_START: BY_STORAGE(GC_LAMB_START, 2); break;
-    case GC_LAMB_NORMS: BY_STORAGE(GC_LAMB_NORMS, 2); break;
-    case GC_LAMB_APPLY: BY_STORAGE(GC_LAMB_APPLY, 2); break;
-    default: BY_GRADIENT(GC_SQUARES, 0, STORED_F32); break;
+    case GC_ADAGRAD:
+        BY_STORAGE(GC_ADAGRAD, 1);
+        break;
+    case GC_ADAMW:
+        BY_STORAGE(GC_ADAMW, 2);
+        break;
+    case GC_MOMENTS:
+        BY_GRADIENT(GC_MOMENTS, 2, STORED_F32);
+        break;
+    case GC_LAMB_START:
+        BY_STORAGE(GC_LAMB_START, 2);
+        break;
+    case GC_LAMB_NORMS:
+        BY_STORAGE(GC_LAMB_NORMS, 2);
+        break;
+    case GC_LAMB_APPLY:
+        BY_STORAGE(GC_LAMB_APPLY, 2);
+        break;
+    default:
+        BY_GRADIENT(GC_SQUARES, 0, STORED_F32);
+        break;
     }
     if (numel == span->numel)
         return;
     gc_update_span rest = *span;
-    size_t weight_size = span->trail ? 2 : 4, gradient_size = span->gradient_dtype == GC_F32 ? 4 : 2;
+    size_t weight_size = span->trail ? 2 : 4,
+           gradient_size = span->gradient_dtype == GC_F32 ? 4 : 2;
     rest.numel -= numel;
-    rest.weight = (void *)((uintptr_t)span->weight + numel * weight_size); /* a rule that does not read it has none */
+    /* a rule that does not read it has none */
+    rest.weight = (void *)((uintptr_t)span->weight + numel * weight_size);
     rest.trail = span->trail ? span->trail + numel : NULL;
     rest.state0 = span->state0 ? span->state0 + numel : NULL;
     rest.state1 = span->state1 ? span->state1 + numel : NULL;

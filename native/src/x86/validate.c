@@ -1,4 +1,5 @@
-/* validate.c - ternary codes looked through 128 bytes at a time; what is left over goes to the portable kernel. */
+/* validate.c - ternary codes looked through 128 bytes at a time; what is left over goes to the
+ * portable kernel. */
 #include "internal.h"
 
 #if defined(__x86_64__)
@@ -6,7 +7,8 @@
 
 enum { STEP_NBYTES = 128, CODES_PER_BYTE = 4 };
 
-/* Codes that have both bits set, in bit 0 of each; what the shift brings in from the next byte is in other bits. */
+/* Codes that have both bits set, in bit 0 of each; what the shift brings in from the next byte is
+ * in other bits. */
 GC_AVX2_INLINE __m256i forbidden32(const uint8_t *codes)
 {
     __m256i x = _mm256_loadu_si256((const __m256i *)codes);
@@ -25,6 +27,7 @@ GC_AVX2 gc_status gc_ternary_validate_avx2(const uint8_t *codes, uint32_t numel)
     }
     if (!_mm256_testz_si256(forbidden, low_bits))
         return GC_FORBIDDEN_CODE;
-    return gc_ternary_validate_portable(codes + nbytes, numel - (uint32_t)(nbytes * CODES_PER_BYTE));
+    return gc_ternary_validate_portable(codes + nbytes,
+                                        numel - (uint32_t)(nbytes * CODES_PER_BYTE));
 }
 #endif

@@ -4,9 +4,9 @@
 #if defined(__x86_64__)
 #include "common.h"
 
-/* ---- encode ------------------------------------------------------------------------------------------------------ */
-GC_AVX2_INLINE __m256i encode_span(const void *src, uint64_t index, uint32_t numel, int value_dtype, uint8_t *values,
-                                   int dtype)
+/* ---- encode ---------------------------------------------------------------------------------- */
+GC_AVX2_INLINE __m256i encode_span(const void *src, uint64_t index, uint32_t numel, int value_dtype,
+                                   uint8_t *values, int dtype)
 {
     __m256i absmax = _mm256_setzero_si256();
     for (uint32_t i = 0; i < numel; i += 8) {
@@ -24,7 +24,8 @@ GC_AVX2 void gc_values_encode_avx2(gc_encode_job *job, const gc_segment *segment
 {
     size_t size = job->value_dtype == GC_F32 ? 4 : 2;
     for (uint32_t first = 0; first < segment->numel;) {
-        uint32_t left = segment->numel - first, numel = left < GC_PIECE_NUMEL ? left & ~7u : GC_PIECE_NUMEL;
+        uint32_t left = segment->numel - first,
+                 numel = left < GC_PIECE_NUMEL ? left & ~7u : GC_PIECE_NUMEL;
         if (numel == 0) {
             gc_values_encode_span(job, segment, first, left);
             return;
@@ -32,17 +33,21 @@ GC_AVX2 void gc_values_encode_avx2(gc_encode_job *job, const gc_segment *segment
         __m256i absmax;
         uint8_t *values = job->payload + segment->codes + size * first;
         GC_BY_DTYPE(job->dtype,
-                    absmax = encode_span(job->src, segment->data + first, numel, job->value_dtype, values, GC_F32),
-                    absmax = encode_span(job->src, segment->data + first, numel, job->value_dtype, values, GC_BF16),
-                    absmax = encode_span(job->src, segment->data + first, numel, job->value_dtype, values, GC_F16));
+                    absmax = encode_span(job->src, segment->data + first, numel, job->value_dtype,
+                                         values, GC_F32),
+                    absmax = encode_span(job->src, segment->data + first, numel, job->value_dtype,
+                                         values, GC_BF16),
+                    absmax = encode_span(job->src, segment->data + first, numel, job->value_dtype,
+                                         values, GC_F16));
         if (gc_max8(absmax) >= gc_overflow_bits(job->value_dtype))
             gc_values_encode_span(job, segment, first, numel);
         first += numel;
     }
 }
 
-/* ---- decode ------------------------------------------------------------------------------------------------------ */
-GC_AVX2_INLINE void add_values(const uint8_t *values, uint32_t numel, int starts, float *stage, int dtype)
+/* ---- decode ---------------------------------------------------------------------------------- */
+GC_AVX2_INLINE void add_values(const uint8_t *values, uint32_t numel, int starts, float *stage,
+                               int dtype)
 {
     for (uint32_t i = 0; i < numel; i += 8) {
         __m256 x = dtype == GC_F32 ? gc_load8(values + 4 * (size_t)i, GC_F32, 0)
@@ -51,7 +56,8 @@ GC_AVX2_INLINE void add_values(const uint8_t *values, uint32_t numel, int starts
     }
 }
 
-GC_AVX2 static int decode_piece(gc_decode_job *job, const gc_segment *segment, const gc_piece *piece)
+GC_AVX2 static int decode_piece(gc_decode_job *job, const gc_segment *segment,
+                                const gc_piece *piece)
 {
     float stage[GC_STAGE_NUMEL];
     for (size_t p = 0; p < job->payload_count; p++) {
