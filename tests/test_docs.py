@@ -242,7 +242,7 @@ def test_figures_that_decide_stand_on_the_pages_that_they_link_to():
 @pytest.mark.parametrize(
     ("row", "family", "codecs"),
     [
-        ("`torch.optim.SGD`", "sgd", ["ternary", "onebit"]),
+        ("`torch.optim.SGD`", "sgd", ["block4", "ternary", "onebit"]),
         ("Adam, AdamW", "adam", ["block4", "block2", "onebit"]),
         ("`OneBitAdam`", "onebitadam", ["onebit"]),
     ],

@@ -904,8 +904,8 @@ def options(*words):
         (
             ["--optimizer", "sgd"],
             1e8,
-            "ternary all_gather",
-            'ddp.register(model, Ternary(), exchange="all_gather", optimizer=optimizer)',
+            "block4 all_gather",
+            'ddp.register(model, Block(4), exchange="all_gather", optimizer=optimizer)',
         ),
         (["--every", "30", "--tolerance", "0.04"], 1e10, "every 30", "sync_every=30"),
     ],
