@@ -93,8 +93,8 @@ def train(config):
                 torch.save(state_now | {{"steps": step + 1}}, f"{{folder}}/train.pt")
             packed.save(state, folder)
             weights = [p.tolist() for p in model.parameters()]
-            checkpoint = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report({{"begun": begun, "weights": weights}}, checkpoint=checkpoint)
+            kept = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report({{"begun": begun, "weights": weights}}, checkpoint=kept)
 
 ray.init(num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
 trainer = ray.train.torch.TorchTrainer(
