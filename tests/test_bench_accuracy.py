@@ -1,8 +1,5 @@
-"""bench accuracy: simulated workers are real ones to the bit, finished runs are kept, the table
-says what was measured.
-"""
+"""bench accuracy: methods, finished runs are kept, the table says what was measured."""
 
-import copy
 import json
 import math
 import struct
@@ -10,17 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from _ranks import run_local
 from torch import nn
 
-from gradcomp import DiLoCo, GradientAverager, OneBit
 from gradcomp.bench import accuracy, paper
-from gradcomp.bench.accuracy.methods import parse
-from gradcomp.bench.accuracy.optimizers import exchanging_momentum
 from gradcomp.bench.accuracy.report import longest, summarize
-from gradcomp.bench.accuracy.run import Job, finished, rate_at, run_all
-from gradcomp.bench.accuracy.workers import Apart, Workers
-from gradcomp.bench.accuracy.workloads import (
+from gradcomp.bench.accuracy.run import Job, finished, run_all
+from gradcomp.bench.methods import parse, wrap
+from gradcomp.bench.models import ByteGPT, SmallResNet
+from gradcomp.bench.optimizers import exchanging_momentum
+from gradcomp.bench.train import rank
+from gradcomp.bench.train.rank import rate_at
+from gradcomp.bench.workloads import (
     BLOCK,
     HELD_OUT_SHARE,
     Images,
@@ -28,122 +25,7 @@ from gradcomp.bench.accuracy.workloads import (
     cosine,
     square_root,
 )
-from gradcomp.bench.models import ByteGPT, SmallResNet
 from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
-
-MINIBATCHES = torch.randn(3, 2, 8, 24, generator=torch.Generator().manual_seed(3))
-
-
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 8))
-
-
-MODEL = small()  # threads share torch's global generator
-
-
-def loss(model, minibatch):
-    return model(minibatch).square().mean()
-
-
-def steps_of(model, backward):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for minibatches in MINIBATCHES:
-        model.zero_grad()
-        backward(minibatches)
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def one_rank(comm):
-    model = copy.deepcopy(MODEL)
-    averager = GradientAverager(model, OneBit(), comm, min_numel=0)
-
-    def backward(minibatches):
-        loss(model, minibatches[comm.rank]).backward()
-        averager.average()
-
-    return steps_of(model, backward)
-
-
-def test_simulated_workers_are_real_ones():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    model = copy.deepcopy(MODEL)
-    workers = Workers(model, parse("onebit"), 2)
-    simulated = steps_of(model, lambda minibatches: workers.backward(loss, list(minibatches)))
-    workers.close()
-    for real in run_local(2, one_rank):
-        assert all(torch.equal(a, b) for a, b in zip(simulated, real, strict=True))
-    torch.set_num_threads(threads)
-    assert workers.sent_nbytes > 0
-
-
-def one_rank_that_sends_momentum(comm):
-    model = copy.deepcopy(MODEL)
-    optimizer = OneBitAdam(model.parameters(), lr=0.01, freeze_step=1)
-    averager = GradientAverager(model, OneBit(), comm, min_numel=0, optimizer=optimizer)
-    for minibatches in MINIBATCHES:
-        model.zero_grad()
-        loss(model, minibatches[comm.rank]).backward()
-        averager.average()
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_simulated_workers_send_momenta_as_real_ones_do():
-    model, method = copy.deepcopy(MODEL), parse("onebit:momentum,start_step=1")
-    (optimizer,) = exchanging_momentum([torch.optim.AdamW(model.parameters(), lr=0.01)], method)
-    workers = Workers(model, method, 2, optimizer)
-    for minibatches in MINIBATCHES:
-        model.zero_grad()
-        workers.backward(loss, list(minibatches))
-        optimizer.step()
-    workers.close()
-    for real in run_local(2, one_rank_that_sends_momentum):
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), real, strict=True))
-
-
-def one_rank_apart(comm):
-    model = copy.deepcopy(MODEL)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with DiLoCo(
-        model,
-        optimizer,
-        OneBit(),
-        comm,
-        min_numel=0,
-        sync_every=2,
-        outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=0.5),
-        start_step=1,
-    ) as local:
-        for minibatches in MINIBATCHES:
-            model.zero_grad()
-            loss(model, minibatches[comm.rank]).backward()
-            optimizer.step()
-    return (
-        [p.detach().clone() for p in model.parameters()],
-        local.stats.bytes_sent,
-        local.start_stats.bytes_sent,
-    )
-
-
-def test_simulated_workers_part_as_real_ones_do():
-    workers = Apart(
-        copy.deepcopy(MODEL),
-        parse("onebit:every=2,start_step=1,outer_lr=0.5,outer_momentum=0"),
-        2,
-        lambda model: [torch.optim.AdamW(model.parameters(), lr=0.01)],
-    )
-    for minibatches in MINIBATCHES:
-        workers.backward(loss, list(minibatches))
-        for optimizer in workers.optimizers:
-            optimizer.step()
-        workers.end_step()
-    workers.close()
-    for model, (real, *sent) in zip(workers.models, run_local(2, one_rank_apart), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), real, strict=True))
-        assert min(sent) > 0 and workers.sent_nbytes == sum(sent)
 
 
 def test_methods_whose_momentum_travels():
@@ -152,7 +34,9 @@ def test_methods_whose_momentum_travels():
     for value, kind in kinds.items():
         method = parse(f"block4:momentum{value},start_step=7")
         (made,) = exchanging_momentum(
-            [torch.optim.AdamW(parameters, lr=0.25, betas=(0.5, 0.75), eps=1e-3)], method
+            [torch.optim.AdamW(parameters, lr=0.25, betas=(0.5, 0.75), eps=1e-3)],
+            method.momentum,
+            method.options["start_step"],
         )
         group = made.param_groups[0]
         assert type(made) is kind and (group["lr"], group["betas"], group["eps"]) == (
@@ -161,12 +45,10 @@ def test_methods_whose_momentum_travels():
             1e-3,
         )
         assert made.wants_gradients(6) and not made.wants_gradients(7)
-    assert (
-        type(exchanging_momentum([SplitLAMB(parameters)], parse("onebit:momentum,start_step=7"))[0])
-        is OneBitLamb
-    )
+    (lamb,) = exchanging_momentum([SplitLAMB(parameters)], "frozen", 7)
+    assert type(lamb) is OneBitLamb
     with pytest.raises(ValueError, match="there is no SGD whose momentum travels"):
-        exchanging_momentum([torch.optim.SGD(parameters)], parse("onebit:momentum,start_step=7"))
+        exchanging_momentum([torch.optim.SGD(parameters)], "frozen", 7)
     for text, said in (
         ("onebit:momentum", "needs a codec and a warm-up"),
         ("bf16:momentum,start_step=3", "needs a codec"),
@@ -183,44 +65,49 @@ def test_methods_whose_momentum_travels():
     assert parse("onebit:start=block4,start_step=3").options["start_codec"].name == "block4"
 
 
-def test_buffers_are_those_of_the_first_worker():
-    model = copy.deepcopy(MODEL)
-    Workers(model, parse("fp32"), 2).backward(loss, list(MINIBATCHES[0]))
-    alone = copy.deepcopy(MODEL)
-    loss(alone, MINIBATCHES[0][0])
-    assert torch.equal(model[1].running_mean, alone[1].running_mean)
+def averages(name):
+    """Return whether later averages of the same gradients equal the first."""
+    torch.manual_seed(torch.distributed.get_rank())
+    x = torch.randn(8, 64)
+    torch.manual_seed(0)
+    workload = SimpleNamespace(
+        loss=lambda model, x: model(x)[:, :2].sum(), settings=Settings(1, 8, None, 0.0, {})
+    )
+    model = nn.Linear(64, 4)
+    ready = wrap(
+        model, parse(name), lambda m: [torch.optim.SGD(m.parameters(), lr=0.0)], min_numel=0
+    )
+    grads = []
+    for _ in range(3):
+        rank._step(ready, workload, model, x)
+        grads.append(model.weight.grad.clone())
+    ready.state.close()
+    return [torch.equal(grads[0], other) for other in grads[1:]]
 
 
-def test_without_feedback_every_step_is_a_first_one():
+@pytest.mark.parametrize(("name", "same"), [("onebit", False), ("onebit:feedback=off", True)])
+def test_without_feedback_every_step_is_a_first_one(gloo, name, same):
     """What codes leave out is forgotten: the same gradients give the same average again, which
     residuals would change.
     """
-    found = {}
-    for name in ("onebit", "onebit:feedback=off"):
-        model, draw = nn.Linear(64, 4), torch.Generator().manual_seed(3)
-        x = [torch.randn(8, 64, generator=draw) for _ in range(2)]
-        workers = Workers(model, parse(name), 2)
-        grads = []
-        for _ in range(3):
-            workers.backward(lambda m, x: m(x)[:, :2].sum(), x)
-            grads.append(model.weight.grad.clone())
-        workers.close()
-        found[name] = [torch.equal(grads[0], other) for other in grads[1:]]
-    assert found == {"onebit": [False, False], "onebit:feedback=off": [True, True]}
+    assert gloo(2, averages, name) == [[same, same]] * 2
 
 
-def test_bf16_rounds_before_and_after_the_sum():
+def rounded():
     model = nn.Linear(1, 1, bias=False)
-    values = [torch.tensor([[1.0 + 2**-9]]), torch.tensor([[3.0]])]
-    workers = Workers(model, parse("bf16"), 2)
-    workers.backward(lambda m, x: (m.weight * x).sum(), values)
-    assert model.weight.grad.item() == 2.0 and workers.sent_nbytes == 2
-    workers.close()
+    ready = wrap(model, parse("bf16"), lambda m: [torch.optim.SGD(m.parameters(), lr=0.0)])
+    x = torch.tensor([[1.0 + 2**-9], [3.0]])[torch.distributed.get_rank()]
+    (ready.model(torch.ones(1, 1)) * 0 + model.weight * x).sum().backward()
+    return model.weight.grad.item(), rank._total_nbytes(ready, 1, 2)
+
+
+def test_bf16_rounds_before_and_after_the_sum(gloo):
+    assert gloo(2, rounded) == [(2.0, 2)] * 2
 
 
 def test_exemptions_and_wrong_methods():
     named = list(ByteGPT(8, 1, 1, 4).named_parameters())
-    assert parse("onebit").options_for(named)["exclude"] == []
+    assert parse("onebit").options_for(named) == {}
     ends = parse("onebit:exempt=ends,start_step=3").options_for(named)
     assert {"head.weight", "embedding.weight", "norm.bias"} <= set(ends["exclude"]) and ends[
         "start_step"

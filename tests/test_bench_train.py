@@ -4,6 +4,7 @@ hang, the table.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 from _ranks import is_alive, mpi_environment, mpi_python
 
 from gradcomp import Block
-from gradcomp.bench.train import hosts, main, methods, rank, run, workloads
+from gradcomp.bench import methods, workloads
+from gradcomp.bench.methods import parse
+from gradcomp.bench.train import hosts, main, rank, run
 from gradcomp.bench.train.predict import planned
 from gradcomp.bench.train.report import crossings, row_of, table_of
 from gradcomp.bench.train.run import cores_of
@@ -93,7 +96,7 @@ def left_behind():
     return sorted(left)
 
 
-SOME = ["fp32", "terngrad", "hooks:crashes", "hooks:hangs", "hooks:refuses", "diloco:terngrad:5"]
+SOME = ["fp32", "terngrad", "hooks:crashes", "hooks:hangs", "hooks:refuses", "terngrad:every=5"]
 
 
 @pytest.mark.slow
@@ -150,7 +153,7 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
             assert row["sent_nbytes"] == pytest.approx(numel * bits / 8, rel=0.12)
             if bits >= 16:  # the link is as slow as it was asked to be, but for what passes at once
                 assert row["seconds"] > 0.8 * row["sent_nbytes"] / 25e6
-    local = rows["diloco:terngrad:5"]  # one sync in the five steps that count
+    local = rows["terngrad:every=5"]  # one sync in the five steps that count
     assert local["seconds"] > 0 and local["phases"]["encode"] > 0 and local["predicted_seconds"] > 0
     if not WHY:
         assert local["sent_nbytes"] < 0.5 * rows["terngrad"]["sent_nbytes"]
@@ -407,7 +410,7 @@ def test_every_method_and_workload_of_the_help_is_one(capsys):
         "fsdp2:onebit,weights=block8",
         "fsdp2:onebit,weights=block8,keep",
     ):
-        methods.check(name)
+        parse(name)
     for name in (
         "fsdp2:topk",
         "fsdp2:",
@@ -417,7 +420,7 @@ def test_every_method_and_workload_of_the_help_is_one(capsys):
         "fsdp2:terngrad,keep",
     ):
         with pytest.raises(ValueError, match="fsdp2|ternery"):
-            methods.check(name)
+            parse(name)
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
@@ -430,30 +433,21 @@ def test_every_method_and_workload_of_the_help_is_one(capsys):
         assert numel - 1024 < found <= numel
 
 
-def test_local_steps_are_named_with_their_options():
-    codec, options = methods.local_of("diloco:onebit:30,fragments=2,delay=5,start_step=100")
-    assert codec.name == "onebit" and options == {
-        "sync_every": 30,
-        "fragments": 2,
-        "delay": 5,
-        "start_step": 100,
-    }
-    first = methods.local_of("diloco:terngrad:30,start_step=9,start_codec=block4")[1].pop(
-        "start_codec"
-    )
-    assert repr(first) == repr(Block(4))
-    for name in (
-        "diloco",
-        "diloco:terngrad:3,start_codec=twobit",
-        "diloco:terngrad",
-        "diloco:terngrad:x",
-        "diloco:terngrad:3,alpha=1",
-        "diloco:bf16:3",
-        "diloco:twobit:3",
+def test_an_old_spelling_of_local_steps_names_the_new_one():
+    for old, new in (
+        ("diloco:onebit:30,fragments=2,delay=5", "onebit:every=30,fragments=2,delay=5"),
+        ("diloco:terngrad:3,start_step=9,start_codec=block4", "every=3,start_step=9,start=block4"),
+        ("diloco", "CODEC:every=H"),
     ):
+        with pytest.raises(ValueError, match=f"now: .*{re.escape(new)}"):
+            parse(old)
+    method = parse("onebit:every=30,fragments=2,delay=5,start_step=100,start=block4")
+    assert method.local == {"every": 30, "fragments": 2, "delay": 5}
+    assert method.options["start_step"] == 100
+    assert repr(method.options["start_codec"]) == repr(Block(4))
+    for name in ("terngrad:every=x", "terngrad:every=3,alpha=x", "bf16:every=3", "none:every=3"):
         with pytest.raises(ValueError):
-            methods.check(name)
-    methods.check("diloco:block4:30")
+            parse(name)
 
 
 def test_the_planner_knows_the_method_as_it_travels():
@@ -462,12 +456,12 @@ def test_the_planner_knows_the_method_as_it_travels():
         and planned("terngrad", 8).second_phase == "block4"
     )
     assert planned("onebit:exchange=all_gather", 8).exchange == "all_gather"
-    local = planned("diloco:terngrad:30,fragments=2,delay=5", 8)
+    local = planned("terngrad:every=30,fragments=2,delay=5", 8)
     assert local.local == LocalSteps(30, 2, 5) and (local.exchange, local.second_phase) == (
         "reduce_scatter",
         "block4",
     )
-    assert planned("diloco:terngrad:30,start_step=9", 2) is None  # two kinds of steps
+    assert planned("terngrad:every=30,start_step=9", 2) is None  # two kinds of steps
     assert (
         planned("powersgd1", 2)
         is planned("block2:precondition", 2)

@@ -16,7 +16,7 @@ from pathlib import Path
 from gradcomp.arguments import Parser
 from gradcomp.bench.accuracy import run_and_show
 from gradcomp.bench.accuracy.run import Job
-from gradcomp.bench.accuracy.workloads import WORKLOADS
+from gradcomp.bench.workloads import WORKLOADS
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ Emit = Callable[[Any], None]
 RANK_ERRORS = (ProcessRaisedException, ProcessExitedException)
 IMPORTED = ["torch._dynamo", "gradcomp.ddp"]  # before ranks are forked; DDP imports the first
 _POLL_S = 0.1
+_STARTING = threading.Lock()  # threads that start ranks change the environment in turns
 
 
 def warm_context(*modules: str) -> Any:
@@ -41,13 +42,14 @@ def warm_context(*modules: str) -> Any:
 
     The first thing that such a process does is `become_rank`.
     """
-    if sys.platform == "linux":  # elsewhere torch does not bear it
+    if sys.platform != "linux":  # elsewhere torch does not bear forking
+        return multiprocessing.get_context("spawn")
+    with _STARTING:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["__main__", *IMPORTED, *modules])
         before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            sys.path
-        )  # the server imports what this process would
+        # the server imports what this process would
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         try:
             _start_server()
         except OSError:  # a TMPDIR too long for the address of its socket

@@ -1,8 +1,8 @@
 """What compression costs in accuracy: methods x optimizers x workloads, against fp32 and bf16, with
 several seeds.
 
-N workers are simulated exactly in one process: each has minibatches, gradients and residuals of its
-own, and averages go through the library's exchange, so nothing but the time differs from a cluster.
+N ranks share a core and talk over loopback, so nothing but the time differs from a cluster. Every
+tensor is compressed, however small, unless a method says otherwise.
 Every finished run is a line of a file, and a program that was stopped goes on where it was.
 """
 
@@ -28,31 +28,14 @@ from rich.progress import (
 
 from gradcomp.arguments import Parser
 from gradcomp.bench.about import about
-from gradcomp.bench.accuracy.methods import METHODS, PRESETS, parse
-from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
 from gradcomp.bench.accuracy.report import WITHIN, longest, plot, summarize, tables
 from gradcomp.bench.accuracy.run import Job, run_all
-from gradcomp.bench.accuracy.workloads import WORKLOADS, Workload
+from gradcomp.bench.methods import DEFAULT, parse
+from gradcomp.bench.optimizers import OPTIMIZERS
+from gradcomp.bench.train import GRAMMAR
+from gradcomp.bench.workloads import WORKLOADS, Workload
 
-EPILOG = f"""
-methods: {", ".join(METHODS)}; with options after a colon: onebit:exempt=ends,start_step=100
-  exempt={"|".join(PRESETS)}   tensors that travel in fp32 (ends: vectors, embeddings, head)
-  start_step=N                 fp32 before that step
-  start=METHOD                 ... or that
-  second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8,
-                               bf16, fp32
-  precondition                 gradients in units of their second moments
-  momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their
-                               warm-up
-  exchange=all_gather|reduce_scatter
-  rotate                       of values rotated at random, unbiased and without residuals (onebit)
-  decay=X                      what residuals keep from step to step: residual_decay (ternary,
-                               onebit, block)
-  step=X, group=row|tensor|N   scale in root mean squares (ternary); what shares a scale
-  feedback=off                 what codes leave out is forgotten (onebit, block)
-  every=H                      local steps (gradcomp.DiLoCo), with fragments=K, delay=D, alpha=A,
-                               outer_lr=X, outer_momentum=X
-
+EPILOG = f"""{GRAMMAR}
 examples:
   python -m gradcomp.bench accuracy --data DIR --workloads gpt-1m --optimizers adamw --seeds 3
   python -m gradcomp.bench accuracy --data DIR --methods fp32 terngrad onebit --factors 0.5 1 2
@@ -90,9 +73,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--methods",
         nargs="+",
-        default=list(METHODS),
+        default=list(DEFAULT),
         metavar="METHOD",
-        help="ways of exchanging gradients, listed below (default: all, without options)",
+        help=f"ways of exchanging gradients, listed below (default: {' '.join(DEFAULT)})",
     )
     out.add_argument(
         "--workers",

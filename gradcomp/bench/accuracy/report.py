@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from gradcomp.bench.accuracy.run import Job
-from gradcomp.bench.accuracy.workloads import Workload
+from gradcomp.bench.workloads import Workload
 
 WITHIN = 0.05  # nats or points that local steps may cost
 

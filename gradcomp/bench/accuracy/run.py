@@ -1,30 +1,24 @@
-"""One training run, and many of them side by side: each finished one is a line of a file, and is
-not run again.
-"""
+"""Many training runs side by side: each finished one is a line of a file, and is not run again."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
-import queue as queues
+import multiprocessing
+import queue
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from gradcomp.bench.accuracy.methods import parse
-from gradcomp.bench.accuracy.optimizers import OPTIMIZERS, exchanging_momentum
-from gradcomp.bench.accuracy.workers import Apart, Workers
-from gradcomp.bench.accuracy.workloads import WORKLOADS, Settings, Workload
-from gradcomp.bench.ranks import become_rank, warm_context
-from gradcomp.errors import NotFinite
+from gradcomp.bench.ranks import warm_context
+from gradcomp.bench.train import rank
+from gradcomp.bench.train.rank import Task
+from gradcomp.bench.train.run import Place, all_cores, run_method
 
 POINTS = 20  # of a curve
-DIVERGED = 1e4  # a loss beyond this ends a run
+HANG_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -50,79 +44,47 @@ class Job:
     batch: int = 0
 
 
-def rate_at(step: int, steps: int, settings: Settings) -> float:
-    """Return the factor of the rate at a step: up linearly, then down as `settings.decay`."""
-    rising = max(1, round(steps * settings.warm_up))
-    if step < rising:
-        return (step + 1) / rising
-    return settings.decay((step - rising) / max(1, steps - rising))
-
-
-def train(job: Job, workload: Workload, tell: Callable[[int], None]) -> dict[str, Any]:
-    """Return the result of a run: curve, measure at the end, bytes.
+def train(job: Job, folder: Path, core: int, on_step: Callable[[int], None]) -> dict[str, Any]:
+    """Run a job's ranks on one core, over loopback; return curve, measure at the end and bytes.
 
     Args:
         job: what to run.
-        workload: of that name.
-        tell: called with the number of steps done, now and then.
+        folder: of the data.
+        core: for all of its ranks.
+        on_step: called with the number of steps done, now and then.
+
+    Raises:
+        RuntimeError: a rank failed.
     """
-    torch.manual_seed(job.seed)
-    model, settings = workload.model(), workload.settings
-    method = parse(job.method)
-    rate = settings.rates[job.optimizer] * job.factor
-
-    def make(one: torch.nn.Module) -> list[torch.optim.Optimizer]:
-        return OPTIMIZERS[job.optimizer](one, rate)
-
-    workers: Workers | Apart
-    if method.local:
-        workers = Apart(model, method, job.workers, make)
-        optimizers = workers.optimizers
-    else:
-        optimizers = exchanging_momentum(make(model), method) if method.momentum else make(model)
-        workers = Workers(model, method, job.workers, *(optimizers if method.momentum else ()))
-    rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    draws = [
-        torch.Generator().manual_seed(1 + 1000 * job.seed + worker) for worker in range(job.workers)
-    ]
-    batch = job.batch or settings.batch_of(job.workers)
-    curve: list[tuple[int, float, float]] = []
-    begun, last, every = time.perf_counter(), math.inf, max(1, job.steps // POINTS)
-    for step in range(job.steps):
-        for group, rate in rates:
-            group["lr"] = rate * rate_at(step, job.steps, settings)
-        last = workers.backward(workload.loss, [workload.minibatch(draw, batch) for draw in draws])
-        if not last < DIVERGED:
-            break
-        for each in workers.models:
-            if settings.clip is not None:
-                torch.nn.utils.clip_grad_norm_(each.parameters(), settings.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-        try:
-            workers.end_step()
-        except NotFinite:
-            last = math.inf
-            break
-        if (step + 1) % every == 0:
-            curve.append((step + 1, last, _test(workload, model, quick=True)))
-            tell(step + 1)
-    workers.close()  # of models that are apart, at what they agreed on
-    values = sum(p.numel() for p in model.parameters()) * (step + 1)
+    begun = time.perf_counter()
+    task = Task(
+        job.method,
+        job.workload,
+        str(folder),
+        job.optimizer,
+        job.steps,
+        job.seed,
+        job.batch or None,
+        min(POINTS, job.steps),
+        (core,),
+        factor=job.factor,
+        min_numel=0,
+        stops=True,
+    )
+    found = run_method([task] * job.workers, Place(), HANG_S, on_step)
+    if found.failed:
+        raise RuntimeError(f"{job} failed: {found.failed}")
+    first = found.results[0]
+    sent = first["total_nbytes"]
+    values = first["parameters"] * first["steps_done"] * 2 * (job.workers - 1) / job.workers
     return {
         **asdict(job),
-        "measure": _test(workload, model) if last < DIVERGED else None,
-        "curve": curve,
-        "sent_nbytes": workers.sent_nbytes,
-        "bits": 8 * workers.sent_nbytes / (2 * values * (job.workers - 1) / job.workers),
+        "measure": first.get("measure"),
+        "curve": first["curve"],
+        "sent_nbytes": sent,
+        "bits": 8 * sent / values if sent is not None else None,
         "seconds": time.perf_counter() - begun,
     }
-
-
-def _test(workload: Workload, model: torch.nn.Module, *, quick: bool = False) -> float:
-    model.eval()
-    with torch.no_grad():
-        return workload.test(model, quick=quick)
 
 
 def finished(file: Path) -> dict[Job, dict[str, Any]]:
@@ -181,64 +143,31 @@ def run_all(
     if left:
         if file.exists() and not (text := file.read_bytes()).endswith(b"\n"):
             file.write_bytes(text[: text.rfind(b"\n") + 1])
-        context = warm_context(__name__)
-        todo, news = context.Queue(), context.Queue()
-        for each in (*left, *[None] * processes):
-            todo.put(each)
-        ranks = [
-            context.Process(target=_serve, args=(folder, todo, news, dict(os.environ)), daemon=True)
-            for _ in range(processes)
-        ]
-        for process in ranks:
-            process.start()
+        warm_context(rank.__name__)  # here, where an interrupt of its start is heeded
+        cores: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(processes):
+            cores.put(all_cores()[number % len(all_cores())])
+
+        def run(job: Job) -> tuple[Job, dict[str, Any]]:
+            core = cores.get()
+            try:
+                return job, train(job, folder, core, lambda step: on_step(job, step))
+            finally:
+                cores.put(core)
+
+        pool = ThreadPoolExecutor(processes)
         try:
-            _collect(len(left), ranks, news, file, done, on_step)
+            for future in as_completed([pool.submit(run, job) for job in left]):
+                job, result = future.result()
+                with file.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps(result) + "\n")
+                done[job] = result
+                on_step(job, job.steps)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()  # `run_method` then returns
+            raise
         finally:
-            for process in ranks:
-                process.terminate()
-                process.join()
+            pool.shutdown()
     return {job: done[job] for job in wanted}
-
-
-def _collect(
-    count: int,
-    processes: list[Any],
-    news: Any,
-    file: Path,
-    done: dict[Job, dict[str, Any]],
-    on_step: Callable[[Job, int], None],
-) -> None:
-    while count:
-        try:
-            job, what = news.get(timeout=5.0)
-        except queues.Empty:
-            if not any(process.is_alive() for process in processes):
-                raise RuntimeError(
-                    "the processes that train have died; their output above says why"
-                ) from None
-            continue
-        if isinstance(what, int):
-            on_step(job, what)
-            continue
-        if not isinstance(what, dict):
-            raise RuntimeError(f"{job} failed:\n{what}")  # noqa: TRY004 - what went wrong there
-        with file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(what) + "\n")
-        done[job], count = what, count - 1
-        on_step(job, job.steps)
-
-
-def _serve(folder: Path, todo: Any, news: Any, variables: Mapping[str, str]) -> None:
-    import traceback
-
-    become_rank(variables)
-    torch.set_num_threads(1)
-    loaded: dict[str, Workload] = {}
-    while (job := todo.get()) is not None:
-        try:
-            workload = loaded.get(job.workload) or loaded.setdefault(
-                job.workload, WORKLOADS[job.workload](folder)
-            )
-            news.put((job, train(job, workload, lambda step, job=job: news.put((job, step)))))  # type: ignore[misc]
-        except Exception:  # noqa: BLE001 - told to the program
-            news.put((job, traceback.format_exc()))

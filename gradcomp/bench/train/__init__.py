@@ -26,30 +26,47 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradcomp.arguments import Parser
+from gradcomp.bench import workloads
 from gradcomp.bench.about import about
-from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
-from gradcomp.bench.accuracy.workloads import Workload
-from gradcomp.bench.train import methods, workloads
+from gradcomp.bench.methods import DEFAULT, FSDP2, METHODS, NONE, NOOP, PRESETS, parse
+from gradcomp.bench.optimizers import OPTIMIZERS
 from gradcomp.bench.train.hosts import INTERFACE, Hosts, NoHosts
-from gradcomp.bench.train.methods import NONE, NOOP
 from gradcomp.bench.train.mpi import Mpiexec
 from gradcomp.bench.train.predict import largest_bucket, predict
 from gradcomp.bench.train.rank import Task
 from gradcomp.bench.train.report import crossings, row_of, table_of
 from gradcomp.bench.train.run import Place, all_cores, cores_of, measure, run_method
+from gradcomp.bench.workloads import Workload
 from gradcomp.plan.links import Link, parse_link
 from gradcomp.plan.rates import Rates
 from gradcomp.plan.workload import Transport
 
-EPILOG = f"""
-methods: {", ".join(m for m in methods.OTHERS if m not in (NONE, NOOP))};
-  codecs as of `bench accuracy` (ternary, onebit, block2, block4, block8, topk,
-  block2:precondition, onebit:momentum,precondition,start_step=100,
-  terngrad:slice_numel=100000000, ...), with double for double buffering (onebit:double);
-  diloco:CODEC:H[,fragments=K,delay=D,start_step=N,start_codec=CODEC], local steps, of whose
-  steps the mean counts; fsdp2, fsdp2:terngrad and fsdp2:terngrad,weights=block8[,keep],
-  fully_shard in place of DDP; module:factory, a function that registers a hook of your own
-  with a DDP model
+GRAMMAR = f"""
+methods: {", ".join(name for name in METHODS if name not in (NONE, NOOP))}, {FSDP2},
+  module:factory (registers a hook of your own with a DDP model); codecs with options after a
+  colon: onebit:exempt=ends,start_step=100
+  exempt={"|".join(PRESETS)}   tensors that travel in fp32 (ends: vectors, embeddings, head)
+  min_numel=N, slice_numel=N   smallest tensor that is compressed; values of a slice
+  start_step=N                 fp32 before that step
+  start=METHOD                 ... or that
+  second=PHASE                 what owners of means send: exact, requantize, block2, block4, block8,
+                               bf16, fp32
+  precondition                 gradients in units of their second moments
+  momentum=frozen|renewed      momenta travel: 1-bit Adam (LAMB), 0/1 Adam; start_step is their
+                               warm-up
+  exchange=all_gather|reduce_scatter
+  rotate                       of values rotated at random, unbiased and without residuals (onebit)
+  decay=X                      what residuals keep from step to step: residual_decay (ternary,
+                               onebit, block)
+  step=X, group=row|tensor|N   scale in root mean squares (ternary); what shares a scale
+  feedback=off                 what codes leave out is forgotten (onebit, block)
+  double                       half minibatches in turns (gradcomp.onebit_sgd.DoubleBuffer)
+  every=H                      local steps (gradcomp.DiLoCo), with fragments=K, delay=D, alpha=A,
+                               outer_lr=X, outer_momentum=X
+  {FSDP2}:CODEC[,weights=CODEC[,keep]]   fully_shard in place of DDP, weights packed, too, and kept
+                               for backward
+"""
+EPILOG = f"""{GRAMMAR}
 workloads: {", ".join(workloads.WORKLOADS)}, random:N (N values without a task)
 
 columns: step, p95     milliseconds of the slowest rank, median and 95th percentile
@@ -165,9 +182,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--methods",
         nargs="+",
-        default=list(methods.DEFAULT),
+        default=list(DEFAULT),
         metavar="METHOD",
-        help=f"ways of exchanging gradients, listed below (default: {' '.join(methods.DEFAULT)})",
+        help=f"ways of exchanging gradients, listed below (default: {' '.join(DEFAULT)})",
     )
     out.add_argument(
         "--steps",
@@ -241,11 +258,9 @@ def main(argv: list[str]) -> int:
         links = [parse_link("inf" if one == "none" else one, args.latency) for one in args.link]
         _check(args)
         for name in args.methods:
-            methods.check(name)
+            parse(name)
         workload = workloads.find(args.workload, args.data, args.batch)
-        optimizer = args.optimizer or workloads.OPTIMIZER.get(
-            workload.name.partition(":")[0], "adamw"
-        )
+        optimizer = args.optimizer or ("sgd" if workload.name in workloads.SGD else "adamw")
         if optimizer not in workload.settings.rates:
             raise ValueError(
                 f"{args.workload} has no rate for {optimizer}; it has"
@@ -394,9 +409,7 @@ def _run_case(
             if found.failed:
                 rows.append({"method": name, "failed": found.failed})
             elif found.results:
-                alone, base = without.get(
-                    NONE if methods.is_local(name) or methods.is_sharded(name) else NOOP, ([], None)
-                )
+                alone, base = without.get(NONE if parse(name).without_ddp else NOOP, ([], None))
                 knows = alone and not launched
                 over_mpi = place.mpi is not None
                 guess = (

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gradcomp.bench.accuracy.methods import METHODS as CODECS
-from gradcomp.bench.train.methods import OVER_MPI, codec_of, is_local, local_of
+from gradcomp.bench.methods import OVER_MPI, parse
 from gradcomp.exchange.sizing import choose
 from gradcomp.plan.costs import LocalSteps, Method, find_method, plan_buckets
 from gradcomp.plan.links import Link
@@ -20,30 +19,26 @@ from gradcomp.plan.workload import Transport, Workload
 
 def planned(name: str, world_size: int, *, over_mpi: bool = False) -> Method | None:
     """Return a method of the bench as the planner has it; None for what it does not know."""
-    word = name.partition(":")[0]
     if over_mpi and name in OVER_MPI:
-        strategy = choose(OVER_MPI[name], world_size)
-        return Method(
-            f"{name} {strategy}", OVER_MPI[name], strategy.exchange, strategy.second_phase
-        )
-    if word in ("fp32", "bf16"):
-        return find_method(word)
-    if is_local(name):
-        codec, numbers = local_of(name)
-        if numbers.pop("start_step", 0):
-            return None  # two kinds of steps
-        strategy = choose(codec, world_size, "auto")
-        numbers["every"] = numbers.pop("sync_every")
-        return Method(
-            f"{codec.name} {strategy}", codec, strategy.exchange, strategy.second_phase
-        ).after(LocalSteps(**numbers))
-    if word not in CODECS:
+        plain = OVER_MPI[name]
+        strategy = choose(plain, world_size)
+        return Method(f"{name} {strategy}", plain, strategy.exchange, strategy.second_phase)
+    if name in ("fp32", "bf16"):
+        return find_method(name)
+    method, codec = parse(name), parse(name).codec
+    if codec is None or method.sharded or method.double or method.momentum:
         return None
-    method, double = codec_of(name)
-    if method.codec is None or method.options.get("precondition") or method.momentum or double:
-        return None
-    strategy = choose(method.codec, world_size, method.options.get("exchange", "auto"))
-    return Method(f"{name} {strategy}", method.codec, strategy.exchange, strategy.second_phase)
+    if method.options.get("precondition") or (method.local and "start_step" in method.options):
+        return None  # not modelled; two kinds of steps
+    strategy = choose(codec, world_size, method.options.get("exchange", "auto"))
+    known = Method(
+        f"{codec.name if method.local else name} {strategy}",
+        codec,
+        strategy.exchange,
+        strategy.second_phase,
+    )
+    steps = {k: v for k, v in method.local.items() if k in ("every", "fragments", "delay")}
+    return known.after(LocalSteps(**steps)) if steps else known
 
 
 def largest_bucket(model: nn.Module, ranks: int) -> int:

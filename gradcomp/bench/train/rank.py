@@ -27,21 +27,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradcomp.bench.accuracy.optimizers import OPTIMIZERS
-from gradcomp.bench.accuracy.run import rate_at
-from gradcomp.bench.accuracy.workloads import Workload
 from gradcomp.bench.cluster import barrier, measure_transport
-from gradcomp.bench.train import methods, workloads
+from gradcomp.bench.methods import Ready, parse, wrap
+from gradcomp.bench.optimizers import OPTIMIZERS
 from gradcomp.bench.train.predict import planned
+from gradcomp.bench.workloads import Settings, Workload, find
 from gradcomp.comm.base import Communicator
 from gradcomp.comm.mpi import MpiCommunicator
+from gradcomp.comm.rounds import ring_bytes
 from gradcomp.comm.torchdist import TorchCommunicator
+from gradcomp.errors import NotFinite
 from gradcomp.plan.rates import calibrate
 
 MARK = "@gradcomp "
 WARM_UP = 3  # steps in which buckets are made and rebuilt, and whose seconds do not count
 TELL_S = 0.5
 TIMEOUT_S = 300.0
+DIVERGED = 1e4  # a loss beyond this ends a run that stops
 CALIBRATED = 1 << 20, 1 << 22  # values of a bucket that codecs are timed on, at least and at most
 
 
@@ -52,6 +54,10 @@ class Task:
     Attributes:
         method, workload, data, optimizer, steps, seed: as the command line has them.
         batch: samples of a rank's minibatch; None: the workload's own.
+        factor: of the workload's learning rate.
+        min_numel: smallest tensor that is compressed; None: the default.
+        stops: whether a run ends at the step at which it diverges on some rank; asking them all
+            takes an all_reduce a step.
         points: tests on the way, the last at the end; 0 for none.
         cores: of this machine that the rank runs on.
         interface: whose counters say what was sent; "" for none.
@@ -66,7 +72,10 @@ class Task:
     batch: int | None
     points: int
     cores: tuple[int, ...]
-    interface: str
+    interface: str = ""
+    factor: float = 1.0
+    min_numel: int | None = None
+    stops: bool = False
 
 
 def tell(*, silent: bool = False, **words: Any) -> None:
@@ -75,21 +84,31 @@ def tell(*, silent: bool = False, **words: Any) -> None:
         print(MARK + json.dumps(words), flush=True)
 
 
+def rate_at(step: int, steps: int, settings: Settings) -> float:
+    """Return the factor of the rate at a step: up linearly, then down as `settings.decay`."""
+    rising = max(1, round(steps * settings.warm_up))
+    if step < rising:
+        return (step + 1) / rising
+    return settings.decay((step - rising) / max(1, steps - rising))
+
+
 def train(task: Task, comm: Communicator | None = None, *, silent: bool = False) -> dict[str, Any]:
     """Train as a rank of the default process group, which there is, over `comm` if one is given;
     return what was measured.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    workload = workloads.find(task.workload, Path(task.data), task.batch)
+    workload = find(task.workload, Path(task.data), task.batch)
     settings = workload.settings
     torch.manual_seed(task.seed)
     plain = workload.model()
     numel = sum(p.numel() for p in plain.parameters())
-    ready = methods.wrap(
+    rate = settings.rates[task.optimizer] * task.factor
+    ready = wrap(
         plain,
-        task.method,
-        lambda model: _fused(OPTIMIZERS[task.optimizer](model, settings.rates[task.optimizer])),
+        parse(task.method),
+        lambda model: _fused(OPTIMIZERS[task.optimizer](model, rate)),
         comm,
+        min_numel=task.min_numel,
     )
     state = ready.state
     rates = [
@@ -105,6 +124,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
     sent = told = 0.0
     before: dict[str, float] = {}
     points = {round(task.steps * (n + 1) / task.points) for n in range(task.points)}
+    done, diverged = task.steps, False
     for step in range(task.steps):
         for group, rate in rates:
             group["lr"] = rate * rate_at(step, task.steps, settings)
@@ -114,7 +134,15 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
             sent = _sent_nbytes(task.interface)
             before = _counted(state)
         begun, worked = time.perf_counter(), time.process_time()
-        averaged = _step(ready, workload, plain, minibatch)
+        try:
+            averaged, loss = _step(ready, workload, plain, minibatch)
+        except NotFinite:
+            if not task.stops:
+                raise
+            averaged, loss = time.perf_counter(), torch.tensor(float("inf"))
+        if task.stops and _diverged(loss):
+            done, diverged = step + 1, True
+            break
         seconds.append(time.perf_counter() - begun)
         updates.append(time.perf_counter() - averaged)
         cpu.append(time.process_time() - worked)
@@ -128,7 +156,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
     counted = min(WARM_UP, task.steps - 1)
     dist.barrier()
     sent = _sent_nbytes(task.interface) - sent
-    steps = task.steps - counted
+    steps = max(1, done - counted)
     counters = {name: (value - before[name]) / steps for name, value in _counted(state).items()}
     result = {
         "rank": rank,
@@ -140,11 +168,16 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
         "cpu_seconds": cpu[counted:],
         "sent_nbytes": sent / steps if task.interface else None,
         "counted_nbytes": counters.pop("bytes_sent", None),
+        "total_nbytes": _total_nbytes(ready, numel * done, world),
+        "steps_done": done,
+        "diverged": diverged,
         "phases": counters,
         "peak_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "curve": curve,
     }
-    if task.points:
+    if ready.local is not None:
+        ready.local.restore()  # what all ranks have agreed on last
+    if task.points and not diverged:
         measure = result["measure"] = _measure(workload, plain, rank, ready)
         curve.append((task.steps, sum(seconds), measure))
     if state is not None and hasattr(state, "close"):
@@ -163,21 +196,41 @@ def _fused(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimize
     return optimizers
 
 
-def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch: Any) -> float:
-    """Train on a minibatch; return when its gradients were averaged."""
+def _diverged(loss: torch.Tensor) -> bool:
+    """Whether some rank's loss is beyond `DIVERGED`, the same on all."""
+    bad = torch.tensor(float(not loss.item() < DIVERGED))
+    dist.all_reduce(bad, dist.ReduceOp.MAX)
+    return bool(bad)
+
+
+def _total_nbytes(ready: Ready, values: int, world: int) -> int | None:
+    """Return what this rank has sent in a run of `values` values and steps; None: not known."""
+    if ready.state is not None and hasattr(ready.state, "stats"):
+        first = getattr(ready.state, "start_stats", None)
+        return int(ready.state.stats.bytes_sent) + (first.bytes_sent if first is not None else 0)
+    return ring_bytes(values, world) * ready.method.bits // 32 if ready.method.bits else None
+
+
+def _step(
+    ready: Ready, workload: Workload, plain: nn.Module, minibatch: Any
+) -> tuple[float, torch.Tensor]:
+    """Train on a minibatch; return when its gradients were averaged, and the loss."""
     if ready.double is not None:  # nothing is clipped: averages come half a minibatch later
         parts = minibatch if isinstance(minibatch, tuple) else (minibatch,)
         ready.double.step(
             lambda *half: workload.loss(plain, half if isinstance(minibatch, tuple) else half[0]),
             *parts,
         )
-        return time.perf_counter()
+        return time.perf_counter(), torch.zeros(())
     for optimizer in ready.optimizers:
         optimizer.zero_grad()
-    workload.loss(ready.model, minibatch).backward()  # type: ignore[no-untyped-call]
+    loss = workload.loss(ready.model, minibatch)
+    loss.backward()  # type: ignore[no-untyped-call]
     if ready.local is not None:
         ready.local.average_gradients()
     averaged = time.perf_counter()
+    if not ready.method.feedback:
+        ready.state.discard_step()  # residuals are zero again
     if workload.settings.clip is not None:
         if hasattr(ready.state, "materialize_gradients"):
             # those that an optimizer would take straight from payloads
@@ -187,17 +240,17 @@ def _step(ready: methods.Ready, workload: Workload, plain: nn.Module, minibatch:
         optimizer.step()
     if ready.local is not None:
         ready.local.step()
-    return averaged
+    return averaged, loss.detach()
 
 
 def _measure(
-    workload: Workload, model: nn.Module, rank: int, ready: methods.Ready, *, quick: bool = False
+    workload: Workload, model: nn.Module, rank: int, ready: Ready, *, quick: bool = False
 ) -> float:
     """Return the workload's measure, which rank 0 takes, of sharded weights with the others'
     help; outside of all seconds.
     """
     found = torch.zeros(1, dtype=torch.float64)
-    if rank == 0 or ready.sharded:
+    if rank == 0 or ready.method.sharded:
         model.eval()
         with torch.no_grad(), _heard():
             found[0] = workload.test(model, quick=quick)

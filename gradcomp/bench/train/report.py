@@ -15,7 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from gradcomp.bench.train.methods import NONE, NOOP
+from gradcomp.bench.methods import NONE, NOOP
 from gradcomp.exchange.stats import OVERLAP
 
 

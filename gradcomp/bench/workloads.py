@@ -8,7 +8,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,19 +203,66 @@ class Images(Workload):
         return 100.0 * sum(float((model(a).argmax(1) == b).sum()) for a, b in pairs) / len(y)
 
 
-def _gpt(folder: Path, small: bool) -> Workload:
+class Noise(Workload):
+    """Random inputs and targets: time and bytes without a task.
+
+    Args:
+        name: for tables.
+        make: returns a new model of `width` inputs.
+        width: of an input.
+        batch: samples of a rank and step.
+    """
+
+    measure, lower_is_better = "", True
+
+    def __init__(self, name: str, make: Callable[[], nn.Module], width: int, batch: int) -> None:
+        self.name, self._make, self._width = name, make, width
+        self.settings = Settings(30, batch, None, 0.0, {"sgd": 1e-3, "adamw": 1e-4})
+
+    def model(self) -> nn.Module:
+        return self._make()
+
+    def minibatch(self, generator: torch.Generator, count: int) -> Tensor:
+        return torch.randn(count, self._width, generator=generator)
+
+    def loss(self, model: nn.Module, minibatch: Any) -> Tensor:
+        out: Tensor = model(minibatch)
+        return out.square().mean()
+
+    def test(self, model: nn.Module, *, quick: bool = False) -> float:
+        return float("nan")
+
+
+def mlp() -> nn.Module:
+    """Return a perceptron of 25,214,986 values, 16.8 million of them in one tensor."""
+    return nn.Sequential(
+        nn.Linear(2048, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)
+    )
+
+
+def random(numel: int) -> nn.Module:
+    """Return layers of 1024 x 1024, as many as make up `numel` values, the last one smaller."""
+    side = 1024
+    layers = [nn.Linear(side, side, bias=False) for _ in range(numel // side**2)]
+    rest = numel % side**2 // side
+    return nn.Sequential(*layers, *([nn.Linear(side, rest, bias=False)] if rest else []))
+
+
+def _gpt(folder: Path, name: str) -> Workload:
     file = next((p for p in (folder / "prose.txt.gz", folder / "prose.txt") if p.exists()), None)
     if file is None:
         raise FileNotFoundError(
             f"--data {folder}: no prose.txt or prose.txt.gz there: any English text of 5 MB or more"
         )
     rates = {"adamw": 2e-3, "lamb": 1e-2, "sgd": 0.3, "adagrad": 1e-2, "muon": 2e-2}
-    if small:
-        return Text(
-            "gpt-1m", file, Settings(2000, 4, 1.0, 0.05, rates), width=128, layers=4, heads=4
-        )
-    rates |= {"adamw": 1e-3}
-    return Text("gpt-6m", file, Settings(1000, 4, 1.0, 0.05, rates), width=256, layers=8, heads=8)
+    steps, width, layers, rate = {
+        "gpt-1m": (2000, 128, 4, 2e-3),
+        "gpt-6m": (1000, 256, 8, 1e-3),
+        "gpt-25m": (300, 512, 8, 6e-4),
+    }[name]
+    settings = Settings(steps, 4, 1.0, 0.05, rates | {"adamw": rate})
+    heads = 4 if width == 128 else 8
+    return Text(name, file, settings, width=width, layers=layers, heads=heads)
 
 
 def _lenet(folder: Path) -> Workload:
@@ -239,7 +286,7 @@ def _lenet_terngrad(folder: Path) -> Workload:
     return Images("lenet-terngrad", settings, LeNet, train, test, flips=False)
 
 
-def _resnet(folder: Path) -> Workload:
+def _resnet(folder: Path, width: int = 16) -> Workload:
     file = folder / "cifar10_jpeg.npz"
     if not file.exists():
         raise FileNotFoundError(f"--data {folder}: no cifar10_jpeg.npz there")
@@ -254,7 +301,8 @@ def _resnet(folder: Path) -> Workload:
         train, test = (_jpegs(stored, part) for part in ("train", "test"))
     mean, deviation = train[0].mean((0, 2, 3), keepdim=True), train[0].std((0, 2, 3), keepdim=True)
     whitened = [((x - mean) / deviation, y) for x, y in (train, test)]
-    return Images("resnet", settings, SmallResNet, whitened[0], whitened[1], flips=True)
+    name = "resnet" if width == 16 else "resnet-11m"
+    return Images(name, settings, lambda: SmallResNet(width), whitened[0], whitened[1], flips=True)
 
 
 def _jpegs(stored: Any, part: str) -> tuple[Tensor, Tensor]:
@@ -273,6 +321,41 @@ WORKLOADS: dict[str, Callable[[Path], Workload]] = {
     "lenet": _lenet,
     "lenet-terngrad": _lenet_terngrad,
     "resnet": _resnet,
-    "gpt-1m": lambda folder: _gpt(folder, small=True),
-    "gpt-6m": lambda folder: _gpt(folder, small=False),
+    "resnet-11m": lambda folder: _resnet(folder, 64),
+    "gpt-1m": lambda folder: _gpt(folder, "gpt-1m"),
+    "gpt-6m": lambda folder: _gpt(folder, "gpt-6m"),
+    "gpt-25m": lambda folder: _gpt(folder, "gpt-25m"),
+    "mlp": lambda folder: Noise("mlp", mlp, 2048, 16),
 }
+SGD = ("lenet", "lenet-terngrad", "resnet", "resnet-11m", "mlp")  # the others' is AdamW
+
+
+def find(name: str, folder: Path, batch: int | None = None) -> Workload:
+    """Return a workload by its name, or ``random:N`` for N values without a task.
+
+    Args:
+        name: of it.
+        folder: with its data.
+        batch: samples of a rank's minibatch; None: as many as it usually has.
+
+    Raises:
+        ValueError: there is none of that name, or N is too small.
+        FileNotFoundError: its data is not in the folder.
+    """
+    found = _find(name, folder)
+    if batch is not None:
+        found.settings = replace(found.settings, batch=batch, shared=False)
+    return found
+
+
+def _find(name: str, folder: Path) -> Workload:
+    word, _, count = name.partition(":")
+    if word == "random":
+        if not count.isdigit() or int(count) < 1024:
+            raise ValueError(f"random:N takes a number of values of at least 1024, got {name!r}")
+        return Noise(name, lambda: random(int(count)), 1024, 16)
+    if name not in WORKLOADS:
+        raise ValueError(
+            f"no workload named {name!r}; there are {', '.join(WORKLOADS)} and random:N"
+        )
+    return WORKLOADS[name](folder)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gradcomp.bench.accuracy.methods import Method
 from gradcomp.optim import OneBitAdam, OneBitLamb, SplitLAMB, ZeroOneAdam
 
 Factory = Callable[[nn.Module, float], list[torch.optim.Optimizer]]
@@ -72,25 +71,26 @@ OPTIMIZERS: dict[str, Factory] = {
 
 
 def exchanging_momentum(
-    optimizers: list[torch.optim.Optimizer], method: Method
+    optimizers: list[torch.optim.Optimizer], kind: str, warm_up: int
 ) -> list[torch.optim.Optimizer]:
     """Return the relative of AdamW or LAMB whose momentum travels, with the same settings.
+
+    Args:
+        optimizers: of a model; one.
+        kind: "frozen" or "renewed", what becomes of the variance.
+        warm_up: steps before that.
 
     Raises:
         ValueError: of another optimizer there is none.
     """
-    given, warm_up = optimizers[0], method.options["start_step"]
+    given = optimizers[0]
     keys = ("params", "lr", "betas", "eps", "weight_decay")
     groups = [{key: group[key] for key in keys if key in group} for group in given.param_groups]
-    if len(optimizers) > 1:
-        raise ValueError(
-            f"{method.name}: there is no pair of"
-            f" {' and '.join(type(o).__name__ for o in optimizers)} whose momenta travel"
-        )
-    if isinstance(given, torch.optim.AdamW) and method.momentum == "renewed":
-        return [ZeroOneAdam(groups, var_freeze_step=warm_up)]
-    if isinstance(given, torch.optim.AdamW):
+    if len(optimizers) == 1 and isinstance(given, torch.optim.AdamW):
+        if kind == "renewed":
+            return [ZeroOneAdam(groups, var_freeze_step=warm_up)]
         return [OneBitAdam(groups, freeze_step=warm_up)]
-    if isinstance(given, SplitLAMB) and method.momentum == "frozen":
+    if len(optimizers) == 1 and isinstance(given, SplitLAMB) and kind == "frozen":
         return [OneBitLamb(groups, freeze_step=warm_up)]
-    raise ValueError(f"{method.name}: there is no {type(given).__name__} whose momentum travels")
+    names = " and ".join(type(one).__name__ for one in optimizers)
+    raise ValueError(f"there is no {names} whose momentum travels ({kind})")
