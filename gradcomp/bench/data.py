@@ -26,6 +26,7 @@ NUM_CLASSES = 10
 TRAIN_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 TEST_FILES = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _UNSIGNED_BYTE = 0x08
+_TENSORS = ("train_images", "train_labels", "test_images", "test_labels")
 _CHUNK_NBYTES = 1 << 20
 _DIGITS_TEST_SHARE = 0.25
 _DIGITS_MAX = 16.0
@@ -54,13 +55,24 @@ class ImageData:
 
 
 def load(folder: Path | None) -> ImageData:
-    """Load the IDX files in ``folder``, or the digits that scikit-learn carries when it is None.
+    """Load the IDX files in ``folder``, what `save` wrote there, or the digits that scikit-learn
+    carries when it is None.
 
     Raises:
         FileNotFoundError: the folder or one of its four files does not exist.
         ValueError: a file is not what its name says; the message names the file and the check.
     """
+    if folder is not None and folder.suffix == ".npz":
+        with np.load(folder) as kept:
+            tensors = {name: torch.from_numpy(kept[name]) for name in _TENSORS}
+            return ImageData(str(kept["name"]), str(kept["note"]), **tensors)
     return load_digits() if folder is None else load_idx_folder(folder)
+
+
+def save(data: ImageData, file: Path) -> None:
+    """Write images to NAME.npz, which `load` reads: quicker than importing scikit-learn."""
+    tensors = {name: getattr(data, name).numpy() for name in _TENSORS}
+    np.savez(file, name=data.name, note=data.note, **tensors)
 
 
 def load_digits() -> ImageData:

@@ -8,13 +8,16 @@ each), prints one table and writes demo.json and demo.png.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +29,15 @@ from rich.table import Table
 
 import gradcomp
 from gradcomp.arguments import Parser
-from gradcomp.bench.cluster import strategy_method
-from gradcomp.bench.data import ImageData, load
+from gradcomp.bench.data import ImageData, load, save
+from gradcomp.bench.methods import NONE
 from gradcomp.bench.models import LeNet
-from gradcomp.bench.ranks import RANK_ERRORS, warm_context
-from gradcomp.bench.training import CODECS, Alone, RunResult, TrainConfig, train_all
-from gradcomp.plan.costs import find_method
+from gradcomp.bench.ranks import warm_context
+from gradcomp.bench.train import rank
+from gradcomp.bench.train.predict import planned
+from gradcomp.bench.train.rank import Task
+from gradcomp.bench.train.run import Place, cores_of, run_method
+from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.links import parse_link
 from gradcomp.plan.rates import calibrate
 from gradcomp.plan.simulate import simulate
@@ -46,7 +52,39 @@ PHASES = {
 }
 COLORS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of the codecs, in their order
 SHORT_STEPS = 40
+CODECS = ("fp32", "ternary", "onebit", "terngrad")
+LR = 0.03
+ALONE_STEPS = 20  # of the model alone, for the prediction
+CURVE_POINTS = 8
+HANG_S = 300.0
 LINK = "1gbe"  # 1 Gbit/s, of the predicted step
+
+
+Result = Mapping[str, Any]  # of a rank
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to train.
+
+    Attributes:
+        codecs: names out of `CODECS`, trained in this order.
+        seeds: number of seeds; run i uses seed i for weights and batches.
+        steps: optimizer steps of a run.
+        batch: images a step over all ranks together; a multiple of ``ranks``.
+        lr: first learning rate; it decays to 0 with the square root of the steps left (TernGrad's
+            LeNet schedule).
+        ranks: processes.
+        data: folder of IDX files, None for scikit-learn's digits.
+    """
+
+    codecs: tuple[str, ...]
+    seeds: int
+    steps: int
+    batch: int
+    lr: float
+    ranks: int
+    data: Path | None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -109,7 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lr",
         type=float,
-        default=0.03,
+        default=LR,
         metavar="RATE",
         help="first learning rate; it falls to 0 (default: %(default)s)",
     )
@@ -133,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_config(argv: Sequence[str]) -> tuple[TrainConfig, Path, bool]:
+def parse_config(argv: Sequence[str]) -> tuple[Config, Path, bool]:
     """Turn the command line into a checked configuration, the output folder and whether phases are
     shown.
 
@@ -154,7 +192,7 @@ def parse_config(argv: Sequence[str]) -> tuple[TrainConfig, Path, bool]:
         parser.error(f"--lr {args.lr}: must be above 0 and below 10")
     steps, seeds = (min(args.steps, SHORT_STEPS), 1) if args.short else (args.steps, args.seeds)
     return (
-        TrainConfig(codecs, seeds, steps, args.batch, args.lr, args.ranks, args.data),
+        Config(codecs, seeds, steps, args.batch, args.lr, args.ranks, args.data),
         args.out,
         args.phases,
     )
@@ -180,7 +218,7 @@ def main(argv: list[str]) -> int:
         highlight=False,
     )
     start = time.perf_counter()
-    warm_context(train_all.__module__)  # imports while this process reads the data
+    warm_context(rank.__name__)  # imports while this process reads the data
     try:
         out.mkdir(parents=True, exist_ok=True)
         data = load(config.data)
@@ -194,12 +232,12 @@ def main(argv: list[str]) -> int:
         return 2
     console.print(f"data: {data.note}", markup=False, highlight=False)
     try:
-        results, alone = _train_with_progress(config, data, console)
-    except RANK_ERRORS as error:
+        results, alone = train_all(config, data, console)
+    except RuntimeError as error:
         print(f"demo: a rank failed: {error}", file=sys.stderr)
         return 1
     report = summarise(config, data, results)
-    for codec, seconds in predict_steps(config, alone).items():
+    for codec, seconds in predict_steps(config, *alone).items():
         report["codecs"][codec]["predicted_seconds_per_step"] = seconds
     report["wall_s"] = round(time.perf_counter() - start, 1)
     (out / "demo.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -214,45 +252,80 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _train_with_progress(
-    config: TrainConfig, data: ImageData, console: Console
-) -> tuple[list[RunResult], Alone]:
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    ]
-    # a screen refreshed ten times a second, which is the default, takes time from the ranks
-    with Progress(*columns, console=console, refresh_per_second=2) as progress:
-        task = progress.add_task(
-            "starting the ranks", total=len(config.codecs) * config.seeds * config.steps
+def train_all(
+    config: Config, data: ImageData, console: Console
+) -> tuple[dict[tuple[str, int], list[Result]], tuple[float, float]]:
+    """Train every seed with every codec, ranks on this machine, with a bar.
+
+    Returns:
+        The ranks' results by (codec, seed), as `gradcomp.bench.train.rank.train` gives them; and
+        the seconds that computing and updates of the slowest rank take without an exchange.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
+    results: dict[tuple[str, int], list[Result]] = {}
+    with contextlib.ExitStack() as stack:
+        folder = str(config.data)
+        if config.data is None:  # scikit-learn takes a rank seconds to import
+            folder = stack.enter_context(tempfile.TemporaryDirectory()) + "/digits.npz"
+            save(data, Path(folder))
+        # a screen refreshed ten times a second, which is the default, takes time from the ranks
+        progress = stack.enter_context(
+            Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=2)
         )
+        runs = list(itertools.product(range(config.seeds), config.codecs))
+        bar = progress.add_task("starting the ranks", total=len(runs) * config.steps)
 
-        def on_step(codec: str, seed: int, step: int) -> None:
-            before = (seed * len(config.codecs) + config.codecs.index(codec)) * config.steps
-            described = f"training {codec}, seed {seed + 1} of {config.seeds}"
-            progress.update(task, completed=before + step, description=described)
+        def run(method: str, seed: int, steps: int, points: int, before: int) -> list[Result]:
+            task = Task(
+                method,
+                "lenet-demo",
+                folder,
+                "sgd",
+                steps,
+                seed,
+                config.batch // config.ranks,
+                points,
+                (),
+                factor=config.lr / LR,
+            )
+            tasks = [
+                replace(task, cores=cores_of(number, config.ranks))
+                for number in range(config.ranks)
+            ]
+            found = run_method(
+                tasks, Place(), HANG_S, lambda step: progress.update(bar, completed=before + step)
+            )
+            if found.failed:
+                raise RuntimeError(found.failed)
+            return found.results
 
-        return train_all(config, data, on_step)
+        without = run(NONE, 0, ALONE_STEPS, 0, 0)
+        for number, (seed, codec) in enumerate(runs):
+            progress.update(bar, description=f"training {codec}, seed {seed + 1} of {config.seeds}")
+            points = min(CURVE_POINTS, config.steps)
+            found = run(codec, seed, config.steps, points, number * config.steps)
+            results[codec, seed] = found
+        progress.update(bar, completed=len(runs) * config.steps)
+    update = max(statistics.median(one["update_seconds"]) for one in without)
+    step = max(statistics.median(one["seconds"]) for one in without)
+    return results, (step - update, update)
 
 
-def predict_steps(config: TrainConfig, alone: Alone) -> dict[str, float]:
+def predict_steps(config: Config, compute: float, update: float) -> dict[str, float]:
     """Return the seconds of a step that the planner predicts for each codec, with each rank on a
-    machine of its own.
+    machine of its own; the codecs' own seconds are measured here.
 
     Args:
         config: what was trained.
-        alone: a step without an exchange, as measured; the codecs' own seconds are measured here.
+        compute, update: seconds of a step without an exchange.
     """
     shapes = tuple((name, tuple(p.shape)) for name, p in LeNet().named_parameters())
-    work = Workload(shapes, minibatch=1.0, t_frame=alone.compute, t_update=alone.update, weak=True)
-    methods = {}
-    for name in config.codecs:
-        make = CODECS[name]
-        methods[name] = (
-            find_method("fp32") if make is None else strategy_method(name, make(0), config.ranks)
-        )
+    work = Workload(shapes, minibatch=1.0, t_frame=compute, t_update=update, weak=True)
+    found = {name: planned(name, config.ranks) for name in config.codecs}
+    methods = {name: method for name, method in found.items() if method is not None}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -266,13 +339,15 @@ def predict_steps(config: TrainConfig, alone: Alone) -> dict[str, float]:
     }
 
 
-def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]) -> dict[str, Any]:
+def summarise(
+    config: Config, data: ImageData, results: Mapping[tuple[str, int], Sequence[Result]]
+) -> dict[str, Any]:
     """Reduce the runs to means and spreads, in the form that demo.json has.
 
     Args:
         config: what was trained.
         data: what it was trained on.
-        results: every run.
+        results: of the ranks, by codec and seed.
 
     Returns:
         Plain values only: settings, versions, and one entry a codec. Bytes are a step and rank
@@ -281,27 +356,32 @@ def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]
     """
     codecs: dict[str, Any] = {}
     for codec in config.codecs:
-        runs = [run for run in results if run.codec == codec]
-        accuracies = [run.accuracy for run in runs]
-        sent = statistics.fmean(sum(run.bytes_sent) / len(run.bytes_sent) for run in runs)
+        runs = [results[codec, seed] for seed in range(config.seeds)]
+        accuracies = [run[0]["measure"] for run in runs]
+        sent = [statistics.fmean(one["total_nbytes"] for one in run) / config.steps for run in runs]
+        ring = ring_bytes(runs[0][0]["parameters"], config.ranks)
         phases = {
-            phase: (
-                statistics.fmean(sum(run.phase_seconds[key] for key in keys) for run in runs)
-                / config.steps
+            phase: statistics.fmean(
+                sum(run[0]["phases"].get(key, 0.0) for key in keys) for run in runs
             )
             for phase, keys in PHASES.items()
-            if runs[0].phase_seconds
+            if runs[0][0]["phases"]
         }
         codecs[codec] = {
             "accuracy_mean": statistics.fmean(accuracies),
             "accuracy_spread": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
             "accuracies": accuracies,
-            "bytes_sent_per_step": sent / config.steps,
-            "baseline_bytes_per_step": runs[0].baseline_bytes / config.steps,
-            "compression_ratio": runs[0].baseline_bytes / sent if sent else 1.0,
-            "seconds_per_step": statistics.fmean(run.seconds_per_step for run in runs),
+            "bytes_sent_per_step": statistics.fmean(sent),
+            "baseline_bytes_per_step": ring,
+            "compression_ratio": ring / statistics.fmean(sent),
+            "seconds_per_step": statistics.fmean(
+                statistics.median(run[0]["seconds"]) for run in runs
+            ),
             "phase_seconds_per_step": phases,
-            "curves": [[list(point) for point in run.curve] for run in runs],
+            "curves": [
+                [[step, step * nbytes, accuracy] for step, _, accuracy in run[0]["curve"]]
+                for run, nbytes in zip(runs, sent, strict=True)
+            ],
         }
     settings = {
         "model": "LeNet, 1256080 parameters",
@@ -311,7 +391,7 @@ def summarise(config: TrainConfig, data: ImageData, results: Sequence[RunResult]
         "batch": config.batch,
         "lr": config.lr,
         "backend": "gloo",
-        "threads_per_rank": 1,
+        "threads_per_rank": len(cores_of(0, config.ranks)),
     }
     versions = {
         "python": platform.python_version(),

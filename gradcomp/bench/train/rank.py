@@ -86,10 +86,10 @@ def tell(*, silent: bool = False, **words: Any) -> None:
 
 def rate_at(step: int, steps: int, settings: Settings) -> float:
     """Return the factor of the rate at a step: up linearly, then down as `settings.decay`."""
-    rising = max(1, round(steps * settings.warm_up))
+    rising = round(steps * settings.warm_up)
     if step < rising:
         return (step + 1) / rising
-    return settings.decay((step - rising) / max(1, steps - rising))
+    return settings.decay((step - rising) / (steps - rising))
 
 
 def train(task: Task, comm: Communicator | None = None, *, silent: bool = False) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
     ]
     batch = settings.batch_of(world)
     tell(step=0, silent=silent)  # from here on silence counts
-    draw = torch.Generator().manual_seed(1 + 1000 * task.seed + rank)
+    minibatches = workload.minibatches(task.seed, rank, world, batch)
     seconds: list[float] = []
     updates: list[float] = []
     cpu: list[float] = []
@@ -128,7 +128,7 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
     for step in range(task.steps):
         for group, rate in rates:
             group["lr"] = rate * rate_at(step, task.steps, settings)
-        minibatch = workload.minibatch(draw, batch)
+        minibatch = next(minibatches)
         if step == min(WARM_UP, task.steps - 1):
             dist.barrier()
             sent = _sent_nbytes(task.interface)
@@ -180,6 +180,8 @@ def train(task: Task, comm: Communicator | None = None, *, silent: bool = False)
     if task.points and not diverged:
         measure = result["measure"] = _measure(workload, plain, rank, ready)
         curve.append((task.steps, sum(seconds), measure))
+    if hasattr(state, "check_replicas"):
+        state.check_replicas()
     if state is not None and hasattr(state, "close"):
         state.close()
     return result
