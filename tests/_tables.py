@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
+from reference import codec as ref
 
 from gradcomp import _gc
-from gradcomp.reference import codec as ref
 
 ffi, lib = _gc.ffi, _gc.lib
 TIERS = [t for t in range(lib.gc_tier_count()) if lib.gc_tier_supported(t)]

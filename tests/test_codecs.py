@@ -10,11 +10,11 @@ import torch
 from _ranks import run_local
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import codec as ref
+from reference import payload as ref_payload
 
 import gradcomp
 from gradcomp import Block, Identity, OneBit, RngKey, Ternary, TernGrad, TopK, UnsupportedTensor
-from gradcomp.reference import codec as ref
-from gradcomp.reference import payload as ref_payload
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _expected import average
 from _ranks import RankFailed, run_local
+from reference import codec as ref
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +42,6 @@ from gradcomp.fsdp.reused import Reused
 from gradcomp.integrations import torchtitan
 from gradcomp.integrations.torchtitan import ReplicaAverage
 from gradcomp.payload.pieces import Slot
-from gradcomp.reference import codec as ref
 
 CODECS = {
     "terngrad": TernGrad(seed=3),

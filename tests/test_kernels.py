@@ -34,10 +34,10 @@ from _tables import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import codec as ref
+from reference import payload as ref_payload
 
 from gradcomp import _gc
-from gradcomp.reference import codec as ref
-from gradcomp.reference import payload as ref_payload
 
 ffi, lib = _gc.ffi, _gc.lib
 VECTORS = Path(__file__).parent / "vectors"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from _ranks import run_local
+from reference import optim as ref
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -38,7 +39,6 @@ from gradcomp.optim import (
     fp32_state_dict,
     split_parameters,
 )
-from gradcomp.reference import optim as ref
 
 FREEZE = 4
 MAKE = {

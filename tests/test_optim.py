@@ -13,6 +13,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from reference import optim as ref
 from torch import nn
 
 from gradcomp import GradcompError, UnsupportedTensor
@@ -28,7 +29,6 @@ from gradcomp.optim import (
     split_parameters,
 )
 from gradcomp.optim.placeholder import Placeholder
-from gradcomp.reference import optim as ref
 
 ROUNDINGS = ["truncate", "nearest"]
 MAKERS = {

@@ -5,12 +5,12 @@ and closures.
 import numpy as np
 import pytest
 import torch
+from reference import optim as reference
 from torch import nn
 
 from gradcomp.errors import UnsupportedTensor
 from gradcomp.onebit_sgd.adagrad import MomentumAdagrad
 from gradcomp.optim import SplitAdagrad, SplitSGD, join, packed_add, split, split_parameters
-from gradcomp.reference import optim as reference
 
 
 def numbers(*shape, seed=0):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from _expected import average
 from _ranks import run_local
+from reference import codec as ref
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -23,7 +24,6 @@ from gradcomp.exchange.sizing import choose
 from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.optim import SplitAdamW
 from gradcomp.payload.ownership import ByElements
-from gradcomp.reference import codec as ref
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "rare": (30, 20)}
 MIN_NUMEL = 6

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from gradcomp.reference import codec as ref
-from gradcomp.reference import payload as ref_payload
+from reference import codec as ref
+from reference import payload as ref_payload
 
 VECTORS = Path(__file__).parent / "vectors"
 sys.path.insert(0, str(VECTORS))

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import run_local
+from reference import codec as ref
+from reference import rotation
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -18,8 +20,6 @@ from gradcomp._gc import ffi, lib
 from gradcomp.kernels import HOST
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.rng import STREAM_OWNED, STREAM_ROTATION
-from gradcomp.reference import codec as ref
-from gradcomp.reference import rotation
 
 CODEC = OneBit(rotate=True)
 

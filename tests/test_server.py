@@ -14,12 +14,12 @@ import pytest
 import torch
 from _ranks import run_local
 from _serving import caught, flipped, meet, noise, play, same_bits
+from reference import codec as reference
 
 import gradcomp
 from gradcomp import OneBit, RngKey, Ternary, TernGrad
 from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
 from gradcomp.payload import wire
-from gradcomp.reference import codec as reference
 from gradcomp.server import ParameterClient, Pending, ServerStats, messages, serve
 
 ROOT = Path(__file__).parents[1]

@@ -11,6 +11,7 @@ from _ranks import run_local
 from _serving import Done, as_tensor, caught, flipped, meet, play
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import payload as ref_payload
 
 from gradcomp import OneBit, RngKey, TernGrad
 from gradcomp.comm import LocalCommunicator
@@ -22,7 +23,6 @@ from gradcomp.errors import (
     PeerMismatch,
     UnsupportedTensor,
 )
-from gradcomp.reference import payload as ref_payload
 from gradcomp.server import ParameterClient, loop, messages, replies, serve
 from gradcomp.server.keys import ClientKey
 from gradcomp.server.messages import Kind, Message

@@ -30,6 +30,9 @@ from _tables import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import codec as ref
+from reference import payload as ref_payload
+from reference import topk as ref_topk
 
 import gradcomp
 from gradcomp import (
@@ -55,9 +58,6 @@ from gradcomp.payload.layout import PayloadLayout, message_copies
 from gradcomp.payload.pieces import Slot, whole_pieces
 from gradcomp.plan.accuracy import FAMILIES, within
 from gradcomp.plan.models import MODELS
-from gradcomp.reference import codec as ref
-from gradcomp.reference import payload as ref_payload
-from gradcomp.reference import topk as ref_topk
 
 GROUP = ref_topk.GROUP_NUMEL
 LENGTHS = [0, 1, 2, 8, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 5000, 8200]

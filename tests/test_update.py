@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from _tables import GUARD, TIERS, guarded, same_bytes, tier, values
+from reference import codec as ref
+from reference import optim
 
 from gradcomp import NativeError
 from gradcomp.kernels import Payloads, native
@@ -18,8 +20,6 @@ from gradcomp.kernels.rules import NO_RULE, RULE, TARGET, Flag, Kind
 from gradcomp.kernels.tables import SEGMENT, Table
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
-from gradcomp.reference import codec as ref
-from gradcomp.reference import optim
 
 LENGTHS = [1, 2, 7, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257, 5000]
 BETAS, EPS, LR = (0.9, 0.95), 1e-8, 0.013

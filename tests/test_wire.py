@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import payload as ref_payload
 
 from gradcomp import (
     Block,
@@ -25,7 +26,6 @@ from gradcomp.kernels import HOST
 from gradcomp.payload import wire
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
-from gradcomp.reference import payload as ref_payload
 
 CODECS = {
     "terngrad": TernGrad(group=10),

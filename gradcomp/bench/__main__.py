@@ -15,7 +15,7 @@ BENCHMARKS = {
         "train LeNet with 2 ranks once per codec: accuracy, bytes and the step predicted at 1"
         " Gbit/s in one table"
     ),
-    "codec": "GB/s of every kernel beside memcpy and the same codec in torch and NumPy",
+    "codec": "GB/s of every kernel beside memcpy, and terngrad beside torch operations",
     "accuracy": (
         "what compression costs in accuracy: methods x optimizers x workloads, N workers, several"
         " seeds"

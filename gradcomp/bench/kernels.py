@@ -1,228 +1,146 @@
-"""The kernels that `bench codec` times: how to run each one, and how to see that its result is
-the reference's.
-"""
+"""The kernels that `bench codec` times: how each is run, what it writes, and what it moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp import Block, OneBit, RngKey, Ternary, TernGrad
-from gradcomp.codecs import KINDS, Codec, Identity
+from gradcomp.bench.timing import using
+from gradcomp.codecs import KINDS, Codec
 from gradcomp.kernels import HOST, NO_RESIDUALS, Payloads, Residuals, native
-from gradcomp.kernels.tables import BLOCK
 from gradcomp.payload.form import lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
-from gradcomp.reference import codec as ref
 
 KEY = RngKey(seed=1, rank=1, step=5)
-GROUP = 512  # of 1-bit and blocks; ternary has one group, as its default is
-CHECKED = 1 << 17  # elements of each result that are compared with the reference
+GROUP = 512  # a usual row, for the codecs whose groups are rows: one flat tensor has none
 
 
 @dataclass
 class Case:
-    """One kernel: how to run it, and how to see that its result is right."""
+    """One kernel: `run` writes `results`, and reads and writes `nbytes` of memory an element."""
 
     name: str
     run: Callable[[], object]
-    check: Callable[[], bool]
+    nbytes: float
+    results: list[Tensor]
+    restart: Callable[[], object] = lambda: None  # undoes what a run changes for the next one
+
+    def is_right(self) -> bool:
+        """Whether this tier writes the bytes that the portable one writes."""
+        self.restart()
+        self.run()
+        found = [result.clone() for result in self.results]
+        with using(native.tiers()[0]):
+            self.restart()
+            self.run()
+        pairs = zip(found, self.results, strict=True)
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def cases(numel: int, dtype: torch.dtype) -> list[Case]:
     """Return the kernels for tensors of `numel` elements of `dtype`."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(numel, generator=generator).to(dtype)
-    code, n = native.DTYPES[dtype], min(numel, CHECKED)
-    plain = x[:n].view(torch.uint16).numpy() if dtype == torch.bfloat16 else x[:n].numpy()
-    scale, piece = np.float32(2.5), ref.Piece(n, numel)
-    out: list[Case] = []
-
-    def add(
-        name: str, run: Callable[[], object], got: Callable[[], Any], wanted: Callable[[], Any]
-    ) -> None:
-        out.append(Case(name, run, lambda: got().tobytes() == wanted().tobytes()))
-
-    def payloads(codec: Codec, count: int) -> tuple[PayloadLayout, list[Tensor]]:
-        layout = _layout(codec, numel)
-        made = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(count)]
-        if layout.form.code == TernGrad.form.code:
-            for number, payload in enumerate(made):
-                one = torch.tensor([float(scale)])
-                codec.place_scales(HOST, layout, one, payload)
-                key = RngKey(seed=1, rank=number, step=5)
-                codec.encode_body(HOST, x, layout, payload, key)
-        return layout, made
-
-    ternary = TernGrad(clip_sigma=None)
-    layout, sent = payloads(ternary, 4)
-    target, fp32 = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty(numel, dtype=dtype)
-    target[: 32 + 4] = sent[0][: 32 + 4]
-    scales, blocks, clipping = torch.empty(1), ternary.scratch(HOST, layout), TernGrad()
-    key = RngKey(seed=1, rank=0, step=5)
-
-    def codes(rank: int) -> NDArray[np.uint8]:
-        return ref.ternary_encode(plain, np.array([scale]), piece, ref.Key(1, rank, 5))
-
-    def decoded(shared: bool, count: int) -> Any:
-        average = ref.ternary_sum_decode(
-            [codes(r) for r in range(count)], [np.array([scale])] * count, piece, shared
-        )
-        return ref.from_float32(average, code)
-
-    def head() -> Any:
-        return (fp32[:n].view(torch.uint16) if dtype == torch.bfloat16 else fp32[:n]).numpy()
-
-    add(
-        "terngrad encode",
-        lambda: ternary.encode_body(HOST, x, layout, target, key),
-        lambda: target.numpy()[36 : 36 + n // 4],
-        lambda: codes(0)[: n // 4],
-    )
-    add(
-        "absmax + moments",
-        lambda: clipping.measure(HOST, x, layout, blocks, scales),
-        lambda: blocks.numpy().view(BLOCK)[: n // 512],
-        lambda: ref.block_sums(plain, ref.Piece(n, numel))[: n // 512],
-    )
-    for count, shared in ((1, True), (4, True), (4, False)):
-        source = Payloads(sent[:count], "ternary", dtype, shared=shared)
-        add(
-            f"terngrad decode {count}" + (" shared" if shared else " own") * (count > 1),
-            lambda p=source: HOST.sum_decode(p, layout.packed, fp32),  # type: ignore[misc]
-            head,
-            lambda c=count, s=shared: decoded(s, c),  # type: ignore[misc]
-        )
-    lanes = PayloadLayout(lanes_form(4), layout.pieces)
-    summed = torch.zeros(lanes.nbytes, dtype=torch.uint8)
-    summed[32:36] = sent[0][32:36]
-    bits, together = lanes.form.bits, ternary.payloads(sent, dtype)
-    sums = Payloads([summed], "lanes", dtype, world_size=4, lane_bits=bits)
-    add(
-        "ternary sum to lanes 4",
-        lambda: HOST.sum_lanes(together, layout.packed, lanes.packed, bits, summed),
-        lambda: summed.numpy()[36 : 36 + n * bits // 8],
-        lambda: ref.sum_lanes([codes(r) for r in range(4)], n)[: n * bits // 8],
-    )
-    add(
-        "lanes decode",
-        lambda: HOST.sum_decode(sums, lanes.packed, fp32),
-        head,
-        lambda: decoded(True, 4),
-    )
-    onebit = OneBit(group=GROUP)
-    one, old, new = (
-        _layout(onebit, numel),
-        torch.randn(numel, generator=generator),
-        torch.zeros(numel),
-    )
-    bit = torch.zeros(one.nbytes, dtype=torch.uint8)
-    bits_of_one = onebit.payloads([bit], dtype)
-    encoded = ref.onebit_encode(plain, ref.Piece(n, GROUP), old[:n].numpy())
-    add(
-        "onebit encode",
-        lambda: onebit.encode_body(HOST, x, one, bit, KEY, Residuals(old, new)),
-        lambda: new[: n // GROUP * GROUP].numpy(),
-        lambda: encoded[2][: n // GROUP * GROUP],
-    )
-    kept, sealed = old.clone(), torch.zeros(one.nbytes, dtype=torch.uint8)
-    add(  # all that a step of one tensor costs: the residual in place, a header, a checksum
-        "onebit encode, one tensor",
-        lambda: onebit.encode(x, residual=kept, key=KEY, out=sealed),
-        lambda: _encoded_again(onebit, x, old, kept, sealed),
-        lambda: encoded[2][: n // GROUP * GROUP],
-    )
-    add(
-        "onebit decode 1",
-        lambda: HOST.sum_decode(bits_of_one, one.packed, fp32),
-        lambda: head()[: n // GROUP * GROUP],
-        lambda: ref.from_float32(
-            ref.onebit_decode(encoded[1], encoded[0], ref.Piece(n, GROUP)), code
-        )[: n // GROUP * GROUP],
-    )
-    identity, same = Identity(), _layout(Identity(), numel)
-    values = torch.zeros(same.nbytes, dtype=torch.uint8)
-    add(
-        "values encode",
-        lambda: identity.encode_body(HOST, x, same, values, KEY),
-        lambda: values.numpy()[32 : 32 + 4 * n],
-        lambda: ref.to_float32(plain),
-    )
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = _ternary_cases(x)
     for kind in KINDS:
-        if kind.name not in (ternary.name, onebit.name, identity.name):
-            out.extend(_cases_of(_grouped(kind), x))
+        found += _cases_of(_grouped(kind), x)
+    found.append(_one_tensor(x))
     for codec in (OneBit(group=GROUP), Block(2, group=GROUP), Ternary(group=GROUP)):
         encode = _cases_of(codec.with_decay(0.25), x)[0]
-        out.append(Case(f"{encode.name}, decay", encode.run, encode.check))
-    crc = np.zeros(4, np.uint8)
-
-    def checksum() -> None:
-        crc[:] = np.frombuffer(np.uint32(native.crc32c(target.numpy())).tobytes(), np.uint8)
-
-    short = np.frombuffer(b"123456789", np.uint8)
-    out.append(Case("crc32c of a payload", checksum, lambda: native.crc32c(short) == 0xE3069283))
-    return out
+        encode.name += ", decay"
+        found.append(encode)
+    return found
 
 
 def _cases_of(codec: Codec, x: Tensor) -> list[Case]:
-    """Return encode and decode of a codec; what the portable tier makes is the reference."""
-    layout, key = _layout(codec, x.numel()), KEY
-    payload, out = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.empty_like(x)
-    residuals = NO_RESIDUALS
+    """Return encode and decode of one payload of a codec."""
+    layout, out = _layout(codec, x.numel()), torch.empty_like(x)
+    payload, residuals = torch.zeros(layout.nbytes, dtype=torch.uint8), NO_RESIDUALS
+    moved, written = x.element_size() + layout.nbytes / x.numel(), [payload]
     if codec.error_feedback:
-        old = torch.randn(x.numel(), generator=torch.Generator().manual_seed(1))
-        residuals = Residuals(old, torch.zeros(x.numel()), lambda dropped: None)
+        new = torch.zeros(x.numel())
+        residuals = Residuals(_residual(x), new, lambda dropped: None)
+        written.append(new)
+    _place_scales(codec, layout, x, payload)
+    encode = partial(codec.encode_body, HOST, x, layout, payload, KEY, residuals)
+    decode = partial(HOST.sum_decode, codec.payloads([payload], x.dtype), layout.packed, out)
+    encode()
+    return [
+        Case(f"{codec.name} encode", encode, moved + 8 * codec.error_feedback, written),
+        Case(f"{codec.name} decode 1", decode, moved, [out]),
+    ]
+
+
+def _ternary_cases(x: Tensor) -> list[Case]:
+    """Return the kernels that TernGrad has for scales, for payloads of four ranks, and for sums."""
+    codec, size = TernGrad(clip_sigma=None), x.element_size()
+    layout, out = _layout(codec, x.numel()), torch.empty_like(x)
+    blocks, scales = codec.scratch(HOST, layout), torch.empty(1)
+    sent = [torch.empty(layout.nbytes, dtype=torch.uint8) for _ in range(4)]
+    for rank, payload in enumerate(sent):
+        _place_scales(codec, layout, x, payload)
+        codec.encode_body(HOST, x, layout, payload, RngKey(seed=1, rank=rank, step=5))
+    shared = Payloads(sent, "ternary", x.dtype, shared=True)
+    own = Payloads(sent, "ternary", x.dtype, shared=False)
+    lanes = PayloadLayout(lanes_form(4), layout.pieces)
+    bits, summed = lanes.form.bits, torch.zeros(lanes.nbytes, dtype=torch.uint8)
+    _place_scales(codec, layout, x, summed)
+    sums = Payloads([summed], "lanes", x.dtype, world_size=4, lane_bits=bits)
+    measure = partial(TernGrad().measure, HOST, x, layout, blocks, scales)
+    add = partial(HOST.sum_lanes, shared, layout.packed, lanes.packed, bits, summed)
+    add()
+    crc, raw = torch.zeros(1, dtype=torch.int64), sent[0].numpy()
+    found = [
+        Case("absmax + moments", measure, size, [blocks, scales]),
+        Case("ternary sum to lanes 4", add, 1 + bits / 8, [summed]),
+        Case("crc32c of a payload", lambda: crc.fill_(native.crc32c(raw)), 0.25, [crc]),
+    ]
+    for name, source, packed, moved in (
+        ("terngrad decode 4 shared", shared, layout.packed, 1),
+        ("terngrad decode 4 own", own, layout.packed, 1),
+        ("lanes decode", sums, lanes.packed, bits / 8),
+    ):
+        decode = partial(HOST.sum_decode, source, packed, out)
+        found.append(Case(name, decode, size + moved, [out]))
+    return found
+
+
+def _one_tensor(x: Tensor) -> Case:
+    """Return what one call of a user costs: header, checksum, the residual replaced in place."""
+    codec, old = OneBit(group=GROUP), _residual(x)
+    kept, payload = old.clone(), torch.zeros(_layout(codec, x.numel()).nbytes, dtype=torch.uint8)
+    run = partial(codec.encode, x, residual=kept, key=KEY, out=payload)
+    moved = x.element_size() + payload.numel() / x.numel() + 12  # reads, saves, writes the residual
+    return Case("onebit encode, one tensor", run, moved, [payload, kept], lambda: kept.copy_(old))
+
+
+def _residual(x: Tensor) -> Tensor:
+    return torch.randn(x.numel(), generator=torch.Generator().manual_seed(1))
+
+
+def _place_scales(codec: Codec, layout: PayloadLayout, x: Tensor, payload: Tensor) -> None:
+    """Write the scales of codes into a payload where the codec measures them before it encodes."""
     if codec.measures:
         scales = torch.empty(layout.group_count)
         codec.measure(HOST, x, layout, codec.scratch(HOST, layout), scales)
         codec.place_scales(HOST, layout, scales, payload)
-    source = codec.payloads([payload], x.dtype)
-
-    def encode() -> bool:
-        return codec.encode_body(HOST, x, layout, payload, key, residuals)
-
-    def decode() -> bool:
-        return HOST.sum_decode(source, layout.packed, out)
-
-    def same(run: Callable[[], bool], result: Tensor) -> bool:
-        found, tier = result.clone(), native.tier()
-        native.select_tier(native.tiers()[0])
-        run()
-        native.select_tier(tier)
-        return torch.equal(found.view(torch.uint8), result.view(torch.uint8))
-
-    encode()
-    return [
-        Case(f"{codec.name} encode", encode, lambda: same(encode, payload)),
-        Case(f"{codec.name} decode 1", decode, lambda: same(decode, out)),
-    ]
 
 
 def _grouped(codec: Codec) -> Codec:
-    """Return a codec whose groups are rows with groups as long as a usual row: one tensor has no
-    rows.
-    """
-    if isinstance(codec, Ternary):
-        return Ternary(group=GROUP)
-    return Block(codec.bits, group=GROUP) if isinstance(codec, Block) else codec
-
-
-def _encoded_again(codec: Codec, x: Tensor, old: Tensor, residual: Tensor, payload: Tensor) -> Any:
-    """Encode from the residual `old`, which timing has moved on, and return what is left over."""
-    codec.encode(x, residual=residual.copy_(old), key=KEY, out=payload)
-    n = min(x.numel(), CHECKED)
-    return residual[: n // GROUP * GROUP].numpy()
+    """Return the codec with groups of `GROUP` if its groups are rows, with one scale otherwise."""
+    if isinstance(codec, Block):
+        return Block(codec.bits, group=GROUP)
+    if isinstance(codec, TernGrad):
+        return TernGrad(clip_sigma=None)
+    return type(codec)(group=GROUP) if isinstance(codec, OneBit | Ternary) else codec
 
 
 def _layout(codec: Codec, numel: int) -> PayloadLayout:
     slot = Slot(0, numel, codec.group_numel((numel,)), True, 0)
-    return PayloadLayout(
-        codec.form, whole_pieces([slot]), segmented=False, whole_groups=codec.whole_groups
-    )
+    pieces, whole = whole_pieces([slot]), codec.whole_groups
+    return PayloadLayout(codec.form, pieces, segmented=False, whole_groups=whole)

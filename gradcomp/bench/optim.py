@@ -4,75 +4,70 @@ torch's in one run.
 Every contender holds its own weights, gradients and state of `numel` elements; split ones bf16
 weights, trails and bf16 gradients, torch's fp32. In each repetition all of one optimizer's
 contenders take a step in turn; medians and medians of the repetitions' ratios are shown. Memory is
-what weights, state and gradients occupy, in bytes a weight. A step of every split optimizer is
-compared with `gradcomp.reference.optim` before it is timed.
+what weights, state and gradients occupy, in bytes a weight. Three steps of every split optimizer
+are compared with the portable tier's before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradcomp import RngKey
 from gradcomp.arguments import Parser
-from gradcomp.bench.codec import Memcpy, seconds, threads
+from gradcomp.bench import timing
+from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, seconds, using
 from gradcomp.codecs import TernGrad
-from gradcomp.kernels import HOST
-from gradcomp.optim import (
-    SplitAdagrad,
-    SplitAdamW,
-    SplitLAMB,
-    SplitSGD,
-    join,
-    split,
-    split_parameters,
-)
+from gradcomp.kernels import HOST, native
+from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, split, split_parameters
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.pieces import Slot, whole_pieces
-from gradcomp.reference import optim as reference
 
-LR = 0.01
-LAMB_TENSORS = (
-    64  # tensors that the weights are shared over for LAMB, which goes through each of them twice
-)
-CHECK_NUMEL = 70_001
+LR, CHECK_NUMEL = 0.01, 70_001
+LAMB_TENSORS = 64  # LAMB goes through each tensor twice, so the size of the tensors may matter
 
 OURS: dict[str, Callable[[Any], Any]] = {
-    "SGD": lambda p: SplitSGD(p, lr=LR),
-    "SGD momentum": lambda p: SplitSGD(p, lr=LR, momentum=0.9),
-    "Adagrad": lambda p: SplitAdagrad(p, lr=LR),
-    "AdamW": lambda p: SplitAdamW(p, lr=LR),
-    "LAMB": lambda p: SplitLAMB(p, lr=LR),
+    "SGD": partial(SplitSGD, lr=LR),
+    "SGD momentum": partial(SplitSGD, lr=LR, momentum=0.9),
+    "Adagrad": partial(SplitAdagrad, lr=LR),
+    "AdamW": partial(SplitAdamW, lr=LR),
+    "LAMB": partial(SplitLAMB, lr=LR),
 }
 TORCHS: dict[str, Callable[..., Any]] = {
-    "SGD": lambda p, **kind: torch.optim.SGD(p, lr=LR, **kind),
-    "SGD momentum": lambda p, **kind: torch.optim.SGD(p, lr=LR, momentum=0.9, **kind),
-    "Adagrad": lambda p, **kind: torch.optim.Adagrad(p, lr=LR, **kind),
-    "AdamW": lambda p, **kind: torch.optim.AdamW(p, lr=LR, **kind),
+    "SGD": partial(torch.optim.SGD, lr=LR),
+    "SGD momentum": partial(torch.optim.SGD, lr=LR, momentum=0.9),
+    "Adagrad": partial(torch.optim.Adagrad, lr=LR),
+    "AdamW": partial(torch.optim.AdamW, lr=LR),
 }
-# (optimizer, beside what, at most this many times its time, aim)
-LIMITS = [
-    ("SGD", "torch foreach fp32", 0.95, None),
-    ("SGD", "memcpy", 1.8, 1.4),
-    ("SGD momentum", "torch foreach fp32", 0.8, None),
-    ("Adagrad", "torch fused fp32", 1.0, None),
-    ("AdamW", "torch fused fp32", 1.0, None),
-    (f"LAMB, {LAMB_TENSORS} tensors", "split AdamW", 1.6, None),
-    ("LAMB, 1 tensor", "split AdamW", 1.6, None),
+# (optimizer, beside what, bytes a weight that each reads and writes). Split weights and trails are
+# read and written, bf16 gradients read: 10 bytes, and 8 for every fp32 state. torch's fused kernels
+# take 12 and 8; its foreach ones go through memory once for every operation. LAMB needs the norm
+# of its update before it can update: it reads weights and both moments once more.
+# --check: the ratio of the times may be MARGIN times the ratio of the bytes.
+MARGIN = 1.5
+MOVES = [
+    ("SGD", "torch foreach fp32", 10, 12),
+    ("SGD", "memcpy", 10, MEMCPY_NBYTES),
+    ("SGD momentum", "torch foreach fp32", 18, 32),
+    ("Adagrad", "torch fused fp32", 18, 20),
+    ("AdamW", "torch fused fp32", 26, 28),
+    (f"LAMB, {LAMB_TENSORS} tensors", "split AdamW", 38, 26),
+    ("LAMB, 1 tensor", "split AdamW", 38, 26),
 ]
+SGD_NBYTES = 4.01  # at most this memory a weight: trails begin up to 4 KB into theirs
 
 
 @dataclass
 class Row:
-    """One contender: median milliseconds a step, times memcpy of the fp32 buffer, bytes a
+    """One contender: medians of milliseconds a step and of memcpys of the fp32 weights, and bytes a
     weight.
     """
 
@@ -86,64 +81,60 @@ class Row:
     ratio: float  # time of the first contender of this optimizer over this one's
 
 
+@dataclass
 class Contender:
-    """Something that takes steps: a name, what to call, and the tensors that it needs."""
+    """Something that takes steps, and the tensors that it needs."""
 
-    def __init__(
-        self,
-        name: str,
-        step: Callable[[], object],
-        weights: Any,
-        state: Any,
-        gradients: Any,
-        kept: Any = None,
-    ) -> None:
-        self.name, self.step, self._kept = name, step, kept  # what `step` knows by address alone
-        self.nbytes = [_nbytes(tensors) for tensors in (weights, state, gradients)]
+    name: str
+    step: Callable[[], object]
+    weights: Sequence[Tensor]
+    state: Sequence[Tensor]
+    gradients: Sequence[Tensor]
 
+    def nbytes(self, numel: int) -> tuple[float, float, float]:
+        """Return the bytes a weight of weights, state and gradients."""
 
-def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(t.untyped_storage().nbytes() for t in tensors)
+        def of(tensors: Sequence[Tensor]) -> float:
+            return sum(t.untyped_storage().nbytes() for t in tensors) / numel
+
+        return of(self.weights), of(self.state), of(self.gradients)
 
 
-def ours(make: Callable[[Any], Any], numel: int, tensors: int) -> Contender:
-    """A split optimizer with bf16 gradients."""
+def state_of(optimizer: Any, params: Any) -> list[Tensor]:
+    """Return the tensors of an optimizer's state that are as large as the weights."""
+    items = [item for p in params for item in optimizer.state[p].items()]
+    return [v for k, v in items if k not in ("trail", "step") and isinstance(v, Tensor)]
+
+
+def ours(name: str, numel: int, tensors: int = 1) -> Contender:
+    """Return a split optimizer with bf16 gradients."""
     holder = nn.ParameterList([torch.randn(numel // tensors) for _ in range(tensors)])
-    optimizer = make(split_parameters(holder))
+    optimizer = OURS[name](split_parameters(holder))
     for p in holder:
         p.grad = torch.randn(p.numel()).bfloat16()
-    trails = [optimizer.trail(p) for p in holder]
-    state = [v for p in holder for k, v in optimizer.state[p].items() if k not in ("trail", "step")]
-    return Contender("split", optimizer.step, [*holder, *trails], state, [p.grad for p in holder])
+    weights = [*holder, *(optimizer.trail(p) for p in holder)]
+    state, gradients = state_of(optimizer, holder), [p.grad for p in holder]
+    return Contender("split", optimizer.step, weights, state, gradients)
 
 
-def theirs(make: Callable[..., Any], numel: int, tensors: int, kind: str) -> Contender:
-    """torch's, in fp32."""
-    params = [nn.Parameter(torch.randn(numel // tensors)) for _ in range(tensors)]
-    for p in params:
-        p.grad = torch.randn(p.numel())
-    optimizer = make(params, **{kind: True})
+def theirs(name: str, numel: int, kind: str) -> Contender:
+    """Return torch's, in fp32."""
+    p = nn.Parameter(torch.randn(numel))
+    p.grad = torch.randn(numel)
+    optimizer = TORCHS[name]([p], **{kind: True})
     optimizer.step()  # its state is made now
-    state = [
-        v
-        for p in params
-        for k, v in optimizer.state[p].items()
-        if isinstance(v, Tensor) and k != "step"
-    ]
-    return Contender(f"torch {kind} fp32", optimizer.step, params, state, [p.grad for p in params])
+    step, state = optimizer.step, state_of(optimizer, [p])
+    return Contender(f"torch {kind} fp32", step, [p], state, [p.grad])
 
 
 def unfused(numel: int) -> Contender:
-    """The four lines of Split SGD in torch operations, one after the other."""
+    """Return the four lines of Split SGD in torch operations, one after the other."""
     top, trail = split(torch.randn(numel))
     gradient = torch.randn(numel).bfloat16()
 
     def step() -> None:
-        w = (top.view(torch.int16).to(torch.int32) << 16 | trail.to(torch.int32) & 0xFFFF).view(
-            torch.float32
-        )
-        w.add_(gradient.float(), alpha=-LR)
-        bits = w.view(torch.int32)
+        bits = top.view(torch.int16).to(torch.int32) << 16 | trail.to(torch.int32) & 0xFFFF
+        bits.view(torch.float32).add_(gradient.float(), alpha=-LR)
         top.view(torch.int16).copy_(bits >> 16)
         trail.copy_(bits)
 
@@ -151,248 +142,108 @@ def unfused(numel: int) -> Contender:
 
 
 def from_payloads(numel: int) -> list[Contender]:
-    """A step from two ternary payloads: decoded first, and straight."""
+    """Return a step from two ternary payloads: decoded first, and straight."""
     codec, slot = TernGrad(scale="own"), Slot(0, numel, numel, True, 0)
-    layout = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False)
-    payloads = [codec.encode(torch.randn(numel)) for _ in range(2)]
-    source = codec.payloads(payloads, torch.bfloat16)
-    out = []
-    for straight in (False, True):
-        holder = nn.ParameterList([torch.randn(numel)])
-        optimizer = SplitSGD(split_parameters(holder), lr=LR)
-        p, gradient = holder[0], torch.zeros(0 if straight else numel, dtype=torch.bfloat16)
+    packed = PayloadLayout(codec.form, whole_pieces([slot]), segmented=False).packed
+    payloads = [codec.encode(torch.randn(numel), key=RngKey(rank=rank)) for rank in range(2)]
+    source, plain = codec.payloads(payloads, torch.bfloat16), ours("SGD", numel)
 
-        class Packed:
-            parameter_count = 1
+    def decode_and_step() -> None:
+        HOST.sum_decode(source, packed, plain.gradients[0])
+        plain.step()
 
-            def position(self, parameter: Tensor) -> int:
-                return 0
-
-            def check(self, parameter: Tensor) -> None: ...
-
-            def update(self, targets: Any, rules: Any) -> None:
-                HOST.update(layout.packed, targets, rules, source)
-
-        def step(
-            optimizer: Any = optimizer, gradient: Tensor = gradient, straight: bool = straight
-        ) -> None:
-            if not straight:
-                HOST.sum_decode(source, layout.packed, gradient)
-            optimizer.step()
-
-        if straight:
-            optimizer.attach_packed(Packed())
-            p.grad = torch.full((), float("nan")).bfloat16().expand(numel)
-        else:
-            p.grad = gradient
-        name = "2 payloads, straight" if straight else "2 payloads, decoded first"
-        trails = [optimizer.trail(p)]
-        out.append(
-            Contender(name, step, [p, *trails], [], [] if straight else [gradient], payloads)
-        )
-    return out
+    holder = nn.ParameterList([torch.randn(numel)])
+    optimizer = SplitSGD(split_parameters(holder), lr=LR)
+    holder[0].grad = torch.full((), float("nan")).bfloat16().expand(numel)
+    gradients: Any = SimpleNamespace(
+        parameter_count=1,
+        position=lambda parameter: 0,
+        check=lambda parameter: None,
+        update=lambda targets, rules: HOST.update(packed, targets, rules, source),
+    )
+    optimizer.attach_packed(gradients)
+    weights = [holder[0], optimizer.trail(holder[0])]
+    return [
+        replace(plain, name="2 payloads, decoded first", step=decode_and_step),
+        Contender("2 payloads, straight", optimizer.step, weights, [], []),
+    ]
 
 
 def verify() -> None:
-    """Compare three steps of every split optimizer with the reference; SystemExit where one
-    differs.
+    """Compare three steps of every split optimizer with the portable tier's.
+
+    Raises:
+        SystemExit: an optimizer's weights differ.
     """
-    betas = {"lr": LR, "betas": (0.9, 0.999), "weight_decay": 0.01}
-    steps: dict[str, Callable[..., Any]] = {
-        "SGD": lambda w, g, m, v, t: (reference.sgd(w, g, m, lr=LR, first=t == 1)[0], m, v),
-        "SGD momentum": lambda w, g, m, v, t: (
-            *reference.sgd(w, g, m, lr=LR, momentum=0.9, first=t == 1),
-            v,
-        ),
-        "Adagrad": lambda w, g, m, v, t: (
-            *reference.adagrad(w, g, m, t, lr=LR, lr_decay=0.0, weight_decay=0.0, eps=1e-10),
-            v,
-        ),
-        "AdamW": lambda w, g, m, v, t: reference.adamw(w, g, m, v, t, eps=1e-8, **betas),  # type: ignore[arg-type]
-        "LAMB": lambda w, g, m, v, t: reference.lamb(w, g, m, v, t, eps=1e-6, **betas),  # type: ignore[arg-type]
-    }
     for name, make in OURS.items():
-        holder = nn.ParameterList([torch.randn(CHECK_NUMEL)])
-        w, m, v = (
-            holder[0].detach().numpy().copy(),
-            np.zeros(CHECK_NUMEL, np.float32),
-            np.zeros(CHECK_NUMEL, np.float32),
-        )
-        optimizer = make(split_parameters(holder))
-        for t in (1, 2, 3):
-            holder[0].grad = torch.randn(CHECK_NUMEL).bfloat16()
-            optimizer.step()
-            w, m, v = steps[name](w, holder[0].grad.float().numpy(), m, v, t)
-        if optimizer.fp32(holder[0]).numpy().tobytes() != w.tobytes():
-            raise SystemExit(f"split {name} differs from the reference")
-    top, trail = split(torch.randn(CHECK_NUMEL))
-    if join(top, trail).numel() != CHECK_NUMEL:
-        raise SystemExit("split and join differ")
+        start, found = torch.randn(CHECK_NUMEL), []
+        gradients = [torch.randn(CHECK_NUMEL).bfloat16() for _ in range(3)]
+        for kernels in (native.tier(), native.tiers()[0]):
+            holder = nn.ParameterList([start.clone()])
+            with using(kernels):
+                optimizer = make(split_parameters(holder))
+                for gradient in gradients:
+                    holder[0].grad = gradient
+                    optimizer.step()
+                found.append(optimizer.fp32(holder[0]).view(torch.int32))
+        if not torch.equal(*found):
+            raise SystemExit(f"split {name} differs from the portable tier")
 
 
-def contend(
-    name: str, contenders: list[Contender], numel: int, memcpy: Memcpy, repetitions: int
-) -> list[Row]:
-    """Let contenders step in turn; return their rows, the first one's ratios to each among them."""
-    times: dict[str, list[float]] = {c.name: [] for c in contenders}
-    copies = []
-    for repetition in range(repetitions + 1):
-        copy = seconds(memcpy)
-        for contender in contenders:
-            taken = seconds(contender.step)
-            if repetition:
-                times[contender.name].append(taken)
-        if repetition:
-            copies.append(copy)
-    rows, first = [], times[contenders[0].name]
-    for c in contenders:
-        memcpys = statistics.median(t / copy for t, copy in zip(times[c.name], copies, strict=True))
-        weights, state, gradients = (n / numel for n in c.nbytes)
-        ratio = statistics.median(a / b for a, b in zip(first, times[c.name], strict=True))
-        ms = 1e3 * statistics.median(times[c.name])
-        rows.append(Row(name, c.name, ms, memcpys, weights, state, gradients, ratio))
+def contests(numel: int) -> Iterator[tuple[str, list[Contender]]]:
+    """Yield each optimizer's contenders."""
+    for name in TORCHS:
+        torchs = [theirs(name, numel, kind) for kind in ("foreach", "fused")]
+        yield name, [ours(name, numel), *torchs, *([unfused(numel)] if name == "SGD" else [])]
+    for count in (LAMB_TENSORS, 1):
+        adamw = replace(ours("AdamW", numel, count), name="split AdamW")
+        name = f"LAMB, {count} tensor{'s' * (count > 1)}"
+        yield name, [ours("LAMB", numel, count), adamw]
+    yield "SGD from payloads", from_payloads(numel)
+
+
+def measure(numel: int, threads: int, repetitions: int) -> list[Row]:
+    """Let the contenders of each optimizer step in turn, after one step of each to warm up."""
+    from rich.progress import track
+
+    rows, memcpy = [], memcpy_of(numel)
+    work = track(contests(numel), "optimizers", total=len(TORCHS) + 3, transient=True)
+    with using(native.tier(), threads):
+        for name, contenders in work:
+            steps = [memcpy, *(c.step for c in contenders)]
+            turns = [[seconds(step) for step in steps] for _ in range(repetitions + 1)][1:]
+            for number, c in enumerate(contenders, 1):
+                ms = 1e3 * statistics.median(turn[number] for turn in turns)
+                memcpys = statistics.median(turn[number] / turn[0] for turn in turns)
+                ratio = statistics.median(turn[1] / turn[number] for turn in turns)
+                rows.append(Row(name, c.name, ms, memcpys, *c.nbytes(numel), ratio=ratio))
+            del c, steps, contenders[:]  # the next ones need the memory
     return rows
-
-
-def measure(
-    numel: int, count: int, repetitions: int
-) -> tuple[list[Row], dict[tuple[str, str], float]]:
-    """Measure everything; return rows and the ratios that `LIMITS` names."""
-    from rich.progress import Progress
-
-    rows: list[Row] = []
-    ratios: dict[tuple[str, str], float] = {}
-    memcpy = Memcpy(numel)
-    with threads(count), Progress(transient=True) as progress:
-        work = progress.add_task("", total=len(TORCHS) + 3)
-        for name, make in TORCHS.items():
-            progress.update(work, description=name)
-            contenders = [
-                ours(OURS[name], numel, 1),
-                *(theirs(make, numel, 1, k) for k in ("foreach", "fused")),
-            ]
-            if name == "SGD":
-                contenders.append(unfused(numel))
-            found = contend(name, contenders, numel, memcpy, repetitions)
-            ratios[name, "memcpy"] = found[0].memcpys
-            ratios |= {(name, row.contender): row.ratio for row in found[1:]}
-            rows += found
-            progress.advance(work)
-        for tensors in (LAMB_TENSORS, 1):
-            name = f"LAMB, {tensors} tensor{'s' * (tensors > 1)}"
-            progress.update(work, description=name)
-            pair = [ours(OURS["LAMB"], numel, tensors), ours(OURS["AdamW"], numel, tensors)]
-            pair[1].name = "split AdamW"
-            found = contend(name, pair, numel, memcpy, repetitions)
-            ratios[name, "split AdamW"] = found[1].ratio
-            rows += found
-            progress.advance(work)
-        progress.update(work, description="from payloads")
-        rows += contend("SGD from payloads", from_payloads(numel), numel, memcpy, repetitions)
-        progress.advance(work)
-    return rows, ratios
 
 
 def show(rows: list[Row], numel: int, count: int) -> None:
     """Print the measurements."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{numel:,} weights, {count} thread(s): one step, and bytes a weight")
-    for name in ("optimizer", "", "ms", "x memcpy", "weights", "state", "gradient", "sum"):
-        table.add_column(name, justify="left" if name in ("optimizer", "") else "right")
-    last = ""
+    texts: list[tuple[str, ...]] = []
     for r in rows:
         parts = (r.weight_bytes, r.state_bytes, r.gradient_bytes)
-        table.add_row(
-            r.optimizer if r.optimizer != last else "",
-            r.contender,
-            f"{r.ms:.1f}",
-            f"{r.memcpys:.2f}",
-            *(f"{b:.1f}" for b in (*parts, sum(parts))),
-        )
-        last = r.optimizer
-    Console().print(table)
+        name = "" if any(r.optimizer == text[0] for text in texts) else r.optimizer
+        nbytes = [f"{part:.1f}" for part in (*parts, sum(parts))]
+        texts.append((name, r.contender, f"{r.ms:.1f}", f"{r.memcpys:.2f}", *nbytes))
+    columns = ["ms", "x memcpy", "weights", "state", "gradient", "sum"]
+    title = f"{numel:,} weights, {count} thread(s): one step, and bytes a weight"
+    timing.table(title, ["optimizer", ""], columns, texts)
 
 
-def verdicts(rows: list[Row], ratios: dict[tuple[str, str], float]) -> list[dict[str, Any]]:
+def verdicts(rows: list[Row]) -> list[Verdict]:
     """Judge every requirement."""
+    found = {(r.optimizer, r.contender): r for r in rows}
     out = []
-    for name, beside, limit, aim in LIMITS:
-        found = ratios[name, beside]
-        what = f"split {name} / {beside}, at most"
-        out.append(
-            {"what": what, "measured": found, "limit": limit, "aim": aim, "pass": found <= limit}
-        )
-    memory = next(
-        r.weight_bytes + r.state_bytes
-        for r in rows
-        if r.optimizer == "SGD" and r.contender == "split"
-    )
-    out.append(
-        {
-            "what": "bytes a weight, SGD",
-            "measured": memory,
-            "limit": 4.01,
-            "aim": 4,
-            "pass": memory <= 4.01,
-        }
-    )
-    return out
-
-
-def show_verdicts(results: list[dict[str, Any]]) -> None:
-    """Print the outcome of every requirement."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Requirements (one thread, 64 Mi weights)")
-    for name in ("requirement", "measured", "limit", "aim", ""):
-        table.add_column(name, justify="left" if name == "requirement" else "right")
-    for v in results:
-        mark = "[green]pass[/]" if v["pass"] else "[red]FAIL[/]"
-        table.add_row(
-            v["what"],
-            f"{v['measured']:.2f}",
-            f"{v['limit']:g}",
-            f"{v['aim']:g}" if v["aim"] else "",
-            mark,
-        )
-    Console().print(table)
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw milliseconds and bytes of every contender as bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [f"{r.optimizer}: {r.contender}" for r in rows]
-    colours = [
-        "tab:blue" if r.contender == "split" or "straight" in r.contender else "lightgrey"
-        for r in rows
-    ]
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(11, 6), sharey=True, layout="constrained"
-    )
-    left.bar_label(
-        left.barh(names, [r.ms for r in rows], color=colours), fmt="%.1f", padding=3, fontsize=8
-    )
-    left.set_xlabel("milliseconds a step")
-    at = [0.0] * len(rows)
-    for part, shade in (
-        ("weight_bytes", "tab:blue"),
-        ("state_bytes", "tab:cyan"),
-        ("gradient_bytes", "lightgrey"),
-    ):
-        widths = [float(getattr(r, part)) for r in rows]
-        right.barh(names, widths, left=at, color=shade, label=part.split("_")[0])
-        at = [a + w for a, w in zip(at, widths, strict=True)]
-    right.set_xlabel("bytes a weight")
-    right.legend()
-    left.invert_yaxis()
-    figure.savefig(path, dpi=150)
+    for name, beside, moved, other in MOVES:
+        split = found[name, "split"]
+        ratio = split.memcpys if beside == "memcpy" else found[name, beside].ratio
+        out.append(Verdict(f"split {name} / {beside}", ratio, MARGIN * moved / other))
+    memory = found["SGD", "split"].weight_bytes + found["SGD", "split"].state_bytes
+    return [*out, Verdict("bytes a weight, SGD", memory, SGD_NBYTES)]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -404,45 +255,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             " weight."
         ),
         epilog=(
-            "--check measures what gradcomp promises: 64 Mi weights, 1 thread, 5 GB of memory.\n\n"
+            "--check takes 64 Mi weights, 1 thread and 5 GB of memory.\n\n"
             "example:\n  python -m gradcomp.bench optim --numel 4194304 --threads 2"
         ),
     )
-    parser.add_argument(
-        "--numel",
-        type=int,
-        default=1 << 26,
-        help="weights of the model (default: 67108864)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        help="threads of torch and of the kernels (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--repeat",
-        type=int,
-        default=9,
-        help="repetitions of each step, of which the median is shown (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="print pass or FAIL of what gradcomp promises; the exit status is 1 when one fails",
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the measurements to this file",
-    )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the measurements into this file (PNG, SVG or PDF)",
-    )
+    text = "weights of the model (default: %(default)s)"
+    parser.add_argument("--numel", type=int, default=1 << 26, help=text)
+    text = "threads of torch and of the kernels (default: %(default)s)"
+    parser.add_argument("--threads", type=int, default=1, help=text)
+    timing.add_options(parser)
     args = parser.parse_args(argv)
     if args.numel < LAMB_TENSORS or args.threads < 1 or args.repeat < 1:
         parser.error(f"numel must be at least {LAMB_TENSORS}, threads and repetitions at least 1")
@@ -456,19 +277,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     args = parse(argv)
     verify()
-    rows, ratios = measure(args.numel, args.threads, args.repeat)
+    rows = measure(args.numel, args.threads, args.repeat)
     show(rows, args.numel, args.threads)
-    results = verdicts(rows, ratios) if args.check else []
-    if results:
-        show_verdicts(results)
-    if args.json:
-        found = {
-            "numel": args.numel,
-            "threads": args.threads,
-            "rows": [asdict(r) for r in rows],
-            "check": results,
-        }
-        args.json.write_text(json.dumps(found, indent=2))
     if args.plot:
-        plot(rows, args.plot)
-    return 0 if all(v["pass"] for v in results) else 1
+        named = {f"{r.optimizer}: {r.contender}": r for r in rows}
+        ms = {"one step": {name: r.ms for name, r in named.items()}}
+        parts = {
+            part: {name: getattr(r, f"{part}_bytes") for name, r in named.items()}
+            for part in ("weight", "state", "gradient")
+        }
+        timing.bars(args.plot, {"milliseconds": ms, "bytes a weight": parts})
+    found = {"numel": args.numel, "threads": args.threads, "rows": [asdict(r) for r in rows]}
+    return timing.finish(args, found, verdicts(rows) if args.check else [])

@@ -1,7 +1,7 @@
 """A bucket rotated at random: what is encoded instead of gradients, and the way back.
 
 1-bit codes of values that have been rotated are unbiased once they are scaled for it
-(`gradcomp.reference.rotation`), and what they get wrong is noise of about one size all over a scale
+(tests/reference/rotation.py), and what they get wrong is noise of about one size all over a scale
 group. So nothing is carried on: there are no residuals. The rotation of a step is the same on all
 ranks, so that averages are made of rotated values, which are turned back where they arrive; owners
 turn means by another one before they encode them again.

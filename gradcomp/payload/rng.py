@@ -2,7 +2,7 @@
 key and counter.
 
 Draws are a pure function of these five numbers and of the element, never of threads, tiers, buckets
-or transports. The generator itself lives in C and, to be read, in `gradcomp.reference`.
+or transports. The generator itself lives in C and, to be read, in tests/reference/codec.py.
 
 References: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """

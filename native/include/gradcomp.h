@@ -3,7 +3,7 @@
  *
  * No Python, no MPI, no threads, no malloc, no global mutable state but the chosen tier. Every
  * kernel is a pure function of its arguments, and its output bytes are the same on every tier; the
- * portable tier is the specification and gradcomp/reference/ says the same in NumPy.
+ * portable tier is the specification and tests/reference/ says the same in NumPy.
  * docs/reference/wire-format.md draws the bytes.
  *
  * Common rules, unless a prototype says otherwise:

@@ -1,10 +1,8 @@
-"""Write the golden vectors beside this file from `gradcomp/reference/codec.py`: python
-tests/vectors/generate.py
+"""Write the frozen payloads beside this file: ``python tests/vectors/generate.py``.
 
-The files are frozen: a change of a byte in them is a change of the wire format
-(docs/reference/wire-format.md), or of the random draws, and belongs into one commit with the
-document and the changelog. `build` returns what the files hold, so that the tests can tell whether
-the reference still gives it.
+`tests/reference` computes them. They are frozen: a change of a byte is a change of the wire format
+(docs/reference/wire-format.md) or of the random draws, and belongs in one commit with the document
+and the changelog. `build` returns what a file must hold; tests compare it with the file.
 
 Numbers are JSON integers. Arrays and payloads are hex strings of their little-endian bytes. Long
 float outputs are kept as the CRC-32C of their bytes. `input` names an entry of `inputs`, `first`
@@ -21,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from gradcomp.reference import codec as ref
-from gradcomp.reference import payload as ref_payload
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from reference import codec as ref
+from reference import payload as ref_payload
 
 HERE = Path(__file__).parent
 NAMES = ("rng", "crc32c", "ternary", "nearest", "onebit", "block", "topk", "identity", "lanes")

@@ -1,6 +1,4 @@
-"""Top-k in NumPy: the largest of every block, positions Rice coded, two magnitudes a group. See
-`gradcomp.reference.codec`.
-"""
+"""Top-k in NumPy: the largest of every block, positions Rice coded, two magnitudes a group."""
 
 from __future__ import annotations
 
@@ -8,16 +6,8 @@ import itertools
 
 import numpy as np
 
-from gradcomp.reference.codec import (
-    Array,
-    Bytes,
-    Floats,
-    Ints,
-    Piece,
-    pack_bits,
-    to_float32,
-    unpack_bits,
-)
+from reference import codec as ref
+from reference.codec import Array, Bytes, Floats, Ints, Piece, pack_bits, to_float32, unpack_bits
 
 BLOCK_NUMEL = 4096  # elements of a block, counted from the parameter's first
 GROUP_NUMEL = 32768  # of a scale group
@@ -42,9 +32,7 @@ def code_nbytes(piece: Piece) -> int:
 
 
 def kept_positions(v: Floats, piece: Piece) -> Ints:
-    """Return the positions of what is kept of the piece, in order: of equal magnitudes the
-    first.
-    """
+    """Return the positions that the piece keeps, in order: of equal magnitudes the first."""
     magnitudes, first = v.view(np.uint32) & 0x7FFFFFFF, 0
     found = [np.zeros(0, np.int64)]
     for numel in block_sizes(piece):
@@ -55,9 +43,7 @@ def kept_positions(v: Floats, piece: Piece) -> Ints:
 
 
 def write_gaps(positions: Ints, numel: int) -> Bytes:
-    """Return the gaps of one block's kept positions, Rice coded: gap / 64 ones, a zero, gap % 64
-    in 6 bits.
-    """
+    """Return a block's gaps between kept positions: gap / 64 ones, a zero, gap % 64 in 6 bits."""
     bits: list[int] = []
     for gap in np.diff(positions, prepend=-1) - 1:
         bits += [1] * (gap // DENSITY) + [0] + [gap % DENSITY >> b & 1 for b in range(6)]
@@ -66,17 +52,10 @@ def write_gaps(positions: Ints, numel: int) -> Bytes:
 
 
 def read_gaps(codes: Bytes, numel: int) -> Ints:
-    """Undo `write_gaps`. Raises ValueError("code: ...") or ("padding: ...") for bytes that it
-    does not write.
-    """
-    count, bits, at, position = (
-        kept_count(numel),
-        unpack_bits(codes, 8 * len(codes), 1).tolist(),
-        0,
-        -1,
-    )
+    """Undo `write_gaps`. Bytes that it does not write raise ValueError "code: " or "padding: "."""
+    bits, at, position = unpack_bits(codes, 8 * len(codes), 1).tolist(), 0, -1
     found = []
-    for _ in range(count):
+    for _ in range(kept_count(numel)):
         quotient = 0
         while at < len(bits) and bits[at]:
             at, quotient = at + 1, quotient + 1
@@ -84,9 +63,7 @@ def read_gaps(codes: Bytes, numel: int) -> Ints:
         at += 7
         position += 1 + quotient * DENSITY + sum(bit << b for b, bit in enumerate(low))
         if at > len(bits) or position >= numel:
-            raise ValueError(
-                f"code: a gap to {position} of {numel} elements, bit {at} of {len(bits)}"
-            )
+            raise ValueError(f"code: a gap to {position} of {numel}, bit {at} of {len(bits)}")
         found.append(position)
     if any(bits[at:]):
         raise ValueError("padding: bits behind the last gap")
@@ -94,70 +71,50 @@ def read_gaps(codes: Bytes, numel: int) -> Ints:
 
 
 def group_means(magnitudes: Floats) -> tuple[float, list[float]]:
-    """Return the mean of a group's kept magnitudes, and the means of those not above it and of
-    those above it.
-    """
+    """Return the mean of a group's kept magnitudes, and the means of those up to and above it."""
+
+    def mean_of(x: Array) -> float:
+        return ref.ordered_sum(x) / len(x) if len(x) else 0.0
+
     x = magnitudes.astype(np.float64)
-    mean = _ordered_sum(x) / len(x)
-    return mean, [
-        _ordered_sum(part) / len(part) if len(part) else 0.0 for part in (x[x <= mean], x[x > mean])
-    ]
-
-
-def _ordered_sum(x: Array) -> float:
-    return float(np.cumsum([0.0, *x])[-1])
+    mean = mean_of(x)
+    return mean, [mean_of(x[x <= mean]), mean_of(x[x > mean])]
 
 
 @np.errstate(all="ignore")
 def topk_encode(
     x: Array, piece: Piece, residual: Floats | None = None
 ) -> tuple[Floats, Bytes, Floats]:
-    """Encode the largest of gradient + residual.
+    """Encode the largest of gradient + residual, in whole groups of `GROUP_NUMEL`.
 
-    Args:
-        x: source array, `(numel,)`.
-        piece: what `x` is of its parameter, in groups of `GROUP_NUMEL`; holds every group whole.
-        residual: what earlier steps left, `(numel,)` float32; None is no residual.
-
-    Returns:
-        Inner and outer magnitude, `(groups, 2)` float32; the codes; the new residual fl(fl(g + r) -
-        q), `(numel,)` float32.
+    Returns inner and outer magnitude, `(groups, 2)` float32; the codes; the new residual
+    fl(fl(g + r) - q), `(numel,)` float32.
     """
     g = to_float32(x)
     v = g if residual is None else g + residual
     v = np.where(np.isnan(v), np.float32(np.nan), v)
     scales = np.zeros((len(piece.groups()), 2), np.float32)
     positions, q = kept_positions(v, piece), np.zeros(piece.numel, np.float32)
-    is_outer = np.zeros(piece.numel, bool)
+    values = np.zeros(piece.numel, np.int64)
     for scale, group in zip(scales, piece.groups(), strict=True):
         mine = positions[(positions >= group.start) & (positions < group.stop)]
         magnitudes = np.abs(v[mine])
         mean, means = group_means(magnitudes)
-        is_outer[mine] = (
-            magnitudes.astype(np.float64) > mean
-        )  # NumPy would round the mean to float32
+        outer = 1 * (magnitudes.astype(np.float64) > mean)  # the mean must not become float32
         if np.isfinite(v[group]).all() and (g[group] != 0).any():
             scale[:] = means
-        q[mine] = np.where(
-            np.signbit(v[mine]), 0 - scale[1 * is_outer[mine]], scale[1 * is_outer[mine]]
-        )
+        values[mine] = np.signbit(v[mine]) + 2 * outer
+        q[mine] = np.where(np.signbit(v[mine]), 0 - scale[outer], scale[outer])
     codes, first = [np.zeros(0, np.uint8)], 0
     for numel in block_sizes(piece):
         mine = positions[(positions >= first) & (positions < first + numel)]
-        codes += [
-            write_gaps(mine - first, numel),
-            pack_bits(np.signbit(v[mine]) + 2 * is_outer[mine], 2),
-        ]
+        codes += [write_gaps(mine - first, numel), pack_bits(values[mine], 2)]
         first += numel
     return scales, np.concatenate(codes), v - q
 
 
 def topk_decode(codes: Bytes, scales: Floats, piece: Piece) -> Floats:
-    """Return the decoded values of one payload, `(numel,)` float32; average several with
-    `float_average`.
-
-    Raises ValueError("code: ...") or ("padding: ...") for codes that `topk_encode` does not write.
-    """
+    """Return the values of one payload, `(numel,)` float32; raises what `read_gaps` raises."""
     out, first, at = np.zeros(piece.numel, np.float32), 0, 0
     group_of, pairs = piece.group_of, scales.reshape(-1, 2)
     for numel in block_sizes(piece):

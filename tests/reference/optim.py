@@ -1,9 +1,8 @@
-"""Split weights and their optimizers in NumPy, written to be read: the oracle of `gc_update`,
-`gc_split` and `gc_join`.
+"""Split weights and their optimizers in NumPy: what `gc_update`, `gc_split`, `gc_join` must equal.
 
-Everything is float32 but norms; every line rounds once, `fma` included. The header states the same
-rules for C. References: Kingma and Ba 2015; Duchi et al. 2011; Loshchilov and Hutter 2019; You et
-al. 2020; "Split SGD" (IPEX).
+Everything but norms is float32; every operation rounds once, `fma` included. The header states the
+same rules for C. References: Kingma and Ba 2015; Duchi et al. 2011; Loshchilov and Hutter 2019; You
+et al. 2020; "Split SGD" (IPEX).
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ TRUNCATE, NEAREST = "truncate", "nearest"
 
 
 def split(w: Floats, rounding: str = TRUNCATE) -> tuple[Array, Array]:
-    """Return (top, trail), uint16 each: the halves of fp32 numbers, or the top rounded (halves
-    away from zero).
-    """
+    """Return (top, trail), uint16 each: the halves of fp32 numbers, or the top half rounded."""
     bits = w.view(np.uint32)
     top, trail = bits >> 16, bits & 0xFFFF
     if rounding == NEAREST:
@@ -31,9 +28,7 @@ def split(w: Floats, rounding: str = TRUNCATE) -> tuple[Array, Array]:
 
 
 def join(top: Array, trail: Array, rounding: str = TRUNCATE) -> Floats:
-    """Return the fp32 numbers that `split` was given (under NEAREST signalling NaNs have become
-    quiet).
-    """
+    """Return the fp32 numbers that `split` was given (after NEAREST every NaN is quiet)."""
     high, low = top.astype(np.uint32), trail.astype(np.uint32)
     if rounding == NEAREST:
         high = np.where((high & 0x7FFF) > 0x7F80, high, high - (low >> 15))
@@ -86,9 +81,7 @@ def sgd(
     maximize: bool = False,
     first: bool = False,
 ) -> tuple[Floats, Floats | None]:
-    """Return new weights and momentum buffer after one step of SGD as torch.optim.SGD rounds it
-    (once at each fma).
-    """
+    """Return new weights and momentum buffer after one step as torch.optim.SGD rounds it."""
     g = -g if maximize else g
     if weight_decay:
         g = fma(weight_decay, w, g)
@@ -109,9 +102,7 @@ def adagrad(
     weight_decay: float,
     eps: float,
 ) -> tuple[Floats, Floats]:
-    """Return new weights and sum of squares after step number `step` (from 1) of Adagrad (Duchi
-    et al. 2011).
-    """
+    """Return new weights and sums of squares after step `step` (from 1) (Duchi et al. 2011)."""
     if weight_decay:
         g = fma(weight_decay, w, g)
     total = quiet(fma(g, g, total))
@@ -128,9 +119,8 @@ def moments(
     with np.errstate(all="ignore"):
         change = g - first
         first = fma(keep, change, first) if keep < 0.5 else fma(keep - np.float32(1), change, g)
-        return quiet(first), quiet(
-            fma(np.float32(1 - betas[1]) * g, g, second * np.float32(betas[1]))
-        )
+        scaled = np.float32(1 - betas[1]) * g
+        return quiet(first), quiet(fma(scaled, g, second * np.float32(betas[1])))
 
 
 def adamw(
@@ -145,9 +135,7 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> tuple[Floats, Floats, Floats]:
-    """Return new weights and moments after step number `step` of AdamW (Loshchilov and Hutter
-    2019, algorithm 2).
-    """
+    """Return new weights and moments after step `step` (Loshchilov and Hutter, algorithm 2)."""
     if weight_decay:
         w = w * np.float32(1 - lr * weight_decay)
     first, second = moments(first, second, g, betas)
@@ -157,15 +145,11 @@ def adamw(
         return quiet(w + (size * first) / below), first, second
 
 
-NORM_NUMEL = (
-    1 << 16
-)  # elements whose squares are added in lanes; the sums of such runs are added in order
+NORM_NUMEL = 1 << 16  # squares of so many elements are added in lanes, these sums in order
 
 
 def norm(x: Floats) -> float:
-    """Return the L2 norm, in float64: 16 lanes a run of NORM_NUMEL elements, added as a block's,
-    runs in order.
-    """
+    """Return the L2 norm in float64; lanes are added as those of a block of sums."""
     total = 0.0
     for start in range(0, len(x), NORM_NUMEL):
         part = x[start : start + NORM_NUMEL].astype(np.float64)
@@ -193,21 +177,16 @@ def lamb(
     weight_decay: float,
     prescale: float = 1.0,
 ) -> tuple[Floats, Floats, Floats]:
-    """Return new weights and moments after step number `step` of LAMB (You et al. 2020, algorithm
-    2, phi the identity).
+    """Return new weights and moments after step `step` (You et al. 2020, algorithm 2, phi = id).
 
     `prescale` multiplies the gradient first: 1 / max(1, norm of all gradients) makes it NVLAMB.
     """
-    first, second = moments(
-        first, second, g if prescale == 1.0 else g * np.float32(prescale), betas
-    )
+    g = g if prescale == 1.0 else g * np.float32(prescale)
+    first, second = moments(first, second, g, betas)
+    root = (1 - betas[1] ** step) ** 0.5  # above and below the fraction: one division fewer
     with np.errstate(all="ignore"):
-        root = (
-            1 - betas[1] ** step
-        ) ** 0.5  # both sides of the fraction times this: one division fewer
-        u = (np.float32(root / (1 - betas[0] ** step)) * first) / (
-            np.sqrt(second) + np.float32(eps * root)
-        )
+        below = np.sqrt(second) + np.float32(eps * root)
+        u = (np.float32(root / (1 - betas[0] ** step)) * first) / below
     if weight_decay:
         u = fma(weight_decay, w, u)
     above, under = norm(w), norm(u)

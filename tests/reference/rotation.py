@@ -1,9 +1,8 @@
-"""Random rotations of scale groups, and what makes 1-bit codes of rotated values unbiased.
+"""Random rotations of scale groups, and the factor that makes 1-bit codes of them unbiased.
 
 Vargaftik et al. 2021, "DRIVE: one-bit distributed mean estimation", sections 3 and 4.2; Suresh et
-al. 2017, "Distributed mean estimation with limited communication", section 3, for the transform:
-signs at random, then Hadamard's. Twice here: once leaves a bias of a fifth where a few values of a
-group are ten times the others.
+al. 2017, "Distributed mean estimation with limited communication", section 3: random signs, then
+Hadamard's transform. Two rounds here: one leaves a bias of a fifth where a few values are large.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from gradcomp.reference.codec import Key, philox4x32_10
+from reference.codec import Key, philox4x32_10
 
 WINDOW, ROUNDS = 1024, 2
 Values = NDArray[np.float32]
@@ -24,8 +23,7 @@ def signs(first: int, numel: int, key: Key) -> Values:
         [(b, key.parameter, key.step, key.stream) for b in (element // 128).tolist()], np.uint32
     ).reshape(-1, 4)
     words = philox4x32_10(blocks, (key.seed, key.rank))[np.arange(numel), element // 32 % 4]
-    out: Values = np.where(words >> (element % 32).astype(np.uint32) & 1, -1, 1).astype(np.float32)
-    return out
+    return np.where(words >> (element % 32).astype(np.uint32) & 1, -1, 1).astype(np.float32)
 
 
 def hadamard(x: Values) -> Values:
@@ -36,14 +34,11 @@ def hadamard(x: Values) -> Values:
         x = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).reshape(-1)
         half *= 2
     log = size.bit_length() - 1
-    factor = np.float32(0.5) ** (log // 2)
-    scale = np.float32(factor * np.float32(0.70710678)) if log % 2 else np.float32(factor)
-    out: Values = x * scale
-    return out
+    return x * np.float32(0.5 ** (log // 2) * (np.float32(0.70710678) if log % 2 else 1))
 
 
 def runs(numel: int, group_numel: int, first: int) -> list[slice]:
-    """Return what lies of each group in values that begin at element `first`."""
+    """Return the slice of every group in values that begin at element `first`."""
     out, at = [], 0
     while at < numel:
         count = min(group_numel - (first + at) % group_numel, numel - at)
@@ -53,7 +48,7 @@ def runs(numel: int, group_numel: int, first: int) -> list[slice]:
 
 
 def rotate(x: Values, group_numel: int, first: int, key: Key, *, back: bool = False) -> Values:
-    """Return the rotation of values, or what its rotation was."""
+    """Return the rotation of values, or undo it."""
     out: Values = x.astype(np.float32).copy()
     for run in runs(len(x), group_numel, first):
         n = run.stop - run.start
@@ -73,9 +68,7 @@ def rotate(x: Values, group_numel: int, first: int, key: Key, *, back: bool = Fa
 
 
 def unbias(x: Values, group_numel: int, first: int) -> Values:
-    """Return values whose class means, as 1-bit codes have them, are `x` on average over
-    rotations.
-    """
+    """Return values whose class means in 1-bit codes are `x` on average over rotations."""
     out: Values = x.astype(np.float32).copy()
     for run in runs(len(x), group_numel, first):
         values = out[run].astype(np.float64)

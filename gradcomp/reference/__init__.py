@@ -1,1 +1,0 @@
-"""The arithmetic in NumPy, written to be read; only tests and benchmark checks import it."""
