@@ -38,7 +38,7 @@ def report() -> dict[str, Any]:
             "usable" if has_dist and torch.distributed.is_gloo_available() else "not built in"
         ),
         "MPI": _mpi(),
-        "bench extra": _extra(("rich", "matplotlib", "sklearn", "psutil"), "bench"),
+        "bench extra": _extra(("rich", "matplotlib", "sklearn"), "bench"),
     }
 
 

@@ -104,11 +104,9 @@ def test_ratios_are_near_the_bits_of_the_design(rows):
 )
 def test_a_broken_promise_fails(rows, scheme, world_size, failing):
     worse = [
-        (
-            dataclasses.replace(r, compression_ratio=r.compression_ratio * 0.85)
-            if (r.scheme, r.world_size) == (scheme, world_size)
-            else r
-        )
+        r._replace(compression_ratio=r.compression_ratio * 0.85)
+        if (r.scheme, r.world_size) == (scheme, world_size)
+        else r
         for r in rows
     ]
     failed = [c.name for c in ratio.check_ratios(worse) if not c.passed]
@@ -134,16 +132,8 @@ def test_verify_sees_one_byte(monkeypatch):
 
 
 def test_command_line_writes_json_and_plot(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "gradcomp.bench",
-        "ratio",
-        "--no-verify",
-        "--check",
-        "--models",
-        "LeNet",
-    ]
+    command = [sys.executable, "-m", "gradcomp.bench", "ratio"]
+    command += ["--no-verify", "--check", "--models", "LeNet"]
     command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,20 @@
-"""What results are written with: on which machine, with which versions."""
+"""What benchmarks have in common when they show and write results: a table for a terminal, and the
+machine and versions at the head of a file.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich import box
+from rich.table import Table
 
 from gradcomp.version import __version__
 
@@ -21,6 +28,34 @@ def about() -> dict[str, object]:
         "python": platform.python_version(),
     }
     return {"gradcomp": __version__, "machine": machine}
+
+
+def save_json(file: Path | None, **found: Any) -> None:
+    """Write `about` and what was found to a file, if there is one; the file is always whole."""
+    if file is not None:
+        beside = file.with_name(f"{file.name}.new")
+        text = json.dumps({**about(), **found}, indent=1)
+        beside.write_text(text + "\n", encoding="utf-8")
+        beside.replace(file)
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, **settings: Any
+) -> Table:
+    """Return a table for a terminal.
+
+    Args:
+        heads: of the columns.
+        rows: cells; a short row leaves its last columns empty.
+        left: number of columns aligned to the left; the others are aligned to the right.
+        **settings: for `rich.table.Table`.
+    """
+    out = Table(box=box.SIMPLE_HEAD, **settings)
+    for number, head in enumerate(heads):
+        out.add_column(head, justify="left" if number < left else "right", no_wrap=True)
+    for row in rows:
+        out.add_row(*row)
+    return out
 
 
 def _processor() -> str:

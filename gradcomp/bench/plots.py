@@ -1,0 +1,76 @@
+"""Pictures of all benchmarks: curves and bars, in the colours of matplotlib's own cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+WIDTH, HEIGHT = 11.0, 4.0  # of a panel, in inches
+
+
+def lines(
+    ax: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **settings: Any
+) -> None:
+    """Draw one curve per entry.
+
+    Args:
+        ax: matplotlib axes.
+        series: positions and values of each curve, by its name in the legend.
+        **settings: for `matplotlib.axes.Axes.set`.
+    """
+    for number, (name, (positions, values)) in enumerate(series.items()):
+        style = ("-", "--", ":")[number // 10 % 3]  # ten colours
+        ax.plot(positions, values, style, marker=".", label=name)
+    ax.set(**settings)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def bars(
+    ax: Any, rows: Mapping[str, Mapping[str, float]], *, stacked: bool = True, **settings: Any
+) -> None:
+    """Draw a horizontal bar per row, the first at the top.
+
+    Args:
+        ax: matplotlib axes.
+        rows: lengths of the parts of each bar, by the names of bar and part.
+        stacked: draw the parts of a bar end to end; otherwise side by side.
+        **settings: for `matplotlib.axes.Axes.set`.
+    """
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
+    places, starts = np.arange(len(rows)), np.zeros(len(rows))
+    thickness = 0.8 if stacked else 0.8 / max(1, len(parts))
+    for number, part in enumerate(parts):
+        lengths = np.array([row.get(part, 0.0) for row in rows.values()])
+        shift = 0.0 if stacked else (number - (len(parts) - 1) / 2) * thickness
+        ax.barh(places + shift, lengths, thickness, left=starts, label=part)
+        starts += lengths * stacked
+    ax.set_yticks(places, list(rows))
+    ax.use_sticky_edges = False  # or the longest bar would end at the frame
+    ax.set(**settings, ylim=(len(rows) - 0.5, -0.5))
+    ax.legend(fontsize=7)
+
+
+def write(
+    file: Path | IO[bytes],
+    panels: Sequence[tuple[str, Callable[[Any], None], float]],
+    **options: Any,
+) -> None:
+    """Write panels below one another.
+
+    Args:
+        file: the suffix of a path decides the format; PNG into a stream.
+        panels: title, function that draws into a (sub)figure, and height in inches.
+        **options: for `matplotlib.figure.Figure.savefig`.
+    """
+    heights = [height + 0.3 for _, _, height in panels]
+    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, (title, draw, _) in zip(parts, panels, strict=True):
+        part.suptitle(title)
+        draw(part)
+    figure.savefig(file, **{"dpi": 100} | options)
