@@ -27,7 +27,7 @@ BENCHMARKS = {
         "training over slow links: step time, bytes on the interface, accuracy, method beside"
         " method"
     ),
-    "report": "one HTML page of the JSON files of train and accuracy in a folder",
+    "report": "one page of the JSON files of train and accuracy in a folder, HTML or Markdown",
     "allreduce": "packed averages beside the library's own fp32 all_reduce, over gloo and MPI",
     "optim": "split optimizers beside torch's: milliseconds a step and bytes a weight",
     "ratio": "bytes per step for real models, every codec and exchange, 2 to 64 ranks",

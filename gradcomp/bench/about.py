@@ -34,7 +34,7 @@ def save_json(file: Path | None, **found: Any) -> None:
     """Write `about` and what was found to a file, if there is one; the file is always whole."""
     if file is not None:
         beside = file.with_name(f"{file.name}.new")
-        text = json.dumps({**about(), **found}, indent=1)
+        text = json.dumps({**about(), **found}, indent=1, allow_nan=False)
         beside.write_text(text + "\n", encoding="utf-8")
         beside.replace(file)
 
@@ -52,7 +52,10 @@ def table(
     """
     out = Table(box=box.SIMPLE_HEAD, **settings)
     for number, head in enumerate(heads):
-        out.add_column(head, justify="left" if number < left else "right", no_wrap=True)
+        figures = number >= left  # these are never cut
+        out.add_column(
+            head, justify="right" if figures else "left", no_wrap=figures, overflow="fold"
+        )
     for row in rows:
         out.add_row(*row)
     return out

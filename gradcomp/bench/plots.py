@@ -9,6 +9,7 @@ from typing import IO, Any
 import numpy as np
 from matplotlib.figure import Figure
 
+Panel = tuple[str, Callable[[Any], None], float]  # title, draws into a figure, height in inches
 WIDTH, HEIGHT = 11.0, 4.0  # of a panel, in inches
 
 
@@ -50,21 +51,17 @@ def bars(
         ax.barh(places + shift, lengths, thickness, left=starts, label=part)
         starts += lengths * stacked
     ax.set_yticks(places, list(rows))
-    ax.use_sticky_edges = False  # or the longest bar would end at the frame
+    ax.use_sticky_edges = False  # or the longest bar may end at the frame
     ax.set(**settings, ylim=(len(rows) - 0.5, -0.5))
     ax.legend(fontsize=7)
 
 
-def write(
-    file: Path | IO[bytes],
-    panels: Sequence[tuple[str, Callable[[Any], None], float]],
-    **options: Any,
-) -> None:
+def write(file: Path | IO[bytes], panels: Sequence[Panel], **options: Any) -> None:
     """Write panels below one another.
 
     Args:
         file: the suffix of a path decides the format; PNG into a stream.
-        panels: title, function that draws into a (sub)figure, and height in inches.
+        panels: what to draw, at least one.
         **options: for `matplotlib.figure.Figure.savefig`.
     """
     heights = [height + 0.3 for _, _, height in panels]
@@ -73,4 +70,4 @@ def write(
     for part, (title, draw, _) in zip(parts, panels, strict=True):
         part.suptitle(title)
         draw(part)
-    figure.savefig(file, **{"dpi": 100} | options)
+    figure.savefig(file, dpi=100, **options)

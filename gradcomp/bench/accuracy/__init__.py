@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,13 @@ from rich.progress import (
 )
 
 from gradcomp.arguments import Parser
-from gradcomp.bench.about import about
-from gradcomp.bench.accuracy.report import WITHIN, longest, plot, summarize, tables
+from gradcomp.bench import plots
+from gradcomp.bench.about import save_json
+from gradcomp.bench.accuracy.report import WITHIN, draw_curves, longest, summarize, tables
 from gradcomp.bench.accuracy.run import Job, run_all
 from gradcomp.bench.methods import DEFAULT, parse
 from gradcomp.bench.optimizers import OPTIMIZERS
+from gradcomp.bench.options import add_option
 from gradcomp.bench.train import GRAMMAR
 from gradcomp.bench.workloads import WORKLOADS, Workload
 
@@ -98,13 +99,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="samples in the minibatch of each worker (default: those of the workload)",
     )
-    out.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="trainings per method, with seeds 0 to N - 1 (default: %(default)s)",
-    )
+    add_option(out, "seeds")
     out.add_argument(
         "--factors",
         nargs="+",
@@ -126,20 +121,9 @@ def parser() -> argparse.ArgumentParser:
             f"number of local steps is printed (default: {WITHIN})"
         ),
     )
-    out.add_argument(
-        "--jobs",
-        type=int,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="trainings at a time, each on one core (default: the cores of this machine)",
-    )
-    out.add_argument(
-        "--out",
-        type=Path,
-        default=Path("accuracy"),
-        metavar="DIR",
-        help="folder for runs.jsonl, accuracy.json and accuracy.png (default: %(default)s)",
-    )
+    add_option(out, "jobs")
+    text = "folder for runs.jsonl, accuracy.json and accuracy.png (default: %(default)s)"
+    add_option(out, "out", default=Path("accuracy"), help=text)
     return out
 
 
@@ -234,11 +218,13 @@ def run_and_show(
 
         results = run_all(jobs, data, file.parent / "runs.jsonl", processes, on_step)
     rows = summarize(results)
-    made = {"benchmark": "accuracy", **about(), "arguments": arguments, "rows": rows}
-    file.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    plot(rows, workloads, file.with_suffix(".png"))
+    measures = {name: workload.measure for name, workload in workloads.items()}
+    save_json(file, benchmark="accuracy", arguments=arguments, measures=measures, rows=rows)
+    found = tables(rows, measures)
+    panels = [(title, partial(draw_curves, here), plots.HEIGHT) for title, here, _ in found]
+    plots.write(file.with_suffix(".png"), panels)
     console = Console()
-    for title, table in tables(rows, workloads):
+    for title, _, table in found:
         console.print(title, table, sep="\n", highlight=False)
     for line in longest(rows, workloads, arguments.get("within", WITHIN)):
         console.print(line, highlight=False, soft_wrap=True)

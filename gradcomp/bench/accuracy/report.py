@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from gradcomp.bench import plots
+from gradcomp.bench.about import table
 from gradcomp.bench.accuracy.run import Job
 from gradcomp.bench.workloads import Workload
 
@@ -71,34 +71,48 @@ def _mean_curve(runs: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
 
 
 def tables(
-    rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload]
-) -> list[tuple[str, Table]]:
-    """Return a title and a table for every workload, optimizer, number of workers and of steps."""
-    out: dict[tuple[Any, ...], Table] = {}
+    rows: Sequence[dict[str, Any]], measures: Mapping[str, str]
+) -> list[tuple[str, list[dict[str, Any]], Table]]:
+    """Return a title, rows and a table for every workload, optimizer, number of workers and of
+    steps.
+
+    Args:
+        rows: from `summarize`.
+        measures: what is measured of a workload, for the titles.
+    """
+    cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        case = _case(row)
-        workload = case[0]
-        if case not in out:
-            out[case] = Table(box=box.SIMPLE)
-            for column in ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds"):
-                out[case].add_column(
-                    column,
-                    justify="left" if column == "method" else "right",
-                    no_wrap=column != "method",
-                    overflow="fold",
-                )
-        places = 3 if workloads[workload].lower_is_better else 2
-        cells = [_cell(row[key], places) for key in ("mean", "deviation")]
-        signed = [_cell(row[key], places, sign="+") for key in ("to_fp32", "to_bf16")]
-        seeds = str(row["seeds"]) + (f", {row['diverged']} diverged" if row["diverged"] else "")
-        out[case].add_row(
-            row["method"], f"x {row['factor']:g}", f"{row['bits']:.2f}", *cells, *signed, seeds
+        cases.setdefault(_case(row), []).append(row)
+    out = []
+    for (workload, optimizer, workers, steps), here in cases.items():
+        title = f"{workload} under {optimizer}, {workers} workers, {steps} steps"
+        title += f": {measures[workload]}" if workload in measures else ""
+        heads = ("method", "rate", "bits", "mean", "±", "to fp32", "to bf16", "seeds")
+        out.append((title, here, table(heads, map(_cells, here))))
+    return out
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    kinds = {"mean": "#.4g", "deviation": "#.2g", "to_fp32": "+.3f", "to_bf16": "+.3f"}
+    figures = ("-" if row[key] is None else f"{row[key]:{kind}}" for key, kind in kinds.items())
+    seeds = str(row["seeds"]) + (f", {row['diverged']} diverged" if row["diverged"] else "")
+    return row["method"], f"x {row['factor']:g}", f"{row['bits']:.2f}", *figures, seeds
+
+
+def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
+    """Draw the mean curves of one table over steps."""
+    curves = {}
+    for row in (row for row in rows if row["curve"]):
+        label = row["method"] + ("" if row["factor"] == 1.0 else f", rate x {row['factor']:g}")
+        curves[f"{label} ({row['bits']:.1f} bits)"] = (
+            [point[0] for point in row["curve"]],
+            [point[-1] for point in row["curve"]],
         )
-    titles = [f"{case[0]} under {case[1]}, {case[2]} workers, {case[3]} steps: " for case in out]
-    return [
-        (t + workloads[case[0]].measure, table)
-        for t, (case, table) in zip(titles, out.items(), strict=True)
-    ]
+    ax = figure.subplots()
+    plots.lines(ax, curves, xlabel="step", ylabel="measure")
+    ends = [values[-1] for _, values in curves.values()]
+    if all(values[0] > values[-1] for _, values in curves.values()):  # a loss; ends matter
+        ax.set_ylim(min(ends) - 0.05, max(ends) + 0.6)
 
 
 def longest(
@@ -125,35 +139,3 @@ def longest(
             f" within {within:g} of fp32 every step: {near or 'none'} ({told})"
         )
     return lines
-
-
-def _cell(value: float | None, places: int, sign: str = "") -> str:
-    return "-" if value is None else f"{value:{sign}.{places}f}"
-
-
-def plot(rows: Sequence[Mapping[str, Any]], workloads: Mapping[str, Workload], file: Path) -> None:
-    """Draw the mean curves, one panel for every table."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    cases = list(dict.fromkeys(_case(row) for row in rows))
-    figure, axes = pyplot.subplots(
-        len(cases), 1, figsize=(9, 4.5 * len(cases)), squeeze=False, layout="constrained"
-    )
-    for axis, case in zip(axes[:, 0], cases, strict=True):
-        shown = [row for row in rows if _case(row) == case and row["curve"]]
-        for row in shown:
-            label = row["method"] + ("" if row["factor"] == 1.0 else f", rate x {row['factor']:g}")
-            axis.plot(*zip(*row["curve"]), label=f"{label} ({row['bits']:.1f} bits)")
-        axis.set_title(f"{case[0]} under {case[1]}, {case[2]} workers")
-        axis.set_xlabel("step")
-        axis.set_ylabel(workloads[case[0]].measure)
-        ends = [row["curve"][-1][1] for row in shown]
-        if ends and workloads[case[0]].lower_is_better:
-            axis.set_ylim(min(ends) - 0.05, max(ends) + 0.6)
-        axis.legend(fontsize="small")
-        axis.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)

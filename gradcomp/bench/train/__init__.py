@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import math
 import os
 import signal
@@ -27,9 +26,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gradcomp.arguments import Parser
 from gradcomp.bench import workloads
-from gradcomp.bench.about import about
+from gradcomp.bench.about import save_json
 from gradcomp.bench.methods import DEFAULT, FSDP2, METHODS, NONE, NOOP, PRESETS, parse
 from gradcomp.bench.optimizers import OPTIMIZERS
+from gradcomp.bench.options import add_option
 from gradcomp.bench.train.hosts import INTERFACE, Hosts, NoHosts
 from gradcomp.bench.train.mpi import Mpiexec
 from gradcomp.bench.train.predict import largest_bucket, predict
@@ -234,12 +234,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds of silence after which a method counts as hung (default: %(default)g)",
     )
-    out.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write every number to this file, each row as soon as it is measured",
-    )
+    text = "write every number to this file, each row as soon as it is measured"
+    add_option(out, "json", help=text)
     return out
 
 
@@ -447,19 +443,10 @@ def _run_case(
 
 
 def _write(args: argparse.Namespace, cases: list[Case]) -> None:
-    """Write what there is so far; the file is always whole."""
-    made = {
-        "benchmark": "train",
-        **about(),
-        "arguments": {
-            name: value for name, value in vars(args).items() if name not in ("json", "data")
-        },
-        "cases": [asdict(case) for case in cases],
-    }
-    text = json.dumps(made, indent=1, allow_nan=False)
-    beside = args.json.with_name(args.json.name + ".new")
-    beside.write_text(text + "\n", encoding="utf-8")
-    beside.replace(args.json)
+    """Write what there is so far."""
+    given = {name: value for name, value in vars(args).items() if name not in ("json", "data")}
+    found = [asdict(case) for case in cases]
+    save_json(args.json, benchmark="train", arguments=given, cases=found)
 
 
 def _stop(number: int, frame: object) -> None:

@@ -12,11 +12,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from gradcomp.bench import plots
+from gradcomp.bench.about import table
 from gradcomp.bench.methods import NONE, NOOP
 from gradcomp.exchange.stats import OVERLAP
+
+WAITING = ("scale_round", "first_phase", "second_phase")
+PHASES = ("statistics", "encode", "owner", "decode", *WAITING)  # of `Stats.seconds`
 
 
 def row_of(
@@ -83,15 +87,13 @@ def row_of(
     }
 
 
-def cells_of(
-    rows: Sequence[dict[str, Any]], measure: str, target: str
-) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Return heads, and for every method its name and cells as they are printed: none for a method
-    that failed. Ratios are to fp32.
+def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None) -> Table:
+    """Return the rows as a table; ratios are to fp32.
 
     Args:
         rows: from `row_of`, or ``{"method": ..., "failed": ...}``.
-        measure, target: heads of the last two columns; "" for none.
+        measure: head of the measure's column; "" for no such column.
+        target: measure whose seconds are in the last column; None for no such column.
     """
     fp32: dict[str, Any] = next(
         (row for row in rows if row["method"] == "fp32" and not row.get("failed")), {}
@@ -110,11 +112,12 @@ def cells_of(
         "hidden",
         "peak, MB",
     ]
-    heads += [measure] * bool(measure) + [target] * bool(target)
-    out: list[tuple[str, list[str]]] = []
+    heads += [measure] * bool(measure)
+    heads += [] if target is None else [f"s to {target:g}"]
+    out: list[tuple[str, ...]] = []
     for row in rows:
         if row.get("failed"):
-            out.append((row["method"], []))
+            out.append((row["method"], "failed"))
             continue
         exchanges = row["method"] not in (NONE, NOOP)
         cells = [
@@ -131,20 +134,9 @@ def cells_of(
             number(row["peak_nbytes"], 1e-6, ".0f"),
         ]
         cells += [number(row["measure"], 1, ".4g") if exchanges else ""] * bool(measure)
-        cells += [number(row["target_seconds"], 1, ".1f") if exchanges else ""] * bool(target)
-        out.append((row["method"], cells))
-    return heads, out
-
-
-def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None) -> Table:
-    """Return the rows as a table for a terminal."""
-    heads, body = cells_of(rows, measure, f"s to {target:g}" if target is not None else "")
-    out = Table(box=box.SIMPLE_HEAD)
-    for number_of_column, head in enumerate(heads):
-        out.add_column(head, justify="right" if number_of_column else "left", no_wrap=True)
-    for name, cells in body:
-        out.add_row(name, *(cells or ["failed"]))
-    return out
+        reached = number(row["target_seconds"], 1, ".1f") if exchanges else ""
+        out.append((row["method"], *cells, *[reached] * (target is not None)))
+    return table(heads, out)
 
 
 def crossings(cases: Sequence[tuple[int, str, Sequence[dict[str, Any]]]]) -> list[str]:
@@ -182,6 +174,46 @@ def crossings(cases: Sequence[tuple[int, str, Sequence[dict[str, Any]]]]) -> lis
                 f" (whole step: {gains})"
             )
     return out
+
+
+def has_steps(rows: Sequence[dict[str, Any]]) -> bool:
+    """Return whether `draw_steps` has something to draw."""
+    return any(row["method"] == NONE for row in rows) and len(rows) > 1
+
+
+def draw_steps(rows: Sequence[dict[str, Any]], figure: Any) -> None:
+    """Draw where the time of a step goes, and beside it what codecs and waiting take, hidden or
+    not.
+    """
+    seconds = {row["method"]: row["seconds"] for row in rows}
+    alone, copies = seconds[NONE], max(0.0, seconds.get(NOOP, 0.0) - seconds[NONE])
+    steps, phases = {}, {}
+    for row in rows:
+        name, more = row["method"], max(0.0, row["seconds"] - alone)
+        copied = 0.0 if name == NONE else min(copies, more)
+        steps[name] = {
+            "step alone": 1e3 * min(alone, row["seconds"]),
+            "DDP's copies": 1e3 * copied,
+            "exposed exchange": 1e3 * (more - copied),
+        }
+        phases[name] = {
+            f"{phase}{' (waiting)' * (phase in WAITING)}": 1e3 * row["phases"].get(phase, 0.0)
+            for phase in PHASES
+        }
+    left, right = figure.subplots(1, 2, sharey=True)
+    plots.bars(left, steps, xlim=(0, None), xlabel="milliseconds per step")
+    label = "milliseconds in codecs and waiting;\nslices and buckets overlap"
+    plots.bars(right, phases, xlim=(0, None), xlabel=label)
+
+
+def draw_times(rows: Sequence[dict[str, Any]], figure: Any) -> None:
+    """Draw the measure over seconds of training."""
+    curves = {
+        row["method"]: ([at for _, at, _ in row["curve"]], [value for *_, value in row["curve"]])
+        for row in rows
+        if row["curve"]
+    }
+    plots.lines(figure.subplots(), curves, xlabel="seconds of training", ylabel="measure")
 
 
 def _ms(seconds: float | None) -> str:

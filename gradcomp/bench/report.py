@@ -1,0 +1,226 @@
+"""Show the JSON files of bench train and bench accuracy in a folder as one page: tables, where the
+time of a step goes, bytes, and curves.
+
+The page is HTML with its pictures in it, and needs no network. A file that cannot be shown is named
+at the end with the reason: not written by these benchmarks, or cut off while it was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gradcomp.arguments import Parser
+from gradcomp.bench import plots
+from gradcomp.bench.accuracy.report import draw_curves, tables
+from gradcomp.bench.train.report import draw_steps, draw_times, has_steps, table_of
+
+PAGE = (
+    "<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>gradcomp: results</title>"
+    "</head><body>\n{}</body></html>\n"
+)
+PICTURE = '<p><img src="data:image/png;base64,{}" style="max-width: 100%"></p>\n'
+WIDTH = 1000  # characters: no table of the page is cut
+
+
+class Section(NamedTuple):
+    """What is shown of one table of a file.
+
+    Attributes:
+        title: above table and pictures.
+        table: of the rows.
+        notes: lines below it.
+        rows: for CSV.
+        panels: pictures, as `plots.write` takes them.
+    """
+
+    title: str
+    table: Table
+    notes: list[str]
+    rows: list[dict[str, Any]]
+    panels: list[plots.Panel]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    out = Parser(
+        prog="python -m gradcomp.bench report",
+        description=__doc__,
+        epilog=(
+            "example:\n  python -m gradcomp.bench train --link 100mbit 1gbit --json"
+            " results/mlp.json && python -m gradcomp.bench report results"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    out.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with JSON files of bench train and bench accuracy",
+    )
+    out.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="page to write; only tables, as Markdown, if it ends in .md (default:"
+        " FOLDER/report.html)",
+    )
+    out.add_argument(
+        "--beside",
+        action="store_true",
+        help="also write the rows of each file as NAME.csv and its pictures as NAME.png",
+    )
+    return out
+
+
+def main(argv: list[str]) -> int:
+    """Run `python -m gradcomp.bench report` with these words; return the exit status: 1 if
+    nothing could be shown, 2 if there is no file.
+    """
+    args = parser().parse_args(argv)
+    files = sorted(args.folder.glob("*.json")) if args.folder.is_dir() else []
+    if not files:
+        print(
+            f"gradcomp.bench report: no .json files in {args.folder}: write some with --json of"
+            " bench train",
+            file=sys.stderr,
+        )
+        return 2
+    out = args.out or args.folder / "report.html"
+    text, shown, skipped = page(files, markdown=out.suffix == ".md", beside=args.beside)
+    out.write_text(text, encoding="utf-8")
+    for name, why in skipped:
+        print(f"left out {name}: {why}", file=sys.stderr)
+    print(f"wrote {out}: {shown} of {len(files)} files")
+    return 0 if shown else 1
+
+
+def page(
+    files: Sequence[Path], *, markdown: bool = False, beside: bool = False
+) -> tuple[str, int, list[tuple[str, str]]]:
+    """Return the page, how many files it shows, and (name, why not) of the others.
+
+    Args:
+        files: JSON files.
+        markdown: return tables in Markdown in place of HTML.
+        beside: write CSV and PNG beside each file that is shown.
+    """
+    parts: list[str] = []
+    skipped: list[tuple[str, str]] = []
+    for file in files:
+        try:
+            sections = sections_of(json.loads(file.read_text(encoding="utf-8")))
+            picture = _picture(sections)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+            skipped.append((file.name, str(error) or type(error).__name__))
+            continue
+        parts.append(_text(file.stem, sections, markdown=markdown))
+        if picture and not markdown:
+            parts[-1] += PICTURE.format(base64.b64encode(picture).decode())
+        if beside:
+            _write_csv([row for section in sections for row in section.rows], file)
+            if picture:
+                file.with_suffix(".png").write_bytes(picture)
+    left = [Section(f"left out {name}", Table(), [why], [], []) for name, why in skipped]
+    text = "".join(parts) + (_text("Left out", left, markdown=markdown) if left else "")
+    return text if markdown else PAGE.format(text), len(parts), skipped
+
+
+def _text(head: str, sections: Sequence[Section], *, markdown: bool) -> str:
+    """Return tables and notes below a heading, as HTML or Markdown."""
+    console = Console(
+        record=True, width=WIDTH, file=io.StringIO(), markup=False, highlight=False, emoji=False
+    )
+    marks = ("## ", "### ") if markdown else ("", "")
+    console.print(f"{marks[0]}{head}", style="bold underline")
+    for section in sections:
+        console.print(f"\n{marks[1]}{section.title}\n", style="bold")
+        if markdown:
+            section.table.box = box.MARKDOWN
+        if section.table.columns:
+            console.print(section.table)
+        for note in section.notes:
+            console.print(note, soft_wrap=True)
+    if markdown:
+        return console.export_text() + "\n"
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
+
+
+def _picture(sections: Sequence[Section]) -> bytes:
+    """Return the pictures of a file as one PNG, empty if there are none."""
+    panels = [panel for section in sections for panel in section.panels]
+    out = io.BytesIO()
+    if panels:
+        plots.write(out, panels, metadata={"Software": None})
+    return out.getvalue()
+
+
+def _write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Write rows without their curves to NAME.csv; phases get columns of their own."""
+    flat = []
+    for row in rows:
+        phases = {f"{name}_seconds": seconds for name, seconds in (row.get("phases") or {}).items()}
+        plain = {name: row[name] for name in row if name not in ("curve", "phases")}
+        flat.append(plain | phases)
+    heads = list(dict.fromkeys(name for row in flat for name in row))
+    with file.with_suffix(".csv").open("w", encoding="utf-8", newline="") as out:
+        writer = csv.DictWriter(out, heads, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def sections_of(found: Any) -> list[Section]:
+    """Return the sections of a file.
+
+    Raises:
+        ValueError: it is not a result of bench train or bench accuracy.
+    """
+    if not isinstance(found, dict):
+        raise ValueError("not a result of a benchmark")  # noqa: TRY004 - a file's content
+    if found.get("benchmark") == "train" and "cases" in found:
+        return [_train(found, case) for case in found["cases"]]
+    if "rows" in found and found["rows"] and "bits" in found["rows"][0]:
+        return _accuracy(found)
+    raise ValueError("not a result of bench train or bench accuracy, or one of an older version")
+
+
+def _train(found: dict[str, Any], case: dict[str, Any]) -> Section:
+    machine, given, rows = found["machine"], found["arguments"], case["rows"]
+    delay = f", {1e3 * case['latency_s']:g} ms" if case["latency_s"] else ""
+    over = ", over MPI" if case.get("over") == "mpi" else ""
+    title = f"{given['workload']}, {given['steps']} steps, {case['ranks']} ranks, {case['link']}"
+    title += delay + over
+    good = [row for row in rows if not row.get("failed")]
+    panels: list[plots.Panel] = []
+    if has_steps(good):
+        panels.append((title, partial(draw_steps, good), 1.2 + 0.36 * len(good)))
+    if any(row["curve"] for row in good):
+        panels.append((title, partial(draw_times, good), plots.HEIGHT))
+    measure = "measure" if any(row.get("measure") is not None for row in rows) else ""
+    notes = [f"{row['method']}: {row['failed']}" for row in rows if row.get("failed")]
+    notes.append(f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}")
+    about = {"workload": given["workload"], "ranks": case["ranks"], "link": case["link"]}
+    table = table_of(rows, measure, given.get("target"))
+    return Section(title, table, notes, [about | row for row in rows], panels)
+
+
+def _accuracy(found: dict[str, Any]) -> list[Section]:
+    out = []
+    for title, rows, table in tables(found["rows"], found.get("measures", {})):
+        panels: list[plots.Panel] = []
+        if any(row["curve"] for row in rows):
+            panels.append((title, partial(draw_curves, rows), plots.HEIGHT))
+        out.append(Section(title, table, [], rows, panels))
+    return out
