@@ -32,27 +32,18 @@ class NoHosts(Exception):
 
 def unavailable() -> str:
     """Return why hosts cannot be made here, "" if they can."""
+    instead = "or measure on loopback with --hosts 0"
     if os.geteuid() != 0:
-        return (
-            "network namespaces are made by root alone: run as root, or measure on loopback with"
-            " --hosts 0"
-        )
+        return f"only root can make network namespaces: run as root, {instead}"
     missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing:
-        return (
-            f"{', '.join(missing)} not found: install iproute2 and util-linux, or measure on"
-            " loopback with --hosts 0"
-        )
+        return f"{', '.join(missing)} not found: install iproute2 and util-linux, {instead}"
     name = f"{PREFIX}-{os.getpid()}-probe"
-    found = subprocess.run(
-        ["ip", "netns", "add", name], capture_output=True, text=True, check=False
-    )
-    if found.returncode:
-        return (
-            f"no network namespaces here ({found.stderr.strip()}): measure on loopback with"
-            " --hosts 0"
-        )
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    try:
+        _run(f"ip netns add {name}")
+    except NoHosts as error:
+        return f"no network namespaces here ({error}): allow them, {instead}"
+    _run(f"ip netns delete {name}", check=False)
     return ""
 
 
@@ -81,8 +72,8 @@ class Hosts:
         sweep()
         try:
             self._switch = self._add("switch")
-            _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
-            _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+            _run(f"ip -n {self._switch} link add bridge type bridge")
+            _run(f"ip -n {self._switch} link set bridge up")
             for number in range(self.count):
                 self._join(number)
         except BaseException:
@@ -114,25 +105,12 @@ class Hosts:
 
     def _join(self, number: int) -> None:
         name, port = self._add(f"host{number}"), f"port{number}"
-        _run(
-            "ip",
-            "link",
-            "add",
-            INTERFACE,
-            "netns",
-            name,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            port,
-            "netns",
-            self._switch,
-        )
-        _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
-        _run("ip", "-n", name, "addr", "add", f"{self.address(number)}/16", "dev", INTERFACE)
-        _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-        _run("ip", "-n", name, "link", "set", "lo", "up")
+        peer = f"peer name {port} netns {self._switch}"
+        _run(f"ip link add {INTERFACE} netns {name} type veth {peer}")
+        _run(f"ip -n {self._switch} link set {port} master bridge up")
+        _run(f"ip -n {name} addr add {self.address(number)}/16 dev {INTERFACE}")
+        _run(f"ip -n {name} link set {INTERFACE} up")
+        _run(f"ip -n {name} link set lo up")
         self._shape(name, INTERFACE)
         self._shape(self._switch, port)
 
@@ -140,40 +118,20 @@ class Hosts:
         """Limit what leaves an interface; delay it by half the latency, so that both ends
         together make the whole.
         """
-        parent = ["root"]
+        parent, add = "root", f"tc -n {namespace} qdisc add dev {interface}"
         if not math.isinf(self.link.bits_per_s):
             rate = round(self.link.bits_per_s)
             burst = max(BURST_NBYTES, round(rate / 8 * BURST_S))
-            shape = [
-                "tbf",
-                "rate",
-                f"{rate}bit",
-                "burst",
-                str(burst),
-                "latency",
-                f"{QUEUE_S * 1e3:.0f}ms",
-            ]
+            shape = f"tbf rate {rate}bit burst {burst} latency {QUEUE_S * 1e3:.0f}ms"
             try:
-                _run(
-                    "tc",
-                    "-n",
-                    namespace,
-                    "qdisc",
-                    "add",
-                    "dev",
-                    interface,
-                    "root",
-                    "handle",
-                    "1:",
-                    *shape,
-                )
+                _run(f"{add} root handle 1: {shape}")
             except NoHosts as error:
                 raise ValueError(f"tc refuses a link of {rate} bit/s: {error}") from None
-            parent = ["parent", "1:1"]
+            parent = "parent 1:1"
         if self.link.latency_s:
-            delay = ["netem", "delay", f"{self.link.latency_s * 5e5:.0f}us", "limit", "100000"]
+            delay = f"netem delay {self.link.latency_s * 5e5:.0f}us limit 100000"
             try:
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, *parent, *delay)
+                _run(f"{add} {parent} {delay}")
             except NoHosts:  # this kernel has no netem
                 return
             self.latency_s = self.link.latency_s
@@ -183,31 +141,33 @@ class Hosts:
 
     def _add(self, what: str) -> str:
         name = self._name(what)
-        _run("ip", "netns", "add", name)
+        _run(f"ip netns add {name}")
         self._made.append(name)
         return name
 
     def _remove(self) -> None:
         while self._made:
-            subprocess.run(
-                ["ip", "netns", "delete", self._made.pop()], capture_output=True, check=False
-            )
+            _run(f"ip netns delete {self._made.pop()}", check=False)
 
 
 def sweep() -> list[str]:
     """Remove the namespaces of benches that are gone; return their names."""
-    found = subprocess.run(
-        ["ip", "netns", "list"], capture_output=True, text=True, check=False
-    ).stdout
     gone = []
-    for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\w+)", found, re.MULTILINE):
+    made = _run("ip netns list", check=False)
+    for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\w+)", made, re.MULTILINE):
         if not os.path.exists(f"/proc/{pid}"):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            _run(f"ip netns delete {name}", check=False)
             gone.append(name)
     return gone
 
 
-def _run(*words: str) -> None:
-    found = subprocess.run(words, capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise NoHosts(f"{' '.join(words)}: {found.stderr.strip()}")
+def _run(command: str, *, check: bool = True) -> str:
+    """Run a command whose words have no spaces; return its output.
+
+    Raises:
+        NoHosts: it failed, unless `check` is off.
+    """
+    found = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if check and found.returncode:
+        raise NoHosts(f"{command}: {found.stderr.strip()}")
+    return found.stdout
