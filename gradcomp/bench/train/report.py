@@ -98,20 +98,8 @@ def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None)
     fp32: dict[str, Any] = next(
         (row for row in rows if row["method"] == "fp32" and not row.get("failed")), {}
     )
-    heads = [
-        "method",
-        "step, ms",
-        "p95",
-        "exposed, ms",
-        "fp32 / it",
-        "/ bound",
-        "planner",
-        "sent, MB",
-        "fp32 / it",
-        "CPU, ms",
-        "hidden",
-        "peak, MB",
-    ]
+    heads = ["method", "step, ms", "p95", "exposed, ms", "fp32 / it", "/ bound", "planner"]
+    heads += ["sent, MB", "fp32 / it", "CPU, ms", "hidden", "peak, MB"]
     heads += [measure] * bool(measure)
     heads += [] if target is None else [f"s to {target:g}"]
     out: list[tuple[str, ...]] = []
@@ -119,23 +107,25 @@ def table_of(rows: Sequence[dict[str, Any]], measure: str, target: float | None)
         if row.get("failed"):
             out.append((row["method"], "failed"))
             continue
-        exchanges = row["method"] not in (NONE, NOOP)
-        cells = [
-            _ms(row["seconds"]),
-            _ms(row["p95_seconds"]),
-            _ms(row["exposed_seconds"]) if exchanges else "",
-            _ratio(fp32.get("exposed_seconds"), row["exposed_seconds"]) if exchanges else "",
-            _ratio(row["exposed_seconds"], row.get("bound_seconds"), ".2f") if exchanges else "",
+        exchange = [
+            _ms(row["exposed_seconds"]),
+            _ratio(fp32.get("exposed_seconds"), row["exposed_seconds"]),
+            _ratio(row["exposed_seconds"], row.get("bound_seconds"), ".2f"),
             _apart(row["predicted_seconds"], row["seconds"]),
-            number(row["sent_nbytes"], 1e-6, ".3f") if exchanges else "",
-            _ratio(fp32.get("sent_nbytes"), row["sent_nbytes"]) if exchanges else "",
-            _ms(row["cpu_seconds"]),
-            number(row["hidden_share"], 100, ".0f", " %"),
-            number(row["peak_nbytes"], 1e-6, ".0f"),
+            _number(row["sent_nbytes"], 1e-6, ".3f"),
+            _ratio(fp32.get("sent_nbytes"), row["sent_nbytes"]),
         ]
-        cells += [number(row["measure"], 1, ".4g") if exchanges else ""] * bool(measure)
-        reached = number(row["target_seconds"], 1, ".1f") if exchanges else ""
-        out.append((row["method"], *cells, *[reached] * (target is not None)))
+        rest = [
+            _ms(row["cpu_seconds"]),
+            _number(row["hidden_share"], 100, ".0f", " %"),
+            _number(row["peak_nbytes"], 1e-6, ".0f"),
+        ]
+        learnt = [_number(row["measure"], 1, ".4g")] * bool(measure)
+        learnt += [_number(row["target_seconds"], 1, ".1f")] * (target is not None)
+        if row["method"] in (NONE, NOOP):
+            exchange, learnt = [""] * len(exchange), [""] * len(learnt)
+        step = _ms(row["seconds"]), _ms(row["p95_seconds"])
+        out.append((row["method"], *step, *exchange, *rest, *learnt))
     return table(heads, out)
 
 
@@ -217,10 +207,10 @@ def draw_times(rows: Sequence[dict[str, Any]], figure: Any) -> None:
 
 
 def _ms(seconds: float | None) -> str:
-    return number(seconds, 1e3, ".1f")
+    return _number(seconds, 1e3, ".1f")
 
 
-def number(value: float | None, factor: float, form: str, unit: str = "") -> str:
+def _number(value: float | None, factor: float, form: str, unit: str = "") -> str:
     """Return a figure as it is printed, "" for none."""
     return "" if value is None else f"{value * factor:{form}}{unit}"
 
