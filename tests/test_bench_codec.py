@@ -1,20 +1,22 @@
 """bench codec: it checks before it times, judges by what kernels move, and writes its files."""
 
+import argparse
 import json
 
 import pytest
 import torch
 
-from gradcomp.bench import codec
+from gradcomp.bench import codec, timing
 from gradcomp.bench.kernels import Case, cases
 from gradcomp.kernels import native
 
 KERNELS = {case.name: case.nbytes for case in cases(4096, torch.float32)}
 
 
-def row(kernel, threads, ratio, gb_per_s=1.0):
-    nbytes = KERNELS[kernel]
-    return codec.Row(kernel, "avx2", "float32", 1 << 26, threads, nbytes, ratio, gb_per_s)
+def row(kernel, threads, ratio, gain=1.0):
+    """Return a row whose fastest repetition is `gain` times as fast as a second."""
+    size = ("float32", 1 << 26, threads)
+    return codec.Row(kernel, "avx2", *size, KERNELS[kernel], ratio, 1.0, least_s=1 / gain)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,14 @@ def test_it_runs_small_and_writes_its_files(tmp_path, capsys):
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("load", "threads"), [(0.2, [1, 2]), (1.0, [1])])
+def test_two_threads_are_judged_where_two_cores_are_free(monkeypatch, capsys, load, threads):
+    monkeypatch.setattr(codec.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(codec.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert codec.parse(["--check"]).threads == threads
+    assert ("1.0 cores are free" in capsys.readouterr().out) == (threads == [1])
+
+
 @pytest.mark.parametrize(
     "argv",
     [["--dtypes", "float8"], ["--tiers", "mmx"], ["--sizes", "0"], ["--threads", "0"]],
@@ -93,3 +103,12 @@ def test_wrong_usage(argv, capsys):
         codec.main(argv)
     assert error.value.code == 2
     assert "bench codec: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("portable", [True, False])
+def test_the_portable_tier_is_not_judged(monkeypatch, capsys, portable):
+    """Limits follow from memory's speed, which scalar kernels never reach."""
+    monkeypatch.setattr(native, "tiers", lambda: [native.tier() if portable else "none"])
+    args = argparse.Namespace(json=None)
+    assert timing.finish(args, {}, [timing.Verdict("slow", 2.0, 1.0)]) == (0 if portable else 1)
+    assert ("nothing is judged" in capsys.readouterr().out) == portable

@@ -113,6 +113,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def finish(args: argparse.Namespace, found: dict[str, Any], verdicts: Sequence[Verdict]) -> int:
     """Print the verdicts, write the JSON file, and return the exit status."""
+    if verdicts and native.tier() == native.tiers()[0]:
+        print("nothing is judged: limits are for vector tiers, and the portable tier is in use")
+        verdicts = []
     texts = []
     for v in verdicts:
         what = f"{v.what}, {'at least' if v.at_least else 'at most'}"
