@@ -511,7 +511,7 @@ def test_autograd_notices_the_update():
             r"betas\[1\] must be a number of at least 0 and below 1, got 1.0",
         ),
         (SplitAdamW, {"betas": 0.9}, "betas must be two numbers"),
-        (SplitLAMB, {"variant": "lars"}, "variant must be one of"),
+        (SplitLAMB, {"variant": "lars"}, "variant must be .lamb. or .nvlamb., got .lars."),
         (SplitLAMB, {"weight_decay": True}, "weight_decay must be"),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradcomp.memory.parts import STEPS
 from gradcomp.optim import SplitOptimizer
-from gradcomp.optim.checkpoint import check_saved
+from gradcomp.optim.state import check_saved
 
 if TYPE_CHECKING:
     from gradcomp.averager import GradientAverager

@@ -1,8 +1,9 @@
-"""One step's parameters, gradients and rules, and the calls of the C kernel that take it."""
+"""What one step updates: parameters with their gradients and rules, and the C kernel's calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -36,45 +37,23 @@ class PackedGradients(Protocol):
         """Run `Kernels.update` on every payload, targets by position."""
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """One parameter in one step: its gradient, or where its packed gradient is."""
 
-    __slots__ = (
-        "gradient",
-        "group",
-        "is_first",
-        "packed",
-        "parameter",
-        "position",
-        "state",
-        "step",
-    )
-
-    def __init__(
-        self, parameter: nn.Parameter, group: dict[str, Any], state: dict[str, Any]
-    ) -> None:
-        self.parameter, self.group, self.state = parameter, group, state
-        self.gradient: Tensor | None = None
-        self.packed: PackedGradients | None = None
-        self.position = 0
-        self.step = 0  # number of this step for this parameter, from 1
-        self.is_first = False  # its state has not seen a gradient yet
+    parameter: nn.Parameter
+    group: dict[str, Any]
+    state: dict[str, Any]
+    gradient: Tensor | None = None
+    packed: PackedGradients | None = None
+    position: int = 0  # in `packed`
+    step: int = 0  # number of this step for this parameter, from 1
+    is_first: bool = False  # its state has not seen a gradient yet
 
 
-def number_steps(entries: Sequence[Entry]) -> None:
-    """Tell every entry which step of its parameter this is."""
-    if entries:
-        for entry, steps in zip(
-            entries, torch.stack([e.state["step"] for e in entries]).tolist(), strict=True
-        ):
-            entry.step = int(steps) + 1
-            entry.is_first |= entry.step == 1
-
-
-def count(entries: Sequence[Entry]) -> None:
-    """Count the step that every entry has taken."""
-    if entries:
-        torch._foreach_add_([entry.state["step"] for entry in entries], 1)
+def number(value: Any) -> float:
+    """Return a hyperparameter, a number or a tensor of one element, as a float."""
+    return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
 Numbers = Callable[[dict[str, Any], int, bool], dict[str, float]]
@@ -84,8 +63,8 @@ def make_rules(kind: Kind, entries: Sequence[Entry], numbers: Numbers) -> NDArra
     """Return ``(len(entries),)`` of `rules.RULE`.
 
     Args:
-        numbers: numbers(group, step, is_first): the fields of the rule, for entries that have these
-            in common.
+        numbers: numbers(group, step, is_first) returns the fields of a rule; it is called once for
+            all entries that have these three in common.
     """
     known: dict[tuple[int, int, bool], dict[str, float]] = {}
     rows = []
@@ -104,8 +83,8 @@ def make_rules(kind: Kind, entries: Sequence[Entry], numbers: Numbers) -> NDArra
 
 @lru_cache(maxsize=16)
 def whole_rows(numels: tuple[int, ...]) -> Table:
-    """Return rows over whole parameters, cut at multiples of CHUNK_NUMEL whatever the threads:
-    sums depend on it.
+    """Return rows over whole parameters, cut at multiples of CHUNK_NUMEL; sums depend on the cuts,
+    so they do not depend on the number of threads.
     """
     rows = [
         (0, 0, 0, 0, 0, first, min(CHUNK_NUMEL, numel - first), numel, place)
@@ -116,21 +95,17 @@ def whole_rows(numels: tuple[int, ...]) -> Table:
 
 
 def run_rules(
-    entries: Sequence[Entry],
-    rules: NDArray[Any],
-    moments: Sequence[str],
-    *,
-    gradients: bool = True,
+    entries: Sequence[Entry], rules: NDArray[Any], moments: Sequence[str], *, gradients: bool = True
 ) -> NDArray[np.float64]:
-    """Run one rule an entry.
+    """Run one rule for each entry.
 
     Args:
         rules: ``(len(entries),)`` of `rules.RULE`.
-        moments: names of the state that rules know as state0 and state1.
-        gradients: False for rules that read none; packed ones come from their payloads.
+        moments: names of the state; the first two are state0 and state1 of the rules.
+        gradients: False for rules that read none. Packed gradients come from their payloads.
 
     Returns:
-        ``(len(entries), 2)``: the norms that rules which add up found, an entry's rows added in
+        ``(len(entries), 2)``: norms, for rules that compute them, with an entry's rows added in
         order; else zeros.
     """
     kernel_set = kernels.of(entries[0].parameter.device)
@@ -138,18 +113,17 @@ def run_rules(
         weight=[e.parameter for e in entries],
         trail=[e.state.get("trail") for e in entries],
         gradient=[e.gradient for e in entries],
-        **{f"state{k}": [e.state.get(m) for e in entries] for k, m in enumerate(moments)},
+        **{f"state{k}": [e.state.get(m) for e in entries] for k, m in enumerate(moments[:2])},
     )
+    sources = {id(e.packed): e.packed for e in entries if gradients and e.packed is not None}
     direct = targets.copy()
-    if gradients:
+    if sources:
         direct["rule"][[k for k, e in enumerate(entries) if e.packed is not None]] = NO_RULE
     table = whole_rows(tuple(e.parameter.numel() for e in entries))
     norms = np.zeros(2 * len(table))
     if not gradients or any(e.packed is None for e in entries):
         kernel_set.update(table, direct, rules, norms=norms)
-    for packed in {
-        id(e.packed): e.packed for e in entries if gradients and e.packed is not None
-    }.values():
+    for packed in sources.values():
         mine = [k for k, e in enumerate(entries) if e.packed is packed]
         by_position = np.zeros(packed.parameter_count, TARGET)
         by_position["rule"] = NO_RULE

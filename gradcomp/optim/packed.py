@@ -1,4 +1,4 @@
-"""One update of one split weight, for rules of one's own: `packed_add`."""
+"""One update of one split weight, for update rules of your own: `packed_add`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gradcomp.optim.split import ROUNDINGS, check_dense, check_rounding
 def packed_add(
     top: Tensor, trail: Tensor, delta: Tensor, *, alpha: float = 1.0, rounding: str = "truncate"
 ) -> Tensor:
-    """Add ``alpha * delta`` to a split weight, in place: joined, added with one rounding, split
+    """Add ``alpha * delta`` to a split weight in place: join, add with one rounding, and split
     again, in one pass.
 
     Args:
-        top, trail: what `split` returned, or a parameter and its trail; bfloat16 and int16, filling
-            their CPU memory in the same order of dimensions.
+        top, trail: what `split` returned, or a parameter and its trail; bfloat16 and int16, dense
+            on the CPU, with equal strides.
         delta: same shape, float32 or bfloat16.
         alpha: factor, rounded to float32.
         rounding: how tops are made, as in `split`.
 
     Returns:
-        `top`. An optimizer that has the trail takes the change for a foreign one until its
-        `keep_trails()` is called.
+        `top`. An optimizer that has the trail refuses its next step, as after any foreign change,
+        unless its `keep_trails()` is called.
 
     Raises:
         UnsupportedTensor: a tensor of another dtype, device or layout.
@@ -39,15 +39,11 @@ def packed_add(
         Split SGD (Intel Extension for PyTorch), "Operation Fusion".
     """
     check_rounding(rounding)
-    for name, tensor, dtypes in (
-        ("top", top, (torch.bfloat16,)),
-        ("trail", trail, (torch.int16,)),
-        ("delta", delta, tuple(GRADIENT_DTYPES)),
-    ):
+    wanted = {"top": (torch.bfloat16,), "trail": (torch.int16,), "delta": tuple(GRADIENT_DTYPES)}
+    for tensor, (name, dtypes) in zip((top, trail, delta), wanted.items(), strict=True):
         if tensor.dtype not in dtypes:
-            raise UnsupportedTensor(
-                f"{name} is {tensor.dtype}; {' or '.join(map(str, dtypes))} expected"
-            )
+            expected = " or ".join(map(str, dtypes))
+            raise UnsupportedTensor(f"{name} is {tensor.dtype}; {expected} expected")
         check_dense(tensor.detach(), name)
         if tensor.shape != top.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, top {tuple(top.shape)}")
@@ -59,11 +55,8 @@ def packed_add(
         delta = torch.empty_like(top, dtype=delta.dtype).copy_(delta)
     kernel_set = kernels.of(top.device)
     rules = np.zeros(1, RULE)
-    rules["kind"], rules["rounding"], rules["step_size"] = (
-        Kind.SGD,
-        ROUNDINGS.index(rounding),
-        alpha,
-    )
+    rules["kind"], rules["rounding"] = Kind.SGD, ROUNDINGS.index(rounding)
+    rules["step_size"] = alpha
     targets = kernel_set.targets(weight=[top.detach()], trail=[trail], gradient=[delta.detach()])
     kernel_set.update(whole_rows((top.numel(),)), targets, rules)
     torch.autograd.graph.increment_version(top)

@@ -1,6 +1,4 @@
-"""Sparse gradients (embeddings): the rows that they name are taken out, updated as dense ones,
-and put back.
-"""
+"""Sparse gradients (embeddings): the rows that they name are updated as dense ones."""
 
 from __future__ import annotations
 
@@ -10,40 +8,26 @@ import torch
 from torch import nn
 
 from gradcomp.errors import UnsupportedTensor
-from gradcomp.optim.entries import GRADIENT_DTYPES, Entry
-from gradcomp.optim.interface import Updates
-from gradcomp.optim.options import number
+from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, number
 
 
-def check_sparse(optimizer: Updates, p: nn.Parameter, group: dict[str, Any], name: str) -> None:
-    """Raise UnsupportedTensor for sparse gradients that an optimizer cannot take exactly,
-    ValueError for another shape.
-    """
-    gradient = p.grad
+def check_sparse(optimizer: Any, p: nn.Parameter, group: dict[str, Any], name: str) -> None:
+    """Raise UnsupportedTensor unless a split optimizer can apply a sparse gradient exactly."""
+    gradient, kind = p.grad, type(optimizer).__name__
     assert gradient is not None
+    takes = optimizer.takes_sparse and gradient.layout == torch.sparse_coo
     reason = None
-    if (
-        not optimizer.takes_sparse
-        or gradient.layout != torch.sparse_coo
-        or gradient.sparse_dim() != 1
-    ):
-        reason = (
-            f"{type(optimizer).__name__} does not take it (Embedding(sparse=False) makes dense"
-            " ones)"
-        )
+    if not takes or gradient.sparse_dim() != 1:
+        reason = f"{kind} does not take it (Embedding(sparse=False) makes dense ones)"
     elif group.get("momentum", 0) or number(group["weight_decay"]):
         reason = "momentum and weight decay change weights that it does not name"
     elif gradient.dtype not in GRADIENT_DTYPES or not p.is_contiguous():
         reason = f"it is {gradient.dtype}, or the parameter is not contiguous"
     if reason:
         raise UnsupportedTensor(f"the gradient of {name} is sparse ({gradient.layout}): {reason}")
-    if gradient.shape != p.shape:
-        raise ValueError(
-            f"the gradient of {name} has shape {tuple(gradient.shape)}, it {tuple(p.shape)}"
-        )
 
 
-def run_sparse(optimizer: Updates, entry: Entry) -> None:
+def run_sparse(optimizer: Any, entry: Entry) -> None:
     """Update the rows that a sparse gradient names, and their trails, exactly as a dense update
     would.
     """
@@ -53,16 +37,12 @@ def run_sparse(optimizer: Updates, entry: Entry) -> None:
     index, values = gradient.indices()[0], gradient.values().contiguous()
     if not values.numel():
         return
-    rows = Entry(
-        nn.Parameter(p.detach()[index].contiguous(), requires_grad=False),
-        entry.group,
-        {"step": state["step"]},
-    )
     kept = [name for name in ("trail", *optimizer.moments) if name in state]
+    rows = {name: state[name][index].contiguous() for name in kept}
+    part = nn.Parameter(p.detach()[index].contiguous(), requires_grad=False)
+    own = Entry(part, entry.group, rows | {"step": state["step"]}, values)
+    own.step, own.is_first = entry.step, entry.is_first
+    optimizer.run([own])
+    p.detach().index_copy_(0, index, part.detach())
     for name in kept:
-        rows.state[name] = state[name][index].contiguous()
-    rows.gradient, rows.step, rows.is_first = values, entry.step, entry.is_first
-    optimizer.run([rows])
-    p.detach().index_copy_(0, index, rows.parameter.detach())
-    for name in kept:
-        state[name].index_copy_(0, index, rows.state[name])
+        state[name].index_copy_(0, index, rows[name])

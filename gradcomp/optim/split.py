@@ -1,8 +1,7 @@
-"""Weights as bf16 tops, which the model computes with, and 16-bit trails, which the optimizer
-keeps: nothing is lost.
+"""Weights in two halves: bf16 tops for the model and 16-bit trails for the optimizer, lossless.
 
-References: Intel Extension for PyTorch, "Split SGD"; an fp32 number is its first 16 bits, a bf16
-number, and its last 16.
+References: Intel Extension for PyTorch, "Split SGD". The first 16 bits of an fp32 number are a
+bf16 number (the top), the last 16 are the trail.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +52,10 @@ def check_dense(tensor: Tensor, name: str) -> None:
 
 
 def new_state(like: Tensor, dtype: torch.dtype, number: int, value: float = 0.0) -> Tensor:
-    """Return a tensor of one value, with the shape and strides of `like`, that an update reads
-    beside it.
+    """Return a tensor filled with `value`, in the shape and strides of `like`, for use beside it.
 
-    It begins `number` times some hundred bytes into its memory: large tensors all begin at the same
-    place of a 4 KB page, and tensors that stay a multiple of 4 KB apart get in each other's way in
-    the first-level cache.
+    It begins `number` times 832 bytes into its memory. All large tensors begin at the same place of
+    a 4 KB page, and tensors a multiple of 4 KB apart collide in the first-level cache.
     """
     offset = (number * SHIFT_NBYTES % PAGE_NBYTES) // dtype.itemsize
     memory = torch.full((offset + like.numel(),), value, dtype=dtype)
@@ -89,15 +86,14 @@ def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor
     check_dense(weight, "weight")
     if weight.dtype != torch.float32:
         raise UnsupportedTensor(f"weight is {weight.dtype}; split takes float32")
-    top, trail = (
-        torch.empty_like(weight, dtype=torch.bfloat16),
-        torch.empty_like(weight, dtype=torch.int16),
-    )
-    _split(weight, rounding, top, trail)
+    top = torch.empty_like(weight, dtype=torch.bfloat16)
+    trail = torch.empty_like(weight, dtype=torch.int16)
+    write_split(weight, rounding, top, trail)
     return top, trail
 
 
-def _split(weight: Tensor, rounding: str, top: Tensor, trail: Tensor) -> None:
+def write_split(weight: Tensor, rounding: str, top: Tensor, trail: Tensor) -> None:
+    """Split into tensors that exist; nothing is checked."""
     kernels.of(weight.device).split(weight, top, trail, nearest=rounding == "nearest")
 
 
@@ -138,11 +134,11 @@ def checksum(top: Tensor) -> int:
 
 
 class SplitParameters:
-    """The parameters of a model after `split_parameters`: iterate over it, or pass it to a split
+    """The parameters of a model after `split_parameters`; iterate over it, or pass it to a split
     optimizer.
 
-    The trails wait here until an optimizer that is given the parameters, in whatever list or
-    groups, adopts them.
+    Trails wait until an optimizer adopts them: the one that is given their parameters, in any list
+    or group.
 
     Attributes:
         rounding: how tops were made.
@@ -151,7 +147,6 @@ class SplitParameters:
     def __init__(self, named: list[tuple[str, nn.Parameter]], rounding: str) -> None:
         self.rounding = rounding
         self._named = named
-        self._waiting: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return (p for _, p in self._named)
@@ -160,9 +155,7 @@ class SplitParameters:
         return len(self._named)
 
     def __repr__(self) -> str:
-        return (
-            f"<SplitParameters: {len(self)} tensors, {len(self._waiting)} trails not adopted yet>"
-        )
+        return f"<SplitParameters: {len(self)} tensors, {len(self.waiting)} trails not adopted yet>"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return (name, parameter) pairs, for parameter groups by name."""
@@ -171,53 +164,43 @@ class SplitParameters:
     @property
     def waiting(self) -> list[str]:
         """Names of the parameters whose trails no optimizer has adopted."""
-        return list(self._waiting)
+        found = [(name, waiting_trail(p)) for name, p in self._named]
+        return [name for name, trail in found if trail is not None and trail.family is self]
 
 
-class _Waiting:
-    """A trail that no optimizer has adopted yet."""
+class WaitingTrail(NamedTuple):
+    """A trail that no optimizer has adopted, and the checksum of its top."""
 
-    def __init__(self, family: SplitParameters, name: str, checksum: int) -> None:
-        self.family, self.name, self.checksum = family, name, checksum
+    trail: Tensor
+    checksum: int
+    family: SplitParameters
 
 
-_waiting: MutableMapping[nn.Parameter, _Waiting] = WeakIdKeyDictionary()
-_owners: MutableMapping[nn.Parameter, weakref.ref[Any]] = (
-    WeakIdKeyDictionary()
-)  # optimizers that adopted trails
+_waiting: MutableMapping[nn.Parameter, WaitingTrail] = WeakIdKeyDictionary()
+_owners: MutableMapping[nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()  # of trails
 
 
 def wait(parameter: nn.Parameter, trail: Tensor, checksum: int, rounding: str) -> None:
     """Let a trail that an optimizer had wait for the next one."""
     family = SplitParameters([("released", parameter)], rounding)
-    family._waiting["released"] = trail
-    _waiting[parameter] = _Waiting(family, "released", checksum)
+    _waiting[parameter] = WaitingTrail(trail, checksum, family)
     _owners.pop(parameter, None)
 
 
-def waiting_trail(parameter: nn.Parameter) -> tuple[Tensor, int, SplitParameters] | None:
-    """Return the trail that waits for a parameter, and the checksum of the top that it belongs
-    to.
-    """
-    found = _waiting.get(parameter)
-    return (
-        None if found is None else (found.family._waiting[found.name], found.checksum, found.family)
-    )
+def waiting_trail(parameter: nn.Parameter) -> WaitingTrail | None:
+    """Return the trail that waits for a parameter, if there is one."""
+    return _waiting.get(parameter)
 
 
 def adopt(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Let an optimizer have the trails that it took over; they wait no more."""
+    """Make an optimizer the owner of the trails that waited for these parameters."""
     for parameter in parameters:
-        found = _waiting.pop(parameter, None)
-        if found is not None:
-            found.family._waiting.pop(found.name, None)
+        if _waiting.pop(parameter, None) is not None:
             _owners[parameter] = weakref.ref(optimizer)
 
 
 def check_free(parameter: Tensor, name: str) -> None:
-    """Raise ValueError if another optimizer has adopted a parameter's trail; warn if one had it
-    and is gone.
-    """
+    """Raise ValueError if another optimizer owns a parameter's trail; warn if its owner is gone."""
     if not isinstance(parameter, nn.Parameter) or parameter not in _owners or parameter in _waiting:
         return
     if _owners[parameter]() is not None:
@@ -230,12 +213,6 @@ def check_free(parameter: Tensor, name: str) -> None:
         stacklevel=4,
     )
     del _owners[parameter]
-
-
-def waiting_rounding(parameter: nn.Parameter) -> str | None:
-    """Return how the top of a parameter was made whose trail waits, None if none does."""
-    found = _waiting.get(parameter)
-    return None if found is None else found.family.rounding
 
 
 def split_parameters(
@@ -286,12 +263,9 @@ def split_parameters(
         if parameter.dtype == torch.float32 and (predicate is None or predicate(name, parameter)):
             trail = new_trail(parameter)
             top = torch.empty_like(parameter, dtype=torch.bfloat16, requires_grad=False)
-            _split(parameter.detach(), rounding, top, trail)
-            parameter.data = top
-            if parameter.grad is not None:
-                parameter.grad = None
-            family._waiting[name] = trail
-            _waiting[parameter] = _Waiting(family, name, checksum(top))
+            write_split(parameter.detach(), rounding, top, trail)
+            parameter.data, parameter.grad = top, None
+            _waiting[parameter] = WaitingTrail(trail, checksum(top), family)
     return family
 
 
@@ -310,8 +284,10 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 
 
 def _owner_of(value: Any, optimizers: Any, name: str) -> Any:
-    """Return the optimizer that has a parameter's trail; None for what is not split. ValueError
-    if nobody has it.
+    """Return the optimizer that has a parameter's trail; None for what is not split.
+
+    Raises:
+        ValueError: a bfloat16 parameter that none of the optimizers has.
     """
     if not isinstance(value, nn.Parameter) or value.dtype != torch.bfloat16:
         return None
@@ -325,14 +301,14 @@ def _owner_of(value: Any, optimizers: Any, name: str) -> Any:
 
 
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
-    """Return the model's state dict with every split weight as the fp32 tensor that it stands for.
+    """Return the model's state dict with every split weight joined to fp32.
 
     Args:
         model: what the optimizer trains; wrapped in DistributedDataParallel or not.
         optimizer: the split optimizer that trains it, or a sequence of them.
 
     Returns:
-        A dictionary that a plain fp32 model loads; joined weights are new tensors, everything else
+        A dictionary that a plain fp32 model loads. Joined weights are new tensors, everything else
         is shared with the model as in ``model.state_dict()``. Tied weights are one tensor under
         each of their names.
 
@@ -366,35 +342,26 @@ def load_fp32_state_dict(model: nn.Module, optimizer: Any, state: Mapping[str, A
             none of the optimizers has; nothing is changed then.
     """
     own = model.state_dict(keep_vars=True)
-    owners = {
-        name: o
-        for name, value in own.items()
-        for o in [_owner_of(value, optimizer, name)]
-        if o is not None
-    }
-    for what, names in (
-        ("misses", own.keys() - state.keys()),
-        ("has unexpected", state.keys() - own.keys()),
-    ):
-        if names:
-            raise ValueError(f"this checkpoint {what} {min(names)!r}")
+    owners = {name: _owner_of(value, optimizer, name) for name, value in own.items()}
+    missing, unexpected = own.keys() - state.keys(), state.keys() - own.keys()
+    if missing or unexpected:
+        what = f"misses {min(missing)!r}" if missing else f"has unexpected {min(unexpected)!r}"
+        raise ValueError(f"this checkpoint {what}")
     for name, value in own.items():
         given = state[name]
-        if isinstance(value, Tensor):
-            if not isinstance(given, Tensor) or given.shape != value.shape:
-                shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-                raise ValueError(
-                    f"{name!r} has shape {shape} in this checkpoint, {tuple(value.shape)} in the"
-                    " model"
-                )
-            if given.is_floating_point() != value.is_floating_point() or given.is_complex():
-                raise ValueError(
-                    f"{name!r} is {given.dtype} in this checkpoint, {value.dtype} in the model"
-                )
-    rest = {}
-    for name, value in own.items():
-        if name in owners:
-            owners[name].set_fp32(value, state[name])
-        else:
-            rest[name] = state[name]
+        if not isinstance(value, Tensor):
+            continue
+        if not isinstance(given, Tensor) or given.shape != value.shape:
+            shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(
+                f"{name!r} has shape {shape} in this checkpoint, {tuple(value.shape)} in the model"
+            )
+        if given.is_floating_point() != value.is_floating_point() or given.is_complex():
+            raise ValueError(
+                f"{name!r} is {given.dtype} in this checkpoint, {value.dtype} in the model"
+            )
+    for name, owner in owners.items():
+        if owner is not None:
+            owner.set_fp32(own[name], state[name])
+    rest = {name: state[name] for name, owner in owners.items() if owner is None}
     model.load_state_dict(rest, strict=False)

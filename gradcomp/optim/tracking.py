@@ -1,13 +1,15 @@
-"""Whether parameters are still those that their trails belong to."""
+"""Trails of an optimizer's parameters, and whether each still belongs to its parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradcomp.optim.split import checksum
+from gradcomp.optim.split import checksum, join, wait, write_split
 
 REMEDY = (
     "load a checkpoint of model and optimizer, or call zero_trails() to take the weights as they"
@@ -18,44 +20,39 @@ REMEDY = (
 class Tracking:
     """What an optimizer remembers of its parameters beside their state.
 
-    Where a trail came from elsewhere (a split, a checkpoint) the checksum of its top is compared at
-    the next step. After that it is enough to see that nobody moved the parameter or wrote to it
-    since the last step.
+    After a split or a load, the next step compares the checksum of each top. Later steps only look
+    whether a parameter was moved or written to since the last step.
     """
 
     def __init__(self) -> None:
-        self.expected: dict[
-            Tensor, tuple[int, str]
-        ] = {}  # checksum, and what to say if it is another
+        self.expected: dict[Tensor, tuple[int, str]] = {}  # checksum, and why it may differ
         self._strides: dict[Tensor, tuple[int, ...]] = {}
         self._stood: dict[Tensor, tuple[int, int]] = {}  # address and version after the last step
 
     def __getstate__(self) -> dict[str, object]:
         return {"expected": self.expected}  # copies lie elsewhere
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         self.__dict__.update(state)
 
     def begin(self, p: Tensor) -> None:
-        """Take a parameter as it lies in memory now."""
+        """Accept a parameter as it lies in memory now."""
         self._strides[p] = p.stride()
         self._stood.pop(p, None)
 
     def expect(self, p: Tensor, checksum: int, story: str) -> None:
-        """Have the next step check that a top is the one that a trail belongs to."""
+        """Have the next step compare the checksum of a top; `story` is for the error message."""
         self.begin(p)
         self.expected[p] = checksum, story
 
     def trust(self, p: Tensor) -> None:
-        """Take a parameter as it is for the one that its trail belongs to."""
+        """Accept a parameter as it is, and its trail as its own."""
         self.begin(p)
         self.expected.pop(p, None)
 
     def checksum(self, p: Tensor) -> int:
-        """Return the checksum of the top that a trail belongs to, whether or not that top is
-        there yet.
-        """
+        """Return the checksum of the top that a trail belongs to, loaded yet or not."""
         return self.expected[p][0] if p in self.expected else checksum(p)
 
     def check(self, p: Tensor, trail: Tensor | None, name: str) -> None:
@@ -72,17 +69,14 @@ class Tracking:
                 f"{name} now has strides {p.stride()}, its state {self._strides[p]}: convert the"
                 " model, for example .to(memory_format=...), before the optimizer is made"
             )
-        if p in self.expected:
-            wanted, story = self.expected[p]
-            if checksum(p) != wanted:
-                raise ValueError(
-                    f"the trail of {name} belongs to other weights: {story}. Load model and"
-                    " optimizer from one checkpoint, split after loading and with equal seeds on"
-                    f" all ranks; or {REMEDY}"
-                )
-        if p not in self._stood:
-            return
-        address, version = self._stood[p]
+        wanted, story = self.expected.get(p, (None, ""))
+        if wanted is not None and checksum(p) != wanted:
+            raise ValueError(
+                f"the trail of {name} belongs to other weights: {story}. Load model and optimizer"
+                " from one checkpoint, split after loading and with equal seeds on all ranks; or"
+                f" {REMEDY}"
+            )
+        address, version = self._stood.get(p, (p.data_ptr(), p._version))
         if address != p.data_ptr():
             raise ValueError(
                 f"{name} was replaced after the last step (its memory is another): {REMEDY}"
@@ -100,3 +94,91 @@ class Tracking:
         for p in params:
             self.expected.pop(p, None)
             self._stood[p] = p.data_ptr(), p._version
+
+
+class TrailKeeper(torch.optim.Optimizer):
+    """What `SplitOptimizer` can do with trails, which are in ``state[p]["trail"]``."""
+
+    _tracking: Tracking
+
+    @cached_property
+    def _places(self) -> dict[Tensor, tuple[dict[str, Any], str]]:
+        """Group and name, for messages, of every parameter."""
+        found = {}
+        for where, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for place, p in enumerate(group["params"]):
+                name = f"{names[place]!r}" if names else f"{place} of group {where}"
+                found[p] = group, f"parameter {name}"
+        return found
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def trail(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's trail, int16 in its shape; None if it is fp32 or not in here."""
+        return self.state[parameter].get("trail") if parameter in self.state else None
+
+    def rounding(self, parameter: Tensor) -> str:
+        """Return how the top of a parameter is made: "truncate" or "nearest"."""
+        if parameter not in self._places:
+            raise ValueError("this optimizer does not have that parameter")
+        return str(self._places[parameter][0]["rounding"])
+
+    def fp32(self, parameter: Tensor) -> Tensor:
+        """Return the fp32 weight that a parameter and its trail make up, as a new tensor.
+
+        Raises:
+            ValueError: the trail belongs to other weights.
+        """
+        trail = self.trail(parameter)
+        if trail is None:
+            return parameter.detach().clone()
+        self._tracking.check(parameter, trail, "the parameter")
+        return join(parameter.detach(), trail, rounding=self.rounding(parameter))
+
+    @torch.no_grad()
+    def set_fp32(self, parameter: Tensor, weight: Tensor) -> None:
+        """Set a parameter to an fp32 weight of its shape, trail included."""
+        if weight.shape != parameter.shape:
+            theirs, mine = tuple(weight.shape), tuple(parameter.shape)
+            raise ValueError(f"the weight has shape {theirs}, the parameter {mine}")
+        trail = self.trail(parameter)
+        source = torch.empty_like(parameter, dtype=torch.float32).copy_(weight)
+        if trail is None:
+            parameter.copy_(source)
+            return
+        write_split(source, self.rounding(parameter), parameter, trail)
+        torch.autograd.graph.increment_version(parameter)
+        self._tracking.trust(parameter)
+
+    def zero_trails(self) -> None:
+        """Take the weights as they stand in bf16, and set all trails to zero.
+
+        For weights that something other than this optimizer has changed (loaded, averaged).
+        """
+        self.keep_trails()
+        for p in self._parameters():
+            if "trail" in self.state[p]:
+                self.state[p]["trail"].zero_()
+
+    def keep_trails(self) -> None:
+        """Take the weights as they stand for those of the last step, whoever wrote them.
+
+        For code that exchanges weights in place and puts the old ones back (weight averages,
+        pruning trials).
+        """
+        for p in self._parameters():
+            self._tracking.trust(p)
+
+    def release(self) -> None:
+        """Hand the trails to the next optimizer of these parameters; this one steps no more."""
+        for p in self._parameters():
+            trail = self.state[p].get("trail")
+            if trail is not None:
+                wait(p, trail, self._tracking.checksum(p), self.rounding(p))
+        for group in self.param_groups:
+            group["params"] = []
+        self.state.clear()
+        self.__dict__.pop("_places", None)

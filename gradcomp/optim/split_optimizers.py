@@ -1,0 +1,308 @@
+"""SGD, Adagrad, AdamW and LAMB on split weights, with the options of torch.optim.
+
+References:
+    Duchi, Hazan, Singer 2011 (Adagrad).
+    Loshchilov and Hutter 2019, algorithm 2 (AdamW).
+    You et al. 2020, "Large Batch Optimization for Deep Learning", algorithm 2 (LAMB). As published:
+    phi is the identity, every parameter adapts (also without weight decay), gradients are not
+    clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradcomp.kernels.rules import Flag, Kind
+from gradcomp.optim.base import SplitOptimizer
+from gradcomp.optim.entries import Entry, number, run_rules
+
+Ranges = dict[str, Callable[[str, Any], None]]
+
+
+def check_number(name: str, value: Any, low: float = 0.0, below: float = inf) -> None:
+    """Raise ValueError unless ``low <= value < below``."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} as a tensor must have one element, got {value.numel()}")
+    is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    if not is_number or not low <= number(value) < below:
+        limit = f"and below {below:g}" if below != inf else "and finite"
+        raise ValueError(f"{name} must be a number of at least {low:g} {limit}, got {value!r}")
+
+
+def check_betas(name: str, betas: Any) -> None:
+    """Raise ValueError unless `betas` is two numbers of at least 0 and below 1."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{name} must be two numbers, got {betas!r}")
+    for place, beta in enumerate(betas):
+        check_number(f"{name}[{place}]", beta, below=1.0)
+
+
+def one_of(*choices: Any) -> Callable[[str, Any], None]:
+    """Return a check that raises ValueError unless a value is one of the choices."""
+
+    def check(name: str, value: Any) -> None:
+        if value not in choices:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, got {value!r}")
+
+    return check
+
+
+class SplitSGD(SplitOptimizer):
+    """Stochastic gradient descent with momentum on weights split into bf16 and trail.
+
+    N steps equal N steps of ``torch.optim.SGD(foreach=False)`` on the joined fp32 weights and
+    ``grad.float()``, bit for bit, for every option (where torch's CPU capability is AVX2 or above).
+    Memory per weight: 4 bytes, and 4 more for momentum.
+
+    Args:
+        params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
+
+    Raises:
+        ValueError: an option out of its range.
+        UnsupportedTensor: parameters of another dtype.
+
+    References:
+        Split SGD (Intel Extension for PyTorch), "Operation Fusion": packed_add is this without
+        momentum.
+    """
+
+    kind = Kind.SGD
+    ranges: ClassVar[Ranges] = {
+        **dict.fromkeys(("lr", "momentum", "weight_decay"), check_number),
+        "dampening": partial(check_number, low=-inf),
+    }
+    moments = ("momentum_buffer",)
+    takes_sparse = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float | Tensor = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        given = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        super().__init__(params, given | {"weight_decay": weight_decay, "maximize": maximize})
+
+    def check_options(self, group: dict[str, Any]) -> None:
+        super().check_options(group)
+        momentum, dampening = group["momentum"], group["dampening"]
+        if group["nesterov"] and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov needs momentum above 0 and no dampening, got {momentum} and {dampening}"
+            )
+
+    def wanted_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self.moments if group["momentum"] else ()
+
+    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+        flags = is_first * Flag.FIRST | bool(group["nesterov"]) * Flag.NESTEROV
+        return {
+            "flags": flags | bool(group["maximize"]) * Flag.MAXIMIZE,
+            "step_size": -number(group["lr"]),
+            "momentum": group["momentum"],
+            "keep": 1 - group["dampening"],
+            "weight_decay": number(group["weight_decay"]),
+        }
+
+
+class SplitAdagrad(SplitOptimizer):
+    """Adagrad on weights split into bf16 and trail. Memory per weight: 8 bytes.
+
+    Args:
+        params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
+
+    Raises:
+        ValueError: an option out of its range.
+        UnsupportedTensor: parameters of another dtype.
+    """
+
+    kind = Kind.ADAGRAD
+    ranges: ClassVar[Ranges] = dict.fromkeys(
+        ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"), check_number
+    )
+    moments = ("sum",)
+    takes_sparse = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        given = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        given |= {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
+        super().__init__(params, given)
+
+    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+        return {
+            "flags": bool(group["maximize"]) * Flag.MAXIMIZE,
+            "step_size": -(number(group["lr"]) / (1 + (step - 1) * group["lr_decay"])),
+            "weight_decay": number(group["weight_decay"]),
+            "eps": group["eps"],
+        }
+
+
+class _Adam(SplitOptimizer):
+    """What AdamW and LAMB share: two moments."""
+
+    ranges: ClassVar[Ranges] = {
+        **dict.fromkeys(("lr", "eps", "weight_decay"), check_number),
+        "betas": check_betas,
+    }
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+        """Return also the bias corrections: of the first moment, and the root of the second's."""
+        beta1, beta2 = (number(b) for b in group["betas"])
+        return {
+            "flags": bool(group["maximize"]) * Flag.MAXIMIZE,
+            "keep": 1 - beta1,
+            "keep2": 1 - beta2,
+            "beta2": beta2,
+            "bias1": 1 - beta1**step,
+            "bias2": (1 - beta2**step) ** 0.5,
+            "eps": group["eps"],
+        }
+
+
+class SplitAdamW(_Adam):
+    """Adam with decoupled weight decay on weights split into bf16 and trail. Memory per weight: 12
+    bytes.
+
+    One step from the same state is within 1 ulp of ``torch.optim.AdamW(foreach=False)``.
+
+    Args:
+        params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
+
+    Raises:
+        ValueError: an option out of its range.
+        UnsupportedTensor: parameters of another dtype.
+    """
+
+    kind = Kind.ADAMW
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, given | {"maximize": maximize})
+
+    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+        lr, made = number(group["lr"]), super().numbers(group, step, is_first)
+        decay = 1 - lr * number(group["weight_decay"])
+        return made | {"step_size": -(lr / made["bias1"]), "decay": decay}
+
+
+class SplitLAMB(_Adam):
+    """LAMB on weights split into bf16 and trail. Memory per weight: 12 bytes.
+
+    With m and v Adam's bias-corrected moments, u = m / (sqrt(v) + eps) + weight_decay * w for each
+    parameter, and w = w - lr * (||w|| / ||u||) * u; the ratio is 1 where either norm is 0.
+
+    Args:
+        params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        betas, eps, weight_decay: as in Adam.
+        variant: "lamb", as published; "nvlamb": all gradients of this optimizer are first divided
+            by max(1, g), g their common L2 norm. It takes no gradients straight from payloads,
+            since that norm needs them twice.
+        maximize: go up instead of down.
+
+    Raises:
+        ValueError: an option out of its range.
+        UnsupportedTensor: parameters of another dtype.
+    """
+
+    kind = Kind.LAMB_START
+    ranges: ClassVar[Ranges] = _Adam.ranges | {"variant": one_of("lamb", "nvlamb")}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        variant: str = "lamb",
+        maximize: bool = False,
+    ) -> None:
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, given | {"variant": variant, "maximize": maximize})
+
+    @property
+    def takes_packed(self) -> bool:  # type: ignore[override]
+        """Whether every group can be updated straight from payloads."""
+        return all(group["variant"] == "lamb" for group in self.param_groups)
+
+    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+        self.check_options(group)  # a misspelt variant would be plain LAMB
+        made = super().numbers(group, step, is_first) | {
+            "weight_decay": number(group["weight_decay"])
+        }
+        # the kernel's update is m * bias1 / (sqrt(v) + eps): both sides times the root
+        made["bias1"], made["eps"] = made["bias2"] / made["bias1"], made["eps"] * made["bias2"]
+        return made
+
+    def run(self, entries: Sequence[Entry]) -> None:
+        rules = self.rules(entries)
+        self._prescale(entries, rules)
+        if any(entry.packed is not None for entry in entries):  # sums need whole parameters
+            rules["kind"] = Kind.MOMENTS
+            run_rules(entries, rules, self.moments)
+            rules["kind"] = Kind.LAMB_NORMS
+            norms = run_rules(entries, rules, self.moments, gradients=False)
+        else:
+            norms = run_rules(entries, rules, self.moments)
+        rules["kind"] = Kind.LAMB_APPLY
+        for row, entry, (above, under) in zip(rules, entries, norms, strict=True):
+            ratio = self.trust(entry, float(above), float(under))
+            row["step_size"] = -number(entry.group["lr"]) * ratio
+        run_rules(entries, rules, self.moments, gradients=False)
+
+    def trust(self, entry: Entry, above: float, under: float) -> float:
+        """Return the factor of a parameter's learning rate: ``|w| / |u|``, or 1 if either is 0."""
+        return above / under if above > 0 and under > 0 else 1.0
+
+    def _prescale(self, entries: Sequence[Entry], rules: NDArray[Any]) -> None:
+        """Have the gradients of NVLAMB groups divided by max(1, their common norm)."""
+        mine = [k for k, e in enumerate(entries) if e.group["variant"] == "nvlamb"]
+        if not mine:
+            return
+        chosen, squares = [entries[k] for k in mine], rules[mine]
+        squares["kind"] = Kind.SQUARES
+        norms = run_rules(chosen, squares, self.moments)[:, 0]
+        total = float(np.sqrt(sum(float(n) ** 2 for n in norms)))
+        if total > 1:
+            rules["flags"][mine] |= np.uint32(Flag.PRESCALE)
+            rules["prescale"][mine] = 1 / total

@@ -1,0 +1,140 @@
+"""What a saved state must hold before a split optimizer loads it: its own, or torch's twin's."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp.optim.entries import number
+from gradcomp.optim.split import ROUNDINGS
+
+CHECKSUM = "top_checksum"
+COUNTED_AT = "counted_at"
+TORCHS_OPTIONS = {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable"}
+TORCHS_OPTIONS |= {"foreach", "fused"}
+# State of an optimizer that derives from another; that other one goes on without it.
+DERIVED = {"variance_steps", "floored_at", "coefficient", "factor", "fresh_sq"}
+# Options that say which optimizer wrote a state; other unknown ones are the user's, and are kept.
+SGDS_OPTIONS = {"momentum", "dampening", "nesterov"}
+OWN_OPTIONS = {"betas", "variant", "lr_decay", "initial_accumulator_value"} | SGDS_OPTIONS
+
+
+class Load(NamedTuple):
+    """What to load for one parameter."""
+
+    parameter: Tensor
+    tensors: dict[str, Tensor]
+    checksum: int | None
+
+
+def check_saved(optimizer: Any, saved: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Load]]:
+    """Return what a split optimizer is to load: the options of each group, and each parameter's
+    state. Nothing is changed.
+
+    Raises:
+        ValueError: state of another optimizer or model, or of which a part is missing.
+    """
+    if not {"state", "param_groups"} <= saved.keys():
+        raise ValueError("this is no optimizer's state: it has no 'state' and 'param_groups'")
+    sizes, wanted = (
+        [len(g["params"]) for g in groups]
+        for groups in (saved["param_groups"], optimizer.param_groups)
+    )
+    if sizes != wanted:
+        raise ValueError(f"this state has groups of {sizes} parameters, the optimizer {wanted}")
+    groups, loads = [], []
+    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    for where, (mine, group) in enumerate(pairs):
+        options = _check_group(optimizer, f"group {where} of this state", mine, group)
+        groups.append(options)
+        own = "rounding" in group
+        for p, index in zip(mine["params"], group["params"], strict=True):
+            state = dict(saved["state"].get(index, {}))
+            loads.append(_check_tensors(optimizer, p, state, mine | options, is_own=own))
+    return groups, loads
+
+
+def _check_group(
+    optimizer: Any, name: str, mine: dict[str, Any], group: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the options of a saved group."""
+    options = {k: deepcopy(v) for k, v in group.items() if k not in {"params", *TORCHS_OPTIONS}}
+    missing = [k for k in optimizer.defaults if k not in group]
+    if missing:
+        raise ValueError(f"{name} has no {missing[0]!r}: it is from another optimizer")
+    foreign = sorted((OWN_OPTIONS & group.keys()) - optimizer.defaults.keys() - mine.keys())
+    if group.get("decoupled_weight_decay", True) is False:
+        foreign.append("decoupled_weight_decay=False")
+    if foreign:
+        raise ValueError(f"{name} has {foreign[0]}: it is from another optimizer")
+    if options.get("rounding", ROUNDINGS[0]) not in ROUNDINGS:
+        raise ValueError(f"{name} has rounding {options['rounding']!r}")
+    if group.get("amsgrad"):
+        raise ValueError(f"{name} was trained with amsgrad=True, which is not here")
+    optimizer.check_options(mine | options)
+    return options
+
+
+def _check_tensors(
+    optimizer: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any], *, is_own: bool
+) -> Load:
+    """Return what to load for a parameter of a group with these options."""
+    expected = state.pop(CHECKSUM, None)
+    moments, counters = optimizer.wanted_moments(group), set(optimizer.counters)
+    state = {k: v for k, v in state.items() if v is not None}
+    if is_own and not state and not p.requires_grad:
+        return Load(p, {}, None)  # distributed checkpoints leave frozen parameters out
+    if not is_own:  # torch's: no trail, no momentum before the first step, SGD without step
+        if not state:
+            state = {m: optimizer.new_moment(p, m, group) for m in moments} | {"step": 0}
+        state.setdefault("step", 1)
+    step = float(torch.as_tensor(state.get("step", 0)))
+    if float(torch.as_tensor(state.pop(COUNTED_AT, step))) != step:
+        # torch's optimizer has stepped on, and kept what it did not know
+        state = {k: v for k, v in state.items() if k not in DERIVED or k in optimizer.moments}
+    if "variance_steps" in state and "variance_steps" not in counters:
+        seen = float(state["variance_steps"])
+        state["exp_avg_sq"] = seen_by_all_steps(state["exp_avg_sq"], group, seen, step)
+    if not state.keys() & counters:
+        found = {
+            name: optimizer.taken_over(name, p, torch.tensor(step))
+            for name in (*optimizer.counters, *moments)
+        }
+        state = {name: value for name, value in found.items() if value is not None} | state
+    scalars, known = {"step", *counters}, {"step", *counters, *optimizer.moments, "trail"}
+    state = {name: value for name, value in state.items() if name in known or name not in DERIVED}
+    wanted = {*scalars, *moments} | ({"trail"} if is_own and p.dtype == torch.bfloat16 else set())
+    missing, unknown = wanted - state.keys(), state.keys() - wanted - set(optimizer.moments)
+    if missing or unknown:
+        what = f"has no {min(missing)!r}" if missing else f"has {min(unknown)!r}"
+        raise ValueError(
+            f"the state of {optimizer.name_of(p)} {what}: it is truncated, or of another optimizer"
+            " or dtype"
+        )
+    tensors = {}
+    for key, value in state.items():
+        tensor = torch.as_tensor(value)
+        shape = torch.Size(()) if key in scalars else p.shape
+        kind = torch.int16 if key == "trail" else torch.float32
+        if tensor.shape != shape or (key == "trail") != (tensor.dtype == torch.int16):
+            raise ValueError(
+                f"{key!r} of {optimizer.name_of(p)} is {tensor.dtype} {tuple(tensor.shape)} in this"
+                f" state, {kind} {tuple(shape)} expected: it is of another model"
+            )
+        tensors[key] = tensor.to(kind)
+    if step < 0 or step != int(step):
+        raise ValueError(f"'step' of {optimizer.name_of(p)} is {step} in this state")
+    return Load(p, tensors, None if expected is None else int(expected))
+
+
+def seen_by_all_steps(variance: Tensor, group: dict[str, Any], seen: float, step: float) -> Tensor:
+    """Return Adam's second moment as if it had seen `step` steps; it stood still after `seen`.
+
+    Adam divides it by 1 - beta2 ** step, but only 1 - beta2 ** seen is right for it.
+    """
+    beta2 = number(group["betas"][1])
+    factor = (1 - beta2**step) / (1 - beta2**seen) if 0 < seen < step else 1.0
+    return (variance * factor).nan_to_num(posinf=0.0)
