@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradcomp.amp.arguments import check_count, is_number
 from gradcomp.amp.gradients import gradients, unscale
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
@@ -20,21 +19,29 @@ from gradcomp.exchange.agree import gather
 
 STATE_VERSION = 1
 RULES = ("nnabla", "torch")
-SMALLEST, LARGEST = (
-    2.0**-126,
-    2.0**126,
-)  # a scale in here and its reciprocal are normal float32 numbers
+SMALLEST, LARGEST = 2.0**-126, 2.0**126  # normal float32 numbers, with their reciprocals
 _RECORD = struct.Struct("<iqd")  # verdict, counter, scale
 
 _Outputs = TypeVar("_Outputs")
 
 
-class DynamicLossScaler:
-    """Scales losses, checks and unscales gradients, leaves out steps that overflowed, adapts the
-    scale.
+def is_number(value: object) -> bool:
+    """Whether `value` is a float (NaN and Inf, too) or an int that a float can hold; no bool."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**1000
+    return isinstance(value, float)
 
-    It takes the place of `torch.amp.GradScaler` in the usual loop, and of a `grad_scaler` for
-    gradcomp::
+
+def check_count(name: str, value: object, least: int, most: int = 2**31 - 1) -> None:
+    """Raise ValueError unless `value` is an integer from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
+
+
+class DynamicLossScaler:
+    """Scales losses, checks and unscales gradients, skips steps that overflowed, adapts the scale.
+
+    Use it as a `torch.amp.GradScaler`, and as `grad_scaler` for gradcomp::
 
         scaler = gradcomp.amp.DynamicLossScaler()
         state = gradcomp.ddp.register(model, "onebit", grad_scaler=scaler)
@@ -44,7 +51,7 @@ class DynamicLossScaler:
         scaler.step(optimizer)
         scaler.update()
 
-    Good and bad steps move the scale so:
+    How good steps and overflows move the scale:
 
     - ``rule="nnabla"``: an overflow divides it by `factor`. A good step multiplies it by `factor`
       when more than `interval` good steps have been counted: at good step ``interval + 2`` after
@@ -112,12 +119,10 @@ class DynamicLossScaler:
             f" {self._interval}>"
         )
 
-    # ---- a step
-    # ----------------------------------------------------------------------------------------------
+    # ---- a step -----------------------------------------------------------------------------
 
     def scale(self, outputs: _Outputs) -> _Outputs:
-        """Return a loss, or a list or tuple of losses, multiplied by the scale; in the loss's
-        dtype.
+        """Return a loss, or a list or tuple of losses, times the scale, in the loss's dtype.
 
         Raises:
             TypeError: anything else.
@@ -156,9 +161,7 @@ class DynamicLossScaler:
                 "unscale_() has been called for this optimizer in this step: once is enough"
             )
         grads = list(gradients(optimizer))
-        self._overflowed[optimizer] = (
-            True  # until the ranks have agreed: if that fails, nothing may step
-        )
+        self._overflowed[optimizer] = True  # nothing may step unless the ranks have agreed
         self._overflowed[optimizer] = self._agree(unscale(grads, 1.0 / self._scale))
 
     def step(self, optimizer: Optimizer) -> Any:
@@ -186,9 +189,7 @@ class DynamicLossScaler:
             RuntimeError: no gradient was checked since the last `update`.
         """
         if not self._overflowed:
-            raise RuntimeError(
-                "update() without unscale_() or step() before it: there is no verdict to go by"
-            )
+            raise RuntimeError("update() has no verdict: call unscale_() or step() before it")
         self._adapt(any(self._overflowed.values()))
         self.forget_step()
 
@@ -201,15 +202,12 @@ class DynamicLossScaler:
         """
         if optimizer not in self._overflowed:
             raise RuntimeError(
-                "overflowed() before unscale_(): there is no verdict for this optimizer in this"
-                " step"
+                "overflowed() has no verdict for this optimizer in this step: call unscale_() first"
             )
         return self._overflowed[optimizer]
 
     def forget_step(self) -> None:
-        """Begin the step anew: what was scaled and checked since the last `update` counts no
-        more.
-        """
+        """Begin the step anew: forget what was scaled and checked since the last `update`."""
         self._scaled = False
         self._overflowed: dict[Optimizer, bool] = {}  # those unscaled in this step
         self._stepped: set[Optimizer] = set()
@@ -223,60 +221,40 @@ class DynamicLossScaler:
         """Whether the last `step` left its optimizer alone because of an overflow."""
         return self._skipped
 
-    # ---- checkpoints
-    # ----------------------------------------------------------------------------------------------
+    # ---- checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on with the same scales: numbers and strings only. Take it
-        after `update`.
+        """Return what a run needs to resume with the same scales: numbers and strings only. Take
+        it after `update`.
         """
-        return {
-            "version": STATE_VERSION,
-            "rule": self._rule,
-            "scale": self._scale,
-            "factor": self._factor,
-            "interval": self._interval,
-            "min_scale": self._min,
-            "max_scale": self._max,
-            "counter": self._counter,
-        }
+        own = {"rule": self._rule, "scale": self._scale, "factor": self._factor}
+        bounds = {"min_scale": self._min, "max_scale": self._max}
+        counts = {"interval": self._interval, "counter": self._counter}
+        return {"version": STATE_VERSION, **own, **bounds, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take scale, counter, rule and bounds from a `state_dict`, and forget a step that is under
-        way.
+        """Load scale, counter, rule and bounds of a `state_dict`, and forget a step that has begun.
 
         Raises:
             ValueError: not such a state; nothing is changed then.
         """
-        if not isinstance(state, Mapping):
-            raise ValueError(f"a state is a dictionary, got {type(state).__name__}")  # noqa: TRY004
-        odd = state.keys() ^ self.state_dict().keys()
+        odd = state.keys() ^ self.state_dict().keys() if isinstance(state, Mapping) else {"version"}
         if odd:
             raise ValueError(
                 f"this is no state of a DynamicLossScaler: {min(odd, key=str)!r} is missing or"
                 " unknown"
             )
-        if state["version"] != STATE_VERSION:
-            raise ValueError(
-                f"this state has version {state['version']!r}, {STATE_VERSION} expected"
-            )
-        scale, factor, interval, counter = (
-            state[key] for key in ("scale", "factor", "interval", "counter")
-        )
-        bounds = {key: state[key] for key in ("min_scale", "max_scale")}
-        other = DynamicLossScaler(scale, factor, interval, rule=state["rule"], **bounds)
-        check_count("counter", counter, 0)
-        if counter > (interval + 1 if other._rule == "nnabla" else interval - 1):
-            raise ValueError(
-                f"this state has counter {counter!r}, beyond its interval {interval!r}"
-            )
-        for name in ("_rule", "_factor", "_interval", "_min", "_max", "_scale"):
-            setattr(self, name, getattr(other, name))
-        self._counter, self._skipped = counter, False
-        self.forget_step()
+        given = dict(state)
+        version, counter = given.pop("version"), given.pop("counter")
+        if version != STATE_VERSION:
+            raise ValueError(f"this state has version {version!r}, {STATE_VERSION} expected")
+        other = DynamicLossScaler(**given, comm=self._comm, timeout_s=self._timeout_s)
+        beyond = 1 if other._rule == "nnabla" else -1
+        check_count("counter of this state", counter, 0, other._interval + beyond)
+        other._counter = counter
+        self.__dict__.update(other.__dict__)
 
-    # ---- parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- parts ------------------------------------------------------------------------------
 
     def _check_open(self, optimizer: Optimizer) -> None:
         if not self._scaled:
@@ -304,26 +282,17 @@ class DynamicLossScaler:
 
     def _adapt(self, overflowed: bool) -> None:
         """Move scale and counter by one good or bad step."""
+        good, counter = not overflowed, self._counter
         if self._rule == "nnabla":
-            if overflowed:
-                self._set_scale(self._scale / self._factor)
-                self._counter = 0
-            else:
-                if self._counter > self._interval:
-                    self._set_scale(self._scale * self._factor)
-                    self._counter = 0
-                self._counter += 1
-        elif overflowed:
-            self._set_scale(_float32(self._scale * (1.0 / self._factor)))
-            self._counter = 0
+            grows = good and counter > self._interval  # compared before this step is counted
+            now = self._scale * self._factor if grows else self._scale / self._factor
+            self._counter = (0 if grows else counter) + 1 if good else 0
         else:
-            self._counter += 1
-            if self._counter == self._interval:
-                self._set_scale(_float32(self._scale * self._factor))
-                self._counter = 0
-
-    def _set_scale(self, scale: float) -> None:
-        self._scale = min(max(scale, self._min), self._max)
+            grows = good and counter + 1 == self._interval
+            now = _float32(self._scale * (self._factor if grows else 1.0 / self._factor))
+            self._counter = counter + 1 if good and not grows else 0
+        if grows or overflowed:
+            self._scale = min(max(now, self._min), self._max)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> float:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradcomp.amp.arguments import check_count, is_number
-from gradcomp.amp.scaler import DynamicLossScaler
+from gradcomp.amp.scaler import DynamicLossScaler, check_count, is_number
 from gradcomp.engine.controls import Controls
 from gradcomp.errors import GradcompError, UnsupportedTensor
 
@@ -64,45 +64,36 @@ class DynamicLossScalingUpdater:
         model: torch.nn.Module | None = None,
         compression: Controls | None = None,
     ) -> None:
-        for name, value, wanted in (
-            ("optimizer", optimizer, Optimizer),
-            ("scaler", scaler, DynamicLossScaler),
-        ):
-            if not isinstance(value, wanted) and not (name == "scaler" and value is None):
-                raise ValueError(f"{name} must be a {wanted.__name__}, got {type(value).__name__}")
-        for name, function in (("loss_fn", loss_fn), ("data_feeder", data_feeder), ("clip", clip)):
-            if not callable(function) and not (name == "clip" and function is None):
-                raise ValueError(f"{name} must be callable, got {function!r}")
         check_count("accumulate", accumulate, 1)
         check_count("max_retries", max_retries, 0)
-        if weight_decay is not None and (
-            not is_number(weight_decay) or not 0 <= weight_decay < math.inf
+        decays = weight_decay is None or (is_number(weight_decay) and 0 <= weight_decay < math.inf)
+        optional_scaler, optional_controls = (DynamicLossScaler, NoneType), (Controls, NoneType)
+        for name, value, is_valid, wanted in (
+            ("optimizer", optimizer, isinstance(optimizer, Optimizer), "a torch optimizer"),
+            ("scaler", scaler, isinstance(scaler, optional_scaler), "a DynamicLossScaler"),
+            ("loss_fn", loss_fn, callable(loss_fn), "callable"),
+            ("data_feeder", data_feeder, callable(data_feeder), "callable"),
+            ("clip", clip, clip is None or callable(clip), "callable"),
+            ("weight_decay", weight_decay, decays, "None or a finite number of at least 0"),
+            ("on_overflow", on_overflow, on_overflow in ("retry", "skip"), "'retry' or 'skip'"),
+            ("model", model, model is None or hasattr(model, "no_sync"), "a model with no_sync()"),
+            (
+                "compression",
+                compression,
+                isinstance(compression, optional_controls),
+                "what gradcomp.ddp.register returned, or a GradientAverager",
+            ),
         ):
+            if not is_valid:
+                plain = isinstance(value, (int, float, str, NoneType))
+                got = repr(value) if plain else type(value).__name__
+                raise ValueError(f"{name} must be {wanted}, got {got}")
+        self.optimizer = optimizer
+        self.scaler = scaler if scaler is not None else DynamicLossScaler()
+        if compression is not None and not compression.follows(self.scaler.get_scale):
             raise ValueError(
-                f"weight_decay must be None or a number of at least 0, got {weight_decay!r}"
+                "compression must be made with grad_scaler=scaler, the scaler that is passed here"
             )
-        if on_overflow not in ("retry", "skip"):
-            raise ValueError(f"on_overflow must be 'retry' or 'skip', got {on_overflow!r}")
-        if model is not None and not hasattr(model, "no_sync"):
-            raise ValueError(
-                "model must have no_sync(), as DistributedDataParallel has, got"
-                f" {type(model).__name__}"
-            )
-        self.optimizer, self.scaler = (
-            optimizer,
-            (scaler if scaler is not None else DynamicLossScaler()),
-        )
-        if compression is not None:
-            if not isinstance(compression, Controls):
-                raise ValueError(
-                    "compression must be what gradcomp.ddp.register returned, or a"
-                    f" GradientAverager, got {type(compression).__name__}"
-                )
-            if not compression.follows(self.scaler.get_scale):
-                raise ValueError(
-                    "compression must be made with grad_scaler=scaler, the scaler that is passed"
-                    " here"
-                )
         self._average: Callable[[], None] | None = getattr(compression, "average", None)
         if compression is not None and self._average is None and model is None and accumulate > 1:
             raise ValueError(f"accumulate={accumulate} under DDP needs model=, for its no_sync()")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradcomp.errors import GradcompError, UnsupportedTensor
 from gradcomp.kernels.rules import Kind
-from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, PackedGradients, make_rules, run_rules
+from gradcomp.optim.entries import GRADIENT_DTYPES, Entry, make_rules, run_rules
 from gradcomp.optim.placeholder import Placeholder
 from gradcomp.optim.sparse import check_sparse, run_sparse
 from gradcomp.optim.split import (
@@ -33,8 +33,6 @@ from gradcomp.optim.split import (
 )
 from gradcomp.optim.state import CHECKSUM, check_saved
 from gradcomp.optim.tracking import Tracking, TrailKeeper
-
-LOADED = "it was not loaded from the checkpoint that the optimizer was loaded from"
 
 
 class SplitOptimizer(TrailKeeper):
@@ -54,12 +52,12 @@ class SplitOptimizer(TrailKeeper):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._families: list[SplitParameters] = []  # of which trails were adopted
         self._tracking = Tracking()
-        self._packed: list[PackedGradients] = []
-        self._adopting: list[nn.Parameter] | None = []  # None after the constructor
+        self._packed: list[Any] = []  # of `gradcomp.optim.fused.FusedGradients`
+        self._is_made = False
         self.check_options(defaults)
         super().__init__(params, defaults)
-        adopted, self._adopting = self._adopting, None
-        adopt(self, adopted)
+        adopt(self, self._parameters())
+        self._is_made = True
 
     # ---- what an optimizer defines ----------------------------------------------------------
 
@@ -101,7 +99,7 @@ class SplitOptimizer(TrailKeeper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what pickling and copying keep; the rest is found again when it is needed."""
         super().__setstate__(state)
-        new = {"_families": [], "_tracking": Tracking(), "_packed": [], "_adopting": None}
+        new = {"_families": [], "_tracking": Tracking(), "_packed": [], "_is_made": True}
         self.__dict__ = new | self.__dict__
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,10 +145,8 @@ class SplitOptimizer(TrailKeeper):
         added["rounding"] = roundings.pop() if roundings else group["rounding"]
         for p in added["params"]:
             self._begin(p, added)
-        if self._adopting is None:
+        if self._is_made:  # else a later group may be refused, and then nobody has adopted anything
             adopt(self, added["params"])
-        else:  # a later group may still be refused, and then nobody has adopted anything
-            self._adopting += added["params"]
 
     def _begin(self, p: nn.Parameter, group: dict[str, Any]) -> None:
         """Make a parameter's state."""
@@ -278,11 +274,11 @@ class SplitOptimizer(TrailKeeper):
 
     # ---- packed gradients -------------------------------------------------------------------
 
-    def attach_packed(self, packed: PackedGradients) -> None:
+    def attach_packed(self, packed: Any) -> None:
         """Take gradients from there as well; `gradcomp.ddp.register` calls it."""
         self._packed.append(packed)
 
-    def detach_packed(self, packed: PackedGradients) -> None:
+    def detach_packed(self, packed: Any) -> None:
         """Undo `attach_packed`."""
         self._packed = [p for p in self._packed if p is not packed]
 
@@ -335,7 +331,8 @@ class SplitOptimizer(TrailKeeper):
                 for name in set(self.moments) - tensors.keys() if tensors else ():
                     state.pop(name, None)
                 if wanted is not None:
-                    self._tracking.expect(p, wanted, LOADED)
+                    story = "it was not loaded from the checkpoint that the optimizer was loaded"
+                    self._tracking.expect(p, wanted, f"{story} from")
                 elif "trail" in tensors:
                     self._tracking.trust(p)
                 else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,23 +20,6 @@ from gradcomp.optim.split import ROUNDINGS
 GRADIENT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-class PackedGradients(Protocol):
-    """Averaged gradients that exist only as payloads; `p.grad` is a placeholder meanwhile."""
-
-    parameter_count: int  # of the model whose positions `position` gives
-
-    def position(self, parameter: Tensor) -> int | None:
-        """Return the position of a parameter whose placeholder is still in place, None for any
-        other.
-        """
-
-    def check(self, parameter: Tensor) -> None:
-        """Raise GradcompError if a placeholder was written to."""
-
-    def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
-        """Run `Kernels.update` on every payload, targets by position."""
-
-
 @dataclass(slots=True, eq=False)
 class Entry:
     """One parameter in one step: its gradient, or where its packed gradient is."""
@@ -45,7 +28,7 @@ class Entry:
     group: dict[str, Any]
     state: dict[str, Any]
     gradient: Tensor | None = None
-    packed: PackedGradients | None = None
+    packed: Any = None  # `gradcomp.optim.fused.FusedGradients`
     position: int = 0  # in `packed`
     step: int = 0  # number of this step for this parameter, from 1
     is_first: bool = False  # its state has not seen a gradient yet

@@ -1,10 +1,8 @@
-"""Updates straight from payloads: what stands between a DDP hook and a split optimizer that it
-feeds.
+"""Updates straight from payloads: the link between a DDP hook and a split optimizer.
 
-After a backward `p.grad` is a placeholder, NaN in every element and without memory of its own, so
-that whatever looks at local gradients (clipping, a scaler) sees NaN and whatever writes to them
-raises, except that gradients may be zeroed. `optimizer.step()` asks here for the averages, which
-are still packed, and applies them.
+After a backward `p.grad` is a placeholder, NaN in every element and without memory of its own.
+Whatever looks at local gradients (clipping, a scaler) sees NaN, and whatever writes to them raises,
+except that gradients may be zeroed. `optimizer.step()` takes the averages, still packed, from here.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from gradcomp.payload.order import storage_view
 
 
 def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
-    """Return why an optimizer takes its gradients from `p.grad` and not from payloads; "" if it
-    takes them from payloads.
-    """
+    """Return why an optimizer cannot take its gradients from payloads, "" if it can."""
     if not isinstance(optimizer, SplitOptimizer):
         return f"{type(optimizer).__name__} is no split optimizer"
     if engine.comm.world_size == 1:
@@ -41,15 +37,11 @@ def why_not_fused(optimizer: Any, engine: Engine, *, has_scaler: bool) -> str:
         return f"{type(optimizer).__name__} with these options needs the gradients twice"
     trained = {p for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in engine.named if p.requires_grad and p not in trained]
-    if left:
-        return f"{left[0]!r} is not in the optimizer"
-    return ""
+    return f"{left[0]!r} is not in the optimizer" if left else ""
 
 
 def replicated(optimizer: SplitOptimizer, engine: Engine) -> list[tuple[str, object]]:
-    """Return the optimizer's state tensors of the model's parameters, which every rank must hold
-    alike.
-    """
+    """Return named state tensors of the model's parameters, which must be equal on all ranks."""
     return [
         (f"{key} of {name}", value)
         for name, p in engine.named
@@ -65,18 +57,16 @@ def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str
     """
     named, kind = replicated(optimizer, engine), type(optimizer).__name__
     word = f"{kind}, {f'not fused: {not_fused}' if not_fused else 'fused'}"
+    compared = kind, not_fused, replicas.digests(v for _, v in named)
     try:
-        engine.agree_on(
-            {"optimizer": word}, optimizer=(kind, not_fused, replicas.digests(v for _, v in named))
-        )
+        engine.agree_on({"optimizer": word}, optimizer=compared)
     except PeerMismatch as found:
         if found.field != "optimizer" or not str(found.got).endswith(HIDDEN):
             raise
+        comm, limit_s = engine.comm, engine.timeout_s
         try:  # the state differs, or what of it there is
-            with engine.comm:
-                replicas.compare(
-                    engine.comm, named, engine.timeout_s, called="register", phase="fingerprint"
-                )
+            with comm:
+                replicas.compare(comm, named, limit_s, called="register", phase="fingerprint")
         except PeerMismatch as it:
             texts = [f"{it.field}: {value}" for value in (it.expected, it.got)]
             raise PeerMismatch("optimizer", it.rank, texts[0], texts[1]) from None
@@ -84,7 +74,7 @@ def agree_on_optimizer(optimizer: SplitOptimizer, engine: Engine, not_fused: str
 
 
 class FusedGradients:
-    """The packed averages of the last backward, as `gradcomp.optim.PackedGradients`.
+    """The packed averages of the last backward; `p.grad` is a placeholder meanwhile.
 
     Args:
         engine: keeps averages packed (`Layouts.keeps_packed`).
@@ -120,23 +110,23 @@ class FusedGradients:
                 Placeholder.stand_for(p)
 
     def before_forward(self) -> None:
-        """Before a forward pass that a backward will follow: gradients that it may add to must
-        be there.
-        """
+        """Unpack gradients that the backward of this forward pass may add to."""
         self.materialize()
         self._adds_up = any(p.grad is not None for _, p in self._engine.named)
 
     def must_unpack(self, *, finds_unused: bool) -> bool:
-        """Whether this backward's averages must be written: DDP leaves gradients of unused
-        parameters as they were, and nobody can tell afterwards which these are.
+        """Whether this backward's averages must be unpacked: DDP leaves the gradients of unused
+        parameters alone, and nobody can tell afterwards which these are.
         """
         return finds_unused and self._adds_up
 
     def position(self, parameter: Tensor) -> int | None:
+        """Return a parameter's position in the model while its placeholder is in place."""
         placeholder, position = self._placeholders.get(parameter, (None, 0))
         return position if placeholder is not None and parameter.grad is placeholder else None
 
     def check(self, parameter: Tensor) -> None:
+        """Raise GradcompError if a placeholder was written to."""
         placeholder, position = self._placeholders[parameter]
         if not placeholder.intact:
             raise GradcompError(
@@ -146,6 +136,7 @@ class FusedGradients:
             )
 
     def update(self, targets: NDArray[Any], rules: NDArray[Any]) -> None:
+        """Run `Kernels.update` on every payload, targets by position."""
         for averages, _ in self._kept():
             averages.update(targets, rules)
 
@@ -163,9 +154,9 @@ class FusedGradients:
             waiting = [(p, offset) for p, offset in named if self.position(p) is not None]
             if not waiting:
                 continue
-            flat = torch.empty(
-                sum(p.numel() for p, _ in named), dtype=self._placeholders[waiting[0][0]][0].dtype
-            )
+            placeholder, _ = self._placeholders[waiting[0][0]]
+            numel = sum(p.numel() for p, _ in named)
+            flat = torch.empty(numel, dtype=placeholder.dtype)
             averages.decode(flat)
             for p, offset in waiting:
                 p.grad = storage_view(flat[offset : offset + p.numel()], p)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from gradcomp import kernels
-from gradcomp.errors import UnsupportedTensor
 from gradcomp.kernels.rules import RULE, Kind
 from gradcomp.optim.entries import GRADIENT_DTYPES, whole_rows
-from gradcomp.optim.split import ROUNDINGS, check_dense, check_rounding
+from gradcomp.optim.split import ROUNDINGS, check_dense, check_dtype, check_rounding
 
 
 @torch.no_grad()
@@ -39,11 +38,10 @@ def packed_add(
         Split SGD (Intel Extension for PyTorch), "Operation Fusion".
     """
     check_rounding(rounding)
-    wanted = {"top": (torch.bfloat16,), "trail": (torch.int16,), "delta": tuple(GRADIENT_DTYPES)}
-    for tensor, (name, dtypes) in zip((top, trail, delta), wanted.items(), strict=True):
-        if tensor.dtype not in dtypes:
-            expected = " or ".join(map(str, dtypes))
-            raise UnsupportedTensor(f"{name} is {tensor.dtype}; {expected} expected")
+    check_dtype(top, "top", torch.bfloat16)
+    check_dtype(trail, "trail", torch.int16)
+    check_dtype(delta, "delta", *GRADIENT_DTYPES)
+    for name, tensor in (("top", top), ("trail", trail), ("delta", delta)):
         check_dense(tensor.detach(), name)
         if tensor.shape != top.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, top {tuple(top.shape)}")

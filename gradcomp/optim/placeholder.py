@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# A NaN that arithmetic does not return (signaling), by dtype: its bits show whether somebody has
-# calculated with it in place.
+# A signaling NaN by dtype, which arithmetic never returns: other bits show that somebody has
+# calculated with the gradient in place.
 _NAN = {
     torch.float32: (torch.int32, 0x7FA00000),
     torch.bfloat16: (torch.int16, 0x7FA0),
@@ -23,8 +22,8 @@ _FILLS = {Tensor.zero_, torch.zero_, Tensor.fill_, torch.fill_, torch._foreach_z
 class Placeholder(Tensor):
     """NaN in every element, all of them in the memory of one.
 
-    A norm of it is NaN, and torch refuses to write to it in place, with two exceptions. Filling it
-    with zeros, also through a view of all of it (`.data`, `detach()`), puts real zeros into the
+    Its norm is NaN, and torch refuses to write to it in place, with two exceptions. Filling it with
+    zeros, also through a view of all of it (`.data`, `detach()`), puts real zeros into the
     parameter's `grad`. Filling it with something else, or a part of it with anything (a row, a
     mask), changes every element, which `intact` notices.
     """
@@ -50,13 +49,7 @@ class Placeholder(Tensor):
             return not self._version and self.as_strided((), ()).view(integers).item() == bits
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`; its results are plain tensors, except for views of a whole placeholder."""
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
@@ -74,8 +67,8 @@ class Placeholder(Tensor):
         """Whether a tensor is a view of all of this one, whatever its shape."""
         if (view.layout, view.device, view.dtype) != (self.layout, self.device, self.dtype):
             return False
-        element = view.as_strided((), ()) if view.numel() == self.numel() else None
-        return element is not None and element.is_set_to(self.as_strided((), ()))
+        same_size = view.numel() == self.numel()
+        return same_size and view.as_strided((), ()).is_set_to(self.as_strided((), ()))
 
     def _zero_gradient(self) -> None:
         """Put real zeros into the parameter's `grad` if this was filled with zeros."""

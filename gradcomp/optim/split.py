@@ -30,10 +30,15 @@ def check_rounding(rounding: object) -> None:
         raise ValueError(f"rounding must be one of {ROUNDINGS}, got {rounding!r}")
 
 
+def check_dtype(tensor: Tensor, name: str, *dtypes: torch.dtype) -> None:
+    """Raise UnsupportedTensor for a dtype that is not one of these."""
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise UnsupportedTensor(f"{name} is {tensor.dtype}; {expected} expected")
+
+
 def check_dense(tensor: Tensor, name: str) -> None:
-    """Raise UnsupportedTensor unless a tensor's elements fill one run of CPU memory, in whatever
-    order.
-    """
+    """Raise UnsupportedTensor unless a tensor fills one range of CPU memory, in any order."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise UnsupportedTensor(
             f"{name} is {tensor.layout} on {tensor.device}; split optimizers take dense CPU tensors"
@@ -84,8 +89,7 @@ def split(weight: Tensor, *, rounding: str = "truncate") -> tuple[Tensor, Tensor
     """
     check_rounding(rounding)
     check_dense(weight, "weight")
-    if weight.dtype != torch.float32:
-        raise UnsupportedTensor(f"weight is {weight.dtype}; split takes float32")
+    check_dtype(weight, "weight", torch.float32)
     top = torch.empty_like(weight, dtype=torch.bfloat16)
     trail = torch.empty_like(weight, dtype=torch.int16)
     write_split(weight, rounding, top, trail)
@@ -112,10 +116,8 @@ def join(top: Tensor, trail: Tensor, *, rounding: str = "truncate") -> Tensor:
     """
     check_rounding(rounding)
     check_dense(top, "top")
-    if top.dtype != torch.bfloat16 or trail.dtype != torch.int16:
-        raise UnsupportedTensor(
-            f"top is {top.dtype} and trail {trail.dtype}; join takes bfloat16 and int16"
-        )
+    check_dtype(top, "top", torch.bfloat16)
+    check_dtype(trail, "trail", torch.int16)
     if trail.shape != top.shape:
         raise ValueError(f"trail has shape {tuple(trail.shape)}, top {tuple(top.shape)}")
     if trail.stride() != top.stride():
