@@ -5,12 +5,16 @@ use local gradients.
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+import gradcomp.ddp
 from gradcomp import GradcompError, OneBit, PeerMismatch, Ternary, TernGrad
+from gradcomp.amp import DynamicLossScaler
 from gradcomp.optim import (
     SplitAdagrad,
     SplitAdamW,
@@ -68,62 +72,57 @@ def batch(step, rank, numel=30):
     return x.bfloat16(), x[:, :5].argmax(1)
 
 
-def train(
-    codec,
-    make,
-    fused,
-    steps,
-    *,
-    view=False,
-    rounding="truncate",
-    ddp=None,
-    between=None,
-    uses_step=False,
-    accumulate=False,
-    **options,
-):
+def not_norms(name, p):
+    return not name.startswith("norm")
+
+
+def sgd_on(net, codec="onebit", lr=0.5):
+    """Return DDP, optimizer and state of a net whose updates are fused."""
+    model, optimizer = DDP(net), SplitSGD(net.parameters(), lr=lr)
+    return model, optimizer, gradcomp.ddp.register(model, codec, optimizer=optimizer, min_numel=0)
+
+
+def bits(net, optimizer, *, state=True):
+    """Return the joined weights, and all state of the optimizer, as bytes."""
+    found = {k: v.numpy().tobytes() for k, v in fp32_state_dict(net, optimizer).items()}
+    for name, p in net.named_parameters() if state else ():
+        found |= {f"{k} of {name}": v.numpy().tobytes() for k, v in optimizer.state[p].items()}
+    return found
+
+
+def backward(model, x, y, *args):
+    nn.functional.cross_entropy(model(x, *args).float(), y).backward()
+
+
+def train(codec, make, fused, steps, *, view=False, ddp=None, between=None, **options):
     """Train on this rank; return the joined weights, all state and residuals, and how often
     gradients were packed.
     """
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
-
+    rounding, accumulate = options.pop("rounding", "truncate"), options.pop("accumulate", False)
+    uses_step = options.pop("uses_step", False)
     torch.manual_seed(0)
     net = Net()
-    split = split_parameters(
-        net, rounding=rounding, predicate=lambda name, p: not name.startswith("norm")
-    )
+    split = split_parameters(net, rounding=rounding, predicate=not_norms)
     model = DDP(net, gradient_as_bucket_view=view, bucket_cap_mb=0.005, **(ddp or {}))
     optimizer = OPTIMIZERS[make](split)
-    state = gradcomp.ddp.register(
-        model,
-        CODECS[codec][0]() if codec in CODECS else codec,
-        optimizer=optimizer if fused else None,
-        min_numel=100,
-        **options,
-    )
+    options |= {"optimizer": optimizer if fused else None, "min_numel": 100}
+    state = gradcomp.ddp.register(model, CODECS[codec][0](), **options)
     packed = 0
     for step in range(steps):
         optimizer.zero_grad()
         if accumulate:
-            x, y = batch(100 + step, state._engine.comm.rank)
             with model.no_sync():
-                nn.functional.cross_entropy(model(x), y).backward()
-        x, y = batch(step, state._engine.comm.rank)
-        nn.functional.cross_entropy(model(x, step if uses_step else 0), y).backward()
+                backward(model, *batch(100 + step, state._engine.comm.rank))
+        backward(model, *batch(step, state._engine.comm.rank), step if uses_step else 0)
         packed += sum(p.grad is not None and not any(p.grad.stride()) for p in net.parameters())
         if between is not None:
             between(step, net, optimizer, state)
         optimizer.step()
     state.check_replicas()
-    found = {k: v.numpy().tobytes() for k, v in fp32_state_dict(net, optimizer).items()}
+    found = bits(net, optimizer)
     found |= {
-        f"{k} {n}": v.numpy().tobytes()
-        for n, p in net.named_parameters()
-        for k, v in optimizer.state[p].items()
+        f"residual of {k}": v.numpy().tobytes() for k, v in state.state_dict()["residual"].items()
     }
-    found |= {k: v.numpy().tobytes() for k, v in state.state_dict()["residual"].items()}
     assert state.step == steps  # every backward is one, also the first of a static graph
     sent, line = state.stats.bytes_sent, state.describe()
     state.close()
@@ -283,13 +282,8 @@ class One(nn.Module):
 
 
 def _one_element():
-    from torch.nn.parallel import DistributedDataParallel as DDP
 
-    import gradcomp.ddp
-
-    model = DDP(One())
-    optimizer = SplitSGD(model.parameters(), lr=0.5)
-    state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer, min_numel=0)
+    model, optimizer, state = sgd_on(One())
     model(torch.ones(1)).backward()
     model.module.w.grad.mul_(0.1)
     with pytest.raises(
@@ -370,15 +364,9 @@ def _linear(zero, after_step, accumulate):
     """Return the weight after each of four steps of rate 1, whose gradient is -2 (-4 if two
     backwards add up).
     """
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
-
     net = nn.Linear(4, 1, bias=False)
     nn.init.zeros_(net.weight)
-    model = DDP(net)
-    optimizer = SplitSGD(net.parameters(), lr=1.0)
-    state = gradcomp.ddp.register(model, "identity", optimizer=optimizer, min_numel=0)
+    model, optimizer, state = sgd_on(net, "identity", lr=1.0)
     weights = []
     for _ in range(4):
         if not after_step:
@@ -408,50 +396,33 @@ def _zeroed(zero, make, codec, find, accumulate):
     """Weights and state after four steps without gradcomp, unfused and fused, as bytes; "side"
     is used by even steps only.
     """
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
-
     rank, out = torch.distributed.get_rank(), []
     for how in ("plain", "unfused", "fused"):
         torch.manual_seed(0)
         net = Net()
-        split = split_parameters(net, predicate=lambda name, p: not name.startswith("norm"))
+        split = split_parameters(net, predicate=not_norms)
         model = DDP(net, bucket_cap_mb=0.005, find_unused_parameters=find)
         optimizer = OPTIMIZERS[make](split)
         state = None
         if how == "plain":
             model.register_comm_hook(None, _in_rank_order)
         else:
-            state = gradcomp.ddp.register(
-                model,
-                codec,
-                optimizer=optimizer if how == "fused" else None,
-                min_numel=100,
-                exchange="all_gather",
-            )
+            options = {"optimizer": optimizer if how == "fused" else None, "min_numel": 100}
+            state = gradcomp.ddp.register(model, codec, exchange="all_gather", **options)
         for step in range(4):
             ZEROS[zero](model, optimizer)
             if accumulate:
-                x, y = batch(100 + step, rank)
                 with model.no_sync():
-                    nn.functional.cross_entropy(model(x), y).backward()
-            x, y = batch(step, rank)
-            nn.functional.cross_entropy(model(x, step if find else 0), y).backward()
+                    backward(model, *batch(100 + step, rank))
+            backward(model, *batch(step, rank), step if find else 0)
             optimizer.step()
-        found = {k: v.numpy().tobytes() for k, v in fp32_state_dict(net, optimizer).items()}
-        found |= {
-            f"{k} of {n}": v.numpy().tobytes()
-            for n, p in net.named_parameters()
-            for k, v in optimizer.state[p].items()
-        }
-        out.append(found)
+        out.append(bits(net, optimizer))
         if state is not None:
             state.check_replicas()
             state.close()
     plain, unfused, fused = out
-    return [k for k in plain if plain[k] != unfused[k]], [
-        k for k in unfused if unfused[k] != fused[k]
+    return [
+        [k for k in one if one[k] != two[k]] for one, two in ((plain, unfused), (unfused, fused))
     ]
 
 
@@ -474,25 +445,20 @@ def _in_rank_order(state, bucket):
 def test_every_way_to_zero(gloo, zero, find, accumulate):
     world_size = 3 if zero == "model to zeros" else 2
     found = gloo(world_size, _zeroed, zero, "momentum", "identity", find, accumulate)
-    assert found == [([], [])] * world_size
+    assert found == [[[], []]] * world_size
 
 
 @pytest.mark.parametrize("make", ["adamw", "adagrad", "lamb"])
 @pytest.mark.parametrize("zero", ["optimizer to zeros", "model to zeros", "data.zero_"])
 def test_unused_parameters_step_with_zeros(gloo, zero, make):
     """An unused parameter was skipped where plain DDP steps it with zero: 15 % off under AdamW."""
-    assert gloo(2, _zeroed, zero, make, "identity", True, False) == [([], [])] * 2
+    assert gloo(2, _zeroed, zero, make, "identity", True, False) == [[[], []]] * 2
 
 
 def _partly(write, then):
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     net = nn.Linear(4, 3)
-    model = DDP(net)
-    optimizer = SplitSGD(net.parameters(), lr=0.5)
-    state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer, min_numel=0)
+    model, optimizer, state = sgd_on(net)
     model(torch.ones(1, 4)).sum().backward()
     before = net.weight.detach().clone()
     WRITES[write](net.weight.grad)
@@ -534,14 +500,9 @@ def test_a_gradient_that_is_written_to_in_part_is_refused(gloo, write, then):
 
 
 def _scaled(change):
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     net = nn.Linear(1, 1, bias=False)
-    model = DDP(net)
-    optimizer = SplitSGD(net.parameters(), lr=0.5)
-    state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer, min_numel=0)
+    model, optimizer, state = sgd_on(net)
     model(torch.ones(1, 1)).sum().backward()
     assert net.weight.grad.isnan().all()
     CHANGES[change](net.weight.grad)
@@ -568,16 +529,9 @@ def test_a_gradient_of_one_element_that_is_scaled_is_refused(gloo, change):
 
 
 def _copied():
-    import io
-
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     net = nn.Linear(4, 3)
-    model = DDP(net)
-    optimizer = SplitSGD(net.parameters(), lr=0.5)
-    state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer, min_numel=0)
+    model, optimizer, state = sgd_on(net)
     model(torch.ones(1, 4)).sum().backward()
     file = io.BytesIO()
     torch.save(net.weight.grad, file)
@@ -624,28 +578,21 @@ class Heads(nn.Module):
 
 def _several(plan, view, find):
     """Backwards of `plan`, one list of heads each, all of them synchronized, before every step."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
-
     out = []
     for fused in (False, True):
         torch.manual_seed(0)
         net = Heads()
         optimizer = SplitSGD(split_parameters(net), lr=0.1)
         model = DDP(net, find_unused_parameters=find, gradient_as_bucket_view=view)
-        state = gradcomp.ddp.register(
-            model, "onebit", optimizer=optimizer if fused else None, min_numel=1
-        )
-        rank = state._engine.comm.rank
+        given = optimizer if fused else None
+        state = gradcomp.ddp.register(model, "onebit", optimizer=given, min_numel=1)
         for step in range(3):
             optimizer.zero_grad()
             for number, heads in enumerate(plan):
-                x, y = batch(10 * step + number, rank)
-                nn.functional.cross_entropy(model(x, heads), y).backward()
+                backward(model, *batch(10 * step + number, state._engine.comm.rank), heads)
             optimizer.step()
         state.check_replicas()
-        out.append({k: v.numpy().tobytes() for k, v in fp32_state_dict(net, optimizer).items()})
+        out.append(bits(net, optimizer, state=False))
         state.close()
     return [k for k in out[0] if out[0][k] != out[1][k]]
 
@@ -659,9 +606,6 @@ def test_backwards_that_add_up(gloo, view, plan, find):
 
 
 def _exchange_fails():
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
@@ -688,14 +632,9 @@ def test_no_local_gradient_is_left_after_an_exchange_that_failed(pools):
 
 
 def _closed_state():
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     net = nn.Linear(1, 1)
-    optimizer = SplitSGD(net.parameters(), lr=1.0)
-    model = DDP(net)
-    state = gradcomp.ddp.register(model, "onebit", optimizer=optimizer)
+    model, optimizer, state = sgd_on(net)
     model(torch.ones(1, 1)).sum().backward()
     state.close()
     with pytest.raises(GradcompError, match="is gone"):
@@ -708,9 +647,6 @@ def test_placeholders_of_a_closed_state_are_not_gradients(gloo):
 
 
 def _joined():
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     rank = torch.distributed.get_rank()
     torch.manual_seed(0)
@@ -721,8 +657,7 @@ def _joined():
 
     def step(number):
         optimizer.zero_grad()
-        x, y = batch(number, rank)
-        nn.functional.cross_entropy(model(x).float(), y).backward()
+        backward(model, *batch(number, rank))
         optimizer.step()
 
     with model.join():
@@ -753,10 +688,6 @@ def _poisoned(codec, value, exchange):
     """The loss of one rank explodes at step 1; NaN and Inf reach the weights as they do unfused,
     residuals stay.
     """
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
-
     out = []
     for fused in (False, True):
         torch.manual_seed(0)
@@ -775,9 +706,8 @@ def _poisoned(codec, value, exchange):
             (model(x).float().sum() * torch.tensor(scale, dtype=torch.float32)).backward()
             optimizer.step()
             found.append(fp32_state_dict(net, optimizer)["weight"].numpy().tobytes())
-            found.append(
-                {k: v.numpy().tobytes() for k, v in state.state_dict()["residual"].items()}
-            )
+            residuals = state.state_dict()["residual"]
+            found.append({k: v.numpy().tobytes() for k, v in residuals.items()})
         found.append(state.stats.nonfinite_buckets)
         state.close()
         out.append(found)
@@ -806,9 +736,6 @@ def test_values_that_are_not_finite_or_nearly(gloo, codec, world_size, exchange,
 
 
 def _lines():
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     def line(optimizer_of, **options):
         torch.manual_seed(0)
@@ -845,10 +772,6 @@ def test_the_log_line_says_whether_updates_are_fused(gloo):
 
 def _different(how):
     """DDP gives all ranks rank 0's tops; trails, or other state, are each rank's own."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
-
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank if how == "seed" else 0)
     net = nn.Linear(9, 9)
@@ -879,9 +802,6 @@ def test_ranks_with_other_trails_or_optimizers_are_refused(pools, how):
 
 
 def _split_too_late():
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     net = nn.Linear(9, 9)
     model = DDP(net)
@@ -903,9 +823,6 @@ def test_a_split_after_ddp_is_refused(gloo):
 
 
 def _replicas():
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     torch.manual_seed(0)
     net = nn.Linear(9, 9)
@@ -925,28 +842,20 @@ def test_check_replicas_sees_trails(gloo):
 
 
 def _resumed(codec):
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
 
     def begin():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(30, 70), nn.ReLU(), nn.Linear(70, 5))
         optimizer = SplitAdamW(split_parameters(net), lr=0.01)
         model = DDP(net, bucket_cap_mb=0.005)
-        return (
-            net,
-            optimizer,
-            model,
-            gradcomp.ddp.register(model, CODECS[codec][0](), optimizer=optimizer, min_numel=0),
-        )
+        options = {"optimizer": optimizer, "min_numel": 0}
+        return net, optimizer, model, gradcomp.ddp.register(model, CODECS[codec][0](), **options)
 
     def go(run, steps):
         _, optimizer, model, state = run
         for step in steps:
             optimizer.zero_grad()
-            x, y = batch(step, state._engine.comm.rank)
-            nn.functional.cross_entropy(model(x).float(), y).backward()
+            backward(model, *batch(step, state._engine.comm.rank))
             optimizer.step()
 
     one = begin()
@@ -957,10 +866,7 @@ def _resumed(codec):
     for target, state in zip((two[0], two[1], two[3]), saved, strict=True):
         target.load_state_dict(state)
     go(two, range(3, 6))
-    weights = [
-        {k: v.numpy().tobytes() for k, v in fp32_state_dict(n, o).items()}
-        for n, o, _, _ in (one, two)
-    ]
+    weights = [bits(n, o, state=False) for n, o, _, _ in (one, two)]
     for run in (one, two):
         run[3].close()
     return weights[0] == weights[1]
@@ -977,14 +883,9 @@ def test_a_resumed_fused_run_equals_the_uninterrupted_one(gloo, codec):
 
 def _overflows(kind, codec, make):
     """bf16 weights and trails under a loss scaler; one rank overflows at steps 0, 3, 4 and 5."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    import gradcomp.ddp
-    from gradcomp.amp import DynamicLossScaler
-
     torch.manual_seed(0)
     net = Net()
-    split = split_parameters(net, predicate=lambda name, p: not name.startswith("norm"))
+    split = split_parameters(net, predicate=not_norms)
     model, optimizer = DDP(net, bucket_cap_mb=0.005), OPTIMIZERS[make](split)
     scaler = (
         torch.amp.GradScaler("cpu", init_scale=64.0) if kind == "torch" else DynamicLossScaler(64.0)
@@ -992,32 +893,28 @@ def _overflows(kind, codec, make):
     state = gradcomp.ddp.register(
         model, codec, optimizer=optimizer, grad_scaler=scaler, min_numel=100
     )
-    rank, params = state._engine.comm.rank, list(net.parameters())
+    rank = state._engine.comm.rank
 
-    def bits():
-        tensors = [(p.detach(), *optimizer.state[p].values()) for p in params]
+    def everything():
         saved = state.state_dict()  # residuals are in units of the loss scale, a power of two here
         residual = {
             k: (v / saved["loss_scale"]).numpy().tobytes()
             for k, v in saved["residual"].items()
             if v.any()
         }
-        return [
-            t.clone().flatten().view(torch.uint8).tolist() for row in tensors for t in row
-        ], residual
+        return bits(net, optimizer), residual
 
     unchanged, scales = [], []
     for step in range(9):
         optimizer.zero_grad()
         x, y = batch(step, rank)
         loss = nn.functional.cross_entropy(model(x), y)
-        before = bits()
-        scaler.scale(
-            loss * (float("inf") if rank == 1 and step in (0, 3, 4, 5) else 1.0)
-        ).backward()
+        before = everything()
+        bad = rank == 1 and step in (0, 3, 4, 5)
+        scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-        after = bits()
+        after = everything()
         unchanged.append((before[0] == after[0], before[1] == after[1]))
         scales.append(scaler.get_scale())
     state.check_replicas()
@@ -1037,14 +934,8 @@ def test_overflows_leave_weights_trails_state_and_residuals(gloo, kind, make, co
 
 
 def _scaler_that_nobody_told():
-    from torch.nn.parallel import DistributedDataParallel as DDP
 
-    import gradcomp.ddp
-    from gradcomp.amp import DynamicLossScaler
-
-    model = DDP(nn.Linear(9, 9))
-    optimizer, scaler = SplitSGD(model.parameters(), lr=0.1), DynamicLossScaler()
-    state = gradcomp.ddp.register(model, "terngrad", optimizer=optimizer, min_numel=0)
+    (model, optimizer, state), scaler = sgd_on(nn.Linear(9, 9), "terngrad"), DynamicLossScaler()
     scaler.scale(model(torch.ones(2, 9)).sum()).backward()
     before = model.module.weight.detach().clone()
     with pytest.raises(GradcompError, match=r"materialize_gradients\(\)"):
