@@ -56,10 +56,8 @@ every_kind = pytest.mark.parametrize("kind", MAKE)
 
 
 def network():
-    net, generator = (
-        nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 6)),
-        torch.Generator().manual_seed(5),
-    )
+    net = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 6))
+    generator = torch.Generator().manual_seed(5)
     for p in net.parameters():  # torch's own generator belongs to all threads
         p.data.normal_(0.0, 0.2, generator=generator)
     return net
@@ -77,33 +75,25 @@ def backward(net, step, rank, scaled=lambda loss: loss):
     scaled((net(x).float() - y).square().mean()).backward()
 
 
-def train(
-    comm,
-    kind,
-    codec,
-    steps,
-    options=None,
-    wrap=lambda net: net.parameters(),
-    first=0,
-    state=None,
-    **more,
-):
-    """Return weights, the optimizer and the averager after some steps."""
-    net = network()
+def begin(comm, kind, codec, net=None, wrap=lambda net: net.parameters(), options=(), **more):
+    """Return a network, its optimizer and an averager."""
+    net = net or network()
     optimizer = MAKE[kind](wrap(net), **more)
-    averager = GradientAverager(
-        net, codec, comm, optimizer=optimizer, min_numel=0, **(options or {})
-    )
-    if state is not None:
-        net.load_state_dict(state[0])
-        optimizer.load_state_dict(state[1])
-        averager.load_state_dict(state[2])
+    options = {"optimizer": optimizer, "min_numel": 0} | dict(options)
+    return net, optimizer, GradientAverager(net, codec, comm, **options)
+
+
+def train(comm, kind, codec, steps, options=(), first=0, state=None, **more):
+    """Return a network, the optimizer and the averager after some steps."""
+    run = net, optimizer, averager = begin(comm, kind, codec, options=options, **more)
+    for one, loaded in zip(run, state or (), strict=False):
+        one.load_state_dict(loaded)
     for step in range(first, first + steps):
         backward(net, step, comm.rank)
         averager.average()
         optimizer.step()
     averager.check_replicas()
-    return net, optimizer, averager
+    return run
 
 
 def bits(net):
@@ -117,8 +107,7 @@ def same(first, second):
     )
 
 
-# ---- what is sent
-# --------------------------------------------------------------------------------------------------
+# ---- what is sent ---------------------------------------------------------------------------
 
 
 class Source:
@@ -217,17 +206,8 @@ def test_the_steps_are_adams_and_then_those_of_a_frozen_variance():
         optimizer.arrived = {p} if step >= 3 else set()
         optimizer.step()
         if step < 3:
-            w, m, v = ref.adamw(
-                w,
-                g[step].numpy(),
-                m,
-                v,
-                step + 1,
-                lr=0.1,
-                betas=(0.9, 0.999),
-                eps=1e-8,
-                weight_decay=0.01,
-            )
+            options = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+            w, m, v = ref.adamw(w, g[step].numpy(), m, v, step + 1, **options)
         else:
             m = g[step].numpy()
             u = (np.float32(-(0.1 / (1 - 0.9 ** (step + 1)))) * m) / (
@@ -241,17 +221,8 @@ def test_the_steps_are_adams_and_then_those_of_a_frozen_variance():
 
 def test_zero_one_adam_renews_its_variance_ever_more_rarely():
     optimizer = ZeroOneAdam(network().parameters(), var_freeze_step=40, var_update_scaler=2)
-    assert [s for s in range(100) if optimizer.wants_gradients(s)] == [
-        0,
-        1,
-        2,
-        4,
-        6,
-        10,
-        14,
-        22,
-        30,
-    ]
+    renewed = [s for s in range(100) if optimizer.wants_gradients(s)]
+    assert renewed == [0, 1, 2, 4, 6, 10, 14, 22, 30]
     every = ZeroOneAdam(network().parameters(), var_freeze_step=5)
     assert [s for s in range(100) if every.wants_gradients(s)] == [0, 1, 2, 3, 4]
 
@@ -259,9 +230,7 @@ def test_zero_one_adam_renews_its_variance_ever_more_rarely():
 @every_kind
 def test_fp32_is_sent_at_the_steps_that_renew_the_variance_and_bits_at_all_others(kind):
     def one(comm):
-        net = network()
-        optimizer = MAKE[kind](net.parameters())
-        averager = GradientAverager(net, Block(4), comm, optimizer=optimizer, min_numel=0)
+        net, optimizer, averager = begin(comm, kind, Block(4))
         sent = [0]
         for step in range(12):
             backward(net, step, comm.rank)
@@ -279,27 +248,17 @@ def test_fp32_is_sent_at_the_steps_that_renew_the_variance_and_bits_at_all_other
 
 @every_kind
 def test_split_weights_are_those_of_fp32(kind):
-    def split(comm):
+    ends = []
+    for splits in (True, False):
         net = network()
-        optimizer = MAKE[kind](split_parameters(net))
+        optimizer = MAKE[kind](split_parameters(net) if splits else net.parameters())
         for p in net.parameters():
-            p.grad = torch.ones_like(p) * 0.01
+            p.grad = torch.full_like(p, 0.01).bfloat16().to(p.dtype)
         optimizer.step()
         optimizer.arrived = set(net.parameters())
         optimizer.step()
-        return list(fp32_state_dict(net, optimizer).values())
-
-    def whole(comm):
-        net = network()
-        optimizer = MAKE[kind](net.parameters())
-        for p in net.parameters():
-            p.grad = torch.full_like(p, 0.01).bfloat16().float()
-        optimizer.step()
-        optimizer.arrived = set(net.parameters())
-        optimizer.step()
-        return bits(net)
-
-    assert same(split(None), whole(None))
+        ends.append(list(fp32_state_dict(net, optimizer).values()))
+    assert same(*ends)
 
 
 def test_lamb_keeps_the_ratio_of_its_warm_up_times_a_factor_that_moves_slowly():
@@ -323,95 +282,73 @@ def test_lamb_keeps_the_ratio_of_its_warm_up_times_a_factor_that_moves_slowly():
     assert factors[-1] > 1.0
 
 
-# ---- DDP
-# --------------------------------------------------------------------------------------------------
+# ---- DDP ------------------------------------------------------------------------------------
 
 
-def with_ddp(kind, options):
-    import torch.distributed as dist
-
-    net = DDP(network())
+def exchanged(kind, options, by_hook):
+    """Train under DDP or with an averager; return the weights, and what DDP's state says."""
+    net = DDP(network()) if by_hook else network()
     optimizer = MAKE[kind](net.parameters())
-    state = gradcomp.ddp.register(net, OneBit(), optimizer=optimizer, min_numel=0, **options)
+    make = gradcomp.ddp.register if by_hook else GradientAverager
+    state = make(net, OneBit(), optimizer=optimizer, min_numel=0, **options)
     line = state.describe()
     for step in range(9):
-        backward(net, step, dist.get_rank())
+        backward(net, step, torch.distributed.get_rank())
+        if not by_hook:
+            state.average()
         optimizer.step()
     state.check_replicas()
     state.close()
     return [p.numpy() for p in bits(net)], line
 
 
-def with_averager(kind, options):
-    import torch.distributed as dist
-
-    net = network()
-    optimizer = MAKE[kind](net.parameters())
-    averager = GradientAverager(net, OneBit(), optimizer=optimizer, min_numel=0, **options)
-    for step in range(9):
-        backward(net, step, dist.get_rank())
-        averager.average()
-        optimizer.step()
-    averager.close()
-    return [p.numpy() for p in bits(net)], ""
-
-
 @every_kind
 @pytest.mark.parametrize("options", [{}, {"precondition": True}], ids=str)
 def test_ddp_and_the_averager_give_the_same_bits(kind, options, ranks):
-    runs = [
-        w for function in (with_ddp, with_averager) for w, _ in ranks(2, function, kind, options)
-    ]
+    runs = [w for hook in (True, False) for w, _ in ranks(2, exchanged, kind, options, hook)]
     assert all(same(runs[0], other) for other in runs[1:])
 
 
 def test_the_line_says_what_travels_and_updates_are_fused(gloo):
-    line = gloo(2, with_ddp, "adam", {})[0][1]
+    line = gloo(2, exchanged, "adam", {}, True)[0][1]
     assert re.search(r"Momentum\(optimizer='OneBitAdam', freeze_step=4, floor=0.01\)", line)
     assert "updates go straight from payloads" in line
-    assert "are not fused: OneBitLamb" in gloo(2, with_ddp, "lamb", {})[0][1]
+    assert "are not fused: OneBitLamb" in gloo(2, exchanged, "lamb", {}, True)[0][1]
 
 
-# ---- bad days
-# --------------------------------------------------------------------------------------------------
+# ---- bad days -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (
-            lambda p: OneBitAdam(p, freeze_step=0),
-            "freeze_step must be an integer of at least 1, got 0",
-        ),
-        (lambda p: OneBitAdam(p, freeze_step=2.5), "freeze_step must be an integer"),
-        (
-            lambda p: OneBitAdam(p, freeze_step=100, steps=100),
-            "freeze_step=100 is not below steps=100: the run would end before",
-        ),
-        (
-            lambda p: ZeroOneAdam(p, var_freeze_step=9, steps=8),
-            "var_freeze_step=9 is not below steps=8",
-        ),
-        (
-            lambda p: ZeroOneAdam(p, var_freeze_step=9, var_update_scaler=0),
-            "var_update_scaler must be",
-        ),
-        (lambda p: OneBitAdam(p, freeze_step=1, floor=0.0), "floor must be above 0"),
-        (lambda p: OneBitAdam(p, freeze_step=1, betas=(0.9, 1.0)), "betas"),
-        (
-            lambda p: OneBitAdam([{"params": p, "maximize": True}], freeze_step=1),
-            "maximize must be False",
-        ),
-        (
-            lambda p: OneBitLamb(p, freeze_step=1, min_coeff=2, max_coeff=1),
-            "min_coeff, max_coeff must be positive and in order",
-        ),
-        (lambda p: OneBitLamb(p, freeze_step=1, coeff_beta=1.0), "coeff_beta"),
-    ],
-)
-def test_arguments_that_are_refused(make, words):
+REFUSED = [
+    (OneBitAdam, {"freeze_step": 0}, "freeze_step must be an integer of at least 1, got 0"),
+    (OneBitAdam, {"freeze_step": 2.5}, "freeze_step must be an integer"),
+    (
+        OneBitAdam,
+        {"freeze_step": 100, "steps": 100},
+        "freeze_step=100 is not below steps=100: the run would end before",
+    ),
+    (ZeroOneAdam, {"var_freeze_step": 9, "steps": 8}, "var_freeze_step=9 is not below steps=8"),
+    (ZeroOneAdam, {"var_freeze_step": 9, "var_update_scaler": 0}, "var_update_scaler must be"),
+    (OneBitAdam, {"freeze_step": 1, "floor": 0.0}, "floor must be above 0"),
+    (OneBitAdam, {"freeze_step": 1, "betas": (0.9, 1.0)}, "betas"),
+    (OneBitAdam, {"freeze_step": 1, "maximize": True}, "maximize must be False"),
+    (
+        OneBitLamb,
+        {"freeze_step": 1, "min_coeff": 2, "max_coeff": 1},
+        "min_coeff, max_coeff must be positive and in order",
+    ),
+    (OneBitLamb, {"freeze_step": 1, "coeff_beta": 1.0}, "coeff_beta"),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "words"), REFUSED)
+def test_arguments_that_are_refused(cls, options, words):
+    group = {"params": list(network().parameters())}
+    if "maximize" in options:  # an option of a group alone
+        group["maximize"] = options["maximize"]
+    options = {name: value for name, value in options.items() if name != "maximize"}
     with pytest.raises(ValueError, match=words):
-        make(list(network().parameters()))
+        cls([group], **options)
 
 
 @pytest.mark.parametrize(
@@ -423,15 +360,8 @@ def test_arguments_that_are_refused(make, words):
     ],
 )
 def test_options_that_do_not_go_with_it(options, words):
-    net = network()
     with pytest.raises(ValueError, match=words):
-        GradientAverager(
-            net,
-            OneBit(),
-            run_local(1, lambda comm: comm)[0],
-            optimizer=MAKE["adam"](net.parameters()),
-            **options,
-        )
+        begin(run_local(1, lambda comm: comm)[0], "adam", OneBit(), options=options)
 
 
 def test_a_variance_that_is_still_zero_is_named_and_nothing_is_changed():
@@ -478,9 +408,7 @@ def test_sparse_gradients_are_refused_and_a_closure_works():
         optimizer.step()
 
     def with_closure(comm):
-        net = network()
-        optimizer = MAKE["adam"](net.parameters())
-        averager = GradientAverager(net, OneBit(), comm, optimizer=optimizer, min_numel=0)
+        net, optimizer, averager = begin(comm, "adam", OneBit())
         for step in range(8):
 
             def closure(step=step):
@@ -496,10 +424,7 @@ def test_sparse_gradients_are_refused_and_a_closure_works():
 
 def test_averages_that_come_one_step_late_are_refused():
     def one(comm):
-        net = network()
-        averager = GradientAverager(
-            net, OneBit(), comm, optimizer=MAKE["adam"](net.parameters()), min_numel=0
-        )
+        net, _, averager = begin(comm, "adam", OneBit())
         backward(net, 0, comm.rank)
         with pytest.raises(GradcompError, match="one step late"):
             averager.rotate()
@@ -535,10 +460,8 @@ def with_uneven_inputs():
 
 def test_a_rank_that_has_run_out_of_data_is_refused(gloo):
     first, second = gloo(2, with_uneven_inputs)
-    assert (
-        "Join: a rank that has run out of data steps no more" in first + second
-        and "went on" not in (first, second)
-    )
+    assert "Join: a rank that has run out of data steps no more" in first + second
+    assert "went on" not in (first, second)
 
 
 def test_ranks_with_other_warm_ups_hear_of_it():
@@ -557,21 +480,17 @@ def test_a_run_that_ended_in_its_warm_up_says_so(caplog):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "gradcomp"):
             run_local(2, one, steps)
-        found = [
-            r.getMessage() for r in caplog.records if "nothing was compressed" in r.getMessage()
-        ]
-        assert len(found) == says, found
+        found = [r.getMessage() for r in caplog.records]
+        assert sum("nothing was compressed" in text for text in found) == says, found
 
 
 def test_steps_that_a_loss_scaler_skips_leave_no_trace():
     """Also: momenta of scaled gradients are those of gradients, where the scale is a power of 2."""
 
     def one(comm, spoiled):
-        net = network()
-        optimizer, scaler = MAKE["adam"](net.parameters()), DynamicLossScaler(2.0**10)
-        averager = GradientAverager(
-            net, Block(4), comm, optimizer=optimizer, min_numel=0, grad_scaler=scaler
-        )
+        scaler = DynamicLossScaler(2.0**10)
+        options = {"grad_scaler": scaler}
+        net, optimizer, averager = begin(comm, "adam", Block(4), options=options)
         for step in range(8):
             for attempt in range(1 + (step in spoiled)):
                 backward(net, step, comm.rank, scaler.scale)
@@ -593,8 +512,7 @@ def test_steps_that_a_loss_scaler_skips_leave_no_trace():
         )  # random draws there are none: only the rounding of another scale
 
 
-# ---- checkpoints
-# --------------------------------------------------------------------------------------------------
+# ---- checkpoints ----------------------------------------------------------------------------
 
 
 @every_kind
@@ -605,15 +523,9 @@ def test_a_run_resumes_bit_for_bit_in_the_warm_up_and_after_it(kind, first):
 
     def halves(comm):
         net, optimizer, averager = train(comm, kind, OneBit(), first, {"precondition": True})
-        kept = io.BytesIO()
-        torch.save((net.state_dict(), optimizer.state_dict(), averager.state_dict()), kept)
-        kept.seek(0)
-        state = torch.load(kept, weights_only=True)
-        return bits(
-            train(
-                comm, kind, OneBit(), 12 - first, {"precondition": True}, first=first, state=state
-            )[0]
-        )
+        kept = _saved((net.state_dict(), optimizer.state_dict(), averager.state_dict()))
+        options = {"first": first, "state": torch.load(kept, weights_only=True)}
+        return bits(train(comm, kind, OneBit(), 12 - first, {"precondition": True}, **options)[0])
 
     assert same(run_local(2, whole)[0], run_local(2, halves)[0])
 
@@ -694,8 +606,7 @@ def _saved(what):
     return kept
 
 
-# ---- what a review has found
-# -----------------------------------------------------------------------------------------
+# ---- what a review has found ----------------------------------------------------------------
 
 
 def trained(steps=60, freeze=5, make=OneBitAdam):
@@ -779,14 +690,10 @@ def test_two_exchanges_before_a_step_are_refused(kind):
             before = bits(net)
             backward(net, 10, comm.rank)
             averager.average()
-            with pytest.raises(
-                GradcompError, match=r"p\.grad holds the momentum of the exchange before"
-            ):
-                loss_of(net, 11, comm.rank).backward()
-            with pytest.raises(
-                GradcompError, match=r"p\.grad holds the momentum of the exchange before"
-            ):
-                averager.average()
+            words = r"p\.grad holds the momentum of the exchange before"
+            for again in (loss_of(net, 11, comm.rank).backward, averager.average):
+                with pytest.raises(GradcompError, match=words):
+                    again()
             assert same(before, bits(net))
         for step in range(12, 14):  # all is well after it
             backward(net, step, comm.rank)
@@ -819,9 +726,8 @@ def test_a_step_that_is_left_out_after_an_exchange(kind, how):
                 net.zero_grad(set_to_none=how == "none")
         for step in range(10, 12):
             if how == "another gradient":
-                for p, gradient in zip(
-                    net.parameters(), grads_of(net, step, comm.rank), strict=True
-                ):
+                own = grads_of(net, step, comm.rank)
+                for p, gradient in zip(net.parameters(), own, strict=True):
                     p.grad = gradient
             else:
                 loss_of(net, step, comm.rank).backward()
@@ -836,9 +742,7 @@ def test_a_step_that_is_left_out_after_an_exchange(kind, how):
 
 def test_exchanges_of_the_warm_up_add_up():
     def one(comm):
-        net = network()
-        optimizer = MAKE["adam"](net.parameters())
-        averager = GradientAverager(net, Identity(), comm, optimizer=optimizer, min_numel=0)
+        net, _, averager = begin(comm, "adam", Identity())
         backward(net, 0, comm.rank)
         averager.average()
         first = [p.grad.clone() for p in net.parameters()]
@@ -915,11 +819,8 @@ def test_one_optimizer_for_two_models():
 def test_tensors_without_a_gradient_or_without_elements_do_no_harm(kind):
     def one(comm):
         net = network()
-        still, empty, late = (
-            nn.Parameter(torch.ones(20)),
-            nn.Parameter(torch.ones(0, 4)),
-            nn.Parameter(torch.zeros(20)),
-        )
+        values = torch.ones(20), torch.ones(0, 4), torch.zeros(20)
+        still, empty, late = (nn.Parameter(value) for value in values)
         optimizer = MAKE[kind]([*net.parameters(), still, empty, late])
         named = [*net.named_parameters(), ("still", still), ("empty", empty), ("late", late)]
         averager = GradientAverager(named, OneBit(), comm, optimizer=optimizer, min_numel=0)
@@ -982,9 +883,7 @@ def test_one_rank_pays_what_momenta_owe_in_full():
     owed = sum(state["residual"]["0.weight"] for state in states) / 2
 
     def one(comm):
-        net = network()
-        optimizer = MAKE["adam"](net.parameters())
-        averager = GradientAverager(net, OneBit(), comm, optimizer=optimizer, min_numel=0)
+        net, _, averager = begin(comm, "adam", OneBit())
         averager.load_state_dict(states)
         for p in net.parameters():
             p.grad = torch.zeros_like(p)
@@ -997,9 +896,7 @@ def test_one_rank_pays_what_momenta_owe_in_full():
 def test_a_beta_that_a_schedule_has_moved_resumes_and_ranks_compare_it():
     def one(comm):
         state = train(comm, "adam", OneBit(), 6)[2].state_dict()
-        net = network()
-        optimizer = MAKE["adam"](net.parameters(), betas=(0.85, 0.999))
-        averager = GradientAverager(net, OneBit(), comm, optimizer=optimizer, min_numel=0)
+        averager = begin(comm, "adam", OneBit(), betas=(0.85, 0.999))[2]
         averager.load_state_dict(state)
         with pytest.raises(PeerMismatch, match="transform"):
             train(comm, "adam", OneBit(), 1, betas=(0.9 - 0.01 * comm.rank, 0.999))

@@ -32,8 +32,8 @@ from gradcomp.optim.placeholder import Placeholder
 
 ROUNDINGS = ["truncate", "nearest"]
 MAKERS = {
-    "sgd": lambda p: SplitSGD(p, lr=0.1),
-    "sgd momentum": lambda p: SplitSGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "sgd": lambda p: sgd(p),
+    "sgd momentum": lambda p: sgd(p, momentum=0.9, weight_decay=0.01),
     "adagrad": lambda p: SplitAdagrad(
         p, lr=0.1, lr_decay=0.01, weight_decay=0.01, initial_accumulator_value=0.1
     ),
@@ -41,6 +41,7 @@ MAKERS = {
     "lamb": lambda p: SplitLAMB(p, lr=0.01),
     "nvlamb": lambda p: SplitLAMB(p, lr=0.01, variant="nvlamb"),
 }
+RELATIVES = [torch.optim.Adam, torch.optim.RAdam, torch.optim.NAdam]  # of AdamW
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
 
 
@@ -65,8 +66,27 @@ def train(params, optimizer, steps, first=0):
         optimizer.step()
 
 
+def as_bytes(state):
+    return {k: v.numpy().tobytes() for k, v in state.items()}
+
+
 def weights(net, optimizer):
-    return {k: v.numpy().tobytes() for k, v in fp32_state_dict(net, optimizer).items()}
+    return as_bytes(fp32_state_dict(net, optimizer))
+
+
+def made(make, seed=0, **options):
+    """Return a split model and its optimizer."""
+    net = model(seed)
+    return net, make(split_parameters(net, **options))
+
+
+def sgd(params, **options):
+    return SplitSGD(params, **{"lr": 0.1} | options)
+
+
+def copy_gradients(net, twin):
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        q.grad = p.grad.float()
 
 
 def state_bytes(optimizer):
@@ -79,8 +99,7 @@ def state_bytes(optimizer):
     return out
 
 
-# ---- storage
-# --------------------------------------------------------------------------------------------------
+# ---- storage --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -94,7 +113,7 @@ def test_split_parameters_loses_nothing(rounding):
     assert net.table.dtype == torch.float32
     assert len(list(split_of)) == len(split_of) == 6
     assert split_of.waiting == ["0.weight", "0.bias", "3.weight", "3.bias"]
-    optimizer = SplitSGD(split_of, lr=0.1)
+    optimizer = sgd(split_of)
     assert split_of.waiting == []
     after = fp32_state_dict(net, optimizer)
     assert list(after) == list(before)
@@ -111,7 +130,7 @@ def test_split_parameters_loses_nothing(rounding):
 def test_tied_weights_stay_tied():
     net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
     net[1].weight = net[0].weight
-    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    optimizer = sgd(split_parameters(net))
     assert net[1].weight is net[0].weight
     assert len(optimizer.param_groups[0]["params"]) == 1
     train([net[0].weight], optimizer, 2)
@@ -123,7 +142,7 @@ def test_tied_weights_stay_tied():
 def test_a_bf16_model_starts_from_zero_trails():
     net = model().bfloat16()
     before = [p.detach().clone() for p in net.parameters()]
-    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    optimizer = sgd(split_parameters(net))
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     assert not any(optimizer.trail(p).any() for p in net.parameters())
     assert (
@@ -164,7 +183,7 @@ def test_what_cannot_be_split_changes_nothing():
         split_parameters(net)
     assert {k: v.dtype for k, v in net.state_dict().items()} == before
     with pytest.raises(UnsupportedTensor, match="float16"):
-        SplitSGD(net.parameters(), lr=0.1)
+        sgd(net.parameters())
     net = model()
     split_of = split_parameters(net)
     with pytest.raises(ValueError, match="'0.weight' is split already"):
@@ -194,8 +213,7 @@ def test_tops_that_changed_after_the_split_stop_the_first_step():
     """A checkpoint loaded, or other weights broadcast by DDP, after the split: the trails belong
     to the old weights.
     """
-    net = model()
-    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    net, optimizer = made(sgd)
     with torch.no_grad():
         net[0].weight.mul_(2)
     give_gradients(net.parameters(), 0)
@@ -210,8 +228,7 @@ def test_tops_that_changed_after_the_split_stop_the_first_step():
     optimizer.step()
 
 
-# ---- arithmetic
-# --------------------------------------------------------------------------------------------------
+# ---- arithmetic -----------------------------------------------------------------------------
 
 SGD_OPTIONS = [
     {"lr": 0.1},
@@ -232,15 +249,12 @@ def test_sgd_equals_torch_sgd_on_the_joined_weights(options, rounding, tier):
     theirs = torch.optim.SGD(twin.parameters(), foreach=False, **options)
     for step in range(6):
         give_gradients(net.parameters(), step)
-        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-            q.grad = p.grad.float()
+        copy_gradients(net, twin)
         if step == 3:  # a parameter without gradient is left alone, momentum and step included
             net[0].weight.grad = twin[0].weight.grad = None
         optimizer.step()
         theirs.step()
-        assert weights(net, optimizer) == {
-            k: v.numpy().tobytes() for k, v in twin.state_dict().items()
-        }
+        assert weights(net, optimizer) == as_bytes(twin.state_dict())
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         if "momentum" in options:
             assert torch.equal(
@@ -389,10 +403,8 @@ def test_lamb_against_float64(variant, weight_decay):
 def test_plain_bf16_loses_small_updates_and_split_does_not():
     """lr * g is a thousandth of the weight: bf16 with 8 bits of mantissa stands still."""
     split_one, plain = nn.ParameterList([torch.ones(100)]), nn.Parameter(torch.ones(100).bfloat16())
-    optimizer, stock = (
-        SplitSGD(split_parameters(split_one), lr=1e-3),
-        torch.optim.SGD([plain], lr=1e-3),
-    )
+    optimizer = SplitSGD(split_parameters(split_one), lr=1e-3)
+    stock = torch.optim.SGD([plain], lr=1e-3)
     for _ in range(500):
         split_one[0].grad = plain.grad = torch.ones(100).bfloat16()
         optimizer.step()
@@ -401,14 +413,12 @@ def test_plain_bf16_loses_small_updates_and_split_does_not():
     np.testing.assert_allclose(optimizer.fp32(split_one[0]).numpy(), 0.5, rtol=1e-4)
 
 
-# ---- as torch optimizers go
-# --------------------------------------------------------------------------------------------------
+# ---- as torch optimizers go -----------------------------------------------------------------
 
 
 @every_optimizer
 def test_state_is_there_from_the_start_and_skipped_steps_change_nothing(make):
-    net = model()
-    optimizer = make(split_parameters(net, predicate=not_norms))
+    net, optimizer = made(make, predicate=not_norms)
     keys = {id(p): set(optimizer.state[p]) for p in net.parameters()}
     before = state_bytes(optimizer)
     optimizer.step()  # no gradient at all
@@ -421,8 +431,7 @@ def test_state_is_there_from_the_start_and_skipped_steps_change_nothing(make):
 
 @every_optimizer
 def test_gradients_are_never_written(make):
-    net = model()
-    optimizer = make(split_parameters(net, predicate=not_norms))
+    net, optimizer = made(make, predicate=not_norms)
     give_gradients(net.parameters(), 0)
     before = [p.grad.clone() for p in net.parameters()]
     places = [p.grad.data_ptr() for p in net.parameters()]
@@ -487,7 +496,7 @@ def test_lr_tensors_schedulers_closures_hooks_and_groups(make):
 
 def test_autograd_notices_the_update():
     w = nn.ParameterList([torch.randn(4)])
-    optimizer = SplitSGD(split_parameters(w), lr=0.1)
+    optimizer = sgd(split_parameters(w))
     x = torch.randn(4).bfloat16().requires_grad_()
     loss = (w[0] * x).sum()
     loss.backward(retain_graph=True)
@@ -505,11 +514,7 @@ def test_autograd_notices_the_update():
         (SplitSGD, {"lr": 0.1, "momentum": -0.1}, "momentum must be"),
         (SplitSGD, {"lr": 0.1, "nesterov": True}, "nesterov needs momentum"),
         (SplitAdagrad, {"lr_decay": -1}, "lr_decay must be"),
-        (
-            SplitAdamW,
-            {"betas": (0.9, 1.0)},
-            r"betas\[1\] must be a number of at least 0 and below 1, got 1.0",
-        ),
+        (SplitAdamW, {"betas": (0.9, 1.0)}, r"betas\[1\] .* at least 0 and below 1, got 1.0"),
         (SplitAdamW, {"betas": 0.9}, "betas must be two numbers"),
         (SplitLAMB, {"variant": "lars"}, "variant must be .lamb. or .nvlamb., got .lars."),
         (SplitLAMB, {"weight_decay": True}, "weight_decay must be"),
@@ -531,11 +536,7 @@ def placeholder(shape):
 @pytest.mark.parametrize(
     ("gradient", "error", "text"),
     [
-        (
-            torch.zeros(3, 4, dtype=torch.float16),
-            UnsupportedTensor,
-            "the gradient of parameter 1 of group 0 is torch.float16",
-        ),
+        (torch.zeros(3, 4).half(), UnsupportedTensor, "parameter 1 of group 0 is torch.float16"),
         (torch.zeros(12), ValueError, r"has shape \(12,\)"),
         (torch.zeros(3, 4).to_sparse_csr(), UnsupportedTensor, "is sparse"),
         (placeholder((3, 4)), GradcompError, "packed gradient of parameter 1 of group 0 is gone"),
@@ -564,7 +565,7 @@ def test_bad_gradients_stop_a_step_before_anything_changes(make, gradient, error
 
 def test_replaced_parameters_stop_a_step():
     net = model()
-    optimizer = SplitSGD(split_parameters(net), lr=0.1, momentum=0.9)
+    optimizer = sgd(split_parameters(net), momentum=0.9)
     params = list(net.parameters())
     train(params, optimizer, 1)
     before = state_bytes(optimizer)
@@ -631,19 +632,16 @@ def test_momentum_that_comes_later():
     torch's does.
     """
     net, twin = model(), model()
-    optimizer, theirs = (
-        SplitSGD(split_parameters(net), lr=0.1),
-        torch.optim.SGD(twin.parameters(), lr=0.1, foreach=False),
-    )
+    optimizer = sgd(split_parameters(net))
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1, foreach=False)
     for step in range(5):
         for group in (*optimizer.param_groups, *theirs.param_groups):
             group["momentum"] = 0.9 if step >= 2 else 0.0
         give_gradients(net.parameters(), step)
-        for p, q in zip(net.parameters(), twin.parameters(), strict=True):
-            q.grad = p.grad.float()
+        copy_gradients(net, twin)
         optimizer.step()
         theirs.step()
-    assert weights(net, optimizer) == {k: v.numpy().tobytes() for k, v in twin.state_dict().items()}
+    assert weights(net, optimizer) == as_bytes(twin.state_dict())
 
 
 @every_optimizer
@@ -666,13 +664,12 @@ def test_grad_scaler_skips_leave_every_bit(make):
         assert (state_bytes(optimizer) == before) is (step in (0, 3, 4))
 
 
-# ---- who has the trails
-# --------------------------------------------------------------------------------------------------
+# ---- who has the trails ---------------------------------------------------------------------
 
 
 def test_a_refused_constructor_leaves_the_trails_where_they_were():
     net = model()
-    before = {k: v.numpy().tobytes() for k, v in net.state_dict().items()}
+    before = as_bytes(net.state_dict())
     split_of = split_parameters(net)
     first, *rest = split_of
     for bad in (
@@ -680,15 +677,15 @@ def test_a_refused_constructor_leaves_the_trails_where_they_were():
         [{"params": [first]}, {"params": [first, *rest]}],
     ):
         with pytest.raises(ValueError, match=r"lr must be|more than one parameter group"):
-            SplitSGD(bad, lr=0.1)
-    optimizer = SplitSGD(split_of, lr=0.1)
+            sgd(bad)
+    optimizer = sgd(split_of)
     assert weights(net, optimizer) == before
     train(list(net.parameters()), optimizer, 1)
 
 
 def test_trails_are_handed_to_the_next_optimizer_only_by_release():
     net = model()
-    first = SplitSGD(split_parameters(net, rounding="nearest"), lr=0.1)
+    first = sgd(split_parameters(net, rounding="nearest"))
     train(list(net.parameters()), first, 2)
     before = weights(net, first)
     with pytest.raises(
@@ -703,15 +700,14 @@ def test_trails_are_handed_to_the_next_optimizer_only_by_release():
     del second, first
     gc.collect()
     with pytest.warns(UserWarning, match="is gone, and 16 bits of each weight with it"):
-        SplitSGD(net.parameters(), lr=0.1)
+        sgd(net.parameters())
 
 
 def test_weights_written_in_place_are_noticed_at_the_next_step():
     """load_state_dict of the model alone, DDP's join, an average: the trails belong to the old
     weights.
     """
-    net = model()
-    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    net, optimizer = made(sgd)
     params = list(net.parameters())
     train(params, optimizer, 1)
     kept = [p.detach().clone() for p in params]
@@ -746,25 +742,21 @@ def test_another_memory_format_after_the_optimizer_was_made_is_refused():
 
 
 def test_a_checkpoint_taken_before_the_model_was_loaded_keeps_its_checksums():
-    net = model()
-    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    net, optimizer = made(sgd)
     train(list(net.parameters()), optimizer, 1)
     states = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
     other = model(3)
-    again = SplitSGD(split_parameters(other), lr=0.1)
+    again = sgd(split_parameters(other))
     again.load_state_dict(states[1])
-    for copied in (
-        again,
-        pickle.loads(pickle.dumps((other, again)))[1],
-        copy.deepcopy((other, again))[1],
-    ):
+    pickled, deep = pickle.loads(pickle.dumps((other, again))), copy.deepcopy((other, again))
+    for copied in (again, pickled[1], deep[1]):
         state = copy.deepcopy(copied.state_dict())
         params = copied.param_groups[0]["params"]
         give_gradients(params, 5)
         with pytest.raises(ValueError, match="belongs to other weights"):
             copied.step()
         third = model(4)
-        right = SplitSGD(split_parameters(third), lr=0.1)
+        right = sgd(split_parameters(third))
         right.load_state_dict(state)
         third.load_state_dict(states[0])
         train(list(third.parameters()), right, 1, first=1)
@@ -774,7 +766,7 @@ def test_loading_turns_momentum_off_and_keeps_own_options():
     p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     one, two = (
         SplitSGD([p], lr=0.1, momentum=0.9),
-        SplitSGD([{"params": [q], "name": "head"}], lr=0.1),
+        sgd([{"params": [q], "name": "head"}]),
     )
     for optimizer, x in ((one, p), (two, q)):
         x.grad = torch.ones(2)
@@ -785,22 +777,20 @@ def test_loading_turns_momentum_off_and_keeps_own_options():
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "other", "text"),
     [
-        lambda p: SplitLAMB(p),
-        lambda p: torch.optim.Adam(p),
-        lambda p: torch.optim.RAdam(p),
-        lambda p: torch.optim.NAdam(p),
+        *((SplitAdamW, kind, "it is from another optimizer") for kind in (SplitLAMB, *RELATIVES)),
+        (sgd, torch.optim.AdamW, "has no 'momentum': it is from another optimizer"),
     ],
-    ids=["lamb", "adam", "radam", "nadam"],
+    ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_adamw_refuses_states_of_its_relatives(make):
+def test_states_of_other_optimizers_are_refused(make, other, text):
     p = nn.Parameter(torch.ones(3))
-    other = make([p])
+    theirs = other([p])
     p.grad = torch.ones(3)
-    other.step()
-    with pytest.raises(ValueError, match="it is from another optimizer"):
-        SplitAdamW([nn.Parameter(torch.ones(3))]).load_state_dict(other.state_dict())
+    theirs.step()
+    with pytest.raises(ValueError, match=text):
+        make([nn.Parameter(torch.ones(3))]).load_state_dict(theirs.state_dict())
 
 
 @every_optimizer
@@ -820,9 +810,8 @@ def test_distributed_checkpoints_of_frozen_parameters_and_flat_ones(make, flat):
         optimizers.append(make(split_parameters(n)))
     trained = [p for p in net.parameters() if p.requires_grad]
     train(trained, optimizers[0], 2)
-    saved = copy.deepcopy(
-        (net.state_dict(), get_optimizer_state_dict(net, optimizers[0], options=options))
-    )
+    state = get_optimizer_state_dict(net, optimizers[0], options=options)
+    saved = copy.deepcopy((net.state_dict(), state))
     other.load_state_dict(saved[0])
     for n, optimizer in ((other, optimizers[1]), (wrong, optimizers[2])):
         set_optimizer_state_dict(n, optimizer, copy.deepcopy(saved[1]), options=options)
@@ -848,7 +837,7 @@ def test_numbers_that_cannot_be_count_no_step():
         ({"params": [p], "rounding": "up"}, ValueError),
     ):
         with pytest.raises(error):
-            SplitSGD([bad], lr=0.1)
+            sgd([bad])
     lamb = SplitLAMB([p])
     lamb.param_groups[0]["variant"] = "nvlmab"
     with pytest.raises(ValueError, match="nvlmab"):
@@ -858,19 +847,19 @@ def test_numbers_that_cannot_be_count_no_step():
 def test_gradients_with_the_neg_bit():
     p = nn.Parameter(torch.ones(4))
     p.grad = torch._neg_view(torch.ones(4))
-    SplitSGD([p], lr=0.1).step()
+    sgd([p]).step()
     assert (p == 1.1).all()
 
 
 def test_fp32_state_of_a_model_with_two_optimizers():
     net = model()
-    before = {k: v.numpy().tobytes() for k, v in net.state_dict().items()}
+    before = as_bytes(net.state_dict())
     split_of = dict(split_parameters(net).named_parameters())
-    one = SplitSGD([p for n, p in split_of.items() if n[0] == "0"], lr=0.1)
+    one = sgd([p for n, p in split_of.items() if n[0] == "0"])
     two = SplitAdamW([p for n, p in split_of.items() if n[0] != "0"], lr=0.1)
     with pytest.raises(ValueError, match="'2.weight' is bfloat16 and not in this optimizer"):
         fp32_state_dict(net, one)
-    assert {k: v.numpy().tobytes() for k, v in fp32_state_dict(net, [one, two]).items()} == before
+    assert weights(net, [one, two]) == before
     other = {k: v + 1 for k, v in fp32_state_dict(net, [one, two]).items()}
     with pytest.raises(ValueError, match="not in this optimizer"):
         load_fp32_state_dict(net, one, other)
@@ -878,8 +867,7 @@ def test_fp32_state_of_a_model_with_two_optimizers():
     assert all(torch.equal(fp32_state_dict(net, [one, two])[k], v) for k, v in other.items())
 
 
-# ---- checkpoints
-# --------------------------------------------------------------------------------------------------
+# ---- checkpoints ----------------------------------------------------------------------------
 
 
 def saved_and_loaded(obj):
@@ -899,12 +887,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(make, rounding, order):
     states = saved_and_loaded([net.state_dict(), optimizer.state_dict()])
     other = model(seed=9)
     resumed = make(split_parameters(other, rounding=rounding, predicate=not_norms))
-    if order == "model first":
-        other.load_state_dict(states[0])
-        resumed.load_state_dict(states[1])
-    else:
-        resumed.load_state_dict(states[1])
-        other.load_state_dict(states[0])
+    loads = [other.load_state_dict, states[0]], [resumed.load_state_dict, states[1]]
+    for load, state in loads if order == "model first" else reversed(loads):
+        load(state)
     for n, o in ((net, optimizer), (other, resumed)):
         train(list(n.parameters()), o, 3, first=3)
     assert state_bytes(resumed) == state_bytes(optimizer)
@@ -913,8 +898,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(make, rounding, order):
 @every_optimizer
 def test_trails_and_moments_keep_their_dtype_and_every_bit(make):
     """torch's load_state_dict would make an int16 trail 257 a bf16 256, and fp32 moments bf16."""
-    net = model()
-    optimizer = make(split_parameters(net))
+    net, optimizer = made(make)
     train(list(net.parameters()), optimizer, 3)
     before = state_bytes(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())  # what accelerate's prepare() does
@@ -928,8 +912,7 @@ def test_trails_and_moments_keep_their_dtype_and_every_bit(make):
 
 @every_optimizer
 def test_pickle_and_deepcopy(make):
-    net = model()
-    optimizer = make(split_parameters(net))
+    net, optimizer = made(make)
     train(list(net.parameters()), optimizer, 2)
     copies = [copy.deepcopy((net, optimizer)), pickle.loads(pickle.dumps((net, optimizer)))]
     train(list(net.parameters()), optimizer, 2, first=2)
@@ -946,8 +929,7 @@ def test_distributed_checkpoint_round_trip(make):
         set_optimizer_state_dict,
     )
 
-    net = model()
-    optimizer = make(split_parameters(net))
+    net, optimizer = made(make)
     untouched = weights(net, optimizer)
     empty = get_optimizer_state_dict(net, optimizer)  # steps with lr 0 where state is lazy
     assert weights(net, optimizer) == untouched
@@ -964,8 +946,7 @@ def test_distributed_checkpoint_round_trip(make):
 
 
 def test_weights_of_another_checkpoint_are_noticed_at_the_next_step():
-    net = model()
-    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    net, optimizer = made(sgd)
     train(list(net.parameters()), optimizer, 2)
     state = copy.deepcopy(optimizer.state_dict())
     train(list(net.parameters()), optimizer, 1)
@@ -983,51 +964,46 @@ def test_weights_of_another_checkpoint_are_noticed_at_the_next_step():
     assert state_bytes(optimizer) == before
 
 
-def broken_states():
-    def drop(key):
-        return lambda s: s["state"][0].pop(key)
+def drop(key):
+    return lambda s: s["state"][0].pop(key)
 
-    def put(key, value):
-        return lambda s: s["state"][1].update({key: value})
 
-    yield "no trail", drop("trail"), "has no 'trail': it is truncated"
-    yield "no moment", drop("exp_avg_sq"), "has no 'exp_avg_sq'"
-    yield "a parameter missing", lambda s: s["state"].pop(2), "parameter 2 of group 0 has no"
-    yield "foreign key", put("momentum_buffer", torch.zeros(17)), "has 'momentum_buffer'"
-    yield "other shape", put("trail", torch.zeros(3, dtype=torch.int16)), "it is of another model"
-    yield "trail as bf16", put("trail", torch.zeros(17).bfloat16()), "it is of another model"
-    yield (
-        "moment as int16",
-        put("exp_avg", torch.zeros(17, dtype=torch.int16)),
-        "it is of another model",
-    )
-    yield (
-        "negative step",
-        put("step", torch.tensor(-1.0)),
-        "'step' of parameter 1 of group 0 is -1.0",
-    )
-    yield "no groups", lambda s: s.pop("param_groups"), "no optimizer's state"
-    yield (
-        "other groups",
+def put(key, value):
+    return lambda s: s["state"][1].update({key: value})
+
+
+def group(**options):
+    return lambda s: s["param_groups"][0].update(options)
+
+
+ANOTHER = "it is of another model"
+BROKEN = {
+    "no trail": (drop("trail"), "has no 'trail': it is truncated"),
+    "no moment": (drop("exp_avg_sq"), "has no 'exp_avg_sq'"),
+    "no parameter": (lambda s: s["state"].pop(2), "parameter 2 of group 0 has no"),
+    "foreign key": (put("momentum_buffer", torch.zeros(17)), "has 'momentum_buffer'"),
+    "other shape": (put("trail", torch.zeros(3, dtype=torch.int16)), ANOTHER),
+    "trail as bf16": (put("trail", torch.zeros(17).bfloat16()), ANOTHER),
+    "moment as int16": (put("exp_avg", torch.zeros(17, dtype=torch.int16)), ANOTHER),
+    "step": (put("step", torch.tensor(-1.0)), "'step' of parameter 1 of group 0 is -1.0"),
+    "no groups": (lambda s: s.pop("param_groups"), "no optimizer's state"),
+    "other groups": (
         lambda s: s["param_groups"].append(s["param_groups"][0]),
         r"groups of \[6, 6\] parameters",
-    )
-    yield "bad option", lambda s: s["param_groups"][0].update(lr=-3.0), "lr must be"
-    yield "bad rounding", lambda s: s["param_groups"][0].update(rounding="up"), "rounding 'up'"
-    yield (
-        "no option",
+    ),
+    "bad option": (group(lr=-3.0), "lr must be"),
+    "bad rounding": (group(rounding="up"), "rounding 'up'"),
+    "no option": (
         lambda s: s["param_groups"][0].pop("betas"),
         "has no 'betas': it is from another optimizer",
-    )
-    yield "amsgrad", lambda s: s["param_groups"][0].update(amsgrad=True), "amsgrad=True"
+    ),
+    "amsgrad": (group(amsgrad=True), "amsgrad=True"),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "text"), [b[1:] for b in broken_states()], ids=[b[0] for b in broken_states()]
-)
+@pytest.mark.parametrize(("change", "text"), BROKEN.values(), ids=BROKEN)
 def test_broken_states_are_refused_whole(change, text):
-    net = model()
-    optimizer = SplitAdamW(split_parameters(net), lr=0.01)
+    net, optimizer = made(MAKERS["adamw"])
     train(list(net.parameters()), optimizer, 2)
     state = copy.deepcopy(optimizer.state_dict())
     train(list(net.parameters()), optimizer, 1, first=2)
@@ -1063,8 +1039,7 @@ def test_state_of_torchs_twin_is_taken(ours, theirs, options, steps):
     assert resumed.param_groups[0]["lr"] == options["lr"]
     for step in range(steps, steps + 3):
         give_gradients(net.parameters(), step)
-        for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-            q.grad = p.grad.float()
+        copy_gradients(net, plain)
         resumed.step()
         optimizer.step()
     for name, value in fp32_state_dict(net, resumed).items():
@@ -1076,11 +1051,11 @@ def test_state_of_torchs_twin_is_taken(ours, theirs, options, steps):
 
 def test_loaded_state_does_not_share_memory_with_the_checkpoint():
     net, other = model(), model()
-    optimizer = SplitSGD(split_parameters(net), lr=0.1, momentum=0.9)
+    optimizer = sgd(split_parameters(net), momentum=0.9)
     train(list(net.parameters()), optimizer, 2)
     state = optimizer.state_dict()
     kept = copy.deepcopy(state)
-    again = SplitSGD(split_parameters(other), lr=0.1)  # momentum comes with the state
+    again = sgd(split_parameters(other))  # momentum comes with the state
     other.load_state_dict(net.state_dict())
     again.load_state_dict(state)
     train(list(other.parameters()), again, 2, first=2)
@@ -1116,13 +1091,6 @@ def test_negative_views_are_refused(dtype):
     assert p.tolist() == [-1.5] * 4
 
 
-def test_state_of_another_optimizer_is_refused():
-    net = model()
-    adam = torch.optim.AdamW(model().parameters())
-    with pytest.raises(ValueError, match="has no 'momentum': it is from another optimizer"):
-        SplitSGD(split_parameters(net), lr=0.1).load_state_dict(adam.state_dict())
-
-
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_fp32_checkpoints_there_and_back(rounding):
     net = model()
@@ -1155,8 +1123,7 @@ def test_fp32_checkpoints_there_and_back(rounding):
     ],
 )
 def test_broken_fp32_checkpoints_are_refused_whole(change, text):
-    net = model()
-    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    net, optimizer = made(sgd)
     state = {k: v + 1 for k, v in fp32_state_dict(net, optimizer).items()}
     before = weights(net, optimizer)
     change(state)
@@ -1189,6 +1156,6 @@ def test_trails_do_not_begin_where_weights_do():
 def test_memory_a_weight():
     """SGD: 2 bytes of weight and 2 of trail; what else there is does not grow with the model."""
     net = nn.Linear(1000, 1000, bias=False)
-    optimizer = SplitSGD(split_parameters(net), lr=0.1)
+    optimizer = sgd(split_parameters(net))
     tensors = [net.weight, *optimizer.state[net.weight].values()]
     assert sum(t.untyped_storage().nbytes() for t in tensors) <= 4 * 10**6 + 8192

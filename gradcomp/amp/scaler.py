@@ -53,17 +53,14 @@ class DynamicLossScaler:
 
     How good steps and overflows move the scale:
 
-    - ``rule="nnabla"``: an overflow divides it by `factor`. A good step multiplies it by `factor`
-      when more than `interval` good steps have been counted: at good step ``interval + 2`` after
-      the start or an overflow, then every ``interval + 1``.
+    - ``rule="nnabla"``: an overflow divides it by `factor`. Good step ``interval + 2`` after the
+      start or an overflow multiplies it by `factor`, then every ``interval + 1`` good steps do.
     - ``rule="torch"``: as `torch.amp.GradScaler` with ``growth_factor=factor, backoff_factor=1 /
-      factor``, bit for bit, the scale rounded to float32: growth after every `interval` good steps
-      in a row.
+      factor``, bit for bit in float32: it grows after every `interval` good steps in a row.
 
-    Ranks must come to the same verdict. They do where all see the same averaged gradients, as after
-    gradcomp or DDP, which turn one rank's NaN or Inf into everyone's. Where ranks update different
-    parameters pass `comm`: the verdict is then an integer flag gathered from all ranks, once for
-    each optimizer and step.
+    Ranks must come to the same verdict. They do if all see the same averaged gradients, as after
+    gradcomp or DDP, where one rank's NaN or Inf reaches all. If ranks update different parameters,
+    pass `comm`: all ranks' verdicts are then gathered, once for each optimizer and step.
 
     Args:
         scale: the first loss scale, positive.
@@ -71,8 +68,8 @@ class DynamicLossScaler:
         interval: good steps between growths, at least 1.
         rule: "nnabla" or "torch".
         min_scale, max_scale: the scale stays within; between 2^-126 and 2^126.
-        comm: ranks that decide together. Not closed with the scaler.
-        timeout_s: seconds after which a silent peer is given up.
+        comm: ranks that decide together; never closed here.
+        timeout_s: seconds after which a silent rank raises PeerLost.
 
     Raises:
         ValueError: an argument out of its range.
@@ -101,10 +98,8 @@ class DynamicLossScaler:
         if comm is not None and not isinstance(comm, Communicator):
             raise ValueError(f"comm must be a gradcomp communicator, got {type(comm).__name__}")
         if not is_number(timeout_s) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got"
-                f" {timeout_s!r}"
-            )
+            limit = f"a positive number of seconds, at most {MAX_TIMEOUT_S:g}"
+            raise ValueError(f"timeout_s must be {limit}, got {timeout_s!r}")
         self._rule, self._factor, self._interval = rule, float(factor), interval
         if rule == "torch":
             low, high, now = (_float32(value) for value in (low, high, now))
@@ -114,10 +109,8 @@ class DynamicLossScaler:
         self.forget_step()
 
     def __repr__(self) -> str:
-        return (
-            f"<DynamicLossScaler scale={self._scale:g}, {self._rule}, {self._counter} counted of"
-            f" {self._interval}>"
-        )
+        counted = f"{self._counter} counted of {self._interval}"
+        return f"<DynamicLossScaler scale={self._scale:g}, {self._rule}, {counted}>"
 
     # ---- a step -----------------------------------------------------------------------------
 
@@ -137,39 +130,32 @@ class DynamicLossScaler:
         )
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale, in place, and check them; `step` does
-        it if you do not.
-
-        Call it to clip: after the backward passes (and `GradientAverager.average`), before `step`.
-        With `comm`, collective.
+        """Divide the gradients of an optimizer by the scale in place, and check them. `step` does
+        it if you do not; call it to clip, after the backward passes (and
+        `GradientAverager.average`). With `comm`, collective.
 
         Every value is multiplied by float32(1 / scale) and rounded once to the gradient's dtype:
         exact for a power of two, unless the result is subnormal. Gradients may be of any floating
-        dtype, sparse ones are coalesced first. NaN and Inf count as overflow, before and after; the
-        largest finite value does not.
+        dtype; sparse ones are coalesced first. NaN and Inf are overflows, before and after.
 
         Raises:
             RuntimeError: nothing was scaled in this step, or these gradients are unscaled already.
             GradcompError: gradients that are still packed.
             UnsupportedTensor: a gradient in a compressed sparse layout.
-            PeerMismatch, PeerLost: with `comm`: ranks with different scales or counters, a silent
-                rank.
+            PeerMismatch, PeerLost: ranks of `comm` with other scales or counters, or silent.
         """
         self._check_open(optimizer)
         if optimizer in self._overflowed:
-            raise RuntimeError(
-                "unscale_() has been called for this optimizer in this step: once is enough"
-            )
+            raise RuntimeError("unscale_() was called for this optimizer already: once is enough")
         grads = list(gradients(optimizer))
         self._overflowed[optimizer] = True  # nothing may step unless the ranks have agreed
         self._overflowed[optimizer] = self._agree(unscale(grads, 1.0 / self._scale))
 
     def step(self, optimizer: Optimizer) -> Any:
-        """Call ``optimizer.step()`` with unscaled gradients; after an overflow call nothing, so
-        that nothing changes.
+        """Call ``optimizer.step()`` with unscaled gradients; after an overflow call nothing.
 
         Returns:
-            What the optimizer returns; None for a step left out.
+            What the optimizer returns; None for a skipped step.
 
         Raises:
             RuntimeError: nothing was scaled in this step, or this optimizer has stepped already.
@@ -194,8 +180,7 @@ class DynamicLossScaler:
         self.forget_step()
 
     def overflowed(self, optimizer: Optimizer) -> bool:
-        """Return whether the gradients that `unscale_` checked for this optimizer held NaN or Inf
-        on any rank.
+        """Return whether `unscale_` found NaN or Inf for this optimizer, on any rank.
 
         Raises:
             RuntimeError: they have not been checked in this step.
@@ -218,7 +203,7 @@ class DynamicLossScaler:
 
     @property
     def last_step_skipped(self) -> bool:
-        """Whether the last `step` left its optimizer alone because of an overflow."""
+        """Whether the last `step` skipped its optimizer because of an overflow."""
         return self._skipped
 
     # ---- checkpoints ------------------------------------------------------------------------
@@ -241,8 +226,7 @@ class DynamicLossScaler:
         odd = state.keys() ^ self.state_dict().keys() if isinstance(state, Mapping) else {"version"}
         if odd:
             raise ValueError(
-                f"this is no state of a DynamicLossScaler: {min(odd, key=str)!r} is missing or"
-                " unknown"
+                f"no state of a DynamicLossScaler: {min(odd, key=str)!r} is missing or unknown"
             )
         given = dict(state)
         version, counter = given.pop("version"), given.pop("counter")
@@ -259,12 +243,10 @@ class DynamicLossScaler:
     def _check_open(self, optimizer: Optimizer) -> None:
         if not self._scaled:
             raise RuntimeError(
-                "no loss was scaled in this step: call scaler.scale(loss).backward() first"
+                "no loss was scaled in this step: call scaler.scale(loss).backward()"
             )
         if optimizer in self._stepped:
-            raise RuntimeError(
-                "this optimizer has stepped already: call scaler.update() at the end of each step"
-            )
+            raise RuntimeError("this optimizer has stepped already: call scaler.update() after it")
 
     def _agree(self, overflowed: bool) -> bool:
         """Return whether any rank's gradients overflowed."""

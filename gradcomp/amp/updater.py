@@ -30,20 +30,19 @@ class DynamicLossScalingUpdater:
         loss_fn: called with a batch, returns the loss, one element; it runs the model.
         data_feeder: called without arguments, returns the next batch.
         scaler: a `DynamicLossScaler`; None makes one with its defaults.
-        accumulate: batches whose gradients make up one step. Their losses are averaged: n batches
-            of equal size are one n times as large, when the loss is a mean.
-        weight_decay: L2: ``weight_decay * parameter`` is added to each unscaled gradient. None:
-            nothing is added.
-        clip: called without arguments on good unscaled gradients, before the decay: for
-            ``clip_grad_norm_``.
-        on_overflow: "retry" draws new batches and tries again at once, with the smaller scale;
+        accumulate: batches per step. Their losses are averaged, so n batches of equal size equal
+            one that is n times as large if the loss is a mean.
+        weight_decay: L2: ``weight_decay * parameter`` is added to each unscaled gradient.
+        clip: called without arguments on good unscaled gradients, before the decay (for
+            ``clip_grad_norm_``).
+        on_overflow: "retry" draws new batches and tries again at once with the smaller scale;
             "skip" returns.
-        max_retries: overflows in a row that "retry" bears within one `update`.
-        model: a DistributedDataParallel model: all but the last of the accumulated batches run
-            under its ``no_sync()``.
-        compression: what `gradcomp.ddp.register` returned for `model`, or a `GradientAverager`,
-            whose ``average()`` is then called after the last backward. Made with
-            ``grad_scaler=scaler``. A step left out leaves its residuals alone.
+        max_retries: how often "retry" tries again within one `update`.
+        model: a DistributedDataParallel model; all accumulated batches but the last run under its
+            ``no_sync()``.
+        compression: what `gradcomp.ddp.register` returned for `model`, or a `GradientAverager`
+            (its ``average()`` is called after the last backward), made with
+            ``grad_scaler=scaler``. A skipped step does not change its residuals.
 
     Raises:
         ValueError: an argument out of its range, or ones that do not go together.
@@ -67,6 +66,7 @@ class DynamicLossScalingUpdater:
         check_count("accumulate", accumulate, 1)
         check_count("max_retries", max_retries, 0)
         decays = weight_decay is None or (is_number(weight_decay) and 0 <= weight_decay < math.inf)
+        controls = "what gradcomp.ddp.register returned, or a GradientAverager"
         optional_scaler, optional_controls = (DynamicLossScaler, NoneType), (Controls, NoneType)
         for name, value, is_valid, wanted in (
             ("optimizer", optimizer, isinstance(optimizer, Optimizer), "a torch optimizer"),
@@ -77,12 +77,7 @@ class DynamicLossScalingUpdater:
             ("weight_decay", weight_decay, decays, "None or a finite number of at least 0"),
             ("on_overflow", on_overflow, on_overflow in ("retry", "skip"), "'retry' or 'skip'"),
             ("model", model, model is None or hasattr(model, "no_sync"), "a model with no_sync()"),
-            (
-                "compression",
-                compression,
-                isinstance(compression, optional_controls),
-                "what gradcomp.ddp.register returned, or a GradientAverager",
-            ),
+            ("compression", compression, isinstance(compression, optional_controls), controls),
         ):
             if not is_valid:
                 plain = isinstance(value, (int, float, str, NoneType))
@@ -99,19 +94,18 @@ class DynamicLossScalingUpdater:
             raise ValueError(f"accumulate={accumulate} under DDP needs model=, for its no_sync()")
         self._loss_fn, self._data_feeder, self._clip = loss_fn, data_feeder, clip
         self._accumulate, self._weight_decay = accumulate, weight_decay
-        self._max_retries = max_retries if on_overflow == "retry" else 0
         self._fails = on_overflow == "retry"
+        self._max_retries = max_retries if self._fails else 0
         self._model, self._compression = model, compression
 
     def update(self) -> float:
         """Make one training step, or, with ``on_overflow="skip"``, try to.
 
         Returns:
-            The mean loss of the batches of the last attempt on this rank, not scaled.
+            The mean unscaled loss of the last attempt's batches on this rank.
 
         Raises:
-            GradcompError: `max_retries` overflows in a row after a first one. Scale and parameters
-                stay as the last attempt left them, and the updater can go on.
+            GradcompError: a first overflow and `max_retries` more in a row. The updater can go on.
             ValueError: a loss that is not one element.
 
         Also what `loss_fn`, `data_feeder`, the exchange and `DynamicLossScaler.unscale_` raise.
@@ -129,9 +123,7 @@ class DynamicLossScalingUpdater:
         )
 
     def _attempt(self) -> float:
-        """Run forward, backward, exchange, check and, unless it overflowed, the optimizer;
-        return the mean loss.
-        """
+        """Run a step, without the optimizer after an overflow; return the mean loss."""
         scaler, optimizer = self.scaler, self.optimizer
         scaler.forget_step()  # of an attempt that ended in an exception
         optimizer.zero_grad()
@@ -167,8 +159,7 @@ def _decay(optimizer: Optimizer, decay: float) -> None:
         for parameter in parameters:
             if parameter.grad.layout is not torch.strided:
                 raise UnsupportedTensor(
-                    "gradient is sparse: weight_decay would make it dense; leave it to the"
-                    " optimizer"
+                    "gradient is sparse: weight_decay would make it dense; use the optimizer's own"
                 )
         if parameters:
             torch._foreach_add_([p.grad for p in parameters], parameters, alpha=decay)

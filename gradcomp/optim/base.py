@@ -164,8 +164,14 @@ class SplitOptimizer(TrailKeeper):
                 if found.family not in self._families:
                     self._families.append(found.family)
             state[CHECKSUM] = torch.zeros((), dtype=torch.int64)  # written by state_dict alone
-        for name in self.wanted_moments(group):
-            state[name] = self.new_moment(p, name, group)
+        self._complete(p, group)
+
+    def _complete(self, p: nn.Parameter, group: dict[str, Any]) -> bool:
+        """Make fp32 state that a parameter lacks; return whether it lacked any."""
+        missing = [name for name in self.wanted_moments(group) if name not in self.state[p]]
+        for name in missing:
+            self.state[p][name] = self.new_moment(p, name, group)
+        return bool(missing)
 
     def new_moment(self, p: Tensor, name: str, group: dict[str, Any]) -> Tensor:
         """Return fp32 state of a parameter before its first step."""
@@ -202,19 +208,14 @@ class SplitOptimizer(TrailKeeper):
                     " split: pass all of them to optimizers before the first step"
                 )
         self._families = []
-        entries = [
-            self._entry(p, group)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        pairs = [(p, group) for group in self.param_groups for p in group["params"]]
+        entries = [self._entry(p, group) for p, group in pairs if p.grad is not None]
         if not entries:
             return loss
         steps = [entry.state["step"] for entry in entries]
         for entry, done in zip(entries, torch.stack(steps).tolist(), strict=True):
-            self._complete(entry)
             entry.step = int(done) + 1
-            entry.is_first |= entry.step == 1
+            entry.is_first = self._complete(entry.parameter, entry.group) or entry.step == 1
         dense = [e for e in entries if e.gradient is not None or e.packed is not None]
         if dense:
             self.run(dense)
@@ -260,13 +261,6 @@ class SplitOptimizer(TrailKeeper):
                 gradient = torch.empty_like(p, dtype=gradient.dtype).copy_(gradient)
             entry.gradient = gradient.detach()
         return entry
-
-    def _complete(self, entry: Entry) -> None:
-        """Make state that an option needs that was changed."""
-        for name in self.wanted_moments(entry.group):
-            if name not in entry.state:
-                entry.state[name] = self.new_moment(entry.parameter, name, entry.group)
-                entry.is_first = True
 
     def name_of(self, p: Tensor) -> str:
         """Return what a message calls a parameter."""
