@@ -62,8 +62,8 @@ class SplitOptimizer(TrailKeeper):
     # ---- what an optimizer defines ----------------------------------------------------------
 
     @abstractmethod
-    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
-        """Return the fields of the rule of a group's parameters at a step, counted from 1."""
+    def numbers(self, entry: Entry) -> dict[str, float]:
+        """Return the fields of an entry's rule, from its group, step, seen and is_first."""
 
     def check_options(self, group: dict[str, Any]) -> None:
         """Raise ValueError for hyperparameters out of their range."""
@@ -215,6 +215,7 @@ class SplitOptimizer(TrailKeeper):
         steps = [entry.state["step"] for entry in entries]
         for entry, done in zip(entries, torch.stack(steps).tolist(), strict=True):
             entry.step = int(done) + 1
+            entry.seen = entry.step
             entry.is_first = self._complete(entry.parameter, entry.group) or entry.step == 1
         dense = [e for e in entries if e.gradient is not None or e.packed is not None]
         if dense:

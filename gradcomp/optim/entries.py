@@ -31,6 +31,7 @@ class Entry:
     packed: Any = None  # `gradcomp.optim.fused.FusedGradients`
     position: int = 0  # in `packed`
     step: int = 0  # number of this step for this parameter, from 1
+    seen: float = 0.0  # steps that Adam's variance has seen with this one
     is_first: bool = False  # its state has not seen a gradient yet
 
 
@@ -39,22 +40,21 @@ def number(value: Any) -> float:
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
-Numbers = Callable[[dict[str, Any], int, bool], dict[str, float]]
-
-
-def make_rules(kind: Kind, entries: Sequence[Entry], numbers: Numbers) -> NDArray[Any]:
+def make_rules(
+    kind: Kind, entries: Sequence[Entry], numbers: Callable[[Entry], dict[str, float]]
+) -> NDArray[Any]:
     """Return ``(len(entries),)`` of `rules.RULE`.
 
     Args:
-        numbers: numbers(group, step, is_first) returns the fields of a rule; it is called once for
-            all entries that have these three in common.
+        numbers: returns the fields of an entry's rule; called once for all entries that have
+            group, step, seen and is_first in common.
     """
-    known: dict[tuple[int, int, bool], dict[str, float]] = {}
+    known: dict[tuple[int, int, float, bool], dict[str, float]] = {}
     rows = []
     for entry in entries:
-        place = id(entry.group), entry.step, entry.is_first
+        place = id(entry.group), entry.step, entry.seen, entry.is_first
         if place not in known:
-            known[place] = numbers(entry.group, entry.step, entry.is_first)
+            known[place] = numbers(entry)
         rows.append(known[place])
     rules = np.zeros(len(entries), RULE)
     rules["kind"] = kind

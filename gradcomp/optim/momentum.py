@@ -91,25 +91,20 @@ class MomentumExchange(SplitOptimizer):
             GradcompError: a variance that is 0 everywhere; nothing is changed then.
         """
         frozen = {id(e) for e in entries if self.is_frozen(e)}
-        new: list[Entry] = []
-        blank: list[Entry] = []
-        for entry in entries:
-            state = entry.state
-            is_new = float(state["floored_at"]) != float(state["variance_steps"]) + 1
-            if id(entry) in frozen and is_new:
-                (new if _is_known(state["exp_avg_sq"]) else blank).append(entry)
-        for entry in blank:
+        new = [e for e in entries if id(e) in frozen and not _is_floored(e.state)]
+        for entry in new:
             seen = entry.gradient if entry.gradient is not None else entry.state["exp_avg"]
-            if bool(seen.any()):
+            if not _is_known(entry.state["exp_avg_sq"]) and bool(seen.any()):
                 raise GradcompError(
                     f"the variance of {self.name_of(entry.parameter)} is still zero after"
                     f" {int(entry.state['variance_steps'])} steps of warm-up: it had no gradient in"
                     " them; take a longer warm-up, or leave it out of this optimizer"
                 )
-        for entry in blank:  # a packed momentum that is not 0 moves nothing now; the next step sees
-            entry.state["exp_avg_sq"].fill_(float("inf"))
         for entry in new:
             variance = entry.state["exp_avg_sq"]
+            if not _is_known(variance):  # if a packed momentum is not 0, the next step raises
+                variance.fill_(float("inf"))
+                continue
             flat = variance.as_strided((variance.numel(),), (1,), variance.storage_offset())
             least = float(np.float32(typical(flat)) * np.float32(self.floor) ** 2)
             flat.clamp_(min=max(least, SMALLEST))  # denormals depend on the thread's mode
@@ -119,6 +114,7 @@ class MomentumExchange(SplitOptimizer):
                 if not _is_known(entry.state["exp_avg_sq"]):
                     entry.state["exp_avg_sq"].zero_()
                 entry.state["variance_steps"] += 1
+            entry.seen = max(1.0, float(entry.state["variance_steps"]))
 
     def run(self, entries: Sequence[Entry]) -> None:
         self.settle(entries)
@@ -128,18 +124,12 @@ class MomentumExchange(SplitOptimizer):
     def rules(self, entries: Sequence[Entry]) -> NDArray[Any]:
         """Return rules that take a momentum as it is, and leave a frozen variance alone."""
         rules = super().rules(entries)
-        rules["bias2"] = [self.root_of_bias2(entry) for entry in entries]
         for row, entry in zip(rules, entries, strict=True):
             if self.has_momentum(entry):
                 row["keep"] = 1.0
             if self.is_frozen(entry):
                 row["keep2"], row["beta2"] = 0.0, 1.0
         return rules
-
-    def root_of_bias2(self, entry: Entry) -> float:
-        """Return the bias correction of the variance's root: by the steps that it has seen."""
-        beta2 = number(entry.group["betas"][1])
-        return float((1 - beta2 ** max(1.0, float(entry.state["variance_steps"]))) ** 0.5)
 
     # ---- checkpoints ------------------------------------------------------------------------
 
@@ -178,6 +168,11 @@ class MomentumExchange(SplitOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self.settings}}
+
+
+def _is_floored(state: dict[str, Any]) -> bool:
+    """Whether a variance has been raised to its floor since its last renewal."""
+    return float(state["floored_at"]) == float(state["variance_steps"]) + 1
 
 
 def _is_known(variance: Tensor) -> bool:

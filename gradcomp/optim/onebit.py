@@ -16,7 +16,6 @@ from math import inf
 from typing import Any, ClassVar
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradcomp.errors import GradcompError
@@ -203,13 +202,6 @@ class OneBitLamb(MomentumExchange, SplitLAMB):
         for entry in entries:
             if self.is_frozen(entry):
                 self._follow(entry)
-
-    def rules(self, entries: Sequence[Entry]) -> NDArray[Any]:
-        rules = super().rules(entries)
-        for row, entry in zip(rules, entries, strict=True):
-            root, beta1 = self.root_of_bias2(entry), number(entry.group["betas"][0])
-            row["bias1"], row["eps"] = root / (1 - beta1**entry.step), entry.group["eps"] * root
-        return rules
 
     def taken_over(self, name: str, p: Tensor, step: Tensor) -> Tensor | None:
         if name == "fresh_sq":

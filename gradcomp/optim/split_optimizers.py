@@ -108,8 +108,9 @@ class SplitSGD(SplitOptimizer):
     def wanted_moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self.moments if group["momentum"] else ()
 
-    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
-        flags = is_first * Flag.FIRST | bool(group["nesterov"]) * Flag.NESTEROV
+    def numbers(self, entry: Entry) -> dict[str, float]:
+        group = entry.group
+        flags = entry.is_first * Flag.FIRST | bool(group["nesterov"]) * Flag.NESTEROV
         return {
             "flags": flags | bool(group["maximize"]) * Flag.MAXIMIZE,
             "step_size": -number(group["lr"]),
@@ -154,10 +155,11 @@ class SplitAdagrad(SplitOptimizer):
         given |= {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
         super().__init__(params, given)
 
-    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+    def numbers(self, entry: Entry) -> dict[str, float]:
+        group = entry.group
         return {
             "flags": bool(group["maximize"]) * Flag.MAXIMIZE,
-            "step_size": -(number(group["lr"]) / (1 + (step - 1) * group["lr_decay"])),
+            "step_size": -(number(group["lr"]) / (1 + (entry.step - 1) * group["lr_decay"])),
             "weight_decay": number(group["weight_decay"]),
             "eps": group["eps"],
         }
@@ -172,17 +174,17 @@ class _Adam(SplitOptimizer):
     }
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
-    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
+    def numbers(self, entry: Entry) -> dict[str, float]:
         """Return also the bias corrections: of the first moment, and the root of the second's."""
-        beta1, beta2 = (number(b) for b in group["betas"])
+        beta1, beta2 = (number(b) for b in entry.group["betas"])
         return {
-            "flags": bool(group["maximize"]) * Flag.MAXIMIZE,
+            "flags": bool(entry.group["maximize"]) * Flag.MAXIMIZE,
             "keep": 1 - beta1,
             "keep2": 1 - beta2,
             "beta2": beta2,
-            "bias1": 1 - beta1**step,
-            "bias2": (1 - beta2**step) ** 0.5,
-            "eps": group["eps"],
+            "bias1": 1 - beta1**entry.step,
+            "bias2": (1 - beta2**entry.seen) ** 0.5,
+            "eps": entry.group["eps"],
         }
 
 
@@ -217,9 +219,9 @@ class SplitAdamW(_Adam):
         given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, given | {"maximize": maximize})
 
-    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
-        lr, made = number(group["lr"]), super().numbers(group, step, is_first)
-        decay = 1 - lr * number(group["weight_decay"])
+    def numbers(self, entry: Entry) -> dict[str, float]:
+        lr, made = number(entry.group["lr"]), super().numbers(entry)
+        decay = 1 - lr * number(entry.group["weight_decay"])
         return made | {"step_size": -(lr / made["bias1"]), "decay": decay}
 
 
@@ -265,11 +267,10 @@ class SplitLAMB(_Adam):
         """Whether every group can be updated straight from payloads."""
         return all(group["variant"] == "lamb" for group in self.param_groups)
 
-    def numbers(self, group: dict[str, Any], step: int, is_first: bool) -> dict[str, float]:
-        self.check_options(group)  # a misspelt variant would be plain LAMB
-        made = super().numbers(group, step, is_first) | {
-            "weight_decay": number(group["weight_decay"])
-        }
+    def numbers(self, entry: Entry) -> dict[str, float]:
+        self.check_options(entry.group)  # a misspelt variant would be plain LAMB
+        made = super().numbers(entry)
+        made["weight_decay"] = number(entry.group["weight_decay"])
         # the kernel's update is m * bias1 / (sqrt(v) + eps): both sides times the root
         made["bias1"], made["eps"] = made["bias2"] / made["bias1"], made["eps"] * made["bias2"]
         return made
