@@ -764,10 +764,7 @@ def test_a_checkpoint_taken_before_the_model_was_loaded_keeps_its_checksums():
 
 def test_loading_turns_momentum_off_and_keeps_own_options():
     p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    one, two = (
-        SplitSGD([p], lr=0.1, momentum=0.9),
-        sgd([{"params": [q], "name": "head"}]),
-    )
+    one, two = (SplitSGD([p], lr=0.1, momentum=0.9), sgd([{"params": [q], "name": "head"}]))
     for optimizer, x in ((one, p), (two, q)):
         x.grad = torch.ones(2)
         optimizer.step()
