@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -38,7 +39,6 @@ from gradcomp.onebit_sgd import (
     LocalAdagrad,
     MomentumAdagrad,
     find_batch_size,
-    warm_start_steps,
 )
 from gradcomp.plan.links import parse_link
 
@@ -157,7 +157,7 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     }  # else a first step has every weight move by lr
     transforms = {"local": LocalAdagrad(**first), "aggregate": AggregateAdagrad(**first)}
     options = {
-        "start_step": warm_start_steps(warm, samples_per_exchange=per_exchange),
+        "start_step": math.ceil(warm / per_exchange),
         "transform": transforms.get(row.adagrad),
     }
     if row.adagrad == "momentum":

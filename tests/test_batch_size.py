@@ -6,8 +6,6 @@ import copy
 import gc
 import math
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -54,6 +52,12 @@ def bits_of(value):
     if isinstance(value, np.ndarray):
         return value.tobytes()
     return value
+
+
+def quiet_search(train, net, optimizer, **options):
+    """Search without a line a trial, and leave learning rates alone unless told otherwise."""
+    options = {"current": 64, "samples": 512, "per_sample_lr": False, "progress": False, **options}
+    return find_batch_size(train, model=net, optimizer=optimizer, **options)
 
 
 def everything(net, optimizer, *others, generators=True):
@@ -131,15 +135,7 @@ def test_every_bit_is_rolled_back(name, stepped):
         yield from train(minibatch, samples)
         assert everything(net, optimizer) != before
 
-    choice = find_batch_size(
-        watched,
-        model=net,
-        optimizer=optimizer,
-        samples=1024,
-        current=128,
-        per_sample_lr=False,
-        progress=False,
-    )
+    choice = quiet_search(watched, net, optimizer, samples=1024, current=128)
     assert everything(net, optimizer) == before
     assert all(p.grad is None for p in net.parameters())
     assert [s[0] for s in seen] == [64, 128, 192, 256] and {s[1] for s in seen} == {1024}
@@ -173,15 +169,7 @@ def test_a_run_goes_on_as_if_nothing_had_been_tried():
 
         list(train(64, 256))
         if search:
-            find_batch_size(
-                train,
-                model=net,
-                optimizer=optimizer,
-                samples=512,
-                current=64,
-                progress=False,
-                per_sample_lr=False,
-            )
+            quiet_search(train, net, optimizer)
         list(train(64, 256))
         return everything(net, optimizer)[0], bits_of(
             [optimizer.state[p]["sum"] for p in net.parameters()]
@@ -214,15 +202,7 @@ def test_split_optimizers_are_rolled_back_with_their_trails(name):
 
         def search_here():
             before = everything(net, optimizer)
-            find_batch_size(
-                train,
-                model=net,
-                optimizer=optimizer,
-                samples=512,
-                current=64,
-                progress=False,
-                per_sample_lr=False,
-            )
+            quiet_search(train, net, optimizer)
             assert everything(net, optimizer) == before
 
         for _ in range(2):  # before the first step, and after some
@@ -259,17 +239,8 @@ def residuals(comm, kind):
         state.drain()
     before = everything(net, optimizer, state, generators=False)  # threads share generators
     assert any(v.abs().sum() > 0 for v in state_residuals(state).values())
-    choice = find_batch_size(
-        train,
-        model=net,
-        optimizer=optimizer,
-        state=[state],
-        comm=comm,
-        samples=1024,
-        current=128,
-        progress=False,
-        per_sample_lr=False,
-        timeout_s=30,
+    choice = quiet_search(
+        train, net, optimizer, state=[state], comm=comm, samples=1024, current=128, timeout_s=30
     )
     assert everything(net, optimizer, state, generators=False) == before
     for _ in train(choice.minibatch, 512):
@@ -319,17 +290,7 @@ def under_ddp(fused, searched):
 
     list(train(64, 256))
     if searched:
-        find_batch_size(
-            train,
-            model=model,
-            optimizer=optimizer,
-            state=state,
-            samples=512,
-            current=64,
-            progress=False,
-            per_sample_lr=False,
-            timeout_s=30,
-        )
+        quiet_search(train, model, optimizer, state=state, timeout_s=30)
     list(train(64, 256))
     held = everything(net, optimizer, state, generators=False)
     state.close()
@@ -344,21 +305,15 @@ def test_a_ddp_run_goes_on_as_if_nothing_had_been_tried(gloo, fused):
     assert with_it[0][0] == with_it[1][0]
 
 
-# ---- the choice
-# --------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 def search(losses, comm=None, **options):
     """Search with given losses: {minibatch: losses of its steps}."""
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    options = {"samples": 10_000, "current": 256, "progress": False, **options}
-    return (
-        find_batch_size(
-            lambda size, samples: losses[size], model=net, optimizer=optimizer, comm=comm, **options
-        ),
-        optimizer,
-    )
+    options = {"samples": 10_000, "current": 256, "per_sample_lr": True, "comm": comm, **options}
+    return quiet_search(lambda size, samples: losses[size], net, optimizer, **options), optimizer
 
 
 SIZES = [128, 192, 256, 384, 512]
@@ -406,32 +361,13 @@ def test_nan_on_one_rank_is_nan_on_all_and_choices_are_equal():
         losses = {s: [1.0 + comm.rank + 0.001 * s] * 2 for s in (192, 384)}
         if comm.rank == 1:
             losses[384] = [2.0, math.nan]
-        net = nn.Linear(2, 2)
-        choice = find_batch_size(
-            lambda size, samples: iter(losses[size]),
-            model=net,
-            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
-            comm=comm,
-            samples=10_000,
-            current=192,
-            smallest=192,
-            multiple=192,
-            progress=False,
-        )
+        losses = {size: iter(some) for size, some in losses.items()}
+        choice, _ = search(losses, comm, current=192, smallest=192, multiple=192)
         return choice.minibatch, [repr(t) for t in choice.trials]
 
     results = run_local(3, work)
     assert results[0][0] == 192 and "criterion=nan" in results[2][1][1]
     assert len({str(r) for r in results}) == 1
-
-
-def test_if_every_trial_diverges_every_rank_says_so():
-    def work(comm):
-        losses = {s: [math.inf if comm.rank else 1.0] for s in SIZES}
-        with pytest.raises(GradcompError, match="every trial had a loss of NaN or Inf"):
-            search(losses, comm)
-
-    run_local(2, work)
 
 
 @pytest.mark.parametrize(
@@ -465,14 +401,8 @@ def test_learning_rates_per_sample_stay():
         return [float(minibatch > 384)] * 2
 
     for per_sample, factor in ((False, 1.0), (True, 1.5)):
-        choice = find_batch_size(
-            train,
-            model=net,
-            optimizer=optimizer,
-            samples=10_000,
-            current=256,
-            per_sample_lr=per_sample,
-            progress=False,
+        choice = quiet_search(
+            train, net, optimizer, samples=10_000, current=256, per_sample_lr=per_sample
         )
         assert choice.minibatch == 384
         for size, rates in seen.items():
@@ -482,8 +412,7 @@ def test_learning_rates_per_sample_stay():
         assert optimizer.param_groups[1]["lr"] is held
 
 
-# ---- errors
-# --------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_an_exception_in_a_trial_rolls_back_and_is_raised():
@@ -502,9 +431,7 @@ def test_an_exception_in_a_trial_rolls_back_and_is_raised():
             ended.append(minibatch)
 
     with pytest.raises(ZeroDivisionError, match="of the user's"):
-        find_batch_size(
-            train, model=net, optimizer=optimizer, samples=1024, current=128, progress=False
-        )
+        quiet_search(train, net, optimizer, samples=1024, current=128)
     assert everything(net, optimizer) == before
     assert ended == [64, 128, 192]
 
@@ -516,9 +443,7 @@ def test_an_exception_in_a_trial_rolls_back_and_is_raised():
             net.scratch.fill_(7)
 
     with pytest.raises(ValueError, match="a lot"):
-        find_batch_size(
-            wordy, model=net, optimizer=optimizer, samples=1024, current=128, progress=False
-        )
+        quiet_search(wordy, net, optimizer, samples=1024, current=128)
     gc.collect()  # a generator that is only forgotten cleans up now
     assert everything(net, optimizer) == before
 
@@ -571,44 +496,34 @@ def test_ranks_that_ask_for_different_things_all_hear_of_it():
     assert run_local(3, work) == [("margin", 2, "0.01", "'1 %'")] * 3
 
 
-def test_a_train_that_yields_nothing_on_one_rank_is_an_error_on_all():
+@pytest.mark.parametrize(
+    ("error", "text", "bad"),
+    [
+        (GradcompError, "every trial had a loss of NaN or Inf", math.inf),
+        (ValueError, r"train\(192, ...\) yielded no loss on rank 1", None),
+    ],
+)
+def test_what_is_wrong_with_losses_of_one_rank_is_an_error_on_all(error, text, bad):
     def work(comm):
-        with pytest.raises(ValueError, match=r"train\(192, ...\) yielded no loss on rank 1"):
-            search({s: [] if comm.rank == 1 else [1.0] for s in SIZES}, comm)
+        mine = [1.0] if comm.rank != 1 else [bad] if bad else []
+        with pytest.raises(error, match=text):
+            search(dict.fromkeys(SIZES, mine), comm)
 
     run_local(3, work)
 
 
-# ---- what is shown
-# -------------------------------------------------------------------------------------------------
+# ---- what is shown -------------------------------------------------------------------------------
 
 
-SHOWN = """
-import sys, torch
-if "{rich}" == "no":
-    sys.modules["rich"] = sys.modules["rich.console"] = None
-import gradcomp
-net = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-assert "rich" not in sys.modules or "{rich}" == "no"
-choice = gradcomp.onebit_sgd.find_batch_size(
-    lambda size, samples: [size / 1000] * 4,
-    model=net, optimizer=optimizer, samples=2048, current=256, progress={progress}
-)
-print(choice)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rich", "progress", "shown"), [("yes", True, True), ("no", True, False), ("yes", False, False)]
-)
-def test_a_table_is_shown_where_rich_is(rich, progress, shown):
-    script = SHOWN.format(rich=rich, progress=progress)
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ("minibatch 128" in out.stderr) == shown
-    assert ("criterion" in out.stderr) == shown
-    assert "minibatch 128: the largest within 1 % of the best" in out.stdout
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_is_a_line_for_each_trial_on_stderr(capsys, progress):
+    losses = {s: [s / 1000] * 4 for s in SIZES}
+    search(losses, progress=progress)
+    out, err = capsys.readouterr()
+    assert [line.split(" in ")[0] for line in err.splitlines()] == [
+        f"minibatch {s}: criterion {s / 1000:g}, 4 steps" for s in SIZES if progress
+    ]
+    assert not out
 
 
 def test_the_table_in_plain_text():

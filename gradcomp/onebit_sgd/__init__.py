@@ -1,18 +1,16 @@
-"""The 1-bit SGD system of 2014: AdaGrad on the aggregate, double buffering, minibatch size, warm
-start.
+"""The 1-bit SGD system of 2014: AdaGrad in the exchange, double buffering, minibatch size.
 
 References:
     Seide, Fu, Droppo, Li, Yu 2014, "1-bit stochastic gradient descent and its application to
     data-parallel distributed training of speech DNNs", Interspeech.
 """
 
+from typing import NoReturn
+
 from gradcomp.onebit_sgd.adagrad import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
-from gradcomp.onebit_sgd.batch_size import find_batch_size
-from gradcomp.onebit_sgd.choice import BatchSizeChoice, BatchSizeTrial
-from gradcomp.onebit_sgd.comparison import OverlapComparison
+from gradcomp.onebit_sgd.batch_size import BatchSizeChoice, BatchSizeTrial, find_batch_size
 from gradcomp.onebit_sgd.double_buffer import DoubleBuffer
-from gradcomp.onebit_sgd.report import OverlapReport
-from gradcomp.onebit_sgd.warm_start import warm_start_steps
+from gradcomp.onebit_sgd.report import OverlapComparison, OverlapReport
 
 __all__ = [
     "AggregateAdagrad",
@@ -24,5 +22,12 @@ __all__ = [
     "OverlapComparison",
     "OverlapReport",
     "find_batch_size",
-    "warm_start_steps",
 ]
+
+
+def warm_start_steps(*arguments: object, **options: object) -> NoReturn:
+    """Raise RuntimeError: it was one division, which a script writes itself."""
+    raise RuntimeError(
+        "gradcomp.onebit_sgd.warm_start_steps was removed: write"
+        " start_step=math.ceil(samples / samples_per_exchange)"
+    )

@@ -1,14 +1,15 @@
-"""AdaGrad in the three places that the 1-bit SGD paper tried: before encoding, on the aggregate,
-after momentum.
+"""AdaGrad in the three places of the 1-bit SGD paper: before encoding, on the aggregate, after
+momentum.
 
 AdaGrad (Duchi, Hazan, Singer 2011) divides every gradient by the root of the sum of its squares so
 far:
 
     s' = s + g * g,    g' = g / (sqrt(s') + eps)
 
-in float32, each operation rounded on its own, so that the result is the same on every machine. On
-the aggregate, before it is encoded again, was best (Seide et al. 2014, section 3.3): it sees what
-all ranks mean together, codes and all, and every rank holds the sums of its own share only.
+in float32, each operation rounded on its own, so that the result is the same on every machine. The
+aggregate, before it is encoded again, was the best place (Seide et al. 2014, section 3.3): it is
+the mean of all ranks, with the errors of their codes, and every rank holds the sums of its own
+share only.
 
 References:
     Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent", Interspeech 2014.
@@ -45,13 +46,9 @@ class _Adagrad(Transform):
         self.initial = _check("initial_accumulator_value", initial_accumulator_value)
 
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
-        g, total = values.numpy(), new.numpy()
-        with np.errstate(all="ignore"):
-            np.multiply(g, g, out=total)
-            np.add(old.numpy(), total, out=total)
-            root = np.sqrt(total)
-            np.add(root, np.float32(self.eps), out=root)
-            np.divide(g, root, out=g)
+        torch.mul(values, values, out=new)
+        root = np.sqrt(new.add_(old).numpy())  # torch's own (MKL) rounds some roots wrongly
+        values.div_(torch.from_numpy(root).add_(self.eps))
 
     def options(self) -> dict[str, object]:
         return {"eps": self.eps, "initial_accumulator_value": self.initial}
@@ -62,15 +59,15 @@ class _Adagrad(Transform):
 
 
 class AggregateAdagrad(_Adagrad):
-    """AdaGrad where the mean of a piece is owned, between the sum and the second encoding.
+    """AdaGrad on the mean of all ranks, at its owner, between the sum and the second encoding.
 
     For ``transform=`` of `gradcomp.ddp.register`, `gradcomp.GradientAverager` and `DoubleBuffer`,
-    with any codec and a plain SGD behind it, whose learning rate is then that of AdaGrad. It forces
+    with any codec, and a plain SGD whose learning rate is then that of AdaGrad. It requires
     ``exchange="reduce_scatter"``.
 
     Args:
         eps: added to the root.
-        initial_accumulator_value: of the sum of squares.
+        initial_accumulator_value: the sum of squares before the first gradient.
 
     Raises:
         ValueError: an argument out of its range.
@@ -80,10 +77,9 @@ class AggregateAdagrad(_Adagrad):
 
 
 class LocalAdagrad(_Adagrad):
-    """AdaGrad on each rank's own gradients, before they are encoded; arguments as of
-    `AggregateAdagrad`.
+    """AdaGrad on each rank's own gradients, before they are encoded; the same arguments.
 
-    Sums differ from rank to rank, and each rank holds those of the whole model.
+    Every rank has sums of its own, for the whole model.
     """
 
     place = "local"
@@ -97,10 +93,10 @@ class MomentumAdagrad(torch.optim.Optimizer):
     Args:
         params: iterable of parameters, or of dictionaries with groups of them.
         lr: learning rate.
-        momentum: share of the smoothed gradient that stays, at least 0 and below 1.
-        weight_decay: times the weight is added to the gradient.
+        momentum: factor of the smoothed gradient, at least 0 and below 1.
+        weight_decay: the gradient gets this times the weight.
         eps: added to the root.
-        initial_accumulator_value: of the sum of squares.
+        initial_accumulator_value: the sum of squares before the first gradient.
 
     Raises:
         ValueError: an argument out of its range; float16 parameters.
@@ -118,14 +114,13 @@ class MomentumAdagrad(torch.optim.Optimizer):
     ) -> None:
         if not _check("momentum", momentum) < 1:
             raise ValueError(f"momentum must be below 1, got {momentum!r}")
+        initial = _check("initial_accumulator_value", initial_accumulator_value)
         defaults = {
             "lr": _check("lr", lr),
             "momentum": float(momentum),
             "weight_decay": _check("weight_decay", weight_decay),
             "eps": _check("eps", eps, positive=True),
-            "initial_accumulator_value": _check(
-                "initial_accumulator_value", initial_accumulator_value
-            ),
+            "initial_accumulator_value": initial,
         }
         super().__init__(params, defaults)
 
@@ -145,38 +140,35 @@ class MomentumAdagrad(torch.optim.Optimizer):
         Raises:
             ValueError: a sparse gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(p, group)
+                    self._update(p, p.grad, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would bring sums to the parameters' dtype: they stay float32."""
+        """As torch's, which would cast momentum and sums to the parameters' dtype: they stay
+        float32.
+        """
         super().load_state_dict(state_dict)
-        saved = state_dict["state"]
+        parameters = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, p in zip(
-            indices, (p for group in self.param_groups for p in group["params"]), strict=True
-        ):
-            for name, value in saved.get(index, {}).items():
+        for index, p in zip(indices, parameters, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
                 self.state[p][name] = value.to(torch.float32, copy=True)
 
-    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
-        assert p.grad is not None
-        if p.grad.is_sparse:
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if grad.is_sparse:
             raise ValueError("MomentumAdagrad takes no sparse gradients")
-        grad = p.grad.add(p, alpha=group["weight_decay"]) if group["weight_decay"] else p.grad
+        if group["weight_decay"]:
+            grad = grad.add(p, alpha=group["weight_decay"])
         state = self.state[p]
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32)
-            state["sum"] = torch.full_like(
-                p, group["initial_accumulator_value"], dtype=torch.float32
-            )
+            initial, kind = group["initial_accumulator_value"], torch.float32
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=kind)
+            state["sum"] = torch.full_like(p, initial, dtype=kind)
         smoothed = state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
         root = state["sum"].addcmul_(smoothed, smoothed).sqrt().add_(group["eps"])
         p.addcdiv_(smoothed, root, value=-group["lr"])

@@ -1,5 +1,4 @@
-"""Find the largest minibatch that does not hurt training, by trying several on the data that comes
-next.
+"""Find the largest minibatch that does not hurt training: try several on the data that comes next.
 
 References:
     Seide et al. 2014, "1-bit stochastic gradient descent": every 24 h of data, several sizes are
@@ -12,9 +11,10 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,15 +24,75 @@ from gradcomp.comm.base import Channel, Communicator
 from gradcomp.engine.agree import agree_on_words
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import gather
-from gradcomp.onebit_sgd.choice import BatchSizeChoice, BatchSizeTrial
-from gradcomp.onebit_sgd.progress import Progress
 from gradcomp.onebit_sgd.rollback import Checkpoint
 
+Train = Callable[[int, int], Iterable[float | Tensor]]
 _RESULT = struct.Struct("<dqd")  # sum of losses, steps, seconds
+_HEADING = ("", "minibatch", "criterion", "of best", "lr factor", "steps", "seconds")
+
+
+@dataclass(frozen=True)
+class BatchSizeTrial:
+    """One size that was tried.
+
+    Attributes:
+        minibatch: samples of all ranks together.
+        criterion: mean training loss over the trial and the ranks; NaN if any loss was NaN or Inf.
+        lr_factor: the trial's learning rates, relative to those before.
+        steps: of the rank that made most.
+        seconds: of the slowest rank.
+    """
+
+    minibatch: int
+    criterion: float
+    lr_factor: float
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BatchSizeChoice:
+    """What `find_batch_size` returns.
+
+    Attributes:
+        minibatch: the choice, samples of all ranks together.
+        trials: all of them, by rising minibatch.
+        margin: the argument of that name.
+    """
+
+    minibatch: int
+    trials: tuple[BatchSizeTrial, ...]
+    margin: float
+
+    @property
+    def trial(self) -> BatchSizeTrial:
+        """The trial of the choice."""
+        return next(t for t in self.trials if t.minibatch == self.minibatch)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the heading and the rows of a table; the row of the choice begins with ``*``."""
+        best = min((t.criterion for t in self.trials if math.isfinite(t.criterion)), default=0.0)
+
+        def row(t: BatchSizeTrial) -> tuple[str, ...]:
+            known = best and math.isfinite(t.criterion)
+            more = f"{100 * (t.criterion - best) / abs(best):+.2f} %" if known else "-"
+            mark = "*" if t.minibatch == self.minibatch else ""
+            numbers = f"{t.lr_factor:.3f}", str(t.steps), f"{t.seconds:.1f}"
+            return mark, str(t.minibatch), f"{t.criterion:.6g}", more, *numbers
+
+        return [_HEADING, *map(row, self.trials)]
+
+    def __str__(self) -> str:
+        """Return the table."""
+        rows = self.rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        within = f"the largest within {100 * self.margin:g} % of the best"
+        return "\n".join([*lines, f"minibatch {self.minibatch}: {within}"])
 
 
 def find_batch_size(
-    train: Callable[[int, int], Iterable[float | Tensor]],
+    train: Train,
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -51,21 +111,22 @@ def find_batch_size(
     timeout_s: float = 300.0,
 ) -> BatchSizeChoice:
     """Try minibatch sizes around `current`, each from where training stands, and return the largest
-    that trains as well.
+    that trains as well. Collective: every rank calls it with the same arguments and gets the same
+    choice.
 
     Every trial trains on the same `samples` samples and is rolled back afterwards, bit for bit:
-    parameters, buffers, optimizer, `state`, random numbers. Its criterion is the mean of all losses
-    that `train` yielded, each step's weighing the same, first within a rank, then over the ranks in
-    rank order, in float64. Chosen is the largest minibatch whose criterion is at most the best
-    one's plus `margin` times its size; one with NaN or Inf, on any rank, is out. Collective: every
-    rank calls it with the same arguments and gets the same choice::
+    parameters, buffers, optimizer, `state`, random numbers. Its criterion is the mean of the losses
+    that `train` yielded, first within a rank, then over the ranks in rank order, in float64. The
+    choice is the largest minibatch whose criterion is at most the best one's plus `margin` times
+    its absolute value. A size with a loss of NaN or Inf, on any rank, is never chosen::
 
         def train(minibatch, samples):
             for inputs, targets in batches(samples, minibatch // world_size):
                 yield buffer.step(loss_fn, inputs, targets)
 
-        choice = find_batch_size(train, model=model, optimizer=optimizer, state=buffer,
-        samples=50_000, current=256)
+        choice = find_batch_size(
+            train, model=model, optimizer=optimizer, state=buffer, samples=50_000, current=256
+        )
 
     Args:
         train: called with a minibatch (of all ranks together) and `samples`; trains on that share
@@ -74,29 +135,28 @@ def find_batch_size(
         optimizer: of its parameters, torch's or split.
         samples: of all ranks together, in each trial: at least 2 of the largest minibatch.
         current: the minibatch now, of all ranks together.
-        state: what else is to be rolled back, one object or a sequence, with ``state_dict()`` and
+        state: what else is rolled back, one object or a sequence, with ``state_dict()`` and
             ``load_state_dict``: `CompressionState`, `GradientAverager`, `DoubleBuffer`, a scaler, a
             scheduler that `train` steps.
         comm: the ranks; torch.distributed's default group when None, or one rank where it is not
-            initialised. No exchange may be under way on it outside `train`. Left open.
+            initialised. No exchange may be under way on it outside `train`. It is not closed.
         smallest, largest: bounds of the sizes tried; None: those of `factor`.
-        multiple: sizes but `current` are multiples of it, and of the number of ranks.
-        step: between one size and the next.
-        factor: the largest change from `current`, either way.
-        margin: what a criterion may be worse than the best, relative to it.
+        multiple: sizes other than `current` are multiples of it, and of the number of ranks.
+        step: ratio of one size to the size before.
+        factor: the largest change from `current`, up or down.
+        margin: by how much a criterion may exceed the best, relative to it.
         per_sample_lr: keep the learning rate per sample, for losses that are means: every group's
             ``lr`` is multiplied by minibatch / `current` in a trial, and in the end for the choice.
             False: leave learning rates alone.
-        progress: show a bar, and the table at the end, on stderr of rank 0 (needs rich; quiet
-            without).
-        timeout_s: seconds after which a silent peer is given up.
+        progress: print a line for each trial, on stderr of rank 0.
+        timeout_s: seconds to wait for another rank.
 
     Returns:
-        What was chosen, and every trial. Nothing has changed but the learning rates, counters of
+        The choice, and every trial. Nothing has changed except the learning rates, counters of
         bytes and seconds, and gradients, which are None.
 
     Raises:
-        ValueError: an argument out of its range; `samples` too few; no size within the bounds; a
+        ValueError: an argument out of its range; too few `samples`; no size within the bounds; a
             `train` that yields nothing on some rank. On every rank.
         PeerMismatch: ranks called with different arguments, on every rank.
         GradcompError: every trial had NaN or Inf, on every rank.
@@ -104,48 +164,45 @@ def find_batch_size(
         Exception: what `train` raises, after rolling back.
     """
     own = comm if comm is not None else _default()
-    numbers: dict[str, object] = {
-        "samples": samples,
-        "current": current,
-        "smallest": smallest,
-        "largest": largest,
-        "multiple": multiple,
-    }
-    numbers |= {"step": step, "factor": factor, "margin": margin, "per_sample_lr": per_sample_lr}
-    agree_on_words(
-        own, numbers, timeout_s, "batch_size", called="find_batch_size", channel=Channel.CONTROL
-    )
-    _check(samples, current, smallest, largest, multiple, step, factor, margin)
+    whole = {"samples": samples, "current": current, "multiple": multiple}
+    bounds = {"smallest": smallest, "largest": largest}
+    numbers = {"step": step, "factor": factor, "margin": margin}
+    words = {**whole, **bounds, **numbers, "per_sample_lr": per_sample_lr}
+    called, channel = "find_batch_size", Channel.CONTROL
+    agree_on_words(own, words, timeout_s, "batch_size", called=called, channel=channel)
+    for name, value in (whole | {k: v for k, v in bounds.items() if v is not None}).items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    for (name, number), least in zip(numbers.items(), (1.01, 1.0, 0.0), strict=True):
+        known = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not known or not least <= number <= 1e3:
+            raise ValueError(f"{name} must be a number from {least:g} to 1000, got {number!r}")
     sizes = candidates(current, own.world_size, smallest, largest, multiple, step, factor)
     if samples < 2 * sizes[-1]:
         raise ValueError(
             f"samples={samples} are too few: 2 steps of the largest minibatch to be tried,"
             f" {sizes[-1]}, take {2 * sizes[-1]}"
         )
-    others: Sequence[Any] = (
-        state if isinstance(state, (list, tuple)) else [] if state is None else [state]
-    )
+    others = state if isinstance(state, (list, tuple)) else [] if state is None else [state]
     checkpoint = Checkpoint(model, optimizer, others)
     trials = []
-    with Progress(sizes, samples, shown=progress and own.rank == 0) as bar:
-        for size in sizes:
-            scale = size / current if per_sample_lr else 1.0
+    for size in sizes:
+        scale = size / current if per_sample_lr else 1.0
+        with checkpoint:
             _scale_lr(optimizer, scale)
             begun = time.perf_counter()
-            try:
-                total, steps = _run(train, size, samples, bar)
-            except BaseException:
-                with suppress(
-                    GradcompError
-                ):  # what ended the trial may have ended an exchange: that is told already
-                    checkpoint.restore()
-                raise
-            checkpoint.restore()
-            trials.append(
-                _merge(own, size, scale, (total, steps, time.perf_counter() - begun), timeout_s)
+            total, steps = _run(train, size, samples)
+            seconds = time.perf_counter() - begun
+        mine = _RESULT.pack(total, steps, seconds)
+        found = gather(own, mine, "batch_size", timeout_s, called=called)
+        trials.append(_merge(size, scale, [_RESULT.unpack(data) for data in found]))
+        if progress and own.rank == 0:
+            print(
+                f"minibatch {size}: criterion {trials[-1].criterion:.6g}, {trials[-1].steps} steps"
+                f" in {trials[-1].seconds:.1f} s",
+                file=sys.stderr,
             )
-        choice = BatchSizeChoice(_choose(trials, margin), tuple(trials), margin)
-        bar.table(choice)
+    choice = BatchSizeChoice(_choose(trials, margin), tuple(trials), margin)
     _scale_lr(optimizer, choice.trial.lr_factor)
     return choice
 
@@ -179,62 +236,22 @@ def candidates(
     return found
 
 
-def _check(
-    samples: int,
-    current: int,
-    smallest: int | None,
-    largest: int | None,
-    multiple: int,
-    step: float,
-    factor: float,
-    margin: float,
-) -> None:
-    """Raise ValueError for an argument out of its range."""
-    optional = {"smallest": smallest, "largest": largest}
-    whole = {"samples": samples, "current": current, "multiple": multiple}
-    whole |= {k: v for k, v in optional.items() if v is not None}
-    for name, value in whole.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    for name, number, least, most in (
-        ("step", step, 1.0, 1e3),
-        ("factor", factor, 1.0, 1e3),
-        ("margin", margin, 0.0, 1e3),
-    ):
-        right = (
-            isinstance(number, (int, float))
-            and not isinstance(number, bool)
-            and least <= number <= most
-        )
-        if not right or (name == "step" and number < 1.01):
-            least = 1.01 if name == "step" else least
-            raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {number!r}")
-
-
 def _default() -> Communicator:
-    """Return the default group's communicator, or a rank of its own."""
+    """Return the default group's communicator, or one of a single rank."""
+    from gradcomp.comm.local import LocalCommunicator
     from gradcomp.comm.torchdist import default_communicator, is_initialized
 
-    if is_initialized():
-        return default_communicator()
-    from gradcomp.comm.local import LocalCommunicator
-
-    return LocalCommunicator.group(1)[0]
+    return default_communicator() if is_initialized() else LocalCommunicator.group(1)[0]
 
 
 def _scale_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:
     """Multiply every group's learning rate, tensors in place."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            with torch.no_grad():
-                group["lr"].mul_(scale)
-        else:
-            group["lr"] = group["lr"] * scale
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            group["lr"] *= scale
 
 
-def _run(
-    train: Callable[[int, int], Iterable[float | Tensor]], size: int, samples: int, bar: Progress
-) -> tuple[float, int]:
+def _run(train: Train, size: int, samples: int) -> tuple[float, int]:
     """Run one trial; return the sum of its losses and its steps."""
     total, steps, losses = 0.0, 0, train(size, samples)
     if not isinstance(losses, Iterable):
@@ -243,31 +260,21 @@ def _run(
         for loss in losses:
             total += float(loss.detach() if isinstance(loss, Tensor) else loss)
             steps += 1
-            bar.show(size, steps * size)
-    finally:
-        close = getattr(losses, "close", None)
-        if close is not None:
-            close()  # a generator's own clean-up belongs before the roll-back
+    finally:  # a generator's own clean-up belongs before the roll-back
+        getattr(losses, "close", lambda: None)()
     return total, steps
 
 
-def _merge(
-    comm: Communicator, size: int, scale: float, mine: tuple[float, int, float], timeout_s: float
-) -> BatchSizeTrial:
-    """Return what all ranks saw in a trial: the same on each."""
-    found = gather(comm, _RESULT.pack(*mine), "batch_size", timeout_s, called="find_batch_size")
-    everyone = [_RESULT.unpack(data) for data in found]
-    for rank, (_, steps, _) in enumerate(everyone):
+def _merge(size: int, scale: float, everyone: Sequence[tuple[Any, ...]]) -> BatchSizeTrial:
+    """Return the trial from the sum of losses, steps and seconds of every rank."""
+    criterion = 0.0
+    for rank, (total, steps, _) in enumerate(everyone):
         if not steps:
             raise ValueError(f"train({size}, ...) yielded no loss on rank {rank}")
-    criterion = 0.0
-    for total, steps, _ in everyone:
         criterion += total / steps
-    criterion /= comm.world_size
-    steps, seconds = max(e[1] for e in everyone), max(e[2] for e in everyone)
-    return BatchSizeTrial(
-        size, criterion if math.isfinite(criterion) else math.nan, scale, steps, seconds
-    )
+    criterion = criterion / len(everyone) if math.isfinite(criterion) else math.nan
+    _, steps, seconds = map(max, zip(*everyone, strict=True))
+    return BatchSizeTrial(size, criterion, scale, steps, seconds)
 
 
 def _choose(trials: Sequence[BatchSizeTrial], margin: float) -> int:

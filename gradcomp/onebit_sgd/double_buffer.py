@@ -13,26 +13,23 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.averager import GradientAverager, torch_communicator
+from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
-from gradcomp.engine.buckets import check_optimizer
 from gradcomp.engine.options import Changes, Options, spell_out
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, peers_answer
 from gradcomp.exchange.agree import gather
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.momentum import Momentum
-from gradcomp.onebit_sgd.comparison import OverlapComparison, time_both
 from gradcomp.onebit_sgd.groups import apply_options, read_options
 from gradcomp.onebit_sgd.halves import cut
-from gradcomp.onebit_sgd.report import OverlapReport
+from gradcomp.onebit_sgd.report import OverlapComparison, OverlapReport
 from gradcomp.onebit_sgd.rollback import Checkpoint
 
 if TYPE_CHECKING:
@@ -40,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gradcomp")
 STATE_VERSION = 1
+# of each way that `compare` times, in turns: the faster one counts, since other programs only ever
+# slow one down
+ROUNDS = 2
 
 
 class DoubleBuffer:
@@ -101,36 +101,30 @@ class DoubleBuffer:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(model, DistributedDataParallel):
             raise TypeError(
-                "DoubleBuffer averages gradients itself: pass the module that DDP wraps,"
-                " model.module"
+                "DoubleBuffer averages gradients itself: pass the module inside DDP, model.module"
             )
         if not isinstance(whole_steps, bool):
             raise ValueError(f"whole_steps must be True or False, got {whole_steps!r}")  # noqa: TRY004
         options = Options.of(options, **changes)
         if options.grad_scaler is not None:
             raise ValueError(
-                "grad_scaler: averages come back under another loss scale than they left; use"
-                " bfloat16"
+                "grad_scaler: the loss scale may change before an average is applied; use bfloat16"
             )
-        named = list(model.named_parameters())
-        check_optimizer(optimizer, [p for _, p in named])
         if isinstance(getattr(optimizer, "transform", None), Momentum):
-            name = type(optimizer).__name__
             raise ValueError(  # noqa: TRY004
-                f"DoubleBuffer averages one step late, and the momentum of {name} does not wait"
+                "DoubleBuffer averages one step late, and the momentum of"
+                f" {type(optimizer).__name__} does not wait"
             )
         self._model, self._optimizer, self._whole_steps = model, optimizer, whole_steps
-        own = comm if comm is not None else torch_communicator(options.timeout_s)
-        self._timeout_s = options.timeout_s or own.timeout_s
-        try:
-            self._averager = GradientAverager(
-                named, codec, own, options, bucket_cap_mb=bucket_cap_mb, optimizer=optimizer
-            )
-        except BaseException:
-            if comm is None:
-                own.close()
-            raise
-        self._comm = own
+        self._averager = GradientAverager(
+            model.named_parameters(),
+            codec,
+            comm,
+            options,
+            bucket_cap_mb=bucket_cap_mb,
+            optimizer=optimizer,
+        )
+        self._engine = self._averager._engine
         self._stepping = self._failed = self._closed = False
         self._sent: list[dict[str, Any]] = []  # the groups' options of the exchange under way
         self._minibatches = 0
@@ -140,12 +134,11 @@ class DoubleBuffer:
         except BaseException:
             self._averager.close()
             raise
-        if own.rank == 0:
+        if self._engine.comm.rank == 0:
             logger.info(self.describe())
         self._hook = model.register_forward_pre_hook(_DrainBeforeEvaluation(self))
 
-    # ---- training
-    # ----------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def step(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
         """Train on one minibatch. Collective: every rank calls it, or `skip`, as often.
@@ -170,15 +163,11 @@ class DoubleBuffer:
         """
         self._check_open()
         if not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn must be a function of a half minibatch, got {type(loss_fn).__name__}"
-            )
+            raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
         halves, shares = ([batch], [1.0]) if self._whole_steps else cut(batch)
         self._stepping = True
         try:
-            losses = [
-                self._half(loss_fn, half, share) for half, share in zip(halves, shares, strict=True)
-            ]
+            losses = [self._half(loss_fn, *each) for each in zip(halves, shares, strict=True)]
         finally:
             self._stepping = False
         self._minibatches += 1
@@ -212,7 +201,8 @@ class DoubleBuffer:
             raise ValueError(f"count must be an integer of at least 0, got {count!r}")
         self.drain()
         mine = struct.pack("<q", count)
-        everyone = gather(self._comm, mine, "most", self._timeout_s, called="most()")
+        comm, timeout_s = self._engine.comm, self._engine.timeout_s
+        everyone = gather(comm, mine, "most", timeout_s, called="most()")
         return int(max(struct.unpack("<q", data)[0] for data in everyone))
 
     def drain(self) -> bool:
@@ -229,20 +219,19 @@ class DoubleBuffer:
                 self._update(self._sent)
         return handed
 
-    # ---- what it has cost, checkpoints, checks
-    # -----------------------------------------------------------------------
+    # ---- what it has cost, checkpoints, checks ---------------------------------------------------
 
     def report(self) -> OverlapReport:
-        """Return how much of the exchanges was hidden so far, and whether that pays."""
-        rotation = self._averager.rotation
+        """Return the seconds of this rank's exchanges, updates and computing so far."""
+        exchanges, exchange_s, waited_s, codec_s, copy_s = self._counters()
         return OverlapReport(
             whole_steps=self._whole_steps,
             minibatches=self._minibatches,
-            exchanges=rotation.exchanges if rotation else 0,
-            exchange_s=rotation.exchange_s if rotation else 0.0,
-            waited_s=rotation.waited_s if rotation else 0.0,
-            codec_s=rotation.codec_s if rotation else 0.0,
-            update_s=self._update_s + (rotation.copy_s if rotation else 0.0),
+            exchanges=exchanges,
+            exchange_s=exchange_s,
+            waited_s=waited_s,
+            codec_s=codec_s,
+            update_s=self._update_s + copy_s,
             compute_s=self._compute_s,
         )
 
@@ -252,10 +241,9 @@ class DoubleBuffer:
         """Time minibatches like this one with double buffering and without, and put everything
         back. Collective.
 
-        What `report` computes from its parts, this measures whole: halves that compute less
-        efficiently and codecs that take computing's cores are in it. It takes the time of some ``4
-        * steps`` minibatches and memory for one more copy of weights and state; `stats` counts its
-        exchanges, `report` does not. Before `start_step` exchanges are fp32.
+        It takes the time of about ``4 * steps`` minibatches, and memory for one more copy of
+        weights and state. `stats` counts its exchanges, `report` does not. Before `start_step`
+        exchanges are fp32.
 
         Args:
             loss_fn, batch: as of `step`.
@@ -276,16 +264,28 @@ class DoubleBuffer:
             self._guarded(self._averager.average)
             self._optimizer.step()
 
-        rotation = self._averager.rotation
-        counted = rotation.counters() if rotation else (0, 0.0, 0.0, 0.0, 0.0)
+        counted, best = self._counters(), [float("inf"), float("inf")]
         own = self._minibatches, self._update_s, self._compute_s
         try:
-            step, comm = lambda: self.step(loss_fn, *batch), self._comm
-            return time_both(plain, step, self.drain, checkpoint, steps, comm, self._timeout_s)
+            with checkpoint:
+                plain()  # buffers are made
+                self.step(loss_fn, *batch)
+                self.drain()
+                for way in (0, 1) * ROUNDS:
+                    begun = time.perf_counter()
+                    for _ in range(steps):
+                        self.step(loss_fn, *batch) if way else plain()
+                    self.drain()
+                    best[way] = min(best[way], (time.perf_counter() - begun) / steps)
         finally:
             self._minibatches, self._update_s, self._compute_s = own
             if self._averager.rotation is not None:
                 self._averager.rotation.set_counters(counted)
+        mine, comm = struct.pack("<dd", *best), self._engine.comm
+        with peers_answer("compare", called="compare()"):
+            everyone = comm.all_gather_bytes(mine, self._engine.timeout_s)
+        pairs = [struct.unpack("<dd", theirs) for theirs in everyone]
+        return OverlapComparison(max(p for p, _ in pairs), max(o for _, o in pairs))
 
     @property
     def minibatches(self) -> int:
@@ -296,10 +296,8 @@ class DoubleBuffer:
         """Return one line: what is compressed, the exchange, the expected ratio, and what is
         double-buffered.
         """
-        return (
-            f"{self._averager.describe()}; {'whole steps' if self._whole_steps else 'halves'} are"
-            " double-buffered"
-        )
+        parts = "whole steps" if self._whole_steps else "halves"
+        return f"{self._averager.describe()}; {parts} are double-buffered"
 
     @property
     def stats(self) -> Stats:
@@ -333,29 +331,19 @@ class DoubleBuffer:
             ValueError: a state of another version, rank, world size, codec or model, or of whole
                 steps where these are halves; nothing is changed then.
         """
-        states = (
-            [state]
-            if isinstance(state, dict)
-            else list(state)
-            if isinstance(state, Sequence)
-            else [state]
-        )
+        states = list(state) if isinstance(state, Sequence) else [state]
         for one in states:
-            if (
-                not isinstance(one, dict)
-                or one.get("version") != STATE_VERSION
-                or "averager" not in one
-            ):
+            known = isinstance(one, dict) and one.get("version") == STATE_VERSION
+            if not known or "averager" not in one:
                 raise ValueError("this state is not from DoubleBuffer.state_dict()")
-            if one.get("whole_steps") is not self._whole_steps:
+            theirs = one.get("whole_steps")
+            if theirs is not self._whole_steps:
                 raise ValueError(
-                    f"this state has whole_steps {one.get('whole_steps')!r}, {self._whole_steps!r}"
-                    " expected"
+                    f"this state has whole_steps {theirs!r}, {self._whole_steps!r} expected"
                 )
         inner = [one["averager"] for one in states]
-        self._guarded(
-            lambda: self._averager.load_state_dict(inner[0] if isinstance(state, dict) else inner)
-        )
+        given = inner[0] if isinstance(state, dict) else inner
+        self._guarded(lambda: self._averager.load_state_dict(given))
 
     def check_replicas(self) -> None:
         """Drain, and compare the parameters' bits over all ranks; PeerMismatch names the first
@@ -371,22 +359,25 @@ class DoubleBuffer:
             PeerMismatch, PeerLost, CorruptPayload: the last exchange failed; everything is closed
                 nevertheless.
         """
-        self._close(drain=True)
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self._failed:
+                self.drain()
+        finally:
+            self._hook.remove()
+            self._averager.close()
 
     def __enter__(self) -> DoubleBuffer:  # noqa: PYI034 - Self is of Python 3.11
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close; after an exception without draining: peers may not answer any more."""
-        self._close(drain=kind is None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; after an exception without draining: other ranks may not answer any more."""
+        self._failed |= kind is not None
+        self.close()
 
-    # ---- parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     def _half(self, loss_fn: Callable[..., Tensor], half: tuple[Any, ...], share: float) -> Tensor:
         """Compute one half's gradients, send them off, apply those of the half before; return
@@ -399,8 +390,7 @@ class DoubleBuffer:
             raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
         if loss.numel() != 1:
             raise ValueError(
-                "loss_fn must return the mean over its samples, one number, got shape"
-                f" {tuple(loss.shape)}"
+                f"loss_fn must return the mean over its samples, got shape {tuple(loss.shape)}"
             )
         weighted = loss.reshape(()) * share
         weighted.backward()  # type: ignore[no-untyped-call]
@@ -433,35 +423,25 @@ class DoubleBuffer:
         if self._closed:
             raise RuntimeError("gradcomp: this buffer is closed")
 
-    def _evaluate(self) -> None:
-        """Drain before a forward of a model that is being evaluated, unless that is part of a
-        step.
-        """
-        if not self._stepping and not self._failed and not self._closed:
-            self.drain()
-
-    def _close(self, *, drain: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            if drain and not self._failed:
-                self.drain()
-        finally:
-            self._hook.remove()
-            self._averager.close()
+    def _counters(self) -> tuple[Any, ...]:
+        rotation = self._averager.rotation
+        return rotation.counters() if rotation is not None else (0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _DrainBeforeEvaluation:
-    """A forward pre-hook; a copy of the model, or one that was saved, has one that does nothing."""
+    """A forward pre-hook that drains if the model is evaluated outside of a step. That of a copied
+    or saved model does nothing.
+    """
 
     def __init__(self, buffer: DoubleBuffer | None = None) -> None:
-        self._buffer = weakref.ref(buffer) if buffer is not None else None
+        self._buffer = weakref.ref(buffer) if buffer is not None else lambda: None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        buffer = self._buffer() if self._buffer is not None else None
-        if buffer is not None and not module.training:
-            buffer._evaluate()
+        buffer = self._buffer()
+        if buffer is None or module.training:
+            return
+        if not (buffer._stepping or buffer._failed or buffer._closed):
+            buffer.drain()
 
     def __reduce__(self) -> tuple[type[_DrainBeforeEvaluation], tuple[()]]:
         return type(self), ()

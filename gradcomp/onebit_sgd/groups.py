@@ -10,66 +10,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Options = list[dict[str, Any]]
 
-def read_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return copies of every group's options, parameters left out."""
+
+def read_options(optimizer: torch.optim.Optimizer) -> Options:
+    """Return copies of every group's options, without the parameters."""
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
 
 
-def write_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    """Set groups to options that `read_options` returned; tensors are written in place, options
-    made since go.
-    """
+def write_options(optimizer: torch.optim.Optimizer, options: Options) -> None:
+    """Set the groups to what `read_options` returned; options added since are deleted."""
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         for key in group.keys() - saved.keys() - {"params"}:
             del group[key]
         for key, value in saved.items():
-            there = group.get(key)
-            if (
-                isinstance(value, Tensor)
-                and isinstance(there, Tensor)
-                and there.shape == value.shape
-            ):
-                with torch.no_grad():
-                    there.copy_(value)
-            else:
-                group[key] = copy.deepcopy(value)
+            _set(group, key, value)
 
 
 @contextmanager
-def apply_options(
-    optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]
-) -> Iterator[None]:
-    """Have groups hold `options` inside; outside again what they hold now, but for what was
-    changed inside.
+def apply_options(optimizer: torch.optim.Optimizer, options: Options) -> Iterator[None]:
+    """Give the groups `options` inside, and what they have now afterwards, except for what a hook
+    of the step has changed. With another number of groups than then, change nothing.
     """
-    groups, now = optimizer.param_groups, read_options(optimizer)
-    if _same(now, options) or len(options) != len(groups):
-        yield
-        return
-    write_options(optimizer, options)
+    now = read_options(optimizer)
+    if len(options) == len(now):
+        write_options(optimizer, options)
     try:
         yield
     finally:
-        for group, before, used in zip(groups, now, options, strict=False):
+        for group, before, used in zip(optimizer.param_groups, now, options, strict=False):
             for key, value in before.items():
-                if key in group and key in used and not _same(group[key], used[key]):
-                    continue  # set by a hook of the step
-                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
+                if key not in group or key not in used or _same(group[key], used[key]):
+                    _set(group, key, value)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set one option; write to a tensor in place, since schedulers and graphs hold it."""
+    there = group.get(key)
+    if isinstance(value, Tensor) and isinstance(there, Tensor) and there.shape == value.shape:
+        with torch.no_grad():
+            there.copy_(value)
+    else:
+        group[key] = copy.deepcopy(value)
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two options, or groups of them, are equal."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)

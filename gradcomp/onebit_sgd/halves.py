@@ -2,70 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 
 def cut(batch: tuple[Any, ...]) -> tuple[list[tuple[Any, ...]], list[float]]:
-    """Return the two halves of a minibatch and each one's share of its samples; of an odd number
-    the first has one more.
+    """Return the two halves of a minibatch, and the share of its samples that each has.
 
     Args:
         batch: tensors whose first dimension counts samples, None, and tuples, lists and
-            dictionaries of these; halves are views of them.
+            dictionaries of these. Halves are views; of an odd number the first has one more.
 
     Raises:
-        ValueError: fewer than 2 samples, tensors that disagree on their number, a tensor without
-            dimensions, no tensor.
+        ValueError: fewer than 2 samples, tensors with different numbers of samples, a tensor
+            without dimensions, no tensor.
         TypeError: anything else in the minibatch.
     """
-    counts: set[int] = set()
-    _count(batch, counts)
-    if not counts:
+    shapes: list[tuple[int, ...]] = []
+    _visit(batch, lambda tensor: shapes.append(tuple(tensor.shape)))
+    if not shapes:
         raise ValueError("the minibatch holds no tensor: call step(loss_fn, *batch)")
-    if len(counts) != 1:
+    if () in shapes:
+        raise ValueError("a tensor of the minibatch has no dimension for samples: its shape is ()")
+    samples, *others = sorted({shape[0] for shape in shapes})
+    if others:
         raise ValueError(
-            f"the tensors of a minibatch hold equally many samples, got {sorted(counts)}"
+            "all tensors of a minibatch must have the same number of samples, got"
+            f" {[samples, *others]}"
         )
-    (samples,) = counts
     if samples < 2:
-        raise ValueError(f"a minibatch of {samples} samples has no two halves")
+        raise ValueError(f"a minibatch of {samples} samples cannot be cut into two halves")
     first = (samples + 1) // 2
-    halves = [_slice(batch, 0, first), _slice(batch, first, samples)]
+    halves = [_visit(batch, lambda t: t[:first]), _visit(batch, lambda t: t[first:])]
     return halves, [first / samples, (samples - first) / samples]
 
 
-def _count(part: Any, counts: set[int]) -> None:
-    """Collect the lengths of all tensors."""
+def _visit(part: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return the same containers with `function` of each tensor in its place."""
+    if part is None:
+        return None
     if isinstance(part, Tensor):
-        if part.dim() == 0:
-            raise ValueError(
-                "a tensor of a minibatch has no dimension that counts samples: its shape is ()"
-            )
-        counts.add(part.shape[0])
-    elif isinstance(part, dict):
-        for value in part.values():
-            _count(value, counts)
-    elif isinstance(part, (tuple, list)):
-        for value in part:
-            _count(value, counts)
-    elif part is not None:
+        return function(part)
+    if isinstance(part, dict):
+        return {key: _visit(value, function) for key, value in part.items()}
+    if not isinstance(part, (tuple, list)):
         raise TypeError(
             "a minibatch holds tensors, in tuples, lists and dictionaries, got"
             f" {type(part).__name__}"
         )
-
-
-def _slice(part: Any, first: int, last: int) -> Any:
-    """Return the samples from `first` to before `last`, in the same containers."""
-    if isinstance(part, Tensor):
-        return part[first:last]
-    if isinstance(part, dict):
-        return {key: _slice(value, first, last) for key, value in part.items()}
-    if part is None:
-        return None
-    sliced = [_slice(value, first, last) for value in part]
-    if isinstance(part, tuple):
-        return type(part)(*sliced) if hasattr(part, "_fields") else tuple(sliced)
-    return sliced
+    values = [_visit(value, function) for value in part]
+    if hasattr(part, "_fields"):
+        return type(part)(*values)
+    return tuple(values) if isinstance(part, tuple) else values
