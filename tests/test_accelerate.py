@@ -3,84 +3,51 @@ checkpoints, what is refused and said.
 """
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from _frameworks import (
+    become_a_run_of_one,
+    forget,
+    launched,
+    loader,
+    loss_of,
+    net,
+    plain,
+    run,
+    said,
+    same,
+    sgd,
+    split,
+    weights_of,
+)
 from _ranks import program
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradcomp
 from gradcomp import GradcompError, PeerMismatch, UnsupportedTensor
 
 pytestmark = pytest.mark.extras
 
-ROWS, BATCH = 48, 4  # samples, and a rank's share of a minibatch
 
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 1))
-
-
-def loader(rank, world):
-    draw = torch.Generator().manual_seed(5)
-    data = TensorDataset(
-        torch.randn(ROWS, 40, generator=draw), torch.randn(ROWS, 1, generator=draw)
-    )
-    return DataLoader(data, BATCH, sampler=DistributedSampler(data, world, rank, shuffle=False))
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def split(model):
-    return gradcomp.optim.SplitSGD(gradcomp.optim.split_parameters(model), lr=0.1, momentum=0.9)
-
-
-def forget():
-    """Let accelerate look for its ranks anew: it keeps what it found for the whole process."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def batches():
+    return loader(dist.get_rank(), dist.get_world_size(), shuffle=False)
 
 
 @contextlib.contextmanager
 def accelerator(**options):
-    """Yield an Accelerator of the ranks that are there already, as a launcher would have made
-    them.
-    """
-    import torch.distributed as dist
+    """Yield an Accelerator of the ranks that are there already."""
     from accelerate import Accelerator
 
-    place = {
-        "RANK": dist.get_rank(),
-        "LOCAL_RANK": dist.get_rank(),
-        "WORLD_SIZE": dist.get_world_size(),
-    }
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    forget()
-    try:
-        yield Accelerator(cpu=True, **options)
-    finally:
+    with launched(OMP_NUM_THREADS=1):
         forget()
-        for name in place:
-            os.environ.pop(name, None)
-
-
-def loss_of(model, x, y):
-    dtype = next(model.parameters()).dtype
-    return nn.functional.mse_loss(model(x.to(dtype)), y.to(dtype))
+        try:
+            yield Accelerator(cpu=True, **options)
+        finally:
+            forget()
 
 
 def epoch(accelerator, model, optimizer, data):
@@ -93,110 +60,75 @@ def epoch(accelerator, model, optimizer, data):
             optimizer.zero_grad()
 
 
-def plain(rank, world, codec, optimizer_of, accumulate):
-    """Return the weights of a torch loop with `gradcomp.ddp.register`."""
-    model = net()
-    optimizer = optimizer_of(model)
-    model = DistributedDataParallel(model)
-    state = gradcomp.ddp.register(model, codec)
-    for _ in range(2):
-        for number, (x, y) in enumerate(loader(rank, world)):
-            last = (number + 1) % accumulate == 0
-            with contextlib.nullcontext() if last else model.no_sync():
-                (loss_of(model, x, y) / accumulate).backward()
-            if last:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-    state.close()
-    return [p.detach().clone() for p in model.parameters()], state.stats.bytes_sent
-
-
-def compare_with_plain(codec, how, accumulate):
-    import torch.distributed as dist
-
+def compare_with_plain(codec, optimizer_of, accumulate):
     from gradcomp.integrations.accelerate import register
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    optimizer_of = {"sgd": sgd, "split": split}[how]
-    wanted, sent = plain(rank, world, codec, optimizer_of, accumulate)
-    dist.barrier()
+    wanted, theirs = plain(batches(), codec, optimizer_of, accumulate=accumulate, clip=0.5)
     with accelerator(gradient_accumulation_steps=accumulate) as own:
         model = net()
         model, optimizer = own.prepare(model, optimizer_of(model))
-        state = register(own, model, codec)
-        for _ in range(2):
-            epoch(own, model, optimizer, loader(rank, world))
-    assert state.stats.bytes_sent == sent > 0
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted, strict=True))
-    state.close()
+        with register(own, model, codec) as state:
+            for _ in range(2):
+                epoch(own, model, optimizer, batches())
+    assert state.stats.bytes_sent == theirs.stats.bytes_sent > 0
+    assert same(model, wanted)
 
 
 @pytest.mark.parametrize(
-    ("codec", "how", "accumulate"),
-    [("terngrad", "sgd", 1), ("onebit", "sgd", 3), ("onebit", "split", 1)],
+    ("codec", "optimizer_of", "accumulate"),
+    [("terngrad", sgd, 1), ("onebit", sgd, 3), ("onebit", split, 1)],
 )
-def test_weights_are_those_of_plain_ddp(gloo, codec, how, accumulate):
-    gloo(2, compare_with_plain, codec, how, accumulate)
+def test_weights_are_those_of_plain_ddp(gloo, codec, optimizer_of, accumulate):
+    gloo(2, compare_with_plain, codec, optimizer_of, accumulate)
 
 
 def resume(folder):
-    import torch.distributed as dist
-
     from gradcomp.integrations.accelerate import register
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
 
-    def run(codec, epochs, start="", save=""):
-        with accelerator() as own, warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+    def train(codec, epochs, start="", save=""):
+        with accelerator() as own, said() as warned:
             model = net()
             model, optimizer = own.prepare(model, sgd(model))
-            state = register(own, model, codec)
-            if start:
-                own.load_state(f"{folder}/{start}")
-            for _ in range(epochs):
-                epoch(own, model, optimizer, loader(rank, world))
-            if save:
-                own.save_state(f"{folder}/{save}")
-            state.close()
-        ours = [str(one.message) for one in said if "gradcomp" in str(one.message)]
-        return [p.detach().clone() for p in model.parameters()], state, ours
+            with register(own, model, codec) as state:
+                if start:
+                    own.load_state(f"{folder}/{start}")
+                for _ in range(epochs):
+                    epoch(own, model, optimizer, batches())
+                if save:
+                    own.save_state(f"{folder}/{save}")
+        dist.barrier()  # every rank writes its own file
+        return weights_of(model), state, warned
 
-    wanted = run("onebit", 4)[0]
-    run("onebit", 2, save="half")
-    dist.barrier()  # every rank writes its own file
-    assert sorted(file.name for file in Path(folder, "half").glob("gradcomp*")) == [
-        f"gradcomp-{n}-of-2.pt" for n in (0, 1)
-    ]
-    weights, state, said = run("onebit", 2, "half")
-    assert all(torch.equal(a, b) for a, b in zip(weights, wanted, strict=True)) and not said
+    wanted = train("onebit", 4)[0]
+    train("onebit", 2, save="half")
+    files = [f"gradcomp-{n}-of-2.pt" for n in (0, 1)]
+    assert sorted(file.name for file in Path(folder, "half").glob("gradcomp*")) == files
+    weights, state, warned = train("onebit", 2, "half")
+    assert same(weights, wanted) and not warned
     assert state.step == 24 and state.stats.steps == 12  # 6 steps an epoch
     with pytest.raises(ValueError, match="does not fit.*OneBit.*delete gradcomp-\\*.pt from"):
-        run("block4", 1, "half")
+        train("block4", 1, "half")
     dist.barrier()
+    theirs = Path(folder, "half", files[1])
     if rank == 1:
-        Path(folder, "half/gradcomp-1-of-2.pt").rename(f"{folder}/one")
+        theirs.rename(f"{folder}/one")
     dist.barrier()
-    other, _, said = run("onebit", 2, "half")
-    assert not all(torch.equal(a, b) for a, b in zip(other, wanted, strict=True)), (
-        "residuals do not matter here"
-    )
-    assert "ranks [1] have no gradcomp-*.pt in" in said[0]
+    other, _, warned = train("onebit", 2, "half")
+    assert not same(other, wanted), "residuals do not matter here"
+    assert "ranks [1] have no gradcomp-*.pt in" in warned[0]
     if rank == 0:
-        Path(folder, "half/gradcomp-1-of-2.pt").write_bytes(b"cut off")
+        theirs.write_bytes(b"cut off")
     dist.barrier()
     with pytest.raises(ValueError, match="rank 1 cannot read its gradcomp-\\*.pt in"):
-        run("onebit", 2, "half")
+        train("onebit", 2, "half")
     dist.barrier()
     if rank == 0:
-        Path(folder, "one").rename(f"{folder}/half/gradcomp-1-of-2.pt")
-    dist.barrier()
-    dist.destroy_process_group()  # the same checkpoint in a run of one rank, each rank for itself
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = 0, 1
-    _, state, said = run("onebit", 1, "half")
-    assert state.step == 24 and not said
+        Path(folder, "one").rename(theirs)
+    become_a_run_of_one()  # the same checkpoint, each rank for itself
+    _, state, warned = train("onebit", 1, "half")
+    assert state.step == 24 and not warned
 
 
 def test_a_run_resumes_bit_for_bit(gloo, tmp_path):
@@ -204,47 +136,32 @@ def test_a_run_resumes_bit_for_bit(gloo, tmp_path):
 
 
 def not_called():
-    import torch.distributed as dist
-
     from gradcomp.integrations.accelerate import local_steps, register
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    (x, y), *_ = loader(rank, world)
+    (x, y), *_ = batches()
+    missed = "gradcomp was registered but not called in this step: .*"
     with accelerator() as own:
         for how, why in (
-            ("module", "no forward pass went through"),
-            ("no_sync", "ran under no_sync"),
-            ("wrapped again", "no forward pass went through"),
+            ("module", f"{missed}no forward pass went through"),
+            ("no_sync", f"{missed}ran under no_sync"),
+            ("wrapped again", f"{missed}no forward pass went through"),
+            ("stepped twice", "a second step on gradients that were averaged once"),
         ):
             model = net()
             model, optimizer = own.prepare(model, sgd(model))
-            state = register(own, model, "terngrad")
-            before = [p.detach().clone() for p in model.parameters()]
-            used = {
-                "module": model.module,
-                "no_sync": model,
-                "wrapped again": own.prepare_model(model.module),
-            }[how]
-            with model.no_sync() if how == "no_sync" else contextlib.nullcontext():
-                own.backward(loss_of(used, x, y))
-            with pytest.raises(
-                GradcompError, match=f"gradcomp was registered but not called in this step: .*{why}"
-            ):
-                optimizer.step()
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-            state.close()
+            with register(own, model, "terngrad"):
+                used = model.module if how == "module" else model
+                if how == "wrapped again":
+                    used = own.prepare_model(model.module)
+                with model.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                    own.backward(loss_of(used, x, y))
+                if how == "stepped twice":
+                    optimizer.step()
+                before = weights_of(model)
+                with pytest.raises(GradcompError, match=why):
+                    optimizer.step()
+                assert same(model, before)
             own.free_memory()
-        model = net()
-        model, optimizer = own.prepare(model, sgd(model))
-        state = register(own, model, "terngrad")
-        own.backward(loss_of(model, x, y))
-        optimizer.step()
-        with pytest.raises(
-            GradcompError, match="a second step on gradients that were averaged once"
-        ):
-            optimizer.step()
-        state.close()
-        own.free_memory()
         model = net()
         optimizer = own.prepare(sgd(model))
         local = local_steps(own, model, optimizer, "terngrad", sync_every=2)
@@ -257,65 +174,58 @@ def test_a_step_without_the_hook_is_an_error(gloo):
     gloo(2, not_called)
 
 
-def local_run(method, folder, other_size=False):
-    import torch.distributed as dist
-
+def local_run(method, folder):
     from gradcomp.integrations.accelerate import local_steps
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    kind = {"DiLoCo": gradcomp.DiLoCo, "LocalSGD": gradcomp.LocalSGD}[method]
+    rank, half = dist.get_rank(), f"{folder}/half"
 
-    def run(epochs, start="", save="", seed=0):
+    def adamw(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train(epochs, start="", save="", seed=0):
         with accelerator(gradient_accumulation_steps=2) as own:
             model = net(seed)
-            optimizer = own.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
-            local = local_steps(own, model, optimizer, "onebit", sync_every=5, method=kind)
+            optimizer = own.prepare(adamw(model))
+            local = local_steps(own, model, optimizer, "onebit", sync_every=5, method=method)
             if start:
                 own.load_state(start)
             with local:
                 for _ in range(epochs):
-                    epoch(own, model, optimizer, loader(rank, world))
+                    epoch(own, model, optimizer, batches())
                 if save:
                     own.save_state(save)
-        return [p.detach().clone() for p in model.parameters()], local
+        return weights_of(model), local
 
-    wanted = net()
-    optimizer, steps = torch.optim.AdamW(wanted.parameters(), lr=0.01), 0
-    with kind(wanted, optimizer, "onebit", sync_every=5) as plain_local:
+    wanted, steps = net(), 0
+    optimizer = adamw(wanted)
+    with method(wanted, optimizer, "onebit", sync_every=5) as plain_local:
         for _ in range(4):
-            for number, (x, y) in enumerate(loader(rank, world)):
+            for number, (x, y) in enumerate(batches()):
                 (loss_of(wanted, x, y) / 2).backward()
                 if number % 2:
                     nn.utils.clip_grad_norm_(wanted.parameters(), 0.5)
                     optimizer.step()
                     optimizer.zero_grad()
                     steps += 1
-    half = f"{folder}/half"
-    whole, local = run(4, seed=rank)  # weights of rank 0 are sent to all
+    whole, local = train(4, seed=rank)  # weights of rank 0 are sent to all
     assert steps == local.inner_steps == 12 and local.syncs == plain_local.syncs == 2
-    assert all(torch.equal(a, b) for a, b in zip(whole, wanted.parameters(), strict=True))
-    run(2, save=half)
-    resumed, local = run(2, half)
-    assert local.inner_steps == 12
-    assert all(torch.equal(a, b) for a, b in zip(resumed, wanted.parameters(), strict=True))
-    dist.barrier()
-    dist.destroy_process_group()  # the same checkpoint in a run of one rank, each rank for itself
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rank, world = 0, 1
-    _, local = run(1, half)
-    assert local.inner_steps == 12
-    Path(folder, str(os.getpid())).mkdir()
+    assert same(wanted, whole)
+    train(2, save=half)
+    resumed, local = train(2, half)
+    assert local.inner_steps == 12 and same(wanted, resumed)
+    become_a_run_of_one()  # the same checkpoint, each rank for itself
+    assert train(1, half)[1].inner_steps == 12
+    Path(folder, str(rank)).mkdir()
     with pytest.raises(ValueError, match="was not saved with local steps"):
-        run(1, f"{folder}/{os.getpid()}")
+        train(1, f"{folder}/{rank}")
 
 
-@pytest.mark.parametrize("method", ["DiLoCo", "LocalSGD"])
+@pytest.mark.parametrize("method", [gradcomp.DiLoCo, gradcomp.LocalSGD])
 def test_local_steps_are_those_of_a_plain_loop_and_resume(gloo, tmp_path, method):
     gloo(2, local_run, method, str(tmp_path))
 
 
 def refused():
-    import torch.distributed as dist
     from accelerate import DistributedDataParallelKwargs
     from accelerate.utils import DDPCommunicationHookType
 
@@ -347,13 +257,16 @@ def refused():
         own.free_memory()
         model = net()
         prepared = own.prepare(model)
-        with pytest.warns(UserWarning, match="no optimizer of this model was prepared yet"):
-            register(own, prepared, "auto", optimizer=sgd(model)).close()
+        optimizer = sgd(model)  # not prepared, and watched all the same
+        with register(own, prepared, "auto", optimizer=optimizer):
+            loss_of(model, *next(iter(batches()))).backward()
+            with pytest.raises(GradcompError, match="no forward pass went through"):
+                optimizer.step()
     with accelerator() as own, pytest.raises(PeerMismatch, match="codec"):
         model = net()
         model, optimizer = own.prepare(model, sgd(model))
         register(own, model, ["terngrad", "onebit"][dist.get_rank()])
-        epoch(own, model, optimizer, loader(dist.get_rank(), 2))
+        epoch(own, model, optimizer, batches())
 
 
 def test_what_is_refused(gloo):
@@ -361,27 +274,21 @@ def test_what_is_refused(gloo):
 
 
 def alone():
-    import torch.distributed as dist
-
     from gradcomp.integrations.accelerate import register
 
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    become_a_run_of_one()
     with accelerator() as own:
-        own.state._shared_state["distributed_type"] = own.state._shared_state[
-            "distributed_type"
-        ].__class__.NO  # as without a launcher
+        kinds = type(own.state._shared_state["distributed_type"])
+        own.state._shared_state["distributed_type"] = kinds.NO  # as without a launcher
         model = net()
         model, optimizer = own.prepare(model, sgd(model))
         with pytest.warns(UserWarning, match="one process: there is nobody to send gradients to"):
             assert register(own, model, "terngrad") is None
-        epoch(own, model, optimizer, loader(0, 1))
-    return rank
+        epoch(own, model, optimizer, batches())
 
 
 def test_one_process_trains_and_says_that_nothing_is_compressed(gloo):
-    assert gloo(2, alone) == [0, 1]
+    gloo(2, alone)
 
 
 def two_models(folder):
@@ -401,7 +308,6 @@ def two_models(folder):
         third.close()
 
 
-@pytest.mark.filterwarnings("ignore:gradcomp. no optimizer")
 def test_every_model_has_files_of_its_own(gloo, tmp_path):
     gloo(2, two_models, str(tmp_path))
     found = {
@@ -423,19 +329,9 @@ EXAMPLE = Path(__file__).parents[1] / "examples/accelerate_digits.py"
     [(("--codec", "onebit"), "30.3 times"), (("--sync-every", "7"), "15.*in each of [36] syncs")],
 )
 def test_the_example_trains_and_goes_on_where_it_was(gloo, tmp_path, options, ratio):
+    arguments = "--epochs", 1, "--checkpoint", tmp_path / "saved", *options
     for _ in range(2):
-        out = "".join(
-            gloo(
-                2,
-                example,
-                str(EXAMPLE),
-                "--epochs",
-                1,
-                "--checkpoint",
-                tmp_path / "saved",
-                *options,
-            )
-        )
+        out = "".join(gloo(2, example, str(EXAMPLE), *arguments))
         assert re.search(ratio, out.splitlines()[-1]), out
     assert float(re.search(r"test accuracy ([\d.]+) %", out)[1]) > 60, out  # 10 is chance
     saved = torch.load(tmp_path / "saved/gradcomp-1-of-2.pt", weights_only=True)
@@ -449,21 +345,5 @@ def example(*arguments):
 
 @pytest.mark.long
 def test_the_example_runs_under_torchrun():
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(EXAMPLE),
-        "--epochs",
-        "1",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
-    assert done.returncode == 0 and "15.8 times fewer bytes" in done.stdout, (
-        done.stdout + done.stderr[-4000:]
-    )
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
+    assert "15.8 times fewer bytes" in run(*launcher, EXAMPLE, "--epochs", 1)

@@ -4,16 +4,13 @@ to the last bit; what is refused and said.
 
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from _frameworks import net, run, said
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,11 +35,7 @@ def packed():
 
 
 STEPS, FAILS = 6, 4  # of a run, and the one before which a worker dies once
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 1))
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def minibatch(step, rank):
@@ -122,23 +115,14 @@ def plain():
 def test_a_run_that_ray_restarts_is_the_plain_run(gloo, tmp_path):
     """Residuals of both workers travel through Ray's checkpoints."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    environment = os.environ | {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "kept")]
-    for _ in range(2):
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=140, check=False
-        )
-        if (
-            "timed out during startup" not in done.stderr
-        ):  # Ray gives its own processes 30 s, whatever else computes
-            break
-    (line,) = [one[1:] for one in done.stdout.splitlines() if one.startswith("@")] or [
-        done.stdout + done.stderr
-    ]
+    command = tmp_path / "program.py", tmp_path / "kept"
+    try:
+        out = run(*command, timeout_s=140, **QUIET)
+    except AssertionError as failed:
+        if "timed out during startup" not in str(failed):
+            raise
+        out = run(*command, timeout_s=140, **QUIET)  # Ray gives its own processes 30 s
+    (line,) = [one[1:] for one in out.splitlines() if one.startswith("@")] or [out]
     told = json.loads(line)
     assert told["begun"] == FAILS
     assert all(weights == told["weights"] for weights in gloo(2, plain))
@@ -146,51 +130,30 @@ def test_a_run_that_ray_restarts_is_the_plain_run(gloo, tmp_path):
 
 @pytest.mark.long
 def test_the_example_goes_on_where_it_was(tmp_path):
-    environment = os.environ | {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RAY_OVERRIDE_RESOURCES": '{"CPU": 3}',
-    }  # 2.50's trainer takes one
     example = Path(__file__).parents[1] / "examples/ray_digits.py"
+    cpus = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 3}'}  # 2.50's trainer takes one
     for epochs, expected in (
         (1, r"epoch 1: .*\n3\d.\d times"),
         (2, r"epoch 2: .*\n3\d.\d times"),
         (2, "nothing to do"),
     ):
-        command = [
-            sys.executable,
-            str(example),
-            "--epochs",
-            str(epochs),
-            "--codec",
-            "onebit",
-            "--checkpoint",
-            str(tmp_path),
-        ]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=200, check=False
-        )
-        assert done.returncode == 0 and re.search(expected, done.stdout), done.stdout + done.stderr
+        options = "--epochs", epochs, "--codec", "onebit", "--checkpoint", tmp_path
+        assert re.search(expected, run(example, *options, **QUIET, **cpus))
 
 
 def refusals():
-    said = []
-    for model in (nn.Linear(4, 4), nn.Linear(4, 4, device="meta")):
-        try:
-            packed().register(model)
-        except (TypeError, UnsupportedTensor) as error:
-            said.append(str(error))
-    return said
+    wrapped = (
+        "must be what ray.train.torch.prepare_model returns.*got Linear.*gradcomp.fsdp.compress"
+    )
+    with pytest.raises(TypeError, match=wrapped):
+        packed().register(nn.Linear(4, 4))
+    on_gpu = r"this model is on meta: ScalingConfig\(use_gpu=False\)"
+    with pytest.raises(UnsupportedTensor, match=on_gpu):
+        packed().register(nn.Linear(4, 4, device="meta"))
 
 
 def test_what_is_refused(gloo):
-    for said in gloo(2, refusals):
-        assert re.search(
-            r"must be what ray.train.torch.prepare_model returns.*got"
-            r" Linear.*gradcomp.fsdp.compress",
-            said[0],
-        )
-        assert "this model is on meta: ScalingConfig(use_gpu=False)" in said[1]
+    gloo(2, refusals)
 
 
 def test_one_worker_is_told_that_nothing_is_compressed(tmp_path):
@@ -202,44 +165,30 @@ def test_one_worker_is_told_that_nothing_is_compressed(tmp_path):
 
 
 def forgotten():
-    model = DistributedDataParallel(net())
+    model, stranger = DistributedDataParallel(net()), nn.Linear(2, 2)
     with packed().register(model, "terngrad", min_numel=0):
-        optimizer, other = (
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1),
-        )
-        other.step()  # of another model: nobody's business
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.optim.SGD(stranger.parameters(), lr=0.1).step()  # of another model: nobody's business
         x, y = minibatch(0, dist.get_rank())
         nn.functional.mse_loss(model.module(x), y).backward()
-        try:
+        why = "gradcomp was registered but not called in this step: no forward pass went through"
+        with pytest.raises(GradcompError, match=why):
             optimizer.step()
-        except GradcompError as error:
-            return str(error)
 
 
 def test_a_hook_that_was_not_called_is_found(gloo):
     """Whatever optimizer steps: nobody had to name it."""
-    for said in gloo(2, forgotten):
-        assert (
-            "gradcomp was registered but not called in this step: no forward pass went through"
-            in said
-        )
+    gloo(2, forgotten)
 
 
 def without_files(folder):
     model = DistributedDataParallel(net())
-    with (
-        packed().register(model, "onebit", min_numel=0) as state,
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        return packed().load(state, folder), [str(one.message) for one in caught]
+    with packed().register(model, "onebit", min_numel=0) as state, said() as warned:
+        found = packed().load(state, folder)
+    return found, warned
 
 
 def test_a_checkpoint_of_another_run_is_a_warning(gloo, tmp_path):
-    (found, said), (other, _) = gloo(2, without_files, str(tmp_path))
-    assert (
-        not found
-        and not other
-        and any("has no gradcomp state: residuals begin at zero" in one for one in said)
-    )
+    (found, warned), (other, _) = gloo(2, without_files, str(tmp_path))
+    assert not found and not other
+    assert any("has no gradcomp state: residuals begin at zero" in one for one in warned)

@@ -329,6 +329,15 @@ def all_gather(output: Tensor, given: Tensor, process_group: dist.ProcessGroup) 
     dist.all_gather_into_tensor(output, given, group=process_group)
 
 
+def gather_object(mine: Any) -> list[Any] | None:
+    """Return the objects of all ranks of the default process group on rank 0, None on the others,
+    as torch does.
+    """
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everyone)
+    return everyone
+
+
 def divisor(op: Any, world_size: int) -> int | None:
     """Return by what a mean over the ranks is smaller than what an operation of torch makes;
     None for one that does something else.

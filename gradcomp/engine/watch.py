@@ -105,14 +105,23 @@ class Steps:
         mine: the parameters.
         now: returns what changes when gradients are averaged.
         missed: is called before a step of which that is not so.
+        late: whether averages are made after each step: the first one is allowed, and it does not
+            matter that a closure makes the gradients.
     """
 
-    def __init__(self, mine: Mine, now: Callable[[], object], missed: Callable[[], None]) -> None:
-        self._mine, self._now, self._missed = mine, now, missed
+    def __init__(
+        self,
+        mine: Mine,
+        now: Callable[[], object],
+        missed: Callable[[], None],
+        *,
+        late: bool = False,
+    ) -> None:
+        self._mine, self._now, self._missed, self._late = mine, now, missed, late
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = (
             weakref.WeakKeyDictionary()
         )
-        self._begun = now()
+        self.restart()
 
     def check(
         self,
@@ -123,7 +132,8 @@ class Steps:
         """Look before a step of an optimizer; a hook for that. A closure makes gradients yet,
         and is not looked at.
         """
-        if (kwargs or {}).get("closure") is not None or (len(args) > 1 and args[1] is not None):
+        closure = (kwargs or {}).get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None and not self._late:
             return
         now = self._now()
         if (
@@ -137,4 +147,4 @@ class Steps:
     def restart(self) -> None:
         """Take note that a state was loaded, which counts as no step."""
         self._seen.clear()
-        self._begun = self._now()
+        self._begun = None if self._late else self._now()

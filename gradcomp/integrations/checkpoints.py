@@ -5,12 +5,9 @@ rank in one that is a folder.
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
 import os
 import pickle
 import re
-import struct
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from gradcomp.comm.base import Communicator
-from gradcomp.errors import peers_answer
+from gradcomp.comm.torchdist import gather_object
 from gradcomp.exchange.agree import gather
 
-logger = logging.getLogger("gradcomp")
 CALLED = "the framework's own save or load of a checkpoint"
-_SIZE = struct.Struct("<Q")
 NOTHING, OWN, OTHERS, BROKEN = range(4)  # what a rank has found in a folder
 
 
@@ -39,57 +34,40 @@ class Stateful(Protocol):
 
 
 def gather_states(state: Stateful, comm: Communicator) -> list[dict[str, Any]] | None:
-    """Return the states of all ranks on rank 0, None on the others. Collective.
+    """Return the states of all ranks on rank 0, None on the others. Collective over the default
+    process group, whose ranks `comm` has.
 
     Raises:
         PeerLost: "checkpoint"; a rank did not call this.
+        RuntimeError: a rank was lost while it sent its state.
     """
-    file = io.BytesIO()
-    torch.save(state.state_dict(), file)
-    mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-    size = _SIZE.pack(mine.numel())
-    sizes = gather(comm, size, "checkpoint", comm.timeout_s, called=CALLED)
-    with peers_answer("checkpoint", called=CALLED):
-        if comm.rank:
-            comm.start_send(mine, 0).wait(comm.timeout_s)
-            return None
-        everyone = [mine]
-        for rank in range(1, comm.world_size):
-            (nbytes,) = _SIZE.unpack(sizes[rank])
-            everyone.append(comm.receive(comm.timeout_s, rank, max_nbytes=nbytes)[1])
-    return [torch.load(io.BytesIO(one.numpy().tobytes()), weights_only=True) for one in everyone]
+    mine = state.state_dict()
+    gather(comm, b"", "checkpoint", comm.timeout_s, called=CALLED)  # names a rank that is missing
+    return gather_object(mine)
 
 
-def restore(
-    state: Stateful,
-    comm: Communicator,
-    states: Sequence[dict[str, Any]] | None,
-    where: str,
-    remedy: str,
-) -> bool:
-    """Load the states of all ranks of a run; return whether there were any. All ranks call it with
-    the same ones.
+def restore(state: Stateful, comm: Communicator, found: Any, where: str, remedy: str) -> bool:
+    """Load this rank's state, or the states of all ranks of a run; return whether there was any.
+    All ranks call it with the same kind.
 
     Args:
+        found: the state or a list of all ranks' states; None or an empty list if there is none.
         where: the checkpoint, for messages.
-        remedy: how to go on without them.
+        remedy: how to go on without it.
 
     Raises:
         ValueError: states of another codec, exchange or model.
     """
-    if not states:
+    if not found:
         if comm.rank == 0:
             warnings.warn(
                 f"{where} has no gradcomp state: residuals begin at zero, and a warm start"
-                " (start_step) anew. Nothing to do if it was made without gradcomp",
+                " (start_step) begins again. Nothing to do if it was made without gradcomp",
                 stacklevel=3,
             )
         return False
-    _load(state, states[comm.rank] if len(states) == comm.world_size else states, where, remedy)
-    return True
-
-
-def _load(state: Stateful, found: Any, where: str, remedy: str) -> None:
+    if not isinstance(found, dict) and len(found) == comm.world_size:
+        found = found[comm.rank]
     try:
         state.load_state_dict(found)
     except ValueError as error:
@@ -97,17 +75,17 @@ def _load(state: Stateful, found: Any, where: str, remedy: str) -> None:
             f"the gradcomp state in {where} does not fit: {error}. To begin with fresh residuals,"
             f" {remedy}"
         ) from error
+    return True
 
 
-# ---- folders
-# --------------------------------------------------------------------------------------------------
+# ---- folders -------------------------------------------------------------------------------------
 
 
 def write(
     state: Stateful, comm: Communicator, folder: str | os.PathLike[str], name: str = "gradcomp"
 ) -> None:
-    """Write this rank's state to a file of its own in a checkpoint's folder, whole or not at
-    all.
+    """Write this rank's state to a file of its own in a checkpoint's folder; after an error there
+    is no such file.
     """
     path = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,30 +117,23 @@ def read(
             model.
         PeerLost: "checkpoint"; a rank did not call this.
     """
-    found, error = None, None
+    kind, found, error = NOTHING, None, None
     runs, files = _runs(Path(folder), name), f"{name}-*.pt"
     own = Path(folder) / f"{name}-{comm.rank}-of-{comm.world_size}.pt"
-    kind = (
-        OWN
-        if own.exists()
-        else OTHERS
-        if len(runs) == 1 and comm.world_size not in runs
-        else NOTHING
-    )
     try:
-        if kind == OWN:
-            found = torch.load(own, weights_only=True)
-        elif kind == OTHERS:
-            found = [torch.load(file, weights_only=True) for file in next(iter(runs.values()))]
+        if own.exists():
+            kind, found = OWN, torch.load(own, weights_only=True)
+        elif len(runs) == 1 and comm.world_size not in runs:
+            (others,) = runs.values()
+            kind, found = OTHERS, [torch.load(file, weights_only=True) for file in others]
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as broken:
         kind, error = BROKEN, broken
-    votes = [
-        vote[0] for vote in gather(comm, bytes([kind]), "checkpoint", comm.timeout_s, called=CALLED)
-    ]
+    everyone = gather(comm, bytes([kind]), "checkpoint", comm.timeout_s, called=CALLED)
+    votes = [vote[0] for vote in everyone]
     if BROKEN in votes:
+        why = f": {error}" if error else ""
         raise ValueError(
-            f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}"
-            + (f": {error}" if error else "")
+            f"rank {votes.index(BROKEN)} cannot read its {files} in {folder}{why}"
         ) from error
     if len(set(votes)) > 1:
         without = [rank for rank, vote in enumerate(votes) if vote != max(votes)]
@@ -179,11 +150,7 @@ def read(
             f"{folder} has no {files}: it was not saved with local steps; load model and optimizer"
             " yourself before you begin them"
         )
-    remedy = f"delete {files} from {folder}"
-    if found is None:
-        return restore(state, comm, None, str(folder), remedy)
-    _load(state, found, str(folder), remedy)
-    return True
+    return restore(state, comm, found, str(folder), f"delete {files} from {folder}")
 
 
 def _runs(folder: Path, name: str) -> dict[int, list[Path]]:

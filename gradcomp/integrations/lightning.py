@@ -4,10 +4,8 @@ Lightning's own DDPStrategy drops hooks.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -15,13 +13,14 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp.arguments import suggestion
 from gradcomp.codecs import Codec, resolve
 from gradcomp.ddp import CompressionState, register
 from gradcomp.engine.options import Options
-from gradcomp.errors import UnsupportedTensor
-from gradcomp.integrations.called import Watch
 from gradcomp.integrations.checkpoints import gather_states, restore
 from gradcomp.integrations.versions import missing, warn_unless_tried
+from gradcomp.integrations.watch import DdpWatch
+from gradcomp.integrations.wrapped import check_device, warn_alone
 
 try:
     from lightning.pytorch.strategies import DDPStrategy
@@ -40,11 +39,11 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
 
     ::
 
-        trainer = lightning.Trainer(accelerator="cpu", devices=2,
-        strategy=CompressedDDPStrategy("ternary"))
+        strategy = CompressedDDPStrategy("ternary")
+        trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy)
 
-    Gradients stand in ``p.grad`` after backward, averaged, so clipping and hooks that look at them
-    work as ever; split optimizers take them from there.
+    After backward ``p.grad`` has the averaged gradients, for clipping, for hooks that read them and
+    for split optimizers.
 
     Args:
         codec: codec or name; "auto" for a module with one optimizer.
@@ -70,7 +69,7 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         _check(others)
         self._codec, self._options = codec, Options.of(options, **changes)
         self._compression: CompressionState | None = None
-        self._watch: Watch | None = None
+        self._watch: DdpWatch | None = None
         super().__init__(**others)
 
     @property
@@ -81,11 +80,8 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
         return self._compression
 
     def setup_environment(self) -> None:
-        if self.root_device.type != "cpu":
-            raise UnsupportedTensor(
-                "CompressedDDPStrategy packs gradients on the CPU, and this Trainer runs on"
-                f" {self.root_device}: Trainer(accelerator='cpu'), or another strategy"
-            )
+        remedy = "Trainer(accelerator='cpu'), or another strategy"
+        check_device(self.root_device, "this Trainer runs on", remedy)
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
@@ -96,13 +92,9 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
             self._compression.close()
         optimizer = self.optimizers[0] if len(self.optimizers) == 1 else None
         self._compression = register(self.model, self._codec, self._options, optimizer=optimizer)
-        self._watch = Watch(self._compression, self.model)
+        self._watch = DdpWatch(self._compression, self.model, automatic=False)
         if self.world_size == 1:
-            warnings.warn(
-                "gradcomp: CompressedDDPStrategy on one device: there is nobody to send gradients"
-                " to, so nothing is compressed; Trainer(devices=2) or more",
-                stacklevel=2,
-            )
+            warn_alone("CompressedDDPStrategy on one device", "Trainer(devices=2) or more")
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
@@ -125,29 +117,20 @@ class CompressedDDPStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning is 
     ) -> None:
         state = self._compression
         if state is not None and "optimizer_states" in checkpoint:  # not weights_only
-            engine = state._engine
-            if engine.pipeline.error is not None:
-                logger.warning(
-                    "%s is saved without gradcomp's state, which has failed: %s",
-                    filepath,
-                    engine.pipeline.error,
-                )
+            error = state._engine.pipeline.error
+            if error is None:
+                checkpoint = {**checkpoint, KEY: gather_states(state, state._engine.comm)}
             else:
-                states = gather_states(state, engine.comm)
-                checkpoint = {**checkpoint, KEY: states}
+                text = "%s is saved without gradcomp's state, which has failed: %s"
+                logger.warning(text, filepath, error)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         state = self._compression
         if state is not None and self._watch is not None:
-            restore(
-                state,
-                state._engine.comm,
-                checkpoint.get(KEY),
-                "this checkpoint",
-                f"remove its entry {KEY!r}",
-            )
+            found, remedy = checkpoint.get(KEY), f"remove its entry {KEY!r}"
+            restore(state, state._engine.comm, found, "this checkpoint", remedy)
             self._watch.restart()
 
     def teardown(self) -> None:
@@ -165,18 +148,13 @@ def _check(others: Mapping[str, Any]) -> None:
     for name in _HOOKS:
         if others.get(name) is not None:
             raise ValueError(
-                f"{name}={others[name]!r}: DDP takes one communication hook, which is gradcomp's"
-                " here"
+                f"{name}={others[name]!r}: DDP takes one communication hook, here that of gradcomp"
             )
-    known = {
-        *inspect.signature(DDPStrategy).parameters,
-        *inspect.signature(DistributedDataParallel).parameters,
-    } - {"kwargs", "module"}
+    known = set(inspect.signature(DDPStrategy).parameters) - {"kwargs"}
+    known |= set(inspect.signature(DistributedDataParallel).parameters) - {"module"}
     for name in others:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, *_OPTIONS], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(
                 "neither gradcomp.Options nor DDPStrategy nor DistributedDataParallel has an"
-                f" argument {name!r}{hint}"
+                f" argument {name!r}{suggestion(name, [*known, *_OPTIONS])}"
             )

@@ -5,28 +5,23 @@ residuals.
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp import ddp
 from gradcomp.codecs import Codec
 from gradcomp.comm.torchdist import group_size
 from gradcomp.ddp import CompressionState
-from gradcomp.engine.options import Options
-from gradcomp.errors import UnsupportedTensor
-from gradcomp.integrations.called import Watch
+from gradcomp.engine.options import Changes, Options
 from gradcomp.integrations.checkpoints import read, write
 from gradcomp.integrations.versions import missing, warn_unless_tried
+from gradcomp.integrations.watch import DdpWatch
+from gradcomp.integrations.wrapped import attach, check_device
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Unpack
-
-    from gradcomp.engine.options import Changes
 
 try:
     import ray.train  # noqa: F401 - whether it is there
@@ -34,9 +29,9 @@ except ImportError as error:
     raise missing("ray", error) from error
 
 warn_unless_tried("ray")
-_watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[Watch]] = (
-    weakref.WeakKeyDictionary()
-)  # the model keeps them
+# models keep their watches alive
+_watches: weakref.WeakKeyDictionary[CompressionState, weakref.ref[DdpWatch]]
+_watches = weakref.WeakKeyDictionary()
 
 
 def register(
@@ -72,27 +67,23 @@ def register(
         UnsupportedTensor: workers with GPUs.
         ValueError, PeerMismatch, PeerLost: as `gradcomp.ddp.register`.
     """
-    devices = {p.device.type for p in model.parameters()} - {"cpu"}
-    if devices:
-        raise UnsupportedTensor(
-            f"gradcomp packs gradients on the CPU, and this model is on {min(devices)}:"
-            " ScalingConfig(use_gpu=False)"
-        )
-    if not isinstance(model, DistributedDataParallel):
-        if group_size() > 1:
-            raise TypeError(
-                "model must be what ray.train.torch.prepare_model returns, wrapped in"
-                f" DistributedDataParallel; got {type(model).__name__}. For fully_shard there is"
-                " gradcomp.fsdp.compress, for local steps, without prepare_model, gradcomp.DiLoCo"
-            )
-        warnings.warn(
-            "gradcomp: Ray Train runs one worker: there is nobody to send gradients to, so nothing"
-            " is compressed; ScalingConfig(num_workers=2) or more",
-            stacklevel=2,
-        )
-        return None
-    state = ddp.register(model, codec, options, optimizer=optimizer, **changes)
-    _watches[state] = weakref.ref(Watch(state, model, None))
+    for p in model.parameters():
+        check_device(p.device, "this model is on", "ScalingConfig(use_gpu=False)")
+    state = attach(
+        model,
+        codec,
+        Options.of(options, **changes),
+        optimizer,
+        ranks=group_size(),
+        wrapper="ray.train.torch.prepare_model",
+        alone=("Ray Train runs one worker", "ScalingConfig(num_workers=2) or more"),
+        hint=(
+            ". For fully_shard there is gradcomp.fsdp.compress, for local steps, without"
+            " prepare_model, gradcomp.DiLoCo"
+        ),
+    )
+    if state is not None:
+        _watches[state] = weakref.ref(DdpWatch(state, model))
     return state
 
 

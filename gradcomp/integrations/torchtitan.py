@@ -18,14 +18,19 @@ from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm import torch_private
 from gradcomp.comm.torchdist import TorchCommunicator
-from gradcomp.engine.options import Options
-from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
-from gradcomp.errors import GradcompError
+from gradcomp.engine.options import Changes, Options
+from gradcomp.engine.watch import OR_TWICE, remove
+from gradcomp.integrations.watch import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from gradcomp.engine.options import Changes
+
+_MISSED = (
+    "FSDP has reduced gradients and called another all-reduce hook, or none, so every replica would"
+    " train on its own. Make ReplicaAverage last, after torchtitan's maybe_set_all_reduce_hook and"
+    f" the like. {OR_TWICE}"
+)
 
 
 class ReplicaAverage:
@@ -70,9 +75,8 @@ class ReplicaAverage:
         **changes: Unpack[Changes],
     ) -> None:
         parts = [models] if isinstance(models, nn.Module) else list(models)
-        self._modules = [
-            one.module for part in parts for one in torch_private.sharded_modules(part)
-        ]
+        sharded = [one for part in parts for one in torch_private.sharded_modules(part)]
+        self._modules = [one.module for one in sharded]
         if not self._modules:
             raise TypeError(
                 "no module of this model is wrapped by torch.distributed.fsdp.fully_shard; without"
@@ -83,25 +87,20 @@ class ReplicaAverage:
             for n, part in enumerate(parts)
             for name, p in part.named_parameters()
         ]
-        self._staged = (
-            [(p, _mirror(p)) for _, p in named] if not _on_the_host(p for _, p in named) else []
-        )
-        given = (
-            [(name, mirror) for (name, _), (_, mirror) in zip(named, self._staged, strict=True)]
-            if self._staged
-            else named
-        )
+        parameters = [p for _, p in named]
+        self._staged = [] if _on_the_host(parameters) else [(p, _mirror(p)) for p in parameters]
+        if self._staged:
+            mirrors = [mirror for _, mirror in self._staged]
+            named = [(name, mirror) for (name, _), mirror in zip(named, mirrors, strict=True)]
         comm = TorchCommunicator(group)
         try:
-            self.averager = GradientAverager(given, codec, comm, options, **changes)
+            self.averager = GradientAverager(named, codec, comm, options, **changes)
         except BaseException:
             comm.close()
             raise
         self._called_back, self._averages = -1, 0
-        mine = Mine(p for _, p in named)
-        self._steps = Steps(mine, lambda: self._averages, _missed)
-        self._hooks: list[Any] = [before_any_step(mine, self._steps.check)]
-        self._hooks += [part.register_forward_pre_hook(self._hold) for part in parts]
+        self._watch = Watch(parameters, lambda: self._averages, lambda: _MISSED)
+        self._hooks: list[Any] = [part.register_forward_pre_hook(self._hold) for part in parts]
         for module in self._modules:
             module.set_all_reduce_hook(self._reduced)
 
@@ -111,6 +110,7 @@ class ReplicaAverage:
             module.set_all_reduce_hook(None)
         self._modules = []
         remove(self._hooks)
+        self._watch.close()
         self.averager.close()
 
     def __enter__(self) -> Self:
@@ -141,15 +141,6 @@ class ReplicaAverage:
                         p.grad = torch.zeros_like(p)
                     _local(p.grad).copy_(mirror.grad)
                     mirror.grad = None
-
-
-def _missed() -> None:
-    raise GradcompError(
-        f"{NOT_CALLED}: FSDP has reduced gradients and called another all-reduce hook, or none, so"
-        " replicas would train apart. Make ReplicaAverage last, after torchtitan's"
-        f" maybe_set_all_reduce_hook and the like. {OR_TWICE}. The optimizer has changed"
-        " nothing yet"
-    )
 
 
 def _on_the_host(parameters: Iterable[nn.Parameter]) -> bool:

@@ -12,15 +12,15 @@ from torch import Tensor
 from gradcomp.codecs import Codec, resolve
 from gradcomp.ddp import CompressionState
 from gradcomp.engine.options import Options
-from gradcomp.integrations.called import Watch
 from gradcomp.integrations.checkpoints import read, write
 from gradcomp.integrations.versions import missing, warn_unless_tried
+from gradcomp.integrations.watch import DdpWatch
 
 try:
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-    from gradcomp.integrations.prepared import attach, watch
+    from gradcomp.integrations.prepared import attach_prepared
 except ImportError as error:
     raise missing("transformers", error) from error
 
@@ -28,8 +28,8 @@ warn_unless_tried("transformers")
 
 
 class Compressed:
-    """Mixin that makes a Trainer's gradients travel packed; its checkpoints carry every rank's
-    residuals.
+    """Mixin for a Trainer that exchanges packed gradients, and every rank's residuals are in its
+    checkpoints.
 
     ::
 
@@ -37,8 +37,8 @@ class Compressed:
 
         trainer = MyTrainer(model, args, train_dataset=data, codec="ternary")
 
-    Gradients stand in ``p.grad`` after backward, averaged, so clipping and norms work as ever. A
-    step before which gradcomp was not called is a GradcompError.
+    After backward ``p.grad`` has the averaged gradients, for clipping and norms. A step before
+    which gradcomp was not called is a GradcompError.
 
     Args:
         args, kwargs: of the Trainer.
@@ -94,60 +94,49 @@ class CompressedTrainer(Compressed, Trainer):  # type: ignore[misc]  # Transform
 
 
 class _Compression(TrainerCallback):  # type: ignore[misc]
-    """What a trainer compresses with: registers when its model is wrapped, writes when a
-    checkpoint's folder is there, on every rank.
+    """The state of a trainer: registers when its model is wrapped, and writes a file of every rank
+    to each checkpoint.
     """
 
     def __init__(self, trainer: Any, codec: Codec | str, options: Options) -> None:
         self._trainer, self._codec, self._options = trainer, codec, options
         self.state: CompressionState | None = None
-        self._model: Any = None  # that is registered
-        self._watch: Watch | None = None
+        self._model: Any = None  # the registered one
+        self._watch: DdpWatch | None = None
         self._resume: str | None = None
         self._trial: Any = None
 
     def begins(self, resume: str | bool | None, trial: Any) -> None:
-        """Take note of what ``train()`` was called with."""
-        self._resume = (
-            get_last_checkpoint(self._trainer.args.output_dir)
-            if resume is True
-            else (str(resume) if resume else None)
-        )
-        self._trial = trial
+        """Take note of the arguments of ``train()``."""
+        if resume is True:
+            resume = get_last_checkpoint(self._trainer.args.output_dir)
+        self._resume, self._trial = str(resume) if resume else None, trial
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Register on the wrapped model, unless it is that of an earlier ``train()``; load what
         the checkpoint has.
         """
-        model, accelerator = self._trainer.model_wrapped, self._trainer.accelerator
-        self._unwatch()
+        self.on_train_end()
+        trainer, model = self._trainer, self._trainer.model_wrapped
         if self._model is not model:
             if self.state is not None:
                 self.state.close()
-            self.state = attach(
-                accelerator, model, self._codec, self._options, self._trainer.optimizer
-            )
-            self._model = model
-        if self.state is None:
-            return
-        if self._resume is not None:
-            read(self.state, self.state._engine.comm, self._resume)
-        self._watch = watch(accelerator, model, self.state)
+            given = model, self._codec, self._options, trainer.optimizer
+            self.state, self._model = attach_prepared(trainer.accelerator, *given), model
+        if self.state is not None:
+            if self._resume is not None:
+                read(self.state, self.state._engine.comm, self._resume)
+            self._watch = DdpWatch(self.state, model)
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Write this rank's state beside what the Trainer has saved."""
         if self.state is not None and not self._trainer.args.save_only_model:
-            folder = Path(
-                self._trainer._get_output_dir(trial=self._trial),
-                f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.global_step}",
-            )
-            write(self.state, self.state._engine.comm, folder)
+            folder = self._trainer._get_output_dir(trial=self._trial)
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self._trainer.state.global_step}"
+            write(self.state, self.state._engine.comm, Path(folder, name))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Leave the optimizers."""
-        self._unwatch()
-
-    def _unwatch(self) -> None:
+        """Watch the optimizers no longer."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None

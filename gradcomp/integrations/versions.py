@@ -1,4 +1,4 @@
-"""Which releases of a framework gradcomp was tried with, and what is said of others."""
+"""With which releases of a framework gradcomp was tried, and the warning about others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRIED = {
 
 
 def missing(framework: str, error: ImportError) -> ImportError:
-    """Return what an import of the integration says without its framework."""
+    """Return the error of an integration without its framework."""
     return ImportError(
         f"gradcomp.integrations.{framework} needs {framework}: pip install 'gradcomp[{framework}]'"
         f" ({error})",
@@ -25,21 +25,15 @@ def missing(framework: str, error: ImportError) -> ImportError:
 
 
 def warn_unless_tried(framework: str, found: str | None = None) -> None:
-    """Warn of a framework that is older or newer than those that gradcomp was tried with.
-
-    Args:
-        framework: a key of `TRIED`, and the name under which it is installed.
-        found: its version; None: that which is installed.
-    """
+    """Warn about a release outside of `TRIED`; `found` is its version, None the installed one."""
     found = version(framework) if found is None else found
     numbers = re.match(r"(\d+)\.(\d+)", found)
     oldest, newest = TRIED[framework]
-    if numbers and oldest <= (int(numbers[1]), int(numbers[2])) <= newest:
-        return
-    tried = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((oldest, newest)))
-    warnings.warn(
-        f"gradcomp.integrations.{framework} was tried with {framework} {tried}, this is {found}: it"
-        f" may work, but nobody has looked; pip install 'gradcomp[{framework}]' takes one that was"
-        " tried",
-        stacklevel=3,
-    )
+    if not numbers or not oldest <= (int(numbers[1]), int(numbers[2])) <= newest:
+        tried = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((oldest, newest)))
+        warnings.warn(
+            f"gradcomp.integrations.{framework} was tried with {framework} {tried}, this is"
+            f" {found}: it may work, but nobody has looked; pip install 'gradcomp[{framework}]'"
+            " takes one that was tried",
+            stacklevel=3,
+        )

@@ -1,0 +1,101 @@
+"""Whether gradients were exchanged before an optimizer steps: frameworks drop hooks, wrap models
+again, or never leave `no_sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcomp.ddp import CompressionState
+from gradcomp.engine.watch import NOT_CALLED, OR_TWICE, Mine, Steps, before_any_step, remove
+from gradcomp.errors import GradcompError
+
+
+class Watch:
+    """Raises GradcompError before a step of an optimizer, if nothing was exchanged since the step
+    before.
+
+    Args:
+        parameters: the optimizers of some of these are watched.
+        now: returns what changes with every exchange.
+        why: returns what is wrong and what to do, for the message.
+        automatic: watch every step until `close`, as long as this object lives. False: call `check`
+            before a step.
+        late: whether exchanges come after steps, not before.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        now: Callable[[], object],
+        why: Callable[[], str],
+        *,
+        automatic: bool = True,
+        late: bool = False,
+    ) -> None:
+        self._why, mine = why, Mine(parameters)
+        self._steps = Steps(mine, now, self._missed, late=late)
+        self._hooks: list[Any] = [before_any_step(mine, self.check)] if automatic else []
+
+    def check(self, optimizer: torch.optim.Optimizer, *step: Any) -> None:
+        """Raise if the optimizer has gradients and nothing was exchanged; a hook for steps."""
+        self._steps.check(optimizer, *step)
+
+    def restart(self) -> None:
+        """Take note that the state was loaded, which is no exchange."""
+        self._steps.restart()
+
+    def close(self) -> None:
+        """Watch no longer; closing twice is harmless."""
+        remove(self._hooks)
+
+    def _missed(self) -> None:
+        raise GradcompError(f"{NOT_CALLED}: {self._why()}. The optimizer has changed nothing yet")
+
+
+class DdpWatch(Watch):
+    """A watch for a model in DistributedDataParallel, which keeps it alive."""
+
+    def __init__(
+        self, state: CompressionState, model: nn.Module, *, automatic: bool = True
+    ) -> None:
+        def now() -> tuple[int, int]:
+            return state.step, state.stats.steps  # the second may be reset, the first loaded
+
+        self._forwards = self._synced = 0
+        super().__init__(model.parameters(), now, self._cause, automatic=automatic)
+        self._hooks.append(model.register_forward_pre_hook(self._forward))
+
+    def check(self, optimizer: torch.optim.Optimizer, *step: Any) -> None:
+        super().check(optimizer, *step)
+        self._forwards = self._synced = 0
+
+    def _forward(self, module: Any, _: Any) -> None:
+        if torch.is_grad_enabled():
+            self._forwards += 1
+            self._synced += bool(module.require_backward_grad_sync)
+
+    def _cause(self) -> str:
+        if not self._forwards:
+            return (
+                "no forward pass went through the DistributedDataParallel model that it is"
+                " registered on, so every rank would train on its own gradients. The loop calls the"
+                " module inside (model.module), or the framework has wrapped the model again: call"
+                f" the wrapped model, and register on the one that trains. {OR_TWICE}: run forward"
+                " and backward before each"
+            )
+        if not self._synced:
+            return (
+                "every forward pass since the last step ran under no_sync (gradient accumulation),"
+                " so these gradients are of this rank alone: leave no_sync for the last minibatch"
+                " before optimizer.step()"
+            )
+        return (
+            "DistributedDataParallel ran, but called another hook or none: the framework has"
+            " replaced or dropped it, or the gradients are of a loss that does not come from this"
+            " model. Register gradcomp last, on the model that trains"
+        )
