@@ -31,7 +31,6 @@ from gradcomp.engine.rotation import Rotation
 from gradcomp.engine.step import Engine
 from gradcomp.errors import GradcompError, PeerMismatch
 from gradcomp.memory.momentum import Momentum
-from gradcomp.plan.advice import settle, warning_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,6 +81,8 @@ class GradientAverager(Controls):
         bucket_cap_mb: float = 25.0,
         **changes: Unpack[Changes],
     ) -> None:
+        from gradcomp.plan.advice import settle
+
         if not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
         self._named = _pairs(named_parameters)
@@ -248,6 +249,8 @@ class GradientAverager(Controls):
         """
         if self._engine.comm.rank != 0:
             return
+        from gradcomp.plan.advice import warning_of
+
         if chosen:
             logger.info(self.describe())
         lossy = warning_of(

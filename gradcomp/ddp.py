@@ -27,7 +27,6 @@ from gradcomp.memory.momentum import Momentum
 from gradcomp.optim import SplitOptimizer
 from gradcomp.optim.fused import FusedGradients, agree_on_optimizer, replicated, why_not_fused
 from gradcomp.payload.order import storage_order, storage_view
-from gradcomp.plan.advice import settle, warning_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -81,6 +80,8 @@ class CompressionState(Controls):
         optimizer: torch.optim.Optimizer | None = None,
         **changes: "Unpack[Changes]",
     ) -> None:
+        from gradcomp.plan.advice import settle, warning_of
+
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             raise TypeError(
                 f"model must be wrapped in DistributedDataParallel, got {_kind_of(model)}"
