@@ -94,10 +94,8 @@ def test_more_steps_cost_less_and_one_node_nothing():
 
 def test_stragglers_are_waited_for_once_a_round():
     jitter = Stragglers(jitter=0.3)
-    each = simulate(WORK, TERNARY, 8, Link(math.inf), stragglers=jitter, steps=50)
-    rare_one = simulate(
-        WORK, TERNARY.after(LocalSteps(25)), 8, Link(math.inf), stragglers=jitter, steps=50
-    )
+    each = simulate(WORK, TERNARY, 8, Link(math.inf), stragglers=jitter)
+    rare_one = simulate(WORK, TERNARY.after(LocalSteps(25)), 8, Link(math.inf), stragglers=jitter)
     assert rare_one.straggler_seconds == pytest.approx(each.straggler_seconds / 5, rel=0.25)
 
 

@@ -35,7 +35,7 @@ from gradcomp.comm import Communicator, LinkCommunicator, TorchCommunicator
 from gradcomp.plan.costs import Method
 from gradcomp.plan.links import Link, format_seconds
 from gradcomp.plan.models import find_model
-from gradcomp.plan.simulate import simulate
+from gradcomp.plan.step import simulate
 
 LINKS = {"loopback": Link(math.inf), "1 Gbit/s": Link(1e9), "100 Mbit/s": Link(1e8)}
 WORLD_SIZES = (2, 4)

@@ -40,7 +40,7 @@ from gradcomp.bench.train.run import Place, cores_of, run_method
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.links import parse_link
 from gradcomp.plan.rates import calibrate
-from gradcomp.plan.simulate import simulate
+from gradcomp.plan.step import simulate
 from gradcomp.plan.workload import Workload
 
 PHASES = {

@@ -34,7 +34,7 @@ from gradcomp.plan.links import Node, parse_link, parse_seconds
 from gradcomp.plan.models import find_model, load_shapes
 from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
 from gradcomp.plan.rates import OUTER, Rates, calibrate
-from gradcomp.plan.simulate import MAX_NODES
+from gradcomp.plan.step import MAX_NODES
 from gradcomp.plan.tolerance import Tolerance
 from gradcomp.plan.workload import ALONE, Stragglers, Workload
 
@@ -51,6 +51,10 @@ def understand(args: argparse.Namespace) -> Question:
     Raises:
         ValueError, OSError: what is wrong with it, in one sentence.
     """
+    if args.seed is not None:
+        raise ValueError(
+            "--seed has no effect: the slowest of N nodes is computed, not drawn; leave it out"
+        )
     if args.model is not None and args.shapes is not None:
         raise ValueError("--model and --shapes exclude each other")
     if args.frame_time is not None and args.flops is not None:
@@ -104,7 +108,7 @@ def understand(args: argparse.Namespace) -> Question:
         parse_link(args.link or ("inf" if args.measure else "1gbe"), args.latency),
         parse_nodes(args.nodes or "1:64"),
         _with_local(args, choose_methods(args.codec, args.exchange, node)),
-        Stragglers(args.jitter, share, factor, args.seed),
+        Stragglers(args.jitter, share, factor),
         rates,
         cores,
         args.double_buffering,

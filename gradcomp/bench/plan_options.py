@@ -223,12 +223,7 @@ def build_parser() -> argparse.ArgumentParser:
             "nodes at half speed (default: none)"
         ),
     )
-    where.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="seed of the random numbers of --jitter (default: 0)",
-    )
+    where.add_argument("--seed", help=argparse.SUPPRESS)  # refused by name
     how = parser.add_argument_group("how gradients are exchanged")
     how.add_argument(
         "--codec",

@@ -10,7 +10,7 @@ from gradcomp.plan.models import Model, find_model, own_model
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.predict import Crossing, Prediction, Row, predict
 from gradcomp.plan.rates import Rates, StageRate, calibrate
-from gradcomp.plan.simulate import simulate
+from gradcomp.plan.step import simulate
 from gradcomp.plan.workload import Simulation, Stragglers, Transport, Workload
 
 __all__ = [

@@ -15,7 +15,7 @@ from gradcomp.plan.costs import FP32_NBYTES, HIERARCHICAL, IDENTITY, METHODS, Me
 from gradcomp.plan.links import Link, Node, format_seconds
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.simulate import simulate
+from gradcomp.plan.step import simulate
 from gradcomp.plan.tolerance import Tolerance
 from gradcomp.plan.words import ENOUGH, accuracy, rare, rarely, sentence
 from gradcomp.plan.workload import ALONE, Simulation, Stragglers, Transport, Workload
@@ -160,15 +160,12 @@ def predict(
     if not chosen:
         raise ValueError(f"methods must name at least one, got {methods!r}")
     found = calibrate(to_calibrate(chosen, counts, node)) if rates is None else rates
-    work = sum(n for n in counts) * len(chosen)
-    done = 0
     cache: dict[tuple[str, int], Simulation] = {}
 
     def run(
         method: Method,
         n: int,
         over: Link = link,
-        advance: Callable[[float], None] | None = None,
         rates: Rates = found,
     ) -> Simulation:
         return simulate(
@@ -182,7 +179,6 @@ def predict(
             double_buffering=double_buffering,
             stragglers=stragglers,
             transport=transport,
-            progress=advance,
         )
 
     def seconds(method: Method, n: int) -> float:
@@ -192,14 +188,9 @@ def predict(
 
     for n in counts:
         for method in chosen:
-
-            def advance(share: float, before: int = done, n: int = n) -> None:
-                if progress is not None:
-                    progress((before + share * n) / work)
-
-            cache[method.name, n] = run(method, n, advance=advance)
-            done += n
-            advance(0.0, done)
+            cache[method.name, n] = run(method, n)
+            if progress is not None:
+                progress(len(cache) / (len(counts) * len(chosen)))
     permitted = [m for m in chosen if tolerance.permits(m)] or chosen
 
     def over_run(method: Method, n: int) -> float:

@@ -4,12 +4,12 @@ bytes, seconds of a step.
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 from gradcomp.plan.costs import Bucket
 from gradcomp.plan.links import Node
@@ -18,6 +18,8 @@ from gradcomp.plan.nodes import exact
 ALONE = Node()
 MAX_NUMEL = 1 << 50  # 4096 times that is an int64
 MAX_JITTER = 10.0
+QUANTILES, LIKELY = 64, 8  # of the slowest node's time: quantiles, and means of as many
+DRAWN, DRAWN_HALVES = 12, 16  # with double buffering: nodes of a kind, and halves of steps
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,14 @@ class Stragglers:
             stays.
         slow_share: share of the nodes that are always slower, rounded to whole nodes.
         slow_factor: by how much.
-        seed: of the random numbers.
 
     Raises:
-        ValueError: a jitter outside [0, 10], a share outside [0, 1], a factor below 1, a negative
-            seed.
+        ValueError: a jitter outside [0, 10], a share outside [0, 1], a factor below 1.
     """
 
     jitter: float = 0.0
     slow_share: float = 0.0
     slow_factor: float = 1.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.jitter <= MAX_JITTER:
@@ -128,23 +127,51 @@ class Stragglers:
             raise ValueError(f"slow_share must be in [0, 1], got {self.slow_share!r}")
         if not 1 <= self.slow_factor < math.inf:
             raise ValueError(f"slow_factor must be at least 1 and finite, got {self.slow_factor!r}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed!r}")
 
     @property
     def any(self) -> bool:
         """Whether nodes differ at all."""
         return self.jitter > 0 or (self.slow_share > 0 and self.slow_factor > 1)
 
-    def factors(self, nodes: int, halves: int) -> NDArray[np.float64]:
-        """Return how much longer each node computes in each half: ``(halves, nodes)``, mean 1
-        without slow nodes.
+    def mean(self, nodes: int) -> float:
+        """Return how much longer than others a node computes, on average."""
+        return 1 + (self.slow_factor - 1) * round(self.slow_share * nodes) / nodes
+
+    def factors(
+        self, nodes: int, *, double_buffering: bool = False
+    ) -> tuple[list[list[float]], list[int]]:
+        """Return how much longer nodes compute in each half, ``[half][node]``, and how many nodes
+        each of these stands for.
+
+        Without double buffering that is the slowest node, in steps that are equally likely: the
+        slowest of n lognormal times is below x with the n-th power of the probability of one.
         """
-        generator = np.random.default_rng(self.seed)
-        slow = np.ones(nodes)
-        slow[generator.permutation(nodes)[: round(self.slow_share * nodes)]] = self.slow_factor
-        noise = self.jitter * generator.standard_normal((halves, nodes)) - self.jitter**2 / 2
-        return np.asarray(np.exp(noise) * slow, np.float64)
+        slow = round(self.slow_share * nodes)
+        groups = [(n, f) for n, f in ((slow, self.slow_factor), (nodes - slow, 1.0)) if n]
+        if not self.jitter:
+            groups = groups if double_buffering else groups[:1]
+            return [[f for _, f in groups]] * (4 if double_buffering else 1), [n for n, _ in groups]
+        normal = statistics.NormalDist(0.0, self.jitter)
+
+        def likely(count: int, nodes: int) -> list[float]:
+            """Equally likely factors of the slowest of some nodes, whose mean is 1 for one node."""
+            shares = [((k + 0.5) / count) ** (1 / nodes) for k in range(count)]
+            return [math.exp(normal.inv_cdf(share) - self.jitter**2 / 2) for share in shares]
+
+        if double_buffering:
+            drawn, shuffled = [], random.Random(0)
+            for factor in (f for n, f in groups for _ in range(min(n, DRAWN))):
+                halves = likely(DRAWN_HALVES, 1)
+                shuffled.shuffle(halves)
+                drawn.append([factor * one / statistics.fmean(halves) for one in halves])
+            return [list(half) for half in zip(*(one[-2:] + one for one in drawn), strict=True)], [
+                1
+            ] * len(drawn)
+        each = [[f * one for one in likely(QUANTILES, n)] for n, f in groups]
+        found = sorted(max(pair) for pair in itertools.product(*each))
+        part = len(found) // LIKELY
+        means = [statistics.fmean(found[k * part : (k + 1) * part]) for k in range(LIKELY)]
+        return [[mean] for mean in means], [nodes]
 
 
 @dataclass(frozen=True)
@@ -158,7 +185,8 @@ class Simulation:
         compute_seconds: forward, backward and update of a node.
         straggler_seconds: waiting for the slowest node's computation.
         exposed_seconds: the rest: exchange, codecs included, that no computation hides.
-        exchange_seconds: from the first bucket that is ready to the last that is decoded, per step.
+        exchange_seconds: from the first bucket that is ready to the last that is decoded, per step,
+            on the slowest node.
         hidden_share: part of `exchange_seconds` that computation hides.
         sent_nbytes: bytes that a node sends over its link in a step.
         ranks: of all nodes.

@@ -13,7 +13,7 @@ from gradcomp.exchange.sizing import choose
 from gradcomp.plan.costs import LocalSteps, Method, find_method, plan_buckets
 from gradcomp.plan.links import Link
 from gradcomp.plan.rates import Rates
-from gradcomp.plan.simulate import simulate
+from gradcomp.plan.step import simulate
 from gradcomp.plan.workload import Transport, Workload
 
 
