@@ -10,8 +10,7 @@ import pytest
 from _ranks import run_local
 
 from gradcomp import Identity, OneBit, PeerMismatch, TernGrad
-from gradcomp.bench import cluster, cluster_validate
-from gradcomp.bench import plan as bench_plan
+from gradcomp.bench import cluster
 from gradcomp.plan import Link, Rates, Transport, calibrate, find_model, simulate
 from gradcomp.plan.costs import plan_buckets
 
@@ -139,23 +138,20 @@ def measure_quickly(rank, emit):
     methods = [cluster.strategy_method("terngrad", TernGrad(), 2)]
     found = cluster.measure(comm, methods)
     everyone = cluster.gather(comm, repr(found))
-    seconds, parts = cluster_validate.train(comm, OneBit(), Link(1e9, 1e-3), 2)
     comm.close()
     if rank == 0:
-        emit((everyone, found, seconds, parts))
+        emit((everyone, found))
 
 
 @pytest.mark.timed  # of a fit to seconds that somebody else has taken part of, nothing may be left
 def test_all_ranks_measure_the_same():
     results = []
     cluster.run_ranks(2, measure_quickly, on_message=results.append)
-    ((everyone, found, seconds, parts),) = results
-    assert len(parts) == 2 and all(len(p) == 5 and min(p) > 0 for p in parts)
+    ((everyone, found),) = results
     assert everyone[0] == everyone[1] and found.ranks == 2
     assert set(found.transport.alpha_s) == set(cluster.KINDS)
     assert found.t_frame > 0 and 0 < found.forward_share < 1
     assert found.rates.stages["terngrad"]["encode"].per_value_s > 0
-    assert 2e-3 < seconds < 5  # one latency at least for gathering, and a step
 
 
 def test_the_program_measures_with_ranks_of_its_own(tmp_path):
@@ -166,7 +162,6 @@ def test_the_program_measures_with_ranks_of_its_own(tmp_path):
         "--measure",
         "--ranks",
         "2",
-        "--adagrad",
         "--json",
         str(tmp_path / "plan.json"),
     ]
@@ -175,8 +170,8 @@ def test_the_program_measures_with_ranks_of_its_own(tmp_path):
     assert "2 ranks at once" in out.stdout and "all_to_all: " in out.stdout
     found = json.loads((tmp_path / "plan.json").read_text())
     assert {r["nodes"] for r in found["rows"]} == {1, 2}
-    assert found["model"] == "LeNet" and found["minibatch"] == 128 and found["t_post"] > 0
-    assert "AdaGrad" in out.stdout
+    assert found["model"] == "LeNet" and found["minibatch"] == 128
+    assert "AdaGrad" in out.stdout and "(--post-time)" in out.stdout
 
 
 def test_measuring_without_ranks_says_how_to_get_some():
@@ -187,16 +182,3 @@ def test_measuring_without_ranks_says_how_to_get_some():
     )
     assert out.returncode == 2
     assert "--ranks 2 starts some here" in out.stderr and out.stderr.count("\n") == 1
-
-
-def test_comparisons_are_shown_with_their_errors():
-    row = cluster_validate.Comparison(2, "loopback", "onebit", 0.9, 1.0)
-    assert row.error == pytest.approx(-0.1)
-    assert cluster_validate.build_table([row]).row_count == 1
-
-
-@pytest.mark.parametrize(("predicted", "status"), [(0.9, 0), (0.7, 1)])
-def test_a_prediction_that_is_off_is_the_exit_status(monkeypatch, predicted, status):
-    row = cluster_validate.Comparison(2, "loopback", "onebit", predicted, 1.0)
-    monkeypatch.setattr(bench_plan, "compare", lambda console: [row])
-    assert bench_plan.main(["--validate"]) == status

@@ -4,7 +4,7 @@ once.
 Ranks of one machine share its cores, its caches and its memory, so everything is timed with all of
 them at work: a barrier, then every rank does the same, and the slowest rank's seconds count. A
 figure is a median of repeats. What is predicted from these figures never saw a training step with
-an exchange in it; `gradcomp.bench.cluster_validate` holds it against some.
+an exchange in it; `gradcomp.bench.train` holds it against some.
 """
 
 from __future__ import annotations

@@ -118,7 +118,6 @@ def predict(
     double_buffering: bool = False,
     stragglers: Stragglers | None = None,
     transport: Transport | None = None,
-    progress: Callable[[float], None] | None = None,
     optimizer: str | None = None,
     tolerances: Mapping[str, float] | None = None,
     by_seconds: bool | None = None,
@@ -135,7 +134,6 @@ def predict(
         methods: to choose from; None: all, for nodes of several ranks the hierarchical ones, too.
         rates: CPU seconds of the codecs; None: measured here (`gradcomp.plan.calibrate`).
         cores, double_buffering, stragglers, transport: as of `gradcomp.plan.simulate`.
-        progress: called with the share that is done.
         optimizer: name of the optimizer, such as "adamw" or "sgd": codecs that were measured to
             lose more under it than is tolerated, or were not measured, are not recommended
             (`gradcomp.plan.tolerance`).
@@ -189,8 +187,6 @@ def predict(
     for n in counts:
         for method in chosen:
             cache[method.name, n] = run(method, n)
-            if progress is not None:
-                progress(len(cache) / (len(counts) * len(chosen)))
     permitted = [m for m in chosen if tolerance.permits(m)] or chosen
 
     def over_run(method: Method, n: int) -> float:

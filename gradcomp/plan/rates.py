@@ -153,10 +153,6 @@ class Rates:
             }
         )
 
-    def save(self, path: Path) -> None:
-        """Write the rates as JSON."""
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-
     def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return plain dictionaries, for JSON."""
         return {
@@ -172,7 +168,7 @@ class Rates:
 
     @staticmethod
     def load(path: Path) -> Rates:
-        """Read what `save` or ``python -m gradcomp.plan --json`` wrote.
+        """Read what ``python -m gradcomp.plan --json`` wrote, or `to_dict` as JSON.
 
         Raises:
             OSError: the file cannot be read.

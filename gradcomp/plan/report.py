@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,38 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gradcomp.bench.palette import color_of
-from gradcomp.bench.plan_question import Question
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.accuracy import FAMILIES, Measured
 from gradcomp.plan.costs import FP32_NBYTES, Method
-from gradcomp.plan.links import format_rates, format_seconds
+from gradcomp.plan.links import Link, Node, format_rates, format_seconds
+from gradcomp.plan.models import Model
 from gradcomp.plan.predict import TIE, Prediction, Row
+from gradcomp.plan.rates import Rates
+from gradcomp.plan.tolerance import Tolerance
+from gradcomp.plan.workload import ALONE, Stragglers, Transport, Workload
 
 FLOOR_S = 1e-6
 SAMPLE = 1_000_000  # values
 SHORT = {FAMILIES["adam"]: "AdamW", FAMILIES["sgd"]: "SGD"}  # heads of columns: what was measured
+
+
+@dataclass(frozen=True)
+class Question:
+    """A command line, understood."""
+
+    model: Model
+    workload: Workload
+    link: Link
+    nodes: list[int]
+    methods: list[Method]
+    stragglers: Stragglers
+    rates: Rates | None
+    cores: float
+    double_buffering: bool
+    transport: Transport | None = None
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    node: Node = ALONE
+    by_seconds: bool = False
 
 
 def print_prediction(console: Console, question: Question, found: Prediction) -> None:
@@ -70,13 +91,7 @@ def seconds_table(found: Prediction) -> Table:
     """Return what is lost in accuracy and seconds a step by method and nodes, of every number of
     nodes the fastest in bold.
     """
-    table = Table(
-        title="a step takes, by nodes",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+    table = _table("a step takes, by nodes")
     table.add_column("", no_wrap=True)
     costs = [found.tolerance.costs(row.method) for row in found.rows]
     mixed = set()  # columns in nats and in points, whose cells name their unit
@@ -113,6 +128,12 @@ def seconds_table(found: Prediction) -> Table:
     return table
 
 
+def _table(title: str) -> Table:
+    return Table(
+        title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+    )
+
+
 def accuracy_lines(found: Prediction) -> list[str]:
     """Return where the losses were measured, and what options they need: a line each training."""
     lines: dict[str, dict[str, None]] = {}
@@ -145,29 +166,12 @@ def _cost(method: Method, row: Measured | None, with_unit: bool) -> str:
 def fastest_table(question: Question, found: Prediction) -> Table:
     """Return where the time of the fastest method goes, by nodes."""
     waits = question.stragglers.any
-    table = Table(
-        title="where the time of the fastest"
-        + (
-            " that may be recommended goes"
-            if len(found.permitted) < len(_methods(found))
-            else " goes"
-        ),
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
+    some = len(found.permitted) < len(_methods(found))
+    table = _table(
+        f"where the time of the fastest {'that may be recommended ' if some else ''}goes"
     )
-    columns = [
-        "nodes",
-        "method",
-        "compute",
-        *(["waits"] if waits else []),
-        "exposed",
-        "hidden",
-        "sent",
-        "ratio",
-    ]
-    for name in columns:
+    shown = f"nodes method compute {'waits ' * waits}exposed hidden sent ratio"
+    for name in shown.split():
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for nodes, everything in _by_nodes(found).items():
         rows = [row for row in everything if row.method.name in found.permitted]
@@ -235,6 +239,7 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
     """Draw seconds a step over nodes, one line a method, crossings marked; the suffix of `path`
     decides the format.
     """
+    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -242,29 +247,20 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
     axes: Any = figure.subplots()
     rows_by_nodes = _by_nodes(found)
     counts = list(rows_by_nodes)
+    axes.set_prop_cycle(color=matplotlib.color_sequences["tab20"])
+    colors = {}
     for number, method in enumerate(_methods(found)):
         seconds = [rows[number].result.seconds for rows in rows_by_nodes.values()]
         chosen = method == found.method.name
-        axes.plot(
-            counts,
-            seconds,
-            "-" if chosen else "--" if "all_gather" in method else "-",
-            color=color_of(method),
-            marker="o",
-            markersize=4 if chosen else 3,
-            linewidth=2.6 if chosen else 1.5,
-            label=method,
-            zorder=3 if chosen else 2,
+        style = "o--" if "all_gather" in method and not chosen else "o-"
+        width, place = (2.6, 3) if chosen else (1.5, 2)
+        (line,) = axes.plot(
+            counts, seconds, style, markersize=3, linewidth=width, label=method, zorder=place
         )
+        colors[method] = line.get_color()
     computing = [rows[0].result.compute_seconds for rows in rows_by_nodes.values()]
     axes.fill_between(
-        counts,
-        computing,
-        min(computing) / 2,
-        color="#000000",
-        alpha=0.06,
-        linewidth=0,
-        label="computing",
+        counts, computing, min(computing) / 2, color="black", alpha=0.06, label="computing"
     )
     highest = axes.get_ylim()[1]
     axes.set(
@@ -283,7 +279,7 @@ def plot(question: Question, found: Prediction, path: Path) -> None:
             xytext=(4, 0),
             textcoords="offset points",
             fontsize=8,
-            color=color_of(crossing.after),
+            color=colors[crossing.after],
             va="top",
             bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.8},
         )
