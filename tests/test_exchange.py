@@ -3,6 +3,8 @@ bit for bit.
 """
 
 import itertools
+import math
+import random
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ from gradcomp import Block, Feedback, Identity, OneBit, PeerLost, PeerMismatch, 
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.second import owners_feed_back
-from gradcomp.exchange.sizing import BucketPlan, choose, predict_bytes
+from gradcomp.exchange.sizing import BucketPlan, choose, collective_bytes, predict_bytes
+from gradcomp.exchange.slices import Slicing
 from gradcomp.exchange.stats import Stats
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.ownership import ByElements
+from gradcomp.payload.parameters import Parameter
 from gradcomp.payload.pieces import Slot
 
 CODECS = {
@@ -437,6 +441,31 @@ def test_predicted_bytes_baseline_is_a_ring():
     assert count.baseline == 2 * 7 * 4 * 1000000 // 8
     assert count.baseline / count.sent > 8
     assert predict_bytes(TernGrad(), [("w", (1000, 1000))], 1).sent == 0
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_collective_bytes_are_those_of_the_plan(codec):
+    """Sums over arrays and sums over layouts, for buckets of odd shapes in odd slices."""
+    draw = random.Random(1)
+    for _ in range(60):
+        world_size = draw.choice([1, 2, 3, 4, 8, 17])
+        rank, slots, parameters = draw.randrange(world_size), [], []
+        for index in range(draw.randint(1, 5)):
+            shape = tuple(draw.choice([1, 8, 24, 100, 513]) for _ in range(draw.randint(1, 2)))
+            entry = (math.prod(shape), codec.group_numel(shape), draw.random() < 0.8)
+            parameters.append(Parameter(index, "", shape, *entry))
+            slots.append(Slot(index, *entry, sum(s.numel for s in slots)))
+        slicing = Slicing(draw.choice([0, 64, 1000, 5000]), whole_second=draw.random() < 0.2)
+        exchange = draw.choice(["all_gather", "reduce_scatter"])
+        strategy = choose(codec, world_size, "auto" if codec.gathers_only else exchange)
+        plan = BucketPlan(codec, slots, strategy, world_size, rank, slicing=slicing)
+        found = collective_bytes(codec, strategy, parameters, world_size, rank, slicing)
+        assert found.scale + found.first + found.second == plan.sent_nbytes
+        assert found.scale + found.first_received + found.second == plan.received_nbytes
+        assert found.slices == len(plan.slices)
+        if strategy.exchange == "reduce_scatter":
+            late = found.slices > 1 and not plan.slices[0].second
+            assert found.whole_second is late
 
 
 def test_unknown_exchange_is_a_value_error():

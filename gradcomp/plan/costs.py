@@ -1,10 +1,7 @@
 """What each way of exchanging gradients costs a rank: the collectives of every bucket, to the byte,
 and its CPU work.
 
-Bytes are those of `gradcomp.exchange.sizing.BucketPlan`, headers, scales and padding included, for
-buckets that go in one piece (slices add less than a hundredth). A plan has a layout for each rank,
-which at thousands of ranks is gigabytes of Python; `gradcomp.payload.sizes` is the same arithmetic
-as arrays over ranks.
+Bytes are those of `gradcomp.exchange.sizing.collective_bytes`: headers, scales and padding count.
 """
 
 from __future__ import annotations
@@ -16,12 +13,9 @@ from dataclasses import dataclass, replace
 from gradcomp.codecs import KINDS, Codec
 from gradcomp.codecs.identity import Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
-from gradcomp.exchange.second import second_phase
-from gradcomp.exchange.sizing import DDP_BUCKET_NBYTES, choose
-from gradcomp.exchange.slices import Slicing
+from gradcomp.exchange.sizing import Strategy, choose, collective_bytes, ddp_buckets
 from gradcomp.payload.ownership import ByElements
-from gradcomp.payload.parameters import Exempts, Parameter, assign_buckets, describe_parameters
-from gradcomp.payload.sizes import owned_nbytes, owner_starts
+from gradcomp.payload.parameters import Exempts, Parameter
 
 FP32_NBYTES = 4
 
@@ -284,12 +278,9 @@ def plan_buckets(
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb!r}")
     codec = method.codec or Identity()
-    parameters = describe_parameters(shapes, codec.group_numel, min_numel, exclude)
-    first, cap = DDP_BUCKET_NBYTES if bucket_cap_mb is None else (int(bucket_cap_mb * 2**20),) * 2
-    members = assign_buckets([p.numel * FP32_NBYTES for p in parameters], cap, first)
     return [
-        _plan_bucket(method, [parameters[i] for i in m], world_size, rank, node_ranks)
-        for m in members
+        _plan_bucket(method, bucket, world_size, rank, node_ranks)
+        for bucket in ddp_buckets(codec, shapes, min_numel, exclude, bucket_cap_mb)
     ]
 
 
@@ -308,34 +299,17 @@ def _plan_bucket(
         if 1 < node_ranks < n:
             return _plan_hierarchical(method, parameters, n // node_ranks, rank, node_ranks)
         return _plan_bucket(between(method, n // node_ranks), parameters, n, rank, node_ranks)
-    groups = sum(-(-p.numel // p.group_numel) for p in parameters if p.compressed)
-    shares = method.codec.shares_scale and groups > 0
-    scale = Collective.of("max", ring_bytes(groups, n), n, node_ranks) if shares else None
-    slices = Slicing().count(numel, n)
+    strategy = Strategy(method.exchange, method.second_phase)
+    found = collective_bytes(method.codec, strategy, parameters, n, rank)
+    scale = Collective.of("max", found.scale, n, node_ranks) if found.scale else None
     if method.exchange == "all_gather":
-        whole = int(owned_nbytes(parameters, method.codec.form, ByElements(1))[0])
-        gathered = Collective.of("all_gather", (n - 1) * whole, n, node_ranks)
-        return Bucket(indices, numel, numel, (scale, gathered, None), slices)
-    ownership = ByElements(n)
-    first = owned_nbytes(parameters, method.codec.form, ownership)
-    phase = second_phase(method.second_phase, method.codec, n)
-    second = owned_nbytes(parameters, phase.form, ownership)
-    largest = max((p.group_numel for p in parameters if p.compressed), default=0)
-    owned = sum(
-        int(b[rank + 1] - b[rank]) for b in (owner_starts(p.numel, ownership) for p in parameters)
-    )
-    return Bucket(
-        indices,
-        numel,
-        owned,
-        (
-            scale,
-            Collective.of("all_to_all", int(first.sum() - first[rank]), n, node_ranks),
-            Collective.of("all_gather", (n - 1) * int(second.max()), n, node_ranks),
-        ),
-        slices,
-        whole_second=phase.measures_groups and largest * slices * n > numel,
-    )
+        gathered = Collective.of("all_gather", found.first, n, node_ranks)
+        return Bucket(indices, numel, numel, (scale, gathered, None), found.slices)
+    owned = sum(ByElements(n).numel(p.numel, rank) for p in parameters)
+    first = Collective.of("all_to_all", found.first, n, node_ranks)
+    second = Collective.of("all_gather", found.second, n, node_ranks)
+    collectives = (scale, first, second)
+    return Bucket(indices, numel, owned, collectives, found.slices, found.whole_second)
 
 
 def _plan_hierarchical(
@@ -346,25 +320,22 @@ def _plan_hierarchical(
     """
     node, place = divmod(rank, node_ranks)
     numel = sum(p.numel for p in parameters)
-    starts = [owner_starts(p.numel, ByElements(node_ranks)) for p in parameters]
-    owned = [
-        replace(p, numel=int(b[place + 1] - b[place]))
-        for p, b in zip(parameters, starts, strict=True)
-    ]
+    share = ByElements(node_ranks)
+    owned = [replace(p, numel=share.numel(p.numel, place)) for p in parameters]
     packed = _plan_bucket(between(method, nodes), owned, nodes, node, 1)
     packed = replace(
         packed, collectives=tuple(c and c.of_each(node_ranks) for c in packed.collectives)
     )
-    share = FP32_NBYTES * packed.numel
+    mine = FP32_NBYTES * packed.numel
     return replace(
         packed,
         numel=numel,
         owned_numel=packed.numel,
         collectives=(
-            Collective.of("all_to_all", FP32_NBYTES * numel - share, node_ranks, node_ranks),
+            Collective.of("all_to_all", FP32_NBYTES * numel - mine, node_ranks, node_ranks),
             *packed.collectives,
             None,
-            Collective.of("all_gather", (node_ranks - 1) * share, node_ranks, node_ranks),
+            Collective.of("all_gather", (node_ranks - 1) * mine, node_ranks, node_ranks),
         ),
         between=packed,
     )
