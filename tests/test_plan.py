@@ -15,7 +15,6 @@ from gradcomp.plan import find_model, optimal_nodes, own_model, parse_link
 from gradcomp.plan.costs import METHODS, find_method, plan_buckets
 from gradcomp.plan.links import Link, format_rate, format_seconds, parse_rate, parse_seconds
 from gradcomp.plan.models import MODELS, load_shapes
-from gradcomp.plan.nodes import calc_seconds, comm_seconds
 
 # ---- optimal node count
 # --------------------------------------------------------------------------------------------
@@ -23,19 +22,17 @@ from gradcomp.plan.nodes import calc_seconds, comm_seconds
 
 def brute_force(settings):
     """Return the smallest K among those with the least max(T_calc(K), T_comm), by trying them;
-    None: no least one.
+    inf: there is no least one.
     """
-    comm = comm_seconds(
-        t_comm_fp32=settings["t_comm_fp32"], compression_ratio=settings["compression_ratio"]
-    )
-    calc = {k: v for k, v in settings.items() if k not in ("t_comm_fp32", "compression_ratio")}
-    if comm <= Fraction(settings["t_update"]):
-        return (
-            math.inf
-        )  # T_calc(K) > T_upd >= T_comm for all K, so that a larger K is always better
+    of = {name: Fraction(value) for name, value in settings.items()}
+    comm, update = of["t_comm_fp32"] / of["compression_ratio"], of["t_update"]
+    frames = of["minibatch"] * of["t_frame"] / (2 if settings["double_buffering"] else 1)
+    if comm <= update:
+        return math.inf  # T_calc(K) > T_upd >= T_comm for all K: a larger K is always better
     best, best_nodes = None, 0
     for nodes in range(1, 20_000):
-        longest = max(calc_seconds(nodes, **calc), comm)
+        calc = (frames + of["parallel_post"] * of["t_post"]) / nodes + update
+        longest = max(calc, comm)
         if best is None or longest < best:
             best, best_nodes = longest, nodes
         if longest == comm:  # no K has less, and none that follows is smaller
@@ -155,8 +152,6 @@ def test_zero_is_refused_where_it_means_nothing(name):
 def test_what_is_no_number_is_a_type_error():
     with pytest.raises(TypeError, match="t_frame must be a number, got '1ms'"):
         optimal_nodes(minibatch=1, t_frame="1ms", t_post=0, t_comm_fp32=1, t_update=0)
-    with pytest.raises(ValueError, match="nodes must be an integer of at least 1, got 0"):
-        calc_seconds(0, minibatch=1, t_frame=1, t_post=0, t_update=0)
 
 
 # ---- links

@@ -55,44 +55,14 @@ def optimal_nodes(
         ValueError: one that is negative or not finite; `minibatch`, `t_frame` or
             `compression_ratio` of zero.
     """
-    calc, update, comm = _terms(
-        minibatch,
-        t_frame,
-        t_post,
-        t_comm_fp32,
-        t_update,
-        compression_ratio,
-        parallel_post,
-        double_buffering,
-    )
-    return max(1, math.ceil(calc / (comm - update))) if comm > update else math.inf
-
-
-def calc_seconds(
-    nodes: int,
-    *,
-    minibatch: float,
-    t_frame: float,
-    t_post: float,
-    t_update: float,
-    parallel_post: float = 1.0,
-    double_buffering: bool = True,
-) -> Fraction:
-    """Return T_calc(nodes) as an exact fraction; arguments and errors as of `optimal_nodes`,
-    `nodes` at least 1.
-    """
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
-        raise ValueError(f"nodes must be an integer of at least 1, got {nodes!r}")
-    calc, update, _ = _terms(
-        minibatch, t_frame, t_post, 0, t_update, 1, parallel_post, double_buffering
-    )
-    return calc / nodes + update
-
-
-def comm_seconds(*, t_comm_fp32: float, compression_ratio: float = 32.0) -> Fraction:
-    """Return T_comm as an exact fraction; arguments and errors as of `optimal_nodes`."""
+    if double_buffering not in (True, False):
+        raise ValueError(f"double_buffering must be True or False, got {double_buffering!r}")
+    frames = exact("minibatch", minibatch, positive=True) * exact("t_frame", t_frame, positive=True)
+    post = exact("parallel_post", parallel_post) * exact("t_post", t_post)
     ratio = exact("compression_ratio", compression_ratio, positive=True)
-    return exact("t_comm_fp32", t_comm_fp32) / ratio
+    comm, update = exact("t_comm_fp32", t_comm_fp32) / ratio, exact("t_update", t_update)
+    calc = frames / (2 if double_buffering else 1) + post
+    return max(1, math.ceil(calc / (comm - update))) if comm > update else math.inf
 
 
 def exact(name: str, value: float, *, positive: bool = False) -> Fraction:
@@ -113,22 +83,3 @@ def exact(name: str, value: float, *, positive: bool = False) -> Fraction:
             f"{name} must be {'positive' if positive else 'at least 0'} and finite, got {value!r}"
         )
     return Fraction(value) if isinstance(value, (int, float, Fraction)) else Fraction(float(value))
-
-
-def _terms(
-    minibatch: float,
-    t_frame: float,
-    t_post: float,
-    t_comm_fp32: float,
-    t_update: float,
-    compression_ratio: float,
-    parallel_post: float,
-    double_buffering: bool,
-) -> tuple[Fraction, Fraction, Fraction]:
-    """Return (the part of T_calc that is shared out over the nodes, T_upd, T_comm)."""
-    if double_buffering not in (True, False):
-        raise ValueError(f"double_buffering must be True or False, got {double_buffering!r}")
-    frames = exact("minibatch", minibatch, positive=True) * exact("t_frame", t_frame, positive=True)
-    post = exact("parallel_post", parallel_post) * exact("t_post", t_post)
-    comm = comm_seconds(t_comm_fp32=t_comm_fp32, compression_ratio=compression_ratio)
-    return frames / (2 if double_buffering else 1) + post, exact("t_update", t_update), comm

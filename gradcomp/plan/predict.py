@@ -160,12 +160,7 @@ def predict(
     found = calibrate(to_calibrate(chosen, counts, node)) if rates is None else rates
     cache: dict[tuple[str, int], Simulation] = {}
 
-    def run(
-        method: Method,
-        n: int,
-        over: Link = link,
-        rates: Rates = found,
-    ) -> Simulation:
+    def run(method: Method, n: int, over: Link = link, rates: Rates = found) -> Simulation:
         return simulate(
             workload,
             method,
