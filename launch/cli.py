@@ -5,9 +5,11 @@ rank did.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import mpirun, records
-from .mpirun import Host, LaunchError
+from .mpirun import LaunchError
 from .ports import free_port
 from .supervise import supervise
 
@@ -54,43 +56,26 @@ first on PATH.
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        unknown = "unrecognized arguments: "
-        if message.startswith(unknown):
-            message = f"unknown option {message[len(unknown) :].split()[0]}"
+        message = re.sub(r"unrecognized arguments: (\S+).*", r"unknown option \1", message)
         raise LaunchError(f"{message} (--help lists the options)")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; everything after the program belongs to the program."""
+    about = "Start a program as several ranks under an MPI or torchrun, and see them to their end."
+    layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
-        prog=f"python -m {NAME}",
-        usage=USAGE,
-        description=(
-            "Start a program as several ranks under an MPI, or under torchrun, and see them all to"
-            " their end."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        f"python -m {NAME}", USAGE, about, EPILOG, formatter_class=layout, allow_abbrev=False
     )
+    number = "number of ranks to start (required)"
     parser.add_argument(
-        "-n",
-        dest="ranks",
-        metavar="RANKS",
-        type=_ranks,
-        required=True,
-        help="number of ranks to start (required)",
+        "-n", dest="ranks", metavar="RANKS", type=_ranks, required=True, help=number
     )
-    parser.add_argument(
-        "-m",
-        dest="module",
-        action="store_true",
-        help="run the program as a module, like python -m",
-    )
+    module = "run the program as a module, like python -m"
+    parser.add_argument("-m", dest="module", action="store_true", help=module)
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "-H",
-        "--host",
+        *("-H", "--host"),
         dest="hosts",
         metavar="A,B:4",
         type=mpirun.parse_hosts,
@@ -100,45 +85,24 @@ def build_parser() -> argparse.ArgumentParser:
             "node1:4,node2:4 (default: this host)"
         ),
     )
+    lines = "file with one host a line: NAME, NAME:4 or NAME slots=4 (default: this host)"
     where.add_argument(
-        "--hostfile",
-        dest="hosts",
-        metavar="FILE",
-        type=mpirun.read_hostfile,
-        help=(
-            "file with the hosts, one on each line: NAME, NAME:4 or NAME slots=4 (default: this "
-            "host)"
-        ),
+        "--hostfile", dest="hosts", metavar="FILE", type=mpirun.read_hostfile, help=lines
     )
-    parser.add_argument(
-        "--bind",
-        choices=("none", "core", "socket"),
-        default="none",
-        help=(
-            "tie each rank to one core or socket; none leaves the threads of torch free "
-            "(default: %(default)s)"
-        ),
+    bind = (
+        "bind each rank to one core or socket; none leaves the threads of torch free "
+        "(default: %(default)s)"
     )
-    parser.add_argument(
-        "--torch",
-        action="store_true",
-        help="use torchrun, on this host only, instead of an MPI",
+    parser.add_argument("--bind", choices=("none", "core", "socket"), default="none", help=bind)
+    torchrun = "use torchrun, on this host only, instead of an MPI"
+    parser.add_argument("--torch", action="store_true", help=torchrun)
+    grace = (
+        "seconds that ranks may take to end after a failure or a signal before they are "
+        "killed (default: %(default)g)"
     )
-    parser.add_argument(
-        "--grace",
-        metavar="SECONDS",
-        type=_seconds,
-        default=5.0,
-        help=(
-            "seconds that ranks may take to end after a failure or a signal before they are "
-            "killed (default: %(default)g)"
-        ),
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the variables and the command, and run nothing",
-    )
+    parser.add_argument("--grace", metavar="SECONDS", type=_seconds, default=5.0, help=grace)
+    dry = "print the variables and the command, and run nothing"
+    parser.add_argument("--dry-run", action="store_true", help=dry)
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -150,13 +114,10 @@ def _ranks(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,16 +125,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = build_parser().parse_args(arguments)
         program = _program(options)
-        environ, added = _environment(options.ranks, options.hosts, os.environ)
-        command = _command(options, environ, added)
+        given = {key: text for key, text in os.environ.items() if not mpirun.STALE.fullmatch(key)}
+        added = _added(options, given)
+        command = _command(options, given | added)
     except LaunchError as error:
         _say(str(error))
         return BAD_USE
     if options.dry_run:
         shown = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
-        print(" ".join(shown), shlex.join([*command, NO_FOLDER, *program]))
+        print(*shown, shlex.join([*command, NO_FOLDER, *program]))
         return 0
-    return _run(command, program, environ, options.grace)
+    folder = Path(tempfile.mkdtemp(prefix="gradcomp-launch-"))
+    try:
+        status, number = supervise(
+            [*command, str(folder), *program],
+            dict.fromkeys(SESSION_BASE, str(folder)) | given | added,
+            grace_s=options.grace,
+            has_failed=lambda: records.first_failure(folder) is not None,
+        )
+        if number:
+            _say(f"stopped by {records.signal_name(number)}; every process has ended")
+            return 128 + number
+        return _verdict(folder, status, Path(command[0]).name)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _say(text: str) -> None:
@@ -181,7 +156,7 @@ def _say(text: str) -> None:
 
 
 def _program(options: argparse.Namespace) -> list[str]:
-    """Return the program as the bootstrap takes it, after a look whether it is there."""
+    """Return the program as the bootstrap takes it, or raise if it is missing."""
     words: list[str] = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not words:
         raise LaunchError(f"no program given: {USAGE}")
@@ -195,54 +170,49 @@ def _program(options: argparse.Namespace) -> list[str]:
     return words
 
 
-def _environment(
-    ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the environment of the command, and of this what was added here."""
-    kept = {name: value for name, value in environ.items() if not mpirun.STALE.fullmatch(name)}
-    added = {
-        "MASTER_ADDR": kept.get("MASTER_ADDR") or (hosts[0].name if hosts else "127.0.0.1"),
-        "MASTER_PORT": kept.get("MASTER_PORT") or str(free_port()),
-    }
-    if kept.get("MASTER_PORT") and _is_taken(added["MASTER_ADDR"], added["MASTER_PORT"]):
+def _added(options: argparse.Namespace, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the command gets besides the `given` ones."""
+    address = given.get("MASTER_ADDR") or (options.hosts[0].name if options.hosts else "127.0.0.1")
+    port = given.get("MASTER_PORT")
+    if port and _is_taken(address, port):
         raise LaunchError(
-            f"MASTER_PORT={added['MASTER_PORT']} is in use on {added['MASTER_ADDR']}, perhaps by"
-            " another job: set another, or unset it and a free one is taken"
+            f"MASTER_PORT={port} is in use on {address}, perhaps by another job: set another, or"
+            " unset it and a free one is taken"
         )
-    if not hosts and "OMP_NUM_THREADS" not in kept and ranks > _cores():
+    added = {"MASTER_ADDR": address, "MASTER_PORT": port or str(free_port())}
+    has_cores = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_cores else os.cpu_count() or 1
+    if not options.hosts and "OMP_NUM_THREADS" not in given and options.ranks > cores:
         added["OMP_NUM_THREADS"] = "1"
         _say(
-            f"OMP_NUM_THREADS=1, for {ranks} ranks on {_cores()} cores; set it to have it otherwise"
+            f"OMP_NUM_THREADS=1, for {options.ranks} ranks on {cores} cores; set it to change that"
         )
-    return kept | added, added
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return added
 
 
 def _is_taken(address: str, port: str) -> bool:
-    """Whether somebody on this host listens there; False where that cannot be known from here."""
+    """Whether a process of this host listens there; False where that cannot be known from here."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        (family, kind, protocol, _, place), *_ = socket.getaddrinfo(
-            address, port, type=socket.SOCK_STREAM
-        )
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # what an ended job leaves is no obstacle
-            probe.bind(place)
+        socket.create_server((address, int(port)), family=family).close()
     except OSError as error:
         return error.errno == errno.EADDRINUSE
+    except (ValueError, OverflowError):  # for the ranks to report
+        pass
     return False
 
 
-def _command(
-    options: argparse.Namespace, environ: Mapping[str, str], added: Mapping[str, str]
-) -> list[str]:
+def _command(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
     """Return the command up to the bootstrap's own arguments."""
     if options.torch:
-        return _torchrun(options, added)
+        if options.hosts or options.bind != "none":
+            raise LaunchError(
+                "--torch starts ranks on this host and binds none: leave out -H, --hostfile and"
+                " --bind"
+            )
+        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks)]
+        meet = ["--master-addr", environ["MASTER_ADDR"], "--master-port", environ["MASTER_PORT"]]
+        return [sys.executable, *start, *meet, str(BOOTSTRAP)]
     mpi = mpirun.identify(mpirun.find(sys.executable, environ), environ)
     if importlib.util.find_spec("mpi4py") is None:
         raise LaunchError("mpi4py is not installed; install it with: pip install 'gradcomp[mpi]'")
@@ -259,41 +229,6 @@ def _command(
     return [*start, sys.executable, "-m", "mpi4py", str(BOOTSTRAP)]
 
 
-def _torchrun(options: argparse.Namespace, added: Mapping[str, str]) -> list[str]:
-    if options.hosts or options.bind != "none":
-        raise LaunchError(
-            "--torch starts ranks on this host and binds none: no -H, --hostfile or --bind with it"
-        )
-    rendezvous = ["--master-addr", added["MASTER_ADDR"], "--master-port", added["MASTER_PORT"]]
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(options.ranks),
-        *rendezvous,
-    ]
-    return [*start, str(BOOTSTRAP)]
-
-
-def _run(command: list[str], program: list[str], environ: Mapping[str, str], grace_s: float) -> int:
-    folder = Path(tempfile.mkdtemp(prefix="gradcomp-launch-"))
-    try:
-        status, number = supervise(
-            [*command, str(folder), *program],
-            dict(environ) | {name: str(folder) for name in SESSION_BASE if name not in environ},
-            grace_s=grace_s,
-            has_failed=lambda: records.first_failure(folder) is not None,
-            noted_segments=lambda: records.segments(folder),
-        )
-        if number:
-            _say(f"stopped by {records.signal_name(number)}; every process has ended")
-            return 128 + number
-        return _verdict(folder, status, Path(command[0]).name)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _verdict(folder: Path, status: int, starter: str) -> int:
     """Say why the ranks ended and return the exit status; the first failing rank's traceback
     comes last.
@@ -303,19 +238,12 @@ def _verdict(folder: Path, status: int, starter: str) -> int:
         _say(failure.sentence())
         sys.stderr.write(failure.traceback)
         return failure.status
-    if not status:
-        return 0
     lost = sorted(records.started(folder) - {record.rank for record in records.ended(folder)})
-    if lost and status < 32:  # MPICH gives the bare number of a signal
-        status += 128
-    if lost:
-        _say(
-            f"{starter} ended with status {status}; ranks {lost} were killed before they could"
-            " say why"
-        )
+    if status and lost:
+        status += 128 if status < 32 else 0  # MPICH gives the bare number of a signal
+        why = f"ranks {lost} were killed before they could say why"
     else:
-        _say(
-            f"{starter} ended with status {status} and no rank of this host failed: see its"
-            " messages above"
-        )
+        why = "no rank of this host failed: see its messages above"
+    if status:
+        _say(f"{starter} ended with status {status}; {why}")
     return status

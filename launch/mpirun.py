@@ -7,11 +7,9 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-PROGRAMS = ("mpirun", "mpiexec")
 NO_MPI = (
     "no mpirun or mpiexec found in {bin} or on PATH; install one with: pip install 'gradcomp[mpi]'"
 )
@@ -24,6 +22,7 @@ FORWARDED = re.compile(
 STALE = re.compile(
     r"((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|PMI_\w+|PMIX_(?!MCA_)\w+|MPI_LOCALN?RANK(ID|S)|OMPI_COMM_WORLD_\w+)"
 )
+FLAVOURS = {"openmpi": r"Open ?MPI\D*(\d+)", "mpich": r"HYDRA build details:\s+Version:\s+(\d+)"}
 
 
 class LaunchError(Exception):
@@ -40,11 +39,8 @@ class Host(NamedTuple):
         return self.name if self.slots is None else f"{self.name}:{self.slots}"
 
 
-@dataclass(frozen=True)
-class Mpi:
-    """An mpirun: its path, its flavour (openmpi, mpich, intel or unknown) and its major version
-    (0 if unknown).
-    """
+class Mpi(NamedTuple):
+    """An mpirun: path, flavour (openmpi, mpich or unknown), major version (0 if unknown)."""
 
     path: str
     flavour: str
@@ -57,13 +53,12 @@ def find(python: str, environ: Mapping[str, str]) -> str:
     """
     path, wanted = environ.get("PATH", os.defpath), environ.get("GRADCOMP_MPIRUN")
     if wanted:
-        found = shutil.which(wanted, path=path)
-        if found is None:
-            raise LaunchError(f"GRADCOMP_MPIRUN={wanted} is not a program that can be run")
-        return found
+        if found := shutil.which(wanted, path=path):
+            return found
+        raise LaunchError(f"GRADCOMP_MPIRUN={wanted} is not a program that can be run")
     beside = str(Path(python).parent)
     for folder in (beside, path):
-        for name in PROGRAMS:
+        for name in ("mpirun", "mpiexec"):
             if found := shutil.which(name, path=folder):
                 return found
     raise LaunchError(NO_MPI.format(bin=beside))
@@ -71,15 +66,10 @@ def find(python: str, environ: Mapping[str, str]) -> str:
 
 def identify(path: str, environ: Mapping[str, str]) -> Mpi:
     """Ask an mpirun for its version."""
+    ask, nothing = [path, "--version"], subprocess.DEVNULL
     try:
         out = subprocess.run(
-            [path, "--version"],
-            check=False,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=30,
+            ask, check=False, env=environ, stdin=nothing, capture_output=True, text=True, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version does not run: {error}") from None
@@ -88,12 +78,8 @@ def identify(path: str, environ: Mapping[str, str]) -> Mpi:
 
 def parse_version(path: str, text: str) -> Mpi:
     """Tell the flavour from what ``--version`` printed."""
-    for flavour, pattern in (
-        ("openmpi", r"Open ?MPI\D*(\d+)"),
-        ("intel", r"Intel\(R\) MPI.*?Version (\d+)"),
-        ("mpich", r"HYDRA build details:\s+Version:\s+(\d+)"),
-    ):
-        if found := re.search(pattern, text, re.IGNORECASE | re.DOTALL):
+    for flavour, pattern in FLAVOURS.items():
+        if found := re.search(pattern, text, re.IGNORECASE):
             return Mpi(path, flavour, int(found[1]))
     return Mpi(path, "unknown", 0)
 
@@ -134,63 +120,26 @@ def command(
     as_root: bool,
     forward: Sequence[str] = (),
 ) -> list[str]:
-    """Return the mpirun command line up to the program.
+    """Return the mpirun command line up to the program, or raise LaunchError for hosts or a
+    binding that this MPI cannot be given.
 
-    Args:
-        mpi: from `identify`.
-        ranks: how many.
-        hosts: where; none means this host, or what a batch system has allotted.
-        bind: none, core or socket.
-        as_root: whether the user is root.
-        forward: variables to pass to other hosts.
+    Without `hosts` the ranks run on this host, or on what a batch system has allotted. `forward`
+    names the variables that Open MPI passes to other hosts.
     """
+    options, names = [], ",".join(map(str, hosts))
     if mpi.flavour == "openmpi":
-        options = _openmpi(mpi, hosts, bind, as_root, forward)
+        modern = mpi.major >= 5
+        target = "package" if bind == "socket" and modern else bind
+        options += ["--allow-run-as-root"] if as_root else []
+        options += ["--map-by", ":OVERSUBSCRIBE"] if modern else ["--oversubscribe"]
+        options += ["--bind-to", target if bind == "none" else f"{target}:overload-allowed"]
+        if hosts:
+            options += ["--host", names, *(word for name in forward for word in ("-x", name))]
     elif mpi.flavour == "mpich":
-        options = ["-bind-to", bind] + (["-hosts", _join(hosts)] if hosts else [])
-    elif mpi.flavour == "intel":
-        options = _intel(hosts, bind)
+        options = ["-bind-to", bind, *(["-hosts", names] if hosts else [])]
     elif hosts or bind != "none":
         raise LaunchError(
-            f"{mpi.path} is an MPI of unknown kind: hosts and --bind cannot be passed to it"
+            f"{mpi.path} is neither Open MPI nor MPICH: hosts and --bind cannot be passed to it;"
+            " start the program by that mpirun itself and call gradcomp.launch.export_environment()"
         )
-    else:
-        options = []
     return [mpi.path, "-n", str(ranks), *options]
-
-
-def _openmpi(
-    mpi: Mpi, hosts: Sequence[Host], bind: str, as_root: bool, forward: Sequence[str]
-) -> list[str]:
-    modern = mpi.major >= 5
-    target = {"socket": "package" if modern else "socket"}.get(bind, bind)
-    options = ["--allow-run-as-root"] if as_root else []
-    options += ["--map-by", ":OVERSUBSCRIBE"] if modern else ["--oversubscribe"]
-    options += ["--bind-to", target if bind == "none" else f"{target}:overload-allowed"]
-    if hosts:
-        options += ["--host", _join(hosts)]
-        options += [word for name in forward for word in ("-x", name)]
-    return options
-
-
-def _intel(hosts: Sequence[Host], bind: str) -> list[str]:
-    options = ["-genv", "I_MPI_PIN", "0"] if bind == "none" else ["-genv", "I_MPI_PIN_DOMAIN", bind]
-    if not hosts:
-        return options
-    slots = {host.slots for host in hosts}
-    if len(slots) > 1:
-        raise LaunchError(
-            "Intel MPI takes one number of ranks for all hosts: give every host the same"
-        )
-    each = slots.pop()
-    return [
-        *options,
-        "-genvall",
-        "-hosts",
-        ",".join(h.name for h in hosts),
-        *(["-ppn", str(each)] if each else []),
-    ]
-
-
-def _join(hosts: Sequence[Host]) -> str:
-    return ",".join(str(host) for host in hosts)

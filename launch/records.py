@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How one rank ended. `status` is that of a shell: 128 + n after signal n."""
 
     rank: int
@@ -23,29 +21,23 @@ class Ended:
 
     def sentence(self) -> str:
         """Say how it ended, in one line."""
-        who = f"rank {self.rank} (pid {self.pid} on {self.host})"
-        if self.signal:
-            return (
-                f"{who} failed first: killed by {signal_name(self.signal)}, exit status"
-                f" {self.status}"
-            )
-        return f"{who} failed first: exit status {self.status}"
+        killed = f"killed by {signal_name(self.signal)}, " if self.signal else ""
+        return (
+            f"rank {self.rank} (pid {self.pid} on {self.host}) failed first: {killed}exit status"
+            f" {self.status}"
+        )
 
 
 def signal_name(number: int) -> str:
     """Return ``signal 9 (SIGKILL)``."""
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
+    names = {known.value: f" ({known.name})" for known in signal.Signals}
+    return f"signal {number}{names.get(number, '')}"
 
 
 def ended(folder: Path) -> list[Ended]:
     """Return the ends on record, in order of time."""
-    found = [
-        Ended(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("ended.*")
-    ]
-    return sorted(found, key=lambda record: record.time_ns)
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("ended.*")]
+    return sorted((Ended(**json.loads(text)) for text in texts), key=lambda one: one.time_ns)
 
 
 def first_failure(folder: Path) -> Ended | None:
@@ -56,15 +48,3 @@ def first_failure(folder: Path) -> Ended | None:
 def started(folder: Path) -> set[int]:
     """Return the ranks whose program was started."""
     return {int(path.suffix[1:]) for path in folder.glob("started.*")}
-
-
-def segments(folder: Path) -> set[tuple[str, int]]:
-    """Return path and inode of the shared memory that ranks of this host have noted."""
-    noted = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("segments.*")]
-    here = socket.gethostname()
-    return {
-        (path, inode)
-        for record in noted
-        if record["host"] == here
-        for path, inode in record["files"]
-    }
