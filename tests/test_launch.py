@@ -16,15 +16,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from gradcomp.launch import (
-    cli,
-    environment,
-    export_environment,
-    mpirun,
-    records,
-    supervise,
-    sweep,
-)
+from gradcomp.launch import cli, environment, export_environment, mpirun, records, supervise, sweep
 from gradcomp.launch.variables import NAMES, first_node
 
 pytestmark = pytest.mark.slow
@@ -580,8 +572,7 @@ def test_command_of_each_flavour(flavour, major, options, expected):
 
 
 @pytest.mark.parametrize(
-    ("flavour", "hosts", "bind"),
-    [("unknown", "a", "none"), ("unknown", "", "core")],
+    ("flavour", "hosts", "bind"), [("unknown", "a", "none"), ("unknown", "", "core")]
 )
 def test_what_a_flavour_cannot_do_is_refused(flavour, hosts, bind):
     given = mpirun.parse_hosts(hosts) if hosts else []
@@ -891,8 +882,5 @@ def test_a_plain_mpirun_or_srun_needs_no_launcher(python, folder):
     found = shown(out.splitlines())
     assert [
         (f["RANK"], f["WORLD_SIZE"], f["LOCAL_RANK"], f["LOCAL_WORLD_SIZE"]) for f in found
-    ] == [
-        ("0", "2", "0", "2"),
-        ("1", "2", "1", "2"),
-    ]
+    ] == [("0", "2", "0", "2"), ("1", "2", "1", "2")]
     assert len({(f["MASTER_ADDR"], f["MASTER_PORT"]) for f in found}) == 1

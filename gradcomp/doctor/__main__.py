@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradcomp.comm.channels import end_job
+from gradcomp.comm.mpi import load
 from gradcomp.doctor.options import parse
 from gradcomp.doctor.report import show
-from gradcomp.doctor.start import Me, say
-from gradcomp.doctor.visit import visit
+from gradcomp.doctor.session import Me, examine, say
 
 WRONG, BAD_USE = 1, 2  # exit statuses
 
@@ -20,27 +21,24 @@ WRONG, BAD_USE = 1, 2  # exit statuses
 def main(argv: Sequence[str] | None = None) -> int:
     """Examine, print on rank 0, and return the exit status."""
     options = parse(argv)
-    logging.getLogger("gradcomp").setLevel(logging.ERROR)  # what it would warn of is in the report
+    logging.getLogger("gradcomp").setLevel(logging.ERROR)  # the report has its warnings
     try:
         me = Me.find(options.over)
     except (ValueError, ImportError, RuntimeError) as error:
         say(f"{error}{'' if options.over == 'gloo' else ' (--over gloo does without MPI)'}")
         return WRONG
     try:
-        found = visit(me, options)
+        found = examine(me, options)
     except ConnectionError as error:
         say(str(error))
         return WRONG
-    finally:
-        if me.helper is not None:
-            me.helper.end()
     if found is None:
         return 0
     text = json.dumps(found, indent=2)
     if options.json == "-":
         print(text, flush=True)
     else:
-        show(found, plain=options.plain or None)
+        show(found, plain=options.plain)
         if options.json is not None:
             try:
                 Path(options.json).write_text(f"{text}\n", encoding="utf-8")
@@ -50,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     status: int = found["status"]
     if found["silent"]:  # do not wait for that rank in what ends the process
         sys.stdout.flush()
-        if me.notices is not None:
-            me.notices.end(at_once=True)
+        if me.over == "mpi":
+            end_job(load())
         os._exit(status)
     return status
 

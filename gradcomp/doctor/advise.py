@@ -15,11 +15,8 @@ from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
 from gradcomp.plan.rates import OUTER, Rates, calibrate
 from gradcomp.plan.workload import ALONE, Workload
 
-SIZES, WORLD_SIZES, REPEATS = (
-    (1 << 12, 1 << 17),
-    (2, 8),
-    2,
-)  # of the codecs' rates: half a second on an idle core
+# of the codecs' rates: half a second on an idle core
+SIZES, WORLD_SIZES, REPEATS = (1 << 12, 1 << 17), (2, 8), 2
 LEAST_S = 1.5  # time left from which they are measured at all
 WIDTH = 1024  # of the rows that stand for a model
 
@@ -68,13 +65,10 @@ def recommend(
             and that is said.
     """
     rows = max(1, round(options["parameters"] / WIDTH))
-    each = min(
-        rows, WIDTH
-    )  # matrices of at most a million values: buckets are made of several of them
-    shapes = [
-        (f"weight{k}", (min(each, rows - k * each), WIDTH)) for k in range(math.ceil(rows / each))
-    ]
-    work = Workload(tuple(shapes), 1, options["compute"], weak=True)
+    # matrices of at most a million values: buckets are made of several of them
+    heights = [min(WIDTH, rows - first) for first in range(0, rows, WIDTH)]
+    shapes = tuple((f"weight{k}", (height, WIDTH)) for k, height in enumerate(heights))
+    work = Workload(shapes, 1, options["compute"], weak=True)
     methods = list(ways(node))
     if options["every"] is not None:
         local = LocalSteps(options["every"])
@@ -101,21 +95,18 @@ def recommend(
 
 def _to_dict(found: Prediction, link: Link, node: Node, nodes: int) -> dict[str, Any]:
     method, measured = found.method, found.tolerance.cost(found.method)
-    options = measured.given() if measured is not None else ""
-    step = found.result(method.name, nodes)
+    step, break_even = found.result(method.name, nodes), found.break_even_bits_per_s
     return {
         "method": method.name,
         "codec": None if method.codec is None or not method.compresses else written(method.codec),
         "exchange": method.exchange,
         "second_phase": method.second_phase,
         "sync_every": 1 if method.local is None else method.local.every,
-        "options": options,
+        "options": measured.given() if measured is not None else "",
         "speedup": found.speedup,
         "step_s": step.seconds,
         "exposed_s": step.exposed_seconds,
-        "break_even_bits_per_s": (
-            None if found.break_even_bits_per_s in (None, math.inf) else found.break_even_bits_per_s
-        ),
+        "break_even_bits_per_s": None if break_even == math.inf else break_even,
         "link": {
             "bits_per_s": link.bits_per_s,
             "latency_s": link.latency_s,
@@ -133,26 +124,17 @@ def in_code(advice: Mapping[str, Any], over: str) -> str:
         advice: of `recommend`.
         over: "gloo" or "mpi".
     """
-    exchange, comm = advice["exchange"], ", comm=MpiCommunicator()" if over == "mpi" else ""
-    given = (
-        f", {advice['options'].replace(' and ', ', ')}"
-        if advice["options"] and advice["sync_every"] == 1
-        else ""
-    )
-    if advice["sync_every"] > 1:
-        codec = advice["codec"] or "Identity()"
-        return (
-            f"DiLoCo(model, optimizer, {codec}, sync_every={advice['sync_every']},"
-            f' exchange="{exchange}"{comm})'
-        )
-    if advice["codec"] is not None:
-        return (
-            f'ddp.register(model, {advice["codec"]}, exchange="{exchange}",'
-            f" optimizer=optimizer{given}{comm})"
-        )
-    return (
-        "model.register_comm_hook(None, bf16_compress_hook)" if advice["method"] == "bf16" else ""
-    )
+    codec, every, given = advice["codec"], advice["sync_every"], advice["options"]
+    rest = f'exchange="{advice["exchange"]}"'
+    comm = ", comm=MpiCommunicator()" if over == "mpi" else ""
+    if every > 1:
+        codec = codec or "Identity()"
+        return f"DiLoCo(model, optimizer, {codec}, sync_every={every}, {rest}{comm})"
+    if codec is not None:
+        more = f", {given.replace(' and ', ', ')}" if given else ""
+        return f"ddp.register(model, {codec}, {rest}, optimizer=optimizer{more}{comm})"
+    is_bf16 = advice["method"] == "bf16"
+    return "model.register_comm_hook(None, bf16_compress_hook)" if is_bf16 else ""
 
 
 def _middle(pairs: Sequence[Mapping[str, Any]]) -> Link:

@@ -1,17 +1,18 @@
-"""What one rank tells of itself: versions, kernels, cores, interfaces, options. Nothing is
-measured and nobody is asked.
+"""What one rank says of itself: versions, kernels, cores, interfaces, options. Nothing is measured
+but the time that a name takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import socket
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,20 @@ from gradcomp.kernels import native
 from gradcomp.payload.wire import VERSION as WIRE
 from gradcomp.version import __version__
 
-PROTOCOL = (
-    1  # of the words between ranks: a rank with another one is named, and not spoken to any further
-)
+PROTOCOL = 2  # of the words between ranks: a rank with another one is named, and gets no others
 CGROUP = Path("/sys/fs/cgroup")
-STARTERS = (
-    ("TORCHELASTIC_RUN_ID", "torchrun"),
-    ("OMPI_COMM_WORLD_RANK", "mpirun of Open MPI"),
-    ("PMI_RANK", "mpirun of MPICH or its kin"),
-    ("SLURM_PROCID", "srun"),
-    ("PMIX_RANK", "something that speaks PMIx"),
-    ("RANK", "variables RANK and WORLD_SIZE"),
-)
+STARTERS = {
+    "TORCHELASTIC_RUN_ID": "torchrun",
+    "OMPI_COMM_WORLD_RANK": "mpirun of Open MPI",
+    "PMI_RANK": "mpirun of MPICH or its kin",
+    "SLURM_PROCID": "srun",
+    "PMIX_RANK": "something that speaks PMIx",
+    "RANK": "variables RANK and WORLD_SIZE",
+}
 
 
 def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, Any]:
-    """Return what this rank is, made of what JSON knows.
+    """Return what this rank is, as JSON can hold it.
 
     Args:
         rank: of this process.
@@ -53,6 +52,7 @@ def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, An
         versions["mpi4py"] = importlib.metadata.version("mpi4py")
     if mpi is not None:
         versions["MPI"] = mpi
+    has_cores = hasattr(os, "sched_getaffinity")
     return {
         "protocol": PROTOCOL,
         "rank": rank,
@@ -62,42 +62,55 @@ def card(rank: int, options: Mapping[str, Any], mpi: str | None) -> dict[str, An
         "versions": versions,
         "tier": native.tier(),
         "tiers": native.tiers(),
-        "cores": cores(),
+        "cores": sorted(os.sched_getaffinity(0) if has_cores else range(os.cpu_count() or 1)),
         "quota": cpu_quota(),
         "threads": torch.get_num_threads(),
-        "interfaces": [asdict(one) for one in found],
-        "gloo": asdict(gloo_takes(found)),
+        "interfaces": [one._asdict() for one in found],
+        "gloo": gloo_takes(found)._asdict(),
         "options": dict(options),
-        "told_at": time.time(),
     }
 
 
 def starter() -> str:
     """Return what has started this process as one of several ranks, "" for nothing."""
-    return next((name for variable, name in STARTERS if variable in os.environ), "")
-
-
-def cores() -> list[int]:
-    """Return the cores that this process may run on."""
-    return (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    return next((name for variable, name in STARTERS.items() if variable in os.environ), "")
 
 
 def cpu_quota(root: Path = CGROUP) -> float | None:
     """Return how many cores' worth of time the container grants, None where it sets no limit."""
-    for name in ("cpu.max", "cpu/cpu.cfs_quota_us"):
+    for name, period in (("cpu.max", ""), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
             words = (root / name).read_text(encoding="ascii").split()
-            period = (
-                words[1]
-                if name == "cpu.max"
-                else (root / "cpu/cpu.cfs_period_us").read_text(encoding="ascii")
-            )
+            words += (root / period).read_text(encoding="ascii").split() if period else []
             if float(words[0]) > 0:
-                return float(words[0]) / float(period)
+                return float(words[0]) / float(words[1])
         except (OSError, ValueError, IndexError, ZeroDivisionError):  # none, "max", or -1: no limit
             continue
     return None
+
+
+class Lookup:
+    """Asks for the name of a host's address in a thread, since nothing bounds the wait.
+
+    torch asks for it whenever a process first connects to another (pytorch#159007). A name server
+    that does not answer costs 10 s there, at each start of each rank.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._begun, self._took_s = time.monotonic(), None  # type: float, float | None
+        threading.Thread(
+            target=self._ask, args=(host,), name="gradcomp-lookup", daemon=True
+        ).start()
+
+    def _ask(self, host: str) -> None:
+        # UnicodeError: of a text that cannot be a host's name
+        with contextlib.suppress(OSError, UnicodeError):
+            address = socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]
+            # the form in which torch asks: /etc/hosts does not answer it by the other form
+            socket.getnameinfo((f"::ffff:{address}", 0), 0)
+        self._took_s = time.monotonic() - self._begun
+
+    @property
+    def seconds(self) -> float:
+        """What it took, or has taken so far."""
+        return time.monotonic() - self._begun if self._took_s is None else self._took_s

@@ -1,6 +1,4 @@
-"""Network interfaces of this host, and which of them gloo takes. Linux tells; elsewhere there is
-little to say.
-"""
+"""Network interfaces of this host, and which of them gloo takes (known on Linux only)."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ import re
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gradcomp.comm.addresses import INTERFACE_VARIABLE, of_interface
 
@@ -26,8 +24,7 @@ BRIDGES = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Interface:
+class Interface(NamedTuple):
     """One interface.
 
     Attributes:
@@ -51,8 +48,7 @@ class Interface:
         return self.is_up and bool(self.addresses) and self.kind not in ("loopback", "bridge")
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What gloo takes.
 
     Attributes:
@@ -83,24 +79,22 @@ def gloo_takes(found: Sequence[Interface], variable: str | None = None) -> Choic
     text = os.environ.get(INTERFACE_VARIABLE, "") if variable is None else variable
     if not text:
         return _by_host_name(found)
-    names, known = text.split(","), {one.name: one for one in found}
+    names, known = tuple(text.split(",")), {one.name: one for one in found}
+    why = f"{INTERFACE_VARIABLE}={text}"
     usable = ", ".join(one.name for one in found if one.is_up and one.addresses) or "none"
     for name in names:
         if "^" in name:
-            problem = (
-                f"{text!r} is NCCL's way to leave interfaces out; gloo takes names only, and these"
-                f" could be taken: {usable}"
-            )
+            problem = f"{text!r} is NCCL's way to leave interfaces out, and gloo takes names only"
         elif name not in known:
-            problem = f"there is no interface {name!r} here; these could be taken: {usable}"
+            problem = f"there is no interface {name!r} here"
         elif not known[name].is_up:
-            problem = f"{name} is down; these could be taken: {usable}"
+            problem = f"{name} is down"
         elif not known[name].addresses:
-            problem = f"{name} has no address; these could be taken: {usable}"
+            problem = f"{name} has no address"
         else:
             continue
-        return Choice(text, (), f"{INTERFACE_VARIABLE}={text}", problem)
-    return Choice(text, tuple(names), f"{INTERFACE_VARIABLE}={text}")
+        return Choice(text, (), why, f"{problem}; these could be taken: {usable}")
+    return Choice(text, names, why)
 
 
 def _by_host_name(found: Sequence[Interface]) -> Choice:
@@ -108,29 +102,24 @@ def _by_host_name(found: Sequence[Interface]) -> Choice:
     bind, else the loopback.
     """
     host = socket.gethostname()
-    loopback = tuple(one.name for one in found if one.kind == "loopback" and one.is_up)[:1]
-    for address in _resolve(host):
-        if address.startswith("127.") or address == "::1":
-            return _on(loopback, f"host name {host} resolves to {address}")
-        taken = tuple(one.name for one in found if address in one.addresses and one.is_up)[:1]
-        if taken:
-            return _on(taken, f"host name {host} resolves to {address}")
-    return _on(
-        loopback,
-        f"host name {host} resolves to no address of this host, so gloo falls back to the loopback",
+    names = tuple(one.name for one in found if one.kind == "loopback" and one.is_up)[:1]
+    why = (
+        f"host name {host} resolves to no address of this host, so gloo falls back to the loopback"
     )
-
-
-def _on(names: tuple[str, ...], why: str) -> Choice:
+    for address in _resolve(host):
+        taken = tuple(one.name for one in found if address in one.addresses and one.is_up)[:1]
+        is_loopback = address.startswith("127.") or address == "::1"
+        if taken or is_loopback:
+            names = names if is_loopback else taken
+            why = f"host name {host} resolves to {address}"
+            break
     return Choice("", names, why, "" if names else "no interface is up, the loopback neither")
 
 
 def _resolve(host: str) -> list[str]:
     try:
-        return [
-            str(address[0])
-            for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        ]
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return [str(address[0]) for *_, address in found]
     except OSError:
         return []
 
@@ -149,12 +138,14 @@ def _interface(name: str) -> Interface:
         kind = "ethernet"
     speed = _read(folder / "speed")
     mbit = int(speed) if speed.lstrip("-").isdecimal() and int(speed) > 0 else None
-    return Interface(
-        name, kind, flags & IFF_UP > 0 and flags & IFF_RUNNING > 0, mbit, tuple(of_interface(name))
-    )
+    is_up = flags & IFF_UP > 0 and flags & IFF_RUNNING > 0
+    return Interface(name, kind, is_up, mbit, tuple(of_interface(name)))
 
 
 def _flags(name: str) -> int:
+    """Return the flags of an interface of this process's network namespace; /sys may be mounted
+    for another one.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe, SIOCGIFFLAGS, struct.pack("256s", name.encode()[:15]))

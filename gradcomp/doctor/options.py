@@ -17,18 +17,6 @@ from gradcomp.plan.tolerance import check_optimizer
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 MAX_PARAMETERS = 1e12
-AGREED = (
-    "seconds",
-    "wait",
-    "over",
-    "parameters",
-    "compute",
-    "optimizer",
-    "tolerance",
-    "every",
-    "timeout",
-    "torch_timeout",
-)
 EPILOG = """\
 examples:
   this machine alone, and how to start it on several ranks:
@@ -45,138 +33,6 @@ Start it exactly as you start your training: the same launcher, the same variabl
 Rank 0 prints. The exit status is 0 if all is well, 1 if something is wrong (every such line
 begins with "wrong"), 2 for a command line that is not understood. Notes do not change it.
 """
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser."""
-    parser = Parser(
-        prog="python -m gradcomp.doctor",
-        description=(
-            "Find out what is wrong with these ranks, their machines and their network, in ten"
-            " seconds, and what to do about it."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    how = parser.add_argument_group("how it looks")
-    how.add_argument(
-        "--seconds",
-        type=_positive,
-        default=10.0,
-        metavar="S",
-        help="longest time for all checks once all ranks have come, in seconds (default: 10)",
-    )
-    how.add_argument(
-        "--wait",
-        type=_positive,
-        default=20.0,
-        metavar="S",
-        help=(
-            "longest wait for ranks to come, in seconds; those that do not are named (default: 20)"
-        ),
-    )
-    how.add_argument(
-        "--over",
-        choices=("auto", "gloo", "mpi"),
-        default="auto",
-        help=(
-            "transport to check: gloo, mpi, or auto, which is MPI if an MPI started these ranks "
-            "and gloo otherwise (default: auto)"
-        ),
-    )
-    how.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write every number to this file, or to the standard output (-) in place of the text",
-    )
-    how.add_argument(
-        "--plain",
-        action="store_true",
-        help="use no colours, even on a terminal where rich is installed",
-    )
-    what = parser.add_argument_group("your training, for the recommendation")
-    what.add_argument(
-        "--parameters",
-        type=_count,
-        default=25e6,
-        metavar="N",
-        help="number of parameters of your model, such as 124e6 or 124M (default: 25e6)",
-    )
-    what.add_argument(
-        "--compute",
-        type=_duration,
-        default=0.1,
-        metavar="SECONDS",
-        help="seconds of forward and backward of a step on one rank (default: 0.1)",
-    )
-    what.add_argument(
-        "--optimizer",
-        type=_optimizer,
-        default="adamw",
-        metavar="NAME",
-        help=(
-            "optimizer of your training, such as adamw or sgd; codecs that lose accuracy under "
-            "it are not recommended (default: adamw)"
-        ),
-    )
-    what.add_argument(
-        "--tolerance",
-        type=_tolerance,
-        default=None,
-        metavar="NATS",
-        help=f"largest loss over fp32 that is accepted, in nats (default: {TOLERANCES['nats']})",
-    )
-    what.add_argument(
-        "--every",
-        type=_steps,
-        default=None,
-        metavar="H",
-        help=(
-            "also consider exchanges after H local steps (gradcomp.DiLoCo) (default: exchange "
-            "at every step)"
-        ),
-    )
-    limits = parser.add_argument_group("the timeouts that your script sets")
-    limits.add_argument(
-        "--timeout",
-        type=_positive,
-        default=None,
-        metavar="S",
-        help=(
-            "timeout_s that your script gives to register or to the communicator, in seconds "
-            "(default: that of the library)"
-        ),
-    )
-    limits.add_argument(
-        "--torch-timeout",
-        type=_positive,
-        default=None,
-        metavar="S",
-        help=(
-            "timeout that your script gives to init_process_group, in seconds (default: that of "
-            "torch, 1800)"
-        ),
-    )
-    return parser
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the command line's options; one that is wrong ends the program with status 2."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    if options.json not in (None, "-"):
-        folder = Path(options.json).absolute().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(options.json).is_dir():
-            parser.error(
-                f"--json {options.json}: there is no such folder, or nothing can be written there"
-            )
-    return options
-
-
-def agreed(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that must be the same on every rank."""
-    return {name: getattr(options, name) for name in AGREED}
 
 
 def _number(text: str, least: float, most: float, what: str) -> float:
@@ -206,13 +62,9 @@ def _duration(text: str) -> float:
 
 def _count(text: str) -> float:
     scale = SUFFIXES.get(text[-1:].lower(), 1.0)
+    what = "a number of parameters such as 25000000, 25e6 or 25M"
     digits = text[:-1] if scale > 1 else text
-    return scale * _number(
-        digits,
-        0.999 / scale,
-        MAX_PARAMETERS / scale,
-        "a number of parameters such as 25000000, 25e6 or 25M",
-    )
+    return scale * _number(digits, 0.999 / scale, MAX_PARAMETERS / scale, what)
 
 
 def _steps(text: str) -> int:
@@ -230,3 +82,78 @@ def _optimizer(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    about = (
+        "Find out what is wrong with these ranks, their machines and their network, in ten"
+        " seconds, and what to do about it."
+    )
+    layout = argparse.RawDescriptionHelpFormatter
+    name = "python -m gradcomp.doctor"
+    parser = Parser(
+        prog=name, description=about, epilog=EPILOG, formatter_class=layout, allow_abbrev=False
+    )
+    how = parser.add_argument_group("how it looks")
+    text = "longest time for all checks once all ranks have come, in seconds (default: 10)"
+    how.add_argument("--seconds", type=_positive, default=10.0, metavar="S", help=text)
+    text = "longest wait for ranks to come, in seconds; those that do not are named (default: 20)"
+    how.add_argument("--wait", type=_positive, default=20.0, metavar="S", help=text)
+    text = (
+        "transport to check: gloo, mpi, or auto, which is MPI if an MPI started these ranks and"
+        " gloo otherwise (default: auto)"
+    )
+    how.add_argument("--over", choices=("auto", "gloo", "mpi"), default="auto", help=text)
+    text = "write every number to this file, or to the standard output (-) in place of the text"
+    how.add_argument("--json", metavar="FILE", help=text)
+    how.add_argument("--plain", action="store_true", help="use no colours, even on a terminal")
+
+    what = parser.add_argument_group("your training, for the recommendation")
+    text = "number of parameters of your model, such as 124e6 or 124M (default: 25e6)"
+    what.add_argument("--parameters", type=_count, default=25e6, metavar="N", help=text)
+    text = "seconds of forward and backward of a step on one rank (default: 0.1)"
+    what.add_argument("--compute", type=_duration, default=0.1, metavar="SECONDS", help=text)
+    text = (
+        "optimizer of your training, such as adamw or sgd; codecs that lose accuracy under it are"
+        " not recommended (default: adamw)"
+    )
+    what.add_argument("--optimizer", type=_optimizer, default="adamw", metavar="NAME", help=text)
+    text = f"largest loss over fp32 that is accepted, in nats (default: {TOLERANCES['nats']})"
+    what.add_argument("--tolerance", type=_tolerance, metavar="NATS", help=text)
+    text = (
+        "also consider exchanges after H local steps (gradcomp.DiLoCo) (default: exchange at every"
+        " step)"
+    )
+    what.add_argument("--every", type=_steps, metavar="H", help=text)
+
+    limits = parser.add_argument_group("the timeouts that your script sets")
+    text = (
+        "timeout_s that your script gives to register or to the communicator, in seconds (default:"
+        " that of the library)"
+    )
+    limits.add_argument("--timeout", type=_positive, metavar="S", help=text)
+    text = (
+        "timeout that your script gives to init_process_group, in seconds (default: that of torch,"
+        " 1800)"
+    )
+    limits.add_argument("--torch-timeout", type=_positive, metavar="S", help=text)
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the command line's options; one that is wrong ends the program with status 2."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.json not in (None, "-"):
+        folder = Path(options.json).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(options.json).is_dir():
+            parser.error(
+                f"--json {options.json}: there is no such folder, or nothing can be written there"
+            )
+    return options
+
+
+def agreed(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that must be the same on every rank."""
+    return {name: value for name, value in vars(options).items() if name not in ("json", "plain")}

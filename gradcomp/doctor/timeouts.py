@@ -1,35 +1,31 @@
-"""Who gives a peer up first: gradcomp, torch, the launcher or the job, and which of them must be
-shorter than which.
-"""
+"""Which of gradcomp, torch and the job gives a peer up first, and in which order they should."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from gradcomp.comm.meeting import SETUP_VARIABLE, setup_timeout_s
 from gradcomp.comm.torch_private import default_timeout_s
+from gradcomp.doctor.judge import Finding, note, wrong
 
 OVER_MPI_S = 300.0  # timeout_s unless it is given, where it does not come from a process group
-# as `TorchCommunicator` has it: torch may wait so many times longer before it is worth a word
-ALIKE = 2.0
+ALIKE = 2.0  # as `TorchCommunicator` has it: torch may wait so many times longer without a note
 LONG_S = 600.0
-JOB_ENDS = "SLURM_JOB_END_TIME"
 
 
-@dataclass(frozen=True)
-class Timeouts:
+class Timeouts(NamedTuple):
     """Seconds.
 
     Attributes:
         setup_s: longest wait for the other ranks to call `register` or to make their communicators.
-        gradcomp_s: until a silent peer is given up by gradcomp.
-        torch_s: by torch's own collectives; None over MPI, where none are needed.
+        gradcomp_s: until gradcomp gives a silent peer up.
+        torch_s: until torch's own collectives do; None over MPI, where none are needed.
         job_s: until the job ends; None where nothing says so.
         apart_s: how far apart the ranks came to the doctor.
-        setup_problem: GRADCOMP_SETUP_TIMEOUT_S is no number; "" if it is fine.
+        setup_problem: why GRADCOMP_SETUP_TIMEOUT_S is not valid; "" if it is.
     """
 
     setup_s: float
@@ -56,90 +52,61 @@ class Timeouts:
             setup_s, problem = setup_timeout_s(ours_s), ""
         except ValueError as error:
             setup_s, problem = ours_s, str(error)
-        return Timeouts(setup_s, ours_s, torch_s, _job_s(), apart_s, problem)
+        ends = os.environ.get("SLURM_JOB_END_TIME", "")
+        job_s = max(0.0, int(ends) - time.time()) if ends.isdecimal() else None
+        return Timeouts(setup_s, ours_s, torch_s, job_s, apart_s, problem)
 
-    def order(self) -> str:
-        """Return who gives up after whom, shortest first."""
-        known = [
-            ("setup", self.setup_s),
-            ("gradcomp", self.gradcomp_s),
-            ("torch", self.torch_s),
-            ("end of the job", self.job_s),
-        ]
-        return ", ".join(f"{name} {seconds:g} s" for name, seconds in known if seconds is not None)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes and, as "order", which are known, in words."""
+        names = ("setup", "gradcomp", "torch", "end of the job")
+        known = [f"{name} {s:g} s" for name, s in zip(names, self, strict=False) if s is not None]
+        return self._asdict() | {"order": ", ".join(known)}
 
-    def findings(self, compute_s: float) -> Iterator[tuple[str, str, str]]:
-        """Yield (level, text, what to do) of what stands in the wrong order.
-
-        Args:
-            compute_s: what a step computes.
-        """
-        ours = self.gradcomp_s
+    def findings(self, compute_s: float) -> Iterator[Finding]:
+        """Yield what is in the wrong order for a step that computes for `compute_s`."""
+        ours, torch_s = self.gradcomp_s, self.torch_s
+        group = f"init_process_group(timeout=timedelta(seconds={ours:g}))"
         if self.setup_problem:
-            yield "wrong", self.setup_problem, f"unset {SETUP_VARIABLE}"
+            yield wrong("timeouts", self.setup_problem, f"unset {SETUP_VARIABLE}")
         if self.apart_s > self.setup_s / 2:
             text = (
                 f"the ranks came {self.apart_s:.0f} s apart, and wait {self.setup_s:g} s for each"
                 " other to register"
             )
-            yield "wrong", text, f"{SETUP_VARIABLE}={4 * self.apart_s:.0f}, on every rank"
+            do = f"{SETUP_VARIABLE}={4 * self.apart_s:.0f}, on every rank"
+            yield wrong("timeouts", text, do)
         if compute_s >= ours / 2:
             text = (
                 f"a step computes for {compute_s:g} s, and a peer is given up after {ours:g} s: a"
                 " slow step would end training"
             )
-            yield (
-                "wrong",
-                text,
-                f"timeout_s={10 * compute_s:.0f} in register, and the same in init_process_group",
-            )
-        if self.torch_s is not None and self.torch_s < ours:
+            do = f"timeout_s={10 * compute_s:.0f} in register, and the same in init_process_group"
+            yield wrong("timeouts", text, do)
+        if torch_s is not None and torch_s < ours:
             text = (
-                f"torch gives up after {self.torch_s:g} s, before gradcomp after {ours:g} s: the"
-                " error then names no rank"
+                f"torch gives up after {torch_s:g} s, before gradcomp after {ours:g} s: the error"
+                " then names no rank"
             )
-            yield (
-                "wrong",
-                text,
-                (
-                    f"init_process_group(timeout=timedelta(seconds={ours:g})), or a shorter"
-                    " timeout_s in register"
-                ),
-            )
-        elif self.torch_s is not None and self.torch_s > ALIKE * ours:
+            yield wrong("timeouts", text, f"{group}, or a shorter timeout_s in register")
+        elif torch_s is not None and torch_s > ALIKE * ours:
             text = (
                 f"gradcomp gives a peer up after {ours:g} s, torch's own collectives (broadcast of"
-                f" buffers) after {self.torch_s:g} s"
+                f" buffers) after {torch_s:g} s"
             )
-            yield (
-                "note",
-                text,
-                f"init_process_group(timeout=timedelta(seconds={ours:g})) makes them alike",
-            )
+            yield note("timeouts", text, f"{group} makes them alike")
         if ours >= LONG_S:
             text = (
                 "a peer that falls silent without ending (a frozen host, a pulled cable) is given"
                 f" up after {ours:g} s"
             )
-            yield (
-                "note",
-                text,
-                (
-                    "a shorter timeout_s in register and in init_process_group, several times the"
-                    " longest step and checkpoint"
-                ),
+            do = (
+                "a shorter timeout_s in register and in init_process_group, several times the"
+                " longest step and checkpoint"
             )
+            yield note("timeouts", text, do)
         if self.job_s is not None and self.job_s < ours:
-            yield (
-                "note",
-                (
-                    f"the job ends in {self.job_s:.0f} s, before a silent peer is given up after"
-                    f" {ours:g} s"
-                ),
-                "a shorter timeout_s",
+            text = (
+                f"the job ends in {self.job_s:.0f} s, before a silent peer is given up after"
+                f" {ours:g} s"
             )
-
-
-def _job_s() -> float | None:
-    text = os.environ.get(JOB_ENDS, "")
-    return max(0.0, int(text) - time.time()) if text.isdecimal() else None
+            yield note("timeouts", text, "a shorter timeout_s")

@@ -1,0 +1,385 @@
+"""The session: ranks meet, tell who they are, measure, and rank 0 puts together what is wrong and
+what to do.
+
+Rank 0 asks and the others answer by words in a store, so a silent rank is known by its number and
+keeps no rank waiting. What rank 0 has found is one dictionary that JSON can hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.mpi import RANK_VARIABLES, MpiCommunicator, describe_mpi, load
+from gradcomp.comm.torch_private import store_below
+from gradcomp.comm.torchdist import TorchCommunicator, open_group, open_store
+from gradcomp.doctor import advise, judge
+from gradcomp.doctor.card import PROTOCOL, Lookup, card
+from gradcomp.doctor.judge import Finding, note, ranks_text, wrong
+from gradcomp.doctor.options import agreed
+from gradcomp.doctor.pairs import measure_all
+from gradcomp.doctor.timeouts import Timeouts
+from gradcomp.doctor.words import Words
+from gradcomp.errors import GradcompError, peers_answer
+from gradcomp.version import __version__
+
+CONNECT_S = 8.0  # longest wait for ranks that are all there to connect
+TIMEOUT_S = 30.0  # of the communicator; what uses it has limits of its own
+PAIRS_SHARE = 0.4  # of the time, for pairs
+PROBE_S = 3.0  # that a probe takes
+SETUP_S = 6.0  # longest wait for the members of a probe to meet
+LATE_S = 5.0  # for the last words of ranks whose time is up
+BESIDE_S = 60.0  # longer than everything together, after which a rank ends itself
+NO_ADDRESS = "MASTER_ADDR is not set, and no other variable names the host of rank 0"
+SET_ADDRESS = "set MASTER_ADDR and MASTER_PORT on every rank"
+TROUBLE = (RuntimeError, ConnectionError, TimeoutError, OSError, GradcompError)
+
+Found = dict[str, Any]
+
+
+@dataclass
+class Me:
+    """This process among the ranks.
+
+    Attributes:
+        rank, world_size: of the job.
+        over: "gloo" or "mpi".
+        mpi: library and thread level, None over gloo.
+        address: of the store, None if there is one rank, or if MPI's ranks do not know it.
+    """
+
+    rank: int
+    world_size: int
+    over: str
+    mpi: str | None = None
+    address: tuple[str, int] | None = None
+
+    @staticmethod
+    def find(over: str, variables: Mapping[str, str] | None = None) -> Me:
+        """Return who this is, by the variables of its launcher.
+
+        Args:
+            over: "auto", "gloo" or "mpi".
+            variables: by default those of the environment.
+
+        Raises:
+            ValueError: the variables are incomplete, or do not fit each other.
+            ImportError, RuntimeError: MPI is asked for, and there is none.
+        """
+        given = os.environ if variables is None else variables
+        found = importlib.import_module("gradcomp.launch").environment(given)
+        if over == "auto":  # an MPI that mpi4py can use started this process, and torchrun did not
+            of_mpi = any(rank in given for rank, _ in RANK_VARIABLES if rank != "RANK")
+            has_mpi = of_mpi and "TORCHELASTIC_RUN_ID" not in given
+            over = "mpi" if has_mpi and importlib.util.find_spec("mpi4py") else "gloo"
+        me = Me(int(found["RANK"]), int(found["WORLD_SIZE"]), over)
+        if over == "mpi":
+            me.mpi, world = describe_mpi(), load().COMM_WORLD
+            me.rank, me.world_size = world.Get_rank(), world.Get_size()
+        if me.world_size > 1 and found.get("MASTER_ADDR"):
+            if not found["MASTER_PORT"].isdecimal():
+                raise ValueError(f"MASTER_PORT={found['MASTER_PORT']!r} is not a number")
+            me.address = found["MASTER_ADDR"], int(found["MASTER_PORT"])
+        elif me.world_size > 1 and over == "gloo":
+            raise ValueError(f"{NO_ADDRESS}: {SET_ADDRESS}, or --over mpi")
+        return me
+
+    def meet(self, wait_s: float) -> Words:
+        """Return the way to the other ranks, or raise ConnectionError."""
+        assert self.address is not None
+        host, port = self.address
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves it
+        serves, who = self.rank == 0 and not by_agent, "torchrun" if by_agent else "rank 0"
+        try:
+            store = open_store(host, port, serves=serves, timeout_s=wait_s)
+        except ConnectionError as error:
+            what = "cannot serve the ranks' store" if serves else f"does not reach {who}"
+            raise ConnectionError(
+                f"rank {self.rank} {what} at {host}:{port} ({error}): is {who} running, and"
+                " MASTER_ADDR and MASTER_PORT its address on a network that all ranks have? Is"
+                " the port free?"
+            ) from error
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = store_below(store, f"gradcomp.doctor/{restart}")
+        return Words(self._store, self.rank)
+
+    def connect(self) -> Communicator:
+        """Return a communicator of all ranks, or raise one of TROUBLE. Collective."""
+        if self.over == "mpi":
+            return MpiCommunicator(timeout_s=CONNECT_S)
+        open_group(store_below(self._store, "group"), self.rank, self.world_size, CONNECT_S)
+        return TorchCommunicator(timeout_s=TIMEOUT_S)
+
+
+class Watch:
+    """Ends this process if a call does not return for `seconds`."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.doing = "starting"
+        self._rank, self._seconds = rank, seconds
+        self._timer = threading.Timer(seconds, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _give_up(self) -> None:
+        say(
+            f"rank {self._rank} gave up after {self._seconds:g} s of {self.doing}: a call did not"
+            " return. A rank is stuck, or the network drops everything"
+        )
+        os._exit(1)
+
+
+def say(text: str) -> None:
+    """Print to the standard error."""
+    print(f"gradcomp.doctor: {text}", file=sys.stderr, flush=True)
+
+
+def examine(me: Me, options: argparse.Namespace) -> Found | None:
+    """Return what was found on rank 0, and None on the other ranks.
+
+    Raises:
+        ConnectionError: the other ranks cannot be reached.
+    """
+    begun = time.monotonic()
+    mine = card(me.rank, agreed(options), me.mpi)
+    if me.address is None:
+        skipped = [] if me.world_size == 1 else [note("ranks", _SKIPPED, f"{SET_ADDRESS}")]
+        return None if me.rank else _conclude([mine], options, me, begun, {}, 0.0, skipped)
+    watch = Watch(me.rank, 2 * options.wait + options.seconds + BESIDE_S)
+    watch.doing = "meeting the other ranks"
+    lookup = Lookup(me.address[0])
+    words = me.meet(options.wait)
+    mine["lookup_s"] = lookup.seconds
+    if me.rank == 0:
+        return _ask(me, words, mine, options, watch, begun)
+    words.post(0, "card", mine)
+    go = words.collect([0], "go", 2 * options.wait).get(0)
+    if go is None:
+        say(
+            f"rank {me.rank}: rank 0 did not answer within {2 * options.wait:g} s, so there is no"
+            " report: is it running, and not stopped?"
+        )
+        raise SystemExit(1)
+    words.post(0, "seen", _measure(me, words, go, watch) if go["measure"] else {})
+    return None
+
+
+_SKIPPED = f"{NO_ADDRESS}: only rank 0 was examined, without links and without a lost peer"
+
+
+def _ask(
+    me: Me, words: Words, mine: Found, options: argparse.Namespace, watch: Watch, begun: float
+) -> Found:
+    others, told = range(1, me.world_size), dict[int, Found]()
+    first_at = last_at = time.monotonic()  # others can connect from now on
+    while len(told) < len(others) and time.monotonic() - first_at < options.wait:
+        news = words.collect([rank for rank in others if rank not in told], "card", 0.2)
+        told |= news
+        last_at = time.monotonic() if news else last_at
+    cards = [mine, *(told[rank] for rank in sorted(told))]
+    silent = [rank for rank in others if rank not in told]
+    findings = [
+        wrong(
+            "versions",
+            f"rank {one['rank']} has another doctor (gradcomp {one['versions']['gradcomp']}"
+            f" there, {__version__} on rank 0): nothing was measured",
+            "install the same gradcomp on every host",
+        )
+        for one in cards
+        if one["protocol"] != PROTOCOL
+    ]
+    if silent:
+        text = f"{ranks_text(silent)} did not answer within {options.wait:g} s"
+        do = "check that the process runs, is not stopped, and that its host reaches rank 0's host"
+        findings.append(wrong("ranks", text, do))
+    measures = not findings and not (me.over == "gloo" and judge.cannot_connect(cards))
+    members = members_of([one["identity"] for one in cards])
+    go = {"measure": measures, "seconds": options.seconds, "members": members}
+    for rank in told:
+        words.post(rank, "go", go)
+    seen: dict[int, Found] = {}
+    started = time.monotonic()
+    if measures:
+        seen[0] = _measure(me, words, go, watch)
+        is_short = seen[0]["failed"] or any(pair["failed"] for pair in seen[0]["pairs"])
+        left_s = max(0.0, started + options.seconds - time.monotonic()) if is_short else 0.0
+        seen |= words.collect(others, "seen", LATE_S + left_s)
+        silent = [rank for rank in others if rank not in seen]
+        if silent:
+            text = f"{ranks_text(silent)} fell silent while measuring"
+            do = "look at what the process does (py-spy dump), and at the network of its host"
+            findings.append(wrong("ranks", text, do))
+    else:  # the store ends with this rank: the others must have read their word
+        words.collect(told, "seen", LATE_S)
+    watch.doing = "predicting"
+    since = started if measures else begun
+    return _conclude(cards, options, me, since, seen, last_at - first_at, findings, silent)
+
+
+def _measure(me: Me, words: Words, go: Found, watch: Watch) -> Found:
+    """Return what this rank sees: pairs and a lost peer, or why it sees none."""
+    seen: Found = {"pairs": [], "probe": {}, "failed": ""}
+    begun, members = time.monotonic(), go["members"]
+    watch.doing = "connecting"
+    try:
+        comm = me.connect()
+    except TROUBLE as error:
+        seen["failed"] = (
+            f"rank {me.rank} is not connected to all others after {time.monotonic() - begun:.1f} s"
+            f" (longest {CONNECT_S:g} s): {(str(error) or type(error).__name__).splitlines()[0]}"
+        )
+        return seen
+    try:
+        watch.doing = "measuring pairs"
+        seen["pairs"] = measure_all(comm, words, begun + PAIRS_SHARE * go["seconds"])
+        watch.doing = "losing a peer"
+        left_s = go["seconds"] - (time.monotonic() - begun)
+        if me.rank in members:
+            seen["probe"] = _probe(comm, members, left_s, words)
+    finally:
+        comm.close()
+    return seen
+
+
+def members_of(hosts: Sequence[str]) -> list[int]:
+    """Return the ranks of a probe: of two or three hosts one each, or of one host up to three.
+
+    Args:
+        hosts: of every rank, what tells its host from others.
+    """
+    firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    others = [rank for rank in range(len(hosts)) if rank not in firsts]
+    return sorted((firsts + (others if len(firsts) == 1 else []))[:3])
+
+
+def _probe(comm: Communicator, members: Sequence[int], left_s: float, words: Words) -> Found:
+    """Return what this rank sees when a peer is lost, if all members have time for it."""
+    others = [rank for rank in members if rank != comm.rank]
+    for rank in others:
+        words.post(rank, "probe", left_s > PROBE_S)
+    said = words.collect(others, "probe", PROBE_S)
+    if missing := [rank for rank in others if rank not in said]:
+        return {"skipped": f"{ranks_text(missing)} did not answer"}
+    if left_s <= PROBE_S or not all(said.values()):
+        return {"skipped": "there was no time left for it (--seconds gives more)"}
+    try:
+        return probe_here(comm, members, words)
+    except TROUBLE as error:
+        return {"failed": f"{type(error).__name__}: {(str(error) or '?').splitlines()[0]}"}
+
+
+def probe_here(comm: Communicator, ranks: Sequence[int], words: Words) -> Found:
+    """Take part in a probe of `ranks`, a communicator of their own in which the last one is
+    silent until the others say that they gave up; return what this rank sees.
+    """
+    inner = comm.subset(ranks, SETUP_S)
+    try:
+        inner.all_gather_bytes(b"ready", SETUP_S, Channel.FIRST)
+        if inner.rank < inner.world_size - 1:
+            seen, work = _wait(inner, judge.PATIENCE_S)
+            words.post(ranks[-1], "gave up", None)
+            late = time.monotonic() + SETUP_S
+            while work is not None and not work.is_done() and time.monotonic() < late:
+                time.sleep(0.01)  # an MPI does not come to its end with a collective under way
+            return {"silent": seen}
+        words.collect(ranks[:-1], "gave up", judge.PATIENCE_S + judge.LATE_S)
+        with contextlib.suppress(ConnectionError, TimeoutError):  # ends what the others began
+            inner.all_gather_bytes(bytes(8), SETUP_S, Channel.FIRST)
+        return {"lost": True}
+    finally:
+        inner.close()
+
+
+def _wait(comm: Communicator, timeout_s: float) -> tuple[Found, Work | None]:
+    """Wait for all members, one of which is silent; return the error and the seconds that it
+    took, and what was waited for.
+    """
+    begun, work, name, text = time.perf_counter(), None, "", "it ended without that member"
+    send, recv = (torch.zeros(8 * n, dtype=torch.uint8) for n in (1, comm.world_size))
+    try:
+        with peers_answer("probe"):
+            work = comm.start_all_gather(send, recv, Channel.FIRST)
+            work.wait(timeout_s)
+    except GradcompError as error:
+        name, text = type(error).__name__, str(error)
+    return {"error": name, "seconds": time.perf_counter() - begun, "text": text}, work
+
+
+def _conclude(
+    cards: Sequence[Found],
+    options: argparse.Namespace,
+    me: Me,
+    started: float,
+    seen: Mapping[int, Found],
+    apart_s: float,
+    more: Iterable[Finding] = (),
+    silent: Sequence[int] = (),
+) -> Found:
+    """Return everything that was found, findings and recommendation included."""
+    pairs = _merged([pair for one in seen.values() for pair in one["pairs"]])
+    probe = _probes({rank: one["probe"] for rank, one in seen.items() if one["probe"]})
+    timeouts = Timeouts.here(me.over, options.timeout, options.torch_timeout, apart_s)
+    failed = [one["failed"] for one in seen.values() if one["failed"]][:1]
+    do = "look for a firewall between the hosts, and at the interfaces below 'network'"
+    findings = [
+        *more,
+        *judge.judge_versions(cards),
+        *judge.judge_network(cards, me.over),
+        *judge.judge_names(cards),
+        *judge.judge_cores(cards),
+        *(wrong("link", text, do) for text in failed),
+        *(() if failed else judge.judge_pairs(cards, pairs, silent)),
+        *timeouts.findings(options.compute),
+        *judge.judge_probe(probe),
+    ]
+    advice, link = None, advise.link_of([one["identity"] for one in cards], pairs)
+    if link is not None:
+        here = [one for one in cards if one["identity"] == cards[0]["identity"]]
+        left_s = options.seconds - (time.monotonic() - started)
+        advice = advise.recommend(*link, vars(options), judge.usable(here) / len(here), left_s)
+    return {
+        "gradcomp": __version__,
+        "over": me.over,
+        "ranks": list(cards),
+        "world_size": me.world_size,
+        "silent": list(silent),
+        "pairs": pairs,
+        "pairs_not_measured": math.comb(me.world_size, 2) - len(pairs) if seen else 0,
+        "measured": bool(seen),
+        "timeouts": timeouts.to_dict(),
+        "lost_peer": probe,
+        "recommendation": advice,
+        "findings": [finding._asdict() for finding in findings],
+        "seconds": time.monotonic() - started,
+        "budget_s": options.seconds,
+        "status": int(any(finding.level == "wrong" for finding in findings)),
+    }
+
+
+def _merged(pairs: Sequence[Found]) -> list[Found]:
+    """Return one of the two entries of each pair, one that worked if there is one."""
+    found: dict[tuple[int, ...], Found] = {}
+    for pair in sorted(pairs, key=lambda pair: bool(pair["failed"])):
+        found.setdefault(tuple(pair["ranks"]), pair)
+    return [found[ranks] for ranks in sorted(found)]
+
+
+def _probes(seen: Mapping[int, Found]) -> Found:
+    """Return what the survivors of a probe have seen, by rank, and which rank was lost."""
+    skipped = next((one["skipped"] for one in seen.values() if "skipped" in one), "")
+    lost = next((rank for rank, one in seen.items() if "lost" in one), None)
+    left = {str(rank): one for rank, one in seen.items() if not {"lost", "skipped"} & set(one)}
+    return {"seen": {} if skipped else left, "skipped": skipped, "lost": lost}
