@@ -156,13 +156,7 @@ def assert_ranks(found, size):
 
 def test_every_rank_has_its_variables_and_arguments(python, folder):
     ranks = len(os.sched_getaffinity(0)) + 1
-    stale = {
-        "RANK": "7",
-        "WORLD_SIZE": "9",
-        "PMI_RANK": "5",
-        "PMI_SIZE": "6",
-        "OMPI_COMM_WORLD_RANK": "4",
-    }
+    stale = variables("RANK=7 WORLD_SIZE=9 PMI_RANK=5 PMI_SIZE=6 OMPI_COMM_WORLD_RANK=4")
     status, lines = launch(
         python, "-n", ranks, "show.py", "-n", "a b", "--dry-run", cwd=folder, **stale
     )
@@ -652,164 +646,73 @@ def test_help_teaches(capsys):
 
 # ---- environment()
 
-TWO_OF_FOUR = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-SLURM = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[07-08]",
-    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
-}
-PORT_OF_SLURM = "12573"  # 10000 + CRC-32 of "4711.0" modulo 20000
-RECORDED = {
-    "torchrun": (
-        TWO_OF_FOUR | {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"},
-        TWO_OF_FOUR | {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"},
-    ),
+
+def variables(text):
+    """Return the variables of ``NAME=value NAME=value``."""
+    return dict(word.split("=") for word in text.split())
+
+
+ALONE = (
+    "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
+)
+ONE_OF_TWO = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1"
+TWO_OF_FOUR = "RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2"
+OMPI = "OMPI_COMM_WORLD_{}RANK={} OMPI_COMM_WORLD_{}SIZE={} "
+SLURM = (
+    "SLURM_JOB_ID=4711 SLURM_STEP_ID=0 SLURM_PROCID=2 SLURM_NTASKS=4 SLURM_LOCALID=0"
+    " SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=n[07-08]"
+    " SLURM_LAUNCH_NODE_IPADDR=10.0.0.9 "
+)
+OF_SLURM = f"{TWO_OF_FOUR} MASTER_ADDR=n07 MASTER_PORT=12573"  # 10000 + CRC-32("4711.0") % 20000
+RECORDED = {  # what is set, and what is found
+    "torchrun": 2 * (f"{TWO_OF_FOUR} MASTER_ADDR=n1 MASTER_PORT=29400",),
     "openmpi": (
-        {
-            "OMPI_COMM_WORLD_RANK": "1",
-            "OMPI_COMM_WORLD_SIZE": "2",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            "PMIX_RANK": "1",
-            "PMIX_NAMESPACE": "prterun-vm-4401@1",
-        },
-        {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-        },
+        OMPI.format("", 1, "", 2)
+        + OMPI.format("LOCAL_", 1, "LOCAL_", 2)
+        + "PMIX_RANK=1 PMIX_NAMESPACE=prterun-vm-4401@1",
+        ONE_OF_TWO,
     ),
     "openmpi in slurm": (
-        {
-            "OMPI_COMM_WORLD_RANK": "2",
-            "OMPI_COMM_WORLD_SIZE": "4",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            "SLURM_PROCID": "0",
-            "SLURM_NTASKS": "1",
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NODELIST": "n08",
-            "SLURM_JOB_NODELIST": "n[07-08]",
-        },
-        TWO_OF_FOUR | {"MASTER_ADDR": "n07"},
+        OMPI.format("", 2, "", 4)
+        + OMPI.format("LOCAL_", 0, "LOCAL_", 2)
+        + "SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n08"
+        " SLURM_JOB_NODELIST=n[07-08]",
+        f"{TWO_OF_FOUR} MASTER_ADDR=n07",
     ),
     "hydra": (
-        {
-            "PMI_RANK": "1",
-            "PMI_SIZE": "2",
-            "MPI_LOCALRANKID": "1",
-            "MPI_LOCALNRANKS": "2",
-            "PMI_FD": "9",
-        },
-        {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500",
-        },
+        "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_FD=9",
+        f"{ONE_OF_TWO} MASTER_PORT=29500",
     ),
     "hydra, two hosts": (
-        {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
-        TWO_OF_FOUR | {"MASTER_PORT": "29500"},
+        "PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2",
+        f"{TWO_OF_FOUR} MASTER_PORT=29500",
     ),
     "intel": (
-        {
-            "PMI_RANK": "0",
-            "PMI_SIZE": "2",
-            "MPI_LOCALRANKID": "0",
-            "MPI_LOCALNRANKS": "2",
-            "I_MPI_MPIRUN": "mpirun",
-        },
-        {
-            "RANK": "0",
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500",
-        },
+        "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 I_MPI_MPIRUN=mpirun",
+        f"{ONE_OF_TWO} MASTER_PORT=29500",
     ),
-    "slurm": (SLURM, TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM}),
-    "slurm with pmi2": (
-        SLURM | {"PMI_RANK": "2", "PMI_SIZE": "4", "PMI_FD": "3"},
-        TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM},
-    ),
-    "slurm with pmix": (
-        SLURM | {"PMIX_RANK": "2", "PMIX_NAMESPACE": "slurm.pmix.4711.0"},
-        TWO_OF_FOUR | {"MASTER_ADDR": "n07", "MASTER_PORT": PORT_OF_SLURM},
-    ),
+    "slurm": (SLURM, OF_SLURM),
+    "slurm with pmi2": (f"{SLURM} PMI_RANK=2 PMI_SIZE=4 PMI_FD=3", OF_SLURM),
+    "slurm with pmix": (f"{SLURM} PMIX_RANK=2 PMIX_NAMESPACE=slurm.pmix.4711.0", OF_SLURM),
     "slurm, named only by address": (
-        {
-            "SLURM_PROCID": "1",
-            "SLURM_NTASKS": "2",
-            "SLURM_LOCALID": "0",
-            "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
-        },
-        {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "10.0.0.9",
-            "MASTER_PORT": "29500",
-        },
+        "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_LAUNCH_NODE_IPADDR=10.0.0.9",
+        "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=10.0.0.9 MASTER_PORT=29500",
     ),
     "slurm's batch script": (
-        {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
-        {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500",
-        },
+        "SLURM_JOB_ID=4711 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0",
+        ALONE,
     ),
-    "bare pmi": (
-        {"PMI_RANK": "1", "PMI_SIZE": "2"},
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"},
-    ),
-    "bare pmix": (
-        {"PMIX_RANK": "1", "PMIX_SIZE": "2", "PMIX_NAMESPACE": "ns"},
-        {"RANK": "1", "WORLD_SIZE": "2"},
-    ),
-    "nothing": (
-        {},
-        {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500",
-        },
-    ),
-    "a stale rank": (
-        {"RANK": "3"},
-        {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500",
-        },
-    ),
+    "slurm's batch step": (f"{SLURM} SLURM_STEP_ID=4294967291", ALONE),
+    "bare pmi": ("PMI_RANK=1 PMI_SIZE=2", "RANK=1 WORLD_SIZE=2 MASTER_PORT=29500"),
+    "bare pmix": ("PMIX_RANK=1 PMIX_SIZE=2 PMIX_NAMESPACE=ns", "RANK=1 WORLD_SIZE=2"),
+    "nothing": ("", ALONE),
+    "a stale rank": ("RANK=3", ALONE),
 }
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_environment_of_recorded_variables(name):
-    given, expected = RECORDED[name]
+    given, expected = map(variables, RECORDED[name])
     before = dict(given)
     found = environment(given)
     port = found.pop("MASTER_PORT")
@@ -829,19 +732,13 @@ def test_a_rank_that_cannot_be_placed_is_an_error(given):
 
 
 def test_ranks_agree_on_address_and_port():
-    ranks = [
-        SLURM | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r % 2), "SLURM_NODEID": str(r // 2)}
-        for r in range(4)
-    ]
-    assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in map(environment, ranks)}) == 1
-    assert (
-        environment(SLURM)["MASTER_PORT"]
-        != environment(SLURM | {"SLURM_JOB_ID": "4712"})["MASTER_PORT"]
-    )
-    assert (
-        environment(SLURM)["MASTER_PORT"]
-        != environment(SLURM | {"SLURM_STEP_ID": "1"})["MASTER_PORT"]
-    )
+    def rendezvous(more):
+        found = environment(variables(f"{SLURM} {more}"))
+        return found["MASTER_ADDR"], found["MASTER_PORT"]
+
+    ranks = "SLURM_PROCID={} SLURM_LOCALID={} SLURM_NODEID={}"
+    (one,) = {rendezvous(ranks.format(rank, rank % 2, rank // 2)) for rank in range(4)}
+    assert len({one, rendezvous("SLURM_JOB_ID=4712"), rendezvous("SLURM_STEP_ID=1")}) == 3
 
 
 @pytest.mark.parametrize(
