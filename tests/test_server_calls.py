@@ -15,7 +15,7 @@ import gradcomp
 from gradcomp import TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, GradcompError, PeerMismatch
-from gradcomp.server import ParameterClient, Pending, reduce, requests, rounds, serve
+from gradcomp.server import ParameterClient, Pending, calls, parameters, reduce, serve
 
 # ---- raw codes
 # --------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def init_wrongly(client, index):
 def test_wrong_settings_of_raw_codes_name_the_value():
     errors = run_local(2, play, 1, init_wrongly)[0]
     for error, word in zip(
-        errors, ("one element", "nobody", "float32", "uint8", "two words"), strict=True
+        errors, ("one element", "nobody", "float32", "uint8", "differ"), strict=True
     ):
         assert type(error) is ValueError and word in str(error), error
 
@@ -183,6 +183,32 @@ def test_many_calls_may_be_under_way(over):
     assert fine == [True, True] and stats.errors == 0 and stats.lost == []
 
 
+def pull_more(client, index, second):
+    """Worker 0 pulls again while its pull waits for worker 1's push."""
+    large = {"asynchronous": True, "learning_rate": 1.0, "value": torch.zeros(100_000)}
+    client.init_parameter("large", [100_000], **large)
+    client.init_parameter("x", [1])
+    if index == 0:
+        client.push_parameter("x", 1.0)
+        waiting = client.pull_parameter("x", "sum", wait=False)
+        time.sleep(0.05)  # the thread receives, and expects one value
+        found = client.pull_parameter(*second, wait=False)
+    meet(client)
+    if index == 1:
+        return client.push_parameter("x", 2.0)
+    return waiting.wait().tolist(), found.wait().tolist()
+
+
+@pytest.mark.parametrize(
+    ("second", "wanted"), [(("large",), [0.0] * 100_000), (("x", "sum"), [3.0])]
+)
+def test_a_second_pull_of_any_length_may_wait_beside_the_first(second, wanted):
+    """The first one's reply was the longest that the thread took; of two pulls of one round the
+    first was never answered.
+    """
+    assert run_local(3, play, 1, pull_more, second)[0] == ([3.0], wanted)
+
+
 def fail_later(client, index):
     client.init_parameter("x", [1])
     client.push_parameter("x", 1.0)
@@ -209,7 +235,7 @@ def leave_calls(client, index):
 
 
 def test_closing_ends_calls_that_nobody_waits_for(monkeypatch):
-    monkeypatch.setattr(requests, "CLOSE_S", 60.0)
+    monkeypatch.setattr(calls, "CLOSE_S", 60.0)
     begun = time.monotonic()
     (push, pull), _, stats = run_local(3, play, 1, leave_calls)
     assert push is None or isinstance(push, RuntimeError)
@@ -316,7 +342,7 @@ def use_failing(client, index, key, method):
 @pytest.mark.parametrize(
     ("owner", "name", "key", "method", "error"),
     [
-        (rounds, "reduce_values", "float", "mean", RuntimeError("not enough memory: 8 GB")),
+        (parameters, "reduce_values", "float", "mean", RuntimeError("not enough memory: 8 GB")),
         (reduce.PackedReducer, "average", "packed", "decode_average", MemoryError("no room")),
         (reduce.PackedReducer, "admit", "packed", "decode_average", RuntimeError("a bug")),
     ],

@@ -23,10 +23,9 @@ from gradcomp.errors import (
     PeerMismatch,
     UnsupportedTensor,
 )
-from gradcomp.server import ParameterClient, loop, messages, replies, serve
+from gradcomp.server import ParameterClient, Pending, loop, messages, serve
 from gradcomp.server.keys import ClientKey
 from gradcomp.server.messages import Kind, Message
-from gradcomp.server.requests import Call
 from gradcomp.server.spec import make_spec, pack_spec, parse_spec
 
 # ---- what clients must agree on
@@ -294,7 +293,7 @@ def test_servers_by_number_are_the_last_ranks():
 
 def test_each_side_stays_on_its_ranks():
     group = LocalCommunicator.group(2)
-    with pytest.raises(ValueError, match="rank 0 is no server"):
+    with pytest.raises(ValueError, match="rank 0 is not a server"):
         serve(group[0], [1])
     with pytest.raises(ValueError, match="rank 1 is a server"):
         ParameterClient(group[1], [1])
@@ -335,7 +334,7 @@ def test_a_closed_client_says_so(over):
 
 def ask_raw(client, kind, key="f", method=None, compressed=False, body=None):
     request = client._ask(kind, key, 0, body, method, compressed, room_nbytes=64)
-    return Call(client._requests, [request], lambda replies: replies).wait()
+    return Pending(client._requests, [request], lambda replies: replies).wait()
 
 
 def send_wrong(client, index):
@@ -564,7 +563,7 @@ class Untaken(Done):
 
 
 def test_a_client_that_takes_no_replies_is_ended_and_costs_no_more_memory(monkeypatch):
-    monkeypatch.setattr(replies, "MAX_WAITING", 10)
+    monkeypatch.setattr(loop, "MAX_WAITING", 10)
     box = Mailbox()
     box.start_send = lambda message, to: (
         box.sent.append((to, message)) or (Untaken() if to == 0 else Done())
@@ -573,10 +572,10 @@ def test_a_client_that_takes_no_replies_is_ended_and_costs_no_more_memory(monkey
     for rank in (0, 1):
         for number in range(50):
             server._handle(rank, messages.pack(Message(Kind.PULL, number, DIGEST, "unknown")))
-    assert [to for to, _ in box.sent].count(0) == replies.MAX_UNTAKEN and [
+    assert [to for to, _ in box.sent].count(0) == loop.MAX_UNTAKEN and [
         to for to, _ in box.sent
     ].count(1) == 50
-    assert server._open == {1} and not server._replies.any_waits()
+    assert server._open == {1} and not any(server._waiting.values())
 
 
 def test_replies_wait_for_earlier_ones_and_leave_in_order():
@@ -584,14 +583,15 @@ def test_replies_wait_for_earlier_ones_and_leave_in_order():
     box.start_send = lambda message, to: (
         box.sent.append((to, message)) or taken.append(Untaken()) or taken[-1]
     )
-    out = replies.Replies(box)
+    server = loop._Server(box, (2,))
     for number in range(20):
-        out.put(0, lambda number=number: torch.tensor([number], dtype=torch.uint8))
-    assert len(box.sent) == replies.MAX_UNTAKEN and out.any_waits()
+        server._reply(0, number, torch.empty(0, dtype=torch.uint8))
+    assert len(box.sent) == loop.MAX_UNTAKEN and server._waiting[0]
     for work in taken[:3]:
         work.is_done = lambda: True
-    out.advance(0)
-    assert [int(message) for _, message in box.sent] == list(range(replies.MAX_UNTAKEN + 3))
+    server._send(0)
+    left = [messages.parse(message).request for _, message in box.sent]
+    assert left == list(range(loop.MAX_UNTAKEN + 3))
 
 
 @pytest.mark.parametrize("shape", [(2**63, 2**63), (2**32,), (2**31,)])
@@ -644,4 +644,4 @@ def test_other_errors_are_the_server_s_own(error):
         and str(error) in str(found)
         and type(error).__name__ in str(found)
     )
-    assert not messages.is_foreseen(error)
+    assert not messages.is_expected(error)

@@ -19,7 +19,7 @@ from gradcomp.payload import wire
 from gradcomp.payload.form import FORMS, PLAIN, TERNARY
 from gradcomp.server import ParameterClient, messages, serve
 from gradcomp.server.keys import ClientKey
-from gradcomp.server.rounds import SynchronousParameter
+from gradcomp.server.parameters import SynchronousParameter
 from gradcomp.server.shards import DEFAULT_SHARD_NBYTES, MAX_SHARDS, Shards, check_shard_nbytes
 from gradcomp.server.spec import make_spec
 

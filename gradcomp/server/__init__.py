@@ -6,8 +6,8 @@ References:
     2017, TernGrad, for the averages of packed gradients.
 """
 
+from gradcomp.server.calls import Pending
 from gradcomp.server.client import ParameterClient
 from gradcomp.server.loop import ServerStats, serve
-from gradcomp.server.requests import Pending
 
 __all__ = ["ParameterClient", "Pending", "ServerStats", "serve"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec, resolve
-from gradcomp.codecs.checks import check_alone
+from gradcomp.codecs.checks import check_alone, check_memory
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import CorruptPayload
-from gradcomp.server.arguments import as_tensor, check_initial, check_key, dtype_name
-from gradcomp.server.keys import ClientKey
+from gradcomp.server.calls import Pending, Request, Requests, T
+from gradcomp.server.keys import ClientKey, RawCodes
 from gradcomp.server.messages import (
+    MAX_KEY_NBYTES,
     MAX_MESSAGE_NBYTES,
     METHODS,
     Kind,
@@ -26,11 +27,9 @@ from gradcomp.server.messages import (
     home_of,
     server_ranks,
 )
-from gradcomp.server.raw import RawCodes
-from gradcomp.server.requests import Call, Pending, Request, Requests, T
 from gradcomp.server.shards import DEFAULT_SHARD_NBYTES, check_shard_nbytes
-from gradcomp.server.spec import Spec, make_spec
-from gradcomp.server.state import StateFile, steps_of, with_steps
+from gradcomp.server.spec import DTYPES, Spec, make_spec
+from gradcomp.server.state import pack_state, parse_state, write_states
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,25 +39,24 @@ class ParameterClient:
     """Pushes to and pulls from the servers; one on every worker rank, used by one thread.
 
     A call returns when the server has answered it; with ``wait=False`` a push or pull returns a
-    `Pending` at once, and the worker computes on while the bytes travel. Calls reach a server in
-    the order in which they were made. A context manager that closes itself.
+    `Pending` at once, and the worker computes while the bytes travel. Calls reach a server in the
+    order in which they were made. A context manager that closes itself.
 
     Args:
-        comm: its messages from rank to rank are the client's alone; collectives may go on beside.
+        comm: only the client may send and receive messages on it; collectives may run beside.
             Not closed.
-        servers: ranks of the servers, or how many: the last ranks then. The same on every rank.
+        servers: ranks of the servers, or how many of the last ranks. The same on every rank.
         timeout_s: seconds after which a server, or the other workers, are given up.
-        shard_nbytes: keys of more float32 values than fill so many bytes are cut into shards of
-            about that size, which live on different servers; between 32 bytes and 1 GiB, the same
-            on every worker.
+        shard_nbytes: a key with more bytes of float32 values is cut into shards of about that size,
+            which live on different servers; between 32 bytes and 1 GiB, the same on every worker.
 
     Attributes:
         bytes_sent, bytes_received: of messages, headers included.
         staleness: of the last push to an asynchronous key, see `push_parameter`.
 
     Raises:
-        ValueError: `servers` that do not exist or leave no worker, or are this rank; `timeout_s` or
-            `shard_nbytes` out of range.
+        ValueError: `servers` that do not exist, leave no worker, or include this rank; `timeout_s`
+            or `shard_nbytes` out of range.
     """
 
     def __init__(
@@ -109,56 +107,51 @@ class ParameterClient:
         Args:
             key: its name, 1 to 255 bytes of UTF-8.
             shape: of what is pushed, at most 8 dimensions; for payloads
-                ``(codec.payload_nbytes(numel, groups),)``. Any other than a flat shape makes a
-                uint8 key one of raw codes.
+                ``(codec.payload_nbytes(numel, groups),)``. A uint8 key with any other than a flat
+                shape holds raw codes.
             dtype: "float32" (the default), or "uint8" for packed gradients: payloads of a codec, or
                 raw 2-bit codes.
-            type: another word for `dtype`.
+            type: another name for `dtype`.
             codec: of the payloads. None: as their headers say; scales that are byte-equal in all
                 payloads of a round then count as shared, and the server draws with seed 0.
             asynchronous: apply every push at once instead of in rounds.
             learning_rate: asynchronous keys only: parameter += learning_rate * pushed value, so a
                 negative one descends along pushed gradients.
             value: asynchronous keys only: initial values, float32; of `shape`, or for packed
-                gradients of the tensor that they are gradients of. Those of the client that comes
-                first count.
+                gradients of the tensor that they are gradients of. Those of the first client
+                count.
             scale_key: makes this a key of raw codes: four values a byte, the first in the lowest
-                bits, ``00`` for -1, ``01`` for 0, ``10`` for +1, and nothing else; pulled, they are
-                times what this client has last pulled of `scale_key`, a float32 key of one element,
-                with "max". None: times 1.
+                bits, ``00`` for -1, ``01`` for 0, ``10`` for +1, and nothing else. A pull
+                multiplies them by what this client has last pulled of `scale_key`, a float32 key of
+                one element, with "max". None: by 1.
 
         Raises:
-            ValueError: an argument out of its range, or arguments that do not go together.
+            ValueError: an argument out of its range, or arguments that exclude each other.
             UnsupportedTensor: `value` on another device, sparse, or not contiguous.
-            PeerMismatch: another client has made the key otherwise; the key is broken for all.
+            PeerMismatch: another client has made the key with other settings; the key is broken for
+                all.
             PeerLost: the server is gone or silent.
         """
-        check_key(key)
+        _check_key(key)
         resolved = None if codec is None else resolve(codec)
         if resolved is not None:
             check_alone(resolved)
-        name = _one_dtype(dtype, type)
-        given = make_spec(tuple(shape), name, resolved, asynchronous, learning_rate)
+        if None not in (dtype, type) and _dtype_name(dtype) != _dtype_name(type):
+            raise ValueError(f"dtype={dtype!r} and type={type!r} differ; give one of them")
+        name = _dtype_name(dtype if dtype is not None else type)
+        given = spec = make_spec(tuple(shape), name, resolved, asynchronous, learning_rate)
         raw = self._raw_codes(given, resolved, scale_key)
-        spec = given
         if raw is not None:
-            spec = make_spec(raw.payload_shape, name, raw.codec, asynchronous, learning_rate)
-        check_initial(spec, value)
-        known = ClientKey(
-            key,
-            given,
-            spec,
-            raw,
-            raw.codec if raw is not None else resolved,
-            value,
-            self._shard_numel,
-        )
-        requests = [self._ask(Kind.INIT, key, shard, body) for shard, body in known.settings(value)]
-        known.steps = Call(self._requests, requests, lambda replies: _number_in(replies[0])).wait()
+            resolved = raw.codec
+            spec = make_spec(raw.payload_shape, name, resolved, asynchronous, learning_rate)
+        _check_initial(spec, value)
+        known = ClientKey(key, given, spec, raw, resolved, value, self._shard_numel)
+        asked = [self._ask(Kind.INIT, key, shard, body) for shard, body in known.settings(value)]
+        known.steps = _number_in(Pending(self._requests, asked, list).wait()[0])
         self._keys[key] = known
 
     @overload
-    def push_parameter(self, key: str, value: Any, *, wait: Literal[True] = True) -> int: ...
+    def push_parameter(self, key: str, value: Any, *, wait: Literal[True] = ...) -> int: ...
 
     @overload
     def push_parameter(self, key: str, value: Any, *, wait: Literal[False]) -> Pending[int]: ...
@@ -169,13 +162,13 @@ class ParameterClient:
         Args:
             key: initialised by this client.
             value: a tensor of the key's shape and dtype, contiguous, CPU; or numbers that make one
-                (one number will do for a key of one element). It is copied: the caller may change
+                (one number is enough for a key of one element). It is copied: the caller may change
                 it at once.
             wait: False: return a `Pending` at once; its `wait` returns or raises what this call
                 would.
 
         Returns:
-            The staleness of a push to an asynchronous key, pushes of other workers that were
+            The staleness of a push to an asynchronous key: pushes of other workers that were
             applied between this worker's last pull of the key (its making, before the first pull)
             and this push. 0 for other keys.
 
@@ -187,29 +180,23 @@ class ParameterClient:
                 as well.
             PeerMismatch: other clients use the key with other settings; it is broken for all.
             PeerLost: the server is gone or silent, or a worker that the round needs is.
-            GradcompError: the server failed, for want of memory, say; every worker's pull of the
-                round fails as well.
-            RuntimeError: the client is closed; ``wait=False`` where MPI is called from the main
-                thread only.
+            GradcompError: the server failed, for example for lack of memory; every worker's pull of
+                the round fails as well.
+            RuntimeError: the client is closed; ``wait=False`` where MPI allows only its main
+                thread.
         """
         known = self._known(key, wait)
-        body = as_tensor(known.given, key, value)
+        body = _as_tensor(known.given, key, value)
         if known.raw is not None:
-            body = known.raw.payload(body, self._scale(key, known.raw), known.steps + known.pushes)
-        made, parts = known.cut(body.reshape(-1).view(torch.uint8))
-        requests = [self._ask(Kind.INIT, key, shard, settings) for shard, settings in made]
-        if known.is_cut:  # so that this client hears if others use the key otherwise
-            requests += [
-                self._ask(Kind.INIT, key, shard, settings)
-                for shard, settings in known.settings(None)[:1]
-            ]
-        if known.is_cut and known.may_be_early:  # the first shard decides whether the push is taken
-            shard, part = parts.pop(0)
-            gate = self._ask(Kind.PUSH, key, shard, part, room_nbytes=8)
-            Call(self._requests, [*requests, gate], lambda replies: None).wait()
-            requests.clear()
-        before = len(requests)
-        requests += [self._ask(Kind.PUSH, key, shard, part, room_nbytes=8) for shard, part in parts]
+            scale, step = self._scale(key, known.raw), known.steps + known.pushes
+            body = known.raw.payload(body, scale, step)
+        made, parts = known.pushed(body.reshape(-1).view(torch.uint8))
+        asked = [self._ask(Kind.INIT, key, shard, settings) for shard, settings in made]
+        if known.is_cut and known.may_be_early:  # the first shard decides whether the push is early
+            asked.append(self._ask(Kind.PUSH, key, *parts.pop(0), room_nbytes=8))
+            Pending(self._requests, asked, list).wait()
+            asked = []
+        asked += [self._ask(Kind.PUSH, key, *part, room_nbytes=8) for part in parts]
         known.pushes += 1
 
         def failed(error: Exception) -> None:
@@ -217,30 +204,31 @@ class ParameterClient:
                 known.pushes -= 1  # the server has not counted it
 
         def finish(replies: list[Message]) -> int:
-            staleness = max((_number_in(reply) for reply in replies[before:]), default=0)
+            pushes = replies[len(replies) - len(parts) :]
+            staleness = max(map(_number_in, pushes), default=0)
             if known.spec.asynchronous:
                 self.staleness = staleness
             return staleness
 
-        return self._started(Call(self._requests, requests, finish, failed), wait)
+        return self._started(Pending(self._requests, asked, finish, failed), wait)
 
     @overload
     def pull_parameter(
         self,
         key: str,
-        reduce_method: str | None = None,
+        reduce_method: str | None = ...,
         *,
-        compressed: bool = False,
-        wait: Literal[True] = True,
+        compressed: bool = ...,
+        wait: Literal[True] = ...,
     ) -> Tensor: ...
 
     @overload
     def pull_parameter(
         self,
         key: str,
-        reduce_method: str | None = None,
+        reduce_method: str | None = ...,
         *,
-        compressed: bool = False,
+        compressed: bool = ...,
         wait: Literal[False],
     ) -> Pending[Tensor]: ...
 
@@ -271,7 +259,7 @@ class ParameterClient:
             `compressed`; for asynchronous keys of the shape of the initial values.
 
         Raises:
-            ValueError: unknown key or reduce method, one that does not suit the key, or no push
+            ValueError: unknown key or reduce method, one that the key does not take, or no push
                 before.
             CorruptPayload: a worker's payload of the round does not decode.
             PeerMismatch: clients use the key with different settings, or pull a round in different
@@ -285,11 +273,10 @@ class ParameterClient:
         if compressed is not True and compressed is not False:
             raise ValueError(f"compressed must be True or False, got {compressed!r}")
         known.spec.check_method(key, reduce_method, compressed)
-        rooms, number = known.rooms(compressed), known.pushes
-        requests = [
-            self._ask(Kind.PULL, key, shard, None, reduce_method, compressed, room_nbytes=room)
-            for shard, room in zip(known.shards(), rooms, strict=True)
-        ]
+        number, asked = known.pushes, []
+        for shard, room_nbytes in known.pulled(compressed):
+            how = (reduce_method, compressed)
+            asked.append(self._ask(Kind.PULL, key, shard, None, *how, room_nbytes=room_nbytes))
 
         def finish(replies: list[Message]) -> Tensor:
             pulled = known.join(replies, compressed)
@@ -298,16 +285,16 @@ class ParameterClient:
                 known.maximum = pulled
             return pulled
 
-        return self._started(Call(self._requests, requests, finish), wait)
+        return self._started(Pending(self._requests, asked, finish), wait)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what the servers remember into a file, from which `serve` can go on: all keys and
-        settings, values of asynchronous keys, what averages that are pulled compressed have left
-        over, numbers of rounds.
+        settings, values of asynchronous keys, residuals of averages that are pulled compressed,
+        numbers of rounds.
 
-        One worker calls this while the others push nothing: before all push to a float32 key to
-        meet, say. Values are gathered key by key and pass through this worker; the file appears
-        when it is complete, in the place of an older one.
+        One worker calls this while the others push nothing: for example before all of them push to
+        a float32 key and pull it. Values are gathered key by key and pass through this worker; the
+        file appears when it is complete, in the place of an older one.
 
         Args:
             path: of the file; its folder exists.
@@ -318,24 +305,11 @@ class ParameterClient:
             PeerMismatch: a key is broken.
             PeerLost: a server is gone or silent.
         """
-        held = [self._held_by(server) for server in self._servers]
-        names = sorted(
-            {name for names in held for name in names}, key=lambda name: (name[0], -name[1])
-        )
-        steps: dict[str, int] = {}
-        with StateFile(path, len(names)) as file:
-            for key, shard in names:
-                request = self._ask(Kind.STATE, key, shard, room_nbytes=MAX_MESSAGE_NBYTES)
-                record = Call(self._requests, [request], lambda replies: replies[0].data()).wait()
-                steps[key] = max(steps_of(record), steps.get(key, 0))
-                if steps[key] > steps_of(
-                    record
-                ):  # of what is agreed on about shards, which have counted
-                    record = with_steps(record, steps[key])
-                file.add(key, shard, record)
+        held = [name for server in self._servers for name in self._held_by(server)]
+        write_states(path, self._records(sorted(set(held), key=lambda n: (n[0], -n[1]))))
 
     def close(self) -> None:
-        """Tell the servers that this worker has done; closing twice is harmless. The communicator
+        """Notify the servers that this worker is done; closing twice is harmless. The communicator
         stays open.
 
         What was pushed still arrives; a `Pending` that nobody has waited for raises RuntimeError.
@@ -353,8 +327,7 @@ class ParameterClient:
     ) -> None:
         self.close()
 
-    # ---- parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- parts ----
 
     def _known(self, key: str, wait: bool = True) -> ClientKey:
         """Return what is known of a key that a call uses."""
@@ -362,7 +335,7 @@ class ParameterClient:
             raise ValueError(f"wait must be True or False, got {wait!r}")
         if not wait:
             self._requests.check_overlap()
-        check_key(key)
+        _check_key(key)
         if key not in self._keys:
             raise ValueError(
                 f"unknown key {key!r}; this client has initialised {sorted(self._keys)}"
@@ -372,26 +345,24 @@ class ParameterClient:
     def _raw_codes(
         self, given: Spec, codec: Codec | None, scale_key: str | None
     ) -> RawCodes | None:
-        """Return what wraps the codes of a key that holds raw ones, else None."""
-        if scale_key is None and (
-            given.dtype != "uint8" or codec is not None or len(given.shape) == 1
-        ):
-            return None
-        if given.dtype != "uint8" or codec is not None:
+        """Return what makes payloads of raw codes, or None for a key that holds none."""
+        packed = given.dtype == "uint8" and codec is None
+        if scale_key is None:
+            return RawCodes(given.shape, None) if packed and len(given.shape) != 1 else None
+        if not packed:
             raise ValueError(
                 f'scale_key={scale_key!r} is for raw codes: dtype="uint8" and no codec, got'
                 f" {given.dtype}"
             )
-        if scale_key is not None:
-            scale = self._known(scale_key)
-            if scale.spec.dtype != "float32" or scale.spec.numel != 1 or scale.spec.asynchronous:
-                raise ValueError(
-                    f"scale_key={scale_key!r} must be a synchronous float32 key of one element"
-                )
+        scale = self._known(scale_key).spec
+        if scale.dtype != "float32" or scale.numel != 1 or scale.asynchronous:
+            raise ValueError(
+                f"scale_key={scale_key!r} must be a synchronous float32 key of one element"
+            )
         return RawCodes(given.shape, scale_key)
 
     def _scale(self, key: str, raw: RawCodes) -> float:
-        """Return what code +1 of a key of raw codes stands for."""
+        """Return the value of code +1 of a key of raw codes."""
         if raw.scale_key is None:
             return 1.0
         maximum = self._keys[raw.scale_key].maximum
@@ -419,33 +390,105 @@ class ParameterClient:
         room_nbytes: int = 0,
     ) -> Request:
         """Begin to ask the server of a shard."""
-        message = Message(
-            kind, key=key, method=method, compressed=compressed, shard=shard, body=body
-        )
+        message = Message(kind, 0, 0, key, method, compressed, shard, body)
         return self._requests.send(home_of(key, self._servers, shard), message, room_nbytes)
 
-    def _held_by(self, server: int) -> list[tuple[str, int]]:
-        """Return the keys and shards that a server has."""
-        request = self._requests.send(server, Message(Kind.STATE), MAX_MESSAGE_NBYTES)
-        reply = Call(self._requests, [request], lambda replies: replies[0].data()).wait()
-        try:
-            return [
-                (str(key), int(shard))
-                for key, shard in json.loads(reply.numpy().tobytes().decode())
-            ]
-        except (ValueError, TypeError) as error:
-            raise CorruptPayload(
-                "message", f"server rank {server} names no keys: {error}"
-            ) from None
-
     def _started(self, pending: Pending[T], wait: bool) -> T | Pending[T]:
-        """Return what a call has to return: its result, or the call itself while replies are
-        received beside.
-        """
+        """Return the result of a call; or the call itself, while a thread receives its replies."""
         if wait:
             return pending.wait()
         self._requests.overlap()
         return pending
+
+    def _held_by(self, server: int) -> list[tuple[str, int]]:
+        """Return the keys and shards that a server has."""
+        asked = self._requests.send(server, Message(Kind.STATE), MAX_MESSAGE_NBYTES)
+        (reply,) = Pending(self._requests, [asked], list).wait()
+        try:
+            names = json.loads(reply.data().numpy().tobytes().decode())
+            return [(str(key), int(shard)) for key, shard in names]
+        except (ValueError, TypeError) as error:
+            raise CorruptPayload(
+                "message", f"server rank {server} sent no list of keys: {error}"
+            ) from None
+
+    def _records(self, names: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (key, shard, record) of some keys; the settings of a cut key after its shards,
+        whose steps it gets.
+        """
+        steps: dict[str, int] = {}
+        for key, shard in names:
+            asked = self._ask(Kind.STATE, key, shard, room_nbytes=MAX_MESSAGE_NBYTES)
+            (reply,) = Pending(self._requests, [asked], list).wait()
+            state = parse_state(reply.data())
+            steps[key] = max(state.steps, steps.get(key, 0))
+            yield key, shard, pack_state(state._replace(steps=steps[key]))
+
+
+def _check_key(key: str) -> None:
+    """Raise ValueError unless `key` can be the name of a key."""
+    try:
+        if isinstance(key, str) and 1 <= len(key.encode()) <= MAX_KEY_NBYTES:
+            return
+    except UnicodeEncodeError as error:
+        raise ValueError(f"key {key!r} cannot be written in UTF-8") from error
+    raise ValueError(f"key must be a string of 1 to {MAX_KEY_NBYTES} bytes in UTF-8, got {key!r}")
+
+
+def _dtype_name(dtype: str | torch.dtype | None) -> str:
+    """Return the name of a dtype, which may be one; the default for None."""
+    wanted = "float32" if dtype is None else dtype
+    return next((name for name, known in DTYPES.items() if known == wanted), str(wanted))
+
+
+def _check_initial(spec: Spec, value: Tensor | None) -> None:
+    """Raise unless an asynchronous key, and no other, has initial values such as it needs."""
+    if spec.asynchronous != (value is not None):
+        given = None if value is None else tuple(value.shape)
+        raise ValueError(
+            "value and asynchronous=True must be given together, got value of shape"
+            f" {given} with asynchronous={spec.asynchronous}"
+        )
+    if value is None:
+        return
+    check_memory(value, "value")
+    fits = spec.dtype == "uint8" or tuple(value.shape) == spec.shape
+    if value.dtype != torch.float32 or not fits:
+        raise ValueError(
+            f"value must be float32 of the key's shape {spec.shape}, got {value.dtype}"
+            f" {tuple(value.shape)}"
+        )
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError("value holds NaN or Inf")
+
+
+def _as_tensor(spec: Spec, key: str, value: Any) -> Tensor:
+    """Return a pushed value as a tensor of a key's shape and dtype.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    dtype = DTYPES[spec.dtype]
+    if not isinstance(value, Tensor):
+        try:
+            numbers = torch.as_tensor(value)
+            value = numbers.to(dtype)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"value of key {key!r} must be a tensor or numbers, got {value!r}"
+            ) from error
+        if not value.dim() and spec.numel == 1:
+            value = value.view(spec.shape)
+        if dtype == torch.uint8 and not torch.equal(numbers, value.to(numbers.dtype)):
+            raise ValueError(f"value of key {key!r} must be bytes, got {numbers.tolist()!r:.100}")
+    check_memory(value, "value")
+    if value.dtype != dtype or tuple(value.shape) != spec.shape:
+        raise ValueError(
+            f"key {key!r} takes {dtype} of shape {spec.shape}, got {value.dtype} of shape"
+            f" {tuple(value.shape)}"
+        )
+    tensor: Tensor = value.detach()
+    return tensor
 
 
 def _number_in(reply: Message) -> int:
@@ -453,12 +496,3 @@ def _number_in(reply: Message) -> int:
     if body.numel() != 8:
         raise CorruptPayload("message", f"a reply has {body.numel()} bytes, 8 expected")
     return int.from_bytes(body.numpy().tobytes(), "little")
-
-
-def _one_dtype(dtype: str | torch.dtype | None, other: str | torch.dtype | None) -> str:
-    """Return the name of a dtype that may have been given by either of two words."""
-    if dtype is not None and other is not None and dtype_name(dtype) != dtype_name(other):
-        raise ValueError(
-            f"dtype={dtype!r} and type={other!r} are two words for one thing; give one"
-        )
-    return dtype_name(dtype if dtype is not None else other if other is not None else "float32")

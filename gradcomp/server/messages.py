@@ -1,5 +1,5 @@
-"""What clients and servers write to each other: a fixed header, a key, raw bytes. No pickle, and
-nothing is allocated by a number that was read.
+"""Messages between clients and servers: a fixed header, a key, raw bytes. No pickle, and no
+allocation by a number that was read.
 
 ::
 
@@ -30,14 +30,14 @@ from torch import Tensor
 from gradcomp.errors import CorruptPayload, GradcompError, NativeError, PeerLost, PeerMismatch
 from gradcomp.payload.pieces import round_up
 
-MAGIC = 0x53504347  # "GCPS"
-VERSION = 2
+MAGIC, VERSION = 0x53504347, 2  # "GCPS"
 METHODS = ("max", "sum", "mean", "decode_average")
 MAX_KEY_NBYTES = 255
 MAX_MESSAGE_NBYTES = 2**31 - 1  # what one MPI call can count
 _HEADER = struct.Struct("<IBBBBIIII")
-_ALIGNMENT = 8  # of the body, so that fp32 values can be viewed where they stand
+_ALIGNMENT = 8  # of the body, so that its fp32 values can be viewed in place
 _COMPRESSED = 0x80  # bit of the method byte
+_ERRORS = {kind.__name__: kind for kind in (PeerMismatch, CorruptPayload, PeerLost, ValueError)}
 
 
 class Kind(IntEnum):
@@ -59,14 +59,13 @@ class Message:
 
     Attributes:
         kind: what it asks or answers.
-        request: number of the request, chosen by the client and repeated in the reply; 0 when it
-            could not be read.
+        request: number of the request, chosen by the client and repeated in the reply; 0 where the
+            server could not read it.
         servers: `servers_digest` of the sender.
-        key: of the parameter, at most 255 bytes of UTF-8; empty in CLOSE and in replies.
+        key: name of the key, at most 255 bytes of UTF-8; empty in CLOSE and in replies.
         method: reduce method of a PULL.
         compressed: a PULL asks for a payload.
-        shard: number of the key's shard, 0 for a key that is not cut, or for the agreement on one
-            that is.
+        shard: number of the key's shard; 0 for a whole key, and for the settings of a cut one.
         body: ``(n,)`` uint8.
     """
 
@@ -84,40 +83,32 @@ class Message:
         return self.body if self.body is not None else torch.empty(0, dtype=torch.uint8)
 
 
+def as_bytes(data: bytes) -> Tensor:
+    """Return a copy of bytes as ``(n,)`` uint8."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def pack(message: Message) -> Tensor:
     """Return a message as ``(nbytes,)`` uint8."""
     key, body = message.key.encode(), message.data()
-    start = _HEADER.size + round_up(len(key), _ALIGNMENT)
-    out = torch.zeros(start + body.numel(), dtype=torch.uint8)
     method = 0 if message.method is None else METHODS.index(message.method) + 1
-    fields = _HEADER.pack(
-        MAGIC,
-        VERSION,
-        message.kind,
-        len(key),
-        method | (_COMPRESSED if message.compressed else 0),
-        message.request,
-        message.servers,
-        message.shard,
-        body.numel(),
-    )
-    out.numpy()[: _HEADER.size + len(key)] = np.frombuffer(fields + key, np.uint8)
-    out[start:] = body
-    return out
+    method |= _COMPRESSED * message.compressed
+    numbers = message.request, message.servers, message.shard, body.numel()
+    head = _HEADER.pack(MAGIC, VERSION, message.kind, len(key), method, *numbers) + key
+    return torch.cat([as_bytes(head.ljust(round_up(len(head), _ALIGNMENT), b"\0")), body])
 
 
 def parse(message: Tensor) -> Message:
-    """Return the message that some bytes are; its body is a view of them.
+    """Return the message in some bytes; its body is a view of them.
 
     Raises:
-        CorruptPayload: "message": they are none, whatever they are.
+        CorruptPayload: "message": the bytes are not a message.
     """
     view: NDArray[np.uint8] = message.numpy()
     if view.size < _HEADER.size:
         raise _corrupt(f"{view.size} bytes, a header alone has {_HEADER.size}")
-    magic, version, kind, key_nbytes, method, request, servers, shard, body_nbytes = _HEADER.unpack(
-        view[: _HEADER.size].tobytes()
-    )
+    head = view[: _HEADER.size].tobytes()
+    magic, version, kind, key_nbytes, method, request, servers, shard, nbytes = _HEADER.unpack(head)
     if magic != MAGIC:
         raise _corrupt(f"{magic:#010x} is not {MAGIC:#010x}")
     if version != VERSION:
@@ -125,8 +116,8 @@ def parse(message: Tensor) -> Message:
     if kind not in iter(Kind):
         raise _corrupt(f"unknown kind {kind}")
     start = _HEADER.size + round_up(key_nbytes, _ALIGNMENT)
-    if view.size != start + body_nbytes:
-        raise _corrupt(f"{view.size} bytes, the header says {start + body_nbytes}")
+    if view.size != start + nbytes:
+        raise _corrupt(f"{view.size} bytes, the header says {start + nbytes}")
     if view[_HEADER.size + key_nbytes : start].any():
         raise _corrupt("the padding of the key is not zero")
     try:
@@ -137,63 +128,40 @@ def parse(message: Tensor) -> Message:
     if number > len(METHODS):
         raise _corrupt(f"unknown reduce method {number}")
     name = METHODS[number - 1] if number else None
-    return Message(
-        Kind(kind), request, servers, key, name, bool(method & _COMPRESSED), shard, message[start:]
-    )
+    compressed = bool(method & _COMPRESSED)
+    return Message(Kind(kind), request, servers, key, name, compressed, shard, message[start:])
 
 
 def request_number(message: Tensor) -> int:
-    """Return the number of a request that may not be one; 0 if it is too short to have a number."""
+    """Return the number of a request that may be damaged; 0 if it is too short to have one."""
     if message.numel() < _HEADER.size:
         return 0
     return int(_HEADER.unpack(message[: _HEADER.size].numpy().tobytes())[5])
 
 
-# ---- errors on the wire
-# --------------------------------------------------------------------------------------------
-
-
 def pack_error(error: Exception) -> Tensor:
-    """Return the body of an ERROR reply: JSON, the name of the class and the arguments that make
-    it again.
-    """
-    if isinstance(error, PeerMismatch):
-        fields: list[object] = [
-            error.field,
-            error.rank,
-            _plain(error.expected),
-            _plain(error.got),
-            error.first,
-        ]
-    elif isinstance(error, CorruptPayload):
-        fields = [error.check, error.detail]
+    """Return the body of an ERROR reply: JSON, the name of an error's class and its arguments."""
+    name = next((n for n, kind in _ERRORS.items() if isinstance(error, kind)), "GradcompError")
+    fields: Sequence[object] = [str(error)]
+    if isinstance(error, (PeerMismatch, CorruptPayload)):
+        fields = error.__reduce__()[1]
     elif isinstance(error, PeerLost):
         fields = [error.detail]
-    elif is_foreseen(error):
-        fields = [str(error)]
-    else:
+    elif not is_expected(error):
         fields = [f"the server failed with {type(error).__name__}: {error!s:.1000}"]
-    known = next(
-        (
-            k.__name__
-            for k in (PeerMismatch, CorruptPayload, PeerLost, ValueError)
-            if isinstance(error, k)
-        ),
-        "",
-    )
-    text = json.dumps({"error": known or "GradcompError", "fields": fields})
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    text = json.dumps({"error": name, "fields": fields}, default=str)
+    return as_bytes(text.encode())
 
 
-def is_foreseen(error: Exception) -> bool:
-    """Whether an error tells what is wrong with a request, and not that a server lacks memory or
-    has a bug.
+def is_expected(error: Exception) -> bool:
+    """Return whether an error tells what is wrong with a request; others are the server's own,
+    such as lack of memory or a bug.
     """
     return isinstance(error, (GradcompError, ValueError)) and not isinstance(error, NativeError)
 
 
 def parse_error(body: Tensor, phase: str, waited_s: float) -> Exception:
-    """Return the exception that an ERROR reply stands for.
+    """Return the exception in the body of an ERROR reply.
 
     Args:
         body: of the reply.
@@ -201,44 +169,28 @@ def parse_error(body: Tensor, phase: str, waited_s: float) -> Exception:
     """
     try:
         found = json.loads(body.numpy().tobytes().decode())
-        name, fields = str(found["error"]), list(found["fields"])
-        if name == "PeerMismatch":
-            field, rank, expected, got, first = fields
-            return PeerMismatch(
-                str(field), int(rank), expected, got, first=None if first is None else int(first)
-            )
-        if name == "CorruptPayload":
-            check, detail = fields
-            return CorruptPayload(str(check), str(detail))
-        (text,) = fields
-        if name == "PeerLost":
-            return PeerLost(phase, -1, waited_s, str(text))
-        return ValueError(str(text)) if name == "ValueError" else GradcompError(str(text))
+        kind, fields = _ERRORS.get(str(found["error"]), GradcompError), list(found["fields"])
+        if kind is PeerLost:
+            (detail,) = fields
+            return PeerLost(phase, -1, waited_s, str(detail))
+        return kind(*fields)
     except (ValueError, KeyError, TypeError, RecursionError):
         return _corrupt("an error reply that cannot be read")
 
 
-def _plain(value: object) -> object:
-    return value if isinstance(value, (int, float, str)) else str(value)
-
-
 def _corrupt(detail: str) -> CorruptPayload:
-    return CorruptPayload("message", f"no message of a parameter server: {detail}")
-
-
-# ---- who serves what
-# -----------------------------------------------------------------------------------------------
+    return CorruptPayload("message", f"not a message of a parameter server: {detail}")
 
 
 def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ...]:
     """Return the ranks that serve.
 
     Args:
-        servers: their ranks, or how many: the last ranks then.
-        world_size: ranks in all.
+        servers: their ranks, or how many of the last ranks.
+        world_size: number of all ranks.
 
     Raises:
-        ValueError: ranks that are not distinct or do not exist, no server, or no worker left.
+        ValueError: ranks that do not exist or are not distinct, no server, or no worker.
     """
     if isinstance(servers, int) and not isinstance(servers, bool):
         if not 1 <= servers < world_size:
@@ -261,13 +213,16 @@ def server_ranks(servers: int | Sequence[int], world_size: int) -> tuple[int, ..
 
 def servers_digest(servers: Sequence[int], world_size: int) -> int:
     """Return 32 bits that tell whether two ranks mean the same servers."""
-    text = repr((world_size, tuple(servers))).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+    return _hash(repr((world_size, tuple(servers))), 4)
 
 
 def home_of(key: str, servers: Sequence[int], shard: int = 0) -> int:
-    """Return the rank that serves a key, by a hash that is the same in every process; shards go
-    round from there.
+    """Return the rank that serves a key, by a hash that is the same in every process; the shards
+    of a key go round the servers from there.
     """
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return servers[(int.from_bytes(digest, "little") + max(0, shard - 1)) % len(servers)]
+    return servers[(_hash(key, 8) + max(0, shard - 1)) % len(servers)]
+
+
+def _hash(text: str, nbytes: int) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=nbytes).digest()
+    return int.from_bytes(digest, "little")

@@ -1,6 +1,4 @@
-"""What a server makes of the values of one round: maxima and sums of fp32, averages of packed
-gradients.
-"""
+"""Reduction of the values of one round: maxima and sums of fp32, averages of packed gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradcomp.codecs import Codec
 from gradcomp.errors import CorruptPayload
 from gradcomp.kernels import HOST
 from gradcomp.payload import wire
@@ -19,14 +18,8 @@ from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.rng import STREAM_SERVER, RngKey
 from gradcomp.server.spec import Spec, codec_of
 
-SETTINGS = (
-    "codec",
-    "dtype",
-    "numel",
-    "group_numel",
-    "scale_count",
-    "stream",
-)  # the same in all payloads of a key
+# of a header, the same in all payloads of a key
+SETTINGS = ("codec", "dtype", "numel", "group_numel", "scale_count", "stream")
 
 
 def reduce_values(values: Sequence[Tensor], method: str) -> Tensor:
@@ -49,7 +42,7 @@ class PackedReducer:
         key: its name; it takes the place of the parameter's position in random numbers.
 
     Attributes:
-        residual: what averages that were encoded again have left over; None: nothing yet.
+        residual: what averages that were encoded again have left out; None: nothing yet.
     """
 
     def __init__(self, spec: Spec, key: str) -> None:
@@ -64,18 +57,7 @@ class PackedReducer:
         Raises:
             CorruptPayload: as `Codec.decode`.
         """
-        view = payload.numpy()
-        header = wire.parse(view)
-        if header.segmented:
-            raise CorruptPayload("segmented", "a server takes payloads of one tensor")
-        if self._spec.codec not in (0, header.codec):
-            wanted = form_name(self._spec.codec)
-            raise CorruptPayload(
-                "codec", f"a {form_name(header.codec)} payload, the key takes {wanted}"
-            )
-        codec = codec_of(self._spec, header)
-        layout = codec._layout_of(header, view.size)
-        codec.check_header(header, layout, view.size)
+        header, codec, layout = parse_payload(self._spec, payload)
         if not header.nonfinite:
             codec.validate_packed(payload, layout)
         return header
@@ -99,7 +81,7 @@ class PackedReducer:
         return out
 
     def shares_scale(self, payloads: Sequence[Tensor]) -> bool:
-        """Whether the payloads have one scale: as the codec says, or, if the key has none,
+        """Return whether the payloads have one scale: as the key's codec says, or, if it has none,
         whether all scales are equal.
         """
         if self._spec.codec:
@@ -108,19 +90,37 @@ class PackedReducer:
         return all(other == scales[0] for other in scales)
 
     def encode(self, mean: Tensor, header: wire.Header) -> Tensor:
-        """Encode an average as its payloads were; an error-feedback codec keeps what is left
-        over for the next one.
+        """Encode an average as its payloads were; an error-feedback codec adds what it leaves out
+        to the next one.
         """
         codec = codec_of(self._spec, header)
-        key = RngKey(
-            self._spec.seed, 0, header.step, self._parameter, STREAM_SERVER, self._spec.first
-        )
+        seed, first = self._spec.seed, self._spec.first
+        key = RngKey(seed, 0, header.step, self._parameter, STREAM_SERVER, first)
         if codec.error_feedback and self.residual is None:
             self.residual = torch.zeros(mean.numel())
         return codec.encode(mean, residual=self.residual if codec.error_feedback else None, key=key)
 
 
+def parse_payload(spec: Spec, payload: Tensor) -> tuple[wire.Header, Codec, PayloadLayout]:
+    """Return header, codec and layout of a payload that is complete, whatever its codes are.
+
+    Raises:
+        CorruptPayload: as `Codec.decode`, but for scales and codes.
+    """
+    view = payload.numpy()
+    header = wire.parse(view)
+    if header.segmented:
+        raise CorruptPayload("segmented", "a server takes payloads of one tensor")
+    if spec.codec not in (0, header.codec):
+        got, wanted = form_name(header.codec), form_name(spec.codec)
+        raise CorruptPayload("codec", f"a {got} payload, the key takes {wanted}")
+    codec = codec_of(spec, header)
+    layout = codec._layout_of(header, view.size)
+    codec.check_header(header, layout, view.size)
+    return header, codec, layout
+
+
 def scale_bytes(payload: Tensor) -> bytes:
-    """Return the scales of an admitted payload as they stand."""
+    """Return the scales of an admitted payload as they are in it."""
     view = payload.numpy()
     return view[HEADER_NBYTES : HEADER_NBYTES + 4 * wire.parse(view).scale_count].tobytes()

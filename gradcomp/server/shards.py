@@ -1,15 +1,17 @@
 """How a large key is cut into shards, which live on different servers, and how payloads are cut and
 joined.
 
-A function of (elements, scale groups, `shard_nbytes`) and never of the number of servers, so that
-another number changes no bit.
+Shards depend on elements, scale groups and `shard_nbytes`, and never on the number of servers, so
+that another number changes no bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -28,18 +30,12 @@ def check_shard_nbytes(nbytes: object) -> int:
     """Return the elements of a shard of so many bytes of float32 values.
 
     Raises:
-        ValueError: it is no number of bytes in its range.
+        ValueError: not a number of bytes in its range.
     """
-    smallest = 4 * UNIT_NUMEL
-    if (
-        isinstance(nbytes, bool)
-        or not isinstance(nbytes, int)
-        or not smallest <= nbytes <= MAX_SHARD_NBYTES
-    ):
-        raise ValueError(
-            f"shard_nbytes must be between {smallest} and {MAX_SHARD_NBYTES} bytes, got {nbytes!r}"
-        )
-    return nbytes // smallest * UNIT_NUMEL
+    low, high = 4 * UNIT_NUMEL, MAX_SHARD_NBYTES
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or not low <= nbytes <= high:
+        raise ValueError(f"shard_nbytes must be between {low} and {high} bytes, got {nbytes!r}")
+    return nbytes // low * UNIT_NUMEL
 
 
 @dataclass(frozen=True)
@@ -89,25 +85,24 @@ class Shards:
     def count(self) -> int:
         return -(-self.numel // self.unit)
 
-    def bounds(self) -> Iterator[tuple[int, int]]:
-        """Yield the elements [first, last) of every shard."""
-        for first in range(0, self.numel, self.unit):
-            yield first, min(self.numel, first + self.unit)
+    def bounds(self) -> list[tuple[int, int]]:
+        """Return the elements [first, last) of every shard."""
+        starts = range(0, self.numel, self.unit)
+        return [(first, min(self.numel, first + self.unit)) for first in starts]
 
-    def groups(self, first: int, last: int) -> tuple[int, int]:
-        """Return the scale groups [first, last) of some elements of a whole payload."""
-        if not self.form.scales_per_group:
-            return 0, 0
-        return (
-            (0, 1) if self.one_group else (first // self.group_numel, -(-last // self.group_numel))
-        )
+    def scales(self, first: int, last: int) -> slice:
+        """Return where a whole payload has the scales of some elements, in bytes."""
+        begin, end = first // self.group_numel, -(-last // self.group_numel)
+        if self.one_group:
+            begin, end = 0, 1
+        start, stop = (HEADER_NBYTES + self.form.scale_nbytes(group) for group in (begin, end))
+        return slice(start, stop)
 
     def nbytes(self, first: int, last: int) -> int:
         """Return the bytes of the payload of a shard."""
-        begin, end = self.groups(first, last)
-        return (
-            HEADER_NBYTES + self.form.scale_nbytes(end - begin) + self.form.code_nbytes(first, last)
-        )
+        scales = self.scales(first, last)
+        nbytes: int = HEADER_NBYTES + scales.stop - scales.start
+        return nbytes + self.form.code_nbytes(first, last)
 
     def cut(self, payload: Tensor) -> list[Tensor]:
         """Return the payload of every shard.
@@ -117,18 +112,14 @@ class Shards:
         """
         if self.count == 1:
             return [payload]
-        header, form = wire.parse(payload.numpy()), self.form
-        codes = HEADER_NBYTES + 4 * header.scale_count
-        parts = []
+        header, parts = wire.parse(payload.numpy()), []
+        start = HEADER_NBYTES + 4 * header.scale_count
         for first, last in self.bounds():
-            begin, end = (
-                HEADER_NBYTES + form.scale_nbytes(group) for group in self.groups(first, last)
-            )
-            start = codes + form.code_nbytes(0, first)
-            run = payload[start : start + form.code_nbytes(first, last)]
-            part = torch.cat([payload[:HEADER_NBYTES], payload[begin:end], run])
-            wire.seal(part.numpy(), self._header(header, last - first, (end - begin) // 4))
+            scales, codes = payload[self.scales(first, last)], self.form.code_nbytes(first, last)
+            part = torch.cat([payload[:HEADER_NBYTES], scales, payload[start : start + codes]])
+            wire.seal(part.numpy(), self._header(header, last - first, scales.numel() // 4))
             parts.append(part)
+            start += codes
         return parts
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -145,35 +136,31 @@ class Shards:
         headers = [wire.parse(part.numpy()) for part in parts]
         scales, codes = [], []
         for (first, last), header, part in zip(self.bounds(), headers, parts, strict=True):
-            begin, end = self.groups(first, last)
-            count = self.form.scale_nbytes(end - begin) // 4
-            if header[:2] + header[6:] != headers[0][:2] + headers[0][
-                6:
-            ] or part.numel() != self.nbytes(first, last):
+            end = self.nbytes(first, last) - self.form.code_nbytes(first, last)
+            like = headers[0]._replace(
+                flags=header.flags, numel=last - first, scale_count=(end - HEADER_NBYTES) // 4
+            )
+            group = header.group_numel
+            if header != like._replace(group_numel=group) or part.numel() != self.nbytes(
+                first, last
+            ):
                 raise CorruptPayload(
                     "message",
                     f"the payload of elements {first} to {last} is not like the first shard's",
                 )
-            if (header.numel, header.scale_count) != (last - first, count):
-                raise CorruptPayload(
-                    "message", f"a shard of {header.numel} elements, {last - first} expected"
-                )
-            scales.append(part[HEADER_NBYTES : HEADER_NBYTES + 4 * count])
-            codes.append(part[HEADER_NBYTES + 4 * count :])
+            scales.append(part[HEADER_NBYTES:end])
+            codes.append(part[end:])
         out = torch.cat([parts[0][:HEADER_NBYTES], *scales, *codes])
-        flags = 0
-        for header in headers:
-            flags |= header.flags
-        whole = self._header(headers[0], self.numel, sum(header.scale_count for header in headers))
+        scale_count = sum(header.scale_count for header in headers)
+        whole = self._header(headers[0], self.numel, scale_count)
+        flags = reduce(or_, (header.flags for header in headers))
         wire.seal(out.numpy(), whole._replace(flags=flags))
         return out
 
     def _header(self, like: wire.Header, numel: int, scale_count: int) -> wire.Header:
-        group = (
-            numel
-            if not self.form.scales_per_group
-            else self.unit
-            if self.one_group
-            else self.group_numel
-        )
+        group = self.group_numel
+        if not self.form.scales_per_group:
+            group = numel
+        elif self.one_group:
+            group = self.unit
         return like._replace(numel=numel, group_numel=group, scale_count=scale_count)

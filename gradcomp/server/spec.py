@@ -1,5 +1,5 @@
-"""What a key is: dtype, shape, codec, and whether pushes wait for each other; the same at every
-client.
+"""Settings of a key: dtype, shape, codec, and whether pushes wait for each other. They are the
+same at every client.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,35 +17,33 @@ from gradcomp.codecs import KINDS, Codec
 from gradcomp.errors import CorruptPayload
 from gradcomp.payload import wire
 from gradcomp.payload.form import form_name
-from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS
+from gradcomp.server.messages import MAX_MESSAGE_NBYTES, METHODS, as_bytes
 
-CODECS = {kind.form.code: kind for kind in reversed(KINDS)}  # the first of a form
+CODECS = {kind.form.code: kind for kind in reversed(KINDS)}  # the first one of each form
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 MAX_NDIM = 8
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-MAX_NBYTES = (
-    MAX_MESSAGE_NBYTES - 4096
-)  # of one value; the rest is room for header, key and settings
+MAX_NBYTES = MAX_MESSAGE_NBYTES - 4096  # of one value, beside header, key and settings
 _FIXED = struct.Struct("<BBBBIIQdQQQ")
-_SHARED, _FEEDBACK, _ASYNCHRONOUS = 1, 2, 4
+_FLAGS = ("shares_scale", "error_feedback", "asynchronous")  # by their bits
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Settings of a key.
+    """Settings of a key, or of one shard of it.
 
     Attributes:
         dtype: "float32", or "uint8" for payloads.
         shape: of what is pushed.
-        codec: its number in payload headers; 0: whatever the headers say.
+        codec: its number in payload headers; 0: as the headers say.
         shares_scale, error_feedback, seed: of that codec.
         codec_options: 64-bit hash of all its options.
         asynchronous: pushes are applied at once.
         learning_rate: factor of an asynchronous push.
-        shard_numel: elements of a shard, where the key is cut into some; 0: it is whole.
+        shard_numel: elements of a shard; 0 for a key that is whole.
         value_crc: CRC-32 of the initial values of a key that is cut.
         first, part_nbytes: a shard's first element, and the bytes that are pushed to it; 0 for the
-            agreement on all shards.
+            settings of a cut key.
     """
 
     dtype: str
@@ -69,15 +67,11 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Bytes of what is pushed to this key, or to this shard of it."""
-        if self.shard_numel:
-            return self.part_nbytes
-        return self.numel * DTYPES[self.dtype].itemsize
+        return self.part_nbytes if self.shard_numel else self.numel * DTYPES[self.dtype].itemsize
 
     @property
     def agrees_only(self) -> bool:
-        """Whether this is not a shard of a key that is cut, but what the clients agree on about
-        all of them.
-        """
+        """Whether these are the settings of a cut key, to which nothing is pushed."""
         return bool(self.shard_numel) and not self.part_nbytes
 
     def settings(self) -> dict[str, object]:
@@ -94,21 +88,14 @@ class Spec:
             "shard": f"{self.part_nbytes} bytes from element {self.first}",
         }
 
-    def difference(self, other: Spec) -> str | None:
-        """Return the name of the first setting in which two specs differ, or None."""
-        theirs = other.settings()
-        return next(
-            (name for name, value in self.settings().items() if value != theirs[name]), None
-        )
-
     def check_method(self, key: str, method: str | None, compressed: bool) -> None:
         """Raise ValueError unless a key like this can be pulled that way."""
+        if self.asynchronous and (method is not None or compressed):
+            raise ValueError(
+                f"key {key!r} is asynchronous: pull it without reduce_method and uncompressed, "
+                f"got reduce_method={method!r}, compressed={compressed!r}"
+            )
         if self.asynchronous:
-            if method is not None or compressed:
-                raise ValueError(
-                    f"key {key!r} is asynchronous: pull it without reduce_method and uncompressed, "
-                    f"got reduce_method={method!r}, compressed={compressed!r}"
-                )
             return
         if method is None:
             raise ValueError(
@@ -131,69 +118,55 @@ def make_spec(
     asynchronous: bool,
     learning_rate: float | None,
 ) -> Spec:
-    """Return the spec that a client asks for.
+    """Return the settings that a client asks for.
 
     Raises:
-        ValueError: settings that do not go together.
+        ValueError: a setting out of its range, or settings that exclude each other.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
     if len(shape) > MAX_NDIM or any(
-        isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in shape
+        isinstance(d, bool) or not isinstance(d, int) or not 0 <= d < 2**63 for d in shape
     ):
         raise ValueError(
-            f"shape must have at most {MAX_NDIM} dimensions of at least 0, got {shape!r}"
+            f"shape must have at most {MAX_NDIM} dimensions between 0 and 2**63 - 1, got {shape!r}"
         )
-    if any(d >= 2**63 for d in shape):
-        raise ValueError(f"shape {shape!r} has more elements than memory has bytes")
     if codec is not None and dtype != "uint8":
         raise ValueError(f'a codec needs dtype="uint8", got dtype={dtype!r} with {codec!r}')
     if asynchronous is not True and asynchronous is not False:
         raise ValueError(f"asynchronous must be True or False, got {asynchronous!r}")
     if asynchronous == (learning_rate is None):
         raise ValueError(
-            f"learning_rate goes with asynchronous=True, got {learning_rate!r} with"
-            f" {asynchronous!r}"
+            "asynchronous=True and learning_rate must be given together, got"
+            f" learning_rate={learning_rate!r} with asynchronous={asynchronous!r}"
         )
-    number = isinstance(learning_rate, (int, float)) and not isinstance(learning_rate, bool)
-    if learning_rate is not None and not (number and abs(learning_rate) <= FLOAT32_MAX):
+    rate = 0.0 if learning_rate is None else learning_rate
+    if isinstance(rate, bool) or not (isinstance(rate, (int, float)) and abs(rate) <= FLOAT32_MAX):
         raise ValueError(f"learning_rate must be a finite number, got {learning_rate!r}")
-    rate = 0.0 if learning_rate is None else float(learning_rate)
+    spec = Spec(dtype, shape, asynchronous=asynchronous, learning_rate=float(rate))
     if codec is None:
-        return Spec(dtype, shape, asynchronous=asynchronous, learning_rate=rate)
+        return spec
     digest = hashlib.blake2b(repr(codec.options()).encode(), digest_size=8).digest()
-    options = int.from_bytes(digest, "little")
-    feedback = codec.error_feedback
-    return Spec(
-        dtype,
-        shape,
-        codec.form.code,
-        codec.shares_scale,
-        feedback,
-        codec.seed,
-        options,
-        asynchronous,
-        rate,
+    return replace(
+        spec,
+        codec=codec.form.code,
+        shares_scale=codec.shares_scale,
+        error_feedback=codec.error_feedback,
+        seed=codec.seed,
+        codec_options=int.from_bytes(digest, "little"),
     )
 
 
-def pack_spec(spec: Spec, value: Tensor | None) -> Tensor:
+def pack_spec(spec: Spec, value: Tensor | None = None) -> Tensor:
     """Return the body of an INIT request: settings, dimensions, and the initial values of an
     asynchronous key.
     """
-    flags = (
-        spec.shares_scale * _SHARED
-        | spec.error_feedback * _FEEDBACK
-        | spec.asynchronous * _ASYNCHRONOUS
-    )
     dtype, ndim = list(DTYPES).index(spec.dtype), len(spec.shape)
+    flags = sum(getattr(spec, name) << bit for bit, name in enumerate(_FLAGS))
     settings = (spec.seed, spec.value_crc, spec.codec_options, spec.learning_rate)
-    fixed = _FIXED.pack(
-        dtype, ndim, spec.codec, flags, *settings, spec.shard_numel, spec.first, spec.part_nbytes
-    )
-    head = torch.frombuffer(
-        bytearray(fixed + struct.pack(f"<{ndim}Q", *spec.shape)), dtype=torch.uint8
-    )
+    shard = (spec.shard_numel, spec.first, spec.part_nbytes)
+    fixed = _FIXED.pack(dtype, ndim, spec.codec, flags, *settings, *shard)
+    head = as_bytes(fixed + struct.pack(f"<{ndim}Q", *spec.shape))
     return head if value is None else torch.cat([head, value.reshape(-1).view(torch.uint8)])
 
 
@@ -202,60 +175,38 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     key (a view).
 
     Raises:
-        CorruptPayload: "message": a body that no client writes.
+        CorruptPayload: "message": no client writes such a body.
     """
     raw = body.numpy()
     if raw.size < _FIXED.size:
         raise CorruptPayload("message", f"settings of {raw.size} bytes")
-    dtype, ndim, codec, flags, seed, crc, options, rate, *shard = _FIXED.unpack(
-        raw[: _FIXED.size].tobytes()
-    )
+    head = _FIXED.unpack(raw[: _FIXED.size].tobytes())
+    dtype, ndim, code, flags, seed, crc, options, rate, shard_numel, first, part_nbytes = head
     start = _FIXED.size + 8 * ndim
     if ndim > MAX_NDIM or raw.size < start:
         raise CorruptPayload("message", f"settings of {raw.size} bytes with {ndim} dimensions")
-    if (
-        dtype >= len(DTYPES)
-        or flags > (_SHARED | _FEEDBACK | _ASYNCHRONOUS)
-        or codec not in (0, *CODECS)
-    ):
-        raise CorruptPayload(
-            "message", f"settings with dtype {dtype}, flags {flags}, codec {codec}"
-        )
-    name, waits = list(DTYPES)[dtype], not flags & _ASYNCHRONOUS
-    if not abs(rate) <= FLOAT32_MAX or (waits and rate) or (codec and name != "uint8"):
-        raise CorruptPayload(
-            "message", f"settings with learning rate {rate}, codec {codec}, dtype {name}"
-        )
+    if dtype >= len(DTYPES) or flags >> len(_FLAGS) or code not in (0, *CODECS):
+        text = f"settings with dtype {dtype}, flags {flags}, codec {code}"
+        raise CorruptPayload("message", text)
+    name, (shares, feedback, at_once) = (
+        list(DTYPES)[dtype],
+        (bool(flags & 1 << b) for b in (0, 1, 2)),
+    )
+    if not abs(rate) <= FLOAT32_MAX or (rate and not at_once) or (code and name != "uint8"):
+        text = f"settings with learning rate {rate}, codec {code}, dtype {name}"
+        raise CorruptPayload("message", text)
+    if not shard_numel and (crc or first or part_nbytes):
+        raise CorruptPayload("message", "settings of a shard of a key that is not cut")
     shape = struct.unpack(f"<{ndim}Q", raw[_FIXED.size : start].tobytes())
-    shares, feedback = bool(flags & _SHARED), bool(flags & _FEEDBACK)
-    spec = Spec(
-        name,
-        shape,
-        codec,
-        shares,
-        feedback,
-        seed,
-        options,
-        not waits,
-        rate,
-        shard[0],
-        crc,
-        *shard[1:],
-    )
-    if not spec.shard_numel and (crc or any(shard)):
-        raise CorruptPayload("message", f"settings of a shard {shard} of a key that is not cut")
-    rest = body[start:]
-    waits |= spec.agrees_only
-    fits = (
-        not rest.numel()
-        if waits
-        else not rest.numel() % 4 and (name == "uint8" or rest.numel() == spec.nbytes)
-    )
-    if spec.nbytes > MAX_NBYTES or not fits:
-        raise CorruptPayload(
-            "message", f"{rest.numel()} bytes of values for {name} of shape {shape}"
-        )
-    return spec, None if waits else rest.view(torch.float32)
+    codec = (code, shares, feedback, seed, options)
+    spec = Spec(name, shape, *codec, at_once, rate, shard_numel, crc, first, part_nbytes)
+    rest, has_value = body[start:], at_once and not spec.agrees_only
+    wanted = spec.nbytes if has_value else 0
+    fits = rest.numel() == wanted or (has_value and name == "uint8")
+    if spec.nbytes > MAX_NBYTES or rest.numel() % 4 or not fits:
+        text = f"{rest.numel()} bytes of values for {name} of shape {shape}"
+        raise CorruptPayload("message", text)
+    return spec, rest.view(torch.float32) if has_value else None
 
 
 def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> Codec:
@@ -270,19 +221,14 @@ def codec_of(spec: Spec, header: wire.Header, *, shares_scale: bool = False) -> 
         shares_scale: whether all payloads have one scale a group.
 
     Raises:
-        CorruptPayload: "codec": not one that `Codec.encode` writes.
+        CorruptPayload: "codec": `Codec.encode` does not write such payloads.
     """
-    code = spec.codec or header.codec
+    code, feedback = spec.codec or header.codec, spec.error_feedback
     if code not in CODECS:
         raise CorruptPayload(
             "codec", f"a {form_name(code)} payload; the server takes those of Codec.encode"
         )
-    feedback = spec.error_feedback
-    alike = [
-        kind
-        for kind in KINDS
-        if kind.form.code == code and spec.codec and kind.error_feedback == feedback
-    ]
+    alike = [k for k in KINDS if k.form.code == spec.codec and k.error_feedback == feedback]
     return (alike or [CODECS[code]])[0].of_groups(
         max(1, header.group_numel),
         shares_scale=shares_scale,

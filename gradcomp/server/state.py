@@ -1,53 +1,43 @@
-"""What a parameter server remembers, as a file: settings, values of asynchronous keys, what
-averages have left over.
+"""What a parameter server remembers, as a file: settings, values of asynchronous keys, and
+residuals of averages.
 
-A client gathers one record of every key, or shard of one, and writes them into one file; servers of
-any number read it, each its own keys. No pickle, and a file that is cut short or damaged is refused
-whole.
+A client gathers one record of every key, or of every shard of one, and writes all of them into one
+file; servers of any number read it, each its own keys. The file is a zip archive without
+compression and without pickle; each record is a member with a checksum, named by key and shard. A
+record is::
 
-::
-
-    "GCPSTATE" | version u32 | records u32 | { key_nbytes u16 | 0 u16 | shard u32 | nbytes u64 | key
-    | record } ... | CRC-32 u32 record:  steps u64 | settings_nbytes u32 | 0 u32 | settings and
-    values (`pack_spec`) | residual, fp32
+    steps u64 | settings_nbytes u32 | 0 u32 | settings and values (`pack_spec`) | residual, fp32
 """
 
 from __future__ import annotations
 
 import os
 import struct
-import zlib
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import BinaryIO, NamedTuple
+from urllib.parse import quote, unquote
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.server.messages import MAX_KEY_NBYTES
+from gradcomp.server.messages import as_bytes
 from gradcomp.server.spec import Spec, pack_spec, parse_spec
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-MAGIC, VERSION = b"GCPSTATE", 1
-_HEAD = struct.Struct("<8sII")
-_ENTRY = struct.Struct("<HHIQ")
+FORMAT = b"gradcomp parameter server, version 2, %d records"  # the archive's comment
+_OLD = b"GCPSTATE"  # how files of version 1 begin
 _RECORD = struct.Struct("<QII")
-_CRC = struct.Struct("<I")
-_BLOCK_NBYTES = 1 << 24  # read at once
 
 
 class State(NamedTuple):
-    """What a server remembers of one key, or shard of one.
+    """What a server remembers of one key, or of one shard.
 
     Attributes:
         steps: rounds that are complete, or pushes that were applied.
-        spec: its settings.
+        spec: settings.
         value: of an asynchronous key, ``(numel,)`` float32.
-        residual: what averages that were packed again have left over, ``(numel,)`` float32.
+        residual: what averages that were encoded again have left out, ``(numel,)`` float32.
     """
 
     steps: int
@@ -59,83 +49,47 @@ class State(NamedTuple):
 def pack_state(state: State) -> Tensor:
     """Return a record, ``(nbytes,)`` uint8."""
     settings = pack_spec(state.spec, state.value)
-    head = _RECORD.pack(state.steps, settings.numel(), 0)
-    parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8), settings]
+    parts = [as_bytes(_RECORD.pack(state.steps, settings.numel(), 0)), settings]
     return torch.cat(
-        [*parts, *([] if state.residual is None else [state.residual.view(torch.uint8)])]
+        parts if state.residual is None else [*parts, state.residual.view(torch.uint8)]
     )
 
 
 def parse_state(record: Tensor) -> State:
-    """Return what a record says; values and residual are views of it.
+    """Return what a record holds; values and residual are views of it.
 
     Raises:
-        ValueError: bytes that are no record.
+        ValueError: bytes that are not a record.
     """
     if record.numel() < _RECORD.size:
         raise ValueError(f"a record of {record.numel()} bytes")
     steps, nbytes, zero = _RECORD.unpack(record[: _RECORD.size].numpy().tobytes())
-    rest = record[_RECORD.size + nbytes :]
-    if zero or record.numel() < _RECORD.size + nbytes or nbytes % 4 or rest.numel() % 4:
+    settings, rest = record[_RECORD.size :][:nbytes], record[_RECORD.size + nbytes :]
+    if zero or settings.numel() < nbytes or nbytes % 4 or rest.numel() % 4:
         raise ValueError(f"a record of {record.numel()} bytes with settings of {nbytes}")
-    spec, value = parse_spec(record[_RECORD.size : _RECORD.size + nbytes])
+    spec, value = parse_spec(settings)
     return State(steps, spec, value, rest.view(torch.float32) if rest.numel() else None)
 
 
-def with_steps(record: Tensor, steps: int) -> Tensor:
-    """Return a copy of a record with another number of steps."""
-    return pack_state(parse_state(record)._replace(steps=steps))
+def write_states(path: str | os.PathLike[str], records: Iterable[tuple[str, int, Tensor]]) -> None:
+    """Write records of (key, shard, ``(nbytes,)`` uint8) as they come.
 
-
-def steps_of(record: Tensor) -> int:
-    """Return the steps of a record."""
-    return int(_RECORD.unpack(record[: _RECORD.size].numpy().tobytes())[0])
-
-
-class StateFile:
-    """Writes a file of records; it appears under its name when it is complete, and not at all
-    after an error.
+    The file appears when it is complete, in the place of an older one; not at all after an error.
     """
-
-    def __init__(self, path: str | os.PathLike[str], count: int) -> None:
-        self._path = Path(path)
-        self._beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
-        self._file = self._beside.open("wb")
-        self._crc = 0
-        self._write(_HEAD.pack(MAGIC, VERSION, count))
-
-    def add(self, key: str, shard: int, record: Tensor) -> None:
-        """Write a record, ``(nbytes,)`` uint8."""
-        name = key.encode()
-        self._write(_ENTRY.pack(len(name), 0, shard, record.numel()) + name)
-        self._write(record.numpy().data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        complete = False
-        try:
-            if error is None:
-                self._file.write(_CRC.pack(self._crc))
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                complete = True
-        finally:
-            self._file.close()
-            if complete:
-                self._beside.replace(self._path)
-            else:
-                self._beside.unlink(missing_ok=True)
-
-    def _write(self, data: bytes | memoryview) -> None:
-        self._crc = zlib.crc32(data, self._crc)
-        self._file.write(data)
+    path, count = Path(path), 0
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            with zipfile.ZipFile(file, "w") as archive:
+                for key, shard, record in records:
+                    archive.writestr(f"{shard}/{quote(key, safe='')}", record.numpy().tobytes())
+                    count += 1
+                archive.comment = FORMAT % count
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read_states(
@@ -145,49 +99,39 @@ def read_states(
     checking the whole file.
 
     Raises:
-        ValueError: not a file that `StateFile` has written, or not all of it.
+        ValueError: not a file of `write_states`, not all of it, or one of an older gradcomp.
         OSError: it cannot be read.
     """
-    try:
-        states = [
-            (key, shard, parse_state(record)) for key, shard, record in _read(Path(path), mine)
-        ]
-        for key, shard, state in states:
+    with Path(path).open("rb") as file:
+        if file.read(len(_OLD)) == _OLD:
+            raise ValueError(
+                f"{os.fspath(path)} is a checkpoint of a parameter server in format 1, which this"
+                " gradcomp does not read: serve it with the gradcomp that wrote it, pull its"
+                " asynchronous keys there, and start here without checkpoint= from these values"
+            )
+        try:
+            return list(_read(file, mine))
+        except Exception as error:
+            raise ValueError(
+                f"{os.fspath(path)} is not a checkpoint of a parameter server: {error}"
+            ) from error
+
+
+def _read(file: BinaryIO, mine: Callable[[str, int], bool]) -> Iterator[tuple[str, int, State]]:
+    with zipfile.ZipFile(file) as archive:
+        names = archive.namelist()
+        end = FORMAT % len(names)
+        file.seek(-len(end), os.SEEK_END)
+        found = file.read()
+        if found != end:
+            raise ValueError(f"it ends with {found!r}, {end!r} expected")
+        for name in names:
+            record = archive.read(name)  # checks the checksum
+            number, _, quoted = name.partition("/")
+            key, shard = unquote(quoted, errors="strict"), int(number)
+            if not mine(key, shard):
+                continue
+            state = parse_state(as_bytes(record))
             if bool(shard) != bool(state.spec.part_nbytes):
                 raise ValueError(f"shard {shard} of key {key!r} has {state.spec.part_nbytes} bytes")
-    except ValueError as error:
-        raise ValueError(
-            f"{os.fspath(path)} is no checkpoint of a parameter server: {error}"
-        ) from error
-    return states
-
-
-def _read(path: Path, mine: Callable[[str, int], bool]) -> Iterator[tuple[str, int, Tensor]]:
-    size = path.stat().st_size
-    if size < _HEAD.size + _CRC.size:
-        raise ValueError(f"it has {size} bytes")
-    data = np.memmap(path, np.uint8, "r")
-    magic, version, count = _HEAD.unpack(data[: _HEAD.size].tobytes())
-    if magic != MAGIC or version != VERSION:
-        raise ValueError(
-            f"it begins with {magic!r}, version {version}; {MAGIC!r}, version {VERSION} expected"
-        )
-    crc, end = 0, size - _CRC.size
-    for begin in range(0, end, _BLOCK_NBYTES):
-        crc = zlib.crc32(data[begin : min(end, begin + _BLOCK_NBYTES)].data, crc)
-    if data[end:].tobytes() != _CRC.pack(crc):
-        raise ValueError("its checksum is wrong: it was cut short or damaged")
-    at = _HEAD.size
-    for _ in range(count):
-        if at + _ENTRY.size > end:
-            raise ValueError(f"it ends in the middle of {count} records")
-        key_nbytes, zero, shard, nbytes = _ENTRY.unpack(data[at : at + _ENTRY.size].tobytes())
-        at += _ENTRY.size + key_nbytes
-        if zero or not 1 <= key_nbytes <= MAX_KEY_NBYTES or at + nbytes > end:
-            raise ValueError(f"a record of {nbytes} bytes with a key of {key_nbytes}")
-        key = data[at - key_nbytes : at].tobytes().decode()
-        if mine(key, shard):
-            yield key, shard, torch.from_numpy(data[at : at + nbytes].copy())
-        at += nbytes
-    if at != end:
-        raise ValueError(f"{end - at} bytes follow its records")
+            yield key, shard, state

@@ -1,0 +1,324 @@
+"""A client's requests: each is one message to a server, and a future that its reply completes.
+
+One function receives replies, `Requests._receive_one`. The caller runs it while it waits; a thread
+runs it while calls are under way that nobody waits for. Where MPI allows only its main thread,
+there is no such thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from gradcomp.comm.base import Communicator, RankGone, Work
+from gradcomp.errors import CorruptPayload, PeerLost
+from gradcomp.server.messages import Kind, Message, pack, parse, parse_error, servers_digest
+
+T = TypeVar("T")
+
+GRACE_S = 5.0  # wait for a server to say what a late pull waits for
+CLOSE_S = 5.0  # wait for a CLOSE message to leave
+SLICE_S = 0.1  # longest time until the receiving thread sees a change
+_HEAD_NBYTES = 1 << 16  # of a reply beside its values: a header, or an error
+
+
+class Request(Future[Message]):
+    """One message to a server; its result is the reply, its exception the error in the reply.
+
+    Attributes:
+        number: repeated in the reply.
+        server: rank that is asked.
+        asked: the message, without its body.
+        room_nbytes: the most bytes that the values in the reply may have.
+        sent: transfer of the message; None until it has begun.
+    """
+
+    def __init__(self, number: int, server: int, message: Message, room_nbytes: int) -> None:
+        super().__init__()
+        self.number, self.server, self.room_nbytes = number, server, room_nbytes
+        self.asked = replace(message, body=None)
+        self.sent: Work | None = None
+        self._begun = time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._begun
+
+    @property
+    def phase(self) -> str:
+        return self.asked.kind.name.lower()
+
+    def lost(self, detail: str) -> PeerLost:
+        """Return the error of a request that no server answers."""
+        return PeerLost(self.phase, -1, self.waited_s, detail)
+
+
+class Requests:
+    """Sends requests and receives replies, for one thread.
+
+    Args:
+        comm: the ranks.
+        servers: ranks that serve.
+        timeout_s: seconds after which a server that does not answer is given up.
+
+    Attributes:
+        bytes_sent, bytes_received: of messages, headers included.
+    """
+
+    def __init__(self, comm: Communicator, servers: Sequence[int], timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.bytes_sent = self.bytes_received = 0
+        self._comm, self._servers = comm, tuple(servers)
+        self._digest = servers_digest(servers, comm.world_size)
+        self._number = secrets.randbelow(2**31)  # late replies to an earlier client match nothing
+        self._changed = threading.Condition()  # guards everything below
+        self._open: dict[int, Request] = {}
+        self._gone: dict[int, str] = {}  # servers; the transport reports each once
+        self._receiver: threading.Thread | None = None
+        self._until = 0.0  # the receiving thread ends then
+        self._pulled_nbytes = 0  # by the largest pull so far
+        self._receiver_room_nbytes = 0  # what the receiving thread accepts
+        self._closed = False
+
+    def send(self, server: int, message: Message, room_nbytes: int) -> Request:
+        """Begin to send a message; its `request` and `servers` are filled in here.
+
+        Args:
+            server: rank of it.
+            message: what to send.
+            room_nbytes: the most bytes that the values in the reply may have.
+
+        Raises:
+            RuntimeError: the client is closed.
+            PeerLost: the server is gone.
+        """
+        if self._closed:
+            raise RuntimeError("this client is closed")
+        number = self._number = self._number % (2**32 - 1) + 1
+        raw = self._packed(message, number)
+        request = Request(number, server, message, room_nbytes)
+        with self._changed:
+            if server in self._gone:
+                raise request.lost(self._gone[server])
+            self._open[number] = request
+            self._until = max(self._until, time.monotonic() + self.timeout_s)
+            if message.kind == Kind.PULL:
+                self._pulled_nbytes = max(self._pulled_nbytes, room_nbytes)
+            self._changed.wait_for(
+                lambda: self._receiver is None or self._receiver_room_nbytes >= room_nbytes
+            )
+        try:
+            request.sent = self._comm.start_send(raw, server)
+        except BaseException as error:
+            self.drop(request)
+            if isinstance(error, ConnectionError):
+                raise request.lost(f"server {error}") from error
+            raise
+        self.bytes_sent += raw.numel()
+        return request
+
+    def check_overlap(self) -> None:
+        """Raise RuntimeError where only the caller's thread may receive."""
+        self._comm.check_overlap()
+
+    def overlap(self) -> None:
+        """Let a thread receive replies until none is missing, or none may come any more."""
+        with self._changed:
+            if self._receiver is None and self._open:
+                self._receiver_room_nbytes = self._room_nbytes()
+                self._receiver = threading.Thread(
+                    target=self._receive_all, name="gradcomp-replies", daemon=True
+                )
+                self._receiver.start()
+
+    def wait(self, request: Request, deadline: float) -> Message:
+        """Return the reply to a request; raise the server's error, or PeerLost at `deadline`."""
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            if request.sent is not None and not request.done():
+                request.sent.wait(left)
+        except ConnectionError as error:
+            self._fail(f"server {error}", [request])
+        except TimeoutError:
+            self._fail(f"server rank {request.server} takes no message", [request])
+        self._receive_any([request], deadline)
+        if not request.done():
+            self._fail(self._reason(request), [request])
+        return request.result()
+
+    def drop(self, request: Request) -> bool:
+        """Forget a request, so that its reply is ignored; return whether it was open."""
+        with self._changed:
+            return self._open.pop(request.number, None) is not None
+
+    def close(self) -> None:
+        """Notify the servers; whoever waits for a reply gets RuntimeError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._fail(RuntimeError("this client is closed"), self._asked())
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.join(CLOSE_S)
+        farewell = self._packed(Message(Kind.CLOSE), self._number % (2**32 - 1) + 1)
+        for server in self._servers:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                self._comm.start_send(farewell, server).wait(min(CLOSE_S, self.timeout_s))
+
+    # ---- parts ----
+
+    def _packed(self, message: Message, number: int) -> Tensor:
+        return pack(replace(message, request=number, servers=self._digest))
+
+    def _asked(self, server: int | None = None) -> list[Request]:
+        """Return the open requests, or those to one server; the oldest first."""
+        with self._changed:
+            return [r for r in self._open.values() if server in (None, r.server)]
+
+    def _room_nbytes(self) -> int:
+        return max([self._pulled_nbytes, *(r.room_nbytes for r in self._asked())])
+
+    def _receive_any(self, requests: Sequence[Request], deadline: float) -> None:
+        """Receive until one of some requests is done, or until `deadline`."""
+        while not any(request.done() for request in requests):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            with self._changed:
+                threaded = self._receiver is not None
+                self._until = max(self._until, deadline)
+            if threaded:
+                wait_for(requests, left, FIRST_COMPLETED)
+            else:
+                self._receive_one(left, self._room_nbytes())
+
+    def _receive_all(self) -> None:
+        """Receive until no reply is missing that may still come."""
+        while True:
+            with self._changed:
+                self._receiver_room_nbytes = self._room_nbytes()
+                if self._closed or not self._open or time.monotonic() > self._until:
+                    self._receiver = None
+                self._changed.notify_all()
+                if self._receiver is None:
+                    return
+            try:
+                self._receive_one(SLICE_S, self._receiver_room_nbytes)
+            except Exception as error:  # noqa: BLE001 - raised where somebody waits
+                self._fail(error, self._asked())
+
+    def _receive_one(self, timeout_s: float, room_nbytes: int) -> None:
+        """Receive a message, if one comes in time, and complete the request that it answers."""
+        try:
+            sender, raw = self._comm.receive(timeout_s, max_nbytes=room_nbytes + _HEAD_NBYTES)
+        except TimeoutError:
+            return
+        except RankGone as error:
+            if error.rank in self._servers:
+                with self._changed:
+                    self._gone[error.rank] = f"server {error}"
+                self._fail(f"server {error}", self._asked(error.rank))
+            return
+        except ValueError as error:
+            too_long = CorruptPayload("message", f"a reply is too long: {error}")
+            self._fail(too_long, self._asked())
+            return
+        self.bytes_received += raw.numel()
+        if sender in self._servers:
+            self._complete(sender, raw)
+
+    def _complete(self, server: int, raw: Tensor) -> None:
+        asked = self._asked(server)
+        try:
+            reply = parse(raw)
+        except CorruptPayload as error:
+            return self._fail(error, asked)
+        # 0: the server could not read the number; that was its oldest request
+        request = next((r for r in asked if reply.request in (0, r.number)), None)
+        if request is None or reply.kind not in (Kind.OK, Kind.ERROR) or not self.drop(request):
+            return None
+        if reply.kind == Kind.OK:
+            return request.set_result(reply)
+        return request.set_exception(parse_error(reply.data(), request.phase, request.waited_s))
+
+    def _fail(self, error: Exception | str, requests: Sequence[Request]) -> None:
+        """End requests that are open with an error; a string says why their server is lost."""
+        for request in requests:
+            if self.drop(request):
+                request.set_exception(request.lost(error) if isinstance(error, str) else error)
+
+    def _reason(self, request: Request) -> str:
+        """Ask the server what a late pull waits for, and return it; meanwhile its reply, or an
+        error, may still come.
+        """
+        silent = f"server rank {request.server} is silent"
+        if request.asked.kind != Kind.PULL:
+            return silent
+        try:
+            asked = Message(Kind.CANCEL, key=request.asked.key, shard=request.asked.shard)
+            cancel = self.send(request.server, asked, 0)
+        except PeerLost:
+            return silent
+        self._receive_any([request, cancel], time.monotonic() + min(GRACE_S, self.timeout_s))
+        if not cancel.done():
+            self.drop(cancel)
+            return silent
+        error = cancel.exception()
+        if isinstance(error, Exception):
+            self._fail(error, [request])
+            return silent
+        return cancel.result().data().numpy().tobytes().decode(errors="replace")
+
+
+class Pending(Generic[T]):
+    """A call that is under way, as `ParameterClient` returns it for ``wait=False``.
+
+    Args:
+        requests: sends them.
+        parts: the requests that the call is made of.
+        finish: makes the result of their replies.
+        failed: is called with the error, if the call ends with one.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        parts: Sequence[Request],
+        finish: Callable[[list[Message]], T],
+        failed: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        self._requests, self._parts = requests, list(parts)
+        self._finish, self._failed = finish, failed
+        self._outcome: Future[T] = Future()
+
+    def done(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> T:
+        """Return what the call returns, or raise what it raises; waiting again gives the same.
+
+        Raises:
+            PeerLost: no answer for the client's `timeout_s`, counted from this call.
+        """
+        if not self._outcome.done():
+            deadline = time.monotonic() + self._requests.timeout_s
+            try:
+                replies = [self._requests.wait(part, deadline) for part in self._parts]
+                self._outcome.set_result(self._finish(replies))
+            except Exception as error:  # noqa: BLE001 - raised below
+                self._failed(error)
+                self._outcome.set_exception(error)
+            for part in self._parts:
+                self._requests.drop(part)
+            self._parts.clear()
+        return self._outcome.result()
