@@ -3,19 +3,30 @@
 import zlib
 
 import torch
+from _ranks import run_local
 
 from gradcomp.comm import Work
 from gradcomp.server import ParameterClient, messages, serve
 
 
-def play(comm, servers, body, *args, timeout_s=20.0):
+def play(comm, servers, body, *args, checkpoint=None, **options):
     """Serve, or return body(client, index of the worker, *args)."""
     serving = messages.server_ranks(servers, comm.world_size)
     if comm.rank in serving:
-        return serve(comm, servers, timeout_s=30.0)
+        return serve(comm, servers, timeout_s=30.0, checkpoint=checkpoint)
     index = [r for r in range(comm.world_size) if r not in serving].index(comm.rank)
-    with ParameterClient(comm, servers, timeout_s=timeout_s) as client:
+    with ParameterClient(comm, servers, **{"timeout_s": 60.0} | options) as client:
         return body(client, index, *args)
+
+
+def run(body, *args, workers=2, servers=1, over=run_local, **options):
+    """Return what the workers return, and the servers' counters."""
+    found = over(workers + servers, _play, servers, options, body, *args)
+    return found[:workers], found[workers:]
+
+
+def _play(comm, servers, options, *args):
+    return play(comm, servers, *args, **options)
 
 
 def caught(call, *args, **options):
@@ -56,11 +67,7 @@ def flipped(payload):
 
 
 def as_tensor(data):
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    return torch.tensor(list(data), dtype=torch.uint8)
 
 
 class Done(Work):

@@ -121,26 +121,6 @@ def test_raw_codes_that_are_none_and_scales_that_are_none():
         )
 
 
-def init_wrongly(client, index):
-    client.init_parameter("flat", [3])
-    raw = {"dtype": "uint8", "scale_key": "flat"}
-    return [
-        caught(client.init_parameter, "x", [2, 2], **raw),
-        caught(client.init_parameter, "x", [2, 2], "uint8", scale_key="nobody"),
-        caught(client.init_parameter, "x", [2, 2], "float32", scale_key="flat"),
-        caught(client.init_parameter, "x", [2, 2], "uint8", codec="terngrad", scale_key="flat"),
-        caught(client.init_parameter, "x", [2, 2], "uint8", type="float32"),
-    ]
-
-
-def test_wrong_settings_of_raw_codes_name_the_value():
-    errors = run_local(2, play, 1, init_wrongly)[0]
-    for error, word in zip(
-        errors, ("one element", "nobody", "float32", "uint8", "differ"), strict=True
-    ):
-        assert type(error) is ValueError and word in str(error), error
-
-
 # ---- calls that are not waited for
 # ---------------------------------------------------------------------------------
 

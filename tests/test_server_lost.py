@@ -111,7 +111,7 @@ def late_worker(client, index):
         client.push_parameter("x", 2.0)
         return client.pull_parameter("x", "sum")
     client.push_parameter("x", 1.0)
-    pull = client._ask(Kind.PULL, "x", 0, None, "sum", room_nbytes=64)
+    pull = client._ask(Kind.PULL, "x", 0, None, "sum")
     error = caught(client._requests.wait, pull, time.monotonic() + 0.4)
     meet(client)
     return error, float(client.pull_parameter("x", "sum")), float(client.pull_parameter("x", "sum"))

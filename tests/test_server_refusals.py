@@ -4,7 +4,6 @@ none, wrong arguments.
 
 import struct
 
-import numpy as np
 import pytest
 import torch
 from _ranks import run_local
@@ -33,21 +32,17 @@ from gradcomp.server.spec import make_spec, pack_spec, parse_spec
 
 CODEC = TernGrad(clip_sigma=None)
 ASYNCHRONOUS = {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(64)}
-DIFFERENCES = [
+TERNGRADS = [{"codec": TernGrad(seed=seed)} for seed in (1, 2)]
+DIFFERENCES = [  # the field, and what two clients ask for
     ("shape", ([4], "float32", {}), ([2, 2], "float32", {})),
     ("dtype", ([64], "float32", {}), ([64], "uint8", {})),
     ("codec", ([64], "uint8", {"codec": "onebit"}), ([64], "uint8", {"codec": "terngrad"})),
     ("codec", ([64], "uint8", {}), ([64], "uint8", {"codec": "terngrad"})),
-    (
-        "codec_options",
-        ([64], "uint8", {"codec": TernGrad(seed=1)}),
-        ([64], "uint8", {"codec": TernGrad(seed=2)}),
-    ),
+    ("codec_options", *(([64], "uint8", codec) for codec in TERNGRADS)),
     ("asynchronous", ([64], "float32", ASYNCHRONOUS), ([64], "float32", {})),
     (
         "learning_rate",
-        ([64], "float32", ASYNCHRONOUS),
-        ([64], "float32", {**ASYNCHRONOUS, "learning_rate": 0.25}),
+        *(([64], "float32", {**ASYNCHRONOUS, "learning_rate": rate}) for rate in (0.5, 0.25)),
     ),
 ]
 
@@ -88,37 +83,25 @@ def push_unlike(client, index, payloads, codec):
     return push, caught(client.pull_parameter, "x", "decode_average")
 
 
-@pytest.mark.parametrize(
-    ("field", "codec", "make"),
-    [
-        ("step", None, lambda k: CODEC.encode(torch.ones(8), scale=1.0, key=RngKey(step=k))),
-        ("stream", None, lambda k: CODEC.encode(torch.ones(8), scale=1.0, key=RngKey(stream=k))),
-        (
-            "dtype",
-            None,
-            lambda k: CODEC.encode(
-                torch.ones(8, dtype=[torch.float32, torch.float16][k]), scale=1.0
-            ),
-        ),
-        ("scale", CODEC, lambda k: CODEC.encode(torch.ones(8), scale=1.0 + k)),
-        # 5 + 2 scales and 1 byte of codes against 3 + 5: as many bytes, otherwise divided
-        (
-            "codec",
-            None,
-            lambda k: [TernGrad(group=4), OneBit(group="tensor")][k].encode(
-                torch.ones(16 if k == 0 else 96)
-            ),
-        ),
-    ],
-)
-def test_payloads_of_one_round_must_be_alike(field, codec, make):
-    payloads = [make(0), make(1)]
-    if field == "codec":  # pad neither: choose sizes that are equal
-        payloads = [
-            TernGrad(group="tensor").encode(torch.ones(32)),
-            OneBit(group="tensor").encode(torch.ones(32)),
-        ]
-        assert payloads[0].numel() == payloads[1].numel()
+def encoded(dtype=torch.float32, scale=1.0, **key):
+    return CODEC.encode(torch.ones(8, dtype=dtype), scale=scale, key=RngKey(**key))
+
+
+UNLIKE = {
+    "step": [encoded(step=k) for k in (0, 1)],
+    "stream": [encoded(stream=k) for k in (0, 1)],
+    "dtype": [encoded(), encoded(dtype=torch.float16)],
+    "scale": [encoded(), encoded(scale=2.0)],
+    # 1 scale and 8 bytes of codes, 2 scales and 4: as many bytes, otherwise divided
+    "codec": [kind(group="tensor").encode(torch.ones(32)) for kind in (TernGrad, OneBit)],
+}
+
+
+@pytest.mark.parametrize("field", UNLIKE)
+def test_payloads_of_one_round_must_be_alike(field):
+    payloads = UNLIKE[field]
+    assert payloads[0].numel() == payloads[1].numel()
+    codec = CODEC if field == "scale" else None
     results = run_local(3, play, 1, push_unlike, payloads, codec)[:2]
     assert sum(push is not None for push, _ in results) == 1
     for rank, (push, pull) in enumerate(results):
@@ -130,22 +113,13 @@ def test_payloads_of_one_round_must_be_alike(field, codec, make):
 # -----------------------------------------------------------------------------------
 
 
-def resealed(payload, change):
-    """Return a copy whose header and body `change` has changed, under a right checksum."""
-    out = payload.clone()
-    change(out.numpy())
-    crc = ref_payload.crc32c(
-        out.numpy()[32:].tobytes(), ref_payload.crc32c(out.numpy()[:28].tobytes())
-    )
-    out.numpy()[28:32] = np.frombuffer(struct.pack("<I", crc), np.uint8)
-    return out
-
-
-def put(at, data):
-    def change(view):
-        view[at : at + len(data)] = np.frombuffer(data, np.uint8)
-
-    return change
+def resealed(at, data):
+    """Return the good payload with other bytes at a place, under a right checksum."""
+    out = bytearray(GOOD.numpy().tobytes())
+    out[at : at + len(data)] = data
+    crc = ref_payload.crc32c(bytes(out[32:]), ref_payload.crc32c(bytes(out[:28])))
+    out[28:32] = struct.pack("<I", crc)
+    return as_tensor(out)
 
 
 GOOD = CODEC.encode(torch.linspace(-1, 1, 32), scale=1.0)
@@ -153,20 +127,20 @@ DAMAGE = [
     ("crc", flipped(GOOD)),
     ("magic", torch.zeros_like(GOOD)),
     ("magic", torch.arange(GOOD.numel()).to(torch.uint8)),
-    ("version", resealed(GOOD, put(4, b"\x01"))),
-    ("codec", resealed(GOOD, put(5, b"\x09"))),
-    ("codec", resealed(GOOD, put(5, b"\x04"))),
-    ("codec", resealed(GOOD, put(5, b"\x03"))),
-    ("dtype", resealed(GOOD, put(6, b"\x07"))),
-    ("flags", resealed(GOOD, put(7, b"\x80"))),
-    ("segmented", resealed(GOOD, lambda v: (put(7, b"\x02")(v), put(12, bytes(4))(v)))),
-    ("truncated", resealed(GOOD, put(8, struct.pack("<I", 2**32 - 1)))),
-    ("trailing", resealed(GOOD, put(8, struct.pack("<I", 4)))),
-    ("group_numel", resealed(GOOD, put(12, bytes(4)))),
-    ("scale_count", resealed(GOOD, put(16, struct.pack("<I", 2**31)))),
-    ("scale", resealed(GOOD, put(32, struct.pack("<f", float("nan"))))),
-    ("scale", resealed(GOOD, put(32, struct.pack("<f", -1.0)))),
-    ("code", resealed(GOOD, put(36, b"\xff"))),
+    ("version", resealed(4, b"\x01")),
+    ("codec", resealed(5, b"\x09")),
+    ("codec", resealed(5, b"\x04")),
+    ("codec", resealed(5, b"\x03")),
+    ("dtype", resealed(6, b"\x07")),
+    ("flags", resealed(7, b"\x80")),
+    ("segmented", resealed(7, b"\x02" + GOOD.numpy().tobytes()[8:12] + bytes(4))),
+    ("truncated", resealed(8, struct.pack("<I", 2**32 - 1))),
+    ("trailing", resealed(8, struct.pack("<I", 4))),
+    ("group_numel", resealed(12, bytes(4))),
+    ("scale_count", resealed(16, struct.pack("<I", 2**31))),
+    ("scale", resealed(32, struct.pack("<f", float("nan")))),
+    ("scale", resealed(32, struct.pack("<f", -1.0))),
+    ("code", resealed(36, b"\xff")),
 ]
 
 
@@ -209,7 +183,7 @@ def check_damage(run, check, damaged, workers=3):
 def lone_client(**options):
     """Return a client whose server never answers: what it raises at once, it raises by itself."""
     group = LocalCommunicator.group(2)
-    client = ParameterClient(group[0], 1, timeout_s=0.1, **options)
+    client = ParameterClient(group[0], 1, **{"timeout_s": 0.1} | options)
     for key, shape, dtype, rate in (
         ("f", (2,), "float32", None),
         ("u", (4,), "uint8", None),
@@ -220,7 +194,9 @@ def lone_client(**options):
     return client
 
 
-WRONG = [
+RAW = {"dtype": "uint8", "scale_key": "f"}
+AT_ONCE = {"asynchronous": True, "learning_rate": 0.5}
+WRONG = [  # the call, and what its error says
     ("init_parameter", ("", [1]), {}, "key"),
     ("init_parameter", ("k" * 256, [1]), {}, "key"),
     ("init_parameter", ("\ud800", [1]), {}, "key"),
@@ -230,21 +206,22 @@ WRONG = [
     ("init_parameter", ("k", [1.5]), {}, "1.5"),
     ("init_parameter", ("k", [1] * 9), {}, "8 dimensions"),
     ("init_parameter", ("k", [2**40]), {}, str(2**40)),
+    ("init_parameter", ("k", [2**63]), {}, str(2**63)),
     ("init_parameter", ("k", [1]), {"codec": "terngrad"}, "uint8"),
     ("init_parameter", ("k", [1], "uint8"), {"codec": "zip"}, "zip"),
     ("init_parameter", ("k", [99], "uint8"), {"codec": OneBit(rotate=True)}, "goes with no server"),
     ("init_parameter", ("k", [1]), {"asynchronous": True}, "learning_rate"),
     ("init_parameter", ("k", [1]), {"learning_rate": 0.5}, "0.5"),
     ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": float("nan")}, "nan"),
-    ("init_parameter", ("k", [1]), {"asynchronous": True, "learning_rate": 0.5}, "value"),
+    ("init_parameter", ("k", [1]), AT_ONCE, "value"),
     ("init_parameter", ("k", [1]), {"value": torch.zeros(1)}, "value"),
-    (
-        "init_parameter",
-        ("k", [1]),
-        {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(2)},
-        "(2,)",
-    ),
-    ("init_parameter", ("k", [1]), {"asynchronous": 1, "learning_rate": 0.5}, "1"),
+    ("init_parameter", ("k", [1]), {**AT_ONCE, "value": torch.zeros(2)}, "(2,)"),
+    ("init_parameter", ("k", [1]), {**AT_ONCE, "asynchronous": 1}, "1"),
+    ("init_parameter", ("k", [2, 2]), RAW, "one element"),
+    ("init_parameter", ("k", [2, 2]), {**RAW, "scale_key": "nobody"}, "nobody"),
+    ("init_parameter", ("k", [2, 2]), {**RAW, "dtype": "float32"}, "float32"),
+    ("init_parameter", ("k", [2, 2]), {**RAW, "codec": "terngrad"}, "uint8"),
+    ("init_parameter", ("k", [2, 2], "uint8"), {"type": "float32"}, "differ"),
     ("push_parameter", ("nobody", 1.0), {}, "nobody"),
     ("push_parameter", ("f", torch.zeros(3)), {}, "(3,)"),
     ("push_parameter", ("f", 1.0), {}, "()"),
@@ -252,6 +229,7 @@ WRONG = [
     ("push_parameter", ("u", torch.zeros(4)), {}, "float32"),
     ("push_parameter", ("u", [1, 2, 3, 300]), {}, "300"),
     ("push_parameter", ("f", "text"), {}, "text"),
+    ("push_parameter", ("f", torch.zeros(2)), {"wait": 1}, "1"),
     ("pull_parameter", ("nobody", "sum"), {}, "nobody"),
     ("pull_parameter", ("f", "median"), {}, "median"),
     ("pull_parameter", ("f",), {}, "None"),
@@ -266,9 +244,23 @@ WRONG = [
 
 @pytest.mark.parametrize(("method", "args", "options", "word"), WRONG)
 def test_wrong_arguments_name_the_value(method, args, options, word):
-    with pytest.raises(ValueError) as caught_error:
+    with pytest.raises(ValueError) as error:
         getattr(lone_client(), method)(*args, **options)
-    assert word in str(caught_error.value)
+    assert word in str(error.value)
+
+
+WRONG_CLIENTS = {
+    "shard_nbytes": [0, 31, -1, 2**30 + 1, 1.5e6, True, None, "1"],
+    "timeout_s": [0, -1, "x", float("nan")],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CLIENTS)
+def test_wrong_options_of_a_client_name_the_value(name):
+    for value in WRONG_CLIENTS[name]:
+        with pytest.raises(ValueError, match=name) as error:
+            lone_client(**{name: value})
+        assert repr(value) in str(error.value)
 
 
 def test_tensors_elsewhere_are_unsupported():
@@ -297,9 +289,6 @@ def test_each_side_stays_on_its_ranks():
         serve(group[0], [1])
     with pytest.raises(ValueError, match="rank 1 is a server"):
         ParameterClient(group[1], [1])
-    for timeout_s in (0, -1, "x", float("nan")):
-        with pytest.raises(ValueError, match="timeout_s"):
-            ParameterClient(group[0], [1], timeout_s=timeout_s)
     with pytest.raises(ValueError, match="timeout_s"):
         serve(group[1], [1], timeout_s=0)
 
@@ -308,11 +297,8 @@ def test_keys_are_spread_by_a_pinned_hash():
     names = [f"layer{n}.weight" for n in range(300)]
     homes = [messages.home_of(name, (4, 5, 6)) for name in names]
     assert all(70 < homes.count(rank) < 130 for rank in (4, 5, 6))
-    assert [messages.home_of(k, (0, 1, 2)) for k in ("max_abs_grad", "op_id_grads", "ключ")] == [
-        1,
-        1,
-        2,
-    ]
+    pinned = {"max_abs_grad": 1, "op_id_grads": 1, "ключ": 2}
+    assert {key: messages.home_of(key, (0, 1, 2)) for key in pinned} == pinned
 
 
 def use_closed(client, index):
@@ -332,55 +318,48 @@ def test_a_closed_client_says_so(over):
 # --------------------------------------------------------------
 
 
-def ask_raw(client, kind, key="f", method=None, compressed=False, body=None):
-    request = client._ask(kind, key, 0, body, method, compressed, room_nbytes=64)
-    return Pending(client._requests, [request], lambda replies: replies).wait()
+SHORT = torch.zeros(3, dtype=torch.uint8)
+REFUSED = [  # requests that no client sends: before the first push
+    (ValueError, Message(Kind.PUSH, key="unknown", body=SHORT)),
+    (ValueError, Message(Kind.PULL, key="unknown", method="sum")),
+    (ValueError, Message(Kind.CANCEL, key="unknown")),
+    (ValueError, Message(Kind.PULL, key="f", method="sum")),
+    (ValueError, Message(Kind.PUSH, key="f", body=SHORT)),
+    (ValueError, Message(Kind.INIT, body=pack_spec(make_spec((1,), "float32", None)))),
+    (CorruptPayload, Message(Kind.INIT, key="new", body=SHORT)),
+    (CorruptPayload, Message(Kind.OK)),
+]
+REFUSED_LATER = [  # after it
+    (ValueError, Message(Kind.PULL, key="f")),
+    (ValueError, Message(Kind.PULL, key="f", method="decode_average")),
+    (ValueError, Message(Kind.PULL, key="f", method="sum", compressed=True)),
+    (ValueError, Message(Kind.PULL, key="u", method="max")),
+]
 
 
 def send_wrong(client, index):
+    def refused(rows):
+        for _, message in rows:
+            sent = client._requests.send(client._servers[0], message)
+            errors.append(caught(Pending(client._requests, [sent], list).wait))
+
+    errors = []
     client.init_parameter("f", [2])
     client.init_parameter("u", [GOOD.numel()], "uint8")
-    short = torch.zeros(3, dtype=torch.uint8)
-    errors = [
-        caught(ask_raw, client, Kind.PUSH, key="unknown", body=short),
-        caught(ask_raw, client, Kind.PULL, key="unknown", method="sum"),
-        caught(ask_raw, client, Kind.CANCEL, key="unknown"),
-        caught(ask_raw, client, Kind.PULL, method="sum"),  # before the first push
-        caught(ask_raw, client, Kind.PUSH, body=short),
-        caught(
-            ask_raw,
-            client,
-            Kind.INIT,
-            key="",
-            body=pack_spec(make_spec((1,), "float32", None, False, None), None),
-        ),
-    ]
+    refused(REFUSED)
     client.push_parameter("f", torch.ones(2))
     client.push_parameter("u", GOOD)
-    errors += [
-        caught(ask_raw, client, Kind.PULL, method=None),
-        caught(ask_raw, client, Kind.PULL, method="decode_average"),
-        caught(ask_raw, client, Kind.PULL, method="sum", compressed=True),
-        caught(ask_raw, client, Kind.PULL, key="u", method="max"),
-    ]
-    corrupt = [
-        caught(ask_raw, client, Kind.INIT, key="new", body=short),
-        caught(ask_raw, client, Kind.OK),
-    ]
+    refused(REFUSED_LATER)
     client._requests._digest ^= 1
     mismatch = caught(client.push_parameter, "f", torch.ones(2))
     client._requests._digest ^= 1
-    return errors, corrupt, mismatch, client.pull_parameter("f", "sum")
+    return errors, mismatch, client.pull_parameter("f", "sum")
 
 
 def test_the_server_checks_for_itself():
-    for errors, corrupt, mismatch, after in run_local(3, play, 1, send_wrong)[:2]:
-        assert [type(e) for e in errors] == [ValueError] * len(errors)
-        assert [type(e) for e in corrupt] == [CorruptPayload] * 2
-        assert isinstance(mismatch, PeerMismatch) and (mismatch.field, mismatch.rank) == (
-            "servers",
-            2,
-        )
+    for errors, mismatch, after in run_local(3, play, 1, send_wrong)[:2]:
+        assert list(map(type, errors)) == [kind for kind, _ in REFUSED + REFUSED_LATER]
+        assert type(mismatch) is PeerMismatch and (mismatch.field, mismatch.rank) == ("servers", 2)
         assert torch.equal(after, torch.full((2,), 2.0))
 
 
@@ -390,24 +369,15 @@ def send_garbage(client, index):
     if index == 0:
         generator = torch.Generator().manual_seed(1)
         comm, digest = client._requests._comm, client._requests._digest
-        push = messages.pack(
-            Message(Kind.PUSH, 7, digest, "x", body=torch.zeros(4, dtype=torch.uint8))
-        )
-        garbage = [
-            torch.empty(0, dtype=torch.uint8),
-            torch.zeros(24, dtype=torch.uint8),
-            push[:-1],
-            push[:20],
-        ]
-        garbage += [
-            torch.randint(0, 256, (n,), generator=generator).to(torch.uint8)
-            for n in (1, 23, 24, 25, 300)
-        ]
+        push = messages.pack(Message(Kind.PUSH, 7, digest, "x", body=as_tensor(bytes(4))))
+        garbage = [as_tensor(b""), as_tensor(bytes(24)), push[:-1], push[:20]]
+        for n in (1, 23, 24, 25, 300):
+            garbage.append(torch.randint(0, 256, (n,), generator=generator).to(torch.uint8))
         for data in garbage:
             comm.start_send(data, client._servers[0]).wait(60)
             _, raw = comm.receive(60, client._servers[0], max_nbytes=10_000)
             reply = messages.parse(raw)
-            replies.append((reply.kind, messages.parse_error(reply.data(), "push", 0.0)))
+            replies.append((reply.kind, messages.parse_error(reply.data(), lost)))
     client.push_parameter("x", 1.0)
     return replies, float(client.pull_parameter("x", "sum"))
 
@@ -450,51 +420,28 @@ HEADERS = st.tuples(
 @st.composite
 def almost_messages(draw):
     """Bytes that look like messages, with true lengths more often than not."""
-    kind, key = (
-        draw(st.sampled_from(list(Kind))),
-        draw(st.sampled_from(["x", "u", "new", "y" * 9, ""])),
+
+    def one(*values):
+        return draw(st.sampled_from(values))
+
+    small = [draw(st.integers(0, n)) for n in (2, 9, 5, 8)]
+    rate, shard = one(0.0, 0.5, float("nan"), 1e300), [one(0, 0, 4, 2**63) for _ in range(3)]
+    spec = struct.pack("<BBBBIIQdQQQ", *small, 0, one(0, 1), 0, rate, *shard)
+    dims = [one(0, 1, 2, 2**20, 2**63) for _ in range(one(*range(10)))]
+    whole = spec + struct.pack(f"<{len(dims)}Q", *dims)
+    bodies = (b"", bytes(4), bytes(8), spec, whole, GOOD.numpy().tobytes(), whole + bytes(4))
+    body = draw(st.one_of(st.binary(max_size=60), st.sampled_from(bodies)))
+    message = Message(
+        kind=one(*Kind),
+        request=draw(st.integers(0, 9)),
+        servers=one(DIGEST, DIGEST, 3),
+        key=one("x", "u", "new", "y" * 9, ""),
+        method=one(None, *messages.METHODS),
+        compressed=draw(st.booleans()),
+        shard=one(0, 0, 1, 7),
+        body=as_tensor(body),
     )
-    spec = struct.pack(
-        "<BBBBIIQdQQQ",
-        *(draw(st.integers(0, n)) for n in (2, 9, 5, 8)),
-        0,
-        draw(st.integers(0, 1)),
-        0,
-        draw(st.sampled_from([0.0, 0.5, float("nan"), 1e300])),
-        *(draw(st.sampled_from([0, 0, 4, 2**63])) for _ in range(3)),
-    )
-    dims = b"".join(
-        struct.pack("<Q", draw(st.sampled_from([0, 1, 2, 2**20, 2**63])))
-        for _ in range(draw(st.integers(0, 9)))
-    )
-    values = [
-        b"",
-        bytes(4),
-        bytes(8),
-        spec,
-        spec + dims,
-        GOOD.numpy().tobytes(),
-        spec + dims + bytes(4),
-    ]
-    body = draw(st.one_of(st.binary(max_size=60), st.sampled_from(values)))
-    method = draw(st.sampled_from([None, *messages.METHODS]))
-    data = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else None
-    raw = bytearray(
-        messages.pack(
-            Message(
-                kind,
-                draw(st.integers(0, 9)),
-                draw(st.sampled_from([DIGEST, DIGEST, 3])),
-                key,
-                method,
-                draw(st.booleans()),
-                draw(st.sampled_from([0, 0, 1, 7])),
-                data,
-            )
-        )
-        .numpy()
-        .tobytes()
-    )
+    raw = bytearray(messages.pack(message).numpy().tobytes())
     for _ in range(draw(st.integers(0, 2))):
         raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
     return bytes(raw)
@@ -503,17 +450,21 @@ def almost_messages(draw):
 DIGEST = messages.servers_digest((2,), 3)
 
 
+def lost(detail):
+    return PeerLost("pull", -1, 1.5, detail)
+
+
 class Mailbox:
     """A communicator that keeps what a server sends."""
 
     rank, world_size = 2, 3
 
-    def __init__(self):
-        self.sent = []
+    def __init__(self, *works):
+        self.sent, self.works = [], works or (Done, Done)
 
     def start_send(self, message, to):
         self.sent.append((to, message))
-        return Done()
+        return self.works[to]()
 
 
 @given(
@@ -544,7 +495,7 @@ def test_a_server_survives_any_sequence_of_requests(requests):
     server = loop._Server(box, (2,))
     for key, dtype, shape in (("x", "float32", (1,)), ("u", "uint8", (GOOD.numel(),))):
         for rank in (0, 1):
-            body = pack_spec(make_spec(shape, dtype, None, False, None), None)
+            body = pack_spec(make_spec(shape, dtype, None))
             server._handle(rank, messages.pack(Message(Kind.INIT, 1, DIGEST, key, body=body)))
     for rank, raw in requests:
         before = len(box.sent)
@@ -553,42 +504,37 @@ def test_a_server_survives_any_sequence_of_requests(requests):
             found = messages.parse(reply)
             assert to in (0, 1) and found.kind in (Kind.OK, Kind.ERROR)
             if found.kind == Kind.ERROR:
-                error = messages.parse_error(found.data(), "push", 0.0)
+                error = messages.parse_error(found.data(), lost)
                 assert isinstance(error, (CorruptPayload, PeerMismatch, PeerLost, ValueError))
 
 
 class Untaken(Done):
+    taken = False
+
     def is_done(self):
-        return False
+        return self.taken
 
 
 def test_a_client_that_takes_no_replies_is_ended_and_costs_no_more_memory(monkeypatch):
     monkeypatch.setattr(loop, "MAX_WAITING", 10)
-    box = Mailbox()
-    box.start_send = lambda message, to: (
-        box.sent.append((to, message)) or (Untaken() if to == 0 else Done())
-    )
+    box = Mailbox(Untaken, Done)
     server = loop._Server(box, (2,))
     for rank in (0, 1):
         for number in range(50):
             server._handle(rank, messages.pack(Message(Kind.PULL, number, DIGEST, "unknown")))
-    assert [to for to, _ in box.sent].count(0) == loop.MAX_UNTAKEN and [
-        to for to, _ in box.sent
-    ].count(1) == 50
+    receivers = [to for to, _ in box.sent]
+    assert (receivers.count(0), receivers.count(1)) == (loop.MAX_UNTAKEN, 50)
     assert server._open == {1} and not any(server._waiting.values())
 
 
 def test_replies_wait_for_earlier_ones_and_leave_in_order():
-    box, taken = Mailbox(), []
-    box.start_send = lambda message, to: (
-        box.sent.append((to, message)) or taken.append(Untaken()) or taken[-1]
-    )
+    box = Mailbox(Untaken, Done)
     server = loop._Server(box, (2,))
     for number in range(20):
         server._reply(0, number, torch.empty(0, dtype=torch.uint8))
     assert len(box.sent) == loop.MAX_UNTAKEN and server._waiting[0]
-    for work in taken[:3]:
-        work.is_done = lambda: True
+    for work in server._untaken[0][:3]:
+        work.taken = True
     server._send(0)
     left = [messages.parse(message).request for _, message in box.sent]
     assert left == list(range(loop.MAX_UNTAKEN + 3))
@@ -596,7 +542,7 @@ def test_replies_wait_for_earlier_ones_and_leave_in_order():
 
 @pytest.mark.parametrize("shape", [(2**63, 2**63), (2**32,), (2**31,)])
 def test_no_memory_is_taken_by_a_number_that_was_read(shape):
-    body = pack_spec(make_spec((1,), "float32", None, False, None), None).numpy().tobytes()
+    body = pack_spec(make_spec((1,), "float32", None)).numpy().tobytes()
     body = body[:1] + bytes([len(shape)]) + body[2:52] + struct.pack(f"<{len(shape)}Q", *shape)
     with pytest.raises(CorruptPayload):
         parse_spec(as_tensor(body))
@@ -613,24 +559,16 @@ def test_no_memory_is_taken_by_a_number_that_was_read(shape):
     ],
 )
 def test_errors_travel_as_themselves(error):
-    again = messages.parse_error(messages.pack_error(error), "pull", 1.5)
+    again = messages.parse_error(messages.pack_error(error), lost)
     assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'{"error": "PeerMismatch", "fields": [1]}',
-        b'{"error": 1}',
-        b"\xff",
-        b"[" * 100_000,
-    ],
-)
+UNREADABLE = [b"", b"{", b"[]", b'{"error": 1}', b"\xff", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("body", [*UNREADABLE, b'{"error": "PeerMismatch", "fields": [1]}'])
 def test_an_error_that_cannot_be_read_is_still_an_error(body):
-    found = messages.parse_error(as_tensor(body), "pull", 0.0)
+    found = messages.parse_error(as_tensor(body), lost)
     assert isinstance(found, CorruptPayload) and found.check == "message"
 
 
@@ -638,7 +576,7 @@ def test_an_error_that_cannot_be_read_is_still_an_error(body):
     "error", [NativeError("GC_X", "f"), RuntimeError("not enough memory"), MemoryError("none")]
 )
 def test_other_errors_are_the_server_s_own(error):
-    found = messages.parse_error(messages.pack_error(error), "pull", 0.0)
+    found = messages.parse_error(messages.pack_error(error), lost)
     assert (
         type(found) is GradcompError
         and str(error) in str(found)

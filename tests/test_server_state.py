@@ -5,6 +5,7 @@ files that are refused.
 import io
 import zipfile
 
+import _serving
 import pytest
 import torch
 from _ranks import run_local
@@ -13,7 +14,7 @@ from _serving import caught, meet, noise, same_bits
 from gradcomp import OneBit, RngKey, TernGrad
 from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, PeerMismatch
-from gradcomp.server import ParameterClient, serve
+from gradcomp.server import serve
 from gradcomp.server.spec import make_spec
 from gradcomp.server.state import (
     FORMAT,
@@ -28,17 +29,8 @@ WORKERS, NUMEL = 2, 300
 ONEBIT = OneBit(group=20)
 
 
-def cluster(comm, servers, checkpoint, shard_nbytes, body, *args):
-    if comm.rank >= WORKERS:
-        return serve(comm, servers, timeout_s=20, checkpoint=checkpoint)
-    with ParameterClient(comm, servers, timeout_s=60, shard_nbytes=shard_nbytes) as client:
-        return body(client, comm.rank, *args)
-
-
-def run(body, *args, servers=1, checkpoint=None, shard_nbytes=1 << 20, over=run_local):
-    return over(WORKERS + servers, cluster, servers, checkpoint, shard_nbytes, body, *args)[
-        :WORKERS
-    ]
+def run(body, *args, over=run_local, **options):
+    return _serving.run(body, *args, over=over, **options)[0]
 
 
 def train(client, index, first, last, path):
@@ -128,14 +120,8 @@ def test_a_round_under_way_is_not_lost_silently(tmp_path):
 
 
 def init_otherwise(client, index):
-    error = caught(
-        client.init_parameter,
-        "weight",
-        [NUMEL + 1],
-        asynchronous=True,
-        learning_rate=-0.1,
-        value=torch.zeros(NUMEL + 1),
-    )
+    weight = {"asynchronous": True, "learning_rate": -0.1, "value": torch.zeros(NUMEL + 1)}
+    error = caught(client.init_parameter, "weight", [NUMEL + 1], **weight)
     return error, caught(client.init_parameter, "packed", [80], "uint8", codec="terngrad")
 
 

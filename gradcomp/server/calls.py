@@ -38,28 +38,19 @@ class Request(Future[Message]):
         number: repeated in the reply.
         server: rank that is asked.
         asked: the message, without its body.
-        room_nbytes: the most bytes that the values in the reply may have.
         sent: transfer of the message; None until it has begun.
     """
 
-    def __init__(self, number: int, server: int, message: Message, room_nbytes: int) -> None:
+    def __init__(self, number: int, server: int, message: Message) -> None:
         super().__init__()
-        self.number, self.server, self.room_nbytes = number, server, room_nbytes
-        self.asked = replace(message, body=None)
+        self.number, self.server, self.asked = number, server, replace(message, body=None)
         self.sent: Work | None = None
         self._begun = time.monotonic()
 
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self._begun
-
-    @property
-    def phase(self) -> str:
-        return self.asked.kind.name.lower()
-
     def lost(self, detail: str) -> PeerLost:
-        """Return the error of a request that no server answers."""
-        return PeerLost(self.phase, -1, self.waited_s, detail)
+        """Return the error of a request that is not answered."""
+        waited_s = time.monotonic() - self._begun
+        return PeerLost(self.asked.kind.name.lower(), -1, waited_s, detail)
 
 
 class Requests:
@@ -72,11 +63,12 @@ class Requests:
 
     Attributes:
         bytes_sent, bytes_received: of messages, headers included.
+        room_nbytes: the most bytes that the values in a reply may have, see `expect`.
     """
 
     def __init__(self, comm: Communicator, servers: Sequence[int], timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_sent = self.bytes_received = self.room_nbytes = 0
         self._comm, self._servers = comm, tuple(servers)
         self._digest = servers_digest(servers, comm.world_size)
         self._number = secrets.randbelow(2**31)  # late replies to an earlier client match nothing
@@ -85,17 +77,19 @@ class Requests:
         self._gone: dict[int, str] = {}  # servers; the transport reports each once
         self._receiver: threading.Thread | None = None
         self._until = 0.0  # the receiving thread ends then
-        self._pulled_nbytes = 0  # by the largest pull so far
-        self._receiver_room_nbytes = 0  # what the receiving thread accepts
+        self._receiver_room_nbytes = 0  # what it accepts
         self._closed = False
 
-    def send(self, server: int, message: Message, room_nbytes: int) -> Request:
-        """Begin to send a message; its `request` and `servers` are filled in here.
+    def expect(self, nbytes: int) -> None:
+        """Accept replies with so many bytes of values from now on."""
+        with self._changed:
+            self.room_nbytes = max(self.room_nbytes, nbytes)
+            self._changed.wait_for(
+                lambda: self._receiver is None or self._receiver_room_nbytes >= nbytes
+            )
 
-        Args:
-            server: rank of it.
-            message: what to send.
-            room_nbytes: the most bytes that the values in the reply may have.
+    def send(self, server: int, message: Message) -> Request:
+        """Begin to send a message; its `request` and `servers` are filled in here.
 
         Raises:
             RuntimeError: the client is closed.
@@ -105,17 +99,12 @@ class Requests:
             raise RuntimeError("this client is closed")
         number = self._number = self._number % (2**32 - 1) + 1
         raw = self._packed(message, number)
-        request = Request(number, server, message, room_nbytes)
+        request = Request(number, server, message)
         with self._changed:
             if server in self._gone:
                 raise request.lost(self._gone[server])
             self._open[number] = request
             self._until = max(self._until, time.monotonic() + self.timeout_s)
-            if message.kind == Kind.PULL:
-                self._pulled_nbytes = max(self._pulled_nbytes, room_nbytes)
-            self._changed.wait_for(
-                lambda: self._receiver is None or self._receiver_room_nbytes >= room_nbytes
-            )
         try:
             request.sent = self._comm.start_send(raw, server)
         except BaseException as error:
@@ -126,18 +115,13 @@ class Requests:
         self.bytes_sent += raw.numel()
         return request
 
-    def check_overlap(self) -> None:
-        """Raise RuntimeError where only the caller's thread may receive."""
-        self._comm.check_overlap()
-
     def overlap(self) -> None:
         """Let a thread receive replies until none is missing, or none may come any more."""
         with self._changed:
             if self._receiver is None and self._open:
-                self._receiver_room_nbytes = self._room_nbytes()
-                self._receiver = threading.Thread(
-                    target=self._receive_all, name="gradcomp-replies", daemon=True
-                )
+                self._receiver_room_nbytes = self.room_nbytes
+                run, name = self._receive_all, "gradcomp-replies"
+                self._receiver = threading.Thread(target=run, name=name, daemon=True)
                 self._receiver.start()
 
     def wait(self, request: Request, deadline: float) -> Message:
@@ -184,9 +168,6 @@ class Requests:
         with self._changed:
             return [r for r in self._open.values() if server in (None, r.server)]
 
-    def _room_nbytes(self) -> int:
-        return max([self._pulled_nbytes, *(r.room_nbytes for r in self._asked())])
-
     def _receive_any(self, requests: Sequence[Request], deadline: float) -> None:
         """Receive until one of some requests is done, or until `deadline`."""
         while not any(request.done() for request in requests):
@@ -199,13 +180,13 @@ class Requests:
             if threaded:
                 wait_for(requests, left, FIRST_COMPLETED)
             else:
-                self._receive_one(left, self._room_nbytes())
+                self._receive_one(left, self.room_nbytes)
 
     def _receive_all(self) -> None:
         """Receive until no reply is missing that may still come."""
         while True:
             with self._changed:
-                self._receiver_room_nbytes = self._room_nbytes()
+                self._receiver_room_nbytes = self.room_nbytes
                 if self._closed or not self._open or time.monotonic() > self._until:
                     self._receiver = None
                 self._changed.notify_all()
@@ -221,23 +202,18 @@ class Requests:
         try:
             sender, raw = self._comm.receive(timeout_s, max_nbytes=room_nbytes + _HEAD_NBYTES)
         except TimeoutError:
-            return
+            return None
         except RankGone as error:
             if error.rank in self._servers:
                 with self._changed:
                     self._gone[error.rank] = f"server {error}"
                 self._fail(f"server {error}", self._asked(error.rank))
-            return
+            return None
         except ValueError as error:
-            too_long = CorruptPayload("message", f"a reply is too long: {error}")
-            self._fail(too_long, self._asked())
-            return
+            text = f"a reply is too long: {error}"
+            return self._fail(CorruptPayload("message", text), self._asked())
         self.bytes_received += raw.numel()
-        if sender in self._servers:
-            self._complete(sender, raw)
-
-    def _complete(self, server: int, raw: Tensor) -> None:
-        asked = self._asked(server)
+        asked = self._asked(sender)
         try:
             reply = parse(raw)
         except CorruptPayload as error:
@@ -248,7 +224,7 @@ class Requests:
             return None
         if reply.kind == Kind.OK:
             return request.set_result(reply)
-        return request.set_exception(parse_error(reply.data(), request.phase, request.waited_s))
+        return request.set_exception(parse_error(reply.data(), request.lost))
 
     def _fail(self, error: Exception | str, requests: Sequence[Request]) -> None:
         """End requests that are open with an error; a string says why their server is lost."""
@@ -265,7 +241,7 @@ class Requests:
             return silent
         try:
             asked = Message(Kind.CANCEL, key=request.asked.key, shard=request.asked.shard)
-            cancel = self.send(request.server, asked, 0)
+            cancel = self.send(request.server, asked)
         except PeerLost:
             return silent
         self._receive_any([request, cancel], time.monotonic() + min(GRACE_S, self.timeout_s))

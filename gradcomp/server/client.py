@@ -75,7 +75,7 @@ class ParameterClient:
                 f"timeout_s must be a positive number of seconds, at most {MAX_TIMEOUT_S:g}, got"
                 f" {timeout_s!r}"
             )
-        self._requests = Requests(comm, self._servers, timeout_s)
+        self._comm, self._requests = comm, Requests(comm, self._servers, timeout_s)
         self._shard_numel = check_shard_nbytes(shard_nbytes)
         self._keys: dict[str, ClientKey] = {}
         self.staleness = 0
@@ -193,10 +193,10 @@ class ParameterClient:
         made, parts = known.pushed(body.reshape(-1).view(torch.uint8))
         asked = [self._ask(Kind.INIT, key, shard, settings) for shard, settings in made]
         if known.is_cut and known.may_be_early:  # the first shard decides whether the push is early
-            asked.append(self._ask(Kind.PUSH, key, *parts.pop(0), room_nbytes=8))
+            asked.append(self._ask(Kind.PUSH, key, *parts.pop(0)))
             Pending(self._requests, asked, list).wait()
             asked = []
-        asked += [self._ask(Kind.PUSH, key, *part, room_nbytes=8) for part in parts]
+        asked += [self._ask(Kind.PUSH, key, *part) for part in parts]
         known.pushes += 1
 
         def failed(error: Exception) -> None:
@@ -273,10 +273,10 @@ class ParameterClient:
         if compressed is not True and compressed is not False:
             raise ValueError(f"compressed must be True or False, got {compressed!r}")
         known.spec.check_method(key, reduce_method, compressed)
-        number, asked = known.pushes, []
-        for shard, room_nbytes in known.pulled(compressed):
-            how = (reduce_method, compressed)
-            asked.append(self._ask(Kind.PULL, key, shard, None, *how, room_nbytes=room_nbytes))
+        number, shards = known.pushes, known.pulled(compressed)
+        self._requests.expect(max(nbytes for _, nbytes in shards))
+        how = (None, reduce_method, compressed)
+        asked = [self._ask(Kind.PULL, key, shard, *how) for shard, _ in shards]
 
         def finish(replies: list[Message]) -> Tensor:
             pulled = known.join(replies, compressed)
@@ -305,8 +305,13 @@ class ParameterClient:
             PeerMismatch: a key is broken.
             PeerLost: a server is gone or silent.
         """
-        held = [name for server in self._servers for name in self._held_by(server)]
-        write_states(path, self._records(sorted(set(held), key=lambda n: (n[0], -n[1]))))
+        room_nbytes = self._requests.room_nbytes
+        self._requests.expect(MAX_MESSAGE_NBYTES)
+        try:
+            held = {name for server in self._servers for name in self._held_by(server)}
+            write_states(path, self._records(sorted(held, key=lambda name: (name[0], -name[1]))))
+        finally:
+            self._requests.room_nbytes = room_nbytes
 
     def close(self) -> None:
         """Notify the servers that this worker is done; closing twice is harmless. The communicator
@@ -334,7 +339,7 @@ class ParameterClient:
         if wait is not True and wait is not False:
             raise ValueError(f"wait must be True or False, got {wait!r}")
         if not wait:
-            self._requests.check_overlap()
+            self._comm.check_overlap()
         _check_key(key)
         if key not in self._keys:
             raise ValueError(
@@ -386,12 +391,10 @@ class ParameterClient:
         body: Tensor | None = None,
         method: str | None = None,
         compressed: bool = False,
-        *,
-        room_nbytes: int = 0,
     ) -> Request:
         """Begin to ask the server of a shard."""
         message = Message(kind, 0, 0, key, method, compressed, shard, body)
-        return self._requests.send(home_of(key, self._servers, shard), message, room_nbytes)
+        return self._requests.send(home_of(key, self._servers, shard), message)
 
     def _started(self, pending: Pending[T], wait: bool) -> T | Pending[T]:
         """Return the result of a call; or the call itself, while a thread receives its replies."""
@@ -402,7 +405,7 @@ class ParameterClient:
 
     def _held_by(self, server: int) -> list[tuple[str, int]]:
         """Return the keys and shards that a server has."""
-        asked = self._requests.send(server, Message(Kind.STATE), MAX_MESSAGE_NBYTES)
+        asked = self._requests.send(server, Message(Kind.STATE))
         (reply,) = Pending(self._requests, [asked], list).wait()
         try:
             names = json.loads(reply.data().numpy().tobytes().decode())
@@ -418,8 +421,7 @@ class ParameterClient:
         """
         steps: dict[str, int] = {}
         for key, shard in names:
-            asked = self._ask(Kind.STATE, key, shard, room_nbytes=MAX_MESSAGE_NBYTES)
-            (reply,) = Pending(self._requests, [asked], list).wait()
+            (reply,) = Pending(self._requests, [self._ask(Kind.STATE, key, shard)], list).wait()
             state = parse_state(reply.data())
             steps[key] = max(state.steps, steps.get(key, 0))
             yield key, shard, pack_state(state._replace(steps=steps[key]))

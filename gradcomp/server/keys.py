@@ -25,10 +25,8 @@ _CODES_AT = HEADER_NBYTES + 4 * TernGrad.form.scales_per_group  # in a payload
 
 
 class RawCodes:
-    """Makes payloads of raw 2-bit codes, which a trainer has packed itself.
-
-    The bytes are those of ternary payloads without header and scale: element i in bits 2 * (i % 4)
-    of byte i // 4, 00 for -1, 01 for 0, 10 for +1.
+    """Makes payloads of raw 2-bit codes, which a trainer has packed itself: the bytes of ternary
+    payloads without header and scale.
 
     Args:
         shape: of the bytes.
@@ -55,12 +53,8 @@ class RawCodes:
         self.payload_shape = (self.codec.payload_nbytes(self._numel),)
 
     def payload(self, codes: Tensor, scale: float, step: int) -> Tensor:
-        """Return a payload, ``(nbytes,)`` uint8; it is flagged as non-finite if the scale is.
-
-        Args:
-            codes: bytes, uint8, contiguous.
-            scale: the value of code +1.
-            step: of the payload's header.
+        """Return the payload of codes (uint8) with that value of code +1 and that step in its
+        header; it is flagged as non-finite if the scale is.
         """
         numel, nonfinite = self._numel, not math.isfinite(scale)
         payload = torch.zeros(self.payload_shape, dtype=torch.uint8)
@@ -177,16 +171,14 @@ class ClientKey:
         """
         if not self.is_cut:
             return [], [(0, body)]
-        made = self.settings()[:1]
+        made = [(0, pack_spec(self.spec))]
         if self.spec.dtype == "float32":
-            nonfinite = self.spec.asynchronous and not bool(
-                body.view(torch.float32).isfinite().all()
-            )
+            values = body.view(torch.float32)
+            nonfinite = self.spec.asynchronous and not bool(values.isfinite().all())
             parts = [body[4 * first : 4 * last] for first, last in self._known_shards().bounds()]
         else:
             header, *_ = parse_payload(self.spec, body)
-            nonfinite = self.spec.asynchronous and header.nonfinite
-            form = FORMS[header.codec]
+            nonfinite, form = header.nonfinite, FORMS[header.codec]
             group = header.group_numel if form.scales_per_group else 1
             shards = Shards.of(header.numel, self._limit, form, group)
             if self._shards is None:
@@ -197,7 +189,7 @@ class ClientKey:
                     f"key {self.key!r} is cut as {self._shards}, this payload as {shards}"
                 )
             parts = shards.cut(body)
-        if nonfinite:
+        if nonfinite and self.spec.asynchronous:
             raise ValueError(f"a push to key {self.key!r} holds NaN or Inf; it was not applied")
         return made, list(enumerate(parts, 1))
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -160,19 +160,14 @@ def is_expected(error: Exception) -> bool:
     return isinstance(error, (GradcompError, ValueError)) and not isinstance(error, NativeError)
 
 
-def parse_error(body: Tensor, phase: str, waited_s: float) -> Exception:
-    """Return the exception in the body of an ERROR reply.
-
-    Args:
-        body: of the reply.
-        phase, waited_s: of the request, for PeerLost.
-    """
+def parse_error(body: Tensor, lost: Callable[[str], PeerLost]) -> Exception:
+    """Return the exception in the body of an ERROR reply; `lost` makes PeerLost of its detail."""
     try:
         found = json.loads(body.numpy().tobytes().decode())
         kind, fields = _ERRORS.get(str(found["error"]), GradcompError), list(found["fields"])
         if kind is PeerLost:
             (detail,) = fields
-            return PeerLost(phase, -1, waited_s, str(detail))
+            return lost(str(detail))
         return kind(*fields)
     except (ValueError, KeyError, TypeError, RecursionError):
         return _corrupt("an error reply that cannot be read")

@@ -90,24 +90,14 @@ class Spec:
 
     def check_method(self, key: str, method: str | None, compressed: bool) -> None:
         """Raise ValueError unless a key like this can be pulled that way."""
-        if self.asynchronous and (method is not None or compressed):
+        packed = self.dtype == "uint8" and not self.asynchronous
+        allowed = (None,) if self.asynchronous else METHODS[3:] if packed else METHODS[:3]
+        if method not in allowed or (compressed and not packed):
+            kind = "asynchronous" if self.asynchronous else "synchronous"
             raise ValueError(
-                f"key {key!r} is asynchronous: pull it without reduce_method and uncompressed, "
-                f"got reduce_method={method!r}, compressed={compressed!r}"
-            )
-        if self.asynchronous:
-            return
-        if method is None:
-            raise ValueError(
-                f"key {key!r} is synchronous: reduce_method must be one of {METHODS}, got None"
-            )
-        if (method == "decode_average") != (self.dtype == "uint8"):
-            raise ValueError(
-                f"key {key!r} holds {self.dtype}, which reduce_method={method!r} does not take"
-            )
-        if compressed and self.dtype != "uint8":
-            raise ValueError(
-                f"key {key!r} holds {self.dtype}; only decode_average can be pulled compressed"
+                f"key {key!r} is {kind} and holds {self.dtype}: reduce_method must be one of"
+                f" {allowed}, compressed {'True or False' if packed else 'False'}; got"
+                f" reduce_method={method!r}, compressed={compressed!r}"
             )
 
 
@@ -115,8 +105,8 @@ def make_spec(
     shape: tuple[int, ...],
     dtype: str,
     codec: Codec | None,
-    asynchronous: bool,
-    learning_rate: float | None,
+    asynchronous: bool = False,
+    learning_rate: float | None = None,
 ) -> Spec:
     """Return the settings that a client asks for.
 
@@ -186,15 +176,13 @@ def parse_spec(body: Tensor) -> tuple[Spec, Tensor | None]:
     if ndim > MAX_NDIM or raw.size < start:
         raise CorruptPayload("message", f"settings of {raw.size} bytes with {ndim} dimensions")
     if dtype >= len(DTYPES) or flags >> len(_FLAGS) or code not in (0, *CODECS):
-        text = f"settings with dtype {dtype}, flags {flags}, codec {code}"
-        raise CorruptPayload("message", text)
+        raise CorruptPayload("message", f"settings with {dtype=}, {flags=}, {code=}")
     name, (shares, feedback, at_once) = (
         list(DTYPES)[dtype],
         (bool(flags & 1 << b) for b in (0, 1, 2)),
     )
     if not abs(rate) <= FLOAT32_MAX or (rate and not at_once) or (code and name != "uint8"):
-        text = f"settings with learning rate {rate}, codec {code}, dtype {name}"
-        raise CorruptPayload("message", text)
+        raise CorruptPayload("message", f"settings with {rate=}, {code=}, {name=}")
     if not shard_numel and (crc or first or part_nbytes):
         raise CorruptPayload("message", "settings of a shard of a key that is not cut")
     shape = struct.unpack(f"<{ndim}Q", raw[_FIXED.size : start].tobytes())
