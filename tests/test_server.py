@@ -186,18 +186,35 @@ def encode_rounds(codec, numel, workers, rounds):
     ]
 
 
+AVERAGED = [
+    (TernGrad(scale="own", seed=9), 999),
+    (OneBit(group=100), 999),
+    (Ternary(group=100), 999),
+    (gradcomp.TopK(), 40_000),
+    (gradcomp.Identity(), 33),
+]
+
+
 @pytest.mark.parametrize("given", [True, False])
-def test_own_scales_average_as_an_exchange_does(given):
-    codec = TernGrad(scale="own", seed=9)
-    payloads = encode_rounds(codec, 999, 3, 3)
+@pytest.mark.parametrize(("codec", "numel"), AVERAGED)
+def test_payloads_average_as_an_exchange_does(codec, numel, given):
+    """Whether or not the key knows the codec (top-k values are 200 times what is pushed)."""
+    rounds = 4
+    payloads = encode_rounds(codec, numel, 3, rounds)
     got = run_local(4, play, 1, push_payloads, codec, codec if given else None, payloads)[:3]
-    for r in range(3):
-        grads = [noise(999, r, k) for k in range(3)]
-        wanted = run_local(
-            3,
-            lambda c, g=grads, s=r: all_reduced(c, g, codec, key=2, step=s, exchange="all_gather"),
-        )
-        assert all(same_bits(g[r], wanted[0]) for g in got)
+
+    def exchange(comm):
+        options = {"exchange": "all_gather"}
+        if codec.error_feedback:
+            options["feedback"] = gradcomp.Feedback({2: numel})
+        gradients = [noise(numel, r, comm.rank) for r in range(rounds)]
+        return [
+            gradcomp.all_reduce(gradient, codec, comm, key=2, step=r, **options)
+            for r, gradient in enumerate(gradients)
+        ]
+
+    wanted = run_local(3, exchange)[0]
+    assert all(same_bits(g[r], wanted[r]) for g in got for r in range(rounds))
 
 
 def test_equal_scales_count_as_shared_only_without_a_codec():
@@ -216,58 +233,6 @@ def test_equal_scales_count_as_shared_only_without_a_codec():
         as_own.numpy(), reference.float_average([own.decode(p).numpy() for p in payloads[0]])
     )
     assert not torch.equal(headers_only, as_own)
-
-
-@pytest.mark.parametrize(
-    "codec", [OneBit(group=100), Ternary(group=100)], ids=["onebit", "ternary"]
-)
-@pytest.mark.parametrize("given", [True, False])
-def test_codecs_with_residuals_average_as_an_exchange_does(given, codec):
-    rounds = 4
-    payloads = encode_rounds(codec, 999, 3, rounds)
-    got = run_local(4, play, 1, push_payloads, codec, codec if given else None, payloads)[:3]
-
-    def exchange(comm):
-        feedback = gradcomp.Feedback({2: 999})
-        return [
-            gradcomp.all_reduce(
-                noise(999, r, comm.rank),
-                codec,
-                comm,
-                key=2,
-                feedback=feedback,
-                exchange="all_gather",
-            )
-            for r in range(rounds)
-        ]
-
-    wanted = run_local(3, exchange)[0]
-    assert all(same_bits(g[r], wanted[r]) for g in got for r in range(rounds))
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_top_k_averages_as_an_exchange_does(given):
-    """Values are 200 times as large as what is pushed, whether or not the key knows the codec."""
-    codec, payloads = gradcomp.TopK(), encode_rounds(gradcomp.TopK(), 40_000, 3, 2)
-    got = run_local(4, play, 1, push_payloads, codec, codec if given else None, payloads)[:3]
-
-    def exchange(comm):
-        feedback = gradcomp.Feedback({2: 40_000})
-        return [
-            gradcomp.all_reduce(noise(40_000, r, comm.rank), codec, comm, key=2, feedback=feedback)
-            for r in range(2)
-        ]
-
-    wanted = run_local(3, exchange)[0]
-    assert all(same_bits(g[r], wanted[r]) for g in got for r in range(2))
-
-
-def test_identity_payloads_average_like_values():
-    codec = gradcomp.Identity()
-    payloads = encode_rounds(codec, 33, 3, 1)
-    got = run_local(4, play, 1, push_payloads, codec, codec, payloads)[:3]
-    wanted = reference.float_average([noise(33, 0, k).numpy() for k in range(3)])
-    assert all(np.array_equal(g[0].numpy(), wanted) for g in got)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -377,26 +342,35 @@ def test_two_rounds_may_be_open_and_a_pull_is_of_the_last_push(over):
     assert stats.errors == 2 and stats.pushes == 3 + 3 + 6
 
 
-def disagree(client, index, pulls):
-    client.init_parameter("x", [1])
+def disagree(client, index, codec, pulls):
+    """Push, and pull in different ways; return the errors, and what another key gives."""
+    value = torch.ones(8) if codec is None else codec.encode(torch.ones(8), scale=1.0)
+    client.init_parameter("x", value.shape, str(value.dtype).split(".")[1])
     client.init_parameter("y", [1])
-    client.push_parameter("x", 1.0)
+    client.push_parameter("x", value)
     meet(client)  # every push is in before the first pull
-    got = [caught(client.pull_parameter, "x", pulls[index])]
+    caught(client.pull_parameter, "x", **pulls[index])
     meet(client)
-    got += [
-        caught(client.pull_parameter, "x", pulls[index]),
-        caught(client.push_parameter, "x", 1.0),
-    ]
+    pull = caught(client.pull_parameter, "x", **pulls[index])
+    push = caught(client.push_parameter, "x", value)
     client.push_parameter("y", 1.0)
-    return got, float(client.pull_parameter("y", "mean"))
+    return [pull, push], float(client.pull_parameter("y", "mean"))
 
 
-def test_differing_reduce_methods_are_an_error_for_all():
-    for got, other in run_local(4, play, 1, disagree, ["sum", "max", "sum"])[:3]:
+METHODS = [{"reduce_method": name} for name in ("sum", "max", "sum")]
+FORMS = [{"reduce_method": "decode_average", "compressed": form} for form in (False, True, False)]
+
+
+@pytest.mark.parametrize(
+    ("field", "codec", "pulls"),
+    [("reduce_method", None, METHODS), ("compressed", TernGrad(clip_sigma=None), FORMS)],
+)
+def test_pulls_that_differ_are_an_error_for_all(field, codec, pulls):
+    for errors, other in run_local(4, play, 1, disagree, codec, pulls)[:3]:
         assert other == 1.0
-        assert all(isinstance(e, PeerMismatch) and e.field == "reduce_method" for e in got[1:])
-        assert {got[1].expected, got[1].got} == {"sum", "max"}
+        for error in errors:
+            assert isinstance(error, PeerMismatch) and error.field == field
+            assert {error.expected, error.got} == {pull[field] for pull in pulls}
 
 
 def disagree_waiting(client, index):
@@ -430,20 +404,6 @@ def test_a_waiting_pull_hears_of_another_method_at_once():
         (PeerMismatch, "reduce_method", 0, "mean", "sum"),
         (PeerMismatch, "reduce_method", 1, "sum", "mean"),
     ]
-
-
-def disagree_compressed(client, index):
-    codec = TernGrad(clip_sigma=None)
-    client.init_parameter("x", [codec.payload_nbytes(8)], "uint8")
-    client.push_parameter("x", codec.encode(torch.ones(8), scale=1.0))
-    caught(client.pull_parameter, "x", "decode_average", compressed=bool(index))
-    meet(client)
-    return caught(client.pull_parameter, "x", "decode_average", compressed=bool(index))
-
-
-def test_compressed_on_one_side_only_is_an_error_for_all():
-    for error in run_local(3, play, 1, disagree_compressed)[:2]:
-        assert isinstance(error, PeerMismatch) and error.field == "compressed"
 
 
 # ---- asynchronous keys
@@ -549,7 +509,7 @@ def test_asynchronous_keys_do_not_need_the_others():
     assert run_local(3, play, 1, lone_worker, timeout_s=30)[0] == 1.0
 
 
-# ---- the rest of the house
+# ---- the rest
 # -----------------------------------------------------------------------------------------
 
 
@@ -584,17 +544,17 @@ def test_documentation_names_every_argument_member_and_phase():
         assert set(inspect.signature(value).parameters) - {"self"} <= words, value
     assert {*CLIENT_METHODS, *vars(ServerStats()), "staleness_mean", *messages.METHODS} <= words
     errors = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
-    for word in (
-        "`init`",
-        "`push`",
-        "`pull`",
-        "`serve`",
-        "`message`",
-        "`reduce_method`",
-        "`compressed`",
-        "`servers`",
-    ):
-        assert word in errors, word
+    for word in [
+        "init",
+        "push",
+        "pull",
+        "serve",
+        "message",
+        "reduce_method",
+        "compressed",
+        "servers",
+    ]:
+        assert f"`{word}`" in errors, word
 
 
 PENDING = (Pending.done, Pending.wait)
@@ -605,14 +565,8 @@ CLIENT_METHODS = [
 
 @pytest.mark.slow
 def test_the_example_trains_and_equals_all_reduce():
-    command = [
-        sys.executable,
-        str(ROOT / "examples/parameter_server.py"),
-        "--local",
-        "2",
-        "--steps",
-        "40",
-    ]
+    program = str(ROOT / "examples/parameter_server.py")
+    command = [sys.executable, program, "--local", "2", "--steps", "40"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, env=environment, check=False

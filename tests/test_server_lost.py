@@ -2,6 +2,7 @@
 time.
 """
 
+import contextlib
 import queue
 import threading
 import time
@@ -9,99 +10,109 @@ import time
 import pytest
 import torch
 from _ranks import run_local
-from _serving import Done, as_tensor, caught, meet, play
+from _serving import Done, caught, meet, play
 
 from gradcomp.comm import LocalCommunicator, Work
 from gradcomp.errors import PeerLost
-from gradcomp.server import ParameterClient, messages, serve
-from gradcomp.server.messages import Kind, Message
+from gradcomp.server import ParameterClient, serve
+from gradcomp.server.messages import Kind
 
 # ---- ranks that die or are silent (communicators of threads: a closed one is a dead rank)
 # ----------------------------
 
 
-def worker_dies(comm, farewell, pushed):
+class Fault:
+    """What goes wrong with whom, in the middle of a round; ranks 0 and 1 watch, rank 2 strikes."""
+
+    def __init__(self, who, how):
+        self.who, self.how = who, how
+        self.together = threading.Barrier(3)
+        self.struck, self.down, self.over = (threading.Event() for _ in range(3))
+
+
+class Faulty(LocalCommunicator):
+    """A server's communicator that dies or falls silent when it is struck."""
+
+    def __init__(self, comm, fault):
+        self.__dict__.update(comm.__dict__)
+        self.fault = fault
+
+    def receive(self, *args, **options):
+        if not self.fault.struck.is_set():
+            return super().receive(*args, **options)
+        if self.fault.how == "dies":
+            self.abort()
+        self.fault.down.set()
+        self.fault.over.wait(40)
+        raise KeyError
+
+
+def lose(comm, fault):
+    """Return what each call gives to a worker that is left, and the seconds of all of them."""
     if comm.rank == 3:
-        return serve(comm, 1, timeout_s=20)
-    client = ParameterClient(comm, 1, timeout_s=20)
+        with contextlib.suppress(KeyError):
+            return serve(Faulty(comm, fault), 1, timeout_s=20)
+        return None
+    client, meet = ParameterClient(comm, 1, timeout_s=20), fault.together.wait
     for key in ("done", "half", "untouched"):
         client.init_parameter(key, [1])
     client.push_parameter("done", 1.0)
     client.pull_parameter("done", "sum")
+    meet(20)
+    if comm.rank == 2 and fault.who == "server":
+        fault.struck.set()
+        assert fault.down.wait(20)
+    meet(20)
     if comm.rank == 2:
-        for _ in range(2):
-            pushed.acquire(timeout=20)
-        if farewell:
+        meet(20)  # the others have pushed "half"
+        if fault.how == "closes":
             client.close()
-        comm.abort()
-        return None
-    begun = time.monotonic()
-    client.push_parameter("half", 1.0)
-    pushed.release()
-    pull = caught(client.pull_parameter, "half", "sum")
-    waited = time.monotonic() - begun
-    again = caught(client.pull_parameter, "half", "sum")
-    push = caught(client.push_parameter, "half", 1.0)
-    new = caught(client.push_parameter, "untouched", 1.0)
-    done = float(client.pull_parameter("done", "sum"))
-    client.close()
-    return waited, [pull, again, push, new], done
-
-
-@pytest.mark.parametrize("farewell", [False, True])
-def test_a_worker_that_goes_in_the_middle_of_a_round(farewell):
-    first, second, _, stats = run_local(
-        4, worker_dies, farewell, threading.Semaphore(0), timeout_s=40
-    )
-    for waited, errors, done in (first, second):
-        assert waited < 15
-        for error in errors:
-            assert isinstance(error, PeerLost) and "rank 2" in str(error), error
-        assert [e.phase for e in errors] == ["pull", "pull", "push", "push"]
-        assert done == 3.0
-    assert stats.lost == ([] if farewell else [2])
-
-
-def server_dies(comm, how, both):
-    if comm.rank == 2:
-        for _ in range(3):  # two inits and one push
-            rank, raw = comm.receive(20, max_nbytes=1000)
-            comm.start_send(
-                messages.pack(
-                    Message(Kind.OK, messages.request_number(raw), 0, body=as_tensor(bytes(8)))
-                ),
-                rank,
-            )
-        if how == "dies":
+        if fault.who == "worker" and fault.how != "is silent":
             comm.abort()
-        return None
-    client = ParameterClient(comm, 1, timeout_s=20.0)
-    client.init_parameter("x", [1])
-    both.wait(20)
-    client._requests.timeout_s = 0.4
-    begun, error = time.monotonic(), None
-    while error is None:
-        error = caught(client.push_parameter, "x", 1.0) or caught(client.pull_parameter, "x", "sum")
+        meet(20)
+        fault.over.set()
+        return client.close()
+    if fault.how == "is silent":
+        client._requests.timeout_s = 0.4
+    begun = time.monotonic()
+    found = [outcome(client.push_parameter, "half", 1.0)]
+    meet(20)
+    found += [outcome(client.pull_parameter, "half", "sum") for _ in range(2)]
+    found += [outcome(client.push_parameter, key, 1.0) for key in ("half", "untouched")]
+    found.append(outcome(client.pull_parameter, "done", "sum"))
     waited = time.monotonic() - begun
-    again = caught(client.pull_parameter, "x", "sum")
+    meet(20)
     client.close()
-    return waited, error, again
+    return found, waited
 
 
-@pytest.mark.parametrize("how", ["dies", "falls silent"])
-@pytest.mark.slow
-def test_a_server_that_is_lost_is_told_in_bounded_time(how):
-    for waited, error, again in run_local(3, server_dies, how, threading.Barrier(2), timeout_s=40)[
-        :2
-    ]:
+def outcome(call, *args):
+    try:
+        return float(call(*args))
+    except PeerLost as error:
+        return error
+
+
+ALL = ["push", "pull", "pull", "push", "push", "pull"]
+ROUND = [0.0, "pull", "pull", "push", "push", 3.0]
+LOST = [  # whose fault, what the error says, each call's result or phase, who is lost
+    ("worker", "dies", "rank 2", ROUND, [2]),
+    ("worker", "closes", "rank 2", ROUND, []),
+    ("worker", "is silent", "ranks [2]", [0.0, "pull", "pull", 0.0, 0.0, 3.0], []),
+    pytest.param("server", "dies", "server", ALL, None, marks=pytest.mark.slow),
+    pytest.param("server", "is silent", "server", ALL, None, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("who", "how", "word", "outcomes", "lost"), LOST)
+def test_a_lost_peer_is_named_in_bounded_time(who, how, word, outcomes, lost):
+    first, second, _, stats = run_local(4, lose, Fault(who, how), timeout_s=60)
+    for found, waited in (first, second):
         assert waited < 15
-        for e in (error, again):
-            assert (
-                isinstance(e, PeerLost)
-                and "server" in str(e)
-                and e.phase in ("push", "pull")
-                and e.bucket == -1
-            )
+        assert [getattr(value, "phase", value) for value in found] == outcomes
+        for error in (value for value in found if isinstance(value, PeerLost)):
+            assert word in str(error) and error.bucket == -1
+    assert who == "server" or stats.lost == lost
 
 
 def late_worker(client, index):
