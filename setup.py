@@ -12,9 +12,8 @@ class BuildNative(build_ext):
     """build_ext that says in one sentence what is missing when there is no C compiler."""
 
     def build_extensions(self) -> None:
-        command = getattr(
-            self.compiler, "compiler", None
-        )  # absent on Windows, where setuptools finds the compiler
+        # absent on Windows, where setuptools finds the compiler
+        command = getattr(self.compiler, "compiler", None)
         if command and shutil.which(command[0]) is None:
             raise SystemExit(
                 f"gradcomp needs a C compiler to build its kernels and {command[0]!r} is not on"

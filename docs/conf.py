@@ -56,13 +56,8 @@ nb_execution_show_tb = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_mock_imports = [
-    "mpi4py",
-    "lightning",
-    "accelerate",
-    "transformers",
-    "ray",
-]  # extras; what is ours is documented without them
+# extras; what is ours is documented without them
+autodoc_mock_imports = ["mpi4py", "lightning", "accelerate", "transformers", "ray"]
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 

@@ -152,9 +152,8 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
             comm, bits_per_s=args.link.bits_per_s, latency_s=args.link.latency_s
         )
     per_exchange = args.minibatch // (2 if row.halves else 1)
-    first = {
-        "initial_accumulator_value": args.accumulator
-    }  # else a first step has every weight move by lr
+    # else a first step has every weight move by lr
+    first = {"initial_accumulator_value": args.accumulator}
     transforms = {"local": LocalAdagrad(**first), "aggregate": AggregateAdagrad(**first)}
     options = {
         "start_step": math.ceil(warm / per_exchange),
@@ -181,16 +180,14 @@ def train(row: Row, seed: int, args: argparse.Namespace, data: ImageData, on_sam
     minibatch, seen, seconds, searched, factor = args.minibatch, 0, 0.0, 0, 1.0
     packed_nbytes = packed_count = 0
     while seen + minibatch <= total:
-        rate = (
-            args.lr if not row.adagrad or seen < warm else args.adagrad_lr
-        )  # AdaGrad's gradients are of size 1
+        # AdaGrad's gradients are of size 1
+        rate = args.lr if not row.adagrad or seen < warm else args.adagrad_lr
         if row.adagrad == "momentum":
             rate = args.adagrad_lr
         elif rate == args.adagrad_lr:
             rate *= 1 - MOMENTUM  # which adds up what is of size 1 to 1 / (1 - MOMENTUM)
-        optimizer.param_groups[0]["lr"] = (
-            factor * rate * (1 - seen / total) ** 0.5
-        )  # TernGrad's schedule
+        # TernGrad's schedule
+        optimizer.param_groups[0]["lr"] = factor * rate * (1 - seen / total) ** 0.5
         begun = time.perf_counter()
         if row.searches and seen >= warm and searched < 2 and seen >= searched * total // 2:
             share = max(args.search_samples, 4 * minibatch)

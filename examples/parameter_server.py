@@ -144,13 +144,11 @@ class TernGradStep:
         scales = client.pull_parameter("max_abs_grad", reduce_method="max")
         calls = []
         for index, (grad, scale) in enumerate(zip(grads, scales, strict=True)):
-            key = gradcomp.RngKey(
-                CODEC.seed, self.rank, step, index
-            )  # each worker its own rank: its own draws
+            # each worker its own rank: its own draws
+            key = gradcomp.RngKey(CODEC.seed, self.rank, step, index)
             payload = CODEC.encode(grad, scale=scale, key=key)
-            push = client.push_parameter(
-                f"grad {index}", payload, wait=False
-            )  # travels while the next one is encoded
+            # travels while the next one is encoded
+            push = client.push_parameter(f"grad {index}", payload, wait=False)
             pull = client.pull_parameter(
                 f"grad {index}", "decode_average", compressed=compressed, wait=False
             )
@@ -207,8 +205,7 @@ def check(client: ParameterClient, step: TernGradStep, rank: int, workers: int) 
     return "equals gradcomp.all_reduce bit for bit"
 
 
-# ---- model, data, threads
-# ------------------------------------------------------------------------------------------
+# ---- model, data, threads ------------------------------------------------------------------------
 
 _seeding = threading.Lock()
 

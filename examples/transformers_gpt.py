@@ -101,9 +101,8 @@ def main() -> None:
             save_steps=args.save_every,
             save_total_limit=2,
         )
-        trainer = CompressedTrainer(
-            model, arguments, train_dataset=data, codec=args.codec
-        )  # <- the changed line
+        # <- the changed line
+        trainer = CompressedTrainer(model, arguments, train_dataset=data, codec=args.codec)
         last = get_last_checkpoint(args.output) if args.output and args.output.is_dir() else None
         loss = trainer.train(resume_from_checkpoint=last).training_loss
     ratio = trainer.compression.stats.compression_ratio if trainer.compression else 1.0

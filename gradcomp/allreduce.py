@@ -103,9 +103,8 @@ def all_reduce(
         and codec.second_phase is None
         and codec.sum_form(comm.world_size) is not None
     ):
-        codec = codec.with_second_phase(
-            "exact"
-        )  # means of 4 bits without residuals would lean to one side at every call
+        # means of 4 bits without residuals would lean to one side at every call
+        codec = codec.with_second_phase("exact")
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
     call = comm.kept.get(("all_reduce", key)) or comm.kept.setdefault(
@@ -143,9 +142,8 @@ def all_reduce(
                 found, tensor.as_strided((tensor.numel(),), (1,)) if order else tensor.view(-1), now
             )
         except BaseException:
-            call.forget(
-                found
-            )  # a slice behind the one that failed may still be under way into its memory
+            # a slice behind the one that failed may still be under way into its memory
+            call.forget(found)
             raise
         finally:
             found.feedback = found.owner_feedback = None  # residuals are the caller's, buffers stay

@@ -111,9 +111,8 @@ class GradientAverager(Controls):
         self._bucket_cap_mb = bucket_cap_mb
         self._buckets = fuse(self._sources, bucket_cap_mb)
         self._rotation: Rotation | None = None
-        self._compared = (
-            self._engine.comm.world_size == 1
-        )  # the parameters, with those of the other ranks
+        # the parameters, with those of the other ranks
+        self._compared = self._engine.comm.world_size == 1
 
     def average(self) -> None:
         """Replace every ``p.grad`` by its average over all ranks; a missing gradient counts as

@@ -195,8 +195,7 @@ class CompressionState(Controls):
             return "<CompressionState of a copy: off>"
         return f"<CompressionState {self.describe()}>"
 
-    # ---- the hook
-    # ----------------------------------------------------------------------------------------------
+    # ---- the hook --------------------------------------------------------------------------------
 
     def handle(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Average a bucket in its own memory; the future completes when that is done."""

@@ -13,10 +13,8 @@ try:
 except PackageNotFoundError:  # imported from a source tree that was never installed
     __version__ = "0+unknown"
 
-TRIED_TORCH = (
-    (2, 8),
-    (2, 15),
-)  # oldest and newest release; docs/reference/torch-versions.md has the results
+# oldest and newest release; docs/reference/torch-versions.md has the results
+TRIED_TORCH = ((2, 8), (2, 15))
 
 
 def warn_about_torch(torch_version: str) -> None:

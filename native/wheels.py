@@ -218,9 +218,8 @@ def check_installed(wheel: Path, packages: Path) -> None:
             wheel,
             CC="no-such-compiler",
         )
-        (site / "borrowed.pth").write_text(
-            f"{packages}\n", encoding="utf-8"
-        )  # after ours, and without its .pth files
+        # after ours, and without its .pth files
+        (site / "borrowed.pth").write_text(f"{packages}\n", encoding="utf-8")
         run(python, "-m", "gradcomp")
         run(python, "-c", SMOKE.format(version=version))
         run(python, "-m", "gradcomp.launch", "-n", "2", "--torch", "--dry-run", "-m", "gradcomp")

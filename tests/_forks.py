@@ -123,10 +123,8 @@ def serve(listens, owner):
         listener._listener._socket.settimeout(1)
         os.rename(listens + ".starting", listens)
         while is_alive(owner):
-            with (
-                contextlib.suppress(EOFError, OSError),
-                listener.accept() as asks,
-            ):  # nobody asks, or whoever did has died
+            # nobody asks, or whoever did has died
+            with contextlib.suppress(EOFError, OSError), listener.accept() as asks:
                 request = asks.recv_bytes()
                 pid = os.fork()
                 if pid == 0:

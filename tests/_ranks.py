@@ -174,9 +174,8 @@ class MpiPool(Pool):
         self.release()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[0].wait(0 if self.spoiled else 10)
-        self.processes[
-            0
-        ].terminate()  # mpirun ends its ranks, which a killed one would leave behind
+        # mpirun ends its ranks, which a killed one would leave behind
+        self.processes[0].terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.processes[0].wait(5)
         self.processes[0].kill()
@@ -203,9 +202,8 @@ def mpirun(flavour, world_size):
     return [str(Path(python).with_name("mpirun")), *options, "-n", str(world_size), python]
 
 
-_sessions = tempfile.TemporaryDirectory(
-    prefix="gradcomp-test-"
-)  # where Open MPI keeps files of jobs, killed ones too
+# where Open MPI keeps files of jobs, killed ones too
+_sessions = tempfile.TemporaryDirectory(prefix="gradcomp-test-")
 
 
 def mpi_environment():
@@ -335,9 +333,8 @@ def mpi_like(process_group=None, *, timeout_s=None):
     from gradcomp.comm import MpiCommunicator
 
     members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-    if (
-        len(members) == MPI.COMM_WORLD.Get_size()
-    ):  # no collective call: a test may be about a rank that makes none
+    # no collective call: a test may be about a rank that makes none
+    if len(members) == MPI.COMM_WORLD.Get_size():
         _subsets[members] = MPI.COMM_WORLD
     if members not in _subsets:
         group = MPI.COMM_WORLD.Get_group().Incl(members)

@@ -21,16 +21,13 @@ from _ranks import MpiPool, Pool, RankPool, run_local, unpacked, with_communicat
 
 from gradcomp.kernels import native
 
-for name, examples in (
-    ("short", 50),
-    ("long", 400),
-):  # make test-long takes --hypothesis-profile long
+# make test-long takes --hypothesis-profile long
+for name, examples in (("short", 50), ("long", 400)):
     hypothesis.settings.register_profile(name, max_examples=examples, deadline=None)
 hypothesis.settings.load_profile("short")
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell's "&" makes it so, and every program that a test interrupts would inherit it
+# a shell's "&" makes it so, and every program that a test interrupts would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -97,9 +94,8 @@ def over(request):
     pools, kind = request.getfixturevalue("pools"), request.param
 
     def run(world_size, function, *args):
-        given = pickle.dumps(
-            args
-        )  # here and not in the pipe, where torch would share memory instead
+        # here and not in the pipe, where torch would share memory instead
+        given = pickle.dumps(args)
         return [
             pickle.loads(r)
             for r in pools(kind, world_size, with_communicator, kind, unpacked, function, given)
@@ -164,9 +160,8 @@ def pytest_collection_modifyitems(config, items):
         if kind is not None:
             item.add_marker(pytest.mark.slow)
             if kind != "gloo" and not item.get_closest_marker("xdist_group"):
-                item.add_marker(
-                    pytest.mark.xdist_group(kind)
-                )  # its jobs for one worker; each has its own gloo ranks
+                # its jobs for one worker; each has its own gloo ranks
+                item.add_marker(pytest.mark.xdist_group(kind))
     items.sort(key=order)
     if config.getoption("--every-row"):
         return

@@ -92,8 +92,7 @@ def choose(kind, options=None, table=TABLE, model=NET, ranks=4, **changes):
     )
 
 
-# ---- the table
-# --------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.counts], ids=str)
@@ -124,33 +123,27 @@ def test_a_loss_is_worse_when_it_is_more():
 
 
 def test_the_worst_of_several_trainings_counts_and_few_seeds_do_not():
-    ternary, means = [
-        row for row in ways("sgd") if row.codec.name == "terngrad"
-    ]  # sums of up to 7 ranks, means of more
-    assert ternary.training.what == " 128-256-10" and ternary.loss == pytest.approx(
-        7.51, abs=0.01
-    )  # it diverged
+    # sums of up to 7 ranks, means of more
+    ternary, means = [row for row in ways("sgd") if row.codec.name == "terngrad"]
+    # it diverged
+    assert ternary.training.what == " 128-256-10" and ternary.loss == pytest.approx(7.51, abs=0.01)
     assert means.training.world_size == 8 and means.loss == pytest.approx(0.02)
-    assert (
-        expected("sgd", TernGrad(second_phase="block4")) is means and not means.counts
-    )  # the perceptron speaks against it
-    assert (
-        expected("sgd", TernGrad()) is ternary
-    )  # gathered, as on 2 nodes: it took the row of means, and recommended it
+    # the perceptron speaks against it
+    assert expected("sgd", TernGrad(second_phase="block4")) is means and not means.counts
+    # gathered, as on 2 nodes: it took the row of means, and recommended it
+    assert expected("sgd", TernGrad()) is ternary
     assert expected("sgd", OneBit()).training.what == " on Fashion-MNIST"
     assert 1 < expected("sgd", Ternary()).excess() < 2 and expected("sgd", Ternary()).counts
-    assert expected(
-        "adam", Block(2)
-    ).precondition  # the way that loses least, not the sketch without
+    # the way that loses least, not the sketch without
+    assert expected("adam", Block(2)).precondition
     sums = expected("adam", TernGrad())  # three seeds, and runs of 600 steps that speak against it
     assert sums.precondition and sums.loss < 0 and sums.doubt and not sums.counts
     assert (
         not expected("adam", TernGrad(second_phase="block4")).counts
         and expected(None, Block(4)) is None
     )
-    assert (
-        expected("sgd", TernGrad(second_phase="requantize")) is None
-    )  # means drawn again are another codec
+    # means drawn again are another codec
+    assert expected("sgd", TernGrad(second_phase="requantize")) is None
     best = replace(
         TABLE[0],
         training=replace(GPT, seeds=1),
@@ -217,8 +210,7 @@ def test_a_class_or_a_name_is_no_optimizer(wrong):
         family_of(wrong)
 
 
-# ---- what auto chooses
-# -----------------------------------------------------------------------------------------------
+# ---- what auto chooses ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,9 +284,8 @@ def test_figures_of_other_options_are_not_claimed():
     )
 
 
-BETTER = tuple(
-    replace(row, got=row.training.fp32) if row.precondition else row for row in TABLE
-)  # 2 and 1 bits lose nothing
+# 2 and 1 bits lose nothing
+BETTER = tuple(replace(row, got=row.training.fp32) if row.precondition else row for row in TABLE)
 
 
 def test_new_figures_choose_anew():
@@ -373,8 +364,7 @@ def test_thin_rows_get_blocks():
     assert written(choose(torch.optim.SGD, model=thin)[0]) == "Block(4, group=128)"
 
 
-# ---- through the doors
-# -----------------------------------------------------------------------------------------------
+# ---- through the doors ---------------------------------------------------------------------------
 
 
 def listen():

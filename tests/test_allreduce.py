@@ -39,9 +39,8 @@ def test_a_short_run_has_every_row(tmp_path, transport):
         (n, c) for n in (4096, 262144) for c in ("fp32", "terngrad", "onebit")
     ]
     for r in rows:
-        assert (
-            r["transport"] == transport and r["seconds"] > 0 and r["busbw"] == r["algbw"]
-        )  # at N = 2
+        # at N = 2
+        assert r["transport"] == transport and r["seconds"] > 0 and r["busbw"] == r["algbw"]
         least = {"fp32": 0, "terngrad": r["nbytes"] // 16, "onebit": r["nbytes"] // 32}[r["codec"]]
         assert least <= r["sent_nbytes"] <= least + 100 * bool(least)
 

@@ -93,9 +93,8 @@ def snapshot(model, optimizer, state=None):
         else {"residual": {}, "owner_residual": {}, "loss_scale": 1.0}
     )
     tensors_kept = [*plane["residual"].values(), *plane["owner_residual"].values()]
-    residuals = raw(
-        t / plane["loss_scale"] for t in tensors_kept if t.any()
-    )  # before the first encoding there are none, which is zero
+    # before the first encoding there are none, which is zero
+    residuals = raw(t / plane["loss_scale"] for t in tensors_kept if t.any())
     return raw(model.parameters()), tensors, residuals
 
 
@@ -540,9 +539,8 @@ def loss_of(net):
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "sgd fused": lambda p: torch.optim.SGD(
-        p, lr=0.1, momentum=0.9, fused=True
-    ),  # on its own it loses step 0
+    # on its own it loses step 0
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
@@ -845,9 +843,8 @@ def test_an_overflow_on_one_rank_is_everyones(codec, exchange, dtype, bad):
     expected = [(n in bad, 1024.0 / 2 ** sum(b <= n for b in bad)) for n in range(8)]
     for log, unchanged, _, _ in results:
         assert log == expected and unchanged == [True] * len(bad)
-    if dtype != torch.float16 and not isinstance(
-        codec, TernGrad
-    ):  # float16 rounds tiny values; ternary draws by step
+    # float16 rounds tiny values; ternary draws by step
+    if dtype != torch.float16 and not isinstance(codec, TernGrad):
         clean = run_local(2, averaged, codec, exchange, dtype, set(), 8 - len(bad))
         for mine, theirs in zip(results, clean, strict=True):
             assert mine[2] == theirs[2]

@@ -24,10 +24,8 @@ def model(seed=0):
     )
 
 
-MODEL, OTHER = (
-    model(0),
-    model(1),
-)  # threads share torch's global generator, so models are made once and copied
+# threads share torch's global generator, so models are made once and copied
+MODEL, OTHER = (model(0), model(1))
 
 
 def batch(step, rank):

@@ -168,9 +168,8 @@ def test_models_have_the_size_that_they_say():
     model = ByteGPT(16, 2, 2, 16)
     changed = text.clone()
     changed[:, 9] += 1
-    assert torch.equal(
-        model(text)[:, :9], model(changed % 256)[:, :9]
-    )  # nobody sees what is to come
+    # nobody sees what is to come
+    assert torch.equal(model(text)[:, :9], model(changed % 256)[:, :9])
 
 
 @pytest.fixture
@@ -200,9 +199,8 @@ def test_a_table_of_small_runs_goes_on_where_it_was(data, capsys):
     assert accuracy.main([*words, "--methods", "fp32", "bf16"]) == 0
     first = (out / "runs.jsonl").read_text()
     assert len(first.splitlines()) == 4
-    (out / "runs.jsonl").write_text(
-        first + first.splitlines()[0][:50]
-    )  # killed while it wrote a line
+    # killed while it wrote a line
+    (out / "runs.jsonl").write_text(first + first.splitlines()[0][:50])
     assert accuracy.main([*words, "--methods", "fp32", "bf16", "onebit", "terngrad:every=3"]) == 0
     assert (out / "runs.jsonl").read_text().startswith(first)
     printed = capsys.readouterr().out

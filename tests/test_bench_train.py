@@ -158,14 +158,11 @@ def test_methods_side_by_side_those_that_fail_included(tmp_path, names):
     if not WHY:
         assert local["sent_nbytes"] < 0.5 * rows["terngrad"]["sent_nbytes"]
     if "fsdp2:terngrad" in names:
-        sharded, weights = (
-            rows["fsdp2:terngrad"],
-            numel * 4,
-        )  # half of them, gathered before forward and before backward
+        # half of them, gathered before forward and before backward
+        sharded, weights = (rows["fsdp2:terngrad"], numel * 4)
         assert sharded["phases"]["encode"] > 0 and sharded["predicted_seconds"] is None
-        assert WHY or sharded["sent_nbytes"] == pytest.approx(
-            weights + numel / 8, rel=0.12
-        )  # and half of the gradients' codes
+        # and half of the gradients' codes
+        assert WHY or sharded["sent_nbytes"] == pytest.approx(weights + numel / 8, rel=0.12)
     assert rows["fp32"]["predicted_seconds"] > 0 and 0 <= rows["terngrad"]["hidden_share"] <= 1
     assert WHY or left_behind() == []
 
@@ -243,9 +240,8 @@ def test_codecs_over_mpi_between_hosts(tmp_path, flavour):
 
 def test_without_an_mpi_or_under_a_launcher_there_are_no_ranks_over_mpi(capsys, monkeypatch):
     assert main(["--over", "mpi", "--hosts", "0", "--workload", "random:5000", "--steps", "5"]) == 2
-    assert (
-        "--over mpi needs mpi4py and an MPI: pip install" in capsys.readouterr().err
-    )  # which this interpreter has not
+    # which this interpreter has not
+    assert "--over mpi needs mpi4py and an MPI: pip install" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     monkeypatch.setenv("GRADCOMP_MPIRUN", "/bin/true")
     assert (
@@ -267,10 +263,8 @@ def test_without_an_mpi_or_under_a_launcher_there_are_no_ranks_over_mpi(capsys, 
         or "knows MPICH and Open MPI from 5 on, not /bin/true (unknown 0)"
         in capsys.readouterr().err
     )
-    for name in (
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):  # which main sets, so that they are what they were afterwards
+    # which main sets, so that they are what they were afterwards
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in {
@@ -330,9 +324,8 @@ def test_an_interrupted_bench_removes_everything(tmp_path, flavour, number):
     process.communicate(timeout=60)
     assert process.returncode in (130, -number, 128 + number)
     deadline = time.monotonic() + 20
-    while (
-        any(map(is_alive, found)) and time.monotonic() < deadline
-    ):  # mpiexec is waited for, not what it has started
+    # mpiexec is waited for, not what it has started
+    while any(map(is_alive, found)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in found if is_alive(pid)]
     assert WHY or not [name for name in namespaces() if f"-{process.pid}-" in name]

@@ -49,8 +49,7 @@ def at_once(*functions):
     return results
 
 
-# ---- meetings
-# --------------------------------------------------------------------------------------------------
+# ---- meetings ------------------------------------------------------------------------------------
 
 
 def test_a_meeting_gives_everyone_the_records_in_rank_order():
@@ -162,8 +161,7 @@ def test_a_store_that_blocks_holds_nobody_up():
     answers.set()
 
 
-# ---- whose ranks
-# --------------------------------------------------------------------------------------------------
+# ---- whose ranks ---------------------------------------------------------------------------------
 
 
 def compare(how):
@@ -228,8 +226,7 @@ def test_control_has_a_channel_of_its_own(over):
     assert over(2, control) == [[b"0", b"1"]] * 2
 
 
-# ---- who holds the channels
-# ------------------------------------------------------------------------------------------
+# ---- who holds the channels ----------------------------------------------------------------------
 
 
 def layers(rank):
@@ -321,8 +318,7 @@ def test_a_duplicate_has_channels_of_its_own(over):
     assert over(2, duplicates)[0][1:] == ([[0, 1], [10, 11]], [b"0", b"1"])
 
 
-# ---- gloo groups
-# --------------------------------------------------------------------------------------------------
+# ---- gloo groups ---------------------------------------------------------------------------------
 
 
 def made_and_dropped(close):
@@ -643,12 +639,8 @@ GONE = 1, "a codec of the user's"
 @pytest.mark.parametrize(
     ("ends", "completed", "raised", "gone"),
     [
-        (
-            ["Operation timed out!", "", ""],
-            [False, True],
-            None,
-            GONE,
-        ),  # the other sent all, then gave up
+        # the other sent all, then gave up
+        (["Operation timed out!", "", ""], [False, True], None, GONE),
         (
             ["Operation timed out!", *["Connection closed by peer"] * 3],
             [False, True, True],
@@ -657,21 +649,13 @@ GONE = 1, "a codec of the user's"
         ),
         (["Operation timed out!"] * 2, [False, False], RankGone, GONE),
         (["Operation timed out!", ""], [False], None, None),  # still under way, then done
-        (
-            ["Operation timed out!", ""],
-            [True],
-            None,
-            None,
-        ),  # done between the end of its wait and the look at it: nothing is wrong
+        # done between the end of its wait and the look at it: nothing is wrong
+        (["Operation timed out!", ""], [True], None, None),
         (["Operation timed out!", "Operation timed out!", ""], [False, True], None, None),
         (["Connection closed by peer", "Connection closed by peer"], [True], ConnectionError, None),
         (["Operation timed out!", "Connection closed by peer"], [True], ConnectionError, None),
-        (
-            ["Timed out waiting 30000ms", "Timed out waiting 30000ms"],
-            [True],
-            TimeoutError,
-            None,
-        ),  # gloo's own timeout
+        # gloo's own timeout
+        (["Timed out waiting 30000ms", "Timed out waiting 30000ms"], [True], TimeoutError, None),
         (["Connection closed by peer"], [False], ConnectionError, None),
     ],
 )

@@ -93,9 +93,8 @@ def test_every_truncation_and_every_flipped_byte_of_a_gzip_file_is_refused(tmp_p
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=str(path)):
             read_idx(path)
-    for at in range(
-        10, len(whole)
-    ):  # bytes 4-9 of the gzip header are a time and hints that no reader checks
+    # bytes 4-9 of the gzip header are a time and hints that no reader checks
+    for at in range(10, len(whole)):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         with pytest.raises(ValueError, match=str(path)):
             read_idx(path)

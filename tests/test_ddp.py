@@ -58,8 +58,7 @@ def trained(codec, steps=4, register=True, ddp=None, dtype=torch.float32, **opti
     return bits(model)
 
 
-# ---- what is computed
-# ------------------------------------------------------------------------------------------------
+# ---- what is computed ----------------------------------------------------------------------------
 
 
 def identity_and_plain():
@@ -280,8 +279,7 @@ def test_forty_layers_in_small_buckets(ranks, name, steps):
         assert buckets == 40
 
 
-# ---- steps, checkpoints, scalers
-# -----------------------------------------------------------------------------------
+# ---- steps, checkpoints, scalers -----------------------------------------------------------------
 
 
 def resume(name):
@@ -832,8 +830,7 @@ def test_check_replicas_names_tensor_and_rank(ranks):
     assert ranks(2, drift) == [("parameter 2.bias", 1)] * 2
 
 
-# ---- errors
-# --------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 MISMATCHES = {
@@ -948,10 +945,8 @@ def test_wrong_arguments(ranks):
 
 def sparse():
     model, told = DDP(nn.Sequential(nn.Embedding(100, 16, sparse=True))), []
-    for late in (
-        False,
-        True,
-    ):  # a flag that is set when the model was registered is seen at its gradient
+    # a flag that is set when the model was registered is seen at its gradient
+    for late in (False, True):
         model.module[0].sparse = not late
         try:
             state = gradcomp.ddp.register(model, "terngrad")

@@ -45,9 +45,8 @@ def test_demo_trains_all_three_and_reports(tmp_path):
     assert report["settings"]["steps"] == 12 and report["settings"]["ranks"] == 2
     codecs = report["codecs"]
     assert list(codecs) == ["fp32", "ternary", "onebit"]
-    assert (
-        codecs["fp32"]["bytes_sent_per_step"] == 4 * 1_256_080
-    )  # 2 (N - 1) / N * 4 * numel at N = 2
+    # 2 (N - 1) / N * 4 * numel at N = 2
+    assert codecs["fp32"]["bytes_sent_per_step"] == 4 * 1_256_080
     assert codecs["fp32"]["compression_ratio"] == 1.0
     assert 13.0 < codecs["ternary"]["compression_ratio"] < 16.0
     assert 28.0 < codecs["onebit"]["compression_ratio"] < 32.0
@@ -59,9 +58,8 @@ def test_demo_trains_all_three_and_reports(tmp_path):
         [curve] = row["curves"]
         assert [step for step, _, _ in curve] == [2, 3, 4, 6, 8, 9, 10, 12]
         assert curve[-1][1] == pytest.approx(12 * row["bytes_sent_per_step"])
-        assert (
-            curve[-1][2] == row["accuracy_mean"] > 20.0
-        )  # ten classes; all 450 test images are in the curve
+        # ten classes; all 450 test images are in the curve
+        assert curve[-1][2] == row["accuracy_mean"] > 20.0
         assert set(row["phase_seconds_per_step"]) == (set() if name == "fp32" else set(demo.PHASES))
     assert codecs["ternary"]["phase_seconds_per_step"]["encode"] > 0.0
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -96,9 +94,8 @@ def test_report_holds_means_spreads_and_phases():
     onebit = report["codecs"]["onebit"]
     assert onebit["accuracy_mean"] == 92.0 and onebit["accuracy_spread"] == pytest.approx(8**0.5)
     assert onebit["bytes_sent_per_step"] == 5.0 and onebit["compression_ratio"] == 20.0
-    assert onebit["phase_seconds_per_step"]["exchange"] == pytest.approx(
-        0.03
-    )  # scale round and both phases
+    # scale round and both phases
+    assert onebit["phase_seconds_per_step"]["exchange"] == pytest.approx(0.03)
     assert onebit["phase_seconds_per_step"]["encode"] == pytest.approx(0.01)
     assert report["codecs"]["fp32"]["phase_seconds_per_step"] == {}
     for codec, seconds in (("fp32", 0.1), ("onebit", 0.03)):
@@ -117,9 +114,8 @@ def test_steps_are_predicted_by_the_planner():
     compression only costs.
     """
     seconds = demo.predict_steps(CONFIG, compute=0.03, update=0.002)
-    assert (
-        0.06 < seconds["fp32"] < 0.08
-    )  # the larger bucket leaves when backward has ended, or nearly
+    # the larger bucket leaves when backward has ended, or nearly
+    assert 0.06 < seconds["fp32"] < 0.08
     assert 0.032 < seconds["onebit"] < seconds["fp32"] - 0.02
 
 
@@ -191,13 +187,8 @@ def test_help_teaches(capsys):
 
 PROGRAMS = (*dispatcher.BENCHMARKS, "doctor", "launch")
 FRAGMENTS = ("of ", "that ", "to ", "for ", "from ", "instead", "(", "the same", "also after")
-NO_DEFAULT = {
-    "--json",
-    "--plot",
-    "--data",
-    "--shapes",
-    "-n",
-}  # nothing is written, or it must be given or replaces another
+# nothing is written, or it must be given or replaces another
+NO_DEFAULT = {"--json", "--plot", "--data", "--shapes", "-n"}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -51,9 +51,8 @@ def snippets():
             if block["language"] == "python":
                 line = text.count("\n", 0, block.start("body"))
                 output = EXPECTED.match(text[block.end() :])
-                source = (
-                    "\n" * line + block["body"]
-                )  # so that a traceback has the page's line numbers
+                # so that a traceback has the page's line numbers
+                source = "\n" * line + block["body"]
                 yield (
                     f"{name_of(page)}:{line}",
                     block["info"],
@@ -146,8 +145,7 @@ def test_few_snippets_are_not_run():
     assert kinds.count("no-run") <= len(kinds) // 4
 
 
-# ---- links, placeholders, commands
-# ---------------------------------------------------------------------------------
+# ---- links, placeholders, commands ---------------------------------------------------------------
 
 
 def anchor_of(heading):
@@ -200,8 +198,7 @@ def test_the_readme_is_read_in_two_minutes():
     assert len(text.splitlines()) <= 80 and "docs/README.md" in text
 
 
-# ---- the page that decides
-# -----------------------------------------------------------------------------------------
+# ---- the page that decides -----------------------------------------------------------------------
 
 WHICH = ROOT / "docs/howto/which-mode.md"
 FIGURE = re.compile(r"(?<![\w.-])[+-]?\d[\d,]*(?:\.\d+)?")
@@ -329,8 +326,7 @@ def test_commands_exist():
     assert seen > 8
 
 
-# ---- the reference is complete
-# -------------------------------------------------------------------------------------
+# ---- the reference is complete -------------------------------------------------------------------
 
 API = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
 ERRORS = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
@@ -455,12 +451,8 @@ def test_signatures_are_those_of_the_code():
     shown |= {"register": gradcomp.ddp.register, "GradientAverager": gradcomp.GradientAverager}
     shown |= {"all_reduce": gradcomp.all_reduce, "TorchCommunicator": comm.TorchCommunicator}
     shown |= {n: getattr(gradcomp.amp, n) for n in gradcomp.amp.__all__}
-    inner_classes = {
-        "BatchSizeChoice",
-        "BatchSizeTrial",
-        "OverlapComparison",
-        "OverlapReport",
-    }  # results
+    # results
+    inner_classes = {"BatchSizeChoice", "BatchSizeTrial", "OverlapComparison", "OverlapReport"}
     shown |= {
         n: getattr(gradcomp.onebit_sgd, n)
         for n in gradcomp.onebit_sgd.__all__
@@ -473,9 +465,8 @@ def test_signatures_are_those_of_the_code():
         found = re.search(rf"^`{name}\(([^`]*)\)`", API, re.MULTILINE)
         assert found, name
         parameters = [p for n, p in inspect.signature(value).parameters.items() if n != "self"]
-        written = eval(
-            f"lambda {' '.join(found[1].split())}: 0"
-        )  # the page's own signature, without annotations
+        # the page's own signature, without annotations
+        written = eval(f"lambda {' '.join(found[1].split())}: 0")
         pairs = zip(inspect.signature(written).parameters.values(), parameters, strict=True)
         assert all((a.name, a.kind, a.default) == (b.name, b.kind, b.default) for a, b in pairs), (
             name

@@ -292,9 +292,8 @@ def test_a_link_between_hosts_is_measured_and_loopback_is_an_error(tmp_path):
     )
     advice = found["recommendation"]
     assert advice["codec"] == "Block(4)" and advice["speedup"] > 3 and advice["exposed_s"] > 0.5
-    assert any(
-        "pairs between hosts have" in f["text"] for f in found["findings"]
-    )  # a veth says 10 Gbit/s
+    # a veth says 10 Gbit/s
+    assert any("pairs between hosts have" in f["text"] for f in found["findings"])
     assert loop_status == 1 and not loop["measured"] and loop["recommendation"] is None
     (text,) = wrongs(loop)
     assert "ranks 0 and 1: gloo takes lo, the loopback, which leads to no other host" in text
@@ -314,9 +313,8 @@ def test_a_name_server_that_does_not_answer_is_said_and_hinders_nothing(tmp_path
             own = Path("/etc/netns") / name
             own.mkdir(parents=True)
             closing.callback(shutil.rmtree, own)
-            (own / "resolv.conf").write_text(
-                "nameserver 192.0.2.1\noptions timeout:3 attempts:1\n"
-            )  # an address of nobody
+            # an address of nobody
+            (own / "resolv.conf").write_text("nameserver 192.0.2.1\noptions timeout:3 attempts:1\n")
             (own / "nsswitch.conf").write_text("hosts: files dns\n")
             subprocess.run(
                 ["ip", "-n", name, "route", "add", "default", "via", two.address(1 - number)],

@@ -61,8 +61,7 @@ def all_nan(model):
     return all(bool(p.grad.isnan().all()) for p in model.parameters() if p.grad is not None)
 
 
-# ---- a failed step leaves NaN
-# ------------------------------------------------------------------------------------------
+# ---- a failed step leaves NaN --------------------------------------------------------------------
 
 
 def fails_under_ddp(fused, view):
@@ -166,9 +165,8 @@ def goes_on_after_an_exception():
     with pytest.raises(ZeroDivisionError):
         backward(model)
     handle.remove()
-    with pytest.raises(
-        RuntimeError, match="Expected to have finished reduction"
-    ):  # DDP's, with any hook or none
+    # DDP's, with any hook or none
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
         backward(model)
     state.discard_step()
     saved = state.state_dict()
@@ -191,8 +189,7 @@ def test_what_to_do_after_an_exception_of_ones_own(gloo):
     assert gloo(2, goes_on_after_an_exception) == [(True, True, (0, 1))] * 2
 
 
-# ---- the ranks that were meant
-# -----------------------------------------------------------------------------------------
+# ---- the ranks that were meant -------------------------------------------------------------------
 
 
 def foreign_communicator(kind):
@@ -253,8 +250,7 @@ def test_an_averager_takes_a_model():
             GradientAverager(wrong, "onebit", comm)
 
 
-# ---- what all_reduce keeps
-# ---------------------------------------------------------------------------------------------
+# ---- what all_reduce keeps -----------------------------------------------------------------------
 
 
 def keys_differ(comm):
@@ -313,8 +309,7 @@ def test_all_reduce_keeps_a_bounded_number_of_buffers_and_no_residuals():
         assert torch.equal(out, wanted[rank])
 
 
-# ---- copies, pickles
-# --------------------------------------------------------------------------------------------------
+# ---- copies, pickles -----------------------------------------------------------------------------
 
 
 def saved():
@@ -327,9 +322,8 @@ def saved():
     twin = torch.load(memory, weights_only=False)
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     twin(torch.ones(1, 32))  # runs
-    again = gradcomp.ddp.register(
-        twin, Identity(), min_numel=0
-    )  # and trains, once it is registered
+    # and trains, once it is registered
+    again = gradcomp.ddp.register(twin, Identity(), min_numel=0)
     backward(twin)
     steps = again.step
     again.close()
@@ -369,8 +363,7 @@ def test_the_state_of_a_copy_says_what_it_is(gloo):
     assert gloo(1, detached) == [["<CompressionState of a copy: off>"] * 3]
 
 
-# ---- what DDP is told to do beside
-# -------------------------------------------------------------------------------------
+# ---- what DDP is told to do beside ---------------------------------------------------------------
 
 
 def hook_is_taken():
@@ -515,8 +508,7 @@ def test_a_peer_that_torch_has_lost_is_lost(gloo, steps):
     assert gloo(2, torch_loses_a_peer, steps) == [None, True]
 
 
-# ---- what has not come to be leaves nothing behind
-# ---------------------------------------------------------------------
+# ---- what has not come to be leaves nothing behind -----------------------------------------------
 
 
 def refused_registration(given):
@@ -532,15 +524,13 @@ def refused_registration(given):
 
     model.register_comm_hook = refuse
     options = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]], "timeout_s": 20}
-    with pytest.raises(
-        RuntimeError, match="no hook"
-    ) as caught:  # its traceback keeps alive what was made
+    # its traceback keeps alive what was made
+    with pytest.raises(RuntimeError, match="no hook") as caught:
         gradcomp.ddp.register(model, "terngrad", comm=comm, **options)
     left = max(0, descriptors() - before), len(model._forward_pre_hooks), len(model._forward_hooks)
     del model.register_comm_hook
-    state = gradcomp.ddp.register(
-        model, "terngrad", comm=comm, **options
-    )  # a communicator that was given works on
+    # a communicator that was given works on
+    state = gradcomp.ddp.register(model, "terngrad", comm=comm, **options)
     backward(model)
     state.close()
     return left, str(caught.value)
@@ -551,8 +541,7 @@ def test_a_registration_that_torch_refuses_leaves_nothing_behind(gloo, given):
     assert gloo(4, refused_registration, given) == [((0, 0, 0), "no hook")] * 4
 
 
-# ---- ranks that do different things
-# ------------------------------------------------------------------------------------
+# ---- ranks that do different things --------------------------------------------------------------
 
 
 def does_something_else(comm, what):

@@ -375,9 +375,8 @@ def rotated(comm):
 
     put(1.0)
     assert averager.rotate() is False
-    assert (
-        net.weight.grad is None and net.bias.grad is None
-    )  # no local gradient that a step could take
+    # no local gradient that a step could take
+    assert net.weight.grad is None and net.bias.grad is None
     for call in (averager.average, averager.state_dict, averager.discard_step):
         with pytest.raises(GradcompError, match="flush"):
             call()
@@ -491,9 +490,8 @@ def test_containers_are_cut_and_the_loss_is_the_minibatch_mean():
 
     got = buffer.step(loss, {"x": x}, (y, [x]), None)
     assert shapes == [(4, 4, None), (3, 3, None)]
-    torch.testing.assert_close(
-        got, loss_of(MODEL)(x, y).detach()
-    )  # both halves before the first update
+    # both halves before the first update
+    torch.testing.assert_close(got, loss_of(MODEL)(x, y).detach())
     assert not got.requires_grad
 
 

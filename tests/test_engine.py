@@ -30,8 +30,7 @@ from gradcomp.engine.step import Engine
 from gradcomp.onebit_sgd import AggregateAdagrad, DoubleBuffer
 from gradcomp.payload import fingerprint
 
-# ---- options
-# --------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------
 
 DOORS = [gradcomp.ddp.register, gradcomp.ddp.CompressionState, GradientAverager, DoubleBuffer]
 
@@ -175,8 +174,7 @@ def test_ranks_compare_every_option_that_could_make_them_differ():
     )
 
 
-# ---- what a step commits
-# ---------------------------------------------------------------------------------------------
+# ---- what a step commits -------------------------------------------------------------------------
 
 
 def averager_of(comm, sizes=(600, 700), codec="onebit", **options):
@@ -517,8 +515,7 @@ def test_reset_says_so_where_the_failure_left_ranks_at_different_steps():
     run_local(2, run)
 
 
-# ---- schedules
-# --------------------------------------------------------------------------------------------------
+# ---- schedules -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -555,8 +552,7 @@ def test_delays_anywhere_change_no_bit(seed, options):
         assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
-# ---- the end
-# --------------------------------------------------------------------------------------------------
+# ---- the end -------------------------------------------------------------------------------------
 
 
 def stage_threads():

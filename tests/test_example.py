@@ -196,9 +196,8 @@ def test_the_1bit_sgd_example_prints_its_table(torchrun, tmp_path):
     assert "minibatch search" in out
     halves, searched = (runs[0] for runs in json.loads(file.read_text()).values())
     assert all(r["accuracy"] > 40.0 for r in (halves, searched)), out
-    assert halves["nbytes"] < 5_024_400 / 15 and 0 < halves["hidden"] < 1, (
-        out
-    )  # LeNet in fp32 sends 5,024,400
+    # LeNet in fp32 sends 5,024,400
+    assert halves["nbytes"] < 5_024_400 / 15 and 0 < halves["hidden"] < 1, out
     assert searched["minibatch"] >= halves["minibatch"] == 64, out
 
 

@@ -404,9 +404,8 @@ def saved_by(folder, frozen=False):
 def goes_on_with(folder, states):
     """Return the residuals of all names after loading, by both ways; what a single state says."""
     out = []
-    states = [
-        {**one, "codec": one["codec"].replace(", residual_decay=1.0", "")} for one in states
-    ]  # from before it was an option
+    # from before it was an option
+    states = [{**one, "codec": one["codec"].replace(", residual_decay=1.0", "")} for one in states]
     for load in (lambda state: state.load(folder), lambda state: state.load_state_dict(states)):
         model = wrap(fresh(), False)
         with gradcomp.fsdp.compress(model, "onebit", min_numel=MIN_NUMEL) as state:
@@ -453,9 +452,8 @@ def goes_on_alone(folder, states, frozen):
             ):
                 state.load_state_dict(states[0])
             load(state)
-            state.load_state_dict(
-                copy.deepcopy(state.state_dict())
-            )  # what is not paid yet is saved, too
+            # what is not paid yet is saved, too
+            state.load_state_dict(copy.deepcopy(state.state_dict()))
             run(model, [2])
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
             out.append(
@@ -1216,9 +1214,8 @@ def with_kept_weights(keep, recompute=None, between="", reshard=None):
                         shard.data.copy_(old)
             loss.backward()
             grads.append([p.grad.to_local().numpy().tobytes() for p in model.parameters()])
-            if (
-                between == "evaluated"
-            ):  # backward and step: with gradients on, no checkpoints, and no backward
+            # backward and step: with gradients on, no checkpoints, and no backward
+            if between == "evaluated":
                 model.recompute = None
                 model(x)
                 model.recompute = recompute
@@ -1237,9 +1234,8 @@ def test_backward_decodes_what_forward_has_gathered(gloo, recompute):
         gloo(2, with_kept_weights, keep, recompute, "", reshard) for keep, reshard in cases
     )
     for one, other, whole in zip(kept, twice, never, strict=True):
-        assert (
-            one[0] == whole[0] == other[0]
-        )  # Block(8) rounds to the nearest: no draw tells forward from backward
+        # Block(8) rounds to the nearest: no draw tells forward from backward
+        assert one[0] == whole[0] == other[0]
         # nothing says in a reentrant forward that there will be a backward: each gathers for itself
         if recompute:
             assert one[1:] == other[1:]
@@ -1452,9 +1448,8 @@ def test_a_rank_lost_in_backward_leaves_nan_or_nothing(gloo, tmp_path, weights):
         gloo(3, lost_in_backward, str(tmp_path), weights)
     for rank in range(2):
         got, before, after = torch.load(tmp_path / str(rank))
-        assert got == "PeerLost" or (
-            got == "RuntimeError" and weights is None
-        )  # or it died before it had sent all
+        # or it died before it had sent all
+        assert got == "PeerLost" or (got == "RuntimeError" and weights is None)
         assert all(grad is None or grad.isnan().all() for grad in after), after
         unfinished = before if got == "PeerLost" else before[:4]
         assert all(grad is None or grad.isnan().all() for grad in unfinished), before
@@ -1498,9 +1493,8 @@ def test_memory_is_used_again_when_nobody_holds_a_part_of_it(monkeypatch):
     assert second.data_ptr() != at
     del part
     assert reused.take(100, *like).data_ptr() == at and reused.take(101, *like).numel() == 101
-    monkeypatch.delattr(
-        torch._C, "_storage_Use_Count"
-    )  # a torch that does not tell: new memory always
+    # a torch that does not tell: new memory always
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
     blind = Reused()
     held = [blind.take(100, *like) for _ in range(3)]
     del held[0]

@@ -202,8 +202,7 @@ def test_every_way_of_ddp(gloo, options):
         assert packed >= 5 * 6
 
 
-# ---- gradients that are looked at
-# --------------------------------------------------------------------------------------------
+# ---- gradients that are looked at ----------------------------------------------------------------
 
 
 def clip(step, net, optimizer, state):
@@ -270,8 +269,7 @@ def test_placeholders_cannot_be_used(gloo):
     assert gloo(2, _bad_days) == [[], []]
 
 
-# ---- gradients that are zeroed
-# -----------------------------------------------------------------------------------------------
+# ---- gradients that are zeroed -------------------------------------------------------------------
 
 
 def _no_grads_left(model, optimizer):
@@ -505,8 +503,7 @@ def test_copies_of_a_placeholder_are_plain_tensors(gloo):
     assert gloo(2, _copied) == [[0.5]] * 2
 
 
-# ---- several backwards before a step
-# -----------------------------------------------------------------------------------------
+# ---- several backwards before a step -------------------------------------------------------------
 
 
 class Heads(nn.Module):
@@ -626,8 +623,7 @@ def test_weights_that_join_hands_out_are_noticed(pools):
     assert any(pools("gloo", 2, _joined))
 
 
-# ---- values that are not finite
-# -------------------------------------------------------------------------------------------
+# ---- values that are not finite ------------------------------------------------------------------
 
 
 def _poisoned(codec, value, exchange):
@@ -672,13 +668,11 @@ def test_values_that_are_not_finite_or_nearly(gloo, codec, world_size, exchange,
     """
     for equal, buckets in gloo(world_size, _poisoned, codec, value, exchange):
         assert equal
-        assert buckets == (
-            0 if codec == "terngrad" and value < 1e39 else 1
-        )  # sums of the others overflow
+        # sums of the others overflow
+        assert buckets == (0 if codec == "terngrad" and value < 1e39 else 1)
 
 
-# ---- registering, checking, resuming
-# ------------------------------------------------------------------------------------------
+# ---- registering, checking, resuming -------------------------------------------------------------
 
 
 def _lines():
@@ -823,8 +817,7 @@ def test_a_resumed_fused_run_equals_the_uninterrupted_one(gloo, codec):
     assert gloo(2, _resumed, codec) == [True, True]
 
 
-# ---- loss scaling
-# --------------------------------------------------------------------------------------------------
+# ---- loss scaling --------------------------------------------------------------------------------
 
 
 def _overflows(kind, codec, make):

@@ -43,9 +43,8 @@ BESIDE = {("averager", "allreduce")}  # arrows inside a layer that are meant
 
 def room_of(path):
     parts = path.relative_to(ROOT / "gradcomp").with_suffix("").parts
-    return (
-        "__main__" if parts[-1] == "__main__" else parts[0]
-    )  # a program stands above all rooms, whose ever it is
+    # a program stands above all rooms, whose ever it is
+    return "__main__" if parts[-1] == "__main__" else parts[0]
 
 
 def module_of(path):

@@ -99,9 +99,8 @@ def watched_and_dropped():
         return weakref.ref(state), weakref.ref(model.module.weight)
 
     left, deadline = train(), time.monotonic() + 20
-    while (
-        any(one() is not None for one in left) and time.monotonic() < deadline
-    ):  # a stage's thread may hold the last task yet
+    # a stage's thread may hold the last task yet
+    while any(one() is not None for one in left) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
     return [one() is None for one in left], len(set(watch._watchers) - before)

@@ -97,8 +97,7 @@ def expect_decoded(table: Table, decoded: list[Any], out: Any, dtype: int) -> bo
     return bad
 
 
-# ---- statistics
-# --------------------------------------------------------------------------------------------------
+# ---- statistics ----------------------------------------------------------------------------------
 @kernel_settings
 @given(parts=pieces(), dtype=st.sampled_from(DTYPES), kind=st.sampled_from(KINDS), seed=SEEDS)
 def test_block_sums(parts: list[Piece], dtype: int, kind: str, seed: int) -> None:
@@ -166,8 +165,7 @@ def test_ternary_scales(lengths: list[int], sigma: float, kind: str, seed: int) 
         same_bytes(got, want, number)
 
 
-# ---- ternary
-# --------------------------------------------------------------------------------------------------
+# ---- ternary -------------------------------------------------------------------------------------
 def encode_ternary(
     table: Table, tensor: Any, dtype: int, payload: Any, key: ref.Key, number: int
 ) -> bool:
@@ -426,8 +424,7 @@ def test_forbidden_codes_decode_within_bounds(
         same_bytes(out[untouched], before[untouched], number)
 
 
-# ---- lanes
-# --------------------------------------------------------------------------------------------------
+# ---- lanes ---------------------------------------------------------------------------------------
 @kernel_settings
 @given(parts=pieces(), count=COUNTS | st.sampled_from([63, 64, 127, 128]), seed=SEEDS)
 def test_ternary_sum_lanes(parts: list[Piece], count: int, seed: int) -> None:
@@ -500,8 +497,7 @@ def test_lanes_decode(parts: list[Piece], world: int, dtype: int, stream: bool, 
         assert seen[0] == bad
 
 
-# ---- 1 bit
-# --------------------------------------------------------------------------------------------------
+# ---- 1 bit ---------------------------------------------------------------------------------------
 DECAYS = st.sampled_from([1.0, 1.0, 0.25, 0.3, 1e-30])
 
 
@@ -630,8 +626,7 @@ def test_onebit_sum_decode(
         assert seen[0] == bad
 
 
-# ---- blocks
-# --------------------------------------------------------------------------------------------------
+# ---- blocks --------------------------------------------------------------------------------------
 BITS = st.sampled_from([2, 4, 8])
 
 
@@ -806,8 +801,7 @@ def test_encoders_add_up_what_a_decay_drops(number: int, numel: int) -> None:
             same_bytes(left[1][table.plane(i)], np.float32(0.25) * left[0][table.plane(i)], number)
 
 
-# ---- values
-# --------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 @kernel_settings
 @given(
     parts=pieces(),
@@ -979,8 +973,7 @@ def test_overflow_of_the_output_dtype_is_flagged(dtype: int, largest: int, numbe
             assert seen_ternary[0] == (bits > largest and dtype != ref.F32)
 
 
-# ---- validators
-# --------------------------------------------------------------------------------------------------
+# ---- validators ----------------------------------------------------------------------------------
 @kernel_settings
 @given(numel=st.sampled_from([*LENGTHS[1:], 1000, 1030]), start=st.sampled_from([0, 8]), seed=SEEDS)
 def test_validators_find_a_single_bad_bit(numel: int, start: int, seed: int) -> None:
@@ -992,9 +985,8 @@ def test_validators_find_a_single_bad_bit(numel: int, start: int, seed: int) -> 
     world = int(rng.choice([1, 2, 3, 5, 9, 60, 100, 129, 300, 32767]))
     bits = ref.lane_bits(world)
     at = int(rng.integers(0, numel))
-    cases: list[
-        tuple[str, int, int, int]
-    ] = []  # validator, bits of a code, largest code, what stands in its place
+    # validator, bits of a code, largest code, what stands in its place
+    cases: list[tuple[str, int, int, int]] = []
     cases.append(("ternary", 2, 2, 3))
     cases.append(("lanes", bits, 2 * world, 2 * world + 1 if 2 * world + 1 < 1 << bits else -1))
     cases.append(("onebit", 1, 1, -1))
@@ -1057,8 +1049,7 @@ def test_scales_validate(number: int) -> None:
                         assert lib.gc_scales_validate(source, count, 0) == lib.GC_BAD_SCALE
 
 
-# ---- units of second moments
-# ------------------------------------------------------------------------------------------
+# ---- units of second moments ---------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [0, 1, 7, 16, 33, 1000])
 def test_moments(n: int, kind: str) -> None:
@@ -1135,8 +1126,7 @@ def test_moments_refuse_what_overlaps_or_is_missing() -> None:
     check(lib.gc_moments_follow(null, 1.0, null, 0.5, 0.5, 0, null, seen))
 
 
-# ---- checksum, copies, random numbers
-# --------------------------------------------------------------------------------
+# ---- checksum, copies, random numbers ------------------------------------------------------------
 @kernel_settings
 @given(data=st.binary(max_size=700), cut=st.integers(0, 700), misalign=st.integers(0, 15))
 def test_crc32c(data: bytes, cut: int, misalign: int) -> None:
@@ -1188,8 +1178,7 @@ def test_philox(counter: tuple[int, ...], key: tuple[int, int]) -> None:
     assert list(out) == ref.philox4x32_10(np.array(counter), key).tolist()
 
 
-# ---- promises that hold for every kernel
-# -----------------------------------------------------------------------------
+# ---- promises that hold for every kernel ---------------------------------------------------------
 def all_kernels(table: Table, memory: dict[str, Any]) -> dict[str, int]:
     """Call every kernel once over a table of ternary, 1-bit or value codes and return the
     statuses.
@@ -1463,8 +1452,7 @@ def test_structs_have_the_sizes_of_the_contract() -> None:
     assert [name for name, _ in ffi.typeof("gc_segment").fields] == list(SEGMENT.names)
 
 
-# ---- the frozen vectors
-# ----------------------------------------------------------------------------------------------
+# ---- the frozen vectors --------------------------------------------------------------------------
 def frozen(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     content = json.loads((VECTORS / f"{name}.json").read_text())
     inputs = {

@@ -249,9 +249,8 @@ def test_a_second_ctrl_c_kills_at_once(folder):
     )
     run.wait_ready(2)
     begin = time.monotonic()
-    while (
-        run.process.poll() is None and time.monotonic() - begin < 30
-    ):  # two that come at once are one
+    # two that come at once are one
+    while run.process.poll() is None and time.monotonic() - begin < 30:
         run.process.send_signal(signal.SIGINT)
         time.sleep(0.5)
     status, _ = run.end()

@@ -218,9 +218,8 @@ def refused():
     with cluster(), pytest.raises(UnsupportedTensor, match="runs on cuda:0: Trainer"):
         on_gpu.cluster_environment = type("Environment", (), {"local_rank": lambda self: 0})()
         on_gpu.setup_environment()
-    with pytest.raises(
-        MisconfigurationException, match="gpu"
-    ):  # Lightning's own words, where there is none
+    # Lightning's own words, where there is none
+    with pytest.raises(MisconfigurationException, match="gpu"):
         Trainer(accelerator="gpu", devices=1, strategy=CompressedDDPStrategy("terngrad"))
 
 

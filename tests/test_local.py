@@ -133,8 +133,7 @@ def simulate(world, steps, h, *, fragments=1, delay=0, alpha=0.5, outer=None):
     return [weights(m) for m in models], [a.detach() for a in anchors]
 
 
-# ---- what is computed
-# ------------------------------------------------------------------------------------------------
+# ---- what is computed ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -364,8 +363,7 @@ def test_split_weights_keep_their_lower_halves():
     assert (after - (a + b) / 2).abs().max() < 1e-7 < (a - b).abs().min()
 
 
-# ---- turns
-# --------------------------------------------------------------------------------------------------
+# ---- turns ---------------------------------------------------------------------------------------
 
 
 def test_turns_lie_apart_and_a_schedule_changes_their_length():
@@ -393,8 +391,7 @@ def test_fragments_are_all_of_the_tensors_in_order(sizes):
         cut(sizes, 9)
 
 
-# ---- checkpoints
-# --------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def part_of(comm, codec, options, first, steps, saved):
@@ -536,11 +533,8 @@ LATE = {"sync_every": 6, "delay": 3, "alpha": 0.3}
         ("progress", True, {"sync_every": 5}),
         ("second moment of 0.weight", True, {"sync_every": 5, "precondition": True}),
         ("average of 4.bias", True, LATE),
-        (
-            "loaded",
-            True,
-            {"sync_every": 4},
-        ),  # before the fourth sync: after the first, second, fourth all ranks compare anyway
+        # before the fourth sync: after the first, second, fourth all ranks compare anyway
+        ("loaded", True, {"sync_every": 4}),
     ],
 )
 def test_what_one_rank_loads_wrongly_is_a_mismatch(over, what, live, options):
@@ -839,8 +833,7 @@ def test_any_value_of_a_state_replaced_is_refused_or_harmless(options):
     local.close()
 
 
-# ---- the bad day
-# --------------------------------------------------------------------------------------------------
+# ---- the bad day ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("delay", [0, 2])
@@ -1425,9 +1418,8 @@ def test_optimizers_that_follow_each_other_are_not_taken_for_one():
     steps._begun = None  # averages have come since
     for parameter in (one, two):
         parameter.grad = torch.ones_like(parameter)
-        steps.check(
-            torch.optim.SGD([parameter], lr=0.1)
-        )  # at the place in memory of the one before
+        # at the place in memory of the one before
+        steps.check(torch.optim.SGD([parameter], lr=0.1))
     assert not missed
 
 

@@ -27,10 +27,8 @@ LAST = torch.channels_last
         (torch.zeros(4, 3, 2, 5), ()),
         (torch.zeros(4, 3, 2, 5).to(memory_format=LAST), (0, 2, 3, 1)),
         (torch.zeros(1, 3, 2, 5).to(memory_format=LAST), (0, 2, 3, 1)),
-        (
-            torch.zeros(4, 1, 2, 5).to(memory_format=LAST),
-            (),
-        ),  # one channel: the same order in memory
+        # one channel: the same order in memory
+        (torch.zeros(4, 1, 2, 5).to(memory_format=LAST), ()),
         (torch.zeros(4, 3, 1, 1).to(memory_format=LAST), ()),
         (torch.zeros(3, 7).t(), (1, 0)),
         (torch.zeros(3, 1, 7).permute(2, 1, 0), (2, 0, 1)),
@@ -109,9 +107,8 @@ def transposed(comm, codec):
 def test_groups_of_a_transposed_weight_are_runs_of_memory():
     assert torch.equal(run_local(2, transposed, Identity())[0], torch.arange(1.0, 13).view(4, 3))
     means = run_local(2, transposed, OneBit(error_feedback=False))[0]
-    assert torch.equal(
-        means, torch.tensor([5.5, 6.5, 7.5]).expand(4, 3)
-    )  # of columns, the outermost dimension here
+    # of columns, the outermost dimension here
+    assert torch.equal(means, torch.tensor([5.5, 6.5, 7.5]).expand(4, 3))
 
 
 def test_checkpoints_keep_to_their_memory_format():
@@ -153,8 +150,7 @@ def test_all_reduce_takes_tensors_that_fill_their_memory():
         run_local(2, reduced, "one")
 
 
-# ---- under DDP
-# --------------------------------------------------------------------------------------------------
+# ---- under DDP -----------------------------------------------------------------------------------
 
 
 def images(step):

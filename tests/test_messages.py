@@ -123,9 +123,8 @@ def one_goes(comm):
     word = torch.ones(1, dtype=torch.uint8)
     comm.start_send(word, 1 - comm.rank).wait(20)
     heard = []
-    while (
-        len(heard) < 3
-    ):  # two words of the other, the second of which says that it was told, and the end of rank 2
+    # two words of the other, the second of which says that it was told, and the end of rank 2
+    while len(heard) < 3:
         try:
             heard.append(comm.receive(10, max_nbytes=1)[0])
         except RankGone as error:
@@ -202,8 +201,7 @@ def test_a_message_to_nowhere_is_refused(over):
     assert over(2, nowhere) == [[True] * 3] * 2
 
 
-# ---- a mailbox: who may connect
-# -----------------------------------------------------------------------------------------
+# ---- a mailbox: who may connect ------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -215,10 +213,8 @@ def nothing_left():
 
     def left():
         now = open_now()
-        return (
-            now[0] - before[0],
-            now[1] - before[1],
-        )  # what an earlier test left may have gone meanwhile
+        # what an earlier test left may have gone meanwhile
+        return (now[0] - before[0], now[1] - before[1])
 
     before = open_now()
     yield

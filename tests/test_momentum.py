@@ -268,9 +268,8 @@ def test_lamb_keeps_the_ratio_of_its_warm_up_times_a_factor_that_moves_slowly():
     factors = []
     for step in range(8):
         backward(net, step, 0)
-        p.grad *= 10.0 ** -(
-            step >= 2
-        )  # what follows the warm-up is smaller: the fresh variance sinks below the frozen one
+        # what follows the warm-up is smaller: the fresh variance sinks below the frozen one
+        p.grad *= 10.0 ** -(step >= 2)
         optimizer.step()
         factors.append(float(optimizer.state[p]["factor"]))
         assert float(optimizer.state[p]["coefficient"]) <= 0.5
@@ -507,9 +506,8 @@ def test_steps_that_a_loss_scaler_skips_leave_no_trace():
     good, bad = run_local(2, one, ())[0], run_local(2, one, (6,))[0]
     assert bad[1] == good[1] == [8.0] * 4
     for a, b in zip(good[0], bad[0], strict=True):
-        torch.testing.assert_close(
-            a, b
-        )  # random draws there are none: only the rounding of another scale
+        # random draws there are none: only the rounding of another scale
+        torch.testing.assert_close(a, b)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------

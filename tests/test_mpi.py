@@ -56,8 +56,7 @@ def script(tmp_path, flavour, world, text, timeout_s=90):
     )
 
 
-# ---- the same as elsewhere
-# -----------------------------------------------------------------------------------------
+# ---- the same as elsewhere -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -99,8 +98,7 @@ def test_the_same_bytes_go_out_over_gloo_and_mpi(pools, flavour, world, name, ex
     assert len(set(seen[0])) == world  # ranks send different bytes, so the hash sees them
 
 
-# ---- making and closing
-# --------------------------------------------------------------------------------------------
+# ---- making and closing --------------------------------------------------------------------------
 
 
 def in_slices(comm, slice_numel):
@@ -137,10 +135,8 @@ def many(comm):
     with pytest.raises(RuntimeError, match="closed"):
         other.all_gather_bytes(b"x", 1)
     other.close()
-    first, second = (
-        MpiCommunicator(),
-        MpiCommunicator(),
-    )  # two at once do not meet each other's messages
+    # two at once do not meet each other's messages
+    first, second = (MpiCommunicator(), MpiCommunicator())
     order = (first, second) if comm.rank == 0 else (second, first)
     works = {}
     for one in order:
@@ -267,8 +263,7 @@ def test_the_report_names_flavour_and_thread_level(flavour):
     assert {"mpich": "MPICH", "openmpi": "Open MPI"}[flavour] in line and "THREAD_MULTIPLE" in line
 
 
-# ---- thread levels
-# --------------------------------------------------------------------------------------------------
+# ---- thread levels -------------------------------------------------------------------------------
 
 LEVEL = """
 import sys, time, mpi4py
@@ -335,8 +330,7 @@ def test_every_thread_level_works_or_says_what_to_set(tmp_path, flavour, level):
         ), done
 
 
-# ---- peers that are lost
-# -----------------------------------------------------------------------------------------------
+# ---- peers that are lost -------------------------------------------------------------------------
 
 
 def gives_up(comm):

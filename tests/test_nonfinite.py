@@ -42,8 +42,7 @@ def averaged(comm, codec, values, strategy, dtype=torch.float32, keeps_packed=Tr
     return flagged, kept, bucket.float()
 
 
-# ---- finite values whose sum overflows
-# -----------------------------------------------------------------------------------
+# ---- finite values whose sum overflows -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,8 +100,7 @@ def test_owners_means_are_bounded_one_by_one(name):
         assert torch.isfinite(average).all()
 
 
-# ---- a peer that sends NaN and does not say so
-# -----------------------------------------------------------------------------
+# ---- a peer that sends NaN and does not say so ---------------------------------------------------
 
 
 def unflagged(comm, codec, value, strategy, keeps_packed, hides):
@@ -170,8 +168,7 @@ def test_decode_refuses_a_value_that_no_flag_announces(value):
     assert error.value.check == "value"
 
 
-# ---- threads that flush denormals to zero
-# ------------------------------------------------------------------------------------
+# ---- threads that flush denormals to zero --------------------------------------------------------
 
 
 def denormal_averages(comm, codec, exchange, dtype, flushes):

@@ -156,9 +156,8 @@ def test_channels_last_and_split_join_by_hand():
     optimizer = SplitSGD(split_parameters(conv), lr=0.5)
     assert optimizer.trail(conv.weight).stride() == conv.weight.stride() == w.stride()
     assert torch.equal(optimizer.fp32(conv.weight), w)
-    conv.weight.grad = torch.randn(
-        conv.weight.shape
-    ).bfloat16()  # contiguous: other strides than the weight
+    # contiguous: other strides than the weight
+    conv.weight.grad = torch.randn(conv.weight.shape).bfloat16()
     conv.bias.grad = torch.zeros(6).bfloat16()
     optimizer.step()
     torch.testing.assert_close(
@@ -289,9 +288,8 @@ AGAINST_REFERENCE = [
 )
 def test_many_steps_equal_the_reference(name, cls, options, rounding, tier):
     extra = {"initial_accumulator_value": 0.3} if name == "adagrad" else {}
-    dtypes = [torch.bfloat16] + [torch.float32] * hasattr(
-        torch.Tensor, "grad_dtype"
-    )  # an older torch takes no others
+    # an older torch takes no others
+    dtypes = [torch.bfloat16] + [torch.float32] * hasattr(torch.Tensor, "grad_dtype")
     for numel, dtype in itertools.product([1, 15, 16, 17, 1000, 70001], dtypes):
         w = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
         holder = nn.ParameterList([w.clone()])
@@ -954,9 +952,8 @@ def test_weights_of_another_checkpoint_are_noticed_at_the_next_step():
         ValueError, match="it was not loaded from the checkpoint that the optimizer was loaded from"
     ):
         optimizer.step()
-    with pytest.raises(
-        ValueError, match="belongs to other weights"
-    ):  # an export would join what does not belong together
+    # an export would join what does not belong together
+    with pytest.raises(ValueError, match="belongs to other weights"):
         fp32_state_dict(net, optimizer)
     assert state_bytes(optimizer) == before
 

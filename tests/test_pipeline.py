@@ -126,9 +126,8 @@ def test_a_task_ends_after_its_stage_has(patient):
         gate.wait(20)
         order.append("decoded")
 
-    pipeline._on_failure = lambda: threading.Timer(
-        0.05, gate.set
-    ).start()  # as an abort ends a collective
+    # as an abort ends a collective
+    pipeline._on_failure = lambda: threading.Timer(0.05, gate.set).start()
     pipeline.submit(Task([lambda: None, decode], lambda error: order.append("ended")))
     assert entered.wait(20)
     pipeline.fail(RuntimeError("from outside"))
@@ -176,9 +175,8 @@ def test_a_pipeline_that_nobody_uses_frees_its_threads():
 
     for _ in range(3):
         pipeline = Pipeline(4, name="dropped")
-        pipeline.submit(
-            Task([lambda: None] * 4, lambda error, mine=pipeline: None)
-        )  # a task knows its owner
+        # a task knows its owner
+        pipeline.submit(Task([lambda: None] * 4, lambda error, mine=pipeline: None))
         pipeline.wait()
     assert alive() >= 4
     del pipeline

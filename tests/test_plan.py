@@ -16,8 +16,7 @@ from gradcomp.plan.costs import METHODS, find_method, plan_buckets
 from gradcomp.plan.links import Link, format_rate, format_seconds, parse_rate, parse_seconds
 from gradcomp.plan.models import MODELS, load_shapes
 
-# ---- optimal node count
-# --------------------------------------------------------------------------------------------
+# ---- optimal node count --------------------------------------------------------------------------
 
 
 def brute_force(settings):
@@ -154,8 +153,7 @@ def test_what_is_no_number_is_a_type_error():
         optimal_nodes(minibatch=1, t_frame="1ms", t_post=0, t_comm_fp32=1, t_update=0)
 
 
-# ---- links
-# --------------------------------------------------------------------------------------------------
+# ---- links ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,8 +217,7 @@ def test_quantities_are_written_with_units():
     ]
 
 
-# ---- models
-# --------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,8 +271,7 @@ def test_a_bad_file_of_shapes_is_refused(text, tmp_path):
         load_shapes(tmp_path / "shapes.json")
 
 
-# ---- bytes
-# --------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["LeNet", "ResNet-50"])

@@ -219,9 +219,8 @@ def test_it_calibrates_where_no_rates_are_given(answer, tmp_path):
     )
     assert out.returncode == 0, out.stderr
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert "Codecs were timed 3 times here: onebit " in " ".join(
-        out.stdout.split()
-    )  # its rates differ from time to time
+    # its rates differ from time to time
+    assert "Codecs were timed 3 times here: onebit " in " ".join(out.stdout.split())
     assert len(found["rates_repeated"]) == 3
     beside = {"terngrad all_gather", "outer step"}  # for what is said of local steps
     assert found["rates"].keys() == {"onebit all_gather", "onebit reduce_scatter", *beside}

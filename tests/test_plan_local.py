@@ -77,9 +77,8 @@ def test_steps_hide_what_is_late_but_not_its_work_on_the_only_core(cores, busy):
         ).exposed_seconds
         for d in (0, 4)
     )
-    assert later == pytest.approx(
-        at_once - 2 * 4 * 0.11 / 10
-    )  # each part is hidden by four of its own
+    # each part is hidden by four of its own
+    assert later == pytest.approx(at_once - 2 * 4 * 0.11 / 10)
 
 
 def test_more_steps_cost_less_and_one_node_nothing():
@@ -136,8 +135,7 @@ def test_bad_numbers_are_refused(numbers):
         LocalSteps(*numbers)
 
 
-# ---- what is recommended
-# -------------------------------------------------------------------------------------------
+# ---- what is recommended -------------------------------------------------------------------------
 
 FREE = Rates({m.name: dict.fromkeys(STAGES, StageRate(1e-5)) for m in METHODS if m.codec})
 
@@ -149,9 +147,8 @@ def test_a_step_that_waits_for_the_network_mentions_them_with_their_price():
         "local steps (--every 30, gradcomp.DiLoCo) with terngrad" in slow.sentence
         and f"{row.cost} with {row.given()}" in slow.sentence
     )
-    late = simulate(
-        WORK, rare(4, Node()), 4, Link(1e6), rates=FREE
-    ).seconds  # and a tenth of the run in fp32
+    # and a tenth of the run in fp32
+    late = simulate(WORK, rare(4, Node()), 4, Link(1e6), rates=FREE).seconds
     whole = 0.9 * late + 0.1 * slow.result("fp32", 4).seconds
     assert (
         f"{slow.result(slow.method.name, 4).seconds / whole:.2g} times as fast, and cost"
@@ -217,9 +214,8 @@ def test_nodes_of_several_ranks_are_offered_one_exchange_a_node():
         rare(2, node).name == "terngrad hierarchical every 30"
         and rare(2, Node()).name == "terngrad all_gather every 30"
     )
-    found = predict(
-        WORK, Link(1e6), [2], node=node, methods=METHODS[:1]
-    )  # calibrates what it mentions
+    # calibrates what it mentions
+    found = predict(WORK, Link(1e6), [2], node=node, methods=METHODS[:1])
     assert "local steps" in found.sentence and {OUTER, "identity", "terngrad all_gather"} <= set(
         found.rates.stages
     )

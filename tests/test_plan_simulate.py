@@ -143,8 +143,7 @@ def test_fp32_over_a_link_by_hand():
     assert found.sent_nbytes == 6_000_000
 
 
-# ---- orders that must hold
-# -----------------------------------------------------------------------------------------
+# ---- orders that must hold -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [m.name for m in METHODS])
@@ -177,9 +176,8 @@ def test_a_faster_link_is_never_slower(method, double_buffering):
             ).seconds
             for rate in (1e7, 1e8, 1e9, 1e10, 1e11)
         ]
-        assert all(b <= a * 1.02 for a, b in itertools.pairwise(seconds)), (
-            seconds
-        )  # jobs may change places
+        # jobs may change places
+        assert all(b <= a * 1.02 for a, b in itertools.pairwise(seconds)), seconds
         assert seconds[-1] < seconds[0] / 2
 
 
@@ -308,8 +306,7 @@ def test_bad_descriptions_are_refused(make, message):
         make()
 
 
-# ---- rates
-# --------------------------------------------------------------------------------------------------
+# ---- rates ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.timed
@@ -319,9 +316,8 @@ def test_calibration_finds_rates_that_describe_a_stage(tmp_path):
     small, large = (rates.stage_seconds(methods[0], 4, n, n // 4) for n in (1 << 10, 1 << 22))
     assert len(small) == 4 and min(small) >= 0 and 10 * sum(small) < sum(large) < 10
     few, more = (rates.stage_seconds(methods[1], n, 1 << 20, 1 << 20) for n in (2, 64))
-    assert (
-        more[3] > 4 * few[3] and more[3] > more[1]
-    )  # decoding grows with the ranks, encoding does not
+    # decoding grows with the ranks, encoding does not
+    assert more[3] > 4 * few[3] and more[3] > more[1]
     assert 0 < sum(rates.stage_seconds(methods[2], 4, 1 << 22, 1 << 20)) < 1
     (tmp_path / "rates.json").write_text(json.dumps(rates.to_dict()))
     assert Rates.load(tmp_path / "rates.json") == rates
@@ -343,8 +339,7 @@ def test_bad_rates_are_refused(text, tmp_path):
         Rates.load(tmp_path / "rates.json")
 
 
-# ---- predictions
-# --------------------------------------------------------------------------------------------------
+# ---- predictions ---------------------------------------------------------------------------------
 
 BIG = tuple((f"w{i}", (1000, 4000)) for i in range(10))  # 160 MB
 
@@ -442,8 +437,7 @@ def test_predictions_need_nodes_and_methods():
         predict(Workload(ONE, 1, 1), FAST, [2], rates=RATES).result("fp32", 3)
 
 
-# ---- accuracy
-# --------------------------------------------------------------------------------------------------
+# ---- accuracy ------------------------------------------------------------------------------------
 
 
 def ask(optimizer=None, link=1e9, methods=METHODS, **more):
@@ -671,8 +665,7 @@ def test_a_second_phase_in_one_piece_follows_the_last_slice():
         assert sum(one[1].seconds for one in slices) == pytest.approx(4096**2 * 1e-9)
 
 
-# ---- nodes of several ranks
-# ------------------------------------------------------------------------------------------
+# ---- nodes of several ranks ----------------------------------------------------------------------
 
 FOUR = Node(4, Link(8e9, 1e-6))
 WEIGHT = (("w", (1024, 4096)),)  # 16.8 MB in fp32
@@ -767,9 +760,8 @@ def test_averaging_inside_nodes_first_pays_where_links_are_slow_and_ranks_many()
         for row in predict(work, Link(1e8), [4], rates=RATES).rows
     )
     adamw = predict(work, Link(1e8), [4], node=Node(8), rates=RATES, optimizer="adamw")
-    assert (
-        "onebit hierarchical" not in adamw.permitted
-    )  # what it was measured with does not go with it
+    # what it was measured with does not go with it
+    assert "onebit hierarchical" not in adamw.permitted
     for ranks in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="ranks of a node"):
             Node(ranks)

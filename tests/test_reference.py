@@ -39,8 +39,7 @@ def random_f32(n: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
 
 
-# ---- the frozen vectors
-# ----------------------------------------------------------------------------------------------
+# ---- the frozen vectors --------------------------------------------------------------------------
 @pytest.mark.parametrize("name", generate.NAMES)
 def test_reference_reproduces_frozen_vectors(name: str) -> None:
     frozen = json.loads((VECTORS / f"{name}.json").read_text())
@@ -58,8 +57,7 @@ def test_vector_files_stay_small() -> None:
     assert sum(f.stat().st_size for f in VECTORS.glob("*.json")) < 450_000
 
 
-# ---- random numbers, checksum
-# ----------------------------------------------------------------------------------------
+# ---- random numbers, checksum --------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("counter", "key", "words"),  # kat_vectors of Random123 (Salmon et al. 2011)
     [
@@ -127,8 +125,7 @@ def test_every_part_of_the_key_changes_the_draws(field: str) -> None:
     assert (ref.deep_draws(elements, KEY) != ref.deep_draws(elements, other)).all()
 
 
-# ---- dtypes
-# --------------------------------------------------------------------------------------------------
+# ---- dtypes --------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("value", "want"),
     [
@@ -164,8 +161,7 @@ def test_every_narrow_value_survives_a_round_trip(dtype: int) -> None:
     assert (back == patterns)[~np.isnan(wide)].all()
 
 
-# ---- sums and scales
-# -------------------------------------------------------------------------------------------------
+# ---- sums and scales -----------------------------------------------------------------------------
 def test_block_sums_follow_the_written_order() -> None:
     """The same sum, written out one addition at a time for one block and a tail."""
     x = random_f32(700) * np.float32(1e10) ** random_f32(700, seed=1)
@@ -238,8 +234,7 @@ def test_clipping_leaves_the_mean_of_one_sided_gradients() -> None:
     assert ref.ternary_scales(y, ref.Piece(len(y), len(y))) == pytest.approx(2.5, rel=1e-5)
 
 
-# ---- ternary
-# --------------------------------------------------------------------------------------------------
+# ---- ternary -------------------------------------------------------------------------------------
 def test_ternary_codes_are_laid_out_as_drawn() -> None:
     """-1, 0, +1, +1, -1 is 10 10 01 00, then padding 01 01 01 and 00."""
     x = f32(-1, 0, 1, 1, -1)
@@ -372,14 +367,12 @@ def test_lanes_give_the_shared_average(world: int) -> None:
 
 
 def test_lanes_are_a_little_endian_bit_stream() -> None:
-    codes = [
-        ref.pack_bits(np.array([2, 0, 1]), 2, 1)
-    ] * 3  # sums 3, -3, 0 -> lanes 6, 0, 3 of 3 bits
+    # sums 3, -3, 0 -> lanes 6, 0, 3 of 3 bits
+    codes = [ref.pack_bits(np.array([2, 0, 1]), 2, 1)] * 3
     assert ref.sum_lanes(codes, 3).tolist() == [0b11_000_110, 0b0]
 
 
-# ---- 1 bit
-# --------------------------------------------------------------------------------------------------
+# ---- 1 bit ---------------------------------------------------------------------------------------
 def test_onebit_example() -> None:
     """GRACE's torch decoder turns this into [760, 760, 765, 765]."""
     payload, left = ref_payload.encode_onebit(f32(-1, -3, 2, 4), None, 4, KEY)
@@ -446,8 +439,7 @@ def test_float_average_adds_in_payload_order() -> None:
     assert bits(ref.float_average([one, big, -big])) == bits(f32(0))
 
 
-# ---- payloads
-# --------------------------------------------------------------------------------------------------
+# ---- payloads ------------------------------------------------------------------------------------
 def payloads() -> dict[str, tuple[bytes, int]]:
     """One valid payload of every codec, with its world size; the codes of 9 elements leave
     padding everywhere.
@@ -499,9 +491,8 @@ def test_every_prefix_extension_and_bit_flip_is_refused(name: str) -> None:
 
 
 U32 = "<I"
-FAULTS: list[
-    tuple[str, str, int, bytes]
-] = [  # check, payload, offset, bytes put there (then sealed again)
+# check, payload, offset, bytes put there (then sealed again)
+FAULTS: list[tuple[str, str, int, bytes]] = [
     ("magic", "ternary", 0, b"PMCG"),
     ("version", "ternary", 4, b"\x01"),
     ("codec", "ternary", 5, b"\x00"),

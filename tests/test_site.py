@@ -199,9 +199,8 @@ def test_marks_of_blocks_are_written_out(site, pages):
                 pages[site / page.relative_to(ROOT).with_suffix(".html")].classes.count(name)
                 == count
             ), (page.name, mark)
-    assert (
-        pages[site / "docs/howto/which-mode.html"].classes.count("prose") == 4
-    )  # two tables and what scrolls them
+    # two tables and what scrolls them
+    assert pages[site / "docs/howto/which-mode.html"].classes.count("prose") == 4
     assert "div.on-two-ranks::before" in (site / "_static/site.css").read_text(encoding="utf-8")
 
 

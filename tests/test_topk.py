@@ -98,8 +98,7 @@ def check(status):
     assert ffi.string(lib.gc_status_name(status)) == b"GC_OK"
 
 
-# ---- kernels
-# --------------------------------------------------------------------------------------------------
+# ---- kernels -------------------------------------------------------------------------------------
 
 
 @topk_settings
@@ -407,8 +406,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written():
     same_bytes(memory, before, 0)
 
 
-# ---- sizes and layouts
-# -----------------------------------------------------------------------------------------------
+# ---- sizes and layouts ---------------------------------------------------------------------------
 
 
 def test_bytes_are_arithmetic():
@@ -493,8 +491,7 @@ def test_messages_of_slices_are_cut_at_blocks():
             )
 
 
-# ---- codec
-# --------------------------------------------------------------------------------------------------
+# ---- codec ---------------------------------------------------------------------------------------
 
 
 @given(numel=st.integers(0, 50_000), seed=st.integers(0, 1000))
@@ -591,8 +588,7 @@ def test_headers_that_lie():
         assert error.value.check in name
 
 
-# ---- exchanges
-# --------------------------------------------------------------------------------------------------
+# ---- exchanges -----------------------------------------------------------------------------------
 
 SHAPE = (300, 331)  # three groups and a bit
 
@@ -739,8 +735,7 @@ def test_other_options_go_with_it(options):
     assert one == two == before[0][0] + after[0][0]
 
 
-# ---- what recommends codecs
-# ------------------------------------------------------------------------------------------
+# ---- what recommends codecs ----------------------------------------------------------------------
 
 
 def test_it_is_a_codec_by_name_and_no_choice_of_the_librarys():

@@ -147,15 +147,13 @@ def test_local_adagrad_and_ternary_share_the_scale_of_what_is_encoded():
     def run(comm):
         return averages(comm, TernGrad(clip_sigma=None), 1, transform=LocalAdagrad())[0]
 
-    for out in run_local(
-        3, run
-    ):  # after the first step every value is +-1, so every code is +-1 and nothing is lost
+    # after the first step every value is +-1, so every code is +-1 and nothing is lost
+    for out in run_local(3, run):
         signs = sum(gradient("v", 0, k).sign() for k in range(3)) / 3
         assert torch.allclose(out[0]["v"], signs, atol=1e-6)
 
 
-# ---- nothing is left of a bad step
-# -----------------------------------------------------------------------------------
+# ---- nothing is left of a bad step ---------------------------------------------------------------
 
 
 def with_nan(comm, transform, codec, transactional):
@@ -332,8 +330,7 @@ def test_discard_step_rolls_states_back(transform):
         )
 
 
-# ---- checkpoints, other world sizes
-# ----------------------------------------------------------------------------------
+# ---- checkpoints, other world sizes --------------------------------------------------------------
 
 
 def resumed(comm, codec, transform, tmp_path):
@@ -464,8 +461,7 @@ def test_what_is_owed_is_owed_by_the_new_ranks(old, new):
             run_local(new, load, [{**before[0], "step": 9}, *before[1:]])
 
 
-# ---- warm start
-# --------------------------------------------------------------------------------------------------
+# ---- warm start ----------------------------------------------------------------------------------
 
 
 def test_warm_start_leaves_everything_clean():
@@ -509,8 +505,7 @@ def test_warm_start_steps_shows_the_division():
         gradcomp.onebit_sgd.warm_start_steps(500, samples_per_exchange=200)
 
 
-# ---- refusals
-# --------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -568,8 +563,7 @@ def test_ranks_with_other_transforms_get_peer_mismatch():
     assert all(run_local(2, run))
 
 
-# ---- DDP, split optimizers
-# -------------------------------------------------------------------------------------------
+# ---- DDP, split optimizers -----------------------------------------------------------------------
 
 
 def model(dtype=torch.float32):
@@ -638,8 +632,7 @@ def without_transform():
     return b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in net.parameters())
 
 
-# ---- after momentum
-# --------------------------------------------------------------------------------------------------
+# ---- after momentum ------------------------------------------------------------------------------
 
 
 def test_momentum_adagrad_is_its_formula():

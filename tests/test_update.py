@@ -331,8 +331,7 @@ def test_no_number_depends_on_threads(kind):
     assert found[0] == found[1] == found[2]
 
 
-# ---- straight from payloads
-# -------------------------------------------------------------------------------------------
+# ---- straight from payloads ----------------------------------------------------------------------
 
 
 def payload_cases():
@@ -409,8 +408,7 @@ def test_averages_that_are_not_finite_are_told():
         )
 
 
-# ---- what is refused, what is passed over
-# -------------------------------------------------------------------------------
+# ---- what is refused, what is passed over --------------------------------------------------------
 
 
 def test_parameters_without_a_rule_are_passed_over():
@@ -484,8 +482,7 @@ def test_kinds_and_flags_are_those_of_the_header():
             assert getattr(native.lib, f"GC_{member.name}") == member
 
 
-# ---- storage
-# --------------------------------------------------------------------------------------------------
+# ---- storage -------------------------------------------------------------------------------------
 
 
 def round_trip(bits, rounding):

@@ -44,10 +44,8 @@ COMPUTE_STEPS = 30
 MESSAGE_NBYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 22)
 MESSAGE_REPEATS = 15
 SIZES = (1 << 13, 512 * 2442)  # of LeNet's gradients, where `before` keeps all ranks in step
-ASKED = (
-    *METHODS,
-    METHODS[0].after(LocalSteps(1)),
-)  # the last for what local steps take beside an exchange
+# the last for what local steps take beside an exchange
+ASKED = (*METHODS, METHODS[0].after(LocalSteps(1)))
 KINDS = ("max", "all_to_all", "all_gather", "all_reduce", "all_reduce_bf16")
 
 

@@ -57,9 +57,8 @@ class Block(FeedbackCodec):
         self.form = BLOCKS[bits]
         self.reach = {2: 2.0, 4: 7.5, 8: 127.5}[bits]  # half a step beyond the outermost level
         top = 2 * self.reach - 1
-        self.most = torch.tensor(
-            torch.finfo(torch.float32).max / top
-        ).item()  # largest scale that is written
+        # largest scale that is written
+        self.most = torch.tensor(torch.finfo(torch.float32).max / top).item()
 
     def of_groups(
         self,

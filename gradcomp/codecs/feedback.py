@@ -66,9 +66,8 @@ class FeedbackCodec(Codec):
 
     @property
     def decay(self) -> float:
-        return (
-            self.residual_decay or 1.0
-        )  # 0: without feedback there is nothing that kernels could multiply
+        # 0: without feedback there is nothing that kernels could multiply
+        return self.residual_decay or 1.0
 
     def with_decay(self, residual_decay: float) -> Self:
         """Return the same codec with another residual decay, in (0, 1]."""

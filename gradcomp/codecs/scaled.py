@@ -51,6 +51,5 @@ class ScaledCodec(Codec):
             raise ValueError(f"scale has {given.numel()} values for {group_count} groups")
         if not bool((torch.isfinite(given) & (given >= 0)).all()):
             raise ValueError(f"scale must be finite and not negative, got {scale!r}")
-        return (
-            given.abs().contiguous()
-        )  # -0.0 becomes 0.0; a sum would flush what is denormal where the thread flushes
+        # -0.0 becomes 0.0; a sum would flush what is denormal where the thread flushes
+        return given.abs().contiguous()

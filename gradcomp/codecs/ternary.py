@@ -25,11 +25,8 @@ from gradcomp.payload.rng import RngKey
 
 STEP = 1.8
 FLOAT32 = torch.finfo(torch.float32)
-TERNGRADS = (
-    "clip_sigma",
-    "scale",
-    "seed",
-)  # options of the stochastic codec, which had this name until 2026-11
+# options of the stochastic codec, which had this name until 2026-11
+TERNGRADS = ("clip_sigma", "scale", "seed")
 
 
 class Ternary(FeedbackCodec):

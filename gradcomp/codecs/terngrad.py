@@ -32,9 +32,8 @@ SAME_DRAWS = (
     " what is rounded up once is rounded up always, and the error of an average does not fall with"
     " the number of payloads. Pass key=gradcomp.RngKey(seed=..., rank=..., step=..., parameter=...)"
 )
-_encodings_without_key = (
-    itertools.count()
-)  # one draws numbers of its own, the second the same again
+# one draws numbers of its own, the second the same again
+_encodings_without_key = itertools.count()
 
 
 class TernGrad(ScaledCodec):

@@ -49,8 +49,7 @@ LEAVE_S = (
 )
 
 
-# ---- who may call MPI
-# ----------------------------------------------------------------------------------------------
+# ---- who may call MPI ----------------------------------------------------------------------------
 
 _one_thread: ThreadPoolExecutor | None = None
 _one_thread_lock = threading.Lock()
@@ -92,8 +91,7 @@ def caller(mpi: Any) -> Callable[[Callable[[], T]], T]:
     return _call_on_one_thread if level == mpi.THREAD_SERIALIZED else call_on_main_thread
 
 
-# ---- channels
-# --------------------------------------------------------------------------------------------------
+# ---- channels ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -114,15 +112,13 @@ class Channels:
     point: Any  # messages from rank to rank
     news: Any  # "I give up"
     serial: int  # number of its making, the same on every rank
-    gone: dict[int, tuple[int, str]] = field(
-        default_factory=dict
-    )  # peers that have given up: for whose sake, and why
+    # peers that have given up: for whose sake, and why
+    gone: dict[int, tuple[int, str]] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)  # peers that have come to their end
     broken: bool = False
     uses: int = 0  # how many MpiCommunicators have had these channels; tells their messages apart
-    pending: dict[int, tuple[Any, object]] = field(
-        default_factory=dict
-    )  # requests with what MPI reads or writes
+    # requests with what MPI reads or writes
+    pending: dict[int, tuple[Any, object]] = field(default_factory=dict)
     arriving: list[Arriving] = field(default_factory=list)  # messages that have been matched
     said: list[Any] = field(default_factory=list)
 
@@ -132,9 +128,8 @@ class Parent:
     """What is kept with an MPI communicator: channels that are free, and how many were made."""
 
     free: list[Channels] = field(default_factory=list)
-    dropped: list[Channels] = field(
-        default_factory=list
-    )  # by communicators that nobody closed; a finalizer adds them
+    # by communicators that nobody closed; a finalizer adds them
+    dropped: list[Channels] = field(default_factory=list)
     made: int = 0
     subsets: dict[tuple[int, ...], Any] = field(default_factory=dict)
     # some rank did not take part in making channels: what it does now would match the wrong call
@@ -290,13 +285,11 @@ def _wait_all(
         pause()
 
 
-# ---- the end of a program that lost a peer
-# ---------------------------------------------------------------------------
+# ---- the end of a program that lost a peer -------------------------------------------------------
 
 _made: list[Channels] = []
-unanswered: list[
-    Any
-] = []  # what no peer will complete, with its buffers: MPI may use them until the process ends
+# what no peer will complete, with its buffers: MPI may use them until the process ends
+unanswered: list[Any] = []
 
 
 @atexit.register
@@ -318,9 +311,8 @@ def _leave() -> None:
         unanswered.extend(kept for kept in channels.pending.values() if not kept[0].Test())
     if not unanswered:
         return
-    died = hasattr(
-        sys, "last_value"
-    )  # of an exception that nobody caught: others are not to go on without this rank
+    # of an exception that nobody caught: others are not to go on without this rank
+    died = hasattr(sys, "last_value")
     pause, deadline = Pause(), time.monotonic() + (0 if died else LEAVE_S)
     while (
         any(len(channels.left) < channels.news.Get_size() - 1 for channels in trouble)

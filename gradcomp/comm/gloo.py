@@ -36,12 +36,10 @@ CONNECT_S = 60.0  # longest wait for ranks that are all there
 OWN_DESCRIPTORS = 4  # of a gloo group, beside a socket for each peer
 DATA = (Channel.SCALE, Channel.FIRST, Channel.SECOND)
 
-_failed: weakref.WeakKeyDictionary[Any, str] = (
-    weakref.WeakKeyDictionary()
-)  # what first went wrong in a job
-_stuck: list[
-    tuple[list[Any], set[_GlooWork]]
-] = []  # groups with a collective that no peer has answered yet
+# what first went wrong in a job
+_failed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# groups with a collective that no peer has answered yet
+_stuck: list[tuple[list[Any], set[_GlooWork]]] = []
 
 
 class Groups:
@@ -173,9 +171,8 @@ class Groups:
                 prefix, self._rank, self._world_size, CONNECT_S, self._timeout_s
             )
         # a rank that leaves before the others are connected would look like a failure to them
-        self._meet(
-            f"connected {channels[0]:d}", CONNECT_S, "connected", self.notes.look
-        )  # who is connected may close at once
+        # who is connected may close at once
+        self._meet(f"connected {channels[0]:d}", CONNECT_S, "connected", self.notes.look)
         job = self._job()
         if job is not None:  # all ranks are there again
             _failed.pop(job, None)
@@ -219,9 +216,8 @@ class _GlooWork(Work):
             try:
                 self._work.wait(_patience(min(left, SLICE_S)))
             except RuntimeError as error:
-                if (
-                    self._work.is_completed()
-                ):  # it may have been done just after its wait ended: its own word counts
+                # it may have been done just after its wait ended: its own word counts
+                if self._work.is_completed():
                     self._settle(timeout_s)
                     return
                 self._look(error, timeout_s, ended=False, last=left <= SLICE_S)
@@ -254,9 +250,8 @@ class _GlooWork(Work):
         ended = ended or not late
         gone = groups.notes.look(LOOK_S) if late else groups.notes.look_for_cause(LOOK_S)
         if gone is not None:
-            if (
-                not ended and self._ends_yet()
-            ):  # with what the other had sent before: how, the next wait says
+            # with what the other had sent before: how, the next wait says
+            if not ended and self._ends_yet():
                 return
             lost = RankGone(gone[0], what=gone[1] if late else f"{gone[1]} [{text}]")
             groups.lose(str(lost))

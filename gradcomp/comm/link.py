@@ -59,9 +59,8 @@ class LinkCommunicator(Communicator):
         self.timeout_s = comm.timeout_s
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._queues: dict[
-            object, SimpleQueue[_LinkWork | None]
-        ] = {}  # by channel, so that each keeps its order
+        # by channel, so that each keeps its order
+        self._queues: dict[object, SimpleQueue[_LinkWork | None]] = {}
         weakref.finalize(self, _stop, self._lock, self._closed, self._queues).atexit = False
 
     def _like(self, comm: Communicator) -> LinkCommunicator:

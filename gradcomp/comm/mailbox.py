@@ -88,15 +88,13 @@ class Mailbox:
     """
 
     def __init__(self, rank: int, world_size: int, share: Share, timeout_s: float) -> None:
-        self._post = _Post(
-            rank, world_size
-        )  # what the loop holds; so that this goes when its user drops it
+        # what the loop holds; so that this goes when its user drops it
+        self._post = _Post(rank, world_size)
         loop = self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_run, args=(loop,), name="gradcomp-messages", daemon=True)
         thread.start()
-        self._end = weakref.finalize(
-            self, _stop, loop, thread, self._post.peers
-        )  # at the latest when the interpreter ends
+        # at the latest when the interpreter ends
+        self._end = weakref.finalize(self, _stop, loop, thread, self._post.peers)
         try:
             self._meet(share, timeout_s)
         except BaseException:
@@ -188,13 +186,11 @@ class _Post:
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self._locks: dict[int, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # those that read
-        self._strangers: set[asyncio.Task[None]] = (
-            set()
-        )  # connections that have not proved themselves
+        # connections that have not proved themselves
+        self._strangers: set[asyncio.Task[None]] = set()
         self._complete = asyncio.Event()
 
-    # ---- connecting
-    # ----------------------------------------------------------------------------------------------
+    # ---- connecting ------------------------------------------------------------------------------
 
     async def join(
         self, listener: socket.socket, cards: Sequence[dict[str, Any]], key: bytes, timeout_s: float
@@ -270,9 +266,8 @@ class _Post:
                 writer.transport.abort()
 
     def _take(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.transport.set_write_buffer_limits(
-            0
-        )  # so that drain() means: the caller's memory is free
+        # so that drain() means: the caller's memory is free
+        writer.transport.set_write_buffer_limits(0)
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peers[peer], self._locks[peer] = writer, asyncio.Lock()
         reading = asyncio.ensure_future(self._read(peer, reader))
@@ -281,8 +276,7 @@ class _Post:
         if len(self.peers) == self.world_size - 1:
             self._complete.set()
 
-    # ---- messages
-    # ----------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     async def send(self, message: Tensor, to: int) -> None:
         """Send a message; return when its memory is free."""
@@ -328,8 +322,7 @@ def _tell(share: Share, card: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(data) for data in share(json.dumps(card).encode().ljust(CARD_NBYTES))]
 
 
-# ---- the loop, which must not hold a Mailbox
-# ---------------------------------------------------------------------------
+# ---- the loop, which must not hold a Mailbox -----------------------------------------------------
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -358,9 +351,8 @@ def _stop(
 
     if thread.is_alive():
         asyncio.run_coroutine_threadsafe(end(), loop)
-        if (
-            threading.current_thread() is not thread
-        ):  # a finalizer runs wherever the garbage collector does
+        # a finalizer runs wherever the garbage collector does
+        if threading.current_thread() is not thread:
             thread.join(2 * CLOSE_S)
 
 

@@ -138,9 +138,8 @@ class Notes:
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
-        self._lock = (
-            threading.RLock()
-        )  # a garbage collector may close a communicator in the middle of anything
+        # a garbage collector may close a communicator in the middle of anything
+        self._lock = threading.RLock()
         self._looking: dict[str, _Asking] = {}
         self._found: dict[str, tuple[int, str]] = {}
         self._told = False
@@ -172,9 +171,8 @@ class Notes:
     def _leave(self, key: str, reason: str) -> None:
         with self._lock:
             left, self._told = self._told, True
-        if not left and not store_is_gone(
-            self._store
-        ):  # torch logs a page for each write to one that is
+        # torch logs a page for each write to one that is
+        if not left and not store_is_gone(self._store):
             _Asking(self._store, lambda: self._write(key, reason)).join(
                 0.0 if _is_silent() else TELL_S
             )

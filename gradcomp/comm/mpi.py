@@ -136,10 +136,8 @@ class _MpiWork(Work):
         self._owner, self._channels, self._request = owner, channels, request
         self._collective = peer is None
         self._peers: Collection[int] = range(owner.world_size) if peer is None else (peer,)
-        channels.pending[id(self._request)] = (
-            request,
-            buffers,
-        )  # whoever forgets this work: MPI uses the buffers
+        # whoever forgets this work: MPI uses the buffers
+        channels.pending[id(self._request)] = (request, buffers)
 
     def is_done(self) -> bool:
         try:
@@ -204,9 +202,8 @@ class MpiCommunicator(Communicator):
         self._told: set[int] = set()  # ranks whose end `receive` has reported
         self.timeout_s = timeout_s
         self._channels: Channels | None = take_channels(mpi, parent, timeout_s, self._call)
-        dropped = kept_with(
-            mpi, parent
-        ).dropped  # a finalizer runs at any time, so it calls no MPI and takes no lock
+        # a finalizer runs at any time, so it calls no MPI and takes no lock
+        dropped = kept_with(mpi, parent).dropped
         self._dropped = weakref.finalize(self, dropped.append, self._channels)
         self._dropped.atexit = False
 
@@ -309,8 +306,7 @@ class MpiCommunicator(Communicator):
             with free_lock:
                 give_back(kept_with(self._mpi, self._parent), channels, self._call)
 
-    # ---- parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     def _open(self) -> Channels:
         if self._channels is None:

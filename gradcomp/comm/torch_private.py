@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from gradcomp.errors import GradcompError
 
-Allocate = Callable[
-    [int, torch.dtype, torch.device], torch.Tensor
-]  # (values, dtype, device): flat memory
+# (values, dtype, device): flat memory
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 FALLBACK_TIMEOUT_S = 300.0  # where a process group does not tell its own
 LONGEST_TIMEOUT_S = 1e6  # eleven days; longer ones overflow gloo's clocks
@@ -157,8 +156,7 @@ def _named(where: Any, name: str) -> Any:
         ) from None
 
 
-# ---- of DistributedDataParallel and autograd
-# -------------------------------------------------------------------------
+# ---- of DistributedDataParallel and autograd -----------------------------------------------------
 
 
 def graph_task() -> int:
@@ -229,8 +227,7 @@ def joins_by_active_ranks(model: Any) -> bool:
     )
 
 
-# ---- of FSDP2
-# --------------------------------------------------------------------------------------------------
+# ---- of FSDP2 ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -412,8 +409,7 @@ def all_gather_as_before(module: Any) -> None:
     _named(module, "set_custom_all_gather")(_named(_fsdp_collectives, "DefaultAllGather")())
 
 
-# ---- of the profiler
-# -------------------------------------------------------------------------------------------------
+# ---- of the profiler -----------------------------------------------------------------------------
 
 
 def is_profiling() -> bool:

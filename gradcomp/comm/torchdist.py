@@ -34,16 +34,13 @@ from gradcomp.errors import PeerLost, PeerMismatch
 logger = logging.getLogger("gradcomp")
 
 PATIENCE = 2.0  # a process group that waits so many times longer than gradcomp is worth a warning
-_CARD = struct.Struct(
-    "<d8s"
-)  # timeout_s, and what makes the keys of this communicator its own: stores outlive groups
-_RANK = struct.Struct(
-    "<IIB"
-)  # rank, world size, whether the communicator is made of the process group
+# timeout_s, and what makes the keys of this communicator its own: stores outlive groups
+_CARD = struct.Struct("<d8s")
+# rank, world size, whether the communicator is made of the process group
+_RANK = struct.Struct("<IIB")
 
-_meetings: weakref.WeakKeyDictionary[Any, Counter[Any]] = (
-    weakref.WeakKeyDictionary()
-)  # how many, by default group
+# how many, by default group
+_meetings: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()
 
 
 def _store(members: tuple[int, ...], what: str) -> Any:
@@ -219,8 +216,7 @@ class TorchCommunicator(Communicator):
         return self._mailbox
 
 
-# ---- groups of ranks that have none yet
-# ------------------------------------------------------------------------------
+# ---- groups of ranks that have none yet ----------------------------------------------------------
 
 
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:

@@ -31,9 +31,8 @@ from gradcomp.payload.order import storage_order, storage_shape
 from gradcomp.payload.parameters import describe_parameters, warn_of_thin_groups
 from gradcomp.payload.pieces import Slot
 
-Members = tuple[
-    tuple[int, int], ...
-]  # (position of a tensor, its first element in the bucket), in bucket order
+# (position of a tensor, its first element in the bucket), in bucket order
+Members = tuple[tuple[int, int], ...]
 
 
 class Layouts:
@@ -192,8 +191,7 @@ class Layouts:
             ring_bytes(offset, self.comm.world_size) / plan.sent_nbytes if plan.sent_nbytes else 1.0
         )
 
-    # ---- parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     def _make_feedback(self) -> tuple[Feedback | None, Feedback | None]:
         owner = self.comm.world_size > 1 and owners_feed_back(
@@ -207,9 +205,8 @@ class Layouts:
             for p in self.parameters
             if p.compressed and p.index in self.trained
         }
-        feedback = Feedback(
-            numels
-        )  # takes memory when it is written first, which a codec without residuals never does
+        # takes memory when it is written first, which a codec without residuals never does
+        feedback = Feedback(numels)
         return feedback, feedback.owned(self.route.owner_numel) if owner else None
 
     def _make_moments(self) -> SecondMoments | None:
@@ -223,9 +220,8 @@ class Layouts:
 
     def _slots(self, members: Members) -> list[Slot]:
         slots, transform = [], self.memory.transform
-        feedback = (
-            self.memory.feedback if self.comm.world_size > 1 else None
-        )  # a single rank only pays what it owes
+        # a single rank only pays what it owes
+        feedback = self.memory.feedback if self.comm.world_size > 1 else None
         for index, offset in members:
             p = self.parameters[index]
             new = feedback is not None and p.compressed and not feedback.knows(index)

@@ -40,9 +40,8 @@ class Newcomers:
     def __init__(self, model: nn.Module) -> None:
         _watch()
         self._model = model
-        self._known = {
-            id(parameter): parameter for parameter in model.parameters()
-        }  # kept: ids are used again
+        # kept: ids are used again
+        self._known = {id(parameter): parameter for parameter in model.parameters()}
         self._seen = _registered
 
     def refuse(self) -> None:

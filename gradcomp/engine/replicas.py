@@ -16,9 +16,8 @@ from gradcomp.payload import wire
 from gradcomp.payload.fingerprint import Record, Words
 
 DIGEST_NBYTES = 16
-Named = Sequence[
-    tuple[str, object]
-]  # name, and a tensor or a value that its repr tells from others
+# name, and a tensor or a value that its repr tells from others
+Named = Sequence[tuple[str, object]]
 
 
 def digests(values: Iterable[object]) -> bytes:
@@ -79,9 +78,8 @@ def compare(
     except PeerMismatch as found:
         if found.field != "bits":
             raise
-    with peers_answer(
-        phase, called=called
-    ):  # names and shapes are alike: as many bytes on every rank
+    # names and shapes are alike: as many bytes on every rank
+    with peers_answer(phase, called=called):
         everyone = comm.all_gather_bytes(mine, timeout_s, channel)
     name, value, digest = next(
         (*named[n], mine[part])

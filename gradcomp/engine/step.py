@@ -110,8 +110,7 @@ class Engine:
         self._first_submit = self._last_done = 0.0
         self._start()
 
-    # ---- a step
-    # ----------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Open a step: take over the loss scale, forget what `discard_step` could undo.
@@ -280,8 +279,7 @@ class Engine:
         """Whether residuals are kept in units of this scale."""
         return self.options.loss_scale == scale
 
-    # ---- checkpoints, checks
-    # ---------------------------------------------------------------------------------------
+    # ---- checkpoints, checks ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on bit for bit: tensors, numbers and strings only.
@@ -378,8 +376,7 @@ class Engine:
         else:
             self.comm.close()
 
-    # ---- parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     def _lease(self, comm: Communicator) -> Lease:
         return comm.lease(
@@ -412,9 +409,8 @@ class Engine:
         except PeerMismatch as error:
             found = error
         if found is not None:
-            if (
-                found.field == "state"
-            ):  # which all ranks see, so all of them look for the first difference
+            # which all ranks see, so all of them look for the first difference
+            if found.field == "state":
                 self._compare(self._replicas, "fingerprint", Channel.SCALE)
             raise found
         if "state" in values:

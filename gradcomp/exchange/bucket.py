@@ -116,8 +116,7 @@ class BucketExchange:
             self._kernels, plan, [t.brings for t in self._bringing if t.brings is not None], decoded
         )
 
-    # ---- one step
-    # ----------------------------------------------------------------------------------------------
+    # ---- one step --------------------------------------------------------------------------------
 
     @property
     def flagged(self) -> bool:
@@ -201,9 +200,8 @@ class BucketExchange:
         """
         here = self._traffic[number]
         self.receive(number)
-        if (
-            here.second is None or here.flagged
-        ):  # every rank has seen the same flags, so all of them skip it
+        # every rank has seen the same flags, so all of them skip it
+        if here.second is None or here.flagged:
             return
         with self.stats.timed("owner"):
             self._own_bad |= self._average(here, here.second.owned)
@@ -300,8 +298,7 @@ class BucketExchange:
         if self._observed is not None:
             self._observed.commit()
 
-    # ---- parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     def _measure(self) -> None:
         if self._scratch is not None:
@@ -321,9 +318,8 @@ class BucketExchange:
                 with peers_answer("scale_round", self._bucket):
                     work.wait(self.timeout_s)
             self.stats.add_seconds("scale_round", time.perf_counter() - begun)
-            self._nonfinite |= not self._kernels.are_finite(
-                self._scales
-            )  # some rank's values were not
+            # some rank's values were not
+            self._nonfinite |= not self._kernels.are_finite(self._scales)
         else:
             self._measure()
         with self.stats.timed("encode"):

@@ -37,9 +37,8 @@ class Divided:
 
     def __init__(self, plan: BucketPlan, moments: SecondMoments, dtype: torch.dtype) -> None:
         self._moments, self._slots = moments, plan.slots
-        self._runs = _runs(
-            plan.slots
-        )  # shards need not lie side by side, and what lies between is anything
+        # shards need not lie side by side, and what lies between is anything
+        self._runs = _runs(plan.slots)
         numel = self._runs[-1].stop if self._runs else 0
         self.units, self.values = torch.ones(numel), torch.empty(numel)
         self.averages = None if dtype == torch.float32 else torch.empty(numel)

@@ -68,9 +68,8 @@ def run_stages(exchange: Exchange, buffer: Tensor, step: int) -> None:
     exchange.begin(buffer, step, 0)
     slices = exchange.slices
     count = len(slices[0])
-    for wave in range(
-        len(slices) + count - 1
-    ):  # what a slice has started runs while the one behind it is encoded
+    # what a slice has started runs while the one behind it is encoded
+    for wave in range(len(slices) + count - 1):
         for stage in range(count):
             if 0 <= wave - stage < len(slices):
                 slices[wave - stage][stage]()

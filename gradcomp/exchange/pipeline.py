@@ -143,9 +143,8 @@ class Pipeline:
             self._on_failure()
         except Exception:
             logger.exception("the peers could not be told of a failure")
-        with (
-            self._changed
-        ):  # a stage that works on a task ends it: nobody touches its buffers before that
+        # a stage that works on a task ends it: nobody touches its buffers before that
+        with self._changed:
             self._changed.wait_for(lambda: not self._busy, QUIET_S)
             pending = list(self._pending)
         for task in pending:

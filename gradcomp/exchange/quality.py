@@ -236,9 +236,8 @@ def _measure(
     size, missing = _norm(g), 0.0
     if left is not None:
         missing = _norm(left) / size if size > 0 else math.nan
-    x = (
-        q + left if left is not None and unit is None else encoded
-    )  # residuals that the codec has added itself
+    # residuals that the codec has added itself
+    x = q + left if left is not None and unit is None else encoded
     whole, error = _norm(x), _norm(x - q)
     decoded = q if unit is None else q * unit
     other = _norm(decoded)

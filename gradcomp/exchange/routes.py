@@ -253,10 +253,8 @@ class NodeRoute:
             name: options[name] for name in ("timeout_s", "device", "moments") if name in options
         }
         inside = BucketExchange(plan.inside, self._nodes.inside, dtype, stats.inside_nodes, **last)
-        options |= {
-            "draw_rank": self._comm.rank,
-            "observes": False,
-        }  # averages of shards: the exchange inside has them whole
+        # averages of shards: the exchange inside has them whole
+        options |= {"draw_rank": self._comm.rank, "observes": False}
         return NodeExchange(
             inside, BucketExchange(plan.across, self._nodes.across, torch.float32, stats, **options)
         )

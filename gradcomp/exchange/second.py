@@ -147,9 +147,8 @@ class Encoded(SecondPhase):
 
 _CODECS: dict[str, Callable[[Codec], Codec]] = {
     "requantize": lambda codec: codec.requantizer(),
-    "block2": lambda codec: Block(
-        2, residual_decay=codec.decay
-    ),  # groups are the first phase's: layouts have them from slots
+    # groups are the first phase's: layouts have them from slots
+    "block2": lambda codec: Block(2, residual_decay=codec.decay),
     "block4": lambda codec: Block(4, residual_decay=codec.decay),
     "block8": lambda codec: Block(8, residual_decay=codec.decay),
     "bf16": lambda _: Identity("bf16"),

@@ -23,10 +23,8 @@ from gradcomp.payload.parameters import Exempts, Parameter, assign_buckets, desc
 from gradcomp.payload.pieces import Piece, Slot, whole_pieces
 from gradcomp.payload.sizes import owned_nbytes, slice_bounds, sliced_nbytes
 
-DDP_BUCKET_NBYTES = (
-    1 << 20,
-    25 << 20,
-)  # DDP's default caps: a small first bucket starts the first exchange early
+# DDP's default caps: a small first bucket starts the first exchange early
+DDP_BUCKET_NBYTES = (1 << 20, 25 << 20)
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
 
 

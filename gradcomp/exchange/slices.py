@@ -89,10 +89,8 @@ def cut(pieces: Sequence[Piece], count: int, least: int = 8) -> list[list[Piece]
     before = 0
     for piece in pieces:
         group = piece.slot.group_numel if piece.slot.compressed else 1
-        units = (
-            math.lcm(UNIT_NUMEL, group),
-            math.lcm(8, group),
-        )  # codes of 8 elements are whole bytes
+        # codes of 8 elements are whole bytes
+        units = (math.lcm(UNIT_NUMEL, group), math.lcm(8, group))
         unit = next(
             (u for u in units if u * count <= total),
             max(UNIT_NUMEL, least if piece.slot.compressed else 0),

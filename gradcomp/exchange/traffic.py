@@ -87,9 +87,8 @@ class Memory:
         self.slices = []
         for one, layout, part in zip(plan.slices, arriving, torch.split(recv, nbytes), strict=True):
             first = Inbox(part, layout.nbytes, [layout] * n, plan.rank, plan.codec.validate_packed)
-            room = (
-                recv if one is plan.slices[-1] else part
-            )  # with the last slice all has arrived and been decoded
+            # with the last slice all has arrived and been decoded
+            room = recv if one is plan.slices[-1] else part
             second = self._second(one, first.tensors, room) if plan.scatters else None
             self.slices.append(
                 Traffic(one, Outbox(plan.local, self.local, one.messages), first, second)

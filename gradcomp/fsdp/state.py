@@ -122,9 +122,8 @@ class FsdpState:
         self._reduces: list[ReduceScatter] = []
         self._gathers: list[AllGather] = []
         self._pending: list[ReduceScatter] = []
-        self._called_back = (
-            -1
-        )  # number of the backward pass at whose end pending averages are waited for
+        # number of the backward pass at whose end pending averages are waited for
+        self._called_back = -1
         self._reports: list[Telemetry] = []
         self._hooks: list[Any] = []
         self._backwards = self._calls = 0
@@ -294,9 +293,8 @@ class FsdpState:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if (
-            self._pending and torch_private.graph_task() < 0
-        ):  # torch itself has ended the backward pass with an error
+        # torch itself has ended the backward pass with an error
+        if self._pending and torch_private.graph_task() < 0:
             self._poison()
         self._steps.check(optimizer, args, kwargs)
 
@@ -420,9 +418,8 @@ class FsdpState:
         adds these to its next gradients.
         """
         kept = self._kept
-        exchanged = bool(
-            state["steps"] or ranks
-        )  # a run of one rank exchanges nothing and leaves nothing out
+        # a run of one rank exchanges nothing and leaves nothing out
+        exchanged = bool(state["steps"] or ranks)
         pays = exchanged and bool(self._alone) and not self._reduces and self.codec.error_feedback
         if pays:
             kept = Kept(self._residuals)

@@ -84,10 +84,8 @@ class AllGather:
         forward: Forward | None = None,
     ) -> None:
         self.module, self.count = module, 0
-        self._forward, self._kept = (
-            forward,
-            None,
-        )  # type: Forward | None, tuple[Gathered, Tensor] | None
+        # type: Forward | None, tuple[Gathered, Tensor] | None
+        self._forward, self._kept = (forward, None)
         if forward is not None:
             forward.watch(module)
         self._parts, self._codec, self._comm, self._stats, self._rooms = (
@@ -121,9 +119,8 @@ class AllGather:
             return lambda: gather.again(room, output)
         keep = not in_backward and self._forward is not None and self._forward.with_gradients
         keep = keep and torch_private.reshards_after_forward(self.module)
-        if (
-            not keep and self._kept is not None
-        ):  # weights of an earlier forward, which this one's backward must not find
+        # weights of an earlier forward, which this one's backward must not find
+        if not keep and self._kept is not None:
             self._rooms.give(self._kept[1])
             self._kept = None
         self._guarded(lambda: gather.start(given, self.count))

@@ -65,8 +65,7 @@ class Payloads:
 class Kernels(Protocol):
     """The kernels of one kind of device."""
 
-    # ---- statistics
-    # ----------------------------------------------------------------------------------------------
+    # ---- statistics ------------------------------------------------------------------------------
 
     def scratch(self, groups: Groups, room: Tensor | None = None) -> Tensor:
         """Return memory for `scales`, uint8; in `room`, uint8 memory that is free meanwhile, if
@@ -92,8 +91,7 @@ class Kernels(Protocol):
             out: ``(groups,)`` float32, written.
         """
 
-    # ---- encoding
-    # ----------------------------------------------------------------------------------------------
+    # ---- encoding --------------------------------------------------------------------------------
 
     def encode(
         self,
@@ -130,8 +128,7 @@ class Kernels(Protocol):
                 keep all.
         """
 
-    # ---- averages
-    # ----------------------------------------------------------------------------------------------
+    # ---- averages --------------------------------------------------------------------------------
 
     def sum_decode(self, payloads: Payloads, table: Table, out: Tensor, written: int = 0) -> bool:
         """Write averages to `out`, of the payloads' dtype; True: one that was written is not
@@ -175,8 +172,7 @@ class Kernels(Protocol):
                 parameter has none.
         """
 
-    # ---- checks of payloads
-    # ------------------------------------------------------------------------------------------
+    # ---- checks of payloads ----------------------------------------------------------------------
 
     def validate(self, payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
         """Raise CorruptPayload for codes and padding that an encoder does not write (`limits`: of
@@ -193,8 +189,7 @@ class Kernels(Protocol):
     def are_finite(self, values: Tensor) -> bool:
         """Return whether all float32 values are finite."""
 
-    # ---- units of second moments
-    # -------------------------------------------------------------------------------------
+    # ---- units of second moments -----------------------------------------------------------------
 
     def divide(
         self,
@@ -225,8 +220,7 @@ class Kernels(Protocol):
         return True if one is not finite.
         """
 
-    # ---- rotation
-    # ----------------------------------------------------------------------------------------------
+    # ---- rotation --------------------------------------------------------------------------------
 
     def rotate(
         self,
@@ -251,8 +245,7 @@ class Kernels(Protocol):
         unbiased under random rotations.
         """
 
-    # ---- memory
-    # ----------------------------------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------
 
     def rescale(self, plane: Tensor, factor: float) -> None:
         """Multiply a residual plane by `factor`, in place."""

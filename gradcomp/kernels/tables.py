@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 BLOCK_NUMEL = 512  # elements in one float64 partial sum (GC_BLOCK_NUMEL)
 MAX_NUMEL = 2**32 - 4096  # elements of a segment, and so of a parameter, at most (GC_MAX_NUMEL)
-CHUNK_NUMEL = (
-    1 << 16
-)  # elements in one unit of work: 256 KB of fp32, small against L2, large against a call
+# elements in one unit of work: 256 KB of fp32, small against L2, large against a call
+CHUNK_NUMEL = 1 << 16
 
 SEGMENT = np.dtype(
     [

@@ -62,8 +62,7 @@ class Fragment:
         engine.compares_state = True
         self.sent = self.held = False
 
-    # ---- a sync
-    # ----------------------------------------------------------------------------------------------
+    # ---- a sync ----------------------------------------------------------------------------------
 
     def replicated(self) -> list[tuple[str, object]]:
         """Return (name, value) of what every rank must hold alike, beside the anchors."""
@@ -144,9 +143,8 @@ class Fragment:
         self.optimizer.step()
         self.forget()
         self.syncs += 1
-        if (
-            self.syncs & (self.syncs - 1) == 0
-        ):  # 1, 2, 4, ...: an option that no comparison sees shows in what steps have made
+        # 1, 2, 4, ...: an option that no comparison sees shows in what steps have made
+        if self.syncs & (self.syncs - 1) == 0:
             self.averager._engine.compare_next()
         self.restore(alpha)
 
@@ -170,8 +168,7 @@ class Fragment:
         for (_, parameter), (_, anchor) in zip(self._named, self.anchors, strict=True):
             anchor.copy_(self._weights.read(parameter))
 
-    # ---- checkpoints
-    # ----------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return what this rank needs to go on bit for bit; nothing may be under way."""

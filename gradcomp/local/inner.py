@@ -120,9 +120,8 @@ class Inner:
                 self._then()
 
     def _refuse(self, optimizer: Any, *_: Any) -> None:
-        if self._inside is None and not any(
-            _is_around(optimizer, one) for one in self._hooked
-        ):  # one inside of ours is a part of it
+        # one inside of ours is a part of it
+        if self._inside is None and not any(_is_around(optimizer, one) for one in self._hooked):
             raise GradcompError(
                 f"a step of an optimizer that local steps do not know ({type(optimizer).__name__})"
                 " on their parameters: it would not be counted, nor are split weights its own."

@@ -148,9 +148,8 @@ class DiLoCo:
         self._hooks: list[Any] = []
         weakref.finalize(self, remove, self._hooks)
         self._reports: list[Telemetry] = []
-        self._under_way: deque[tuple[int, int]] = (
-            deque()
-        )  # fragment, inner step at which its averages are applied
+        # fragment, inner step at which its averages are applied
+        self._under_way: deque[tuple[int, int]] = deque()
         self._averaged, self.inner_steps = False, 0
         outer, transform = outer_optimizer or self._default_outer, None
         try:
@@ -192,8 +191,7 @@ class DiLoCo:
 
     _default_outer = staticmethod(nesterov)
 
-    # ---- training
-    # ----------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Count an inner step, after the inner optimizer's ``step()``; sync what has its turn.
@@ -257,9 +255,8 @@ class DiLoCo:
                 self._apply(number)
 
     def _apply(self, number: int) -> None:
-        if self._fragments[
-            number
-        ].sent:  # it may have failed meanwhile, which its next exchange says again
+        # it may have failed meanwhile, which its next exchange says again
+        if self._fragments[number].sent:
             self._fragments[number].apply(self._alpha if self._delay else 0.0)
         for report in self._reports if number == len(self._fragments) - 1 else []:
             report.step(self.inner_steps)
@@ -307,8 +304,7 @@ class DiLoCo:
                 fragment.arrive()
         self._under_way = deque(one for one in self._under_way if self._fragments[one[0]].sent)
 
-    # ---- what it says
-    # ----------------------------------------------------------------------------------------------
+    # ---- what it says ----------------------------------------------------------------------------
 
     @property
     def syncs(self) -> int:
@@ -364,8 +360,7 @@ class DiLoCo:
             fragment.progress = self._progress()
             fragment.averager.check_replicas()
 
-    # ---- checkpoints
-    # ----------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to go on bit for bit, beside its model and inner optimizer:
@@ -441,8 +436,7 @@ class DiLoCo:
         self._turns.round, self._turns.done = first["round"], first["done"]
         self._under_way = deque((number, at) for number, at in first["under_way"])
 
-    # ---- parts
-    # ----------------------------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     def _progress(self) -> str:
         waiting = ", ".join(f"fragment {number} until step {at}" for number, at in self._under_way)

@@ -108,9 +108,8 @@ class SecondMoments:
         owed = (
             residual[slot.residual : slot.residual + slot.numel] if residual is not None else None
         )
-        floor = (
-            self.options.floor if any_bits(old) else 1.0
-        )  # of the whole tensor, also where the slot is a shard of it
+        # of the whole tensor, also where the slot is a shard of it
+        floor = self.options.floor if any_bits(old) else 1.0
         HOST.divide(given, owed, old[slot.start : slot.start + slot.numel], floor, d, x)
 
     def observe(self, slots: Sequence[Slot], averages: Tensor, step: int) -> bool:
@@ -168,9 +167,8 @@ def _exact(bits: int) -> float:
 
 def _inverse(value: float) -> float:
     """Return 1 / value rounded to float32; 0.0 where that is not a normal number."""
-    exact = (
-        1.0 / value if value else math.inf
-    )  # float64 has bits enough for one rounding after the other to be one
+    # float64 has bits enough for one rounding after the other to be one
+    exact = 1.0 / value if value else math.inf
     if not SMALLEST <= exact < math.inf:
         return 0.0
     with np.errstate(over="ignore"):

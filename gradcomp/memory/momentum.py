@@ -100,9 +100,8 @@ class SharedMomentum(Transforming):
     ) -> None:
         super().__init__(transform, numels)  # planes that are never written take no memory
         self._source, self._tensors, self._own = source, tensors, set(tensors.values())
-        self._exchanged: dict[
-            Tensor, weakref.ref[Tensor]
-        ] = {}  # the gradients of the last exchange
+        # the gradients of the last exchange
+        self._exchanged: dict[Tensor, weakref.ref[Tensor]] = {}
         for tensor in self._own:
             if tensor.is_leaf and tensor.requires_grad:
                 check = _adds_up_no_momentum(weakref.ref(tensor), weakref.ref(source))
@@ -140,9 +139,8 @@ class SharedMomentum(Transforming):
                 continue
             arrived.add(self._tensors[index])
             momentum, beta = found
-            flat = momentum.as_strided(
-                (numel,), (1,), momentum.storage_offset()
-            )  # as gradients lie in buckets
+            # as gradients lie in buckets
+            flat = momentum.as_strided((numel,), (1,), momentum.storage_offset())
             for at in range(0, numel, CHUNK_NUMEL):
                 end = min(at + CHUNK_NUMEL, numel)
                 bad |= self._mix(values[first + at : first + end], flat[at:end], beta)

@@ -61,9 +61,8 @@ class Planes:
         if not wanted:
             return planes
         side = self._current[wanted[0]]
-        for (
-            index
-        ) in wanted:  # after a bucket rebuild, tensors of one bucket may stand on different planes
+        # after a bucket rebuild, tensors of one bucket may stand on different planes
+        for index in wanted:
             if self._current[index] != side:
                 self._view(side, index).copy_(self._view(1 - side, index))
                 self._current[index] = side

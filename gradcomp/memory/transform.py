@@ -16,9 +16,8 @@ from torch import Tensor
 
 from gradcomp.memory.planes import Planes
 
-CHUNK_NUMEL = (
-    1 << 14
-)  # 64 KB of each of values, old and new state: they stay in the second-level cache
+# 64 KB of each of values, old and new state: they stay in the second-level cache
+CHUNK_NUMEL = 1 << 14
 PLACES = ("local", "owner")
 
 

@@ -73,10 +73,8 @@ class TopKForm(Form):
 
     def code_nbytes(self, first: Count, last: Count) -> Count:
         unit = self.unit_numel
-        up, down = (
-            -(-first // unit),
-            last // unit,
-        )  # bounds of blocks at or after `first`, at or before `last`
+        # bounds of blocks at or after `first`, at or before `last`
+        up, down = (-(-first // unit), last // unit)
         inside = up > down  # of one block
         whole = 1 - inside
         cut = _kept_nbytes((up * unit - first) * whole) + _kept_nbytes((last - down * unit) * whole)
@@ -86,9 +84,8 @@ class TopKForm(Form):
         return nbytes
 
     def most_numel(self, nbytes: int) -> int:
-        return (
-            nbytes * 256 // 5
-        )  # 4 elements kept of 256 take 4 bytes and 1, and no block has fewer for its bytes
+        # 4 elements kept of 256 take 4 bytes and 1, and no block has fewer for its bytes
+        return nbytes * 256 // 5
 
 
 def _kept_nbytes(numel: Count) -> Count:
@@ -97,14 +94,12 @@ def _kept_nbytes(numel: Count) -> Count:
     return kept + (kept + 3) // 4
 
 
-PLAIN = Form(
-    1, "identity", bits=32, scales_per_group=0, kernel="values"
-)  # fp32: Identity, small and excluded tensors
+# fp32: Identity, small and excluded tensors
+PLAIN = Form(1, "identity", bits=32, scales_per_group=0, kernel="values")
 TERNARY = Form(2, "ternary", bits=2, scales_per_group=1, kernel="ternary")
 ONEBIT = Form(3, "onebit", bits=1, scales_per_group=2, signed_scales=True, kernel="onebit")
-LANES = Form(
-    4, "lanes", bits=0, scales_per_group=1, kernel="lanes"
-)  # integer sums; their bits depend on the ranks
+# integer sums; their bits depend on the ranks
+LANES = Form(4, "lanes", bits=0, scales_per_group=1, kernel="lanes")
 BFLOAT16 = Form(5, "bfloat16", bits=16, scales_per_group=0, kernel="values")
 BLOCKS = {  # by their bits
     2: Form(6, "block2", bits=2, scales_per_group=1, kernel="block"),

@@ -18,10 +18,8 @@ from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
 from gradcomp.codecs.feedback import FeedbackCodec
 
 ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
-TOLERANCES: Mapping[str, float] = {
-    "nats": 0.02,
-    "points": 0.3,
-}  # about the deviation over three seeds
+# about the deviation over three seeds
+TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}
 FAMILIES: Mapping[str, str] = {
     "adam": "Adam and its relatives",
     "sgd": "SGD",
@@ -250,9 +248,8 @@ TABLE = (
     Measured(_GPT, Block(4), 4.2, 1.3440),
     Measured(_GPT, TernGrad(), 3.0, 1.3490, doubt=_SHORT_RUNS),  # sums of 4 ranks
     Measured(_GPT, TernGrad(), 3.0, 1.3228, precondition=True, doubt=_SHORT_RUNS),
-    Measured(
-        _GPT, TernGrad(second_phase="block4"), 3.0, 1.3620, doubt=_SHORT_RUNS
-    ),  # means, as from 8 ranks on
+    # means, as from 8 ranks on
+    Measured(_GPT, TernGrad(second_phase="block4"), 3.0, 1.3620, doubt=_SHORT_RUNS),
     Measured(_GPT, Ternary(), 2.4, 1.3246, precondition=True),
     Measured(_GPT_600, Ternary(), 2.4, 1.8233, precondition=True),
     Measured(_GPT_CODE, Ternary(), 2.4, 1.8360, precondition=True),
@@ -276,9 +273,8 @@ TABLE = (
     Measured(_MNIST, TernGrad(), 2.0, 98.66),
     Measured(_DIGITS, Ternary(), 2.1, 97.63),
     Measured(_CIFAR, TernGrad(), 2.0, 59.13),
-    Measured(
-        _FASHION_8, TernGrad(), 3.0, 89.44, doubt=_LARGE_RATES
-    ),  # "block4": see `Codec.resolved_second_phase`
+    # "block4": see `Codec.resolved_second_phase`
+    Measured(_FASHION_8, TernGrad(), 3.0, 89.44, doubt=_LARGE_RATES),
     Measured(_FASHION_COSINE, Ternary(), 2.1, 86.80),
     Measured(_FASHION_NOW, Ternary(), 2.1, 87.60),
     Measured(_FASHION_5, Block(4), 4.2, 88.02),

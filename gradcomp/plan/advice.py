@@ -16,9 +16,8 @@ from gradcomp.payload.parameters import THIN_GROUP_NUMEL, describe_parameters
 from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, decayed, family_of, within, written
 
 AUTO = "auto"
-FALLBACK = Block(
-    4
-)  # for optimizers that are not known or not in the table: it trains under all that were tried
+# for optimizers that are not known or not in the table: it trains under all that were tried
+FALLBACK = Block(4)
 BLOCK = 128  # the shortest rows that were measured
 
 
@@ -95,9 +94,8 @@ def settle(
         )
         if chosen is not None:
             best = decayed(_not_thin(row.codec, chosen, sources), optimizer)
-            how = (
-                f" with {row.given()}" if row.given() else ""
-            )  # the optimizer's own warm-up included
+            # the optimizer's own warm-up included
+            how = f" with {row.given()}" if row.given() else ""
             return (
                 best,
                 chosen,

@@ -127,9 +127,8 @@ HIERARCHICAL = tuple(
     for kind in KINDS
     if not isinstance(kind, Identity)
 )  # for nodes of several ranks
-IDENTITY = Method(
-    "identity", Identity(), "reduce_scatter", "requantize"
-)  # fp32 through the library, for validation
+# fp32 through the library, for validation
+IDENTITY = Method("identity", Identity(), "reduce_scatter", "requantize")
 
 
 def find_method(name: str) -> Method:
@@ -291,9 +290,8 @@ def _plan_bucket(
     indices = tuple(p.index for p in parameters)
     if method.codec is None:
         nbytes = ring_bytes(numel, n) * method.value_nbytes // FP32_NBYTES
-        kind = (
-            "all_reduce" if method.value_nbytes == FP32_NBYTES else "all_reduce_bf16"
-        )  # whose sums take longer on CPUs
+        # whose sums take longer on CPUs
+        kind = "all_reduce" if method.value_nbytes == FP32_NBYTES else "all_reduce_bf16"
         return Bucket(indices, numel, numel, (Collective.of(kind, nbytes, n, node_ranks),))
     if method.exchange == "hierarchical":
         if 1 < node_ranks < n:

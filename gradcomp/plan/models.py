@@ -247,8 +247,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-# ---- positions a sample: how often a weight is applied
-# ------------------------------------------------------------
+# ---- positions a sample: how often a weight is applied -------------------------------------------
 
 
 def _lenet_positions(name: str) -> int:
@@ -295,8 +294,7 @@ _ATTENTION = {  # scores and their product with the values, on the weights that 
     "GPT-2 small": ("attn.c_proj.weight", 4.0 * GPT2_TOKENS**2 * HIDDEN),
 }
 
-# ---- pieces of the lists
-# -------------------------------------------------------------------------------------------
+# ---- pieces of the lists -------------------------------------------------------------------------
 
 
 def _dense(name: str, *shape: int) -> ParameterList:

@@ -77,9 +77,8 @@ def print_prediction(console: Console, question: Question, found: Prediction) ->
         console.print(line, highlight=False, soft_wrap=True)
     for table in (seconds_table(found), fastest_table(question, found)):
         console.print()
-        whole = console.measure(
-            table, options=console.options.update(width=10_000)
-        ).maximum  # cells are never cut
+        # cells are never cut
+        whole = console.measure(table, options=console.options.update(width=10_000)).maximum
         Console(file=console.file, width=max(console.width, whole)).print(table)
     console.print()
     for line in (*accuracy_lines(found), *spread_lines(found), *crossing_lines(found)):

@@ -346,18 +346,16 @@ def _round(
             f"{local.fragments} fragments of {len(workload.parameters)} tensors: a fragment has at"
             " least one"
         )
-    update = (
-        h * (workload.t_update + workload.parallel_post * workload.t_post) + outer
-    )  # nothing is shared out
+    # nothing is shared out
+    update = h * (workload.t_update + workload.parallel_post * workload.t_post) + outer
     whole = replace(
         workload, t_frame=h * workload.t_frame, t_post=0.0, t_update=update, overlaps=False
     )
     calmer = replace(stragglers, jitter=stragglers.jitter / math.sqrt(h))
     found = simulate(whole, method, nodes, link, stragglers=calmer, transport=transport, **common)
     exposed, exchange = found.exposed_seconds, found.exchange_seconds
-    if (
-        local.fragments > 1 and ranks > 1
-    ):  # what an exchange takes however little it carries, once more for each
+    # what an exchange takes however little it carries, once more for each
+    if local.fragments > 1 and ranks > 1:
         tiny = replace(whole, parameters=(("", LITTLE),), flops=None)
         more = (local.fragments - 1) * simulate(
             tiny, method, nodes, link, stragglers=calmer, transport=transport, **common

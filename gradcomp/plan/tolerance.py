@@ -133,9 +133,8 @@ class Tolerance:
         every, local = 1, method.local
         if local is not None:
             if local.every == 1 or local.fragments > 1 or local.delay:
-                return dict.fromkeys(
-                    self.columns
-                )  # not measured: an outer optimizer every step, late averages
+                # not measured: an outer optimizer every step, late averages
+                return dict.fromkeys(self.columns)
             every = local.every
         return {
             name: expected(family, method.codec, self.table, self.limits, every)

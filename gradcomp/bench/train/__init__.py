@@ -331,9 +331,8 @@ def _show(args: argparse.Namespace, workload: Workload, cases: list[Case]) -> No
             f"{args.workload}, {args.steps} steps, {where}", highlight=False, soft_wrap=True
         )
         table = table_of(case.rows, measure, args.target)
-        whole = (
-            Console(width=10_000).measure(table).maximum
-        )  # a narrow terminal wraps lines rather than cut figures
+        # a narrow terminal wraps lines rather than cut figures
+        whole = Console(width=10_000).measure(table).maximum
         Console(width=max(console.width, whole)).print(table, highlight=False)
         for row in case.rows:
             if row.get("failed"):
@@ -360,9 +359,8 @@ def _run_case(
     ranks, rows = cases[-1].ranks, cases[-1].rows
     names = list(dict.fromkeys([NONE, NOOP, *args.methods]))
     curve = (args.curve or args.target is not None) and bool(workload.measure)
-    without: dict[
-        str, tuple[list[dict[str, Any]], dict[str, Any]]
-    ] = {}  # an exchange: results and row
+    # an exchange: results and row
+    without: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -19,10 +19,8 @@ from gradcomp.plan.links import Link
 
 PREFIX = "gradcomp-bench"
 INTERFACE = "eth0"
-BURST_S, BURST_NBYTES = (
-    2e-3,
-    32 << 10,
-)  # an idle link lets so much pass at once: as little as it keeps its rate with
+# an idle link lets so much pass at once: as little as it keeps its rate with
+BURST_S, BURST_NBYTES = (2e-3, 32 << 10)
 QUEUE_S = 0.4  # longest that a packet waits in a link before it is dropped
 
 

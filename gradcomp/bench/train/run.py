@@ -159,9 +159,8 @@ def _run(
 def _start(given: Sequence[str], place: Place, address: str, port: int) -> Iterator[Started]:
     """Start one process after the other: each rank, or the mpiexec that starts all of them."""
     shared = os.environ | {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    shared.pop(
-        "TORCHELASTIC_USE_AGENT_STORE", None
-    )  # torchrun's store belongs to the processes that it has started
+    # torchrun's store belongs to the processes that it has started
+    shared.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if place.rank is not None:
         yield Forked(given[0], shared)
         return
@@ -220,9 +219,8 @@ def _wait(
             failed_at = failed_at or now
             over = all(status is not None for status in statuses)
             if over or now - failed_at > ENDING_S:
-                for listener in (
-                    listeners if over else ()
-                ):  # the last words of those that have ended may not be read yet
+                # the last words of those that have ended may not be read yet
+                for listener in listeners if over else ():
                     listener.join(max(0.0, now + ENDING_S - time.monotonic()))
                 return Outcome(
                     failed=_why({rank: _last(tails[rank], statuses[rank]) for rank in bad})
@@ -253,9 +251,8 @@ def _last(tail: list[str], status: int | None) -> str:
         line for line in lines if re.match(r"[\w.]*(Error|Exception|Lost|Mismatch|Payload)\b", line)
     ]
     last = (errors or lines or [f"ended with status {status}"])[-1]
-    return last.rpartition("the callback: ")[2][
-        :300
-    ]  # torch says it again for every callback of a hook
+    # torch says it again for every callback of a hook
+    return last.rpartition("the callback: ")[2][:300]
 
 
 def _listen(

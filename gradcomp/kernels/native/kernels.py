@@ -23,13 +23,11 @@ from gradcomp.kernels.native.library import DTYPES, check, ffi, lib
 from gradcomp.kernels.native.threads import run, run_elements
 from gradcomp.kernels.tables import BLOCK, CopyTable, Groups, Table
 
-CACHE_NBYTES = (
-    32 << 20
-)  # outputs above this do not stay in a last-level cache: their stores bypass it
+# outputs above this do not stay in a last-level cache: their stores bypass it
+CACHE_NBYTES = 32 << 20
 
 
-# ---- statistics
-# --------------------------------------------------------------------------------------------------
+# ---- statistics ----------------------------------------------------------------------------------
 
 
 def scratch(groups: Groups, room: Tensor | None = None) -> Tensor:
@@ -73,8 +71,7 @@ def scales(
     return bool(flag[0])
 
 
-# ---- encoding
-# --------------------------------------------------------------------------------------------------
+# ---- encoding ------------------------------------------------------------------------------------
 
 
 def encode(
@@ -128,8 +125,7 @@ def encode(
     return bool(flag[0])
 
 
-# ---- averages
-# --------------------------------------------------------------------------------------------------
+# ---- averages ------------------------------------------------------------------------------------
 
 
 class _Prepared(NamedTuple):
@@ -203,8 +199,7 @@ def sum_lanes(
     )
 
 
-# ---- checks of payloads
-# ----------------------------------------------------------------------------------------------
+# ---- checks of payloads --------------------------------------------------------------------------
 
 
 def validate(payload: Tensor, kernel: str, table: Table, *limits: int) -> None:
@@ -223,9 +218,8 @@ def validate_scales(
         lib.gc_scales_validate(bytes_of(payload) + first, count, non_negative), "gc_scales_validate"
     )
     if most < math.inf and count:
-        scales = payload.numpy()[first : first + 4 * count].view(
-            np.float32
-        )  # wherever in memory they begin
+        # wherever in memory they begin
+        scales = payload.numpy()[first : first + 4 * count].view(np.float32)
         if scales.max() > most:
             check(lib.GC_BAD_SCALE, "gc_scales_validate")
 
@@ -235,8 +229,7 @@ def are_finite(values: Tensor) -> bool:
     return bool(lib.gc_scales_validate(bytes_of(values), values.numel(), False) == lib.GC_OK)
 
 
-# ---- units of second moments
-# -----------------------------------------------------------------------------------------
+# ---- units of second moments ---------------------------------------------------------------------
 
 
 def divide(
@@ -298,8 +291,7 @@ def follow(
     return bool(flag[0])
 
 
-# ---- rotation
-# --------------------------------------------------------------------------------------------------
+# ---- rotation ------------------------------------------------------------------------------------
 
 
 def rotate(
@@ -326,8 +318,7 @@ def unbias(values: Tensor, group_numel: int, first: int) -> None:
     check(lib.gc_unbias(floats_of(values), values.numel(), group_numel, first), "gc_unbias")
 
 
-# ---- memory
-# --------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def rescale(plane: Tensor, factor: float) -> None:
