@@ -84,8 +84,8 @@ class AllGather:
         forward: Forward | None = None,
     ) -> None:
         self.module, self.count = module, 0
-        # type: Forward | None, tuple[Gathered, Tensor] | None
-        self._forward, self._kept = (forward, None)
+        self._forward = forward
+        self._kept: tuple[Gathered, Tensor] | None = None
         if forward is not None:
             forward.watch(module)
         self._parts, self._codec, self._comm, self._stats, self._rooms = (
