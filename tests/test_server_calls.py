@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from _ranks import run_local
-from _serving import caught, meet, noise, play, same_bits
+from _serving import Wrapped, caught, meet, noise, play, same_bits
 
 import gradcomp
 from gradcomp import TernGrad
-from gradcomp.comm import LocalCommunicator
 from gradcomp.errors import CorruptPayload, GradcompError, PeerMismatch
 from gradcomp.server import ParameterClient, Pending, calls, parameters, reduce, serve
 
@@ -223,12 +222,10 @@ def test_closing_ends_calls_that_nobody_waits_for(monkeypatch):
     assert stats.pushes == 2 and time.monotonic() - begun < 20
 
 
-class Held(LocalCommunicator):
+class Held(Wrapped):
     """A server's communicator whose messages lie unread until it is let go."""
 
-    def __init__(self, comm, let_go):
-        self.__dict__.update(comm.__dict__)
-        self.let_go = let_go
+    let_go: threading.Event
 
     def receive(self, *args, **options):
         found = super().receive(*args, **options)
@@ -241,7 +238,7 @@ def step_over_a_held_server(comm, let_go):
     without waiting for either.
     """
     if comm.rank == 1:
-        return serve(Held(comm, let_go), 1, timeout_s=60)
+        return serve(Held(comm, let_go=let_go), 1, timeout_s=60)
     with ParameterClient(comm, 1, timeout_s=60) as client:
         client.init_parameter("g", [4])
         sums = []
@@ -265,11 +262,8 @@ def test_a_worker_computes_while_its_calls_are_under_way():
     assert steps == [(False, True, [float(step)] * 4) for step in range(3)]
 
 
-class MainThreadOnly(LocalCommunicator):
+class MainThreadOnly(Wrapped):
     """As MPI under THREAD_FUNNELED."""
-
-    def __init__(self, comm):
-        self.__dict__.update(comm.__dict__)
 
     def check_overlap(self):
         raise RuntimeError("main thread only")
@@ -344,15 +338,14 @@ def test_an_unexpected_failure_fails_its_round_and_nothing_else(
     assert stats.failures == 1 and stats.lost == []
 
 
-class Forgetful(LocalCommunicator):
-    """A server's communicator that lacks memory for one message, and later for one reply."""
+class Forgetful(Wrapped):
+    """A server's communicator that lacks memory for one message."""
 
-    def __init__(self, comm):
-        self.__dict__.update(comm.__dict__)
-        self.left = {"receive": 1}
+    failures = 1
 
     def receive(self, *args, **options):
-        if self.left.pop("receive", 0):
+        self.failures -= 1
+        if self.failures >= 0:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return super().receive(*args, **options)
 

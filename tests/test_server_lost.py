@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from _ranks import run_local
-from _serving import Done, caught, meet, play
+from _serving import Done, Wrapped, caught, meet, play
 
 from gradcomp.comm import LocalCommunicator, Work
 from gradcomp.errors import PeerLost
@@ -30,12 +30,10 @@ class Fault:
         self.struck, self.down, self.over = (threading.Event() for _ in range(3))
 
 
-class Faulty(LocalCommunicator):
+class Faulty(Wrapped):
     """A server's communicator that dies or falls silent when it is struck."""
 
-    def __init__(self, comm, fault):
-        self.__dict__.update(comm.__dict__)
-        self.fault = fault
+    fault: Fault
 
     def receive(self, *args, **options):
         if not self.fault.struck.is_set():
@@ -51,7 +49,7 @@ def lose(comm, fault):
     """Return what each call gives to a worker that is left, and the seconds of all of them."""
     if comm.rank == 3:
         with contextlib.suppress(KeyError):
-            return serve(Faulty(comm, fault), 1, timeout_s=20)
+            return serve(Faulty(comm, fault=fault), 1, timeout_s=20)
         return None
     client, meet = ParameterClient(comm, 1, timeout_s=20), fault.together.wait
     for key in ("done", "half", "untouched"):
@@ -135,14 +133,12 @@ def test_a_silent_worker_is_named_and_may_still_come(over):
     assert after == [3.0, 3.0] and float(late) == 3.0
 
 
-class Slow(LocalCommunicator):
+class Slow(Wrapped):
     """A server's communicator that keeps one reply back: it leaves when somebody calls what is
     in `held`.
     """
 
-    def __init__(self, comm, held=None):
-        self.__dict__.update(comm.__dict__)
-        self.replies, self.held = 0, held
+    replies, held = 0, None
 
     def start_send(self, message, to):
         self.replies += 1
@@ -155,7 +151,7 @@ class Slow(LocalCommunicator):
 
 def slow_server(comm, held):
     if comm.rank == 1:
-        return serve(Slow(comm, held), 1, timeout_s=20)
+        return serve(Slow(comm, held=held), 1, timeout_s=20)
     client = ParameterClient(comm, 1, timeout_s=20.0)
     client.init_parameter("x", [1])
     client._requests.timeout_s = 0.3
@@ -173,13 +169,13 @@ def test_a_late_reply_is_not_taken_for_another():
     assert value == 1.0
 
 
-class Stuck(Slow):
+class Stuck(Wrapped):
     """A server's communicator whose messages to rank 0 never arrive, as those to a stopped
     process.
     """
 
     def start_send(self, message, to):
-        return Never() if to == 0 else LocalCommunicator.start_send(self, message, to)
+        return Never() if to == 0 else super().start_send(message, to)
 
 
 class Never(Work):
