@@ -22,7 +22,8 @@ from gradcomp.errors import (
     PeerMismatch,
     UnsupportedTensor,
 )
-from gradcomp.server import ParameterClient, Pending, loop, messages, serve
+from gradcomp.server import ParameterClient, loop, messages, serve
+from gradcomp.server.calls import Call
 from gradcomp.server.keys import ClientKey
 from gradcomp.server.messages import Kind, Message
 from gradcomp.server.spec import make_spec, pack_spec, parse_spec
@@ -341,7 +342,7 @@ def send_wrong(client, index):
     def refused(rows):
         for _, message in rows:
             sent = client._requests.send(client._servers[0], message)
-            errors.append(caught(Pending(client._requests, [sent], list).wait))
+            errors.append(caught(Call(client._requests, [sent], list).wait))
 
     errors = []
     client.init_parameter("f", [2])

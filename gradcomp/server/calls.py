@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
@@ -255,12 +256,28 @@ class Requests:
         return cancel.result().data().numpy().tobytes().decode(errors="replace")
 
 
-class Pending(Generic[T]):
-    """A call that is under way, as `ParameterClient` returns it for ``wait=False``.
+class Pending(ABC, Generic[T]):
+    """A call that is under way, as `ParameterClient` returns it for ``wait=False``."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+
+    @abstractmethod
+    def wait(self) -> T:
+        """Return what the call returns, or raise what it raises; waiting again gives the same.
+
+        Raises:
+            PeerLost: no answer for the client's `timeout_s`, counted from this call.
+        """
+
+
+class Call(Pending[T]):
+    """A call made of requests.
 
     Args:
         requests: sends them.
-        parts: the requests that the call is made of.
+        parts: the requests.
         finish: makes the result of their replies.
         failed: is called with the error, if the call ends with one.
     """
@@ -277,15 +294,9 @@ class Pending(Generic[T]):
         self._outcome: Future[T] = Future()
 
     def done(self) -> bool:
-        """Return whether `wait` would return, or raise, at once."""
         return all(part.done() for part in self._parts)
 
     def wait(self) -> T:
-        """Return what the call returns, or raise what it raises; waiting again gives the same.
-
-        Raises:
-            PeerLost: no answer for the client's `timeout_s`, counted from this call.
-        """
         if not self._outcome.done():
             deadline = time.monotonic() + self._requests.timeout_s
             try:

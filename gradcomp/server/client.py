@@ -16,7 +16,7 @@ from gradcomp.codecs.checks import check_alone, check_memory
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import MAX_TIMEOUT_S
 from gradcomp.errors import CorruptPayload
-from gradcomp.server.calls import Pending, Request, Requests, T
+from gradcomp.server.calls import Call, Pending, Request, Requests, T
 from gradcomp.server.keys import ClientKey, RawCodes
 from gradcomp.server.messages import (
     MAX_KEY_NBYTES,
@@ -147,7 +147,7 @@ class ParameterClient:
         _check_initial(spec, value)
         known = ClientKey(key, given, spec, raw, resolved, value, self._shard_numel)
         asked = [self._ask(Kind.INIT, key, shard, body) for shard, body in known.settings(value)]
-        known.steps = _number_in(Pending(self._requests, asked, list).wait()[0])
+        known.steps = _number_in(Call(self._requests, asked, list).wait()[0])
         self._keys[key] = known
 
     @overload
@@ -194,7 +194,7 @@ class ParameterClient:
         asked = [self._ask(Kind.INIT, key, shard, settings) for shard, settings in made]
         if known.is_cut and known.may_be_early:  # the first shard decides whether the push is early
             asked.append(self._ask(Kind.PUSH, key, *parts.pop(0)))
-            Pending(self._requests, asked, list).wait()
+            Call(self._requests, asked, list).wait()
             asked = []
         asked += [self._ask(Kind.PUSH, key, *part) for part in parts]
         known.pushes += 1
@@ -210,7 +210,7 @@ class ParameterClient:
                 self.staleness = staleness
             return staleness
 
-        return self._started(Pending(self._requests, asked, finish, failed), wait)
+        return self._started(Call(self._requests, asked, finish, failed), wait)
 
     @overload
     def pull_parameter(
@@ -285,7 +285,7 @@ class ParameterClient:
                 known.maximum = pulled
             return pulled
 
-        return self._started(Pending(self._requests, asked, finish), wait)
+        return self._started(Call(self._requests, asked, finish), wait)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what the servers remember into a file, from which `serve` can go on: all keys and
@@ -406,7 +406,7 @@ class ParameterClient:
     def _held_by(self, server: int) -> list[tuple[str, int]]:
         """Return the keys and shards that a server has."""
         asked = self._requests.send(server, Message(Kind.STATE))
-        (reply,) = Pending(self._requests, [asked], list).wait()
+        (reply,) = Call(self._requests, [asked], list).wait()
         try:
             names = json.loads(reply.data().numpy().tobytes().decode())
             return [(str(key), int(shard)) for key, shard in names]
@@ -421,7 +421,7 @@ class ParameterClient:
         """
         steps: dict[str, int] = {}
         for key, shard in names:
-            (reply,) = Pending(self._requests, [self._ask(Kind.STATE, key, shard)], list).wait()
+            (reply,) = Call(self._requests, [self._ask(Kind.STATE, key, shard)], list).wait()
             state = parse_state(reply.data())
             steps[key] = max(state.steps, steps.get(key, 0))
             yield key, shard, pack_state(state._replace(steps=steps[key]))

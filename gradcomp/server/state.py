@@ -107,7 +107,8 @@ def read_states(
             raise ValueError(
                 f"{os.fspath(path)} is a checkpoint of a parameter server in format 1, which this"
                 " gradcomp does not read: serve it with the gradcomp that wrote it, pull its"
-                " asynchronous keys there, and start here without checkpoint= from these values"
+                " asynchronous keys there, and start here without checkpoint= and with these as"
+                " value="
             )
         try:
             return list(_read(file, mine))
