@@ -24,8 +24,7 @@ from gradcomp.server import ParameterClient, Pending, ServerStats, messages, ser
 
 ROOT = Path(__file__).parents[1]
 
-# ---- reduce methods
-# ------------------------------------------------------------------------------------------------
+# ---- reduce methods ------------------------------------------------------------------------------
 
 
 def reduce_all(client, index, names, shape, rounds):
@@ -103,8 +102,7 @@ def test_max_propagates_nan_and_is_exact():
             assert got[1] == max(v[1] for v in values)
 
 
-# ---- packed gradients
-# ----------------------------------------------------------------------------------------------
+# ---- packed gradients ----------------------------------------------------------------------------
 
 
 def terngrad_step(client, index, numel, seed, step, parameter, codec):
@@ -302,8 +300,7 @@ def test_one_nan_is_everybodys_nan_for_one_round():
         assert bool(torch.isfinite(got[2]).all())
 
 
-# ---- rounds
-# --------------------------------------------------------------------------------------------------
+# ---- rounds --------------------------------------------------------------------------------------
 
 
 def run_ahead(client, index):
@@ -316,9 +313,8 @@ def run_ahead(client, index):
     meet(client)
     if index == 1:
         client.push_parameter("x", 2.0)
-        first.append(
-            float(client.pull_parameter("x", "sum"))
-        )  # round 1, although rank 0 is past it
+        # round 1, although rank 0 is past it
+        first.append(float(client.pull_parameter("x", "sum")))
         first.append(float(client.pull_parameter("x", "sum")))  # again
     meet(client)
     if index == 0:
@@ -407,8 +403,7 @@ def test_a_waiting_pull_hears_of_another_method_at_once():
     ]
 
 
-# ---- asynchronous keys
-# ---------------------------------------------------------------------------------------------
+# ---- asynchronous keys ---------------------------------------------------------------------------
 
 
 def descend(client, index):
@@ -438,9 +433,8 @@ def test_asynchronous_pushes_are_applied_at_once_and_staleness_is_counted(over):
             wanted = wanted + push * np.float32(-0.1)
     assert one.shape == (1, 2) and same_bits(one, two) and np.array_equal(one.numpy(), wanted)
     assert torch.equal(first[0], torch.tensor([[1.0, 2.0]]))
-    assert bool(
-        (second[0] < first[0])[0, 0]
-    )  # the second worker sees the first one's pushes at once
+    # the second worker sees the first one's pushes at once
+    assert bool((second[0] < first[0])[0, 0])
     assert first[1:] == [0, 2] and second[1:] == [0, 2]
     assert (stats.asynchronous_pushes, stats.staleness_sum, stats.staleness_max) == (8, 8, 2)
     assert stats.staleness_mean == 1.0
@@ -510,8 +504,7 @@ def test_asynchronous_keys_do_not_need_the_others():
     assert run_local(3, play, 1, lone_worker, timeout_s=30)[0] == 1.0
 
 
-# ---- the rest
-# -----------------------------------------------------------------------------------------
+# ---- the rest ------------------------------------------------------------------------------------
 
 
 def test_the_server_counts():

@@ -16,8 +16,7 @@ from gradcomp import TernGrad
 from gradcomp.errors import CorruptPayload, GradcompError, PeerMismatch
 from gradcomp.server import ParameterClient, Pending, calls, parameters, reduce, serve
 
-# ---- raw codes
-# --------------------------------------------------------------------------------------------------
+# ---- raw codes -----------------------------------------------------------------------------------
 
 
 def seed_calls(client, index, scale_key):
@@ -32,10 +31,8 @@ def seed_calls(client, index, scale_key):
     return scale, client.pull_parameter(key="op_id_grads", reduce_method="decode_average")
 
 
-SEED_CODES = [
-    [0, -1, -1, -1, 0, 0, -1, -1],
-    [-1, 1, -1, -1, 1, -1, -1, -1],
-]  # 00 is -1, 01 is 0, 10 is 1
+# 00 is -1, 01 is 0, 10 is 1
+SEED_CODES = [[0, -1, -1, -1, 0, 0, -1, -1], [-1, 1, -1, -1, 1, -1, -1, -1]]
 
 
 @pytest.mark.parametrize(("scale_key", "scale"), [({"scale_key": "max_abs_grad"}, 0.5), ({}, 1.0)])
@@ -120,8 +117,7 @@ def test_raw_codes_that_are_none_and_scales_that_are_none():
         )
 
 
-# ---- calls that are not waited for
-# ---------------------------------------------------------------------------------
+# ---- calls that are not waited for ---------------------------------------------------------------
 
 
 def push_ahead(client, index):
@@ -285,8 +281,7 @@ def test_where_threads_may_not_receive_only_waiting_calls_work():
     assert value == 1.0 and stats.pushes == 1
 
 
-# ---- a server that fails
-# -------------------------------------------------------------------------------------------
+# ---- a server that fails -------------------------------------------------------------------------
 
 
 def fail_once(monkeypatch, owner, name, error):

@@ -17,8 +17,7 @@ from gradcomp.errors import PeerLost
 from gradcomp.server import ParameterClient, serve
 from gradcomp.server.messages import Kind
 
-# ---- ranks that die or are silent (communicators of threads: a closed one is a dead rank)
-# ----------------------------
+# ---- ranks that die or are silent (communicators of threads: a closed one is a dead rank) --------
 
 
 class Fault:

@@ -28,8 +28,7 @@ from gradcomp.server.keys import ClientKey
 from gradcomp.server.messages import Kind, Message
 from gradcomp.server.spec import make_spec, pack_spec, parse_spec
 
-# ---- what clients must agree on
-# ------------------------------------------------------------------------------------
+# ---- what clients must agree on ------------------------------------------------------------------
 
 CODEC = TernGrad(clip_sigma=None)
 ASYNCHRONOUS = {"asynchronous": True, "learning_rate": 0.5, "value": torch.zeros(64)}
@@ -110,8 +109,7 @@ def test_payloads_of_one_round_must_be_alike(field):
         assert push is None or (isinstance(push, PeerMismatch) and push.field == field)
 
 
-# ---- payloads that do not decode
-# -----------------------------------------------------------------------------------
+# ---- payloads that do not decode -----------------------------------------------------------------
 
 
 def resealed(at, data):
@@ -177,8 +175,7 @@ def check_damage(run, check, damaged, workers=3):
     assert isinstance(results[1][0], CorruptPayload) and results[1][0].check == check
 
 
-# ---- wrong arguments
-# -----------------------------------------------------------------------------------------------
+# ---- wrong arguments -----------------------------------------------------------------------------
 
 
 def lone_client(**options):
@@ -315,8 +312,7 @@ def test_a_closed_client_says_so(over):
     assert stats.lost == [] and stats.errors == 0
 
 
-# ---- what reaches the server past the client's checks
-# --------------------------------------------------------------
+# ---- what reaches the server past the client's checks --------------------------------------------
 
 
 SHORT = torch.zeros(3, dtype=torch.uint8)

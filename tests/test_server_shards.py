@@ -30,8 +30,7 @@ def run(body, *args, servers=2, shard_nbytes=256, over=run_local):
     return _serving.run(body, *args, servers=servers, shard_nbytes=shard_nbytes, over=over)
 
 
-# ---- how a key is cut
-# ----------------------------------------------------------------------------------------------
+# ---- how a key is cut ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,8 +123,7 @@ def test_top_k_payloads_are_cut_at_groups():
         assert torch.equal(shards.join(parts), payload)
 
 
-# ---- whole keys and cut keys: the same bits
-# -------------------------------------------------------------------------
+# ---- whole keys and cut keys: the same bits ------------------------------------------------------
 
 
 def reduce_values(client, index):
@@ -247,8 +245,7 @@ def test_raw_codes_are_cut_as_well():
     assert torch.equal(got, (here + there).float() * 0.5)
 
 
-# ---- asynchronous keys
-# ---------------------------------------------------------------------------------------------
+# ---- asynchronous keys ---------------------------------------------------------------------------
 
 
 def descend(client, index, packed):
@@ -301,8 +298,7 @@ def test_initial_values_of_a_cut_key_must_be_alike():
     assert first is None and isinstance(second, PeerMismatch) and second.field == "value"
 
 
-# ---- what goes wrong
-# -----------------------------------------------------------------------------------------------
+# ---- what goes wrong -----------------------------------------------------------------------------
 
 
 def run_ahead(client, index):
@@ -405,9 +401,8 @@ def init(client, index):
 
 
 def test_another_shard_nbytes_is_a_mismatch():
-    errors = run_local(3, unlike_shard_nbytes)[
-        :2
-    ]  # of one client or, where the first shards come in turns, of both
+    # of one client or, where the first shards come in turns, of both
+    errors = run_local(3, unlike_shard_nbytes)[:2]
     assert {e.field for e in errors if e is not None} == {"shard_numel"}
 
 

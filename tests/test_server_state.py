@@ -42,9 +42,8 @@ def train(client, index, first, last, path):
     client.init_parameter("weight", [NUMEL], asynchronous=True, learning_rate=-0.1, value=start)
     out = []
     for step in range(first, last):
-        residual = noise(
-            NUMEL, "residual", step, index
-        )  # a worker's own, which its own checkpoint would hold
+        # a worker's own, which its own checkpoint would hold
+        residual = noise(NUMEL, "residual", step, index)
         client.push_parameter(
             "packed",
             ONEBIT.encode(noise(NUMEL, step, index), residual=residual, key=RngKey(step=step)),
@@ -130,9 +129,8 @@ def test_keys_must_be_as_they_were(tmp_path):
     run(train, 0, 1, path)
     for errors in zip(*run(init_otherwise, checkpoint=path), strict=True):
         assert all(isinstance(error, PeerMismatch) for error in errors)
-        assert WORKERS in {
-            error.rank for error in errors
-        }  # the server's: the checkpoint came first
+        # the server's: the checkpoint came first
+        assert WORKERS in {error.rank for error in errors}
 
 
 def damaged(data):
