@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradcomp.bench import accuracy, paper
-from gradcomp.bench.accuracy.report import longest, summarize
+from gradcomp.bench.accuracy.report import longest, summarize, tables
 from gradcomp.bench.accuracy.run import Job, finished, run_all
 from gradcomp.bench.methods import parse, wrap
 from gradcomp.bench.models import ByteGPT, SmallResNet
@@ -123,7 +123,13 @@ def test_exemptions_and_wrong_methods():
         ("onebit:feedback=no", "feedback=off is"),
         ("onebit:precondition,feedback=off", "forgotten"),
     ]
-    wrong += [("block2:rotate", "rotate is for onebit")]
+    wrong += [
+        ("block2:rotate", "rotate is for onebit"),
+        ("onebit:double,feedback=off", "double buffering has neither"),
+        ("onebit:double,every=3", "double buffering has neither"),
+        ("fsdp2:terngrad:precondition", "under FSDP2 a codec takes"),
+        ("fsdp2:onebit:every=3", "under FSDP2 a codec takes"),
+    ]
     wrong += [
         ("onebit:fragments=2", "every=H"),
         ("bf16:every=3", "need a codec"),
@@ -295,6 +301,15 @@ def test_a_run_that_diverged_is_counted_and_not_averaged():
     }
     (row,) = summarize(results)
     assert (row["mean"], row["diverged"], row["seeds"], row["to_fp32"]) == (3.0, 1, 3, None)
+
+
+def test_a_way_whose_bytes_are_not_known_has_a_row():
+    """PowerSGD's hook tells nobody what it sends."""
+    (row,) = rows = summarize(
+        {Job("w", "o", "powersgd1", 4, 10, 1.0, 0): {"measure": 2.0, "curve": [], "bits": None}}
+    )
+    ((_, _, table),) = tables(rows, {"w": "loss"})
+    assert row["bits"] is None and list(table.columns[2].cells) == ["-"]
 
 
 def test_the_largest_h_that_costs_little_is_printed():

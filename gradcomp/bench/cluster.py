@@ -24,12 +24,10 @@ from torch import Tensor
 
 from gradcomp.bench.models import LeNet
 from gradcomp.bench.ranks import Emit, run_ranks
-from gradcomp.codecs import Codec
 from gradcomp.comm.base import Channel, Communicator
 from gradcomp.comm.rounds import ring_bytes
 from gradcomp.comm.torchdist import TorchCommunicator
 from gradcomp.errors import PeerMismatch
-from gradcomp.exchange.sizing import choose
 from gradcomp.memory.transform import Transforming
 from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.plan.costs import METHODS, LocalSteps, Method
@@ -61,7 +59,6 @@ class Measured:
         t_update: SGD with momentum on LeNet's weights.
         t_post: AdaGrad on all of LeNet's gradients, which owners share out where it is on the
             aggregate.
-        t_copy: gradients into a flat bucket and back (`gradcomp.GradientAverager`).
         rates: of the codecs.
         transport: seconds of collectives.
         cores: of this machine, per rank.
@@ -73,27 +70,17 @@ class Measured:
     forward_share: float
     t_update: float
     t_post: float
-    t_copy: float
     rates: Rates
     transport: Transport
     cores: float
 
-    def workload(
-        self,
-        model: Model,
-        *,
-        minibatch: float | None = None,
-        averager: bool = False,
-        adagrad: bool = False,
-    ) -> Workload:
+    def workload(self, model: Model, *, minibatch: float | None = None) -> Workload:
         """Return a model's work on these ranks: LeNet's as measured, another one's in proportion to
         FLOPs and values.
 
         Args:
             model: to train.
             minibatch: over all nodes; None: as measured.
-            averager: gradients are averaged after backward, not during it.
-            adagrad: owners apply AdaGrad.
         """
         numel = sum(p.numel() for p in LeNet().parameters())
         flops = _lenet_flops()
@@ -101,12 +88,9 @@ class Measured:
             model.parameters,
             self.batch * self.ranks if minibatch is None else minibatch,
             self.t_frame * model.forward_flops / flops,
-            t_update=(self.t_update + self.t_copy * averager) * model.numel / numel,
-            t_post=self.t_post * adagrad * model.numel / numel,
+            t_update=self.t_update * model.numel / numel,
             flops=model.flops,
             forward_share=self.forward_share,
-            bucket_cap_mb=25.0 if averager else None,
-            overlaps=not averager,
         )
 
 
@@ -205,12 +189,6 @@ def slowest(comm: Communicator, seconds: Sequence[float]) -> float:
     return float(np.median(np.max(gather(comm, list(seconds)), axis=0)))
 
 
-def strategy_method(name: str, codec: Codec, world_size: int) -> Method:
-    """Return how a codec is exchanged with exchange="auto"."""
-    strategy = choose(codec, world_size)
-    return Method(name, codec, strategy.exchange, strategy.second_phase)
-
-
 def _lenet_flops() -> float:
     from gradcomp.plan.models import find_model
 
@@ -225,13 +203,9 @@ class Training:
         self.model = LeNet()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self._images, self._labels = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
-        numels = [p.numel() for p in self.model.parameters()]
-        views = torch.split(torch.zeros(sum(numels)), numels)
-        self._pairs = [
-            (v.view_as(p), p) for v, p in zip(views, self.model.parameters(), strict=True)
-        ]
-        self._flat = torch.full((sum(numels),), 0.01)
-        self._adagrad = Transforming(AggregateAdagrad(), {0: sum(numels)})
+        numel = sum(p.numel() for p in self.model.parameters())
+        self._flat = torch.full((numel,), 0.01)
+        self._adagrad = Transforming(AggregateAdagrad(), {0: numel})
 
     def forward(self) -> Tensor:
         """Return the loss of the batch."""
@@ -239,21 +213,13 @@ class Training:
         return torch.nn.functional.cross_entropy(self.model(self._images), self._labels)
 
     def time_parts(self) -> list[float]:
-        """Return seconds of forward, backward, update, copying gradients into a bucket and back,
-        and AdaGrad on them.
-        """
+        """Return seconds of forward, backward, update, and AdaGrad on all gradients."""
         times = [time.perf_counter()]
         loss = self.forward()
         times.append(time.perf_counter())
         torch.autograd.backward(loss)
         times.append(time.perf_counter())
         self.optimizer.step()
-        times.append(time.perf_counter())
-        with torch.no_grad():
-            for view, parameter in self._pairs:
-                if parameter.grad is not None:
-                    view.copy_(parameter.grad)
-                    parameter.grad.copy_(view)
         times.append(time.perf_counter())
         self._adagrad.run(self._flat, [(0, 0, self._flat.numel())])
         times.append(time.perf_counter())
@@ -273,9 +239,7 @@ def computing(comm: Communicator, seen: Sequence[Sequence[float]]) -> dict[str, 
     """Return what `Measured` says of computing, of what `Training.time_parts` returned.
     Collective.
     """
-    forward, backward, update, copy, post = (
-        slowest(comm, column) for column in zip(*seen, strict=True)
-    )
+    forward, backward, update, post = (slowest(comm, column) for column in zip(*seen, strict=True))
     whole = slowest(comm, [f + b for f, b, *_ in seen])
     share = forward / (forward + backward)
     return {
@@ -283,7 +247,6 @@ def computing(comm: Communicator, seen: Sequence[Sequence[float]]) -> dict[str, 
         "forward_share": share,
         "t_update": update,
         "t_post": post,
-        "t_copy": copy,
     }
 
 

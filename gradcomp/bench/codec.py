@@ -14,6 +14,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,9 +181,17 @@ def main(argv: list[str] | None = None) -> int:
     gain = gain_over_torch(min(max(args.sizes), 1 << 24), args.repeat)
     show(rows, gain)
     if args.plot:
+        from gradcomp.bench import plots
+
         numel, dtype, count = max(args.sizes), args.dtypes[0], args.threads[0]
         chosen = [r for r in rows if (r.numel, r.dtype, r.threads) == (numel, dtype, count)]
-        parts = {name: {r.kernel: r.ratio for r in chosen if r.tier == name} for name in args.tiers}
-        timing.bars(args.plot, {f"time / memcpy's, {numel:,} elements, {dtype}": parts})
+        bars: dict[str, dict[str, float]] = {}
+        for r in chosen:
+            bars.setdefault(r.kernel, {})[r.tier] = r.ratio
+
+        def draw(figure: Any) -> None:
+            plots.bars(figure.subplots(), bars, stacked=False, xlabel="time / memcpy's")
+
+        plots.write(args.plot, [(f"{numel:,} elements, {dtype}", draw, 0.25 * len(bars) + 1)])
     found = {"rows": [asdict(r) for r in rows], "terngrad_encode_over": {"torch": gain}}
     return timing.finish(args, found, verdicts(rows, gain) if args.check else [])

@@ -32,6 +32,7 @@ from gradcomp.arguments import Parser
 from gradcomp.bench.data import ImageData, load, save
 from gradcomp.bench.methods import NONE
 from gradcomp.bench.models import LeNet
+from gradcomp.bench.options import add_option
 from gradcomp.bench.ranks import warm_context
 from gradcomp.bench.train import rank
 from gradcomp.bench.train.predict import planned
@@ -123,13 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="optimizer steps of each training (default: %(default)s)",
     )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="trainings per codec, for mean and deviation (default: %(default)s)",
-    )
+    add_option(parser, "seeds")
     parser.add_argument(
         "--ranks",
         type=int,
@@ -161,13 +156,8 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also show the measured step and the milliseconds of each phase of an exchange",
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="folder for demo.json and demo.png (default: this one)",
-    )
+    text = "folder for demo.json and demo.png (default: this one)"
+    add_option(parser, "out", default=Path(), help=text)
     return parser
 
 

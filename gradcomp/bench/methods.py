@@ -283,6 +283,8 @@ def _check(method: Method) -> None:
         raise ValueError(
             f"{text}: a step that is forgotten has neither momentum nor second moments"
         )
+    if method.double and (method.local or not method.feedback):
+        raise ValueError(f"{text}: double buffering has neither local steps nor feedback=off")
     if method.local and (
         method.codec is None or "every" not in method.local or momentum or not method.feedback
     ):
@@ -314,7 +316,12 @@ def _sharded(text: str) -> Method:
         return Method(text, sharded=True)
     rest, _, weights = rest.partition(",weights=")
     packs, keep = weights.removesuffix(",keep"), weights.endswith(",keep")
-    codec = OVER_MPI[rest] if rest in OVER_MPI else parse(rest).codec
+    packed = Method(rest, OVER_MPI[rest]) if rest in OVER_MPI else parse(rest)
+    codec = packed.codec
+    if packed != Method(rest, codec, packed.hook, packed.bits):
+        raise ValueError(
+            f"{text}: under FSDP2 a codec takes second=, step=, decay= and group= alone"
+        )
     if codec is None or codec.gathers_only:
         raise ValueError(
             f"{text!r}: FSDP2 takes {FSDP2}:terngrad, {FSDP2}:onebit, {FSDP2}:bf16,"

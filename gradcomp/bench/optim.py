@@ -280,12 +280,20 @@ def main(argv: list[str] | None = None) -> int:
     rows = measure(args.numel, args.threads, args.repeat)
     show(rows, args.numel, args.threads)
     if args.plot:
+        from gradcomp.bench import plots
+
         named = {f"{r.optimizer}: {r.contender}": r for r in rows}
-        ms = {"one step": {name: r.ms for name, r in named.items()}}
-        parts = {
-            part: {name: getattr(r, f"{part}_bytes") for name, r in named.items()}
-            for part in ("weight", "state", "gradient")
+        ms = {name: {"one step": r.ms} for name, r in named.items()}
+        nbytes = {
+            name: {part: getattr(r, f"{part}_bytes") for part in ("weight", "state", "gradient")}
+            for name, r in named.items()
         }
-        timing.bars(args.plot, {"milliseconds": ms, "bytes a weight": parts})
+
+        def draw(figure: Any) -> None:
+            left, right = figure.subplots(1, 2)
+            plots.bars(left, ms, xlabel="milliseconds")
+            plots.bars(right, nbytes, xlabel="bytes a weight", yticklabels=[])
+
+        plots.write(args.plot, [(f"{args.numel:,} weights", draw, 0.3 * len(named) + 1)])
     found = {"numel": args.numel, "threads": args.threads, "rows": [asdict(r) for r in rows]}
     return timing.finish(args, found, verdicts(rows) if args.check else [])

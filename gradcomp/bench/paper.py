@@ -8,7 +8,6 @@ goes on where it was. What the paper has measured is printed below what was meas
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from gradcomp.arguments import Parser
 from gradcomp.bench.accuracy import run_and_show
 from gradcomp.bench.accuracy.run import Job
+from gradcomp.bench.options import add_option
 from gradcomp.bench.workloads import WORKLOADS
 
 
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         epilog=(
             f"tables:\n{names}\n\nexample:\n  python -m gradcomp.bench paper terngrad-lenet --data"
-            " ../shared/data"
+            " DIR"
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -92,26 +92,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="optimizer steps of each training (default: those of the table)",
     )
-    out.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="trainings per method, with seeds 0 to N - 1 (default: %(default)s)",
-    )
-    out.add_argument(
-        "--jobs",
-        type=int,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="trainings at a time, each on one core (default: the cores of this machine)",
-    )
-    out.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for runs.jsonl, TABLE.json and TABLE.png (default: paper-TABLE)",
-    )
+    add_option(out, "seeds")
+    add_option(out, "jobs")
+    text = "folder for runs.jsonl, TABLE.json and TABLE.png (default: paper-TABLE)"
+    add_option(out, "out", help=text)
     return out
 
 

@@ -10,14 +10,14 @@ import argparse
 import ctypes
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from gradcomp.bench.options import add_option
 from gradcomp.kernels import native
 
 MEMCPY_NBYTES = 8  # that memcpy of fp32 reads and writes an element
@@ -79,27 +79,6 @@ def table(title: str, left: Sequence[str], right: Sequence[str], rows: Sequence[
     Console().print(shown)
 
 
-def bars(path: Path, panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """Draw bars into `path`: by the panel's unit, by the legend's entry, by the bar's name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(panels), squeeze=False, sharey=True, figsize=(11, 6))
-    for axis, (unit, entries) in zip(axes[0], panels.items(), strict=True):
-        for number, (entry, lengths) in enumerate(entries.items()):
-            width = 0.8 / len(entries)
-            places = [place + width * number for place in range(len(lengths))]
-            drawn = axis.barh(places, list(lengths.values()), width, label=entry)
-            axis.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
-            axis.set_yticks(range(len(lengths)), list(lengths))
-        axis.set_xlabel(unit)
-        axis.legend()
-    axes[0, 0].invert_yaxis()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --repeat, --check, --json and --plot."""
     add = parser.add_argument
@@ -107,8 +86,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--repeat", type=int, default=9, help=text)
     text = "judge the limits: print pass or FAIL for each, and exit with status 1 if one fails"
     add("--check", action="store_true", help=text)
-    add("--json", type=Path, metavar="FILE", help="write the measurements to this file")
-    add("--plot", type=Path, metavar="FILE", help="draw them into this file (PNG, SVG or PDF)")
+    add_option(parser, "json")
+    add_option(parser, "plot")
 
 
 def finish(args: argparse.Namespace, found: dict[str, Any], verdicts: Sequence[Verdict]) -> int:

@@ -96,7 +96,8 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     kinds = {"mean": "#.4g", "deviation": "#.2g", "to_fp32": "+.3f", "to_bf16": "+.3f"}
     figures = ("-" if row[key] is None else f"{row[key]:{kind}}" for key, kind in kinds.items())
     seeds = str(row["seeds"]) + (f", {row['diverged']} diverged" if row["diverged"] else "")
-    return row["method"], f"x {row['factor']:g}", f"{row['bits']:.2f}", *figures, seeds
+    bits = "-" if row["bits"] is None else f"{row['bits']:.2f}"
+    return row["method"], f"x {row['factor']:g}", bits, *figures, seeds
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
@@ -104,7 +105,8 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], figure: Any) -> None:
     curves = {}
     for row in (row for row in rows if row["curve"]):
         label = row["method"] + ("" if row["factor"] == 1.0 else f", rate x {row['factor']:g}")
-        curves[f"{label} ({row['bits']:.1f} bits)"] = (
+        label += "" if row["bits"] is None else f" ({row['bits']:.1f} bits)"
+        curves[label] = (
             [point[0] for point in row["curve"]],
             [point[-1] for point in row["curve"]],
         )
