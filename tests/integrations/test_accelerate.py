@@ -321,7 +321,7 @@ def test_every_model_has_files_of_its_own(gloo, tmp_path):
     }
 
 
-EXAMPLE = Path(__file__).parents[1] / "examples/accelerate_digits.py"
+EXAMPLE = Path(__file__).parents[2] / "examples/accelerate_digits.py"
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_what_is_refused(gloo):
     gloo(2, refused)
 
 
-EXAMPLE = Path(__file__).parents[1] / "examples/lightning_digits.py"
+EXAMPLE = Path(__file__).parents[2] / "examples/lightning_digits.py"
 
 
 def test_the_example_trains_and_goes_on_where_it_was(gloo, tmp_path):

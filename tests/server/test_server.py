@@ -22,7 +22,7 @@ from gradcomp.errors import CorruptPayload, PeerLost, PeerMismatch
 from gradcomp.payload import wire
 from gradcomp.server import ParameterClient, Pending, ServerStats, messages, serve
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # ---- reduce methods ------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def hangs(model):
 def refuses(model):
     raise ValueError("not with this model")
 """
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def bench(*words, cwd, timeout=500, python=sys.executable):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from _slurm import Slurm, missing
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WHY = missing()
 pytestmark = [
     pytest.mark.slow,

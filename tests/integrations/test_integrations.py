@@ -18,9 +18,9 @@ from gradcomp.errors import GradcompError
 from gradcomp.integrations import versions
 
 pytestmark = pytest.mark.extras
-PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
-CONSTRAINTS = (Path(__file__).parents[1] / "constraints.txt").read_text(encoding="utf-8")
-HOWTO = Path(__file__).parents[1] / "docs/howto"
+PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+CONSTRAINTS = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8")
+HOWTO = Path(__file__).parents[2] / "docs/howto"
 
 
 @pytest.mark.parametrize("framework", versions.TRIED)

@@ -4,8 +4,6 @@ import os
 import sys
 from multiprocessing.connection import Client
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-
 
 def main(address, key):
     from _ranks import serve

@@ -228,7 +228,7 @@ def test_second_trains_steps_past_the_hook_and_what_is_refused(gloo, tmp_path):
     gloo(2, other_days, str(tmp_path))
 
 
-EXAMPLE = Path(__file__).parents[1] / "examples/transformers_gpt.py"
+EXAMPLE = Path(__file__).parents[2] / "examples/transformers_gpt.py"
 
 
 def example(*arguments):

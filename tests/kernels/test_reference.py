@@ -17,7 +17,7 @@ import pytest
 from reference import codec as ref
 from reference import payload as ref_payload
 
-VECTORS = Path(__file__).parent / "vectors"
+VECTORS = Path(__file__).parents[1] / "vectors"
 sys.path.insert(0, str(VECTORS))
 import generate
 
@@ -537,7 +537,7 @@ def test_every_rejection_has_its_name(check: str, name: str, offset: int, patch:
 
 
 def test_every_rejection_is_documented() -> None:
-    document = (Path(__file__).parents[1] / "docs" / "reference" / "wire-format.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "reference" / "wire-format.md").read_text()
     for check in {fault[0] for fault in FAULTS} | {"crc", "numel", "step"}:
         assert f"| `{check}` |" in document
 

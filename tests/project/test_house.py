@@ -16,7 +16,7 @@ from gradcomp.kernels import native
 from gradcomp.kernels.native import library
 from gradcomp.kernels.native.library import TIER_FEATURES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # Top to bottom; a room imports only from itself and from rooms below it (rooms of one layer know
 # nothing of each other). A room is a folder of gradcomp/, or a file at its top, which is a door

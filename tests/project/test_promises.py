@@ -20,7 +20,7 @@ import _forks
 import pytest
 from _ranks import Pool, cpu_s
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0  # for one break; a test that hangs has noticed, too
 SOUND_TIMEOUT_S = 600.0  # for two rows of all these tests where nothing is broken
 
@@ -377,137 +377,139 @@ BREAKS = [
     Break(
         "1 real bits: headers of the second phase not counted",
         second_headers_not_counted,
-        "test_averager.py::test_counted_bytes_are_the_bytes_of_the_buffers",
+        "entry/test_averager.py::test_counted_bytes_are_the_bytes_of_the_buffers",
     ),
     Break(
         "2 one function: random numbers by place in the bucket",
         draws_by_place,
-        "test_ddp.py::test_bucket_layout_changes_no_bit",
+        "entry/test_ddp.py::test_bucket_layout_changes_no_bit",
     ),
     Break(
         "2 one function: the owner draws from the first phase's stream",
         owner_draws_from_the_first_stream,
-        "test_exchange.py::test_requantized_mean_is_unbiased",
+        "engine/test_exchange.py::test_requantized_mean_is_unbiased",
     ),
     Break(
         "2 one function: the owner's transform comes after the second encoding",
         owner_transforms_after_encoding,
-        "test_transform.py::test_the_aggregate_is_transformed_before_it_is_encoded_again",
+        "engine/test_transform.py::test_the_aggregate_is_transformed_before_it_is_encoded_again",
     ),
     Break(
         "3 no drift: odd ranks add the payloads in another order",
         odd_ranks_add_in_another_order,
-        "test_ddp.py::test_bucket_layout_changes_no_bit[gloo-own-all_gather]",
+        "entry/test_ddp.py::test_bucket_layout_changes_no_bit[gloo-own-all_gather]",
     ),
     Break(
         "4 no quiet hang: no fingerprint",
         no_fingerprint,
-        "test_ddp.py::test_ranks_with_other_settings_get_peer_mismatch",
+        "entry/test_ddp.py::test_ranks_with_other_settings_get_peer_mismatch",
     ),
     Break(
         "4 no quiet hang: errors do not come out of backward",
         errors_stay_in_backward,
-        "test_ddp.py::test_ranks_with_other_settings_get_peer_mismatch",
+        "entry/test_ddp.py::test_ranks_with_other_settings_get_peer_mismatch",
     ),
     Break(
         "no false alarm: a collective that ends just after a wait did taken for a failure",
         late_ends_are_failures,
-        "test_channels.py::test_a_collective_that_ends_just_after_a_wait_did_is_no_failure",
+        "comm/test_channels.py::test_a_collective_that_ends_just_after_a_wait_did_is_no_failure",
     ),
     Break(
         "5 nothing lost: residuals keyed by place in the bucket",
         residuals_by_place,
-        "test_ddp.py::test_nothing_is_lost_through_bucket_rebuilds",
+        "entry/test_ddp.py::test_nothing_is_lost_through_bucket_rebuilds",
     ),
     Break(
         "5 nothing lost: residuals do not follow the loss scale",
         residuals_keep_their_loss_scale,
-        "test_ddp.py::test_residuals_follow_the_loss_scale",
+        "entry/test_ddp.py::test_residuals_follow_the_loss_scale",
     ),
     Break(
         "5 nothing lost: owner residuals not in the checkpoint",
         owner_residuals_not_saved,
-        "test_ddp.py::test_resumed_run_equals_the_uninterrupted_one[gloo-onebit]",
+        "entry/test_ddp.py::test_resumed_run_equals_the_uninterrupted_one[gloo-onebit]",
     ),
     Break(
         "5 nothing lost: owners' residuals go with the old number of ranks",
         owner_residuals_go_with_the_ranks,
-        "test_transform.py::test_what_is_owed_is_owed_by_the_new_ranks",
+        "engine/test_transform.py::test_what_is_owed_is_owed_by_the_new_ranks",
     ),
     Break(
-        "6 one verdict: a bad step's sums of squares stay", commits_do_not_flip, "test_feedback.py"
+        "6 one verdict: a bad step's sums of squares stay",
+        commits_do_not_flip,
+        "engine/test_feedback.py",
     ),
     Break(
         "6 one verdict: a peer's flag is not taken over",
         flags_of_peers_not_taken,
-        "test_exchange.py::test_one_bad_rank_is_everyones_verdict",
+        "engine/test_exchange.py::test_one_bad_rank_is_everyones_verdict",
     ),
     Break(
         "6 one verdict: the other nodes are not told",
         other_nodes_not_told,
-        "test_hierarchical.py::test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace",
+        "engine/test_hierarchical.py::test_infinity_on_one_rank_is_nan_on_all_and_leaves_no_trace",
     ),
     Break(
         "6 one verdict: a flagged bucket commits its residual",
         flagged_buckets_commit,
-        "test_exchange.py::test_one_bad_rank_is_everyones_verdict",
+        "engine/test_exchange.py::test_one_bad_rank_is_everyones_verdict",
     ),
     Break(
         "7 hostile bytes: no checksum",
         checksums_always_fit,
-        "test_wire.py::test_every_flipped_bit_is_refused",
+        "codecs/test_wire.py::test_every_flipped_bit_is_refused",
     ),
     Break(
         "7 hostile bytes: lengths are believed",
         lengths_are_believed,
-        "test_wire.py::test_lying_headers_with_a_right_checksum",
+        "codecs/test_wire.py::test_lying_headers_with_a_right_checksum",
     ),
     Break(
         "9 quiet import: a thread at import",
         at_import(
             "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
         ),
-        "test_house.py::test_import_is_quiet",
+        "project/test_house.py::test_import_is_quiet",
     ),
     Break(
         "9 quiet import: an environment variable",
         at_import("import os; os.environ['OMP_WAIT_POLICY'] = 'passive'"),
-        "test_house.py::test_import_is_quiet",
+        "project/test_house.py::test_import_is_quiet",
     ),
     Break(
         "split weights: local gradients stay where averages are packed",
         local_gradients_stay,
-        "test_fused.py::test_placeholders_cannot_be_used",
+        "optim/test_fused.py::test_placeholders_cannot_be_used",
     ),
     Break(
         "split weights: zeroed gradients come back",
         zeroed_gradients_come_back,
-        "test_fused.py::test_zeroed_gradients_do_not_come_back",
+        "optim/test_fused.py::test_zeroed_gradients_do_not_come_back",
     ),
     Break(
         "split weights: trails of other weights",
         trails_of_other_weights,
-        "test_optim.py::test_tops_that_changed_after_the_split_stop_the_first_step",
+        "optim/test_optim.py::test_tops_that_changed_after_the_split_stop_the_first_step",
     ),
     Break(
         "split weights: replicas that differ in trails alone",
         optimizers_not_compared,
-        "test_fused.py::test_check_replicas_sees_trails",
+        "optim/test_fused.py::test_check_replicas_sees_trails",
     ),
     Break(
         "split weights: averages applied without rounding to the bucket's dtype",
         averages_not_rounded,
-        "test_fused.py::test_every_codec_and_exchange[3-onebit gather]",
+        "optim/test_fused.py::test_every_codec_and_exchange[3-onebit gather]",
     ),
     Break(
         "local steps: weights that are not finite committed",
         everything_is_finite,
-        "test_local.py::test_weights_that_are_not_finite_are_committed_nowhere",
+        "entry/test_local.py::test_weights_that_are_not_finite_are_committed_nowhere",
     ),
     Break(
         "local steps: weights of a split optimizer read without their lower halves",
         lower_halves_not_read,
-        "test_local.py::test_split_weights_keep_their_lower_halves",
+        "entry/test_local.py::test_split_weights_keep_their_lower_halves",
     ),
 ]
 

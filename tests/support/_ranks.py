@@ -154,7 +154,7 @@ class MpiPool(Pool):
         with Listener(address, authkey=key) as listener:
             self.pipes, self.processes, self.calls = (
                 [],
-                [subprocess.Popen(command, env=mpi_environment())],
+                [subprocess.Popen(command, env=mpi_environment() | test_folders())],
                 0,
             )
             try:
@@ -214,6 +214,12 @@ def mpi_environment():
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def test_folders():
+    """Return what a program needs in its environment to import what this process's tests are."""
+    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path.startswith(tests))}
 
 
 class Failure:

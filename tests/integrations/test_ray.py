@@ -130,7 +130,7 @@ def test_a_run_that_ray_restarts_is_the_plain_run(gloo, tmp_path):
 
 @pytest.mark.long
 def test_the_example_goes_on_where_it_was(tmp_path):
-    example = Path(__file__).parents[1] / "examples/ray_digits.py"
+    example = Path(__file__).parents[2] / "examples/ray_digits.py"
     cpus = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 3}'}  # 2.50's trainer takes one
     for epochs, expected in (
         (1, r"epoch 1: .*\n3\d.\d times"),

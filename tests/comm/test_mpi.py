@@ -10,8 +10,8 @@ import time
 
 import pytest
 import torch
+from _averages import CODECS, average_over, check
 from _ranks import mpi_environment, mpi_python, mpirun, with_communicator
-from test_exchange import CODECS, average_over, check
 
 import gradcomp
 from gradcomp import PeerLost, PeerMismatch

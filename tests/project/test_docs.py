@@ -22,7 +22,7 @@ from gradcomp.kernels.native.library import TIER_FEATURES
 from gradcomp.payload import fingerprint, wire
 from gradcomp.plan import accuracy
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^```(?P<language>\w*) ?(?P<info>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL

@@ -13,7 +13,7 @@ import gradcomp
 import gradcomp._gc
 from gradcomp.version import TRIED_TORCH, warn_about_torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_no_compiler_is_one_sentence(tmp_path):

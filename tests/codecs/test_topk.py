@@ -317,7 +317,7 @@ def test_the_longest_gap():
 
 @pytest.mark.parametrize("number", TIERS)
 def test_frozen(number):
-    content = json.loads((Path(__file__).parent / "vectors/topk.json").read_text())
+    content = json.loads((Path(__file__).parents[1] / "vectors/topk.json").read_text())
     inputs = {
         n: np.frombuffer(bytes.fromhex(a["data"]), np.dtype(a["dtype"]))
         for n, a in content["inputs"].items()

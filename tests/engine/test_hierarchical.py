@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+from _averages import CODECS
 from _expected import hierarchical
 from _ranks import run_local
-from test_exchange import CODECS
 from torch import nn
 
 from gradcomp import GradientAverager, PeerLost, PeerMismatch, TernGrad

@@ -41,7 +41,7 @@ from gradcomp.plan.accuracy import (
 )
 from gradcomp.plan.advice import settle, warning_of, written
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GPT, FASHION = (
     TABLE[0].training,
     next(row.training for row in TABLE if "Fashion" in row.training.what),

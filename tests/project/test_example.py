@@ -15,8 +15,8 @@ from gradcomp.bench.models import LeNet
 
 pytestmark = pytest.mark.slow
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_mnist.py"
-MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist"  # not part of the repository
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp_mnist.py"
+MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"  # not part of the repository
 
 
 EXAMPLE_ROWS = [

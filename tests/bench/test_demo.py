@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 CONFIG = demo.Config(
     codecs=("fp32", "onebit"), seeds=2, steps=10, batch=64, lr=0.1, ranks=2, data=None
 )
-MNIST = Path(__file__).parents[2] / "shared" / "data" / "mnist"
+MNIST = Path(__file__).parents[3] / "shared" / "data" / "mnist"
 
 
 def run_demo(*options, timeout_s):
