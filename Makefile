@@ -76,7 +76,7 @@ test-long: everything mpi
 	$(BIN)/python -m pytest -rs -m 'not long and not timed' --every-row --hypothesis-profile long $(SPREAD) $(PYTEST_ARGS)
 
 promises: tools
-	$(BIN)/python -m pytest -n $(WORKERS) tests/test_promises.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) tests/project/test_promises.py $(PYTEST_ARGS)
 
 # An environment of its own with that torch, on top of what .venv holds beside torch.
 test-torch: everything
@@ -86,7 +86,7 @@ test-torch: everything
 	@for made in $(BIN) $(VENV)-torch-$(TORCH)/bin; do $$made/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done | \
 		{ read ours; read theirs; echo "import site; site.addsitedir('$$ours')" > $$theirs/gradcomp-development.pth; }
 	$(VENV)-torch-$(TORCH)/bin/python -m pytest -q -m 'not long and not timed' -k 'not mpich and not openmpi' \
-		$(TORCH_TESTS:%=tests/test_%.py) $(PYTEST_ARGS)
+		$(foreach name,$(TORCH_TESTS),$(wildcard tests/*/test_$(name).py)) $(PYTEST_ARGS)
 
 # That release into a folder that is looked through before .venv, which stays as it is; what it needs otherwise than .venv has it is named, too.
 FRAMEWORK = $(firstword $(subst ==, ,$(RELEASE)))
@@ -96,7 +96,7 @@ test-framework: everything
 	$(BIN)/python -m pip install -q --no-deps --target build/framework $(RELEASE)
 	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -c 'import sys; import $(FRAMEWORK) as found; \
 		print("$(FRAMEWORK)", found.__version__, found.__file__); sys.exit("$(firstword $(RELEASE))" != "$(FRAMEWORK)==" + found.__version__)'
-	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -m pytest -q tests/test_$(FRAMEWORK).py $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/build/framework $(BIN)/python -m pytest -q tests/integrations/test_$(FRAMEWORK).py $(PYTEST_ARGS)
 
 lint: everything
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 """The documentation site: `make docs`. Sources are read from the root of the repository, so that
 links are those of the files.
 
-The Markdown pages are those that any viewer of Markdown shows, and that tests/test_docs.py runs.
+The Markdown pages are those that any viewer of Markdown shows, and that
+tests/project/test_docs.py runs.
 """
 
 import re

@@ -5,6 +5,7 @@ One line after ``DistributedDataParallel(...)``::
     state = gradcomp.ddp.register(model, "ternary")
 
 Importing gradcomp starts no thread, no network and no MPI, and changes no environment variable.
+Packages that not every run needs are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ interrupt.begin()
 
 import torch
 
-from gradcomp import codecs, comm, local
+from gradcomp import codecs, comm
 from gradcomp.allreduce import all_reduce, forget_buffers
 from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad, TopK
@@ -31,7 +32,6 @@ from gradcomp.errors import (
     PeerMismatch,
     UnsupportedTensor,
 )
-from gradcomp.local import DiLoCo, LocalSGD
 from gradcomp.memory.moments import Precondition
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transform
@@ -39,7 +39,8 @@ from gradcomp.payload.rng import RngKey
 from gradcomp.version import __version__, warn_about_torch
 
 if TYPE_CHECKING:
-    from gradcomp import amp, ddp, onebit_sgd, optim, plan, server
+    from gradcomp import amp, ddp, local, onebit_sgd, optim, plan, server
+    from gradcomp.local import DiLoCo, LocalSGD
 
 __all__ = [
     "Block",
@@ -82,9 +83,14 @@ __all__ = [
 warn_about_torch(torch.__version__)
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("amp", "ddp", "fsdp", "onebit_sgd", "optim", "plan", "server"):
-        import importlib
+LATER = ("amp", "ddp", "fsdp", "local", "onebit_sgd", "optim", "plan", "server")
 
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in ("DiLoCo", "LocalSGD"):
+        return getattr(importlib.import_module("gradcomp.local"), name)
+    if name in LATER:
         return importlib.import_module(f"gradcomp.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -208,8 +208,11 @@ class Loud(Exception): pass
 def refuse(*a, **k): raise Loud("a socket was opened")
 socket.socket = refuse
 native_threads = len(os.listdir("/proc/self/task"))
-import gradcomp, gradcomp.ddp, gradcomp.comm
+import gradcomp
+later = [name for name in gradcomp.LATER if f"gradcomp.{name}" in sys.modules]
+import gradcomp.ddp, gradcomp.comm
 print(json.dumps({
+    "later": later,
     "environment": dict(os.environ) == before,
     "threads": threading.active_count() - threads,
     "native_threads": len(os.listdir("/proc/self/task")) - native_threads,
@@ -226,6 +229,7 @@ print(json.dumps({
     )
     found = json.loads(out.stdout)
     assert found == {
+        "later": [],
         "environment": True,
         "threads": 0,
         "native_threads": 0,
