@@ -61,8 +61,26 @@ def inner_step(model, optimizer, step, rank):
     optimizer.step()
 
 
+def take_steps(model, optimizer, local, steps, rank):
+    for step in steps:
+        inner_step(model, optimizer, step, rank)
+        local.step()
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def made(comm, codec="onebit", kind=DiLoCo, **options):
+    """Return a model, its inner optimizer and their local steps."""
+    model = fresh()
+    optimizer = sgd(model)
+    return model, optimizer, kind(model, optimizer, codec, comm, min_numel=0, **options)
+
+
+def alone(codec="terngrad", **options):
+    (comm,) = LocalCommunicator.group(1)
+    return made(comm, codec, **options)
 
 
 def weights(model):
@@ -84,12 +102,8 @@ def exact(state):
 
 def train(comm, codec, steps, kind=DiLoCo, **options):
     """Return this rank's weights after `steps` steps, and what all ranks agree on."""
-    model = fresh()
-    optimizer = sgd(model)
-    local = kind(model, optimizer, codec, comm, min_numel=0, **options)
-    for step in range(steps):
-        inner_step(model, optimizer, step, comm.rank)
-        local.step()
+    model, optimizer, local = made(comm, codec, kind=kind, **options)
+    take_steps(model, optimizer, local, range(steps), comm.rank)
     anchors = [a.detach().clone() for f in local._fragments for _, a in f.anchors]
     stats = local.stats
     local.close()
@@ -308,9 +322,7 @@ def test_start_averages_gradients_every_step():
     """
 
     def rank(comm):
-        model = fresh()
-        optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=5, start_step=4, min_numel=0)
+        model, optimizer, local = made(comm, "terngrad", sync_every=5, start_step=4)
         seen = []
         for step in range(9):
             optimizer.zero_grad()
@@ -396,17 +408,13 @@ def test_fragments_are_all_of_the_tensors_in_order(sizes):
 
 def part_of(comm, codec, options, first, steps, saved):
     """Train from `saved` (of all ranks) or the beginning; return states and weights."""
-    model = fresh()
-    optimizer = sgd(model)
-    local = DiLoCo(model, optimizer, codec, comm, min_numel=0, **options)
+    model, optimizer, local = made(comm, codec, **options)
     if saved is not None:
         net, inner, state = saved[comm.rank]
         model.load_state_dict(net)
         optimizer.load_state_dict(inner)
         local.load_state_dict(state)
-    for step in range(first, steps):
-        inner_step(model, optimizer, step, comm.rank)
-        local.step()
+    take_steps(model, optimizer, local, range(first, steps), comm.rank)
     state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), local.state_dict()))
     local.close()
     return state, bits(model.parameters())
@@ -439,14 +447,10 @@ def test_other_numbers_of_ranks_go_on_from_the_anchors(options):
     saved = [one[0][2] for one in run_local(3, part_of, "onebit", options, 0, 12, None)]
 
     def go_on(comm):
-        model = fresh()
-        optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, min_numel=0, **options)
+        model, optimizer, local = made(comm, "onebit", **options)
         local.load_state_dict(saved)
         loaded = weights(model)
-        for step in range(12, 20):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        take_steps(model, optimizer, local, range(12, 20), comm.rank)
         local.close()
         return bits(loaded), bits(model.parameters()), local.syncs
 
@@ -484,18 +488,12 @@ def loaded_wrongly(comm, what, live, options):
     """Train; rank 1 loads what is another run's; then all load the right state and go on."""
     saved = part_of(comm.duplicate(), "block4", options, 0, 14, None)[0]
     wanted = part_of(comm.duplicate(), "block4", options, 0, 22, None)[1]
-    model = fresh()
-    optimizer = sgd(model)
-    local = DiLoCo(model, optimizer, "block4", comm.duplicate(), min_numel=0, **options)
-    for step in range(14 if live else 0):
-        inner_step(model, optimizer, step, comm.rank)
-        local.step()
+    model, optimizer, local = made(comm.duplicate(), "block4", **options)
+    take_steps(model, optimizer, local, range(14 if live else 0), comm.rank)
     net, inner, state = saved
 
     def go_on():
-        for step in range(14, 22):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        take_steps(model, optimizer, local, range(14, 22), comm.rank)
 
     if what != "loaded" or comm.rank:
         local.load_state_dict(changed(state, what) if comm.rank else state)
@@ -577,9 +575,7 @@ def hidden_option(comm, hidden):
             sync_every=2,
             outer_optimizer=lambda ps: Shrinking(ps, 1 - 0.1 * comm.rank, hidden),
         )
-        for step in range(6):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        take_steps(model, optimizer, local, range(6), comm.rank)
     except PeerMismatch as error:
         return error.field, "'_factor': 0.9" in str(error.got)
     return None
@@ -592,9 +588,7 @@ def test_an_option_of_the_outer_optimizer_that_no_repr_shows_is_a_mismatch():
 
 
 def changed_live(comm, when):
-    model = fresh()
-    optimizer = sgd(model)
-    local = DiLoCo(model, optimizer, "block4", comm, sync_every=1)
+    model, optimizer, local = made(comm, "block4", sync_every=1)
     try:
         for step in range(9):
             inner_step(model, optimizer, step, comm.rank)
@@ -665,9 +659,7 @@ def trained_alone(kind=DiLoCo, **options):
     optimizer = sgd(model)
     options = {"sync_every": 4, "delay": 2, **options}
     local = kind(model, optimizer, "onebit", comm, min_numel=0, **options)
-    for step in range(8):
-        inner_step(model, optimizer, step, 0)
-        local.step()
+    take_steps(model, optimizer, local, range(8), 0)
     return local
 
 
@@ -850,21 +842,10 @@ def test_any_value_of_a_state_replaced_is_refused_or_harmless(options):
 )
 def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_outer):
     def rank(comm):
-        model = fresh()
-        optimizer = sgd(model)
-        local = DiLoCo(
-            model,
-            optimizer,
-            codec,
-            comm,
-            sync_every=3,
-            delay=delay,
-            min_numel=0,
-            shard_outer=shard_outer,
+        model, optimizer, local = made(
+            comm, codec, sync_every=3, delay=delay, shard_outer=shard_outer
         )
-        for step in range(3 + delay):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        take_steps(model, optimizer, local, range(3 + delay), comm.rank)
         before = copy.deepcopy(local.state_dict()["fragments"][0])
         caught = None
         for step in range(3 + delay, 6 + delay):
@@ -882,9 +863,7 @@ def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_o
             assert exact({**after[what], "step": 0}) == exact({**before[what], "step": 0})
         local.restore()
         optimizer.state.clear()  # the inner momentum of that rank is NaN, too
-        for step in range(6 + delay, 12 + delay):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        take_steps(model, optimizer, local, range(6 + delay, 12 + delay), comm.rank)
         local.close()
         return (
             caught,
@@ -899,12 +878,8 @@ def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_o
 
 def test_a_rank_that_is_gone_costs_the_others_their_sync_alone():
     def rank(comm):
-        model = fresh()
-        optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=2, min_numel=0, timeout_s=60.0)
-        for step in range(2):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        model, optimizer, local = made(comm, "onebit", sync_every=2, timeout_s=60.0)
+        take_steps(model, optimizer, local, range(2), comm.rank)
         agreed = local.state_dict()["fragments"][0]["anchors"]
         if comm.rank == 1:
             local.close()
@@ -1050,10 +1025,7 @@ def test_wrong_arguments_are_named(options, error, said):
 
 
 def test_parameters_that_are_no_longer_what_they_were():
-    (comm,) = LocalCommunicator.group(1)
-    model = fresh()
-    optimizer = sgd(model)
-    local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=1)
+    model, _, local = alone("terngrad", sync_every=1)
     model[0].weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"0\.weight is not trained"):
         local.step()
@@ -1089,17 +1061,13 @@ def test_a_start_that_is_interrupted_goes_on_from_where_it_was():
     """
 
     def rank(comm, saved):
-        model = fresh()
-        optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=3, start_step=6, min_numel=0)
+        model, optimizer, local = made(comm, "onebit", sync_every=3, start_step=6)
         if saved is not None:
             local.load_state_dict(saved)
             found = bits(model.parameters())
             local.close()
             return found
-        for step in range(4):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        take_steps(model, optimizer, local, range(4), comm.rank)
         optimizer.zero_grad()
         for attempt in range(2):  # the first is thrown away
             optimizer.zero_grad()
@@ -1126,14 +1094,8 @@ def test_an_exchange_that_fails_behind_steps_is_not_half_there():
     """The first error is the peer's, and so is every later one; states are those of before."""
 
     def rank(comm):
-        model = fresh()
-        optimizer = sgd(model)
-        local = DiLoCo(
-            model, optimizer, "onebit", comm, sync_every=4, delay=2, min_numel=0, timeout_s=60.0
-        )
-        for step in range(6):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        model, optimizer, local = made(comm, "onebit", sync_every=4, delay=2, timeout_s=60.0)
+        take_steps(model, optimizer, local, range(6), comm.rank)
         if comm.rank == 1:
             local.close()
             return True
@@ -1159,18 +1121,12 @@ def test_an_exchange_that_fails_behind_steps_is_not_half_there():
 
 def test_averages_that_have_arrived_survive_a_reset():
     def rank(comm):
-        model = fresh()
-        optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=4, delay=3, min_numel=0)
-        for step in range(5):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        model, optimizer, local = made(comm, "onebit", sync_every=4, delay=3)
+        take_steps(model, optimizer, local, range(5), comm.rank)
         if comm.rank == 0:
             local.state_dict()
         local.reset()
-        for step in range(5, 16):
-            inner_step(model, optimizer, step, comm.rank)
-            local.step()
+        take_steps(model, optimizer, local, range(5, 16), comm.rank)
         found = bits(a for _, a in local._fragments[0].anchors)
         local.close()
         return found, local.syncs
@@ -1376,9 +1332,7 @@ def test_an_optimizer_without_hooks_is_counted_by_who_calls_step():
         TypeError, match=r"steps of Foreign cannot be counted.*call step\(\) after each"
     ):
         local.__enter__()
-    for step in range(2):
-        inner_step(model, optimizer, step, 0)
-        local.step()
+    take_steps(model, optimizer, local, range(2), 0)
     assert (local.inner_steps, local.syncs) == (2, 1)
     local.close()
 
@@ -1441,10 +1395,7 @@ def test_gradients_that_add_up_are_no_inner_steps(itself):
     """A sync falls behind optimizer steps and never between minibatches; who calls `step` after
     each of those is told.
     """
-    (comm,) = LocalCommunicator.group(1)
-    model = fresh()
-    optimizer = sgd(model)
-    local = DiLoCo(model, optimizer, "terngrad", comm, sync_every=4)
+    model, optimizer, local = alone("terngrad", sync_every=4)
     synced_at = []
     with (
         warnings.catch_warnings(record=True) as told,
@@ -1481,9 +1432,7 @@ def test_a_rank_that_has_made_fewer_steps_is_waited_for_until_it_leaves():
     """
 
     def rank(comm):
-        model = fresh()
-        optimizer = sgd(model)
-        local = DiLoCo(model, optimizer, "onebit", comm, sync_every=2, min_numel=0, timeout_s=60.0)
+        model, optimizer, local = made(comm, "onebit", sync_every=2, timeout_s=60.0)
         for step in range(4 if comm.rank else 5):
             inner_step(model, optimizer, step, comm.rank)
             if comm.rank or step != 1:  # a minibatch that rank 0 did not count
