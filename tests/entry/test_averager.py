@@ -102,38 +102,6 @@ def test_averager_and_ddp_are_the_same_run(gloo, codec):
         assert hook == averager
 
 
-def resumed(comm):
-    def fresh():
-        net = copy.deepcopy(MODEL)
-        return net, GradientAverager(
-            net.named_parameters(), OneBit(), comm, exchange="reduce_scatter"
-        )
-
-    def steps(net, averager, first, last):
-        for step in range(first, last):
-            x, y = batch(step, comm.rank)
-            net.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            averager.average()
-            with torch.no_grad():
-                for p in net.parameters():
-                    p -= 0.1 * p.grad
-        return bits(net)
-
-    whole = steps(*fresh(), 0, 6)
-    net, averager = fresh()
-    steps(net, averager, 0, 3)
-    state, weights = averager.state_dict(), copy.deepcopy(net.state_dict())
-    net, averager = fresh()
-    net.load_state_dict(weights)
-    averager.load_state_dict(state)
-    return whole == steps(net, averager, 3, 6)
-
-
-def test_resume_equals_the_uninterrupted_run(over):
-    assert over(2, resumed) == [True, True]
-
-
 def missing(comm):
     net = copy.deepcopy(MODEL)
     averager = GradientAverager(net.named_parameters(), Identity(), comm, min_numel=0)
@@ -350,20 +318,6 @@ def test_wrong_arguments():
         net.weight.grad = torch.ones(4, 4, dtype=torch.bfloat16)
         with pytest.raises(UnsupportedTensor, match="bfloat16"):
             GradientAverager(net.named_parameters(), "terngrad", comm).average()
-
-
-def test_a_rank_that_leaves_is_peer_lost_on_the_others():
-    def work(comm):
-        if comm.rank == 2:
-            comm.abort()
-            return "left"
-        try:
-            gradcomp.all_reduce(torch.randn(100), "terngrad", comm, timeout_s=5)
-        except gradcomp.PeerLost as error:
-            return error.phase
-        return None
-
-    assert run_local(3, work) == ["fingerprint", "fingerprint", "left"]
 
 
 @pytest.mark.parametrize(

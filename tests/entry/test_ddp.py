@@ -1,6 +1,5 @@
 """The DDP hook over real gloo processes: each function below runs on every rank."""
 
-import io
 import time
 import warnings
 
@@ -280,60 +279,6 @@ def test_forty_layers_in_small_buckets(ranks, name, steps):
 
 
 # ---- steps, checkpoints, scalers -----------------------------------------------------------------
-
-
-def resume(name):
-    """Train 6 steps; and 3 steps, save, load into fresh objects, 3 more."""
-    make = {"terngrad": TernGrad, "onebit": OneBit}[name]
-
-    def fresh():
-        model = DDP(small_model())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return (
-            model,
-            optimizer,
-            gradcomp.ddp.register(model, make(), min_numel=0, exchange="reduce_scatter"),
-        )
-
-    model, optimizer, state = fresh()
-    train(model, optimizer, 6)
-    whole = bits(model)
-    state.close()
-
-    model, optimizer, state = fresh()
-    train(model, optimizer, 3)
-    file = io.BytesIO()
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "gradcomp": state.state_dict(),
-        },
-        file,
-    )
-    state.close()
-
-    model, optimizer, state = fresh()
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    state.load_state_dict(saved["gradcomp"])
-    train(model, optimizer, 3, first=3)
-    resumed = bits(model)
-    other = dict(saved["gradcomp"], rank=5)
-    try:
-        state.load_state_dict(other)
-        refused = False
-    except ValueError as error:
-        refused = "rank 5" in str(error)
-    state.close()
-    return whole == resumed, refused
-
-
-@pytest.mark.parametrize("name", ["terngrad", "onebit"])
-def test_resumed_run_equals_the_uninterrupted_one(ranks, name):
-    assert ranks(2, resume, name) == [(True, True)] * 2
 
 
 def warm_start():

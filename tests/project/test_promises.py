@@ -427,7 +427,7 @@ BREAKS = [
     Break(
         "5 nothing lost: owner residuals not in the checkpoint",
         owner_residuals_not_saved,
-        "entry/test_ddp.py::test_resumed_run_equals_the_uninterrupted_one[gloo-onebit]",
+        "entry/test_conformance.py::test_a_resumed_run_is_the_uninterrupted_one[ddp-onebit]",
     ),
     Break(
         "5 nothing lost: owners' residuals go with the old number of ranks",

@@ -1,0 +1,377 @@
+"""What every entry point does: one row of `ENTRIES` for each way to train, one test for each
+promise. What is special to one of them is in its own file.
+"""
+
+import copy
+import io
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradcomp
+import gradcomp.ddp
+import gradcomp.fsdp
+from gradcomp import DiLoCo, Feedback, GradcompError, GradientAverager, LocalSGD, NotFinite
+from gradcomp.comm import TorchCommunicator
+from gradcomp.onebit_sgd import DoubleBuffer
+
+TIMEOUT_S = 20
+
+
+def loss_of(model, step, rank):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x, y = torch.randn(8, 40, generator=generator), torch.randint(10, (8,), generator=generator)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+class Entry:
+    """A model, an optimizer and gradcomp between them; `step` makes one training step."""
+
+    resumes = True  # `state_dict` and `load_state_dict`
+    exchange = "reduce_scatter"  # of a resumed run: owners of means have residuals, too
+    sync_every = 1  # steps until ranks hold the same weights again
+
+    def __init__(self, codec, **options):
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        self.rank = dist.get_rank()
+        self.model = self.wrap(nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 10)))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.opened = self.open(codec, min_numel=0, timeout_s=TIMEOUT_S, **options)
+
+    def wrap(self, model):
+        return model
+
+    def backward(self, step, bad=False):
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, step, self.rank)
+        (loss * float("nan") if bad else loss).backward()
+
+    def step(self, step, bad=False):
+        self.backward(step, bad)
+        self.optimizer.step()
+
+    def weights(self):
+        parameters = [p.detach() for p in self.model.parameters()]
+        local = [getattr(p, "to_local", lambda p=p: p)() for p in parameters]
+        return b"".join(p.contiguous().numpy().tobytes() for p in local)
+
+    def save(self):
+        """Return a checkpoint, read back from the file it was written to."""
+        state = self.opened.state_dict()  # first: it may wait for averages and apply them
+        file = io.BytesIO()
+        torch.save((self.model.state_dict(), self.optimizer.state_dict(), state), file)
+        file.seek(0)
+        return torch.load(file, weights_only=not isinstance(self, Fsdp))
+
+    def load(self, saved):
+        self.model.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        self.opened.load_state_dict(saved[2])
+
+    def close(self):
+        self.opened.close()
+
+
+class Ddp(Entry):
+    def wrap(self, model):
+        return DDP(model)
+
+    def open(self, codec, **options):
+        return gradcomp.ddp.register(self.model, codec, **options)
+
+
+class Averager(Entry):
+    def open(self, codec, **options):
+        return GradientAverager(self.model, codec, **options)
+
+    def backward(self, step, bad=False):
+        super().backward(step, bad)
+        self.opened.average()
+
+
+class AllReduce(Entry):
+    resumes = False
+
+    def open(self, codec, timeout_s, min_numel, **options):
+        self.codec, self.options = codec, dict(options, timeout_s=timeout_s)
+        self.comm = TorchCommunicator(timeout_s=timeout_s)
+        keeps = codec in ("ternary", "onebit", "block4")
+        self.feedback = [
+            Feedback({key: p.numel()}) if keeps else None
+            for key, p in enumerate(self.model.parameters())
+        ]
+        return self.comm
+
+    def backward(self, step, bad=False):
+        super().backward(step, bad)
+        for key, p in enumerate(self.model.parameters()):
+            given = {"key": key, "feedback": self.feedback[key], **self.options}
+            gradcomp.all_reduce(p.grad, self.codec, self.comm, **given)
+
+
+class Fsdp(Entry):
+    exchange = None
+
+    def wrap(self, model):
+        return fully_shard(model)
+
+    def open(self, codec, **options):
+        return gradcomp.fsdp.compress(self.model, codec, **options)
+
+
+class Local(Entry):
+    kind, sync_every = DiLoCo, 2
+
+    def open(self, codec, **options):
+        return self.kind(self.model, self.optimizer, codec, sync_every=self.sync_every, **options)
+
+    def step(self, step, bad=False):
+        super().step(step, bad)
+        self.opened.step()
+
+
+class LocalMeans(Local):
+    kind = LocalSGD
+
+
+class Buffered(Entry):
+    def open(self, codec, **options):
+        return DoubleBuffer(self.model, self.optimizer, codec, **options)
+
+    def step(self, step, bad=False):
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        x, y = torch.randn(8, 40, generator=generator), torch.randint(10, (8,), generator=generator)
+
+        def loss(x, y):
+            value = nn.functional.cross_entropy(self.model(x), y)
+            return value * float("nan") if bad else value
+
+        self.opened.step(loss, x, y)
+
+    def weights(self):
+        self.model.eval()(torch.zeros(1, 40))  # an evaluation applies what is under way
+        self.model.train()
+        return super().weights()
+
+
+ENTRIES = {
+    "ddp": Ddp,
+    "averager": Averager,
+    "all_reduce": AllReduce,
+    "fsdp": Fsdp,
+    "diloco": Local,
+    "local_sgd": LocalMeans,
+    "double_buffer": Buffered,
+}
+RESUME = [name for name, entry in ENTRIES.items() if entry.resumes]
+CODECS = ["ternary", "terngrad", "onebit", "block4"]
+
+
+def trained(entry, codec, steps):
+    run = entry(codec)
+    for step in range(steps):
+        run.step(step)
+    found = run.weights()
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "fsdp"])
+def test_ranks_hold_the_same_bits(gloo, name, codec):
+    """Of FSDP2 each rank holds other shards."""
+    entry = ENTRIES[name]
+    first, *others = gloo(3, trained, entry, codec, 2 * entry.sync_every)
+    assert all(other == first for other in others)
+
+
+def resumed(entry, codec, middle):
+    run = entry(codec, **({"exchange": entry.exchange} if entry.exchange else {}))
+    for step in range(middle):
+        run.step(step)
+    saved = run.save()
+    for step in range(middle, middle + 3):
+        run.step(step)
+    whole = run.weights()
+    run.close()
+    again = entry(codec, **({"exchange": entry.exchange} if entry.exchange else {}))
+    again.load(saved)
+    for step in range(middle, middle + 3):
+        again.step(step)
+    found = again.weights()
+    again.close()
+    return found == whole
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", RESUME)
+def test_a_resumed_run_is_the_uninterrupted_one(gloo, name, codec):
+    assert gloo(2, resumed, ENTRIES[name], codec, 3) == [True] * 2
+
+
+FOREIGN = [
+    None,
+    5,
+    [],
+    {},
+    {"step": 3},
+    {"version": 99},
+    lambda state: {k: v for k, v in state.items() if k != min(state)},
+    lambda state: dict.fromkeys(state),
+    lambda state: dict(state, rank=5) if "rank" in state else None,  # another rank's
+]
+
+
+def misled(entry):
+    """Return which foreign states were taken, and whether the run is what it was before them."""
+    run = entry("onebit")
+    for step in range(2):
+        run.step(step)
+    good, taken = run.save(), []
+    for number, foreign in enumerate(FOREIGN):
+        bad = foreign(run.opened.state_dict()) if callable(foreign) else foreign
+        try:
+            run.opened.load_state_dict(bad)
+            taken.append(number)
+        except ValueError as error:
+            assert str(error)
+    again = entry("onebit")
+    again.load(good)
+    for one in (run, again):
+        for step in range(2, 4):
+            one.step(step)
+    same = run.weights() == again.weights()
+    run.close()
+    again.close()
+    return taken, same
+
+
+@pytest.mark.parametrize("name", RESUME)
+def test_foreign_states_change_nothing(gloo, name):
+    assert gloo(2, misled, ENTRIES[name]) == [([], True)] * 2
+
+
+def not_finite(entry, codec):
+    """Rank 1's second exchange holds NaN; return what it left, and whether later steps are good."""
+    run, sync = entry(codec), entry.sync_every
+    for step in range(sync):
+        run.step(step)
+    raised = False
+    for step in range(sync, 2 * sync):
+        try:
+            run.backward(step, bad=run.rank == 1) if sync == 1 and not isinstance(
+                run, Buffered
+            ) else run.step(step, bad=run.rank == 1)
+        except NotFinite:
+            raised = True
+    if raised:  # local steps: go back to what ranks agreed on
+        run.opened.restore()
+        run.optimizer.state.clear()
+        left = True
+    else:
+        grads = [p.grad for p in run.model.parameters()]
+        left = all(bool(getattr(g, "to_local", lambda g=g: g)().isnan().all()) for g in grads)
+    if isinstance(run, Buffered):
+        return left, True  # its update is under way already: a loss scaler would have skipped it
+    for step in range(2 * sync, 4 * sync):
+        run.step(step)
+    good = all(bool(p.isfinite().all()) for p in run.model.parameters())
+    run.close()
+    return left, good
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_value_that_is_not_finite_is_seen_by_every_rank_and_leaves_no_trace(gloo, name, codec):
+    assert gloo(2, not_finite, ENTRIES[name], codec) == [(True, True)] * 2
+
+
+def with_other_codecs(entry):
+    """Return what each of two ranks with other codecs is told."""
+    with pytest.raises(gradcomp.PeerMismatch) as caught:
+        run = entry(["terngrad", "onebit"][dist.get_rank()])
+        for step in range(entry.sync_every):
+            run.step(step)
+    return caught.value.field, caught.value.rank, str(caught.value)
+
+
+HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_ranks_with_other_codecs_are_told_both_by_name(gloo, name):
+    for field, rank, text in gloo(2, with_other_codecs, ENTRIES[name]):
+        assert (field, rank) == ("codec", 1), text
+        assert re.search(r"rank 0 has TernGrad\(.*rank 1 has OneBit\(", text), text
+        assert not HASH.search(text), text
+
+
+def left_behind(entry):
+    """Rank 1 closes after its first exchange; return what rank 0 gets, and how soon."""
+    run = entry("onebit")
+    for step in range(entry.sync_every):
+        run.step(step)
+    if run.rank == 1:
+        run.close()
+        dist.barrier()
+        return None
+    begun = time.monotonic()
+    with pytest.raises(GradcompError) as caught:
+        for step in range(entry.sync_every, 4 * entry.sync_every):
+            run.step(step)
+    run.close()
+    dist.barrier()
+    return type(caught.value).__name__, time.monotonic() - begun < 2 * TIMEOUT_S
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in ("ddp", "fsdp")])
+def test_a_rank_that_leaves_is_peer_lost(gloo, name):
+    """Under DDP and FSDP2 torch's own collectives may be the first to notice: see their files."""
+    assert gloo(2, left_behind, ENTRIES[name]) == [("PeerLost", True), None]
+
+
+def counted(entry, codec):
+    run = entry(codec)
+    for step in range(2 * entry.sync_every):
+        run.step(step)
+    run.weights()  # what is under way has arrived
+    stats = run.opened.stats
+    found = stats.bytes_sent, stats.bytes_received, stats.baseline_bytes
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != "all_reduce"])
+def test_bytes_are_counted_and_fewer_than_fp32(gloo, name):
+    """By every rank; what an exchange of a known size sends is in test_averager and test_fsdp."""
+    for codec, least in (("terngrad", 6), ("onebit", 6), ("identity", 0.9)):
+        for sent, received, baseline in gloo(2, counted, ENTRIES[name], codec):
+            assert sent > 0 and received > 0 and baseline / sent > least, (codec, baseline / sent)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_one_rank_sends_nothing_and_trains(gloo, name):
+    (found,) = gloo(1, trained, ENTRIES[name], "ternary", 2)
+    assert found
+
+
+def closed_twice(entry):
+    run = entry("terngrad")
+    run.step(0)
+    run.close()
+    run.close()
+    text = repr(run.opened)
+    del run
+    return bool(text)
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_closing_twice_is_closing(gloo, name):
+    assert gloo(2, closed_twice, ENTRIES[name]) == [True] * 2
