@@ -243,51 +243,6 @@ def test_nothing_is_lost(codec):
 FLAT, NODES = (2, {}), (4, {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]})
 
 
-@pytest.mark.parametrize(("world", "options"), [FLAT, NODES], ids=["flat", "nodes"])
-def test_a_bucket_with_nan_and_a_discarded_step_leave_no_trace(world, options):
-    def run(comm):
-        _, averager = averages(comm, Block(2), 3, **options)
-        before = averager.state_dict()
-        for source in averager._engine.sources:
-            source.like.grad = torch.full(
-                source.like.shape, float("nan") if comm.rank == 1 else 1.0
-            )
-        averager.average()
-        after = averager.state_dict()
-        _, _ = averages(comm, Block(2), 1, first=4, averager=averager)
-        changed = averager.state_dict()
-        averager.discard_step()
-        return before, after, changed, averager.state_dict()
-
-    for before, after, changed, discarded in run_local(world, run):
-        for part in ("residual", "owner_residual", "second_moment"):
-            assert before[part].keys() == after[part].keys()
-            for name, tensor in before[part].items():
-                assert torch.equal(tensor, after[part][name]) and torch.equal(
-                    tensor, discarded[part][name]
-                )
-        assert not torch.equal(before["second_moment"]["w"], changed["second_moment"]["w"])
-
-
-@pytest.mark.parametrize(("world", "options"), [(3, {}), NODES], ids=["flat", "nodes"])
-def test_a_resumed_run_is_the_same_run(world, options):
-    def run(comm):
-        whole, _ = averages(comm, Block(2), 6, **options)
-        _, averager = averages(comm, Block(2), 3, **options)
-        state = averager.state_dict()
-        fresh = GradientAverager(
-            parameters().items(), Block(2), comm, precondition=True, min_numel=MIN_NUMEL, **options
-        )
-        fresh.load_state_dict(state)
-        later, _ = averages(comm, Block(2), 3, first=3, averager=fresh)
-        return whole[3:], later
-
-    for whole, later in run_local(world, run):
-        assert all(
-            torch.equal(a[name], b[name]) for a, b in zip(whole, later, strict=True) for name in a
-        )
-
-
 def test_moments_go_to_another_number_of_ranks():
     states = run_local(4, lambda comm: averages(comm, Block(2), 3)[1].state_dict())
 
@@ -372,40 +327,6 @@ def test_moments_that_one_rank_loads_wrongly_are_a_mismatch(over, codec, who, li
     apart, silently.
     """
     assert over(2, wrong_moments, codec, who, live) == [(field, 1, got, True, 3)] * 2
-
-
-def test_ranks_that_differ_are_told():
-    def run(comm):
-        with pytest.raises(PeerMismatch, match="precondition"):
-            averages(comm, Block(2), 1, precondition=comm.rank == 0)
-
-    run_local(2, run)
-
-
-class Scaler:
-    def __init__(self, scale):
-        self.scale = scale
-
-    def get_scale(self):
-        return self.scale
-
-
-def test_moments_do_not_know_the_loss_scale():
-    def run(comm):
-        scaled, averager = averages(comm, Block(2), 4, scale=1024.0, grad_scaler=Scaler(1024.0))
-        plain, other = averages(comm, Block(2), 4)
-        return scaled, averager.state_dict(), plain, other.state_dict()
-
-    for scaled, state, plain, other in run_local(2, run):
-        assert all(
-            torch.equal(a[name], 1024.0 * b[name])
-            for a, b in zip(scaled, plain, strict=True)
-            for name in a
-        )
-        assert all(
-            torch.equal(t, state["second_moment"][name])
-            for name, t in other["second_moment"].items()
-        )
 
 
 def test_a_warm_start_takes_moments_in():

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp import GradientAverager, Identity, OneBit, PeerMismatch, TernGrad
+from gradcomp import GradientAverager, Identity, OneBit, TernGrad
 from gradcomp.exchange.sizing import choose, predict_bytes
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad, MomentumAdagrad
 from gradcomp.optim import SplitSGD, split_parameters
@@ -156,43 +156,6 @@ def test_local_adagrad_and_ternary_share_the_scale_of_what_is_encoded():
 # ---- nothing is left of a bad step ---------------------------------------------------------------
 
 
-def with_nan(comm, transform, codec, transactional):
-    named = parameters()
-    averager = GradientAverager(
-        named.items(), codec, comm, transform=transform, transactional=transactional, min_numel=1024
-    )
-    out = []
-    for step in (0, -1, 1):
-        for name, p in named.items():
-            p.grad = gradient(name, abs(step), comm.rank)
-            if step < 0 and comm.rank == 1 and name == "v":
-                p.grad[7] = float("nan")
-        averager.average()
-        if step < 0:
-            assert all(bool(p.grad.isnan().all()) for p in named.values())
-        else:
-            out.append({name: p.grad.clone() for name, p in named.items()})
-    return out, averager.state_dict()
-
-
-@pytest.mark.parametrize("transactional", [False, True])
-@pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad()], ids=repr)
-def test_a_nan_on_one_rank_leaves_no_trace(transform, transactional):
-    # Identity and OneBit draw no random numbers, so the step number does not matter
-    for codec in (Identity(), OneBit()):
-        plain = run_local(3, averages, codec, 2, 25.0, transform)
-        for rank, (out, state) in enumerate(
-            run_local(3, with_nan, transform, codec, transactional)
-        ):
-            for a, b in zip(out, plain[rank][0], strict=True):
-                assert all(torch.equal(a[n], b[n]) for n in SHAPES)
-            clean = plain[rank][1].state_dict()
-            assert all(
-                torch.equal(v, clean["transform_state"][n])
-                for n, v in state["transform_state"].items()
-            )
-
-
 class Poison(gradcomp.Transform):
     """Makes NaN of one value, at its second call on one rank's piece."""
 
@@ -241,40 +204,6 @@ class Scaler:
         return self.scale
 
 
-def scaled(comm, transform, scales, resumes):
-    named, scaler = parameters(), Scaler()
-    averager = GradientAverager(
-        named.items(), Identity(), comm, transform=transform, grad_scaler=scaler
-    )
-    out = []
-    for step, scaler.scale in enumerate(scales):
-        if resumes and step == 1:
-            state = averager.state_dict()
-            averager = GradientAverager(
-                named.items(), Identity(), comm, transform=transform, grad_scaler=scaler
-            )
-            averager.load_state_dict(state)
-        for name, p in named.items():
-            p.grad = gradient(name, step, comm.rank) * scaler.scale
-        averager.average()
-        out.append({name: p.grad / scaler.scale for name, p in named.items()})
-    return out
-
-
-@pytest.mark.parametrize(
-    ("scales", "resumes"), [((1024.0, 256.0, 64.0), False), ((1024.0, 1024.0, 64.0), True)]
-)
-@pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad()], ids=repr)
-def test_values_come_without_the_loss_scale(transform, scales, resumes):
-    plain = run_local(2, averages, Identity(), 3, 25.0, transform)
-    for (wanted, _), got in zip(
-        plain, run_local(2, scaled, transform, scales, resumes), strict=True
-    ):
-        assert all(
-            torch.equal(a[n], b[n]) for a, b in zip(wanted, got, strict=True) for n in SHAPES
-        )
-
-
 def overflowing(comm, transform):
     p = nn.Parameter(torch.zeros(64, 32, dtype=torch.float16))
     averager = GradientAverager(
@@ -304,63 +233,17 @@ def test_what_overflows_in_the_buckets_dtype_leaves_no_trace(world):
         assert not finite and count == 1 and total == 0
 
 
-def thrown_away(comm, transform):
-    named = parameters()
-    averager = GradientAverager(named.items(), OneBit(), comm, transform=transform, min_numel=1024)
-    states = []
-    for step in (0, 1, 1):
-        for name, p in named.items():
-            p.grad = gradient(name, step, comm.rank)
-        averager.average()
-        states.append(averager.state_dict())
-        if len(states) == 2:
-            averager.discard_step()
-            states[-1] = averager.state_dict()
-    return states
-
-
-@pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad()], ids=repr)
-def test_discard_step_rolls_states_back(transform):
-    for first, discarded, again in run_local(3, thrown_away, transform):
-        for key in ("transform_state", "residual", "owner_residual"):
-            assert all(torch.equal(v, discarded[key][n]) for n, v in first[key].items())
-        assert any(
-            not torch.equal(v, again["transform_state"][n])
-            for n, v in first["transform_state"].items()
-        )
-
-
 # ---- checkpoints, other world sizes --------------------------------------------------------------
 
 
-def resumed(comm, codec, transform, tmp_path):
-    whole, _ = averages(comm, codec, 4, transform=transform)
-    _, first = averages(comm, codec, 2, transform=transform)
-    file = tmp_path / f"{comm.rank}.pt"
-    torch.save(first.state_dict(), file)
-    state = torch.load(file, weights_only=True)
-    named = parameters()
-    second = GradientAverager(named.items(), codec, comm, transform=transform, min_numel=1024)
-    second.load_state_dict(state)
-    for step in (2, 3):
-        for name, p in named.items():
-            p.grad = gradient(name, step, comm.rank)
-        second.average()
-        assert all(torch.equal(p.grad, whole[step][name]) for name, p in named.items())
-    with pytest.raises(ValueError, match="transform"):
-        GradientAverager(named.items(), codec, comm).load_state_dict(state)
-    return state
+def test_owners_keep_their_share_of_the_sums():
+    def work(comm):
+        _, averager = averages(comm, OneBit(), 2, transform=AggregateAdagrad())
+        return sum(t.numel() for t in averager.state_dict()["transform_state"].values())
 
-
-@pytest.mark.parametrize("transform", [AggregateAdagrad(), LocalAdagrad(eps=1e-6)], ids=repr)
-@pytest.mark.parametrize("codec", [OneBit(), TernGrad()], ids=repr)
-def test_a_resumed_run_equals_the_uninterrupted_one(codec, transform, tmp_path):
-    states = run_local(3, resumed, codec, transform, tmp_path)
-    if transform.place == "owner":
-        numels = [sum(t.numel() for t in s["transform_state"].values()) for s in states]
-        assert sum(numels) == sum(int(np.prod(s)) for s in SHAPES.values()) and max(
-            numels
-        ) < 0.4 * sum(numels)
+    numels = run_local(3, work)
+    assert sum(numels) == sum(int(np.prod(s)) for s in SHAPES.values())
+    assert max(numels) < 0.4 * sum(numels)
 
 
 def test_states_that_do_not_fit_change_nothing():
@@ -546,21 +429,6 @@ def test_places_and_arguments():
     ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             AggregateAdagrad(**bad)
-
-
-def test_ranks_with_other_transforms_get_peer_mismatch():
-    def run(comm):
-        with pytest.raises(PeerMismatch, match="transform"):
-            averages(
-                comm,
-                OneBit(),
-                1,
-                transform=AggregateAdagrad(eps=1e-8 if comm.rank else 1e-10),
-                timeout_s=20,
-            )
-        return True
-
-    assert all(run_local(2, run))
 
 
 # ---- DDP, split optimizers -----------------------------------------------------------------------

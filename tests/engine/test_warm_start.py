@@ -1,13 +1,11 @@
 """A warm start that is packed itself: nothing is lost on the way from one codec to the other."""
 
-import copy
-
 import pytest
 import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import Block, GradientAverager, Identity, OneBit, Options, PeerMismatch, TernGrad
+from gradcomp import Block, GradientAverager, Identity, OneBit, Options, TernGrad
 from gradcomp.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 START = 4
@@ -92,19 +90,6 @@ def test_a_warm_start_in_identity_is_that_in_fp32():
         assert all(torch.equal(packed[name], plain[name]) for name in SHAPES)
 
 
-@pytest.mark.parametrize("first", [2, START, 6])
-def test_it_resumes_bit_for_bit(first):
-    def one(comm):
-        whole = run(comm, OneBit(), 8)[3].state_dict()
-        kept = copy.deepcopy(run(comm, OneBit(), first)[3].state_dict())
-        return whole, run(comm, OneBit(), 8 - first, first, kept)[3].state_dict()
-
-    for whole, halves in run_local(3, one):
-        for part in ("residual", "owner_residual"):
-            assert whole[part].keys() == halves[part].keys() and whole[part]
-            assert all(torch.equal(whole[part][name], halves[part][name]) for name in whole[part])
-
-
 @pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
 def test_the_warm_up_of_an_optimizer_whose_momentum_travels(kind):
     """Packed gradients, then packed momenta; what is left out at the change is less than a step
@@ -129,14 +114,6 @@ def test_the_warm_up_of_an_optimizer_whose_momentum_travels(kind):
     packed, plain = (run_local(3, one, codec)[0] for codec in (Block(4), None))
     assert packed[1][0] < 0.2 * plain[1][0] and packed[1][-1] == plain[1][-1] < packed[1][0]
     assert float((packed[0] - plain[0]).norm()) < 0.2 * float((plain[0] - 1).norm())
-
-
-def test_ranks_with_other_warm_starts_hear_of_it():
-    def one(comm):
-        with pytest.raises(PeerMismatch, match="start_step"):
-            run(comm, OneBit(), start_codec=Block(4) if comm.rank else Block(8))
-
-    run_local(2, one)
 
 
 def test_what_is_refused():
