@@ -21,7 +21,7 @@ import torch
 from gradcomp import codecs, comm
 from gradcomp.allreduce import all_reduce, forget_buffers
 from gradcomp.averager import GradientAverager
-from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad, TopK
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
 from gradcomp.engine.options import Options
 from gradcomp.errors import (
     CorruptPayload,
@@ -35,6 +35,7 @@ from gradcomp.errors import (
 from gradcomp.memory.moments import Precondition
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transform
+from gradcomp.payload.form import removal
 from gradcomp.payload.rng import RngKey
 from gradcomp.version import __version__, warn_about_torch
 
@@ -62,7 +63,6 @@ __all__ = [
     "RngKey",
     "TernGrad",
     "Ternary",
-    "TopK",
     "Transform",
     "UnsupportedTensor",
     "__version__",
@@ -93,4 +93,4 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("gradcomp.local"), name)
     if name in LATER:
         return importlib.import_module(f"gradcomp.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{removal(name)}")

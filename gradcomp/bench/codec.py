@@ -34,8 +34,6 @@ ARITHMETIC = {
     "terngrad encode": 1.0,  # random numbers: ten rounds of Philox for every eight elements
     "terngrad decode 4 shared": 0.25,
     "terngrad decode 4 own": 0.25,
-    "topk encode": 5.0,  # it is scalar: its exchanges are rare
-    "topk decode 1": 0.75,
 }
 UNJUDGED = ("ternary sum to lanes 4", "lanes decode", "crc32c of a payload")
 # Two threads over one: 1.7 was measured on two free cores; a kernel that uses one gains 1.0.

@@ -21,12 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp.ddp
 import gradcomp.fsdp
 from gradcomp.bench.optimizers import exchanging_momentum
-from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad, TopK
+from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
 from gradcomp.comm.base import Communicator
 from gradcomp.fsdp.weights import weights_codec
 from gradcomp.local import DiLoCo
 from gradcomp.local.outer import LR, MOMENTUM
 from gradcomp.onebit_sgd import DoubleBuffer
+from gradcomp.payload.form import removal
 
 NONE = "none"  # the model alone: what a step takes without an exchange
 NOOP = "noop"  # under DDP, with a hook that averages nothing
@@ -175,7 +176,6 @@ METHODS: dict[str, Method] = {
         Method("block2", Block(2)),
         Method("block4", Block(4)),
         Method("block8", Block(8)),
-        Method("topk", TopK()),
     )
 }
 # what the hooks of torch's ways do, exchanged over MPI as codecs are
@@ -201,7 +201,7 @@ def parse(text: str) -> Method:
     if name not in METHODS:
         raise ValueError(
             f"no method named {name!r}; there are {', '.join(METHODS)}, {FSDP2}, and"
-            " module:factory for a hook of your own"
+            f" module:factory for a hook of your own{removal(name)}"
         )
     method = replace(METHODS[name], name=text, options={}, local={})
     for word in filter(None, rest.split(",")):
@@ -233,9 +233,8 @@ def _with(method: Method, key: str, value: str) -> Method:
             raise ValueError(f"{method.name}: a warm start is packed by a codec, {value} is none")
         return replace(method, options=options | {"start_codec": first})
     if key == "second":
-        if codec is None or codec.gathers_only:
-            why = "no codec" if codec is None else "gathered by all ranks"
-            raise ValueError(f"{name} has no second phase: it is {why}")
+        if codec is None:
+            raise ValueError(f"{name} has no second phase: it is no codec")
         return replace(method, codec=type(codec)(**codec.options() | {"second_phase": value}))
     if key in CODEC:
         given = {} if codec is None else codec.options()
@@ -322,7 +321,7 @@ def _sharded(text: str) -> Method:
         raise ValueError(
             f"{text}: under FSDP2 a codec takes second=, step=, decay= and group= alone"
         )
-    if codec is None or codec.gathers_only:
+    if codec is None:
         raise ValueError(
             f"{text!r}: FSDP2 takes {FSDP2}:terngrad, {FSDP2}:onebit, {FSDP2}:bf16,"
             f" {FSDP2}:terngrad,weights=block8,keep"

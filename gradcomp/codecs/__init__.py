@@ -9,7 +9,7 @@ from gradcomp.codecs.identity import Identity
 from gradcomp.codecs.onebit import OneBit
 from gradcomp.codecs.ternary import Ternary
 from gradcomp.codecs.terngrad import TernGrad
-from gradcomp.codecs.topk import TopK
+from gradcomp.payload.form import removal
 
 # Every codec with its default options; the first of a form decodes payloads of that form of which
 # nothing else is known.
@@ -20,7 +20,6 @@ KINDS: tuple[Codec, ...] = (
     Block(2),
     Block(4),
     Block(8),
-    TopK(),
     Identity(),
     Identity("bf16"),
 )
@@ -41,7 +40,7 @@ def resolve(codec: Codec | str) -> Codec:
             hint = (
                 ' ("auto" is for register and GradientAverager, which know the optimizer)'
                 if codec == "auto"
-                else suggestion(codec, _BY_NAME)
+                else removal(codec) or suggestion(codec, _BY_NAME)
             )
             raise ValueError(f"unknown codec {codec!r}; known names are {sorted(_BY_NAME)}{hint}")
         return _BY_NAME[codec]
@@ -58,6 +57,5 @@ __all__ = [
     "OneBit",
     "TernGrad",
     "Ternary",
-    "TopK",
     "resolve",
 ]

@@ -80,8 +80,6 @@ class Codec(ABC):
         error_feedback: encoding takes and returns residuals.
         seed: of the random numbers, for codecs that draw some.
         whole_groups: a scale group must be encoded in one go.
-        gathers_only: payloads go to all ranks whole ("all_gather"): a mean of them is no payload of
-            this kind.
         measures: scales are measured before codes are written.
         second_phase: of a reduce_scatter; None: see `resolved_second_phase`.
         reach: values beyond so many scales of their group are clipped; None: nothing is.
@@ -101,7 +99,6 @@ class Codec(ABC):
     rotates: bool = False
     seed: int = 0
     whole_groups: ClassVar[bool] = False
-    gathers_only: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -263,7 +260,7 @@ class Codec(ABC):
         """Return the second phase that a reduce_scatter of this codec among `world_size` ranks
         uses.
 
-        `transformed`: of means that are no sums. "" for a codec that has none.
+        `transformed`: of means that are no sums.
         """
         if self.second_phase:
             return self.second_phase
@@ -420,14 +417,11 @@ class Codec(ABC):
             raise CorruptPayload(
                 "numel", f"the header says {header.numel}, a payload holds at most {MAX_NUMEL}"
             )
-        group = (
-            (self.form.group_numel if self.form.scales_per_group else header.numel)
-            if header.numel
-            else 1
-        )
-        if group not in (None, header.group_numel):
+        whole = not self.form.scales_per_group or not header.numel
+        if whole and header.group_numel != max(header.numel, 1):
             raise CorruptPayload(
-                "group_numel", f"the header says {header.group_numel}, {group} expected"
+                "group_numel",
+                f"the header says {header.group_numel}, {max(header.numel, 1)} expected",
             )
         slot = Slot(0, header.numel, header.group_numel, True, 0)
         groups = -(-header.numel // header.group_numel)

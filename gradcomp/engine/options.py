@@ -114,13 +114,7 @@ class Options:
                 f" {self.slice_numel!r}"
             )
         if self.start_codec is not None:
-            first = resolve(self.start_codec)
-            object.__setattr__(self, "start_codec", first)
-            if first.form.group_numel is not None:
-                raise ValueError(
-                    f"start_codec={first!r} has scale groups of its own, and those of a warm start"
-                    " are the codec's: use start_codec=Block(4), or None for fp32"
-                )
+            object.__setattr__(self, "start_codec", resolve(self.start_codec))
         if self.exchange not in (*EXCHANGES, HIERARCHICAL):
             raise ValueError(
                 f"exchange must be one of {(*EXCHANGES, HIERARCHICAL)}, got {self.exchange!r}"

@@ -60,22 +60,10 @@ def choose(
         owner_transform: whether owners transform the means, which only a reduce_scatter has.
 
     Raises:
-        ValueError: an unknown exchange; one that cannot carry an owner transform, or this codec.
+        ValueError: an unknown exchange, or one that cannot carry an owner transform.
     """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {EXCHANGES}, got {exchange!r}")
-    if codec.gathers_only:
-        if owner_transform or exchange == "reduce_scatter":
-            what = (
-                "an owner transform, which needs a reduce_scatter"
-                if owner_transform
-                else f"exchange={exchange!r}"
-            )
-            raise ValueError(
-                f"{codec!r} does not go with {what}: a mean of its payloads is not sparse. Use"
-                " exchange='all_gather' or 'auto' without one, or a codec such as OneBit()"
-            )
-        return Strategy("all_gather")
     second = codec.resolved_second_phase(world_size, transformed=owner_transform)
     if owner_transform and exchange == "all_gather":
         raise ValueError(
@@ -165,7 +153,7 @@ class BucketPlan:
         if count == 1:
             self.slices = [Slice(self.local, [self.local])]
             return
-        parts = cut(self.local.pieces, count, self.codec.form.unit_numel)
+        parts = cut(self.local.pieces, count)
         encoded = rows_of(self.local, parts)
         self.slices = [
             Slice(r, [PayloadLayout(self.codec.form, p)])
@@ -263,7 +251,7 @@ def collective_bytes(
     scale = ring_bytes(groups, world_size) if codec.shares_scale and groups else 0
     count = slicing.count(sum(p.numel for p in parameters), world_size)
     if strategy.exchange == "all_gather":
-        bounds = slice_bounds(parameters, ByElements(1), count, codec.form.unit_numel)
+        bounds = slice_bounds(parameters, ByElements(1), count)
         sent = others * int(sliced_nbytes(parameters, bounds, codec.form).sum())
         return CollectiveBytes(scale, sent, sent, slices=count)
     ownership, phase = (

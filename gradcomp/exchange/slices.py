@@ -71,17 +71,16 @@ class Slice:
         return max((one.nbytes for one in self.second), default=0)
 
 
-def cut(pieces: Sequence[Piece], count: int, least: int = 8) -> list[list[Piece]]:
+def cut(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
     """Return `count` runs of about as many elements, one after the other; pieces are cut between
     scale groups where these are small.
 
-    Cuts are at multiples of `UNIT_NUMEL` elements of a parameter where they can be, of `least`
-    always where codes are cut. A run may be empty.
+    Cuts are at multiples of `UNIT_NUMEL` elements of a parameter where they can be, of 8 always
+    where codes are cut. A run may be empty.
 
     Args:
         pieces: one after the other.
         count: of runs.
-        least: elements at multiples of which codes can be cut (`Form.unit_numel`).
     """
     total = sum(p.numel for p in pieces)
     bounds = [total * j // count for j in range(1, count)]
@@ -91,10 +90,7 @@ def cut(pieces: Sequence[Piece], count: int, least: int = 8) -> list[list[Piece]
         group = piece.slot.group_numel if piece.slot.compressed else 1
         # codes of 8 elements are whole bytes
         units = (math.lcm(UNIT_NUMEL, group), math.lcm(8, group))
-        unit = next(
-            (u for u in units if u * count <= total),
-            max(UNIT_NUMEL, least if piece.slot.compressed else 0),
-        )
+        unit = next((u for u in units if u * count <= total), UNIT_NUMEL)
         first = bisect_right(bounds, before)  # the slice that the piece begins in
         inner = bounds[first : bisect_left(bounds, before + piece.numel)]
         ends = [max((piece.start + b - before) // unit * unit - piece.start, 0) for b in inner]

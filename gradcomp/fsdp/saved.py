@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gradcomp.memory.parts import STEPS, same_codec
+from gradcomp.payload.form import removal
 
 STATE_VERSION = 2
 
@@ -27,7 +28,10 @@ def check_state(state: Any, origin: Mapping[str, object], names: Collection[str]
         if state.get(key) != mine and not (
             key == "codec" and same_codec(state.get(key), str(mine))
         ):
-            raise ValueError(f"this state has {key} {state.get(key)!r}, here it is {mine!r}")
+            raise ValueError(
+                f"this state has {key} {state.get(key)!r}, here it is {mine!r}"
+                f"{removal(state.get(key))}"
+            )
     world, residual = state.get("world_size"), state.get("residual")
     if type(world) is not int or world < 1:
         raise ValueError(f"this state has world_size {world!r}, a positive integer expected")

@@ -78,7 +78,7 @@ class FsdpState:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        _check(codec, options)
+        _check(options)
         if keep_weights and weights is None:
             raise ValueError(
                 "keep_weights=True keeps packed weights: say how they are packed, weights='block8'"
@@ -524,12 +524,7 @@ def _parts(
     ]
 
 
-def _check(codec: Codec, options: Options) -> None:
-    if codec.gathers_only:
-        raise ValueError(
-            f"{codec!r} goes to all ranks whole; FSDP's reduce-scatter sends each owner its own:"
-            " take TernGrad(), OneBit() or Block()"
-        )
+def _check(options: Options) -> None:
     defaults = Options()
     for name in (
         "start_step",

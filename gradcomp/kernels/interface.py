@@ -124,8 +124,8 @@ class Kernels(Protocol):
             value_dtype: float32 or bfloat16 for plain values.
             code_bits: of kernels that write codes of several sizes.
             step: of kernels that round to a scale in root mean squares.
-            decay: what new residuals keep of what codes leave out, in [0, 1]; None for kernels that
-                keep all.
+            decay: what new residuals keep of what codes leave out, in [0, 1]; None for kernels
+                without error feedback.
         """
 
     # ---- averages --------------------------------------------------------------------------------

@@ -116,11 +116,6 @@ class DiLoCo:
                 f"start_codec={options.start_codec!r} packs the steps before start_step, which is 0"
             )
         codec = resolve(codec)
-        if shard_outer and codec.gathers_only:
-            raise ValueError(
-                f"shard_outer=True has owners of means send outer steps, of which {codec!r} has"
-                " none: leave it out"
-            )
         self._turns = Turns(sync_every, fragments)
         if (
             isinstance(delay, bool)

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradcomp.memory.moments import SecondMoments
 from gradcomp.memory.residuals import Feedback
 from gradcomp.memory.transform import Transforming
+from gradcomp.payload.form import removal
 
 STEPS = 2**32  # what random numbers and headers can count
 PARTS = ("residual", "owner_residual", "transform_state", "second_moment")
@@ -161,4 +162,5 @@ def check_origin(state: Mapping[str, Any], wanted: Mapping[str, object]) -> None
             raise ValueError(
                 f"this state has {key} {state.get(key)!r}, {value!r} expected: residuals belong to"
                 " one rank (for another world size, load a list of the states of all ranks)"
+                f"{removal(state.get(key))}"
             )

@@ -28,13 +28,10 @@ class Form:
     Attributes:
         code: number in the header.
         name: of the codec, for people.
-        bits: of an element; 0 where an element has none of its own (`TopKForm`).
+        bits: of an element.
         scales_per_group: fp32 scales of a group.
         signed_scales: whether a scale may be negative.
         kernel: name of the kernels that read and write it.
-        unit_numel: codes can be cut at multiples of so many elements of a parameter.
-        group_numel: elements of a scale group, where the form has groups of its own; None: the
-            codec says.
     """
 
     code: int
@@ -43,14 +40,12 @@ class Form:
     scales_per_group: int
     signed_scales: bool = False
     kernel: str = ""
-    unit_numel: int = 8
-    group_numel: int | None = None
 
     def code_nbytes(self, first: Count, last: Count) -> Count:
         """Return the bytes that the codes of elements [first, last) of a parameter fill, as a piece
         of their own.
 
-        For a piece that is cut at a multiple of `unit_numel` they add up to those of the whole.
+        For a piece that is cut at a multiple of 8 they add up to those of the whole.
         """
         return ((last - first) * self.bits + 7) // 8
 
@@ -61,37 +56,6 @@ class Form:
     def scale_nbytes(self, groups: Count) -> Count:
         """Return the bytes that the scales of so many groups fill."""
         return 4 * self.scales_per_group * groups
-
-
-@dataclass(frozen=True, slots=True)
-class TopKForm(Form):
-    """One element in 64 of every block of `unit_numel`: a byte for where it stands, two bits for
-    its value.
-
-    Blocks are counted from a parameter's first element and cut to their piece.
-    """
-
-    def code_nbytes(self, first: Count, last: Count) -> Count:
-        unit = self.unit_numel
-        # bounds of blocks at or after `first`, at or before `last`
-        up, down = (-(-first // unit), last // unit)
-        inside = up > down  # of one block
-        whole = 1 - inside
-        cut = _kept_nbytes((up * unit - first) * whole) + _kept_nbytes((last - down * unit) * whole)
-        nbytes: Count = (
-            cut + _kept_nbytes((last - first) * inside) + (down - up) * whole * _kept_nbytes(unit)
-        )
-        return nbytes
-
-    def most_numel(self, nbytes: int) -> int:
-        # 4 elements kept of 256 take 4 bytes and 1, and no block has fewer for its bytes
-        return nbytes * 256 // 5
-
-
-def _kept_nbytes(numel: Count) -> Count:
-    """Return the bytes of a block of so many elements."""
-    kept = (numel + 63) // 64
-    return kept + (kept + 3) // 4
 
 
 # fp32: Identity, small and excluded tensors
@@ -107,13 +71,9 @@ BLOCKS = {  # by their bits
     8: Form(8, "block8", bits=8, scales_per_group=1, kernel="block"),
 }
 
-TOPK = TopKForm(
-    9, "topk", bits=0, scales_per_group=2, kernel="topk", unit_numel=4096, group_numel=32768
-)
+FORMS = {form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16, *BLOCKS.values())}
 
-FORMS = {
-    form.code: form for form in (PLAIN, TERNARY, ONEBIT, LANES, BFLOAT16, *BLOCKS.values(), TOPK)
-}
+TOPK_CODE = 9  # the number of a removed form is never used again
 
 
 def lanes_form(world_size: int) -> Form:
@@ -126,3 +86,13 @@ def lanes_form(world_size: int) -> Form:
 def form_name(code: int) -> str:
     """Return the name of a codec number, for messages."""
     return FORMS[code].name if code in FORMS else f"codec {code}"
+
+
+def removal(codec: object) -> str:
+    """Return "; TopK was removed: ..." for the number, name or repr of that codec, else ""."""
+    if codec != TOPK_CODE and not str(codec).lower().startswith("topk"):
+        return ""
+    return (
+        "; TopK was removed: use Ternary() with local steps (gradcomp.DiLoCo), which sends fewer"
+        " bytes and lost no accuracy"
+    )

@@ -41,7 +41,7 @@ def owner_starts(numel: int, ownership: Ownership) -> NDArray[np.int64]:
 
 
 def slice_bounds(
-    parameters: Sequence[Parameter], ownership: Ownership, count: int, least: int = 8
+    parameters: Sequence[Parameter], ownership: Ownership, count: int
 ) -> list[NDArray[np.int64]]:
     """Return where `gradcomp.exchange.slices.cut` cuts what each rank owns of each parameter, with
     both ends: ``(count + 1, world_size)`` each.
@@ -50,7 +50,6 @@ def slice_bounds(
         parameters: of a bucket, one after the other.
         ownership: who owns what.
         count: of slices.
-        least: elements at multiples of which codes can be cut.
     """
     starts = [owner_starts(p.numel, ownership) for p in parameters]
     total = sum((one[1:] - one[:-1] for one in starts), np.zeros(ownership.world_size, np.int64))
@@ -60,9 +59,8 @@ def slice_bounds(
         first, last = one[:-1], one[1:]
         group = p.group_numel if p.compressed else 1
         large, small = math.lcm(UNIT_NUMEL, group), math.lcm(8, group)
-        rest = max(UNIT_NUMEL, least if p.compressed else 0)
         unit = np.where(
-            large * count <= total, large, np.where(small * count <= total, small, rest)
+            large * count <= total, large, np.where(small * count <= total, small, UNIT_NUMEL)
         )
         at = first + bounds - before
         out.append(np.where(at >= last, last, np.maximum(at // unit * unit, first)))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gradcomp.errors import CorruptPayload
 from gradcomp.kernels import native
-from gradcomp.payload.form import FORMS, HEADER_NBYTES
+from gradcomp.payload.form import FORMS, HEADER_NBYTES, removal
 
 MAGIC = 0x504D4347  # "GCMP"
 VERSION = 2
@@ -106,7 +106,7 @@ def parse(payload: Bytes) -> Header:
         )
     header = Header(*rest)
     if header.codec not in FORMS:
-        raise CorruptPayload("codec", f"unknown codec {header.codec}")
+        raise CorruptPayload("codec", f"unknown codec {header.codec}{removal(header.codec)}")
     if header.dtype > 2:
         raise CorruptPayload("dtype", f"unknown source dtype {header.dtype}")
     if header.flags & ~(FLAG_NONFINITE | FLAG_SEGMENTED):

@@ -25,6 +25,7 @@ from rich.console import Console
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from gradcomp.arguments import Parser, suggestion
+from gradcomp.payload.form import removal
 from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.costs import METHODS, LocalSteps, Method
 from gradcomp.plan.links import Node, format_seconds, parse_link, parse_seconds
@@ -321,7 +322,7 @@ def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE
             if name not in some:
                 raise ValueError(
                     f"{option} {name!r} is unknown; there are"
-                    f" {', '.join(some)}{suggestion(name, some)}"
+                    f" {', '.join(some)}{removal(name) or suggestion(name, some)}"
                 )
     found = [m for m in all_of_them if m.name.split()[0] in wanted[0] and m.exchange in wanted[1]]
     if not found:

@@ -14,6 +14,7 @@ from gradcomp.codecs import KINDS, Codec
 from gradcomp.codecs.identity import Identity
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 from gradcomp.exchange.sizing import Strategy, choose, collective_bytes, ddp_buckets
+from gradcomp.payload.form import removal
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Exempts, Parameter
 
@@ -104,8 +105,6 @@ def _ways(codec: Codec) -> list[Method]:
     """
     phases = ("exact", "block4", "requantize") if codec.sum_form(1) is not None else ("requantize",)
     gathered = Method(f"{codec.name} all_gather", codec, "all_gather")
-    if codec.gathers_only:
-        return [gathered]
     if len(phases) == 1:
         return [gathered, Method(f"{codec.name} reduce_scatter", codec, "reduce_scatter", *phases)]
     return [
@@ -142,6 +141,7 @@ def find_method(name: str) -> Method:
             return method
     raise ValueError(
         f"unknown method {name!r}; there are {', '.join(m.name for m in (*METHODS, *HIERARCHICAL))}"
+        f"{removal(name)}"
     )
 
 

@@ -62,7 +62,7 @@ class Shards:
             ValueError: a scale group that no message holds, or more shards than a key may have.
         """
         unit = min(limit, numel)
-        if group_numel < numel or form.group_numel is not None:
+        if group_numel < numel:
             grain = math.lcm(group_numel, UNIT_NUMEL)
             unit = min(numel, grain * max(1, limit // grain))
         if 4 * unit > MAX_SHARD_NBYTES:
@@ -79,7 +79,7 @@ class Shards:
     @property
     def one_group(self) -> bool:
         """Whether a whole payload has one scale group, which is cut."""
-        return self.form.group_numel is None and self.group_numel >= self.numel
+        return self.group_numel >= self.numel
 
     @property
     def count(self) -> int:

@@ -32,12 +32,10 @@ typedef enum {
     /* a NULL pointer, unknown dtype, start not a multiple of 8, group_numel 0, ... */
     GC_INVALID_ARGUMENT = 1,
     GC_UNSUPPORTED_TIER = 2, /* this CPU or this build has no such tier */
-    /* a ternary code `11`, a block's 15 (4 bits) or 255 (8 bits), a top-k position out of its
-     * block */
-    GC_FORBIDDEN_CODE = 3,
-    GC_BAD_PADDING = 4, /* padding bits of the last byte are not what the format pins */
-    GC_LANE_RANGE = 5,  /* an integer lane above 2 * world_size */
-    GC_BAD_SCALE = 6    /* a scale that is not finite, or negative where it must not be */
+    GC_FORBIDDEN_CODE = 3, /* a ternary code `11`, a block's 15 (4 bits) or 255 (8 bits) */
+    GC_BAD_PADDING = 4,    /* padding bits of the last byte are not what the format pins */
+    GC_LANE_RANGE = 5,     /* an integer lane above 2 * world_size */
+    GC_BAD_SCALE = 6       /* a scale that is not finite, or negative where it must not be */
 } gc_status;
 
 /* Name of a status ("GC_OK", ...); "GC_UNKNOWN_STATUS" for anything else. Static storage. */
@@ -270,37 +268,6 @@ gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_cou
                               unsigned code_bits, const gc_segment *segments, size_t segment_count,
                               void *out, int out_dtype, unsigned flags, uint32_t *nonfinite);
 
-/* ---- top-k: the largest of every block, 2 bits each, positions Rice coded, with error feedback */
-/* x = fl(g + r) (x = g when residual_in is NULL; a NaN is 0x7FC00000). Blocks are the elements [j *
- * 4096, (j + 1) * 4096) of a parameter, cut to their segment; of m elements the k = ceil(m / 64)
- * with the largest |x| are kept (as unsigned integers of the bits without sign; of equal ones the
- * first). group_numel must be GC_TOPK_GROUP_NUMEL. A block's codes:
- *   k bytes, a little-endian bit stream: for every kept element in order its gap, elements between
- *     it and the one kept before it (the first: before it in the block): gap / 64 bits 1, a bit 0,
- *     then gap % 64 in 6 bits, lowest first. Padding 0. It fits, since the quotients add up to at
- *     most (m - k) / 64 < k;
- *   ceil(k / 4) bytes: for kept element j in bits 2 * (j % 4) of byte j / 4 its sign (bit 0: 1 for
- *     a set sign bit) and class (bit 1: 1 for outer). Padding 0.
- * Two fp32 scales a group at the segment's `scales`, of sums in float64 over its kept elements in
- * order, from 0.0: with mean = sum|x| / count, inner: (float)(sum / count) of the |x| <= mean,
- * outer: that of the others, 0 for an empty class. Both are 0 for a group whose g is +-0 throughout
- * (its residual stays) and for one with an x that is not finite. q = scale, 0 - scale for a set
- * sign bit, 0 for what is not kept; residual_out = fl(x - q), not written when NULL. Every group
- * must lie whole in one segment.
- * residual_in, residual_out, kept: as gc_onebit_encode. */
-enum { GC_TOPK_BLOCK_NUMEL = 4096, GC_TOPK_GROUP_NUMEL = 32768 };
-gc_status gc_topk_encode(const void *src, int dtype, const gc_segment *segments,
-                         size_t segment_count, const float *residual_in, float *residual_out,
-                         float *kept, uint8_t *payload, uint32_t *nonfinite);
-
-/* Decoded values q added in fp32 in payload order, to begin with 0, times fl(1 / payload_count);
- * see gc_ternary_sum_decode for the rest. Segments may begin and end inside groups, at bounds of
- * blocks (or where the encoder's segment did). Codes that were not validated decode to unspecified
- * values; nothing outside of the segment's codes and elements is touched. */
-gc_status gc_topk_sum_decode(const uint8_t *const *payloads, size_t payload_count,
-                             const gc_segment *segments, size_t segment_count, void *out,
-                             int out_dtype, unsigned flags, uint32_t *nonfinite);
-
 /* ---- plain values: Identity, small and excluded tensors, bf16 second phase ------------------- */
 /* Copy values into the payload as value_dtype (GC_F32 or GC_BF16, little-endian, nearest even). */
 gc_status gc_values_encode(const void *src, int dtype, const gc_segment *segments,
@@ -323,11 +290,6 @@ gc_status gc_onebit_validate(const uint8_t *payload, const gc_segment *segments,
  * 0. */
 gc_status gc_block_validate(const uint8_t *payload, unsigned code_bits, const gc_segment *segments,
                             size_t segment_count);
-/* GC_FORBIDDEN_CODE for a position outside of its block or a gap that its block's bytes do not hold
- * whole, GC_BAD_PADDING for padding bits other than 0. What passes has the positions of every block
- * strictly increasing and inside of it. */
-gc_status gc_topk_validate(const uint8_t *payload, const gc_segment *segments,
-                           size_t segment_count);
 /* GC_LANE_RANGE for a lane above 2 * world_size, GC_BAD_PADDING for padding bits other than 0. */
 gc_status gc_lanes_validate(const uint8_t *payload, size_t world_size, unsigned lane_bits,
                             const gc_segment *segments, size_t segment_count);
@@ -408,8 +370,7 @@ enum {
     GC_FROM_ONEBIT = 2,
     GC_FROM_VALUES = 3,
     GC_FROM_LANES = 4,
-    GC_FROM_BLOCK = 5,
-    GC_FROM_TOPK = 6 /* segments begin and end at bounds of blocks, or where the encoder's did */
+    GC_FROM_BLOCK = 5
 };
 typedef struct {
     const uint8_t *const *payloads;

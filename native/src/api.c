@@ -147,22 +147,6 @@ gc_status gc_nearest_encode(const void *src, int dtype, const gc_segment *segmen
                       nonfinite);
 }
 
-gc_status gc_topk_encode(const void *src, int dtype, const gc_segment *segments,
-                         size_t segment_count, const float *residual_in, float *residual_out,
-                         float *kept, uint8_t *payload, uint32_t *nonfinite)
-{
-    gc_encode_job job = {.src = src,
-                         .dtype = dtype,
-                         .payload = payload,
-                         .residual_in = residual_in,
-                         .residual_out = residual_out,
-                         .kept = residual_in ? kept : NULL};
-    if (!gc_topk_groups_ok(segments, segment_count))
-        return GC_INVALID_ARGUMENT;
-    return run_encode(gc_current_kernels()->topk_encode, &job, segments, segment_count, payload,
-                      nonfinite);
-}
-
 gc_status gc_rescale(float *plane, uint64_t numel, float factor)
 {
     if (numel && !plane)
@@ -227,20 +211,6 @@ gc_status gc_block_sum_decode(const uint8_t *const *payloads, size_t payload_cou
     if (!gc_is_block_bits(code_bits))
         return GC_INVALID_ARGUMENT;
     return run_decode(gc_current_kernels()->block_decode, &job, segments, segment_count, nonfinite);
-}
-
-gc_status gc_topk_sum_decode(const uint8_t *const *payloads, size_t payload_count,
-                             const gc_segment *segments, size_t segment_count, void *out,
-                             int out_dtype, unsigned flags, uint32_t *nonfinite)
-{
-    gc_decode_job job = {.payloads = payloads,
-                         .payload_count = payload_count,
-                         .out = out,
-                         .out_dtype = out_dtype,
-                         .flags = flags};
-    if (!gc_topk_groups_ok(segments, segment_count))
-        return GC_INVALID_ARGUMENT;
-    return run_decode(gc_current_kernels()->topk_decode, &job, segments, segment_count, nonfinite);
 }
 
 gc_status gc_values_sum_decode(const uint8_t *const *payloads, size_t payload_count,
@@ -340,21 +310,6 @@ gc_status gc_block_validate(const uint8_t *payload, unsigned code_bits, const gc
         if (segments[s].numel)
             status = kernels->block_validate(payload + segments[s].codes, segments[s].numel,
                                              code_bits);
-    return status;
-}
-
-gc_status gc_topk_validate(const uint8_t *payload, const gc_segment *segments, size_t segment_count)
-{
-    const gc_kernels *kernels = gc_current_kernels();
-    int has_elements;
-    if (!gc_segments_ok(segments, segment_count, &has_elements) || (has_elements && !payload) ||
-        !gc_topk_groups_ok(segments, segment_count))
-        return GC_INVALID_ARGUMENT;
-    gc_status status = GC_OK;
-    for (size_t s = 0; s < segment_count && status == GC_OK; s++)
-        if (segments[s].numel)
-            status = kernels->topk_validate(payload + segments[s].codes, segments[s].start,
-                                            segments[s].numel);
     return status;
 }
 

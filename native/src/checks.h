@@ -42,15 +42,6 @@ GC_INLINE int gc_segments_ok(const gc_segment *segments, size_t segment_count, i
     return 1;
 }
 
-/* 1 when no segment with elements has other groups than those of top-k. */
-GC_INLINE int gc_topk_groups_ok(const gc_segment *segments, size_t segment_count)
-{
-    for (size_t s = 0; segments && s < segment_count; s++)
-        if (segments[s].numel && segments[s].group_numel != GC_TOPK_GROUP_NUMEL)
-            return 0;
-    return 1;
-}
-
 GC_INLINE int gc_payloads_ok(const uint8_t *const *payloads, size_t payload_count, int has_elements)
 {
     if (payload_count < 1 || payload_count > GC_MAX_PAYLOADS)

@@ -104,16 +104,14 @@ typedef void gc_decode_kernel(gc_decode_job *job, const gc_segment *segment);
 typedef void gc_update_kernel(const gc_update_span *span);
 
 typedef struct {
-    gc_encode_kernel *block_sums, *ternary_encode, *onebit_encode, *block_encode, *topk_encode,
-        *values_encode;
-    gc_decode_kernel *ternary_decode, *lanes_decode, *onebit_decode, *block_decode, *topk_decode,
+    gc_encode_kernel *block_sums, *ternary_encode, *onebit_encode, *block_encode, *values_encode;
+    gc_decode_kernel *ternary_decode, *lanes_decode, *onebit_decode, *block_decode,
         *values_decode;
     void (*sum_lanes)(const gc_decode_job *job, const gc_segment *in, const gc_segment *out,
                       uint8_t *lanes);
     gc_status (*ternary_validate)(const uint8_t *codes, uint32_t numel);
     gc_status (*onebit_validate)(const uint8_t *codes, uint32_t numel);
     gc_status (*block_validate)(const uint8_t *codes, uint32_t numel, unsigned code_bits);
-    gc_status (*topk_validate)(const uint8_t *codes, uint32_t start, uint32_t numel);
     gc_status (*lanes_validate)(const uint8_t *lanes, uint32_t numel, uint32_t world_size,
                                 unsigned lane_bits);
     uint32_t (*crc32c)(uint32_t crc, const uint8_t *data, size_t data_nbytes);
@@ -121,15 +119,14 @@ typedef struct {
 } gc_kernels;
 
 gc_encode_kernel gc_block_sums_portable, gc_ternary_encode_portable, gc_onebit_encode_portable,
-    gc_block_encode_portable, gc_topk_encode_portable, gc_values_encode_portable;
+    gc_block_encode_portable, gc_values_encode_portable;
 gc_decode_kernel gc_ternary_decode_portable, gc_lanes_decode_portable, gc_onebit_decode_portable,
-    gc_block_decode_portable, gc_topk_decode_portable, gc_values_decode_portable;
+    gc_block_decode_portable, gc_values_decode_portable;
 void gc_sum_lanes_portable(const gc_decode_job *job, const gc_segment *in, const gc_segment *out,
                            uint8_t *lanes);
 gc_status gc_ternary_validate_portable(const uint8_t *codes, uint32_t numel);
 gc_status gc_onebit_validate_portable(const uint8_t *codes, uint32_t numel);
 gc_status gc_block_validate_portable(const uint8_t *codes, uint32_t numel, unsigned code_bits);
-gc_status gc_topk_validate_portable(const uint8_t *codes, uint32_t start, uint32_t numel);
 gc_status gc_lanes_validate_portable(const uint8_t *lanes, uint32_t numel, uint32_t world_size,
                                      unsigned lane_bits);
 uint32_t gc_crc32c_portable(uint32_t crc, const uint8_t *data, size_t data_nbytes);

@@ -8,16 +8,13 @@
 
 #include "checks.h"
 #include "environment.h"
-#include "topk.h"
 
-/* STAGE_NUMEL: of codes that may be cut anywhere; those of top-k are decoded a block at a time. */
-enum { STAGE_NUMEL = 2048, MAX_STAGE_NUMEL = GC_TOPK_BLOCK_NUMEL };
+enum { STAGE_NUMEL = 2048 }; /* elements that are decoded at a time */
 
 /* ---- checks ---------------------------------------------------------------------------------- */
-static int gradients_ok(const gc_gradients *gradients, const gc_segment *segments,
-                        size_t segment_count, int has_elements)
+static int gradients_ok(const gc_gradients *gradients, int has_elements)
 {
-    if (!gradients || gradients->from < GC_FROM_TENSORS || gradients->from > GC_FROM_TOPK)
+    if (!gradients || gradients->from < GC_FROM_TENSORS || gradients->from > GC_FROM_BLOCK)
         return 0;
     if (gradients->from == GC_FROM_TENSORS)
         return 1;
@@ -26,8 +23,6 @@ static int gradients_ok(const gc_gradients *gradients, const gc_segment *segment
         return 0;
     if (gradients->from == GC_FROM_BLOCK)
         return gc_is_block_bits(gradients->code_bits);
-    if (gradients->from == GC_FROM_TOPK)
-        return gc_topk_groups_ok(segments, segment_count);
     return gradients->from != GC_FROM_LANES ||
            (gradients->payload_count == 1 &&
             gc_world_ok(gradients->world_size, gradients->lane_bits));
@@ -55,7 +50,7 @@ static int update_ok(const gc_gradients *gradients, const gc_segment *segments,
 {
     int has_elements;
     if (!gc_segments_ok(segments, segment_count, &has_elements) ||
-        !gradients_ok(gradients, segments, segment_count, has_elements) || !nonfinite ||
+        !gradients_ok(gradients, has_elements) || !nonfinite ||
         (has_elements && (!targets || !rules)))
         return 0;
     for (size_t s = 0; s < segment_count; s++) {
@@ -78,7 +73,7 @@ static int update_ok(const gc_gradients *gradients, const gc_segment *segments,
 /* How the codes of a form lie in a payload, and what decodes them. */
 typedef struct {
     gc_decode_kernel *decode;
-    unsigned bits, scales_per_group; /* bits 0: top-k */
+    unsigned bits, scales_per_group;
 } form;
 
 static form form_of(const gc_gradients *gradients)
@@ -91,8 +86,6 @@ static form form_of(const gc_gradients *gradients)
         return (form){kernels->onebit_decode, 1, 2};
     case GC_FROM_BLOCK:
         return (form){kernels->block_decode, gradients->code_bits, 1};
-    case GC_FROM_TOPK:
-        return (form){kernels->topk_decode, 0, 2};
     case GC_FROM_LANES:
         return (form){kernels->lanes_decode, gradients->lane_bits, 1};
     default:
@@ -100,8 +93,8 @@ static form form_of(const gc_gradients *gradients)
     }
 }
 
-/* Elements [first, first + numel) of a segment, `first` a multiple of 8 (top-k: the end of a
- * block), as a segment of a tensor of their own. */
+/* Elements [first, first + numel) of a segment, `first` a multiple of 8, as a segment of a tensor of
+ * their own. */
 static gc_segment part_of(const gc_segment *segment, const form *form, uint32_t first,
                           uint32_t numel)
 {
@@ -109,8 +102,7 @@ static gc_segment part_of(const gc_segment *segment, const form *form, uint32_t 
     uint32_t skipped = (segment->start + first) / segment->group_numel -
                        segment->start / segment->group_numel;
     part.data = 0;
-    part.codes += form->bits ? (uint64_t)first * form->bits / 8
-                             : gc_topk_nbytes(segment->start, first);
+    part.codes += (uint64_t)first * form->bits / 8;
     part.scales += 4 * (uint64_t)form->scales_per_group * skipped;
     part.start += first;
     part.numel = numel;
@@ -157,15 +149,13 @@ static void update_from_tensors(const gc_segment *segment, const gc_target *targ
     }
 }
 
-/* `job` decodes into a stage of MAX_STAGE_NUMEL elements. */
+/* `job` decodes into a stage of STAGE_NUMEL elements. */
 static void update_from_payloads(gc_decode_job *job, const form *form, const gc_segment *segment,
                                  const gc_target *target, const gc_rule *rule)
 {
     for (uint32_t first = 0, numel; first < segment->numel; first += numel) {
         uint32_t left = segment->numel - first;
         numel = left < STAGE_NUMEL ? left : STAGE_NUMEL;
-        if (!form->bits)
-            numel = gc_topk_block_left(segment, first, segment->numel);
         gc_segment part = part_of(segment, form, first, numel);
         form->decode(job, &part);
         gc_update_span span = span_of(target, rule, part.start, numel);
@@ -182,7 +172,7 @@ gc_status gc_update(const gc_gradients *gradients, const gc_segment *segments, s
     if (!update_ok(gradients, segments, segment_count, targets, target_count, rules, rule_count,
                    norms, nonfinite))
         return GC_INVALID_ARGUMENT;
-    float stage[MAX_STAGE_NUMEL];
+    float stage[STAGE_NUMEL];
     gc_decode_job job = {.payloads = gradients->payloads,
                          .payload_count = gradients->payload_count,
                          .out = stage,

@@ -405,7 +405,6 @@ def test_every_method_and_workload_of_the_help_is_one(capsys):
     ):
         parse(name)
     for name in (
-        "fsdp2:topk",
         "fsdp2:",
         "fsdp2:ternery",
         "fsdp2:terngrad,weights=onebit",

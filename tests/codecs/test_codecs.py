@@ -14,7 +14,19 @@ from reference import codec as ref
 from reference import payload as ref_payload
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, RngKey, Ternary, TernGrad, TopK, UnsupportedTensor
+from gradcomp import (
+    Block,
+    CorruptPayload,
+    Identity,
+    OneBit,
+    RngKey,
+    Ternary,
+    TernGrad,
+    UnsupportedTensor,
+)
+from gradcomp.bench import methods
+from gradcomp.fsdp import saved
+from gradcomp.payload import wire
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -197,7 +209,7 @@ def test_encoding_again_without_a_key_warns_once(monkeypatch):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
     "codec",
-    [TernGrad(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor"), TopK()],
+    [TernGrad(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor")],
 )
 def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
     x = torch.randn(5000)
@@ -212,7 +224,7 @@ def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
 @pytest.mark.parametrize("value", [3.3e38, float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "codec",
-    [OneBit(group=100), Block(2, group=100), Block(8, group=100), TopK()],
+    [OneBit(group=100), Block(2, group=100), Block(8, group=100)],
     ids=lambda c: c.name,
 )
 def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, codec, value):
@@ -355,8 +367,7 @@ def test_given_scale():
             lambda: Block(8, error_feedback=False).encode(torch.ones(3), residual=torch.ones(3)),
             "residual",
         ),
-        (lambda: TopK(error_feedback=0.5), "0.5"),
-        (lambda: TopK().encode(torch.ones(3), scale=1.0), "1.0"),
+        (lambda: Block(2).encode(torch.ones(3), scale=1.0), "1.0"),
         (lambda: Identity("fp8"), "fp8"),
         (lambda: OneBit(error_feedback="yes"), "yes"),
         (lambda: RngKey(rank=-1), "-1"),
@@ -439,3 +450,38 @@ def test_a_decay_of_zero_and_no_feedback_are_the_same_codec(kind):
         2, lambda comm: gradcomp.all_reduce(x[comm.rank].clone(), kind(residual_decay=0), comm)
     )
     assert torch.equal(averages[0], averages[1]) and bool(averages[0].abs().max() > 0)
+
+
+def load_topk_state():
+    (comm,) = gradcomp.comm.LocalCommunicator.group(1)
+    with gradcomp.GradientAverager(
+        [("w", torch.nn.Parameter(torch.ones(8)))], "ternary", comm
+    ) as a:
+        a.load_state_dict({**a.state_dict(), "codec": "TopK(error_feedback=True)"})
+
+
+def decode_topk_payload():
+    payload = Ternary().encode(torch.ones(8)).numpy()
+    wire.seal(payload, wire.parse(payload)._replace(codec=9))
+    Ternary().decode(torch.from_numpy(payload))
+
+
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (lambda: gradcomp.TopK, AttributeError),
+        (lambda: gradcomp.codecs.resolve("topk"), ValueError),
+        (lambda: gradcomp.plan.costs.find_method("topk all_gather"), ValueError),
+        (lambda: methods.parse("topk:every=30"), ValueError),
+        (lambda: methods.parse("fsdp2:topk"), ValueError),
+        (
+            lambda: saved.check_state({"version": 2, "codec": "TopK()"}, {"codec": "x"}, ()),
+            ValueError,
+        ),
+        (load_topk_state, ValueError),
+        (decode_topk_payload, CorruptPayload),
+    ],
+)
+def test_topk_was_removed_and_says_what_to_use(use, error):
+    with pytest.raises(error, match=r"TopK was removed: use Ternary\(\) with local steps"):
+        use()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradcomp.codecs import KINDS
 from gradcomp.kernels.tables import BLOCK_NUMEL, CHUNK_NUMEL
-from gradcomp.payload.form import FORMS, ONEBIT, PLAIN, TERNARY, TOPK, lanes_form
+from gradcomp.payload.form import FORMS, ONEBIT, PLAIN, TERNARY, lanes_form
 from gradcomp.payload.layout import PayloadLayout
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.parameters import Parameter, assign_buckets, describe_parameters
@@ -23,11 +23,10 @@ from gradcomp.payload.sizes import owned_nbytes
     numels=st.lists(st.integers(0, 300_000), min_size=1, max_size=3),
     group=st.sampled_from([1, 5, 8, 25, 64, 512, 5000, 65_537, 131_072, 200_000, 10**6]),
     world=st.sampled_from([1, 2, 3, 8]),
-    form=st.sampled_from([TERNARY, ONEBIT, lanes_form(4), lanes_form(64), TOPK]),
+    form=st.sampled_from([TERNARY, ONEBIT, lanes_form(4), lanes_form(64)]),
     whole_groups=st.booleans(),
 )
 def test_rows_cover_everything_once(numels, group, world, form, whole_groups):
-    group = form.group_numel or group
     slots, offset = [], 0
     for index, numel in enumerate(numels):
         slots.append(Slot(index, numel, group, True, offset))
@@ -190,7 +189,6 @@ def test_every_form_has_a_number_and_a_name_of_its_own():
         "block2",
         "block4",
         "block8",
-        "topk",
     ]
     assert dict(enumerate(names, start=1)) == {code: form.name for code, form in FORMS.items()}
     assert all(kind.form is FORMS[kind.form.code] for kind in KINDS) and len(

@@ -19,7 +19,6 @@ from gradcomp import (
     OneBit,
     RngKey,
     TernGrad,
-    TopK,
     UnsupportedTensor,
 )
 from gradcomp.kernels import HOST
@@ -33,7 +32,6 @@ CODECS = {
     "block2": Block(2, group=10),
     "block4": Block(4, group=10),
     "block8": Block(8),
-    "topk": TopK(),
     "identity": Identity(),
     "bf16": Identity("bf16"),
 }

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import gradcomp
-from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TernGrad, TopK
+from gradcomp import Block, Identity, OneBit, Options, PeerMismatch, Ternary, TernGrad
 from gradcomp.comm import torch_private
 from gradcomp.exchange.gathered import Gathered, Rooms
 from gradcomp.exchange.sizing import Strategy, choose
@@ -807,7 +807,6 @@ def refusals():
     model = wrap(fresh(), True)
     said = []
     for make in (
-        lambda: gradcomp.fsdp.compress(model, TopK()),
         lambda: gradcomp.fsdp.compress(model, Block(4), residuals="fp8"),
         lambda: gradcomp.fsdp.compress(model, weights="terngrad"),
         lambda: gradcomp.fsdp.compress(model, weights=Block(2)),
@@ -840,7 +839,6 @@ def refusals():
 
 def test_what_is_refused(gloo):
     wanted = [
-        "ValueError: TopK.* goes to all ranks whole.*TernGrad",
         "ValueError: residuals must be one of .*fp32.*, got 'fp8'",
         "ValueError: weights='terngrad': weights are gathered as 'block8'",
         "ValueError: weights=Block.bits=2.*are gathered as 'block8'",

@@ -24,7 +24,6 @@ from gradcomp import (
     PeerLost,
     PeerMismatch,
     TernGrad,
-    TopK,
     UnsupportedTensor,
 )
 from gradcomp.comm import LocalCommunicator
@@ -223,9 +222,8 @@ def packed(comm, codec, fragments, shard_outer):
     ("codec", "fragments", "shard_outer"),
     [
         (codec, fragments, shares)
-        for codec in ("ternary", "terngrad", "onebit", "block2", "block4", "topk")
+        for codec in ("ternary", "terngrad", "onebit", "block2", "block4")
         for fragments, shares in ((1, False), (2, False), (2, True))
-        if not (shares and codec == "topk")
     ],
 )
 def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments, shard_outer):
@@ -238,7 +236,7 @@ def test_after_a_sync_all_ranks_have_the_same_bits(over, world, codec, fragments
 
 def test_two_savings_multiply():
     """Against an fp32 ring every step: 30 local steps of 2 bits 470 times fewer bytes, of 1 bit
-    900 times, of the largest 5,500.
+    900 times.
     """
 
     def rank(comm, codec):
@@ -258,62 +256,10 @@ def test_two_savings_multiply():
     for world, codec, least in (
         (2, "terngrad", 470),
         (2, "onebit", 895),
-        (2, "topk", 5500),
         (4, TernGrad(second_phase="block2"), 470),
         (4, "onebit", 895),
     ):
         assert min(run_local(world, rank, codec)) >= least
-
-
-def test_top_k_loses_nothing_between_syncs():
-    """A rank's change and what it owed are what its payload says and what it owes now; and
-    anchors move by all payloads' mean.
-    """
-
-    def rank(comm):
-        model = nn.Linear(300, 331, bias=False)  # three scale groups and a bit
-        with torch.no_grad():
-            model.weight.zero_()
-        optimizer, found = torch.optim.SGD(model.parameters(), lr=1.0), []
-        local = DiLoCo(
-            model,
-            optimizer,
-            "topk",
-            comm,
-            sync_every=2,
-            outer_optimizer=lambda ps: torch.optim.SGD(ps, lr=1.0),
-        )
-        owed = torch.zeros(331 * 300)
-        for step in range(8):
-            generator = torch.Generator().manual_seed(10 * step + comm.rank)
-            model.weight.grad = torch.randn(331, 300, generator=generator)
-            optimizer.step()
-            ((_, anchor),) = local._fragments[0].anchors
-            before, change = (
-                anchor.detach().clone(),
-                (anchor.detach() - model.weight.detach()).flatten(),
-            )
-            local.step()
-            if step % 2:
-                (left,) = local.state_dict()["fragments"][0]["averager"]["residual"].values()
-                left = left.flatten().clone()
-                sent = TopK().decode(TopK().encode(change, residual=(kept := owed.clone())))
-                assert torch.equal(left, kept) and torch.equal(left, (change + owed) - sent)
-                owed = left
-                found.append((sent, (before - anchor.detach()).flatten()))
-        local.close()
-        return found
-
-    one, two = run_local(2, rank)
-    for (mine, moved), (other, also) in zip(one, two, strict=True):
-        assert torch.equal(moved, also)
-        torch.testing.assert_close(moved, (mine + other) / 2, rtol=1e-5, atol=1e-6)
-
-
-def test_top_k_has_no_owners_of_means():
-    (comm,), model = LocalCommunicator.group(1), fresh()
-    with pytest.raises(ValueError, match=r"shard_outer=True .*TopK\(.*leave it out"):
-        DiLoCo(model, sgd(model), "topk", comm, sync_every=2, shard_outer=True)
 
 
 def test_start_averages_gradients_every_step():
@@ -424,14 +370,13 @@ def part_of(comm, codec, options, first, steps, saved):
     ("codec", "options"),
     [
         (codec, options)
-        for codec in ("ternary", "terngrad", "onebit", "block2", "topk")
+        for codec in ("ternary", "terngrad", "onebit", "block2")
         for options in (
             {"sync_every": 5},
             {"sync_every": 6, "fragments": 2, "delay": 3, "alpha": 0.3},
             {"sync_every": 4, "start_step": 6},
             {"sync_every": 5, "shard_outer": True},
         )
-        if not (codec == "topk" and "shard_outer" in options)
     ],
 )
 def test_a_run_goes_on_bit_for_bit_wherever_it_was(codec, options):
@@ -831,14 +776,7 @@ def test_any_value_of_a_state_replaced_is_refused_or_harmless(options):
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize(
     ("codec", "shard_outer"),
-    [
-        *(
-            (codec, shares)
-            for codec in ("terngrad", "onebit", "identity")
-            for shares in (False, True)
-        ),
-        ("topk", False),
-    ],
+    [(codec, shares) for codec in ("terngrad", "onebit", "identity") for shares in (False, True)],
 )
 def test_weights_that_are_not_finite_are_committed_nowhere(codec, delay, shard_outer):
     def rank(comm):

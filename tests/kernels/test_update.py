@@ -336,14 +336,13 @@ def test_no_number_depends_on_threads(kind):
 
 def payload_cases():
     """(name, codec, payloads) of packed gradients of one parameter."""
-    from gradcomp.codecs import Block, Identity, OneBit, TernGrad, TopK
+    from gradcomp.codecs import Block, Identity, OneBit, TernGrad
 
     yield "terngrad own", TernGrad(scale="own", group="tensor"), 3
     yield "terngrad row", TernGrad(scale="own", group="row"), 2
     yield "onebit", OneBit(group="row"), 4
     yield "block 2", Block(2), 3
     yield "block 4", Block(4, group=100), 2
-    yield "topk", TopK(), 3
     yield "values", Identity(), 2
     yield "bf16", Identity("bf16"), 2
 

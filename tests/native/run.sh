@@ -11,7 +11,7 @@ case ${1:-} in sanitize | threads | aarch64) leg=$1 && shift ;; esac
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 flags=(-std=c11 -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror -Inative/include -Inative/src)
-tests=(test_known test_tiers test_update test_topk test_rotate)
+tests=(test_known test_tiers test_update test_rotate)
 runner=()
 if [ "$leg" = sanitize ]; then
     compiler=${CC:-gcc}
@@ -41,7 +41,6 @@ if [ "$leg" = threads ]; then
 fi
 "${runner[@]}" "$out/test_known"
 "${runner[@]}" "$out/test_tiers" "$@"
-"${runner[@]}" "$out/test_topk" "$@"
 "${runner[@]}" "$out/test_rotate" "$@"
 [ "$leg" = sanitize ] || (($#)) || set -- 1 # its long tensors take a minute under qemu
 "${runner[@]}" "$out/test_update" "$@"

@@ -222,11 +222,11 @@ def test_the_notebook_is_committed_without_outputs_and_has_run(site, pages):
     assert printed.count("equal on all ranks: True") == 5
     rows = {
         line[:14].strip(): [float(n) for n in line[14:].split()]
-        for line in printed[printed.index("one gradient") :].splitlines()[1:9]
+        for line in printed[printed.index("one gradient") :].splitlines()[1:8]
     }
-    assert len(rows) == 8
-    for name in ("Block(8)", "Block(4)", "Block(2)", "Ternary", "OneBit", "TopK"):
+    assert len(rows) == 7
+    for name in ("Block(8)", "Block(4)", "Block(2)", "Ternary", "OneBit"):
         _, once, final, plain = rows[name]
         assert final < once < 1 and 2 * final < plain, name  # what its words say of error feedback
     assert rows["TernGrad"][2] == rows["TernGrad"][3]
-    assert min(rows, key=lambda name: rows[name][0]) == "TopK"
+    assert min(rows, key=lambda name: rows[name][0]) == "OneBit"

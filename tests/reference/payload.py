@@ -13,11 +13,10 @@ import numpy as np
 
 from reference import codec as ref
 from reference.codec import BF16, F16, F32, Array, Bytes, Floats, Key, Piece, to_float32
-from reference.topk import GROUP_NUMEL, code_nbytes, topk_decode, topk_encode
 
-IDENTITY, TERNARY, ONEBIT, LANES, BF16_VALUES, TOPK = 1, 2, 3, 4, 5, 9  # codecs, as in the header
+IDENTITY, TERNARY, ONEBIT, LANES, BF16_VALUES = 1, 2, 3, 4, 5  # codecs, as in the header
 BLOCKS = {6: 2, 7: 4, 8: 8}  # those of evenly spaced levels, with their bits
-SCALES_PER_GROUP = {IDENTITY: 0, BF16_VALUES: 0, TERNARY: 1, LANES: 1, ONEBIT: 2, TOPK: 2}
+SCALES_PER_GROUP = {IDENTITY: 0, BF16_VALUES: 0, TERNARY: 1, LANES: 1, ONEBIT: 2}
 SCALES_PER_GROUP |= dict.fromkeys(BLOCKS, 1)
 CODE_BITS = {IDENTITY: 32, TERNARY: 2, ONEBIT: 1, BF16_VALUES: 16, **BLOCKS}  # LANES: lane_bits
 NONFINITE, SEGMENTED = 1, 2  # header flags
@@ -86,13 +85,10 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
     require("stream", stream < 2**31, stream)
     require("numel", numel <= MAX_NUMEL, numel)
     per_group, bits = SCALES_PER_GROUP[codec], CODE_BITS.get(codec) or ref.lane_bits(world_size)
-    only = (GROUP_NUMEL if numel else 1) if codec == TOPK else group_numel
-    require("group_numel", group_numel == only, group_numel)
     require("group_numel", group_numel == max(numel, 1) or (per_group and numel), group_numel)
     require("scale_count", scale_count == -(-numel // group_numel) * per_group, scale_count)
     codes_start = HEADER.size + 4 * scale_count
-    piece = Piece(numel, group_numel)
-    size = codes_start + (code_nbytes(piece) if codec == TOPK else (numel * bits + 7) // 8)
+    size = codes_start + (numel * bits + 7) // 8
     require("truncated", len(payload) >= size, len(payload))
     require("trailing", len(payload) <= size, len(payload))
     scales = np.frombuffer(payload, "<f4", scale_count, HEADER.size)
@@ -108,9 +104,6 @@ def unpack_payload(payload: bytes, world_size: int = 1) -> tuple[Header, Floats,
     if codec in BLOCKS:
         most = np.finfo(np.float32).max / np.float32(2 * ref.BLOCK_ZEROS[BLOCKS[codec]])
         require("scale", (scales <= most).all(), scales)
-    if codec == TOPK:
-        topk_decode(codes, scales, piece)  # it checks what it reads
-        return header, scales, codes
     values = ref.unpack_bits(codes, numel, bits)
     odd = codec == TERNARY or (codec in BLOCKS and bits > 2)  # 2**bits - 1 levels
     require("code", not odd or (values < 2**bits - 1).all(), "a code without a level")
@@ -171,12 +164,6 @@ def encode_block(
     return _payload(codec, x, left, group, scales, codes, key), left
 
 
-def encode_topk(x: Array, residual: Floats | None, key: Key) -> Encoded:
-    """Return a top-k payload and the new residual."""
-    scales, codes, left = topk_encode(x, Piece(len(x), GROUP_NUMEL), residual)
-    return _payload(TOPK, x, left, GROUP_NUMEL, scales, codes, key), left
-
-
 def encode_lanes(payloads: Sequence[bytes], key: Key) -> bytes:
     """Return the exact sum of shared-scale ternary payloads as lanes, with the first's scales."""
     headers, scales, codes = zip(*(unpack_payload(p) for p in payloads), strict=True)
@@ -197,8 +184,6 @@ def decode(payload: bytes, world_size: int = 1) -> Floats:
         return ref.onebit_decode(codes, scales, piece)
     if header.codec in BLOCKS:
         return ref.block_decode(codes, scales, piece, BLOCKS[header.codec])
-    if header.codec == TOPK:
-        return topk_decode(codes, scales, piece)
     if header.codec == LANES:
         return ref.lanes_decode(codes, scales, piece, world_size)
     return to_float32(codes.view("<f4" if header.codec == IDENTITY else "<u2"))

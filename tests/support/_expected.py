@@ -2,7 +2,6 @@
 
 import numpy as np
 from reference import codec as ref
-from reference import topk as ref_topk
 
 from gradcomp.codecs import Block
 from gradcomp.exchange.second import owners_feed_back
@@ -93,9 +92,6 @@ def feed_back(codec, values, piece, residual):
     if codec.name == "onebit":
         scales, bits, left = ref.onebit_encode(values, piece, residual, signs(codec), codec.decay)
         return ref.onebit_decode(bits, scales, piece), left
-    if codec.name == "topk":
-        scales, codes, left = ref_topk.topk_encode(values, piece, residual)
-        return ref_topk.topk_decode(codes, scales, piece), left
     if codec.name == "ternary":
         scales, codes, left = ref.nearest_encode(values, piece, codec.step, residual, codec.decay)
         return ref.ternary_sum_decode([codes], [scales], piece, False), left

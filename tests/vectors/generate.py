@@ -24,7 +24,7 @@ from reference import codec as ref
 from reference import payload as ref_payload
 
 HERE = Path(__file__).parent
-NAMES = ("rng", "crc32c", "ternary", "nearest", "onebit", "block", "topk", "identity", "lanes")
+NAMES = ("rng", "crc32c", "ternary", "nearest", "onebit", "block", "identity", "lanes")
 LENGTHS = (
     0,
     1,
@@ -393,53 +393,6 @@ def build_block() -> Case:
             decoded_crc=crc(ref_payload.decode(payload)),
         )
     return {"payloads": cases}
-
-
-def build_topk() -> Case:
-    """Lengths around 64, the elements of which one is kept, and long ones over blocks and
-    groups: inputs repeated, turned and scaled.
-    """
-    cases: list[Case] = []
-    lengths = [("normal_f32", n) for n in (0, 1, 63, 64, 65, 129, 1000)] + [
-        (f"normal_{d}", n) for d in ("bf16", "f16") for n in (65, 1030)
-    ]
-    for name, n in lengths:
-        cases += [
-            cut(name, 0, n, repeat=1, residual=residual, key=KEY)
-            for residual in (None, "residual_f32")
-        ]
-    for name in ("special_f32", "zero_f32", "blocks_f32", "with_inf_f32", "with_nan_f16"):
-        cases += [
-            cut(name, repeat=1, residual=residual, key=KEY) for residual in (None, "residual_f32")
-        ]
-    for repeat in (4, 8, 9, 33):
-        cases.append(cut("normal_f32", repeat=repeat, residual="residual_f32", key=KEY))
-    for case in cases:
-        x, residual = (
-            repeated(take(case), case["repeat"]),
-            case["residual"] and INPUTS[case["residual"]][: case["numel"]],
-        )
-        residual = None if residual is None else repeated(residual, case["repeat"])
-        payload, left = ref_payload.encode_topk(x, residual, key_of(case))
-        case.update(
-            payload=payload.hex(),
-            residual_crc=crc(left),
-            decoded_crc=crc(ref_payload.decode(payload)),
-        )
-    return {"payloads": cases}
-
-
-def repeated(x: Any, count: int) -> Any:
-    """Return an array `count` times, turned by 37 elements more each time, fp32 ones scaled by
-    1, 1/2, 1/4, 1 and so on.
-    """
-    scales = [
-        np.float32(0.5 ** (i % 3)) if x.dtype == np.float32 else x.dtype.type(1)
-        for i in range(count)
-    ]
-    return (
-        np.concatenate([np.roll(x, 37 * i) * s for i, s in enumerate(scales)]) if count > 1 else x
-    )
 
 
 def build_identity() -> Case:

@@ -45,10 +45,7 @@ TIER_FEATURES: dict[str, frozenset[str]] = {
 _CHECKS = {
     "GC_FORBIDDEN_CODE": (
         "code",
-        (
-            "a code that no encoder writes (of ternary: 11; of blocks: 15 of 4 bits, 255 of 8; of"
-            " top-k: a position out of its block)"
-        ),
+        "a code that no encoder writes (of ternary: 11; of blocks: 15 of 4 bits, 255 of 8)",
     ),
     "GC_BAD_PADDING": ("padding", "padding bits are not what the format pins"),
     "GC_LANE_RANGE": ("lane", "an integer lane above 2 * world_size"),
