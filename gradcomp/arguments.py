@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 SIMILAR, VERY_SIMILAR = 0.6, 0.8  # shares of letters in common
@@ -32,16 +32,34 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(chosen)}?" if chosen else ""
 
 
-def integers(text: str) -> list[int]:
-    """Return the integers of "1,2,4", a `type` of argparse.
+def count(text: str) -> int:
+    """Return a positive integer, a `type` of argparse.
 
     Raises:
-        argparse.ArgumentTypeError: not such a list.
+        argparse.ArgumentTypeError: not one.
     """
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of integers such as 1,2,4") from None
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Return the positive integers of "1,2,4", a `type` of argparse."""
+    return [count(part) for part in text.split(",")]
+
+
+def words(*known: str) -> Callable[[str], list[str]]:
+    """Return a `type` of argparse that reads lists such as "a,b" of known words."""
+
+    def read(text: str) -> list[str]:
+        found = [word.strip() for word in text.split(",") if word.strip()]
+        unknown = next((word for word in found if word not in known), "")
+        if unknown or not found:
+            choices = f"choose from {', '.join(known)}{suggestion(unknown, known)}"
+            raise argparse.ArgumentTypeError(f"unknown name {unknown!r}; {choices}")
+        return found
+
+    return read
 
 
 class _Help(argparse.HelpFormatter):
@@ -58,6 +76,18 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _Help} | settings)
+
+    def add_value(self, name: str, kind: Callable[[str], Any], default: Any, text: str) -> None:
+        """Add the option ``--name`` that takes a value.
+
+        Args:
+            name: without hyphens.
+            kind: `type` of argparse, which also reads a default that is a text.
+            default: shown at the end of the help.
+            text: the help.
+        """
+        help_text = f"{text} (default: %(default)s)"
+        self.add_argument(f"--{name}", type=kind, default=default, help=help_text)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -11,41 +11,26 @@ from gradcomp import interrupt
 from gradcomp.arguments import suggestion
 
 BENCHMARKS = {
-    "demo": (
-        "train LeNet with 2 ranks once per codec: accuracy, bytes and the step predicted at 1"
-        " Gbit/s in one table"
-    ),
+    "demo": "train LeNet with 2 ranks once per codec: accuracy, bytes, step time at 1 Gbit/s",
     "codec": "GB/s of every kernel beside memcpy, and terngrad beside torch operations",
-    "accuracy": (
-        "what compression costs in accuracy: methods x optimizers x workloads, N workers, several"
-        " seeds"
-    ),
-    "paper": (
-        "tables of the papers, made again: TernGrad's LeNet, 1 bit with and without error feedback"
-    ),
-    "train": (
-        "training over slow links: step time, bytes on the interface, accuracy, method beside"
-        " method"
-    ),
+    "accuracy": "what compression costs in accuracy: methods x optimizers x workloads, seeds",
+    "paper": "tables of papers: TernGrad's LeNet, 1 bit with and without error feedback",
+    "train": "training over slow links: step time, bytes on the interface and accuracy per method",
     "report": "one page of the JSON files of train and accuracy in a folder, HTML or Markdown",
     "allreduce": "packed averages beside the library's own fp32 all_reduce, over gloo and MPI",
     "optim": "split optimizers beside torch's: milliseconds a step and bytes a weight",
     "ratio": "bytes per step for real models, every codec and exchange, 2 to 64 ranks",
     "plan": "does compression pay, on how many nodes: the same as python -m gradcomp.plan",
 }
-USAGE = (
-    "usage: python -m gradcomp.bench NAME [options]      (python -m gradcomp.bench NAME --help says"
-    " which)"
-)
+USAGE = "usage: python -m gradcomp.bench NAME [options]      (NAME --help lists its options)"
 
 
 def describe() -> str:
     """Return the help text: one line a benchmark."""
     names = "\n".join(f"  {name:<10}{text}" for name, text in BENCHMARKS.items())
-    example = "example:\n  python -m gradcomp.bench demo --short"
     return (
-        f"{USAGE}\n\n{names}\n\n{example}\n\nAll of them take --json FILE or write one, and need:"
-        " pip install 'gradcomp[bench]'"
+        f"{USAGE}\n\n{names}\n\nexample:\n  python -m gradcomp.bench demo --short\n\n"
+        "All of them take --json FILE or write one, and need: pip install 'gradcomp[bench]'"
     )
 
 
@@ -64,21 +49,16 @@ def main(argv: list[str]) -> int:
         return 0 if argv else 2
     name, rest = argv[0], argv[1:]
     if name not in BENCHMARKS:
-        print(
-            f"gradcomp.bench: no benchmark named {name!r}; there are"
-            f" {', '.join(BENCHMARKS)}{suggestion(name, BENCHMARKS)}",
-            file=sys.stderr,
-        )
+        there = f"there are {', '.join(BENCHMARKS)}{suggestion(name, BENCHMARKS)}"
+        print(f"gradcomp.bench: no benchmark named {name!r}; {there}", file=sys.stderr)
         return 2
     try:
         module = importlib.import_module(f"gradcomp.bench.{name}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "gradcomp":
             raise
-        print(
-            f"gradcomp.bench {name} needs {error.name}: pip install 'gradcomp[bench]'",
-            file=sys.stderr,
-        )
+        needed = f"needs {error.name}: pip install 'gradcomp[bench]'"
+        print(f"gradcomp.bench {name} {needed}", file=sys.stderr)
         return 2
     interrupt.imported()
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -22,14 +23,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 import gradcomp
-from gradcomp.arguments import Parser, integers
+from gradcomp.arguments import Parser, count, counts, words
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.options import add_option
 from gradcomp.bench.ranks import RANK_ERRORS, Emit, run_ranks
 from gradcomp.codecs import resolve
 from gradcomp.exchange.sizing import predict_bytes
 
-CHOICES = {"over": ("gloo", "mpi"), "codecs": ("terngrad", "onebit")}
+CODECS = ("terngrad", "onebit")
 SIZES = "4K,16K,64K,256K,1M,4M,16M,64M,100000000,256M"
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MARK = "bench-allreduce "
@@ -93,19 +94,18 @@ def run_rank(_: int, emit: Emit, over: str, settings: dict[str, Any]) -> None:
 def row_of(over: str, ranks: int, codec: str, nbytes: int, seconds: Any, fp32: Any) -> Any:
     """Return a row of the repetitions' seconds; fp32 has no `sent_nbytes`."""
     shapes = [("x", (nbytes // 4,))]
-    algbw = nbytes / float(np.median(seconds)) / 1e9
+    median_s = float(np.median(seconds))
+    sent = 0 if codec == "fp32" else predict_bytes(resolve(codec), shapes, ranks, min_numel=0).sent
     return {
         "transport": over,
         "world_size": ranks,
         "codec": codec,
         "nbytes": nbytes,
-        "seconds": float(np.median(seconds)),
+        "seconds": median_s,
         "over_fp32": float(np.median(seconds / fp32)),
-        "sent_nbytes": (
-            0 if codec == "fp32" else predict_bytes(resolve(codec), shapes, ranks, min_numel=0).sent
-        ),
-        "algbw": algbw,
-        "busbw": algbw * 2 * (ranks - 1) / ranks,
+        "sent_nbytes": sent,
+        "algbw": nbytes / median_s / 1e9,
+        "busbw": nbytes / median_s / 1e9 * 2 * (ranks - 1) / ranks,
     }
 
 
@@ -141,58 +141,49 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "  python -m gradcomp.bench allreduce --over gloo --ranks 2 --sizes 1M,16M",
     )
     over = "gloo,mpi" if importlib.util.find_spec("mpi4py") else "gloo"
-    for name, kind, default, text in (
-        ("over", str, over, "transports, a list out of gloo and mpi"),
-        ("ranks", integers, "2,4", "numbers of ranks, a list"),
-        ("sizes", sizes, SIZES, "bytes of the fp32 tensor, a list"),
-        ("codecs", str, "terngrad,onebit", "codecs, a list out of terngrad and onebit"),
-        ("threads", int, 1, "kernel threads of each rank"),
-        ("repeat", int, 40, "repetitions up to 8M; fewer of larger sizes, at least 5"),
-    ):
-        help_text = f"{text} (default: %(default)s)"
-        parser.add_argument(f"--{name}", type=kind, default=default, help=help_text)
+    add, choices = parser.add_value, " and ".join(CODECS)
+    add("over", words("gloo", "mpi"), over, "transports, a list out of gloo and mpi")
+    add("ranks", counts, "2,4", "numbers of ranks, a list")
+    add("sizes", sizes, SIZES, "bytes of the fp32 tensor, a list")
+    add("codecs", words(*CODECS), ",".join(CODECS), f"codecs, a list out of {choices}")
+    add("threads", count, 1, "kernel threads of each rank")
+    add("repeat", count, 40, "repetitions up to 8M; fewer of larger sizes, at least 5")
     add_option(parser, "json")
     args = parser.parse_args(argv)
-    for name, known in CHOICES.items():
-        given = getattr(args, name).split(",")
-        if set(given) - set(known):
-            parser.error(f"--{name} takes {' and '.join(known)}, got {','.join(given)}")
-        setattr(args, name, given)
-    if min(args.ranks) < 2 or args.threads < 1 or args.repeat < 1:
-        parser.error("there must be at least 2 ranks, 1 thread and 1 repetition")
+    if min(args.ranks) < 2:
+        parser.error(f"--ranks takes at least 2 ranks, got {min(args.ranks)}")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     args = parse(argv)
-    name = "gradcomp.bench allreduce"
     if "mpi" in args.over and importlib.util.find_spec("mpi4py") is None:
-        print(f"{name}: mpi4py is not installed: pip install 'gradcomp[mpi]'", file=sys.stderr)
+        print(
+            "gradcomp.bench allreduce: mpi4py is not installed: pip install 'gradcomp[mpi]'",
+            file=sys.stderr,
+        )
         return 2
     settings = {key: getattr(args, key) for key in ("sizes", "codecs", "repeat", "threads")}
     rows: list[dict[str, Any]] = []
-    for over in args.over:
-        for ranks in args.ranks:
-            try:
-                with Console(stderr=True).status(f"{over}, N = {ranks}"):
-                    measure(over, ranks, settings, rows)
-            except RuntimeError as error:
-                print(f"{name}: {error}", file=sys.stderr)
-                return 1
+    try:
+        for over, ranks in itertools.product(args.over, args.ranks):
+            with Console(stderr=True).status(f"{over}, N = {ranks}"):
+                measure(over, ranks, settings, rows)
+    except RuntimeError as error:
+        print(f"gradcomp.bench allreduce: {error}", file=sys.stderr)
+        return 1
     heads = ("over", "codec", "N", "bytes", "ms", "busbw, GB/s", "x fp32 time")
     cells = []
     for r in rows:
+        shown = r["transport"], r["codec"], str(r["world_size"]), f"{r['nbytes']:,}"
         figures = f"{r['seconds'] * 1e3:.3f}", f"{r['busbw']:.2f}", f"{r['over_fp32']:.2f}"
-        cells.append(
-            (r["transport"], r["codec"], str(r["world_size"]), f"{r['nbytes']:,}", *figures)
-        )
+        cells.append((*shown, *figures))
     Console().print(table(heads, cells, left=2))
     save_json(args.json, rows=rows)
     return 0
 
 
 if __name__ == "__main__":
-    run_rank(
-        0, lambda row: print(MARK + json.dumps(row), flush=True), "mpi", json.loads(sys.argv[1])
-    )
+    settings = json.loads(sys.argv[1])
+    run_rank(0, lambda row: print(MARK + json.dumps(row), flush=True), "mpi", settings)

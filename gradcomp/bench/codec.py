@@ -11,21 +11,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
-from gradcomp.arguments import Parser, integers
-from gradcomp.bench import timing
+from gradcomp.arguments import Parser, counts, words
+from gradcomp.bench import plots, timing
+from gradcomp.bench.about import table
 from gradcomp.bench.kernels import Case, cases
-from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, seconds, using
+from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
 from gradcomp.kernels import native
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 
 # With one thread a kernel may take MARGIN * (bytes that it moves / 8 + ARITHMETIC) memcpys. Kernels
 # that are not named in ARITHMETIC wait for memory alone.
@@ -58,16 +61,13 @@ class Row:
 
 
 def measure(
-    case: Case, memcpy: Callable[[], object], numel: int, repetitions: int
+    case: Case, beside: Callable[[], object], numel: int, repetitions: int
 ) -> tuple[float, float, float]:
-    """Return median ratio to memcpy, median GB/s and least seconds, after a warm-up of each."""
-    case.run()
-    memcpy()
+    """Return median ratio to `beside`, median GB/s and least seconds."""
     calls = max(1, (1 << 22) // numel)  # short calls are repeated: a clock tick must not matter
-    pairs = [(seconds(memcpy, calls), seconds(case.run, calls)) for _ in range(repetitions)]
-    times = [taken for _, taken in pairs]
-    ratio = statistics.median(taken / copy for copy, taken in pairs)
-    return ratio, numel * 4 / statistics.median(times) / 1e9, min(times)
+    other, taken = turns([beside, case.run], repetitions, calls).T
+    gb_per_s = numel * 4 / float(np.median(taken)) / 1e9
+    return float(np.median(taken / other)), gb_per_s, float(taken.min())
 
 
 def torch_ternary(x: Tensor, scale: float) -> Tensor:
@@ -83,19 +83,15 @@ def gain_over_torch(numel: int, repetitions: int) -> float:
     x = torch.randn(numel)
     encode = next(case for case in cases(numel, torch.float32) if case.name == "terngrad encode")
     with using(native.tier(), 1):
-        turns = range(max(3, repetitions // 3))
-        pairs = [(seconds(encode.run), seconds(lambda: torch_ternary(x, 2.5))) for _ in turns]
-    return min(theirs for _, theirs in pairs) / min(ours for ours, _ in pairs)
+        return 1 / measure(encode, lambda: torch_ternary(x, 2.5), numel, repetitions)[0]
 
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Check and measure everything that was asked for."""
-    from rich.progress import track
-
     rows: list[Row] = []
     for numel, dtype in itertools.product(args.sizes, args.dtypes):
-        memcpy, table = memcpy_of(numel), cases(numel, DTYPES[dtype])
-        work = list(itertools.product(args.tiers, table, args.threads))  # gains from one moment
+        memcpy, kernels = memcpy_of(numel), cases(numel, getattr(torch, dtype))
+        work = list(itertools.product(args.tiers, kernels, args.threads))  # gains from one moment
         for name, case, count in track(work, f"{numel:,} x {dtype}", transient=True):
             with using(name, count):
                 if not case.is_right():
@@ -122,14 +118,13 @@ def verdicts(rows: list[Row], gain: float) -> list[Verdict]:
 
 def show(rows: list[Row], gain: float) -> None:
     """Print the measurements."""
-    texts = [
-        (r.kernel, r.tier, r.dtype, f"{r.numel:,}")
-        + (str(r.threads), f"{r.ratio:.2f}", f"{r.gb_per_s:.2f}")
-        for r in rows
-    ]
-    columns = ["elements", "threads", "x memcpy", "GB/s of fp32"]
+    texts = []
+    for r in rows:
+        figures = f"{r.numel:,}", str(r.threads), f"{r.ratio:.2f}", f"{r.gb_per_s:.2f}"
+        texts.append((r.kernel, r.tier, r.dtype, *figures))
+    heads = ["kernel", "tier", "dtype", "elements", "threads", "x memcpy", "GB/s of fp32"]
     title = "Kernels beside memcpy of the same fp32 elements (median)"
-    timing.table(title, ["kernel", "tier", "dtype"], columns, texts)
+    Console().print(table(heads, texts, left=3, title=title))
     print(f"terngrad encode, one thread: {gain:.0f}x the same codec in torch operations")
 
 
@@ -144,25 +139,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             " --threads 1,2"
         ),
     )
-    add, words = parser.add_argument, lambda text: text.split(",")
-    text = "elements of the tensors, a list (default: 65536,4194304,67108864)"
-    add("--sizes", type=integers, default=[1 << 16, 1 << 22, 1 << 26], help=text)
-    text = "dtypes of the gradients, a list of float32, bfloat16, float16 (default: float32)"
-    add("--dtypes", type=words, default=["float32"], help=text)
-    text = "kernel tiers to time, a list (default: all, which is every tier that this machine has)"
-    add("--tiers", type=words, default=["all"], help=text)
-    text = "numbers of threads to time with, a list (default: 1)"
-    add("--threads", type=integers, default=[1], help=text)
+    text = "elements of the tensors, a list"
+    parser.add_value("sizes", counts, "65536,4194304,67108864", text)
+    text = f"dtypes of the gradients, a list of {', '.join(DTYPES)}"
+    parser.add_value("dtypes", words(*DTYPES), "float32", text)
+    text = "kernel tiers to time, a list; all: every tier that this machine has"
+    parser.add_value("tiers", words(*native.tiers(), "all"), "all", text)
+    parser.add_value("threads", counts, "1", "numbers of threads to time with, a list")
     timing.add_options(parser)
     args = parser.parse_args(argv)
-    if args.tiers == ["all"]:
+    if "all" in args.tiers:
         args.tiers = native.tiers()
-    if set(args.dtypes) - DTYPES.keys():
-        parser.error(f"unknown dtype; known are {','.join(DTYPES)}")
-    if set(args.tiers) - set(native.tiers()):
-        parser.error(f"unknown tier; this machine has {','.join(native.tiers())}")
-    if min(args.sizes) < 1 or min(args.threads) < 1 or args.repeat < 1:
-        parser.error("sizes, threads and repetitions must be at least 1")
     if args.check:
         args.sizes, args.dtypes, args.tiers = [1 << 26], ["float32"], [native.tier()]
         free = (os.cpu_count() or 1) - os.getloadavg()[0]
@@ -179,17 +166,16 @@ def main(argv: list[str] | None = None) -> int:
     gain = gain_over_torch(min(max(args.sizes), 1 << 24), args.repeat)
     show(rows, gain)
     if args.plot:
-        from gradcomp.bench import plots
-
-        numel, dtype, count = max(args.sizes), args.dtypes[0], args.threads[0]
-        chosen = [r for r in rows if (r.numel, r.dtype, r.threads) == (numel, dtype, count)]
+        numel, dtype, threads = max(args.sizes), args.dtypes[0], args.threads[0]
         bars: dict[str, dict[str, float]] = {}
-        for r in chosen:
-            bars.setdefault(r.kernel, {})[r.tier] = r.ratio
+        for r in rows:
+            if (r.numel, r.dtype, r.threads) == (numel, dtype, threads):
+                bars.setdefault(r.kernel, {})[r.tier] = r.ratio
 
         def draw(figure: Any) -> None:
             plots.bars(figure.subplots(), bars, stacked=False, xlabel="time / memcpy's")
 
         plots.write(args.plot, [(f"{numel:,} elements, {dtype}", draw, 0.25 * len(bars) + 1)])
+    judged = verdicts(rows, gain) if args.check else []
     found = {"rows": [asdict(r) for r in rows], "terngrad_encode_over": {"torch": gain}}
-    return timing.finish(args, found, verdicts(rows, gain) if args.check else [])
+    return timing.finish(args, judged, **found)

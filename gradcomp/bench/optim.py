@@ -11,20 +11,23 @@ are compared with the portable tier's before it is timed.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor, nn
 
 from gradcomp import RngKey
-from gradcomp.arguments import Parser
-from gradcomp.bench import timing
-from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, seconds, using
+from gradcomp.arguments import Parser, count
+from gradcomp.bench import plots, timing
+from gradcomp.bench.about import table
+from gradcomp.bench.timing import MEMCPY_NBYTES, Verdict, memcpy_of, turns, using
 from gradcomp.codecs import TernGrad
 from gradcomp.kernels import HOST, native
 from gradcomp.optim import SplitAdagrad, SplitAdamW, SplitLAMB, SplitSGD, split, split_parameters
@@ -34,18 +37,12 @@ from gradcomp.payload.pieces import Slot, whole_pieces
 LR, CHECK_NUMEL = 0.01, 70_001
 LAMB_TENSORS = 64  # LAMB goes through each tensor twice, so the size of the tensors may matter
 
-OURS: dict[str, Callable[[Any], Any]] = {
-    "SGD": partial(SplitSGD, lr=LR),
-    "SGD momentum": partial(SplitSGD, lr=LR, momentum=0.9),
-    "Adagrad": partial(SplitAdagrad, lr=LR),
-    "AdamW": partial(SplitAdamW, lr=LR),
-    "LAMB": partial(SplitLAMB, lr=LR),
-}
-TORCHS: dict[str, Callable[..., Any]] = {
-    "SGD": partial(torch.optim.SGD, lr=LR),
-    "SGD momentum": partial(torch.optim.SGD, lr=LR, momentum=0.9),
-    "Adagrad": partial(torch.optim.Adagrad, lr=LR),
-    "AdamW": partial(torch.optim.AdamW, lr=LR),
+OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, float]]] = {  # ours, torch's, their options
+    "SGD": (SplitSGD, torch.optim.SGD, {"lr": LR}),
+    "SGD momentum": (SplitSGD, torch.optim.SGD, {"lr": LR, "momentum": 0.9}),
+    "Adagrad": (SplitAdagrad, torch.optim.Adagrad, {"lr": LR}),
+    "AdamW": (SplitAdamW, torch.optim.AdamW, {"lr": LR}),
+    "LAMB": (SplitLAMB, None, {"lr": LR}),
 }
 # (optimizer, beside what, bytes a weight that each reads and writes). Split weights and trails are
 # read and written, bf16 gradients read: 10 bytes, and 8 for every fp32 state. torch's fused kernels
@@ -100,31 +97,41 @@ class Contender:
         return of(self.weights), of(self.state), of(self.gradients)
 
 
-def state_of(optimizer: Any, params: Any) -> list[Tensor]:
-    """Return the tensors of an optimizer's state that are as large as the weights."""
-    items = [item for p in params for item in optimizer.state[p].items()]
-    return [v for k, v in items if k not in ("trail", "step") and isinstance(v, Tensor)]
+def contender(name: str, optimizer: Any) -> Contender:
+    """Return an optimizer as a contender, once it has its state."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [item for p in parameters for item in optimizer.state[p].items()]
+    trails = [value for name, value in kept if name == "trail"]
+    state = [v for k, v in kept if k not in ("trail", "step") and isinstance(v, Tensor)]
+    gradients = [p.grad for p in parameters]
+    return Contender(name, optimizer.step, [*parameters, *trails], state, gradients)
+
+
+def split_optimizer(name: str, weights: Sequence[Tensor]) -> tuple[nn.ParameterList, Any]:
+    """Return parameters that start from these fp32 weights, and their split optimizer."""
+    kind, _, options = OPTIMIZERS[name]
+    holder = nn.ParameterList(weights)
+    return holder, kind(split_parameters(holder), **options)
 
 
 def ours(name: str, numel: int, tensors: int = 1) -> Contender:
     """Return a split optimizer with bf16 gradients."""
-    holder = nn.ParameterList([torch.randn(numel // tensors) for _ in range(tensors)])
-    optimizer = OURS[name](split_parameters(holder))
+    holder, optimizer = split_optimizer(
+        name, [torch.randn(numel // tensors) for _ in range(tensors)]
+    )
     for p in holder:
         p.grad = torch.randn(p.numel()).bfloat16()
-    weights = [*holder, *(optimizer.trail(p) for p in holder)]
-    state, gradients = state_of(optimizer, holder), [p.grad for p in holder]
-    return Contender("split", optimizer.step, weights, state, gradients)
+    return contender("split", optimizer)
 
 
 def theirs(name: str, numel: int, kind: str) -> Contender:
-    """Return torch's, in fp32."""
+    """Return torch's, in fp32; `kind` is "foreach" or "fused"."""
+    _, make, options = OPTIMIZERS[name]
     p = nn.Parameter(torch.randn(numel))
     p.grad = torch.randn(numel)
-    optimizer = TORCHS[name]([p], **{kind: True})
+    optimizer = make([p], **options, **{kind: True})
     optimizer.step()  # its state is made now
-    step, state = optimizer.step, state_of(optimizer, [p])
-    return Contender(f"torch {kind} fp32", step, [p], state, [p.grad])
+    return contender(f"torch {kind} fp32", optimizer)
 
 
 def unfused(numel: int) -> Contender:
@@ -152,8 +159,7 @@ def from_payloads(numel: int) -> list[Contender]:
         HOST.sum_decode(source, packed, plain.gradients[0])
         plain.step()
 
-    holder = nn.ParameterList([torch.randn(numel)])
-    optimizer = SplitSGD(split_parameters(holder), lr=LR)
+    holder, optimizer = split_optimizer("SGD", [torch.randn(numel)])
     holder[0].grad = torch.full((), float("nan")).bfloat16().expand(numel)
     gradients: Any = SimpleNamespace(
         parameter_count=1,
@@ -162,11 +168,8 @@ def from_payloads(numel: int) -> list[Contender]:
         update=lambda targets, rules: HOST.update(packed, targets, rules, source),
     )
     optimizer.attach_packed(gradients)
-    weights = [holder[0], optimizer.trail(holder[0])]
-    return [
-        replace(plain, name="2 payloads, decoded first", step=decode_and_step),
-        Contender("2 payloads, straight", optimizer.step, weights, [], []),
-    ]
+    decoded = replace(plain, name="2 payloads, decoded first", step=decode_and_step)
+    return [decoded, contender("2 payloads, straight", optimizer)]
 
 
 def verify() -> None:
@@ -175,13 +178,12 @@ def verify() -> None:
     Raises:
         SystemExit: an optimizer's weights differ.
     """
-    for name, make in OURS.items():
+    for name in OPTIMIZERS:
         start, found = torch.randn(CHECK_NUMEL), []
         gradients = [torch.randn(CHECK_NUMEL).bfloat16() for _ in range(3)]
-        for kernels in (native.tier(), native.tiers()[0]):
-            holder = nn.ParameterList([start.clone()])
-            with using(kernels):
-                optimizer = make(split_parameters(holder))
+        for tier in (native.tier(), native.tiers()[0]):
+            with using(tier):
+                holder, optimizer = split_optimizer(name, [start.clone()])
                 for gradient in gradients:
                     holder[0].grad = gradient
                     optimizer.step()
@@ -192,36 +194,35 @@ def verify() -> None:
 
 def contests(numel: int) -> Iterator[tuple[str, list[Contender]]]:
     """Yield each optimizer's contenders."""
-    for name in TORCHS:
-        torchs = [theirs(name, numel, kind) for kind in ("foreach", "fused")]
-        yield name, [ours(name, numel), *torchs, *([unfused(numel)] if name == "SGD" else [])]
-    for count in (LAMB_TENSORS, 1):
-        adamw = replace(ours("AdamW", numel, count), name="split AdamW")
-        name = f"LAMB, {count} tensor{'s' * (count > 1)}"
-        yield name, [ours("LAMB", numel, count), adamw]
+    for name, (_, torchs, _) in OPTIMIZERS.items():
+        if torchs is not None:
+            others = [theirs(name, numel, kind) for kind in ("foreach", "fused")]
+            yield name, [ours(name, numel), *others, *([unfused(numel)] if name == "SGD" else [])]
+    for tensors in (LAMB_TENSORS, 1):
+        adamw = replace(ours("AdamW", numel, tensors), name="split AdamW")
+        name = f"LAMB, {tensors} tensor{'s' * (tensors > 1)}"
+        yield name, [ours("LAMB", numel, tensors), adamw]
     yield "SGD from payloads", from_payloads(numel)
 
 
 def measure(numel: int, threads: int, repetitions: int) -> list[Row]:
     """Let the contenders of each optimizer step in turn, after one step of each to warm up."""
-    from rich.progress import track
-
     rows, memcpy = [], memcpy_of(numel)
-    work = track(contests(numel), "optimizers", total=len(TORCHS) + 3, transient=True)
+    work = track(contests(numel), "optimizers", total=len(OPTIMIZERS) + 2, transient=True)
     with using(native.tier(), threads):
         for name, contenders in work:
-            steps = [memcpy, *(c.step for c in contenders)]
-            turns = [[seconds(step) for step in steps] for _ in range(repetitions + 1)][1:]
+            taken = turns([memcpy, *(c.step for c in contenders)], repetitions)
+            ms = 1e3 * np.median(taken, axis=0)
+            memcpys, ratios = np.median(taken / taken[:, :1], axis=0), taken[:, 1:2] / taken
             for number, c in enumerate(contenders, 1):
-                ms = 1e3 * statistics.median(turn[number] for turn in turns)
-                memcpys = statistics.median(turn[number] / turn[0] for turn in turns)
-                ratio = statistics.median(turn[1] / turn[number] for turn in turns)
-                rows.append(Row(name, c.name, ms, memcpys, *c.nbytes(numel), ratio=ratio))
-            del c, steps, contenders[:]  # the next ones need the memory
+                figures = float(ms[number]), float(memcpys[number])
+                ratio = float(np.median(ratios[:, number]))
+                rows.append(Row(name, c.name, *figures, *c.nbytes(numel), ratio=ratio))
+            del c, contenders[:]  # the next ones need the memory
     return rows
 
 
-def show(rows: list[Row], numel: int, count: int) -> None:
+def show(rows: list[Row], numel: int, threads: int) -> None:
     """Print the measurements."""
     texts: list[tuple[str, ...]] = []
     for r in rows:
@@ -229,9 +230,9 @@ def show(rows: list[Row], numel: int, count: int) -> None:
         name = "" if any(r.optimizer == text[0] for text in texts) else r.optimizer
         nbytes = [f"{part:.1f}" for part in (*parts, sum(parts))]
         texts.append((name, r.contender, f"{r.ms:.1f}", f"{r.memcpys:.2f}", *nbytes))
-    columns = ["ms", "x memcpy", "weights", "state", "gradient", "sum"]
-    title = f"{numel:,} weights, {count} thread(s): one step, and bytes a weight"
-    timing.table(title, ["optimizer", ""], columns, texts)
+    heads = ["optimizer", "", "ms", "x memcpy", "weights", "state", "gradient", "sum"]
+    title = f"{numel:,} weights, {threads} thread(s): one step, and bytes a weight"
+    Console().print(table(heads, texts, left=2, title=title))
 
 
 def verdicts(rows: list[Row]) -> list[Verdict]:
@@ -244,6 +245,18 @@ def verdicts(rows: list[Row]) -> list[Verdict]:
         out.append(Verdict(f"split {name} / {beside}", ratio, MARGIN * moved / other))
     memory = found["SGD", "split"].weight_bytes + found["SGD", "split"].state_bytes
     return [*out, Verdict("bytes a weight, SGD", memory, SGD_NBYTES)]
+
+
+def draw(rows: list[Row], figure: Any) -> None:
+    """Draw milliseconds and bytes a weight beside one another."""
+    named = {f"{r.optimizer}: {r.contender}": r for r in rows}
+    nbytes = {
+        name: {part: getattr(r, f"{part}_bytes") for part in ("weight", "state", "gradient")}
+        for name, r in named.items()
+    }
+    left, right = figure.subplots(1, 2)
+    plots.bars(left, {name: {"one step": r.ms} for name, r in named.items()}, xlabel="milliseconds")
+    plots.bars(right, nbytes, xlabel="bytes a weight", yticklabels=[])
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -259,14 +272,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             "example:\n  python -m gradcomp.bench optim --numel 4194304 --threads 2"
         ),
     )
-    text = "weights of the model (default: %(default)s)"
-    parser.add_argument("--numel", type=int, default=1 << 26, help=text)
-    text = "threads of torch and of the kernels (default: %(default)s)"
-    parser.add_argument("--threads", type=int, default=1, help=text)
+    parser.add_value("numel", count, 1 << 26, "weights of the model")
+    parser.add_value("threads", count, 1, "threads of torch and of the kernels")
     timing.add_options(parser)
     args = parser.parse_args(argv)
-    if args.numel < LAMB_TENSORS or args.threads < 1 or args.repeat < 1:
-        parser.error(f"numel must be at least {LAMB_TENSORS}, threads and repetitions at least 1")
+    if args.numel < LAMB_TENSORS:
+        parser.error(f"--numel must be at least {LAMB_TENSORS}, got {args.numel}")
     if args.check:
         args.numel, args.threads = 1 << 26, 1
     args.numel -= args.numel % LAMB_TENSORS
@@ -280,20 +291,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = measure(args.numel, args.threads, args.repeat)
     show(rows, args.numel, args.threads)
     if args.plot:
-        from gradcomp.bench import plots
-
-        named = {f"{r.optimizer}: {r.contender}": r for r in rows}
-        ms = {name: {"one step": r.ms} for name, r in named.items()}
-        nbytes = {
-            name: {part: getattr(r, f"{part}_bytes") for part in ("weight", "state", "gradient")}
-            for name, r in named.items()
-        }
-
-        def draw(figure: Any) -> None:
-            left, right = figure.subplots(1, 2)
-            plots.bars(left, ms, xlabel="milliseconds")
-            plots.bars(right, nbytes, xlabel="bytes a weight", yticklabels=[])
-
-        plots.write(args.plot, [(f"{args.numel:,} weights", draw, 0.3 * len(named) + 1)])
+        panel = (f"{args.numel:,} weights", partial(draw, rows), 0.3 * len(rows) + 1)
+        plots.write(args.plot, [panel])
+    judged = verdicts(rows) if args.check else []
     found = {"numel": args.numel, "threads": args.threads, "rows": [asdict(r) for r in rows]}
-    return timing.finish(args, found, verdicts(rows) if args.check else [])
+    return timing.finish(args, judged, **found)

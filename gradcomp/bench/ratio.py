@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 import gradcomp.ddp
-from gradcomp.arguments import Parser
+from gradcomp.arguments import Parser, words
 from gradcomp.bench import plots
 from gradcomp.bench.about import save_json, table
 from gradcomp.bench.models import LeNet
@@ -111,20 +112,22 @@ def verify() -> list[Check]:
 
     The first step is left out, because DDP cuts its final buckets only after it.
     """
-    counted: list[tuple[str, int, set[tuple[int, int, int]]]] = []
-    run_ranks(VERIFY_WORLD_SIZE, _count_rank, on_message=counted.append)
-    wrong: dict[str, list[str]] = {name: [] for name in SCHEMES}
+    errors: dict[str, list[str]] = {name: [] for name in SCHEMES}
     sent = {}
-    for name, rank, steps in counted:
+
+    def compare(message: tuple[str, int, set[tuple[int, int, int]]]) -> None:
+        name, rank, steps = message
         codec, exchange = SCHEMES[name]
         n = predict_bytes(codec, lenet(), VERIFY_WORLD_SIZE, exchange=exchange, rank=rank)
         sent[name] = f"{n.sent:,} bytes sent per rank and step, to the byte"
         if steps != {(n.sent, n.received, n.baseline)}:
-            wrong[name].append(f"rank {rank}: {steps}, predicted {n}")
+            errors[name].append(f"rank {rank}: {steps}, predicted {n}")
+
+    run_ranks(VERIFY_WORLD_SIZE, _count_rank, on_message=compare)
     title = f"LeNet over gloo, {VERIFY_WORLD_SIZE} ranks"
     return [
-        Check(f"{name}: {title}", not errors, "; ".join(errors) or sent[name])
-        for name, errors in wrong.items()
+        Check(f"{name}: {title}", not wrong, "; ".join(wrong) or sent[name])
+        for name, wrong in errors.items()
     ]
 
 
@@ -151,25 +154,14 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         epilog="example:\n  python -m gradcomp.bench ratio --models LeNet,ResNet-50 --plot r.png",
     )
-    parser.add_argument(
-        "--models",
-        default=",".join(MODELS),
-        metavar="A,B",
-        help="models to count bytes of, as a list (default: %(default)s)",
-    )
+    models = ",".join(MODELS)
+    parser.add_value("models", words(*MODELS), models, "models to count bytes of, as a list")
     add_option(parser, "json")
     add_option(parser, "plot")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="print pass or fail of the promised ratios; the exit status is 1 when one fails",
-    )
-    parser.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="train LeNet over gloo and require the same bytes (default: yes; takes seconds)",
-    )
+    text = "judge the promised ratios: print pass or FAIL for each; exit with status 1 if one fails"
+    parser.add_argument("--check", action="store_true", help=text)
+    text = "train LeNet over gloo, which takes seconds, and require the same bytes (default: yes)"
+    parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help=text)
     return parser
 
 
@@ -179,11 +171,7 @@ def main(argv: list[str]) -> int:
     Returns:
         0 done, 1 a check or the comparison with gloo failed, 2 wrong options.
     """
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    models = [name.strip() for name in args.models.split(",") if name.strip()]
-    if not models or not set(models) <= set(MODELS):
-        parser.error(f"--models {args.models!r}: give names out of {', '.join(MODELS)}")
+    args = build_parser().parse_args(argv)
     console = Console()
     checks: list[Check] = []
     if args.verify:
@@ -191,28 +179,31 @@ def main(argv: list[str]) -> int:
             checks += verify()
         except RANK_ERRORS as error:
             checks.append(Check("LeNet over gloo", False, str(error)))
-    rows = count(models)
-    for name in models:
+    rows = count(args.models)
+    for name in args.models:
         _show(name, rows, console)
     if args.check:
-        checks += check_ratios(rows if "ResNet-50" in models else count(["ResNet-50"]))
+        checks += check_ratios(rows if "ResNet-50" in args.models else count(["ResNet-50"]))
     for check in checks:
         verdict = "[green]pass[/green]" if check.passed else "[red]FAIL[/red]"
         console.print(f"{verdict}  {check.name}: {check.found}", highlight=False, soft_wrap=True)
     found = {"rows": [row._asdict() for row in rows], "checks": [c._asdict() for c in checks]}
     save_json(args.json, **found)
     if args.plot:
-        plots.write(args.plot, [(name, partial(_draw, name, rows), 4.0) for name in models])
+        plots.write(args.plot, [(name, partial(_draw, name, rows), 4.0) for name in args.models])
     return 0 if all(check.passed for check in checks) else 1
 
 
-def _of(model: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the rows of each scheme."""
-    mine = [r for r in rows if r.model == model]
-    return {name: [r for r in mine if r.scheme == name] for name in SCHEMES}
+def _by_scheme(model: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Return a model's rows of each scheme."""
+    out = defaultdict(list)
+    for row in rows:
+        if row.model == model:
+            out[row.scheme].append(row)
+    return out
 
 
-def _show(model: str, rows: Sequence[Row], console: Console) -> None:
+def _show(model: str, rows: Iterable[Row], console: Console) -> None:
     """Print a model's table; figures have three digits, or all of those before the point."""
 
     def short(value: float) -> str:
@@ -220,7 +211,7 @@ def _show(model: str, rows: Sequence[Row], console: Console) -> None:
 
     cells = [
         (name, *(f"{short(r.bytes_sent / 1e6)} {short(r.compression_ratio)}x" for r in mine))
-        for name, mine in _of(model, rows).items()
+        for name, mine in _by_scheme(model, rows).items()
     ]
     numel = total_numel(MODELS[model]())
     title = f"{model}, {numel:,} parameters: MB sent a step, ratio to fp32"
@@ -228,11 +219,11 @@ def _show(model: str, rows: Sequence[Row], console: Console) -> None:
     console.print(table(heads, cells, title=title, padding=0))
 
 
-def _draw(model: str, rows: Sequence[Row], figure: Any) -> None:
+def _draw(model: str, rows: Iterable[Row], figure: Any) -> None:
     """Draw the ratio against the number of ranks, one line per scheme."""
     series = {
         name: ([r.world_size for r in mine], [r.compression_ratio for r in mine])
-        for name, mine in _of(model, rows).items()
+        for name, mine in _by_scheme(model, rows).items()
     }
     labels = {"xlabel": "ranks", "ylabel": "compression ratio (fp32 ring = 1)"}
     ax = figure.subplots()

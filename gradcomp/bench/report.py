@@ -1,8 +1,8 @@
 """Show the JSON files of bench train and bench accuracy in a folder as one page: tables, where the
 time of a step goes, bytes, and curves.
 
-The page is HTML with its pictures in it, and needs no network. A file that cannot be shown is named
-at the end with the reason: not written by these benchmarks, or cut off while it was written.
+The page is HTML that contains its pictures and needs no network. A file that cannot be shown is
+named at the end with the reason: not written by these benchmarks, or cut off while it was written.
 """
 
 from __future__ import annotations
@@ -36,21 +36,13 @@ WIDTH = 1000  # characters: no table of the page is cut
 
 
 class Section(NamedTuple):
-    """What is shown of one table of a file.
-
-    Attributes:
-        title: above table and pictures.
-        table: of the rows.
-        notes: lines below it.
-        rows: for CSV.
-        panels: pictures, as `plots.write` takes them.
-    """
+    """What is shown of one table of a file."""
 
     title: str
     table: Table
-    notes: list[str]
-    rows: list[dict[str, Any]]
-    panels: list[plots.Panel]
+    notes: list[str]  # lines below the table
+    rows: list[dict[str, Any]]  # for CSV
+    panels: list[plots.Panel]  # pictures
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,24 +56,14 @@ def parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="folder with JSON files of bench train and bench accuracy",
+    text = "folder with JSON files of bench train and bench accuracy"
+    out.add_argument("folder", type=Path, metavar="FOLDER", help=text)
+    text = (
+        "page to write; Markdown, with tables only, if it ends in .md (default: FOLDER/report.html)"
     )
-    out.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="page to write; only tables, as Markdown, if it ends in .md (default:"
-        " FOLDER/report.html)",
-    )
-    out.add_argument(
-        "--beside",
-        action="store_true",
-        help="also write the rows of each file as NAME.csv and its pictures as NAME.png",
-    )
+    out.add_argument("--out", type=Path, metavar="FILE", help=text)
+    text = "also write the rows of each file as NAME.csv and its pictures as NAME.png"
+    out.add_argument("--beside", action="store_true", help=text)
     return out
 
 
@@ -122,7 +104,7 @@ def page(
     for file in files:
         try:
             sections = sections_of(json.loads(file.read_text(encoding="utf-8")))
-            picture = _picture(sections)
+            picture = _picture([panel for section in sections for panel in section.panels])
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
             skipped.append((file.name, str(error) or type(error).__name__))
             continue
@@ -133,9 +115,11 @@ def page(
             _write_csv([row for section in sections for row in section.rows], file)
             if picture:
                 file.with_suffix(".png").write_bytes(picture)
-    left = [Section(f"left out {name}", Table(), [why], [], []) for name, why in skipped]
-    text = "".join(parts) + (_text("Left out", left, markdown=markdown) if left else "")
-    return text if markdown else PAGE.format(text), len(parts), skipped
+    if skipped:
+        left = [Section(f"left out {name}", Table(), [why], [], []) for name, why in skipped]
+        parts.append(_text("Left out", left, markdown=markdown))
+    text = "".join(parts)
+    return text if markdown else PAGE.format(text), len(files) - len(skipped), skipped
 
 
 def _text(head: str, sections: Sequence[Section], *, markdown: bool) -> str:
@@ -158,9 +142,8 @@ def _text(head: str, sections: Sequence[Section], *, markdown: bool) -> str:
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
 
 
-def _picture(sections: Sequence[Section]) -> bytes:
-    """Return the pictures of a file as one PNG, empty if there are none."""
-    panels = [panel for section in sections for panel in section.panels]
+def _picture(panels: Sequence[plots.Panel]) -> bytes:
+    """Return panels as one PNG, empty if there are none."""
     out = io.BytesIO()
     if panels:
         plots.write(out, panels, metadata={"Software": None})
@@ -187,12 +170,15 @@ def sections_of(found: Any) -> list[Section]:
     Raises:
         ValueError: it is not a result of bench train or bench accuracy.
     """
-    if not isinstance(found, dict):
-        raise ValueError("not a result of a benchmark")  # noqa: TRY004 - a file's content
-    if found.get("benchmark") == "train" and "cases" in found:
-        return [_train(found, case) for case in found["cases"]]
-    if "rows" in found and found["rows"] and "bits" in found["rows"][0]:
-        return _accuracy(found)
+    if isinstance(found, dict):
+        if found.get("benchmark") == "train" and "cases" in found:
+            return [_train(found, case) for case in found["cases"]]
+        if found.get("rows") and "bits" in found["rows"][0]:
+            cases = tables(found["rows"], found.get("measures", {}))
+            return [
+                Section(title, table, [], rows, _curves(title, rows, draw_curves))
+                for title, rows, table in cases
+            ]
     raise ValueError("not a result of bench train or bench accuracy, or one of an older version")
 
 
@@ -203,11 +189,9 @@ def _train(found: dict[str, Any], case: dict[str, Any]) -> Section:
     title = f"{given['workload']}, {given['steps']} steps, {case['ranks']} ranks, {case['link']}"
     title += delay + over
     good = [row for row in rows if not row.get("failed")]
-    panels: list[plots.Panel] = []
+    panels = _curves(title, good, draw_times)
     if has_steps(good):
-        panels.append((title, partial(draw_steps, good), 1.2 + 0.36 * len(good)))
-    if any(row["curve"] for row in good):
-        panels.append((title, partial(draw_times, good), plots.HEIGHT))
+        panels.insert(0, (title, partial(draw_steps, good), 1.2 + 0.36 * len(good)))
     measure = "measure" if any(row.get("measure") is not None for row in rows) else ""
     notes = [f"{row['method']}: {row['failed']}" for row in rows if row.get("failed")]
     notes.append(f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}")
@@ -216,11 +200,7 @@ def _train(found: dict[str, Any], case: dict[str, Any]) -> Section:
     return Section(title, table, notes, [about | row for row in rows], panels)
 
 
-def _accuracy(found: dict[str, Any]) -> list[Section]:
-    out = []
-    for title, rows, table in tables(found["rows"], found.get("measures", {})):
-        panels: list[plots.Panel] = []
-        if any(row["curve"] for row in rows):
-            panels.append((title, partial(draw_curves, rows), plots.HEIGHT))
-        out.append(Section(title, table, [], rows, panels))
-    return out
+def _curves(title: str, rows: Sequence[dict[str, Any]], draw: Any) -> list[plots.Panel]:
+    """Return a panel of the rows' curves, if they have any."""
+    has_curves = any(row["curve"] for row in rows)
+    return [(title, partial(draw, rows), plots.HEIGHT)] if has_curves else []

@@ -8,27 +8,41 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from rich.console import Console
 
+from gradcomp.arguments import Parser, count
+from gradcomp.bench.about import save_json, table
 from gradcomp.bench.options import add_option
 from gradcomp.kernels import native
 
 MEMCPY_NBYTES = 8  # that memcpy of fp32 reads and writes an element
 
 
-def seconds(function: Callable[[], object], calls: int = 1) -> float:
-    """Return how long one call takes, the mean over `calls` of them."""
-    begun = time.perf_counter()
-    for _ in range(calls):
-        function()
-    return (time.perf_counter() - begun) / calls
+def turns(
+    functions: Sequence[Callable[[], object]], repetitions: int, calls: int = 1
+) -> NDArray[Any]:
+    """Let functions run in turn, after a turn to warm up.
+
+    Returns:
+        ``(repetitions, len(functions))`` seconds of a call, the mean over `calls` in a row.
+    """
+    found = np.zeros((1 + repetitions, len(functions)))
+    for turn in found:
+        for place, function in enumerate(functions):
+            begun = time.perf_counter()
+            for _ in range(calls):
+                function()
+            turn[place] = (time.perf_counter() - begun) / calls
+    return found[1:]
 
 
 def memcpy_of(numel: int) -> Callable[[], object]:
@@ -66,43 +80,26 @@ class Verdict:
         return low <= high
 
 
-def table(title: str, left: Sequence[str], right: Sequence[str], rows: Sequence[Any]) -> None:
-    """Print rows of texts under the column names `left`, aligned left, and `right`."""
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(title=title)
-    for name in (*left, *right):
-        shown.add_column(name, justify="left" if name in left else "right")
-    for row in rows:
-        shown.add_row(*row)
-    Console().print(shown)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add --repeat, --check, --json and --plot."""
-    add = parser.add_argument
-    text = "repetitions of each measurement, of which the median counts (default: %(default)s)"
-    add("--repeat", type=int, default=9, help=text)
+    parser.add_value("repeat", count, 9, "repetitions of each measurement; shown is the median")
     text = "judge the limits: print pass or FAIL for each, and exit with status 1 if one fails"
-    add("--check", action="store_true", help=text)
+    parser.add_argument("--check", action="store_true", help=text)
     add_option(parser, "json")
     add_option(parser, "plot")
 
 
-def finish(args: argparse.Namespace, found: dict[str, Any], verdicts: Sequence[Verdict]) -> int:
+def finish(args: argparse.Namespace, verdicts: Sequence[Verdict], **found: Any) -> int:
     """Print the verdicts, write the JSON file, and return the exit status."""
     if verdicts and native.tier() == native.tiers()[0]:
         print("nothing is judged: limits are for vector tiers, and the portable tier is in use")
         verdicts = []
-    texts = []
+    rows = []
     for v in verdicts:
         what = f"{v.what}, {'at least' if v.at_least else 'at most'}"
         mark = "[green]pass[/]" if v.passed else "[red]FAIL[/]"
-        texts.append((what, f"{v.measured:.2f}", f"{v.limit:.2f}", mark))
-    if texts:
-        table("Requirements", ["requirement"], ["measured", "limit", ""], texts)
-    if args.json:
-        judged = [asdict(v) | {"pass": v.passed} for v in verdicts]
-        args.json.write_text(json.dumps(found | {"check": judged}, indent=2))
+        rows.append((what, f"{v.measured:.2f}", f"{v.limit:.2f}", mark))
+    if rows:
+        Console().print(table(["requirement", "measured", "limit", ""], rows))
+    save_json(args.json, **found, check=[asdict(v) | {"pass": v.passed} for v in verdicts])
     return 0 if all(v.passed for v in verdicts) else 1

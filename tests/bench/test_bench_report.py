@@ -1,6 +1,4 @@
-"""``python -m gradcomp.bench report``: one page of what benchmarks have left, whatever state it
-is in.
-"""
+"""``python -m gradcomp.bench report``: one page of result files, whatever state they are in."""
 
 import csv
 import json
@@ -31,42 +29,29 @@ def row(method, seconds, **more):
     return found | more
 
 
-def train(**more):
-    rows = [
+def train(rows=None, **more):
+    """Return a result of bench train; `more` changes its case."""
+    rows = rows or [
         row("none", 0.1),
         row("noop", 0.12),
         row("fp32", 1.1),
         row("terngrad <&>", 0.2),
         {"method": "mine", "failed": "hung <after> 3 s"},
     ]
-    case = {"ranks": 2, "link": "1gbit", "latency_s": 0.001, "rows": rows}
-    machine = {"processor": "A & B", "cores": 2, "torch": "2.13"}
     return {
         "benchmark": "train",
-        "arguments": {"workload": "mlp", "steps": 9},
-        "machine": machine,
-        "cases": [case],
-    } | more
-
-
-def accuracy(**more):
-    row = {
-        "workload": "gpt-1m",
-        "optimizer": "adamw",
-        "workers": 4,
-        "steps": 2000,
-        "method": "fp32",
-        "factor": 1.0,
-        "bits": 32.0,
-        "seeds": 3,
-        "diverged": 0,
-        "mean": 1.34,
-        "deviation": None,
-        "curve": [[100, 2.0], [2000, 1.34]],
-        "to_fp32": 0.0,
-        "to_bf16": None,
+        "arguments": {"workload": "mlp", "steps": 9, "target": 85.0},
+        "machine": {"processor": "A & B", "cores": 2, "torch": "2.13"},
+        "cases": [{"ranks": 2, "link": "1gbit", "latency_s": 0.001, "rows": rows} | more],
     }
-    return {"rows": [row]} | more
+
+
+def accuracy():
+    case = {"workload": "gpt-1m", "optimizer": "adamw", "workers": 4, "steps": 2000}
+    method = {"method": "fp32", "factor": 1.0, "bits": 32.0, "seeds": 3, "diverged": 0}
+    measured = {"mean": 1.34, "deviation": None, "curve": [[100, 2.0], [2000, 1.34]]}
+    row = case | method | measured | {"to_fp32": 0.0, "to_bf16": None}
+    return {"rows": [row], "measures": {"gpt-1m": "nats a byte"}}
 
 
 def written(folder, **files):
@@ -93,44 +78,30 @@ class Well(HTMLParser):
 
 
 def test_the_page_has_tables_and_pictures_and_needs_nothing_else(tmp_path, capsys):
-    curves = [
-        row("none", 0.1),
-        row("fp32", 1.1, measure=88.0, curve=[[5, 5.5, 70.0], [9, 9.9, 88.0]], target_seconds=9.9),
-    ]
-    case = {"ranks": 4, "link": "none", "latency_s": None, "rows": curves}
-    given = {"workload": "gpt-1m", "steps": 9, "target": 85.0}
-    losses = accuracy(measures={"gpt-1m": "nats a byte"})
-    written(tmp_path, a=train(), b=train(cases=[case], arguments=given), c=losses)
+    curve = [[5, 5.5, 70.0], [9, 9.9, 88.0]]
+    rows = [row("none", 0.1), row("fp32", 1.1, measure=88.0, curve=curve, target_seconds=9.9)]
+    written(tmp_path, a=train(), b=train(rows), c=accuracy())
     assert main([str(tmp_path)]) == 0
     assert "3 of 3 files" in capsys.readouterr().out
     text = (tmp_path / "report.html").read_text()
     seen = Well()
     seen.feed(text)
     assert not seen.open and seen.pictures == 3 and text.count("─ ") == 3
-    for words in (
-        "terngrad &lt;&amp;&gt;",
-        "hung &lt;after&gt; 3 s",
-        "2 ranks, 1gbit, 1 ms",
-        "10.0x",
-        "A &amp; B",
-        "s to 85",
-        "gpt-1m under adamw, 4 workers, 2000 steps: nats a byte",
-        "+0.000",
-        "88",
-    ):
+    escaped = ["terngrad &lt;&amp;&gt;", "hung &lt;after&gt; 3 s", "A &amp; B"]
+    of_train = ["2 ranks, 1gbit, 1 ms", "10.0x", "s to 85", "88"]
+    of_accuracy = ["gpt-1m under adamw, 4 workers, 2000 steps: nats a byte", "+0.000"]
+    for words in (*escaped, *of_train, *of_accuracy):
         assert words in text, words
     assert "<&>" not in text and "http" not in text
 
 
 def test_tables_as_markdown(tmp_path):
     rows = [row("fp32", 1.1), {"method": "mine", "failed": "[Errno 9] no"}]
-    case = {"ranks": 2, "link": "1gbit", "latency_s": None, "over": "mpi", "rows": rows}
-    written(tmp_path, a=train(cases=[case]), c=accuracy(), bad="{")
+    written(tmp_path, a=train(rows, latency_s=None, over="mpi"), c=accuracy(), bad="{")
     assert main([str(tmp_path), "--out", str(tmp_path / "x.md")]) == 0
     lines = [line.rstrip() for line in (tmp_path / "x.md").read_text().splitlines()]
-    assert {"## a", "### mlp, 9 steps, 2 ranks, 1gbit, over MPI", "### left out bad.json"} < {
-        *lines
-    }
+    heads = {"## a", "### mlp, 9 steps, 2 ranks, 1gbit, over MPI", "### left out bad.json"}
+    assert heads < {*lines}
     assert "mine: [Errno 9] no" in lines and any(re.fullmatch(r"\|[-|]+\|", x) for x in lines)
     assert any(re.fullmatch(r"\| fp32 +\| +1100.0 \|.*", line) for line in lines)
 
@@ -141,12 +112,8 @@ def test_rows_and_pictures_beside_the_files(tmp_path):
     with (tmp_path / "a.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["method"] for row in rows] == ["none", "noop", "fp32", "terngrad <&>", "mine"]
-    assert (
-        rows[2]["link"],
-        rows[2]["seconds"],
-        rows[2]["first_phase_seconds"],
-        rows[4]["failed"],
-    ) == ("1gbit", "1.1", "0.1", "hung <after> 3 s")
+    third = [rows[2][name] for name in ("link", "seconds", "first_phase_seconds")]
+    assert third == ["1gbit", "1.1", "0.1"] and rows[4]["failed"] == "hung <after> 3 s"
     for name in ("a", "c"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "bad.csv").exists() and "1.34" in (tmp_path / "c.csv").read_text()
@@ -154,7 +121,9 @@ def test_rows_and_pictures_beside_the_files(tmp_path):
 
 def test_files_that_are_no_results_are_named_and_the_others_shown(tmp_path, capsys):
     written(tmp_path, good=train(), cut=json.dumps(train())[:200], other="[1, 2]")
-    written(tmp_path, old={"benchmark": "train", "rows": []}, half=train(cases=[{"ranks": 2}]))
+    written(
+        tmp_path, old={"benchmark": "train", "rows": []}, half=train() | {"cases": [{"ranks": 2}]}
+    )
     assert main([str(tmp_path), "--out", str(tmp_path / "x.html")]) == 0
     said = capsys.readouterr()
     assert "1 of 5 files" in said.out

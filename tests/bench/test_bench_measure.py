@@ -1,0 +1,370 @@
+"""bench codec, optim, ratio and allreduce: they check before they measure, judge by stated limits,
+write their files and refuse wrong options.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from _ranks import mpi_environment, mpi_python
+
+from gradcomp.bench import allreduce, codec, optim, ratio, timing
+from gradcomp.bench.kernels import Case, cases
+from gradcomp.bench.models import LeNet
+from gradcomp.kernels import native
+from gradcomp.plan.models import MODELS, total_numel
+
+PNG = b"\x89PNG"
+
+
+def run(name, argv, folder):
+    """Run a benchmark; return what it wrote, as read from its JSON file."""
+    files = ["--json", str(folder / "x.json"), "--plot", str(folder / "x.png")]
+    assert importlib.import_module(f"gradcomp.bench.{name}").main([*argv, *files]) == 0
+    assert (folder / "x.png").read_bytes().startswith(PNG)
+    found = json.loads((folder / "x.json").read_text())
+    assert found["machine"]["torch"] == torch.__version__
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("codec", "--dtypes float8", "unknown name 'float8'; choose from float32, bfloat16"),
+        ("codec", "--tiers mmx", "unknown name 'mmx'; choose from portable"),
+        ("codec", "--sizes 0", "'0' is not a positive integer"),
+        ("codec", "--threads 1,x", "'x' is not a positive integer"),
+        ("optim", "--numel 3", "--numel must be at least 64, got 3"),
+        ("optim", "--threads 0", "'0' is not a positive integer"),
+        ("optim", "--repeat -1", "'-1' is not a positive integer"),
+        ("ratio", "--models AlexNet", "unknown name 'AlexNet'; choose from LeNet, ResNet-50"),
+        ("ratio", "--models ,", "choose from LeNet, ResNet-50"),
+        ("allreduce", "--sizes 3", "'3' is not a list of sizes such as 4K,1M"),
+        ("allreduce", "--sizes -4", "a size must be a positive multiple of 4 bytes"),
+        ("allreduce", "--sizes x", "'x' is not a list of sizes such as 4K,1M"),
+        ("allreduce", "--ranks x", "'x' is not a positive integer"),
+        ("allreduce", "--ranks 1", "at least 2 ranks, got 1"),
+        ("allreduce", "--over nccl", "unknown name 'nccl'; choose from gloo, mpi"),
+        ("allreduce", "--repeat 0", "'0' is not a positive integer"),
+        ("allreduce", "--codecs powersgd", "unknown name 'powersgd'; choose from terngrad"),
+    ],
+)
+def test_wrong_options_are_one_line_and_status_2(name, options, said, capsys):
+    with pytest.raises(SystemExit) as error:
+        importlib.import_module(f"gradcomp.bench.{name}").main(options.split())
+    shown = capsys.readouterr().err
+    assert error.value.code == 2 and said in shown and shown.count("\n") == 1
+    assert shown.startswith(f"python -m gradcomp.bench {name}: ")
+
+
+@pytest.mark.parametrize("portable", [True, False])
+def test_the_portable_tier_is_not_judged(monkeypatch, capsys, portable):
+    """Limits follow from memory's speed, which scalar kernels never reach."""
+    monkeypatch.setattr(native, "tiers", lambda: [native.tier() if portable else "none"])
+    slow = timing.Verdict("slow", 2.0, 1.0)
+    assert timing.finish(argparse.Namespace(json=None), [slow]) == (0 if portable else 1)
+    assert ("nothing is judged" in capsys.readouterr().out) == portable
+
+
+def test_ratios_are_of_seconds_in_turn_and_the_median_counts(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    taken = iter([9.0, 1.0, 7.0, 1.0])  # the first warms up
+
+    def take(seconds):
+        now[0] += seconds
+
+    case = Case("x", lambda: take(next(taken)), 8.0, [])
+    found = codec.measure(case, lambda: take(2.0), 1 << 22, 3)
+    assert found == (0.5, (1 << 24) / 1e9, 1.0)
+
+
+# ---- codec ---------------------------------------------------------------------------------------
+
+KERNELS = {case.name: case.nbytes for case in cases(4096, torch.float32)}
+
+
+def kernel_row(kernel, threads, ratio, gain=1.0):
+    """Return a row whose fastest repetition is `gain` times as fast as a second."""
+    size = ("float32", 1 << 26, threads)
+    return codec.Row(kernel, "avx2", *size, KERNELS[kernel], ratio, 1.0, least_s=1 / gain)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "nbytes"),  # read and written an element, payloads of 2, 1 and 8 bits
+    [
+        ("terngrad encode", 4.25),
+        ("terngrad decode 4 own", 5.0),
+        ("onebit encode", 12.125),
+        ("onebit encode, decay", 12.125),
+        ("onebit encode, one tensor", 16.125),
+        ("block8 decode 1", 5.0),
+        ("identity encode", 8.0),
+        ("absmax + moments", 4.0),
+    ],
+)
+def test_what_kernels_move(kernel, nbytes):
+    assert KERNELS[kernel] == pytest.approx(nbytes, abs=0.03)  # headers and scales
+
+
+@pytest.mark.parametrize("late", [None, *(k for k in KERNELS if k not in codec.UNJUDGED)])
+def test_a_kernel_that_takes_more_than_it_moves_fails(late):
+    """The limit is twice the kernel's bytes in memcpys, plus the arithmetic that is named."""
+    rows = []
+    for kernel, nbytes in KERNELS.items():
+        limit = 2.0 * (nbytes / 8 + codec.ARITHMETIC.get(kernel, 0.0))
+        rows.append(kernel_row(kernel, 1, limit * (1.01 if kernel == late else 0.99)))
+        rows.append(kernel_row(kernel, 2, limit, 1.3))
+    found = codec.verdicts(rows, gain=10.1)
+    assert [v.what for v in found if not v.passed] == ([f"{late} / memcpy"] if late else [])
+    assert len(found) == len(KERNELS) - len(codec.UNJUDGED) + len(codec.THREAD_GAIN) + 1
+
+
+@pytest.mark.parametrize("kernel", codec.THREAD_GAIN)
+def test_two_threads_and_torch_are_judged(kernel):
+    rows = [kernel_row(k, 1, 0.1) for k in KERNELS]
+    rows += [kernel_row(k, 2, 0.1, 1.05 if k == kernel else 1.3) for k in codec.THREAD_GAIN]
+    failed = [v.what for v in codec.verdicts(rows, gain=9.9) if not v.passed]
+    assert failed == [f"{kernel}, two threads over one", "terngrad encode over torch"]
+
+
+def test_every_kernel_is_right_when_those_before_it_have_run_several_times():
+    """One case wrote into the payload that the next one decodes: the benchmark stopped at a
+    difference that was its own.
+    """
+    for case in cases(4096, torch.float32):
+        case.run(), case.run()
+        assert case.is_right(), case.name
+
+
+def test_a_kernel_that_differs_between_tiers_is_not_timed(monkeypatch):
+    result = torch.zeros(4)
+    wrong = Case("wrong", lambda: result.add_(1), 8.0, [result])
+    monkeypatch.setattr(codec, "cases", lambda numel, dtype: [wrong])
+    with pytest.raises(SystemExit, match="wrong on tier .* differs from the portable tier"):
+        codec.main(["--sizes", "4"])
+
+
+def test_codec_runs_small(tmp_path, capsys):
+    argv = ["--sizes", "1000,4096", "--dtypes", "bfloat16", "--threads", "1,2", "--repeat", "1"]
+    found = run("codec", argv, tmp_path)
+    assert "x memcpy" in capsys.readouterr().out
+    assert len(found["rows"]) == 2 * 2 * len(native.tiers()) * len(KERNELS)
+    assert all(r["ratio"] > 0 and r["gb_per_s"] > 0 for r in found["rows"])
+    assert found["check"] == [] and found["terngrad_encode_over"]["torch"] > 0
+
+
+@pytest.mark.parametrize(("load", "threads"), [(0.2, [1, 2]), (1.0, [1])])
+def test_two_threads_are_judged_where_two_cores_are_free(monkeypatch, capsys, load, threads):
+    monkeypatch.setattr(codec.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(codec.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert codec.parse(["--check"]).threads == threads
+    assert ("1.0 cores are free" in capsys.readouterr().out) == (threads == [1])
+
+
+# ---- optim ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_optim_runs_small_and_counts_bytes(tmp_path, capsys):
+    found = run("optim", ["--numel", "65600", "--repeat", "1"], tmp_path)
+    assert "bytes a weight" in capsys.readouterr().out
+    parts = ("weight_bytes", "state_bytes", "gradient_bytes")
+    rows = {(r["optimizer"], r["contender"]): r for r in found["rows"]}
+    nbytes = {key: tuple(round(r[part], 1) for part in parts) for key, r in rows.items()}
+    assert found["numel"] == 65600
+    assert nbytes["SGD", "torch fused fp32"] == (4, 0, 4)
+    assert nbytes["AdamW", "torch foreach fp32"] == (4, 8, 4)
+    weights, state, gradient = nbytes["Adagrad", "split"]
+    assert (state, gradient) == (4, 2)
+    assert 4 <= weights < 4.2  # trails begin up to 4 KB into their memory
+    assert nbytes["SGD from payloads", "2 payloads, straight"][2] == 0
+    assert all(r["ms"] > 0 and r["memcpys"] > 0 for r in found["rows"])
+
+
+@pytest.mark.slow
+def test_a_wrong_optimizer_is_not_timed(monkeypatch):
+    """The check before the clock starts notices a learning rate that is off in one tier."""
+    rates = iter([optim.LR, optim.LR * (1 + 1e-6)])
+    wrong = lambda p, lr: optim.SplitAdamW(p, lr=next(rates))
+    monkeypatch.setitem(optim.OPTIMIZERS, "AdamW", (wrong, None, {"lr": optim.LR}))
+    with pytest.raises(SystemExit, match="split AdamW differs from the portable tier"):
+        optim.main(["--numel", "64"])
+
+
+@pytest.mark.parametrize("factor", [0.99, 1.01])
+def test_limits_of_optimizers(factor):
+    """The limit is 1.5 times what a step moves over what the other one moves, and 4.01 bytes."""
+    state, copies = 0.02 * (factor > 1), 1.875 * factor
+    rows = [optim.Row(n, "split", 1.0, copies, 4.0, state, 2.0, 1.0) for n, *_ in optim.MOVES]
+    for name, beside, moved, other in optim.MOVES:
+        rows.append(optim.Row(name, beside, 1.0, 1.0, 4.0, 0, 4.0, 1.5 * factor * moved / other))
+    found = optim.verdicts(rows)
+    assert [v.passed for v in found] == [factor < 1] * (len(optim.MOVES) + 1)
+
+
+# ---- ratio ---------------------------------------------------------------------------------------
+
+PUBLISHED = {  # values, tensors, and a few (name, shape) that only the real model has
+    "LeNet": (1_256_080, 8, {"fc1.weight": (500, 2450)}),
+    "ResNet-50": (25_557_032, 161, {"layer4.0.downsample.0.weight": (2048, 1024, 1, 1)}),
+    "VGG-16": (138_357_544, 32, {"classifier.0.weight": (4096, 25088)}),
+    "BERT-base": (109_482_240, 199, {"encoder.layer.11.output.dense.weight": (768, 3072)}),
+    "GPT-2 small": (124_439_808, 148, {"h.0.attn.c_attn.weight": (768, 2304), "ln_f.bias": (768,)}),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameter_lists_are_the_published_ones(model):
+    numel, tensors, some = PUBLISHED[model]
+    parameters = MODELS[model]()
+    assert total_numel(parameters) == numel
+    assert len(parameters) == len(dict(parameters)) == tensors
+    assert some.items() <= dict(parameters).items()
+
+
+def test_lenet_list_is_the_module():
+    assert MODELS["LeNet"]() == [(name, tuple(p.shape)) for name, p in LeNet().named_parameters()]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return ratio.count(["LeNet", "ResNet-50"])
+
+
+def test_promised_ratios_hold(rows):
+    checks = ratio.check_ratios(rows)
+    assert len(checks) == 8
+    assert [c for c in checks if not c.passed] == []
+
+
+@pytest.mark.slow
+def test_ratios_are_near_the_bits_of_the_design(rows):
+    bits = {  # sent per element and rank, N = 8
+        "fp32 (Identity)": 7 / 8 * 64,
+        "terngrad all_gather": 7 * 2,
+        "terngrad exact": 7 / 8 * (2 + 5),
+        "terngrad block4": 7 / 8 * (2 + 4),
+        "terngrad requantize": 7 / 8 * (2 + 2),
+        "terngrad own requantize": 7 / 8 * (2 + 2),
+        "ternary all_gather": 7 * 2,
+        "ternary reduce_scatter": 7 / 8 * (2 + 2),
+        "onebit all_gather": 7,
+        "onebit reduce_scatter": 7 / 8 * 2,
+        **{f"block{bits} all_gather": 7 * bits for bits in (2, 4, 8)},
+        **{f"block{bits} reduce_scatter": 7 / 8 * 2 * bits for bits in (2, 4, 8)},
+    }
+    for row in rows:
+        if row.world_size == 8:
+            numel = total_numel(MODELS[row.model]())
+            assert row.baseline_bytes >= math.ceil(7 / 8 * 8 * numel)
+            extra = row.bytes_sent / (bits[row.scheme] * numel / 8)
+            # scales, headers and vectors in fp32 cost a little, and never nothing
+            assert 1.0 <= extra < 1.15, (row, extra)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "world_size", "failing"),
+    [
+        ("terngrad requantize", 8, "at least 15x"),
+        ("onebit reduce_scatter", 64, "flat"),
+        ("terngrad exact", 16, "follows"),
+    ],
+)
+def test_a_broken_promise_fails(rows, scheme, world_size, failing):
+    factor = {(scheme, world_size): 0.85}
+    worse = [
+        r._replace(compression_ratio=r.compression_ratio * factor.get((r.scheme, r.world_size), 1))
+        for r in rows
+    ]
+    failed = [c.name for c in ratio.check_ratios(worse) if not c.passed]
+    assert any(failing in name and name.startswith(scheme) for name in failed), failed
+    assert all(name.startswith(scheme) for name in failed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("off_by", [0, 1])
+def test_predictions_equal_what_gloo_counted_to_the_byte(monkeypatch, off_by):
+    true = ratio.predict_bytes
+
+    def predict(*args, **kwargs):
+        n = true(*args, **kwargs)
+        return dataclasses.replace(n, sent=n.sent + off_by)
+
+    monkeypatch.setattr(ratio, "predict_bytes", predict)
+    assert [c.passed for c in ratio.verify()] == [off_by == 0] * len(ratio.SCHEMES)
+
+
+@pytest.mark.slow
+def test_ratio_as_a_program_writes_its_files(tmp_path):
+    command = [sys.executable, "-m", "gradcomp.bench", "ratio"]
+    command += ["--no-verify", "--check", "--models", "LeNet"]
+    command += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1,256,080 parameters" in done.stdout
+    assert done.stdout.count("pass ") == 8 and "FAIL" not in done.stdout
+    assert "…" not in done.stdout, "the table is cut at 80 columns"
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert len(report["rows"]) == len(ratio.SCHEMES) * len(ratio.WORLD_SIZES)
+    assert (tmp_path / "r.png").read_bytes().startswith(PNG)
+
+
+def test_failed_check_is_the_exit_status(monkeypatch, capsys):
+    failed = ratio.Check("made to fail", False, "1.00x")
+    monkeypatch.setattr(ratio, "check_ratios", lambda rows: [failed])
+    assert ratio.main(["--no-verify", "--check", "--models", "LeNet"]) == 1
+    assert "FAIL  made to fail: 1.00x" in capsys.readouterr().out
+
+
+# ---- allreduce -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transport", "flavour"),
+    [
+        ("gloo", None),
+        ("MPICH", "mpich"),
+        pytest.param("Open MPI", "openmpi", marks=pytest.mark.long),
+    ],
+)
+def test_a_short_run_has_every_row(tmp_path, transport, flavour):
+    python = mpi_python(flavour) if flavour else sys.executable
+    command = [python, "-m", "gradcomp.bench", "allreduce", "--over", "mpi" if flavour else "gloo"]
+    command += ["--ranks", "2", "--sizes", "4K,256K", "--repeat", "3"]
+    command += ["--json", str(tmp_path / "a.json")]
+    done = subprocess.run(
+        command, env=mpi_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("262,144") == 3
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [(r["nbytes"], r["codec"]) for r in rows] == [
+        (n, c) for n in (4096, 262144) for c in ("fp32", "terngrad", "onebit")
+    ]
+    for r in rows:
+        # at N = 2
+        assert r["transport"] == transport and r["seconds"] > 0 and r["busbw"] == r["algbw"]
+        least = {"fp32": 0, "terngrad": r["nbytes"] // 16, "onebit": r["nbytes"] // 32}[r["codec"]]
+        assert least <= r["sent_nbytes"] <= least + 100 * bool(least)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("4", 4), ("4K", 4096), ("1m", 1 << 20), ("100000000", 10**8)]
+)
+def test_sizes(text, nbytes):
+    assert allreduce.sizes(f"{text},8") == [nbytes, 8]
+
+
+def test_without_an_mpi_the_answer_is_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(allreduce.importlib.util, "find_spec", lambda name: None)
+    assert allreduce.main(["--over", "mpi"]) == 2
+    assert "pip install 'gradcomp[mpi]'" in capsys.readouterr().err
