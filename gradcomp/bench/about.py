@@ -5,6 +5,7 @@ machine and versions at the head of a file.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import platform
@@ -20,14 +21,15 @@ from gradcomp.version import __version__
 
 
 def about() -> dict[str, object]:
-    """Return ``{"gradcomp": version, "machine": {...}}`` for the head of a file of results."""
+    """Return the head of a results file: "gradcomp" (its version), "date" and "machine"."""
     machine = {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    return {"gradcomp": __version__, "machine": machine}
+    today = datetime.date.today().isoformat()
+    return {"gradcomp": __version__, "date": today, "machine": machine}
 
 
 def save_json(file: Path | None, **found: Any) -> None:

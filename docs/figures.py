@@ -1,0 +1,568 @@
+"""Keep the measured figures of README and docs equal to docs/results.
+
+`make figures` writes them, `python docs/figures.py --check` compares and changes nothing. Each
+function below names a page and yields what it says: a sentence or a row of a table as a template,
+and a value for each of its fields. The template must match once; between words any white space
+does. A cell or sentence with other words is a change here, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = "docs/results"
+KERNELS = ("native", "gradcomp/kernels", "gradcomp/exchange")  # what speed figures depend on
+FIELD = re.compile(r"\{[^}]*\}")
+NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?"
+HIDDEN = re.compile(r"^```.*?^```$|`[^`\n]*`|\]\([^)]*\)|https?://\S+", re.MULTILINE | re.DOTALL)
+DECIMAL = re.compile(r"(?<![\w.-])[+-]?\d[\d,]*\.\d+(?![\w.])")
+
+Figure = tuple[str, tuple[Any, ...]]  # a template, and values of its fields
+
+
+# ---- looking up ----------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def load(name: str) -> Any:
+    """Return the content of a result file."""
+    text = (ROOT / RESULTS / name).read_text(encoding="utf-8")
+    if name.endswith(".jsonl"):
+        return [json.loads(line) for line in text.splitlines()]
+    return json.loads(text)
+
+
+def step(name: str, method: str, link: str | None = None, ranks: int | None = None) -> Any:
+    """Return the row of a method in a result of bench train."""
+    (case,) = (
+        case
+        for case in load(f"train-{name}.json")["cases"]
+        if case["link"] == (link or case["link"]) and case["ranks"] == (ranks or case["ranks"])
+    )
+    return next(row for row in case["rows"] if row["method"] == method)
+
+
+def ms(row: Any, what: str = "exposed") -> float:
+    """Return the milliseconds of a row; `what` is "exposed", "predicted" or "" for the step."""
+    return 1e3 * float(row[f"{what}_seconds" if what else "seconds"])
+
+
+def gain(base: Any, row: Any, what: str = "exposed_seconds") -> float:
+    """Return how many times less a row has than `base`."""
+    return float(base[what] / row[what])
+
+
+def planner(row: Any) -> float:
+    """Return by how many per cent the predicted step is longer than the measured one."""
+    return float(100 * (row["predicted_seconds"] / row["seconds"] - 1))
+
+
+def at(row: Any, number: int) -> float:
+    """Return what was measured after so many steps."""
+    return float(next(measure for count, _, measure in row["curve"] if count == number))
+
+
+def demo(name: str, codec: str) -> tuple[float, float]:
+    """Return mean and deviation of a codec's accuracy in a result of bench demo."""
+    found = load(f"demo-fashion-{name}.json")["codecs"][codec]
+    return found["accuracy_mean"], found["accuracy_spread"]
+
+
+def paper(table: str, method: str, workers: int) -> tuple[float, float]:
+    """Return mean and deviation of the accuracy in a table of bench paper."""
+    (row,) = (
+        row
+        for row in load(f"paper-{table}/{table}.json")["rows"]
+        if row["method"] == method and row["workers"] == workers
+    )
+    return row["mean"], row["deviation"]
+
+
+def losses(method: str, **settings: Any) -> list[float]:
+    """Return the measure of each seed's run of residual-decay.jsonl, in order of seeds."""
+    usual = {"workload": "gpt-1m", "optimizer": "adamw", "workers": 4, "steps": 600, "factor": 1.0}
+    wanted = usual | {"changed": None, "batch": 8, "method": method} | settings
+    runs = [
+        run
+        for run in load("residual-decay.jsonl")
+        if all(run.get(name) == value for name, value in wanted.items())
+    ]
+    return [run["measure"] for run in sorted(runs, key=lambda run: run["seed"])]
+
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+
+def readme() -> Iterator[Figure]:
+    for cells, method in (
+        ("none (fp32) | 32", "fp32"),
+        ('`"block4"` | 4', "block4"),
+        ('`"ternary"` | 2', "ternary"),
+        ('`"onebit"` | 1', "onebit"),
+    ):
+        yield f"| {cells} | {{:.0f}} |", (ms(step("mlp-1gbit", method)),)
+
+
+def benchmarks() -> Iterator[Figure]:
+    nine = [demo("9-seeds", codec) for codec in ("fp32", "ternary", "onebit")]
+    cells = " | ".join(["{:.2f} ± {:.2f}"] * 3)
+    yield f"| Fashion-MNIST | {cells} |", sum(nine, ())
+    lost = [nine[0][0] - mean for mean, _ in nine[1:]]
+    yield "On Fashion-MNIST ternary lost {:.2f} points and 1 bit {:.2f}", tuple(lost)
+    for label, method in (("fp32", "fp32"), ("terngrad", "ternary")):
+        found = [paper("terngrad-lenet", method, workers) for workers in (2, 4)]
+        yield f"| {label} | {{:.2f}} ± {{:.2f}} | {{:.2f}} ± {{:.2f}} | 99.2", sum(found, ())
+    below = [
+        paper("terngrad-lenet", "fp32", workers)[0] - paper("terngrad-lenet", "ternary", workers)[0]
+        for workers in (2, 4)
+    ]
+    yield "terngrad is {:.2f} and {:.2f} points below fp32", tuple(below)
+    fp32 = paper("ef-sign", "fp32", 2)
+    yield "| fp32 | {:.2f} ± {:.2f} | | |", fp32
+    for label, method in (
+        ("error feedback", "onebit"),
+        ("what it leaves out forgotten", "onebit:feedback=off"),
+    ):
+        found = paper("ef-sign", method, 2)
+        yield f"| 1 bit, {label} | {{:.2f}} ± {{:.2f}} | {{:+.1f}} |", (*found, found[0] - fp32[0])
+    yield from perceptron()
+    yield from other_models()
+
+
+def perceptron() -> Iterator[Figure]:
+    """Tables of bench train's mlp on the page on benchmarks."""
+    fp32 = step("mlp-1gbit", "fp32")
+    for method in ("none", "noop"):
+        yield f"| {method} | {{:.1f}} | | |", (ms(step("mlp-1gbit", method), ""),)
+    for label, method in (
+        ("fp32", "fp32"),
+        ("bf16, buckets cast", "bf16"),
+        ("torch's fp16 hook", "fp16"),
+        ("ternary", "ternary"),
+        ("terngrad", "terngrad"),
+        ("terngrad, own scales, requantized", "terngrad-requantize"),
+        ("block2", "block2"),
+        ("block4", "block4"),
+        ("onebit", "onebit"),
+        ("onebit, double buffering", "onebit:double"),
+    ):
+        row = step("mlp-1gbit", method)
+        bound = row["exposed_seconds"] / row["bound_seconds"]
+        predicted = row["predicted_seconds"]
+        expected = () if predicted is None else (ms(row, "predicted"), planner(row))
+        predicted_cell = "{:.0f} ({:+.0f} %)" if expected else ""
+        text = f"| {label} | {{:.1f}} | {{:.1f}} | {{:.1f}} | {{:.2f}} | {predicted_cell} |"
+        sent = row["sent_nbytes"] / 1e6, gain(fp32, row, "sent_nbytes")
+        values = ms(row, ""), ms(row), gain(fp32, row), bound, *expected, *sent
+        yield f"{text} {{:.2f}} | {{:.1f}} |", values
+    noop, none = ms(step("mlp-1gbit", "noop"), ""), ms(step("mlp-1gbit", "none"), "")
+    copied = [ms(step("mlp-1gbit", m)) + noop - none for m in ("fp32", "ternary", "onebit")]
+    text = "With the copies counted as exchange fp32 exposes {:.1f} times what ternary does"
+    yield (
+        f"{text} and {{:.1f}} times what 1 bit does",
+        (copied[0] / copied[1], copied[0] / copied[2]),
+    )
+    xeon = [ms(step("mlp-1gbit-xeon", m)) for m in ("fp32", "powersgd1", "powersgd4")]
+    yield "fp32 {:.1f} ms) they exposed {:.1f} and {:.1f} ms", tuple(xeon)
+    for label, method in (("fp32", "fp32"), ("terngrad", "ternary"), ("onebit", "onebit")):
+        values: list[float] = []
+        for mpi in ("mpich", "openmpi"):
+            row = step(f"mlp-{mpi}", method)
+            values += [ms(row, ""), ms(row), gain(step(f"mlp-{mpi}", "fp32"), row), planner(row)]
+        gloo = "{} ({}; {}x; {} %)"  # that run has no file
+        cell = "{:,.0f} ({:.0f}; {:.1f}x; {:+.0f} %)"
+        yield f"| {label} | {gloo} | {cell} | {cell} |", (None,) * 4 + tuple(values)
+    links = ("100mbit", "1gbit", "10gbit", "none")
+    for method in ("fp32", "bf16", "ternary", "terngrad", "block2", "block4", "onebit"):
+        rows = [(step("mlp", method, link), step("mlp", "fp32", link)) for link in links]
+        cells = " | ".join(["{:,.0f} ({:.1f}x; {:+.0f} %)"] * len(links))
+        shown = [(ms(row), gain(base, row), planner(row)) for row, base in rows]
+        yield f"| {method} | {cells} |", sum(shown, ())
+    four = {m: step("mlp-4-hosts", m, ranks=4) for m in ("fp32", "onebit", "ternary")}
+    two = {m: step("mlp-4-hosts", m, ranks=2) for m in four}
+    more = {m: gain(four[m], two[m]) for m in four}
+    sent = {m: gain(four[m], two[m], "sent_nbytes") for m in four}
+    text = "fp32 exposes {:,.0f} ms ({:.1f} times as much, as it sends)"
+    yield text, (ms(four["fp32"]), more["fp32"])
+    text = "1 bit {:.0f} ({:.1f} times; {:.1f} times the bytes)"
+    yield text, (ms(four["onebit"]), more["onebit"], sent["onebit"])
+    text = "terngrad {:,.0f} ({:.1f} times; sums of 4 bits make it {:.1f} times the bytes)"
+    yield text, (ms(four["ternary"]), more["ternary"], sent["ternary"])
+
+
+GPT_1BIT = "onebit:precondition"
+
+
+def other_models() -> Iterator[Figure]:
+    """Tables of bench train's other workloads on the page on benchmarks."""
+    cell, usual = "{:,.1f} ({:.1f})", ("fp32", "bf16", "ternary", "block4", "onebit")
+    for label, name, link, methods in (
+        ("LeNet, 1 Gbit/s", "lenet", "1gbit", usual),
+        ("LeNet, not shaped", "lenet", "none", usual),
+        ("GPT 25 M, 1 Gbit/s", "gpt-25m", "1gbit", ("fp32", "bf16", "", "block4", GPT_1BIT)),
+        ("ResNet 11 M, 1 Gbit/s", "resnet-11m", "1gbit", usual),
+    ):
+        rows = [step(name, method, link) for method in methods if method]
+        cells = " | ".join(cell if method else "-" for method in methods)
+        yield f"| {label} | {cells} |", sum(((ms(row, ""), ms(row)) for row in rows), ())
+    block2 = step("gpt-25m", "block2:precondition")
+    text = "`block2:precondition` takes {:,.1f} ({:.1f}) ms there"
+    yield text, (ms(block2, ""), ms(block2))
+    order = ("fp32", "bf16", "block4", "onebit", "ternary")
+    rows = {m: step("lenet-time", m) for m in order}
+    reached = [next(at for _, at, found in rows[m]["curve"] if found >= 82) for m in order]
+    text = "fp32 {:.0f} s, bf16 {:.0f}, `block4` {:.0f}, 1 bit {:.0f}, terngrad {:.0f}"
+    yield text, tuple(reached)
+    ends = [rows[m]["measure"] for m in ("fp32", "ternary", "onebit")]
+    yield "at the end fp32 had {:.1f}, terngrad {:.1f} and 1 bit {:.1f}", tuple(ends)
+
+
+def codecs() -> Iterator[Figure]:
+    for label, fashion, loss, method in (
+        ("fp32 | 32", demo("9-seeds", "fp32"), True, "fp32"),
+        ("bf16, buckets cast | 16", (), True, "bf16"),
+        ("`Block(4)` | 4", demo("codecs", "b4"), True, "block4"),
+        ('`"ternary"` | 2', demo("9-seeds", "ternary"), True, "ternary"),
+        ('`"terngrad"` | 2', (None, None), True, "terngrad"),  # an earlier run has no file
+        ("`Block(2), precondition=True` | 2", (), True, "block2"),
+        ('`"onebit"` | 1', demo("9-seeds", "onebit"), True, "onebit"),
+    ):
+        accuracy = "{:.2f} ± {:.2f}" if fashion else ""
+        seconds = ms(step("mlp-1gbit", method)), ms(step("mlp", method, "100mbit"))
+        yield (
+            f"| {label} | {accuracy} | {{}} ± {{}} | {{:.0f}} | {{:,.0f}} |",
+            (*fashion, None, None, *seconds),
+        )
+    here = [ms(step("mlp", method, "none")) for method in ("fp32", "ternary", "onebit", "bf16")]
+    yield "fp32 adds {:.0f} ms, ternary {:.0f}, 1 bit {:.0f} and bf16 {:.0f}", tuple(here)
+
+
+def which_mode() -> Iterator[Figure]:
+    fp32, ternary, onebit = (step("mlp-1gbit", m) for m in ("fp32", "ternary", "onebit"))
+    yield (
+        "waits {:.0f} ms a step for fp32 at 1 Gbit/s, and {:.1f} for ternary",
+        (
+            ms(fp32),
+            ms(ternary),
+        ),
+    )
+    here = [ms(step("mlp", method, "none")) for method in ("fp32", "ternary", "bf16")]
+    yield "it is {:.0f} and {:.0f}, and {:.0f} with buckets cast", tuple(here)
+    resnet = step("resnet-11m", "fp32")
+    yield (
+        "takes {:,.1f} ms a step in fp32, of which the exchange is {:.1f}, and {:,.1f} with",
+        (ms(resnet, ""), ms(resnet), ms(step("resnet-11m", "ternary"), "")),
+    )
+    text = "waits {:.0f} ms a step for fp32, {:.1f} for ternary, {:.1f} for 1 bit"
+    yield text, (ms(fp32), ms(ternary), ms(onebit))
+    slow = [ms(step("mlp", method, "100mbit")) for method in ("fp32", "ternary", "onebit")]
+    yield "for 1 bit; at 100 Mbit/s {:,.0f}, {:.0f} and {:.0f}", tuple(slow)
+    mpich = [ms(step("mlp-mpich", method)) for method in ("fp32", "ternary")]
+    yield "over MPICH waits {:.0f} ms a step for fp32, {:.0f} for", tuple(mpich)
+    fsdp = [step("gpt-25m-fsdp2", m) for m in ("fsdp2", "fsdp2:ternary,weights=block8,keep")]
+    text = "sent {:.0f} MB a step, and {:.0f} with `TernGrad()` and weights in 8 bits that"
+    yield (
+        f"{text} backward keeps: {{:.2f}} s and {{:.2f}}",
+        (
+            *(row["sent_nbytes"] / 1e6 for row in fsdp),
+            *(row["seconds"] for row in fsdp),
+        ),
+    )
+    ddp = [step("gpt-25m-fsdp2", method)["seconds"] for method in ("fp32", "ternary")]
+    yield "Where it fits take DDP: {:.2f} in fp32, {:.2f} with", tuple(ddp)
+    late = step("gpt-25m-100mbit", LATE), step("gpt-25m-100mbit", "fp32")
+    yield (
+        "2.6 in {:.0f} s, with fp32 every step in {:,.0f}",
+        tuple(row["target_seconds"] for row in late),
+    )
+    double = step("mlp-1gbit", "onebit:double")
+    yield "step took {:.1f} ms with it and {:.1f} without", (ms(double, ""), ms(onebit, ""))
+
+
+def fsdp() -> Iterator[Figure]:
+    all_options = '`"onebit"`, `weights="block8"`, `keep_weights=True`'
+    for label, method, decimals in (
+        ("FSDP2", "fsdp2", True),
+        ('`compress(model, "terngrad")`', "fsdp2:ternary", False),
+        ('and `weights="block8"`', "fsdp2:ternary,weights=block8", False),
+        ("and `keep_weights=True`", "fsdp2:ternary,weights=block8,keep", True),
+        (all_options, "fsdp2:onebit,weights=block8,keep", True),
+        ("DDP in fp32, where the weights fit", "fp32", True),
+        ("DDP with `TernGrad()`", "ternary", False),
+    ):
+        row, bold = step("gpt-25m-fsdp2", method), "**" * (label == "and `keep_weights=True`")
+        kept = (step("gpt-25m-fsdp2-malloc", method)["seconds"],) if decimals else ()
+        yield (
+            f"| {label} | {bold}{{:.2f}} s{bold} | {{:.0f}} | {{}} |"
+            + (f" {bold}{{:.2f}} s{bold} |" if kept else " |"),
+            (row["seconds"], row["sent_nbytes"] / 1e6, None, *kept),
+        )
+    alone = [step(f"gpt-25m-fsdp2{kind}", "none")["seconds"] for kind in ("", "-malloc")]
+    yield "| computing alone | {:.2f} s | 0 | | {:.2f} s |", tuple(alone)
+    faster = [
+        step(name, "fsdp2")["seconds"] / step(name, "fsdp2:ternary,weights=block8,keep")["seconds"]
+        for name in ("gpt-25m-fsdp2", "gpt-25m-fsdp2-malloc")
+    ]
+    text = "a step is {:.1f} times as fast as FSDP2's ({:.2f}), with those two variables, too"
+    yield f"{text} ({{:.2f}})", (faster[0], *faster)
+
+
+LATE = "diloco:ternary:30,start_step=20,start_codec=ternary"
+
+
+def local_steps() -> Iterator[Figure]:
+    rows = [step("gpt-25m-100mbit", method) for method in ("fp32", "ternary", LATE)]
+    for label, row in zip(("fp32", "ternary"), rows, strict=False):
+        reached = row["target_seconds"]
+        seconds = reached / 130 if label == "fp32" else row["seconds"]  # later steps were disturbed
+        found = seconds, at(row, 130), at(row, 200), reached
+        yield f"| {label}, every step | {{:.2f}} s | {{:.3f}} | {{:.3f}} | {{:,.0f}} |", found
+    late = rows[2]
+    yield (
+        "after 20 steps of ternary | {:.2f} s | {:.3f} | {:.3f} | **{:.0f}** |",
+        (late["seconds"], at(late, 130), at(late, 200), late["target_seconds"]),
+    )
+    gains = [row["target_seconds"] / late["target_seconds"] for row in rows[:2]]
+    yield "{:.0f} times as soon as fp32", (gains[0],)
+    yield "they are {:.3f} nats behind", (at(late, 200) - at(rows[0], 200),)
+
+
+TERNARY = "ternary:exempt=vectors,precondition,decay=0.25"
+BLOCK2 = "block2:exempt=vectors,precondition,decay="
+ONEBIT = "onebit:exempt=vectors,precondition,decay="
+PLAIN = "ternary:exempt=vectors,decay=0.25"
+GROWS = "decay grows from 0.1 to 0.6, geometrically"
+IMAGES = {"workload": "lenet", "optimizer": "sgd", "workers": 2, "batch": 0}
+SOURCE = {"workload": "gpt-1m, second text"}  # source code
+
+
+def accuracy() -> Iterator[Figure]:
+    base = losses("fp32")[0]
+    yield "**Step and decay**, at 2e-3, fp32 {:.4f}:", (base,)
+    ternary = "ternary:exempt=vectors,precondition"
+    for label, method, changed in (
+        ("d = 0.15", f"{ternary},decay=0.15", None),
+        ("d = 0, no residuals (`error_feedback=False`)", f"{ternary},decay=0", None),
+        ("step 2.1", f"{ternary},step=2.1,decay=0.25", None),
+        ("step 2.4", f"{ternary},step=2.4,decay=0.25", None),
+        ("a decay that grows from 0.1 to 0.6", TERNARY, GROWS),
+        ("the owners' decay 0.1", TERNARY, "owners: decay 0.1"),
+        ("the owners' step 1.5", TERNARY, "owners: step 1.5"),
+        ("second moments over 100 steps in place of 20", TERNARY, "Precondition(beta=0.99)"),
+    ):
+        (loss,) = losses(method, changed=changed)
+        yield f"| {label} | {{:.4f}} | {{:+.3f}} |", (loss, loss - base)
+    block2 = "ternary:second=block2,exempt=vectors,precondition,decay=0.25"
+    n2, n8, short, without = (
+        {"workers": 2},
+        {"workers": 8},
+        {"steps": 400},
+        "without `precondition`",
+    )
+    for label, method, settings in (
+        ("4e-3, the best of 2, 4 and 8e-3 for fp32", TERNARY, {"factor": 2.0}),
+        ("8e-3", TERNARY, {"factor": 4.0}),
+        ("16 sequences, 2e-3", TERNARY, {"batch": 16}),
+        ("N = 2, 4e-3", TERNARY, n2 | {"factor": 2.0}),
+        ("N = 2, 2e-3", TERNARY, n2),
+        ("N = 8, 4e-3", TERNARY, n8 | {"factor": 2.0}),
+        ("source code, 2e-3, the best of 2, 3 and 4e-3 for fp32", TERNARY, SOURCE),
+        ("source code, 3e-3", TERNARY, SOURCE | {"factor": 1.5}),
+        ("source code, 4e-3", TERNARY, SOURCE | {"factor": 2.0}),
+        ("source code, N = 2, 2e-3", TERNARY, SOURCE | n2),
+        ("the same, source code", block2, SOURCE),
+        ("400 steps, 2e-3, `OneBit(), precondition=True`, d = 0.25", f"{ONEBIT}0.25", short),
+        ("400 steps, 4e-3, the same", f"{ONEBIT}0.25", short | {"factor": 2.0}),
+        ("400 steps, 4e-3, d = 1", f"{ONEBIT}1", short | {"factor": 2.0}),
+        (f"Muon, 2e-2, `Ternary(residual_decay=0.25)` {without}", PLAIN, {"optimizer": "muon"}),
+    ):
+        packed = losses(method, **settings)
+        plain = losses("fp32", **settings)[: len(packed)]
+        by_seed = [" / ".join(["{:.4f}"] * len(runs)) for runs in (plain, packed)]
+        mean = ": {:.4f}" * (len(packed) > 1)
+        difference = statistics.fmean(packed) - statistics.fmean(plain)
+        values = [(*r, statistics.fmean(r)) if len(r) > 1 else r for r in (plain, packed)]
+        yield (
+            f"| {label} | {by_seed[0]}{mean} | {by_seed[1]}{mean} | {{:+.3f}} |",
+            (*values[0], *values[1], difference),
+        )
+    yield from codecs_and_images()
+
+
+def codecs_and_images() -> Iterator[Figure]:
+    """Other codecs and images, on the page on accuracy."""
+    base = losses("fp32", factor=2.0)[0]
+    yield "**Other codecs** at 4e-3, seed 0, fp32 {:.4f}:", (base,)
+    for label, method in (
+        ("`Ternary(), precondition=True`, d = 0.25 | 2.4", TERNARY),
+        ("`Ternary()` without `precondition`, d = 0.25 | 2.4", PLAIN),
+        ("`Block(2), precondition=True`, d = 0.25 | 2.4", f"{BLOCK2}0.25"),
+        ("`Block(2), precondition=True`, d = 1 | 2.4", f"{BLOCK2}1"),
+        ("`Block(4)`, d = 0.25 | 4.4", "block4:exempt=vectors,decay=0.25"),
+    ):
+        loss = losses(method, factor=2.0)[0]
+        yield f"| {label} | {{:.4f}} | {{:+.3f}} |", (loss, loss - base)
+    block4 = losses("block4:exempt=vectors,decay=0.25", **SOURCE)
+    mean = statistics.fmean(block4)
+    yield (
+        "`Block(4)` comes to {:.4f} / {:.4f} / {:.4f}: {:.4f}, {:+.3f}",
+        (*block4, mean, mean - statistics.fmean(losses("fp32", **SOURCE))),
+    )
+    plain, packed = [losses(m, **IMAGES) for m in ("fp32", "ternary")]
+    mean = statistics.fmean(packed) - statistics.fmean(plain)
+    cells = " | ".join(["{:.2f} / {:.2f} / {:.2f}: {:.2f} %"] * 2)
+    label = "LeNet on Fashion-MNIST, SGD, N = 2, 600 steps, `Ternary()`"
+    values = *plain, statistics.fmean(plain), *packed, statistics.fmean(packed), mean
+    yield f"| {label} | {cells} | {{:+.2f}} points |", values
+    yield table_of_images()
+    lost = [demo("9-seeds", "fp32")[0] - demo("9-seeds", c)[0] for c in ("ternary", "onebit")]
+    yield "({:+.2f} points of test error; `OneBit()` {:+.2f})", tuple(lost)
+
+
+def table_of_images() -> Figure:
+    """The table of accuracies on Fashion-MNIST, whole: other tables have rows of these names."""
+    lines, values = ["| | 9 seeds | 5 seeds |", "|---|---|---|"], []
+    spread = "{:.2f} ± {:.2f}"
+    for label, nine, five in (
+        ("fp32", ["fp32"], ["fp32"]),
+        ("`Block(4)`", [], ["b4"]),
+        ("`Block(2)`", [], ["b2"]),
+        ("`Ternary()`", ["ternary"], ["ternary"]),
+        ("`Ternary(residual_decay=0.75)`, 0.5, 0.25", [], ["d75", "d50", "d25"]),
+        ("`Ternary(error_feedback=False)`", [], ["d0"]),
+        ("`Ternary(step=1.2)`, 1.5, 2.4", [], ["s12", "s15", "s24"]),
+        ("`TernGrad()`", [], ["terngrad"]),
+        ("`OneBit()`", ["onebit"], []),
+    ):
+        cells = []
+        for run, names in (("9-seeds", nine), ("codecs", five)):
+            found = [demo(run, name) for name in names]
+            several = len(found) > 1  # means alone
+            cells.append(", ".join("{:.2f}" if several else spread for _ in found))
+            values += [number for pair in found for number in pair[: 1 if several else 2]]
+        lines.append(f"| {label} | {cells[0]} | {cells[1]} |".replace("|  |", "| |"))
+    return "\n".join(lines), tuple(values)
+
+
+PAGES: dict[str, Callable[[], Iterator[Figure]]] = {
+    "README.md": readme,
+    "docs/howto/benchmarks.md": benchmarks,
+    "docs/howto/fsdp.md": fsdp,
+    "docs/howto/which-mode.md": which_mode,
+    "docs/explanation/accuracy.md": accuracy,
+    "docs/explanation/codecs.md": codecs,
+    "docs/explanation/local-steps.md": local_steps,
+}
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def pattern(template: str) -> re.Pattern[str]:
+    """Return what finds a template in a page; each field is a group."""
+    words = [r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in FIELD.split(template)]
+    return re.compile(f"({NUMBER})".join(words))
+
+
+def compare(text: str, figures: Iterator[Figure]) -> list[tuple[int, int, str, str]]:
+    """Return (start, end, what the results say, template) of every figure of a page.
+
+    Raises:
+        LookupError: the page has a sentence never or more than once.
+    """
+    out = []
+    for template, values in figures:
+        found = list(pattern(template).finditer(text))
+        if len(found) != 1:
+            raise LookupError(f"found {len(found)} times instead of once: {template!r}")
+        forms = FIELD.findall(template)
+        for number, (form, value) in enumerate(zip(forms, values, strict=True), 1):
+            if value is not None:  # which has no result file
+                out.append((*found[0].span(number), form.format(value), template))
+    return sorted(out)
+
+
+def check(root: Path = ROOT, *, write: bool = False) -> tuple[list[str], dict[str, list[int]]]:
+    """Compare the pages in `root` with the results, and with `write` make them equal.
+
+    Returns:
+        What differs, and for each page how many figures come from results and how many decimal
+        numbers are typed by hand. Of these some are settings and not measurements; code, links
+        and the reference are left out.
+    """
+    differences: list[str] = []
+    counts = {}
+    for page in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
+        name, text = page.relative_to(root).as_posix(), page.read_text(encoding="utf-8")
+        if name.startswith(("docs/reference/", "docs/results/")):
+            continue
+        try:
+            found = compare(text, PAGES[name]()) if name in PAGES else []
+        except LookupError as error:
+            differences.append(f"{name}: {error}")
+            continue
+        after, rest, end = "", "", 0
+        for start, stop, new, template in found:
+            if text[start:stop] != new:
+                differences.append(f"{name}: {text[start:stop]} instead of {new} in {template!r}")
+            after, rest = after + text[end:start] + new, rest + text[end:start]
+            end = stop
+        if write and after + text[end:] != text:
+            page.write_text(after + text[end:], encoding="utf-8")
+        by_hand = DECIMAL.findall(HIDDEN.sub("", rest + text[end:]))
+        counts[name] = [len(found), len(by_hand)]
+    return differences, counts
+
+
+# ---- age -----------------------------------------------------------------------------------------
+
+
+def runs() -> dict[str, str]:
+    """Return {file or folder of docs/results: date of its run}, as the table of README.md there
+    says.
+    """
+    text = (ROOT / RESULTS / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w./-]+)` \| (\d{4}-\d\d-\d\d)", text, re.MULTILINE)
+    return dict(rows)
+
+
+def older_than_kernels() -> list[str]:
+    """Return the results of speed that are older than the last change of what they measured, from
+    the history of git; none where there is no history.
+    """
+    command = ["git", "log", "-1", "--format=%cs", "--", *KERNELS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    changed = done.stdout.strip() if done.returncode == 0 else ""
+    return [name for name, date in runs().items() if name.startswith("train-") and date < changed]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write or compare; return the exit status: 1 where --check finds a difference."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    text = "change nothing; exit with status 1 if a page differs from the results"
+    parser.add_argument("--check", action="store_true", help=text)
+    args = parser.parse_args(argv)
+    differences, counts = check(write=not args.check)
+    print(*differences, sep="\n", end="\n" * bool(differences))
+    sourced, by_hand = map(sum, zip(*counts.values(), strict=True))
+    print(f"{sourced} figures from docs/results, {by_hand} decimal numbers typed by hand:")
+    for name, (figures, numbers) in counts.items():
+        if figures or numbers:
+            print(f"  {name}: {figures} and {numbers}")
+    for name in older_than_kernels():
+        print(f"older than the kernels that it measured: {name}")
+    return int(any(args.check or "instead of once" in found for found in differences))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
