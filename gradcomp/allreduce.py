@@ -62,7 +62,8 @@ def all_reduce(
     """Average one tensor over all ranks, compressed, in place.
 
     Collective: every rank calls it with a tensor of the same shape and dtype and the same other
-    arguments.
+    arguments, which are compared first, in a round of 192 bytes. With one rank the tensor stays as
+    it is. Every tensor is compressed, however small.
 
     Args:
         tensor: any shape, float32, bfloat16 or float16, CPU, filling its memory in any order of
@@ -85,7 +86,7 @@ def all_reduce(
         ValueError: an argument out of its range.
         GradcompError: the communicator is in use, say by an exchange that `GradientAverager.rotate`
             began.
-        PeerMismatch, PeerLost, CorruptPayload: as they say.
+        PeerMismatch, PeerLost, CorruptPayload: on every rank.
     """
     order = () if tensor.is_contiguous() else storage_order(tensor.shape, tensor.stride())
     check_tensor(tensor, "tensor", contiguous=not order)

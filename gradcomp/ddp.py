@@ -402,7 +402,7 @@ def register(
     """Compress the gradients of a DistributedDataParallel model from the next backward pass on.
 
     Collective: every rank of the model's process group calls it, with the same arguments, before
-    the first backward.
+    the first backward. Rank 0 logs `CompressionState.describe` to the logger "gradcomp", at INFO.
 
     Args:
         model: wrapped in DistributedDataParallel; float32, bfloat16 or float16 parameters on the
@@ -429,7 +429,8 @@ def register(
         TypeError: `model` is not wrapped in DDP; an option that there is not; `optimizer` is a
             class or a name.
         UnsupportedTensor: a parameter's dtype, device or layout.
-        ValueError: an option out of its range; the message has the value.
+        ValueError: an option out of its range, a second hook, a model of which nothing is trained;
+            the message has the value.
         PeerMismatch: (split optimizers) "optimizer": its state, trails included, is not the same on
             every rank.
 

@@ -18,6 +18,7 @@ class CorruptPayload(GradcompError, ValueError):
 
     Attributes:
         check: name of the check that failed (docs/reference/wire-format.md lists them all).
+        detail: what was found.
     """
 
     def __init__(self, check: str, detail: str) -> None:
@@ -90,6 +91,7 @@ class PeerLost(GradcompError):
             ...).
         bucket: number of the bucket in its step, -1 when there is none.
         waited_s: seconds waited.
+        detail: what is known of the reason.
     """
 
     def __init__(self, phase: str, bucket: int, waited_s: float, detail: str = "") -> None:
@@ -132,6 +134,7 @@ class NativeError(GradcompError, RuntimeError):
 
     Attributes:
         status: name of the status code, for instance "GC_INVALID_ARGUMENT".
+        function: name of the C function.
     """
 
     def __init__(self, status: str, function: str) -> None:

@@ -145,7 +145,8 @@ class Codec(ABC):
                 as it was if its sum with `x` is not finite. Error-feedback codecs only.
             scale: the scale to use instead of measuring one: a number, or ``(groups,)`` float32.
                 TernGrad only.
-            key: which random numbers to draw; all zeros by default.
+            key: which random numbers to draw. By default all zeros but for the codec's own seed:
+                the same numbers at every call, of which `TernGrad` warns at the second one.
             out: ``(payload_nbytes,)`` uint8, contiguous, CPU, written in place; allocated when
                 None.
 

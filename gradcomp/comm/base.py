@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 
 
 class Channel(IntEnum):
-    """One for each collective of an exchange, and one for all that ranks agree on beside
-    exchanges.
+    """A sequence of collectives that start in the same order on every rank.
+
+    `SCALE`, `FIRST` and `SECOND` are one for each collective of an exchange; `CONTROL` is for what
+    ranks agree on beside exchanges, from the main thread.
     """
 
     SCALE = 0
@@ -53,8 +55,10 @@ class Channel(IntEnum):
 class RankGone(ConnectionError):
     """A peer that will not send or receive any more.
 
-    Attributes:
-        rank: which one.
+    Args:
+        rank: which one, also an attribute.
+        detail: what is known of the reason, for the message.
+        what: what the message says of the rank.
     """
 
     def __init__(self, rank: int, detail: str = "", *, what: str = "is gone") -> None:

@@ -24,6 +24,10 @@ from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_round
 class LinkCommunicator(Communicator):
     """The ranks of another communicator behind a slow link.
 
+    Every rank has one full-duplex link. A collective begins on `comm` when its bytes have left and
+    been under way for `latency_s` in each of its rounds (all_gather N - 1, all_to_all 1, maximum
+    2 (N - 1)).
+
     Args:
         comm: moves the bytes in the end; closed with this one.
         bits_per_s: of each rank's link, in each direction; ``float("inf")`` for latency alone.

@@ -152,7 +152,7 @@ def _named(where: Any, name: str) -> Any:
             f"torch {torch.__version__} has no"
             f" {where.__name__ if hasattr(where, '__name__') else type(where).__name__}.{name},"
             " which gradcomp needs: take a version that gradcomp was tried with"
-            " (docs/reference/api.md)"
+            " (docs/reference/torch-versions.md)"
         ) from None
 
 

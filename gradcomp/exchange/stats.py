@@ -46,14 +46,16 @@ class Stats:
         setup_bytes: bytes of fingerprints (once for each bucket layout), not in `bytes_sent`.
         inside_nodes: the same for the fp32 exchange inside nodes, whose bytes are not in
             `bytes_sent` (hierarchical only).
-        nonfinite_buckets: buckets that held NaN or Inf on some rank.
-        dropped_residual: sum of |r| that ``residual_decay`` below 1 has dropped of this rank's
-            residuals and of those that it owns, in the units that are encoded (with
+        nonfinite_buckets: buckets that held NaN or Inf on some rank, or whose average overflowed.
+        dropped_residual: sum of the magnitudes that ``residual_decay`` below 1 has dropped of this
+            rank's residuals and of those that it owns, in the units that are encoded (with
             ``precondition``, those of second moments).
-        seconds: per phase, summed over buckets ("statistics", "scale_round", "encode",
-            "first_phase", "owner", "second_phase", "decode"; the three exchanges are time spent
-            waiting), and of the time from first to last bucket "hidden", the part that backward did
-            not wait for, and "exposed", the part that it did.
+        seconds: per phase, summed over buckets. "statistics": scales, that is maxima and moments;
+            "scale_round", "first_phase", "second_phase": waiting for peers; "encode": encoding,
+            cutting messages, checksums; "owner": checking what arrived, and in a reduce_scatter
+            averaging and encoding the owned pieces; "decode": checking and decoding into the
+            bucket. Of the time from first to last bucket "hidden" is the part that backward did not
+            wait for, and "exposed" the part that it did.
     """
 
     steps: int = 0

@@ -99,6 +99,10 @@ def save(state: CompressionState | None, folder: str | os.PathLike[str]) -> None
                 optimizer.state_dict()}, f"{folder}/train.pt")
             save(state, folder)
             ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+    Args:
+        state: what `register` returned; None writes nothing.
+        folder: exists.
     """
     if state is not None:
         write(state, state._engine.comm, folder)
@@ -115,6 +119,10 @@ def load(state: CompressionState | None, folder: str | os.PathLike[str]) -> bool
             with checkpoint.as_directory() as folder:
                 ...  # model and optimizer
                 load(state, folder)
+
+    Args:
+        state: what `register` returned; None reads nothing.
+        folder: of the checkpoint.
 
     Raises:
         ValueError: a file that cannot be read; states of another codec, exchange or model.
