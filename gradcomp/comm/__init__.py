@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from gradcomp.comm.base import Channel, Communicator, Lease, RankGone, Work
@@ -23,15 +24,10 @@ __all__ = [
     "TorchCommunicator",
     "Work",
 ]
+_LATER = {"TorchCommunicator": "gradcomp.comm.torchdist", "MpiCommunicator": "gradcomp.comm.mpi"}
 
 
 def __getattr__(name: str) -> object:
-    if name == "TorchCommunicator":
-        from gradcomp.comm.torchdist import TorchCommunicator
-
-        return TorchCommunicator
-    if name == "MpiCommunicator":
-        from gradcomp.comm.mpi import MpiCommunicator
-
-        return MpiCommunicator
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,9 +18,7 @@ LOOPBACKS = ("127.0.0.1", "::1")
 
 
 def host_identity() -> str:
-    """Return a name that is the same for processes that reach each other over the loopback, and
-    for no others.
-    """
+    """Return a name that processes share exactly if they reach each other over the loopback."""
     boot, namespace = "", ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -72,9 +70,7 @@ def _candidates(one_host: bool) -> Iterator[str]:
 
 
 def of_interface(name: str) -> Iterator[str]:
-    """Yield the addresses of an interface at which other hosts may find it; none where there is
-    no such interface.
-    """
+    """Yield the addresses at which other hosts may find an interface, if there is one."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -82,13 +78,11 @@ def of_interface(name: str) -> Iterator[str]:
     except OSError:
         pass  # one without an IPv4 address
     try:
-        rows = [
-            line.split()
-            for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
-        ]
+        rows = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
     except OSError:
         return
-    for address, _index, _prefix, scope, _flags, interface in rows:
+    for row in rows:
+        address, _index, _prefix, scope, _flags, interface = row.split()
         if interface == name and scope != LINK_LOCAL:
             yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))
 

@@ -20,23 +20,26 @@ Who may call what while what is under way, for every communicator:
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import secrets
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gradcomp.errors import GradcompError
+from gradcomp.errors import GradcompError, PeerLost
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Counts = Sequence[int]  # bytes to or from each rank
+Message = tuple[int, Tensor]  # its sender, and ``(n,)`` uint8
 
 
 class Channel(IntEnum):
@@ -66,20 +69,30 @@ class RankGone(ConnectionError):
         self.rank = rank
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text: torch's and MPI's have a page of C++ below."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def lost_in_setup(begun: float, why: str) -> PeerLost:
+    """Return the error of a meeting that began at `begun`, on `time.monotonic`'s clock."""
+    return PeerLost("setup", -1, time.monotonic() - begun, why)
+
+
 def gave_up(reason: str) -> str:
     """Return what to say of a rank that has given up: it need not be the one that failed first."""
     return f"gave up because of {reason}" if reason else "gave up"
 
 
-def tell_gone(gone: Collection[int], told: set[int], source: int | None) -> None:
-    """Raise RankGone for `source`, or, where that is None, for a rank in `gone` that is not in
-    `told` yet, once.
+def report_gone(gone: Collection[int], reported: set[int], source: int | None) -> None:
+    """Raise RankGone for `source` if it is in `gone`; where `source` is None, for a rank in
+    `gone` that is not in `reported` yet, once.
     """
-    if source is not None and source in gone:
-        raise RankGone(source)
-    news = set(gone) - told if source is None else set()
-    if news:
-        told.add(min(news))
+    if source is not None:
+        if source in gone:
+            raise RankGone(source)
+    elif news := set(gone) - reported:
+        reported.add(min(news))
         raise RankGone(min(news))
 
 
@@ -106,46 +119,28 @@ class Work(ABC):
         """
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return at once, without waiting and without ending
-        anything.
-        """
+        """Return whether `wait` would return at once; waits for nothing and ends nothing."""
         raise NotImplementedError(f"{type(self).__name__} cannot tell")
-
-
-_leases = threading.Lock()
-_acting = threading.local()  # .lease: the one that starts a collective on this thread
-
-
-def _guarded(start: Callable[..., Work]) -> Callable[..., Work]:
-    """Return `start` as it is for who holds the channels of exchanges; anybody else gets a
-    GradcompError meanwhile.
-    """
-
-    @functools.wraps(start)
-    def check(self: Communicator, *args: Any, **named: Any) -> Work:
-        holder = self._holder()
-        channel = named["channel"] if "channel" in named else args[-1]
-        if (
-            holder is not None
-            and holder is not getattr(_acting, "lease", None)
-            and channel is not Channel.CONTROL
-        ):
-            raise holder.refuse("a collective")
-        return start(self, *args, **named)
-
-    return check
 
 
 class Communicator(ABC):
     """A fixed set of ranks that exchange bytes.
 
-    Buffers are contiguous CPU tensors; the caller leaves them alone until `Work.wait` returns.
+    Buffers are contiguous CPU tensors that do not overlap (MPICH refuses some that do); the caller
+    leaves them alone until `Work.wait` returns.
     Every rank must start the same collectives in the same order on each channel.
+
+    A transport is a subclass that sets the attributes below and defines `_start_max`,
+    `_start_all_to_all`, `_start_all_gather` and `close`; the public `start_...` methods check who
+    has claimed the channels, and call them. `subset`, `start_send`, `receive`, `abort` and
+    `Work.is_done` are needed for hierarchical exchanges, a parameter server, and errors that name a
+    rank. A row in the `over` fixture of tests/conftest.py runs tests/comm/test_conformance.py over
+    it.
 
     Attributes:
         rank: number of this process in the set.
         world_size: number of processes in the set.
-        timeout_s: seconds that its users wait for a peer unless they are told otherwise.
+        timeout_s: seconds that its users wait for a peer by default.
     """
 
     rank: int
@@ -157,105 +152,46 @@ class Communicator(ABC):
         super().__init_subclass__()
         for name in ("start_max", "start_all_to_all", "start_all_gather"):
             if name in vars(cls):
-                setattr(cls, name, _guarded(vars(cls)[name]))
+                raise TypeError(
+                    f"{cls.__name__} must define _{name}() instead of {name}(), with the same"
+                    f" arguments: {name}() checks who has claimed the channel and calls _{name}()"
+                )
 
-    def lease(self, user: str) -> Lease:
-        """Return this communicator as `user` sees it, who claims the channels of exchanges
-        (`Lease.claim`).
-        """
-        return Lease(self, user)
+    # ---- collectives -----------------------------------------------------------------------------
 
-    def _holder(self) -> Lease | None:
-        return self._held() if self._held is not None else None
-
-    def check_overlap(self) -> None:
-        """Raise RuntimeError where this rank cannot start collectives from several threads."""
-
-    @property
-    def kept(self) -> dict[Any, Any]:
-        """What callers keep with this communicator (buffers, step counters); it goes when the
-        communicator goes.
-        """
-        return self.__dict__.setdefault("_kept", {})  # type: ignore[no-any-return]
-
-    @abstractmethod
     def start_max(self, values: Tensor, channel: Channel) -> Work:
-        """Begin to replace `values`, ``(n,)`` int32, by the elementwise maximum over all ranks."""
+        """Begin to replace `values`, ``(n,)`` int32, by the elementwise maximum over all ranks.
 
-    @abstractmethod
+        Raises:
+            GradcompError: another user has claimed the channels; so of the next two.
+        """
+        self._check_claim(channel)
+        return self._start_max(values, channel)
+
     def start_all_to_all(
-        self,
-        send: Tensor,
-        send_nbytes: Sequence[int],
-        recv: Tensor,
-        recv_nbytes: Sequence[int],
-        channel: Channel,
+        self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
         """Begin to send rank k the k-th run of `send` (uint8) and to receive its run for this
         rank into `recv`.
         """
+        self._check_claim(channel)
+        return self._start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel)
 
-    @abstractmethod
     def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        """Begin to gather `send`, ``(n,)`` uint8, of all ranks into `recv`, ``(world_size *
-        n,)``.
-        """
-
-    def check_peer(self, to: int) -> None:
-        """Raise ValueError unless `to` is another rank."""
-        if not 0 <= to < self.world_size or to == self.rank:
-            raise ValueError(f"rank {self.rank} of {self.world_size} cannot send to rank {to}")
-
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        """Return a communicator of `ranks`, this one among them, numbered in that order.
-        Collective among them.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} makes no communicators of some of its ranks"
-        )
-
-    def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        """As `subset`, of ranks that share a host."""
-        return self.subset(ranks, timeout_s)
-
-    def duplicate(self, timeout_s: float | None = None) -> Communicator:
-        """Return another communicator of the same ranks, with channels of its own. Collective.
-
-        Args:
-            timeout_s: seconds that its users wait for a peer; None: those of this one.
-        """
-        return self.subset(
-            range(self.world_size), self.timeout_s if timeout_s is None else timeout_s
-        )
-
-    def start_send(self, message: Tensor, to: int) -> Work:
-        """Begin to send `message`, ``(n,)`` uint8, to rank `to`; messages of one pair of ranks
-        arrive in order.
-        """
-        raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
-
-    def receive(
-        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
-    ) -> tuple[int, Tensor]:
-        """Wait for a message from rank `source`, or from any rank: return (its sender, the message,
-        ``(n,)`` uint8).
-
-        Raises:
-            TimeoutError: nothing after `timeout_s` seconds; a later call may still receive.
-            RankGone: a sender is gone (with any source: told once for each); the others can still
-                be heard.
-            ValueError: a message of more than `max_nbytes`; it is dropped unread.
-        """
-        raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
-
-    def abort(self, reason: str = "") -> None:
-        """Tell the peers, where the transport can, that this rank will not take part any more,
-        and why.
-        """
+        """Begin to gather all ranks' `send`, ``(n,)`` uint8, into ``(world_size * n,)``."""
+        self._check_claim(channel)
+        return self._start_all_gather(send, recv, channel)
 
     @abstractmethod
-    def close(self) -> None:
-        """Give back what the communicator holds. Closing twice is harmless."""
+    def _start_max(self, values: Tensor, channel: Channel) -> Work: ...
+
+    @abstractmethod
+    def _start_all_to_all(
+        self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
+    ) -> Work: ...
+
+    @abstractmethod
+    def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work: ...
 
     def all_gather_bytes(
         self, data: bytes, timeout_s: float, channel: Channel = Channel.CONTROL
@@ -278,6 +214,88 @@ class Communicator(ABC):
             drawn = self.all_gather_bytes(secrets.token_bytes(16), timeout_s)
             self.kept["identity"] = hashlib.blake2b(b"".join(drawn), digest_size=16).digest()
         return bytes(self.kept["identity"])
+
+    # ---- users -----------------------------------------------------------------------------------
+
+    def lease(self, user: str) -> Lease:
+        """Return this communicator for `user`, who may claim its channels (`Lease.claim`)."""
+        return Lease(self, user)
+
+    def _holder(self) -> Lease | None:
+        return self._held() if self._held is not None else None
+
+    def _check_claim(self, channel: Channel, user: Lease | None = None) -> None:
+        """Raise GradcompError where somebody else than `user` has claimed a channel."""
+        holder = self._holder()
+        if holder not in (None, user) and channel is not Channel.CONTROL:
+            raise holder.refuse("a collective")
+
+    def check_overlap(self) -> None:
+        """Raise RuntimeError where this rank cannot start collectives from several threads."""
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """What callers keep with this communicator: buffers, step counters."""
+        return self.__dict__.setdefault("_kept", {})  # type: ignore[no-any-return]
+
+    # ---- other communicators ---------------------------------------------------------------------
+
+    def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
+        """Return a communicator of `ranks`, in that order. Collective among them."""
+        raise NotImplementedError(
+            f"{type(self).__name__} makes no communicators of some of its ranks"
+        )
+
+    def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
+        """As `subset`, of ranks that share a host."""
+        return self.subset(ranks, timeout_s)
+
+    def duplicate(self, timeout_s: float | None = None) -> Communicator:
+        """Return another communicator of the same ranks, with channels of its own. Collective.
+
+        Args:
+            timeout_s: seconds that its users wait for a peer; None: those of this one.
+        """
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        return self.subset(range(self.world_size), seconds)
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def check_peer(self, to: int) -> None:
+        """Raise ValueError unless `to` is another rank."""
+        if not 0 <= to < self.world_size or to == self.rank:
+            raise ValueError(f"rank {self.rank} of {self.world_size} cannot send to rank {to}")
+
+    def start_send(self, message: Tensor, to: int) -> Work:
+        """Begin to send `message`, ``(n,)`` uint8, to rank `to`; order is kept for each pair."""
+        raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
+
+    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> Message:
+        """Wait for a message from rank `source`, or from any rank: return (its sender, the message,
+        ``(n,)`` uint8).
+
+        Raises:
+            TimeoutError: nothing after `timeout_s` seconds; a later call may still receive.
+            RankGone: a sender is gone (with any source: once for each); the others can still be
+                heard.
+            ValueError: a message of more than `max_nbytes`; it is dropped unread.
+        """
+        raise NotImplementedError(f"{type(self).__name__} sends no messages from rank to rank")
+
+    def abort(self, reason: str = "") -> None:
+        """Tell the peers, where the transport can, that this rank has given up, and why."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the communicator holds. Closing twice is harmless."""
+
+
+_leases = threading.Lock()
+
+
+def _same(method: str) -> Any:
+    """Return a method of `Lease` that is the one of its communicator."""
+    return lambda self, *args, **named: getattr(self._comm, method)(*args, **named)
 
 
 class Lease(Communicator):
@@ -303,16 +321,15 @@ class Lease(Communicator):
         Raises:
             GradcompError: somebody else has.
         """
-        comm = self._comm
         with _leases:
-            holder = comm._holder()
+            holder = self._comm._holder()
             if holder is None:
-                comm._held = weakref.ref(self)
+                self._comm._held = weakref.ref(self)
             elif holder is not self:
                 raise holder.refuse(self.user)
 
     def release(self) -> None:
-        """Let others have the channels; nothing happens where this lease has not got them."""
+        """Let others have the channels; nothing happens where this lease does not have them."""
         with _leases:
             if self._comm._holder() is self:
                 self._comm._held = None
@@ -336,57 +353,21 @@ class Lease(Communicator):
     def kept(self) -> dict[Any, Any]:
         return self._comm.kept
 
-    def start_max(self, values: Tensor, channel: Channel) -> Work:
-        return self._start(self._comm.start_max, values, channel)
-
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_nbytes: Sequence[int],
-        recv: Tensor,
-        recv_nbytes: Sequence[int],
-        channel: Channel,
-    ) -> Work:
-        return self._start(
-            self._comm.start_all_to_all, send, send_nbytes, recv, recv_nbytes, channel
-        )
-
-    def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        return self._start(self._comm.start_all_gather, send, recv, channel)
-
-    def _start(self, start: Callable[..., Work], *args: Any) -> Work:
-        before, _acting.lease = getattr(_acting, "lease", None), self
-        try:
-            return start(*args)
-        finally:
-            _acting.lease = before
-
-    def check_overlap(self) -> None:
-        self._comm.check_overlap()
-
-    def lease(self, user: str) -> Lease:
-        return self._comm.lease(user)
-
-    def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        return self._comm.subset(ranks, timeout_s)
-
-    def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
-        return self._comm.node_subset(ranks, timeout_s)
-
-    def duplicate(self, timeout_s: float | None = None) -> Communicator:
-        return self._comm.duplicate(timeout_s)
-
-    def start_send(self, message: Tensor, to: int) -> Work:
-        return self._comm.start_send(message, to)
-
-    def receive(
-        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
-    ) -> tuple[int, Tensor]:
-        return self._comm.receive(timeout_s, source, max_nbytes=max_nbytes)
-
-    def abort(self, reason: str = "") -> None:
-        self._comm.abort(reason)
+    def _check_claim(self, channel: Channel, user: Lease | None = None) -> None:
+        self._comm._check_claim(channel, self)
 
     def close(self) -> None:
         self.release()
         self._comm.close()
+
+    _start_max = _same("_start_max")
+    _start_all_to_all = _same("_start_all_to_all")
+    _start_all_gather = _same("_start_all_gather")
+    lease = _same("lease")
+    check_overlap = _same("check_overlap")
+    subset = _same("subset")
+    node_subset = _same("node_subset")
+    duplicate = _same("duplicate")
+    start_send = _same("start_send")
+    receive = _same("receive")
+    abort = _same("abort")

@@ -24,10 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, RankGone, Work
-from gradcomp.comm.meeting import Notes, meet
+from gradcomp.comm.base import Channel, RankGone, Work, first_line
+from gradcomp.comm.store import Notes, meet
 from gradcomp.comm.torch_private import make_gloo, store_below
-from gradcomp.errors import GradcompError, PeerLost
+from gradcomp.errors import GradcompError, peers_answer
 
 SLICE_S = 0.5  # longest wait that does not look whether this rank or a peer has given up
 LOOK_S = 0.2  # longest wait for the store to say so
@@ -48,7 +48,8 @@ class Groups:
 
     Args:
         store: in which these ranks, and no others, meet.
-        rank, world_size: as they say.
+        rank: of this process among them.
+        world_size: how many they are.
         timeout_s: seconds after which a collective fails by itself, and to wait for ranks that have
             not connected yet.
         job: the default process group. What goes wrong on some groups of a job is also why others
@@ -58,12 +59,8 @@ class Groups:
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout_s: float, job: object
     ) -> None:
-        self._store, self._rank, self._world_size, self._timeout_s = (
-            store,
-            rank,
-            world_size,
-            timeout_s,
-        )
+        self._store, self._timeout_s = store, timeout_s
+        self._rank, self._world_size = rank, world_size
         self._made: dict[Channel, Any] = {}
         self._lock = threading.Lock()
         self._job = weakref.ref(job)
@@ -91,27 +88,23 @@ class Groups:
             raise ConnectionError(_broke(error)) from error
 
     def lose(self, reason: str) -> None:
-        """Take note that nothing on these groups can be relied on any more, unless that is
-        known.
-        """
+        """Remember the first reason why nothing on these groups can be relied on."""
         self.broken = self.broken or reason
         job = self._job()
         if job is not None:
             _failed.setdefault(job, self.broken)
 
     def give_up(self, reason: str) -> None:
-        """End every wait on these groups within a second, here and, by a note in the store, on
-        the peers.
-        """
+        """End every wait on these groups within a second: here, and by a note on the peers."""
         if not self.closed:
             self.lose(reason or "abort() was called")
             if self._world_size > 1:
-                self.notes.tell(reason)
+                self.notes.give_up(reason)
 
     def close(self) -> None:
         """Give sockets and threads back. Closing twice is harmless."""
         if not self.closed and self._world_size > 1:
-            self._say_why()
+            self._leave_note()
         with self._lock:
             self.closed, made = True, list(self._made.values())
             self._made.clear()
@@ -119,7 +112,10 @@ class Groups:
         self.pending.clear()
         _sweep()
         if pending:
-            _keep(made, pending)
+            # kept past the end of the interpreter, too: dropping one waits for its timeout
+            for group in made:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            _stuck.append((made, pending))
 
     def drop(self) -> None:
         """As `close`, where nobody called that: the program may be ending by an exception."""
@@ -128,48 +124,43 @@ class Groups:
             self.give_up(f"{type(died).__name__}: {died}")
         self.close()
 
-    def _say_why(self) -> None:
-        """Leave a note for the peers, which see only that a connection ends."""
+    def _leave_note(self) -> None:
+        """Say why this rank closes to the peers, which see only that a connection ends."""
         job = self._job()
         failed = self.broken or (_failed.get(job, "") if job is not None else "")
         if not failed and any(not work.is_done() for work in list(self.pending)):
             failed = "a close() with collectives under way"
         if failed:
-            self.notes.tell(failed)
+            self.notes.give_up(failed)
         else:
             self.notes.close()
 
     def connect(self, channel: Channel) -> Any:
-        """Return the group of a channel; the first call connects it, with all ranks of the
-        communicator.
-        """
-        found = self._made.get(channel)
-        if found is not None:
-            return found
-        with self._lock:
+        """Return the group of a channel. The first call connects it, with all ranks."""
+        with self._lock, peers_answer("setup"):
             if channel not in self._made:
-                begun = time.monotonic()
                 try:
                     self._connect(DATA if channel in DATA else (channel,))
-                except (RuntimeError, ConnectionError) as error:
-                    text = (
-                        str(error) if isinstance(error, ConnectionError) else _not_connected(error)
-                    )
-                    self.lose(text)
-                    raise PeerLost("setup", -1, time.monotonic() - begun, text) from error
+                except ConnectionError as error:
+                    self.lose(str(error))
+                    raise
             return self._made[channel]
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         _check_descriptors(len(channels), self._world_size)
         if channels is not DATA:  # for data the ranks have just met
-            self._meet(
-                "meeting", self._timeout_s, "begun to agree on anything", self.notes.look_for_cause
-            )
+            what, look = "begun to agree on anything", self.notes.look_for_cause
+            self._meet("meeting", self._timeout_s, what, look)
         for channel in channels:
             prefix = store_below(self._store, channel.name.lower())
-            self._made[channel] = make_gloo(
-                prefix, self._rank, self._world_size, CONNECT_S, self._timeout_s
-            )
+            ranks = self._rank, self._world_size
+            try:
+                self._made[channel] = make_gloo(prefix, *ranks, CONNECT_S, self._timeout_s)
+            except RuntimeError as error:
+                raise ConnectionError(
+                    "this rank could not connect with all the others: one has ended, or a firewall"
+                    f" or GLOO_SOCKET_IFNAME keeps them apart [{first_line(error)}]"
+                ) from error
         # a rank that leaves before the others are connected would look like a failure to them
         # who is connected may close at once
         self._meet(f"connected {channels[0]:d}", CONNECT_S, "connected", self.notes.look)
@@ -189,15 +180,8 @@ class Groups:
             if gone is not None:
                 raise RankGone(gone[0], what=gone[1])
 
-        meet(
-            store_below(self._store, prefix),
-            self._rank,
-            self._world_size,
-            b"",
-            timeout_s,
-            what,
-            look_for_notes,
-        )
+        store = store_below(self._store, prefix)
+        meet(store, self._rank, self._world_size, b"", timeout_s, what, look_for_notes)
 
 
 class _GlooWork(Work):
@@ -216,7 +200,7 @@ class _GlooWork(Work):
             try:
                 self._work.wait(_patience(min(left, SLICE_S)))
             except RuntimeError as error:
-                # it may have been done just after its wait ended: its own word counts
+                # it may have been done just after its wait ended: what it says itself counts
                 if self._work.is_completed():
                     self._settle(timeout_s)
                     return
@@ -225,18 +209,8 @@ class _GlooWork(Work):
                 self._groups.pending.discard(self)
                 return
 
-    def _ends_yet(self) -> bool:
-        """Return whether the collective ends within GRACE_S: what it lacks may have come while
-        this process stood still.
-        """
-        with contextlib.suppress(RuntimeError):
-            self._work.wait(_patience(GRACE_S))
-        return self.is_done()
-
     def _settle(self, timeout_s: float) -> None:
-        """Return if the collective, which has ended, was done; raise what has happened
-        otherwise.
-        """
+        """Return if the collective was done when it ended; raise what has happened otherwise."""
         try:
             self._work.wait(_patience(SLICE_S))
         except RuntimeError as error:
@@ -245,7 +219,7 @@ class _GlooWork(Work):
 
     def _look(self, error: RuntimeError, timeout_s: float, *, ended: bool, last: bool) -> None:
         """Return if it makes sense to wait on after `error`, raise what has happened otherwise."""
-        groups, text = self._groups, _first_line(error)
+        groups, text = self._groups, first_line(error)
         late = "imed out" in text or "imeout" in text
         ended = ended or not late
         gone = groups.notes.look(LOOK_S) if late else groups.notes.look_for_cause(LOOK_S)
@@ -263,15 +237,19 @@ class _GlooWork(Work):
             groups.lose(why)
             raise (TimeoutError if late else ConnectionError)(why) from error
 
+    def _ends_yet(self) -> bool:
+        """Return whether the collective ends within GRACE_S: what it lacks may have come while
+        this process stood still.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._work.wait(_patience(GRACE_S))
+        return self.is_done()
+
 
 def _check_descriptors(groups: int, world_size: int) -> None:
-    """Raise GradcompError where this process may not open as many files as the sockets of these
-    groups are.
-    """
-    needed, limit = (
-        groups * (world_size - 1 + OWN_DESCRIPTORS),
-        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-    )
+    """Raise GradcompError where this process may not open enough sockets for these groups."""
+    needed = groups * (world_size - 1 + OWN_DESCRIPTORS)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         opened = len(os.listdir("/proc/self/fd"))
     except OSError:  # no Linux
@@ -289,14 +267,10 @@ def _patience(seconds: float) -> timedelta:
     return timedelta(milliseconds=max(1, math.ceil(1e3 * seconds)))
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def _broke(error: BaseException) -> str:
     return (
         "the connection with another rank broke (which rank ended first is not known): read the"
-        f" output of the other ranks [{_first_line(error)}]"
+        f" output of the other ranks [{first_line(error)}]"
     )
 
 
@@ -304,24 +278,8 @@ def _silent(error: BaseException, timeout_s: float) -> str:
     return (
         f"another rank did not answer within {timeout_s:g} s (which one is not known): it is stuck,"
         " frozen, or waits in another collective; raise timeout_s if it is slow for a good reason"
-        f" [{_first_line(error)}]"
+        f" [{first_line(error)}]"
     )
-
-
-def _not_connected(error: BaseException) -> str:
-    return (
-        "this rank could not connect with all the others: one has ended, or a firewall or"
-        f" GLOO_SOCKET_IFNAME keeps them apart [{_first_line(error)}]"
-    )
-
-
-def _keep(made: list[Any], pending: set[_GlooWork]) -> None:
-    """Keep groups whose collective is under way, and past the end of the interpreter: dropping
-    one waits for its timeout.
-    """
-    for group in made:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _stuck.append((made, pending))
 
 
 def _sweep() -> None:

@@ -9,6 +9,8 @@ would over a wire, and no rank is delayed twice.
 
 from __future__ import annotations
 
+import concurrent.futures
+import math
 import threading
 import time
 import weakref
@@ -17,7 +19,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.base import Channel, Communicator, Counts, Message, Work
 from gradcomp.comm.rounds import all_gather_rounds, all_to_all_rounds, max_rounds, ring_bytes
 
 
@@ -34,7 +36,7 @@ class LinkCommunicator(Communicator):
         latency_s: seconds that a message is under way, whatever its size.
 
     Raises:
-        TypeError: no communicator, or no number.
+        TypeError: `comm` is not a communicator, or an option is not a number.
         ValueError: a rate that is not positive, or a latency that is negative or not finite.
     """
 
@@ -52,77 +54,54 @@ class LinkCommunicator(Communicator):
                 )
         if not bits_per_s > 0:
             raise ValueError(f"bits_per_s must be positive, got {bits_per_s!r}")
-        if not 0 <= latency_s < float("inf"):
+        if not 0 <= latency_s < math.inf:
             raise ValueError(f"latency_s must be at least 0 and finite, got {latency_s!r}")
-        self._wire = _Wire(bits_per_s, latency_s)
-        self._over(comm)
+        self._use(comm, _Wire(bits_per_s, latency_s))
 
-    def _over(self, comm: Communicator) -> None:
-        self._comm = comm
-        self.rank, self.world_size = comm.rank, comm.world_size
-        self.timeout_s = comm.timeout_s
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        # by channel, so that each keeps its order
-        self._queues: dict[object, SimpleQueue[_LinkWork | None]] = {}
-        weakref.finalize(self, _stop, self._lock, self._closed, self._queues).atexit = False
+    def _use(self, comm: Communicator, wire: _Wire) -> None:
+        self._comm, self._wire = comm, wire
+        self.rank, self.world_size, self.timeout_s = comm.rank, comm.world_size, comm.timeout_s
+        self._queues = _Queues()
+        weakref.finalize(self, self._queues.close).atexit = False
 
-    def _like(self, comm: Communicator) -> LinkCommunicator:
+    def _same_link(self, comm: Communicator) -> LinkCommunicator:
         """Return `comm` over this rank's link, of which there is one."""
         link = object.__new__(LinkCommunicator)
-        link._wire = self._wire
-        link._over(comm)
+        link._use(comm, self._wire)
         return link
 
     def check_overlap(self) -> None:
         self._comm.check_overlap()
 
-    def start_max(self, values: Tensor, channel: Channel) -> Work:
-        comm, nbytes = self._comm, ring_bytes(values.numel(), self.world_size)
-        return self._send(
-            channel, nbytes, max_rounds(self.world_size), lambda: comm.start_max(values, channel)
-        )
+    def _start_max(self, values: Tensor, channel: Channel) -> Work:
+        nbytes, rounds = ring_bytes(values.numel(), self.world_size), max_rounds(self.world_size)
+        return self._send(channel, nbytes, rounds, lambda c: c.start_max(values, channel))
 
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_nbytes: Sequence[int],
-        recv: Tensor,
-        recv_nbytes: Sequence[int],
-        channel: Channel,
+    def _start_all_to_all(
+        self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
-        comm, nbytes, rounds = (
-            self._comm,
-            sum(send_nbytes) - send_nbytes[self.rank],
-            all_to_all_rounds(self.world_size),
-        )
-        return self._send(
-            channel,
-            nbytes,
-            rounds,
-            lambda: comm.start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel),
-        )
+        def start(comm: Communicator) -> Work:
+            return comm.start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel)
 
-    def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        comm, nbytes = self._comm, (self.world_size - 1) * send.numel()
-        rounds = all_gather_rounds(self.world_size)
+        nbytes = sum(send_nbytes) - send_nbytes[self.rank]
+        return self._send(channel, nbytes, all_to_all_rounds(self.world_size), start)
+
+    def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
+        nbytes, rounds = (self.world_size - 1) * send.numel(), all_gather_rounds(self.world_size)
         return self._send(
-            channel, nbytes, rounds, lambda: comm.start_all_gather(send, recv, channel)
+            channel, nbytes, rounds, lambda c: c.start_all_gather(send, recv, channel)
         )
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)
-        comm = self._comm
-        return self._send("messages", message.numel(), 1, lambda: comm.start_send(message, to))
+        return self._send("messages", message.numel(), 1, lambda c: c.start_send(message, to))
 
-    def receive(
-        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
-    ) -> tuple[int, Tensor]:
+    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> Message:
         return self._comm.receive(timeout_s, source, max_nbytes=max_nbytes)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
         """As `Communicator.subset`; both send over this rank's link."""
-        return self._like(self._comm.subset(ranks, timeout_s))
+        return self._same_link(self._comm.subset(ranks, timeout_s))
 
     def node_subset(self, ranks: Sequence[int], timeout_s: float) -> Communicator:
         """As `Communicator.node_subset`: inside a node there is no link."""
@@ -130,34 +109,28 @@ class LinkCommunicator(Communicator):
 
     def duplicate(self, timeout_s: float | None = None) -> Communicator:
         """As `Communicator.duplicate`; both send over this rank's link."""
-        return self._like(self._comm.duplicate(timeout_s))
+        return self._same_link(self._comm.duplicate(timeout_s))
 
     def abort(self, reason: str = "") -> None:
-        _stop(self._lock, self._closed, self._queues)
+        self._queues.close()
         self._comm.abort(reason)
 
     def close(self) -> None:
-        """As `Communicator.close`; what is still under way is lost, and whoever waits for it
-        gets ConnectionError.
+        """As `Communicator.close`; what is still under way is lost, and waits for it end in
+        ConnectionError.
         """
-        _stop(self._lock, self._closed, self._queues)
+        self._queues.close()
         self._comm.close()
 
-    def _send(self, channel: object, nbytes: int, rounds: int, start: Callable[[], Work]) -> Work:
+    def _send(
+        self, channel: object, nbytes: int, rounds: int, start: Callable[[Communicator], Work]
+    ) -> Work:
         """Have `start` called when `nbytes` have left the link and have been under way for
         `rounds` latencies.
         """
-        with self._lock:
-            if self._closed.is_set():
-                raise ConnectionError("the link is closed")
+        with self._queues.lock:
             work = _LinkWork(self, self._wire.send(nbytes, rounds), start)
-            if channel not in self._queues:
-                waiting = self._queues[channel] = SimpleQueue()
-                name = f"gradcomp-link-{channel!s}"
-                threading.Thread(
-                    target=_serve, args=(waiting, self._closed), name=name, daemon=True
-                ).start()
-            self._queues[channel].put(work)
+            self._queues.put(channel, work)
         return work
 
 
@@ -176,39 +149,16 @@ class _Wire:
             return self._free + rounds * self._latency_s
 
 
-def _stop(
-    lock: threading.Lock,
-    closed: threading.Event,
-    queues: dict[object, SimpleQueue[_LinkWork | None]],
-) -> None:
-    with lock:
-        closed.set()
-        waiting = list(queues.values())
-        queues.clear()
-    for one in waiting:
-        one.put(None)
-
-
-def _serve(waiting: SimpleQueue[_LinkWork | None], closed: threading.Event) -> None:
-    """Start what was sent on one channel, in order, each when it arrives. A daemon: no process
-    waits for a slow link.
-    """
-    while (work := waiting.get()) is not None:
-        work.arrive(closed)
-        del work  # it knows the communicator, which is to go when nobody uses it
-
-
 class _LinkWork(Work):
     """What is under way until `due`, and then begins on the communicator beneath."""
 
-    def __init__(self, link: LinkCommunicator, due: float, start: Callable[[], Work]) -> None:
-        self._link: LinkCommunicator | None = (
-            link  # one that nobody else uses lives on until this has arrived
-        )
-        self._due, self._start = due, start
-        self._arrived = threading.Event()
-        self._beneath: Work | None = None
-        self._error: BaseException | None = None
+    def __init__(
+        self, link: LinkCommunicator, due: float, start: Callable[[Communicator], Work]
+    ) -> None:
+        # a link that nobody else uses lives on until this has arrived
+        self._link: LinkCommunicator | None = link
+        self._comm, self._due, self._start = link._comm, due, start
+        self._begun: concurrent.futures.Future[Work] = concurrent.futures.Future()
 
     def arrive(self, closed: threading.Event) -> None:
         while (left := self._due - time.monotonic()) > 0 and not closed.wait(min(left, 3600.0)):
@@ -216,19 +166,54 @@ class _LinkWork(Work):
         try:
             if closed.is_set():
                 raise ConnectionError("the link was closed before this was sent")
-            self._beneath = self._start()
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits
-            self._error = error
+            self._begun.set_result(self._start(self._comm))
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits
+            self._begun.set_exception(error)
         self._link = None
-        self._arrived.set()
 
     def wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        if not self._arrived.wait(timeout_s):
+        if not concurrent.futures.wait([self._begun], timeout_s).done:
             raise TimeoutError(f"not sent after {timeout_s} s")
-        if self._beneath is None:
-            raise self._error or RuntimeError("nothing was started")
-        self._beneath.wait(max(0.001, deadline - time.monotonic()))
+        self._begun.result().wait(max(0.001, deadline - time.monotonic()))
 
     def is_done(self) -> bool:
-        return self._arrived.is_set() and (self._beneath is None or self._beneath.is_done())
+        begun = self._begun
+        return begun.done() and (begun.exception() is not None or begun.result().is_done())
+
+
+class _Queues:
+    """What is under way, by channel, so that each keeps its order."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._closed = threading.Event()
+        self._queues: dict[object, SimpleQueue[_LinkWork | None]] = {}
+
+    def put(self, channel: object, work: _LinkWork) -> None:
+        """Have `work` arrive in its turn. Holds `lock`."""
+        if self._closed.is_set():
+            raise ConnectionError("the link is closed")
+        if channel not in self._queues:
+            queue = self._queues[channel] = SimpleQueue()
+            # a daemon: no process waits for a slow link
+            threading.Thread(
+                target=_serve,
+                args=(queue, self._closed),
+                name=f"gradcomp-link-{channel!s}",
+                daemon=True,
+            ).start()
+        self._queues[channel].put(work)
+
+    def close(self) -> None:
+        with self.lock:
+            self._closed.set()
+            for queue in self._queues.values():
+                queue.put(None)
+            self._queues.clear()
+
+
+def _serve(queue: SimpleQueue[_LinkWork | None], closed: threading.Event) -> None:
+    while (work := queue.get()) is not None:
+        work.arrive(closed)
+        del work  # it knows the communicator, which is to go when nobody uses it

@@ -17,16 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradcomp.comm.base import (
-    Channel,
-    Communicator,
-    RankGone,
-    Work,
-    gave_up,
-    no_message,
-    tell_gone,
-    too_long,
-)
+from gradcomp.comm import base
+from gradcomp.comm.base import Channel, Communicator, Counts, Message, RankGone, Work
 
 
 @dataclass
@@ -47,40 +39,38 @@ class _Board:
         self.slots: dict[tuple[Channel, int], _Slot] = {}
         self.gone: dict[int, str] = {}  # why a rank takes part no more
         self.subsets: dict[tuple[tuple[int, ...], int], _Board] = {}
-        self.mail: dict[int, deque[tuple[int, Tensor]]] = {
-            rank: deque() for rank in range(world_size)
-        }
+        self.mail: list[deque[Message]] = [deque() for _ in range(world_size)]
+
+    def lost(self, rank: int) -> RankGone:
+        reason = self.gone[rank]
+        return RankGone(rank, what=base.gave_up(reason)) if reason else RankGone(rank)
 
 
 class _LocalWork(Work):
     def __init__(
-        self, board: _Board, slot_key: tuple[Channel, int], fetch: Callable[[_Slot], None]
+        self, board: _Board, key: tuple[Channel, int], fetch: Callable[[_Slot], None]
     ) -> None:
-        self._board, self._slot_key, self._fetch = board, slot_key, fetch
+        self._board, self._key, self._fetch = board, key, fetch
 
     def wait(self, timeout_s: float) -> None:
         board, deadline = self._board, time.monotonic() + timeout_s
         with board.changed:
-            slot = board.slots[self._slot_key]
+            slot = board.slots[self._key]
             while len(slot.given) < board.world_size:
                 missing = sorted(set(range(board.world_size)) - slot.given.keys())
-                lost = [rank for rank in missing if rank in board.gone]
-                if lost:
-                    raise _gone(lost[0], board.gone[lost[0]])
+                for rank in missing:
+                    if rank in board.gone:
+                        raise board.lost(rank)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"no word from ranks {missing}")
+                    raise TimeoutError(f"no answer from ranks {missing}")
                 board.changed.wait(left)
             if len(slot.kinds) > 1:
                 raise ConnectionError(f"ranks started different collectives: {sorted(slot.kinds)}")
             self._fetch(slot)
             slot.fetched += 1
             if slot.fetched == board.world_size:
-                del board.slots[self._slot_key]
-
-
-def _gone(rank: int, reason: str) -> RankGone:
-    return RankGone(rank, what=gave_up(reason)) if reason else RankGone(rank)
+                del board.slots[self._key]
 
 
 class _Sent(Work):
@@ -95,12 +85,10 @@ class LocalCommunicator(Communicator):
     """One rank of a group inside this process; make them all at once with `group`."""
 
     def __init__(self, board: _Board, rank: int) -> None:
-        self._board = board
-        self.rank = rank
-        self.world_size = board.world_size
+        self._board, self.rank, self.world_size = board, rank, board.world_size
         self._started = dict.fromkeys(Channel, 0)
         self._subsets: Counter[tuple[int, ...]] = Counter()
-        self._told: set[int] = set()  # ranks whose end `receive` has reported
+        self._reported: set[int] = set()  # ranks whose end `receive` has reported
 
     @classmethod
     def group(cls, world_size: int) -> list[LocalCommunicator]:
@@ -114,63 +102,67 @@ class LocalCommunicator(Communicator):
         board = _Board(world_size)
         return [cls(board, rank) for rank in range(world_size)]
 
-    def start_max(self, values: Tensor, channel: Channel) -> Work:
+    def _start_max(self, values: Tensor, channel: Channel) -> Work:
         def fetch(slot: _Slot) -> None:
             stack = [given[0].numpy() for given in slot.given.values()]
             np.maximum.reduce(stack, out=values.numpy())
 
         return self._start("max", [values.clone()], channel, fetch)
 
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_nbytes: Sequence[int],
-        recv: Tensor,
-        recv_nbytes: Sequence[int],
-        channel: Channel,
+    def _start_all_to_all(
+        self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
-        def fetch(slot: _Slot) -> None:
-            runs = [slot.given[k][self.rank] for k in range(self.world_size)]
-            sizes = [run.numel() for run in runs]
-            if sizes != list(recv_nbytes):
-                raise ConnectionError(f"ranks sent {sizes} bytes, {list(recv_nbytes)} expected")
-            torch.cat(runs, out=recv)
-
         runs = list(torch.split(send.clone(), list(send_nbytes)))
-        return self._start("all_to_all", runs, channel, fetch)
+        return self._start("all_to_all", runs, channel, self._join(self.rank, recv, recv_nbytes))
 
-    def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
+    def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
+        nbytes = [send.numel()] * self.world_size
+        return self._start("all_gather", [send.clone()], channel, self._join(0, recv, nbytes))
+
+    def _join(self, number: int, recv: Tensor, nbytes: Counts) -> Callable[[_Slot], None]:
+        """Return what joins the run `number` of every rank into `recv`."""
+
         def fetch(slot: _Slot) -> None:
-            runs = [slot.given[k][0] for k in range(self.world_size)]
-            if any(run.numel() != send.numel() for run in runs):
-                raise ConnectionError(
-                    f"ranks sent {[r.numel() for r in runs]} bytes, {send.numel()} expected"
-                )
+            runs = [slot.given[rank][number] for rank in range(self.world_size)]
+            sizes = [run.numel() for run in runs]
+            if sizes != list(nbytes):
+                raise ConnectionError(f"ranks sent {sizes} bytes, {list(nbytes)} expected")
             torch.cat(runs, out=recv)
 
-        return self._start("all_gather", [send.clone()], channel, fetch)
+        return fetch
+
+    def _start(
+        self, kind: str, data: list[Tensor], channel: Channel, fetch: Callable[[_Slot], None]
+    ) -> Work:
+        with self._board.changed:
+            if self.rank in self._board.gone:
+                raise ConnectionError("this communicator is closed, or has been aborted")
+            key = (channel, self._started[channel])
+            self._started[channel] += 1
+            slot = self._board.slots.setdefault(key, _Slot())
+            slot.given[self.rank] = data
+            slot.kinds.add(kind)
+            self._board.changed.notify_all()
+        return _LocalWork(self._board, key, fetch)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> LocalCommunicator:
         members, board = tuple(ranks), self._board
         with board.changed:
             self._subsets[members] += 1  # a rank's k-th of these meets the others' k-th
-            slot_key = members, self._subsets[members]
-            return LocalCommunicator(
-                board.subsets.setdefault(slot_key, _Board(len(members))), members.index(self.rank)
-            )
+            key = members, self._subsets[members]
+            inner = board.subsets.setdefault(key, _Board(len(members)))
+        return LocalCommunicator(inner, members.index(self.rank))
 
     def start_send(self, message: Tensor, to: int) -> Work:
         self.check_peer(to)
         with self._board.changed:
             if to in self._board.gone:
-                raise _gone(to, self._board.gone[to])
+                raise self._board.lost(to)
             self._board.mail[to].append((self.rank, message.clone()))
             self._board.changed.notify_all()
         return _Sent()
 
-    def receive(
-        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
-    ) -> tuple[int, Tensor]:
+    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> Message:
         board, deadline = self._board, time.monotonic() + timeout_s
         with board.changed:
             while True:
@@ -179,12 +171,12 @@ class LocalCommunicator(Communicator):
                     if source in (None, sender):
                         del mail[number]
                         if message.numel() > max_nbytes:
-                            raise too_long(sender, message.numel(), max_nbytes)
+                            raise base.too_long(sender, message.numel(), max_nbytes)
                         return sender, message
-                tell_gone(board.gone.keys() - {self.rank}, self._told, source)
+                base.report_gone(board.gone.keys() - {self.rank}, self._reported, source)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise no_message(source)
+                    raise base.no_message(source)
                 board.changed.wait(left)
 
     def abort(self, reason: str = "") -> None:
@@ -194,17 +186,5 @@ class LocalCommunicator(Communicator):
             self._board.changed.notify_all()
 
     def close(self) -> None:
-        """Leave the group; peers that wait for this rank are told."""
+        """Leave the group; waits of peers for this rank end in ConnectionError."""
         self.abort()
-
-    def _start(
-        self, kind: str, data: list[Tensor], channel: Channel, fetch: Callable[[_Slot], None]
-    ) -> Work:
-        with self._board.changed:
-            slot_key = (channel, self._started[channel])
-            self._started[channel] += 1
-            slot = self._board.slots.setdefault(slot_key, _Slot())
-            slot.given[self.rank] = data
-            slot.kinds.add(kind)
-            self._board.changed.notify_all()
-        return _LocalWork(self._board, slot_key, fetch)

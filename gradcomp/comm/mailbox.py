@@ -3,7 +3,7 @@ cannot be interrupted).
 
 Every rank listens, tells the others where, and connects to the ranks below it; both ends prove who
 they are. One asyncio loop in a daemon thread moves the bytes. A message is its length (u64,
-little-endian) and its bytes; the bytes are read only when `receive` has room.
+little-endian) and its bytes; the bytes are read only when `receive` has memory for them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.comm import base
 from gradcomp.comm.addresses import host_identity, listen
-from gradcomp.comm.base import RankGone, Work, no_message, tell_gone, too_long
 from gradcomp.comm.handshake import Stranger, answer, greet
-from gradcomp.errors import PeerLost
+from gradcomp.errors import peers_answer
 
 logger = logging.getLogger("gradcomp")
 
@@ -42,22 +42,23 @@ CLOSE_S = 3.0  # longest wait for peers to take what was sent to them
 CONNECT_S = 10.0  # longest wait for a connection
 HANDSHAKE_S = 10.0  # longest wait for a stranger's proof
 _LENGTH = struct.Struct("<Q")
+_BROKEN = (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError)
 
 Share = Callable[[bytes], Sequence[bytes]]
 
 
 @dataclass(eq=False)
 class _Incoming:
-    """A message whose length has arrived: `room` decides where its bytes go, None drops them."""
+    """A message whose length has arrived: `memory` decides where its bytes go, None drops them."""
 
     sender: int
     nbytes: int
-    room: asyncio.Future[memoryview | None]
+    memory: asyncio.Future[memoryview | None]
     message: Tensor | None = None  # once it has been accepted
     arrived: bool = False
 
 
-class _Sending(Work):
+class _Sending(base.Work):
     def __init__(self, future: concurrent.futures.Future[None], to: int, message: Tensor) -> None:
         self._future, self._to = future, to
         self._message = message  # read until it is sent
@@ -71,14 +72,15 @@ class _Sending(Work):
         except (TimeoutError, concurrent.futures.TimeoutError):
             raise TimeoutError(f"rank {self._to} takes no message") from None
         except (OSError, concurrent.futures.CancelledError) as error:
-            raise RankGone(self._to, str(error)) from error
+            raise base.RankGone(self._to, str(error)) from error
 
 
 class Mailbox:
     """Sends messages to the other ranks and receives theirs.
 
     Args:
-        rank, world_size: as they say.
+        rank: of this process.
+        world_size: number of ranks.
         share: gives this rank's bytes (of one length) to all ranks and returns everyone's; a
             collective call.
         timeout_s: seconds within which every rank must be connected.
@@ -96,20 +98,20 @@ class Mailbox:
         # at the latest when the interpreter ends
         self._end = weakref.finalize(self, _stop, loop, thread, self._post.peers)
         try:
-            self._meet(share, timeout_s)
+            with peers_answer("setup", called="start_send or receive"):
+                self._meet(share, timeout_s)
         except BaseException:
             self.close()
             raise
 
-    def start_send(self, message: Tensor, to: int) -> Work:
+    def start_send(self, message: Tensor, to: int) -> base.Work:
         """Begin to send ``(n,)`` uint8."""
         if to in self._post.gone:
-            raise RankGone(to)
-        return _Sending(
-            asyncio.run_coroutine_threadsafe(self._post.send(message, to), self._loop), to, message
-        )
+            raise base.RankGone(to)
+        sending = asyncio.run_coroutine_threadsafe(self._post.send(message, to), self._loop)
+        return _Sending(sending, to, message)
 
-    def receive(self, timeout_s: float, source: int | None, max_nbytes: int) -> tuple[int, Tensor]:
+    def receive(self, timeout_s: float, source: int | None, max_nbytes: int) -> base.Message:
         """As `Communicator.receive`."""
         deadline, post = time.monotonic() + timeout_s, self._post
         with post.changed:
@@ -119,10 +121,10 @@ class Mailbox:
                     if found.arrived and found.message is not None:
                         post.incoming.remove(found)
                         return found.sender, found.message
-                tell_gone(post.gone, post.told, source)
+                base.report_gone(post.gone, post.reported, source)
                 left = deadline - time.monotonic()
                 if left <= 0:  # what is on its way goes on arriving, for a later call
-                    raise no_message(source)
+                    raise base.no_message(source)
                 post.changed.wait(left)
 
     def _accept(self, found: _Incoming, max_nbytes: int) -> None:
@@ -131,47 +133,45 @@ class Mailbox:
             return
         if found.nbytes > max_nbytes:
             self._post.incoming.remove(found)
-            self._loop.call_soon_threadsafe(found.room.set_result, None)
-            raise too_long(found.sender, found.nbytes, max_nbytes)
+            self._loop.call_soon_threadsafe(found.memory.set_result, None)
+            raise base.too_long(found.sender, found.nbytes, max_nbytes)
         found.message = torch.empty(found.nbytes, dtype=torch.uint8)
-        self._loop.call_soon_threadsafe(found.room.set_result, found.message.numpy().data)
+        self._loop.call_soon_threadsafe(found.memory.set_result, found.message.numpy().data)
 
     def close(self) -> None:
-        """Close every connection; peers are told by that. Closing twice is harmless."""
+        """Close every connection, which peers notice. Closing twice is harmless."""
         self._end()
 
     def _meet(self, share: Share, timeout_s: float) -> None:
         """Connect every two ranks, by the key of rank 0."""
-        begun, post, listener = time.monotonic(), self._post, None
-        first = _tell(share, {"host": host_identity(), "key": secrets.token_hex(KEY_NBYTES)})
-        try:
+
+        def tell(card: dict[str, Any]) -> list[dict[str, Any]]:
+            return [
+                json.loads(data) for data in share(json.dumps(card).encode().ljust(CARD_NBYTES))
+            ]
+
+        post = self._post
+        first = tell({"host": host_identity(), "key": secrets.token_hex(KEY_NBYTES)})
+        one_host = len({card["host"] for card in first}) == 1
+        with contextlib.ExitStack() as stack:
             try:
-                listener = listen(
-                    len({card["host"] for card in first}) == 1, post.world_size + SPARE_CONNECTIONS
-                )
+                listener = listen(one_host, post.world_size + SPARE_CONNECTIONS)
+                stack.enter_context(listener)
                 card = dict(zip(("address", "port"), listener.getsockname(), strict=False))
             except OSError as error:
                 card = {"error": str(error).encode("ascii", "replace").decode()[:800]}
-            cards = _tell(share, card)
+            cards = tell(card)
             for rank, theirs in enumerate(cards):
                 if "error" in theirs:
-                    raise PeerLost(
-                        "setup",
-                        -1,
-                        0.0,
-                        f"rank {rank} cannot listen for messages: {theirs['error']}",
+                    raise ConnectionError(
+                        f"rank {rank} cannot listen for messages: {theirs['error']}"
                     )
-            assert listener is not None
             joining = post.join(listener, cards, bytes.fromhex(first[0]["key"]), timeout_s)
-            asyncio.run_coroutine_threadsafe(joining, self._loop).result()
-        except asyncio.TimeoutError:
-            missing = sorted(set(range(post.world_size)) - {post.rank, *post.peers})
-            raise PeerLost(
-                "setup", -1, time.monotonic() - begun, f"no connection with ranks {missing}"
-            ) from None
-        finally:
-            if listener is not None:
-                listener.close()
+            try:
+                asyncio.run_coroutine_threadsafe(joining, self._loop).result()
+            except asyncio.TimeoutError:
+                missing = sorted(set(range(post.world_size)) - {post.rank, *post.peers})
+                raise TimeoutError(f"no connection with ranks {missing}") from None
 
 
 class _Post:
@@ -182,7 +182,7 @@ class _Post:
         self.changed = threading.Condition()
         self.incoming: list[_Incoming] = []
         self.gone: set[int] = set()
-        self.told: set[int] = set()  # ranks whose end `receive` has reported
+        self.reported: set[int] = set()  # ranks whose end `receive` has reported
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self._locks: dict[int, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # those that read
@@ -199,15 +199,14 @@ class _Post:
 
         Raises:
             asyncio.TimeoutError: after `timeout_s`.
-            PeerLost: a rank cannot be reached.
+            ConnectionError: a rank cannot be reached.
         """
         serving = functools.partial(self._answer, key)
         server = await asyncio.start_server(serving, sock=listener, limit=PART_NBYTES)
         if self.world_size == 1:
             self._complete.set()
-        tasks = [
-            asyncio.ensure_future(self._greet(peer, cards[peer], key)) for peer in range(self.rank)
-        ]
+        below = range(self.rank)
+        tasks = [asyncio.ensure_future(self._greet(peer, cards[peer], key)) for peer in below]
         try:
             await asyncio.wait_for(asyncio.gather(self._complete.wait(), *tasks), timeout_s)
         finally:
@@ -217,19 +216,18 @@ class _Post:
 
     async def _greet(self, peer: int, card: dict[str, Any], key: bytes) -> None:
         """Connect to a rank below."""
-        begun, address, port = time.monotonic(), str(card["address"]), int(card["port"])
+        address, port = str(card["address"]), int(card["port"])
         writer = None
         try:
             opening = asyncio.open_connection(address, port, limit=PART_NBYTES)
             reader, writer = await asyncio.wait_for(opening, CONNECT_S)
             await greet(reader, writer, key, self.rank, peer)
             self._take(peer, reader, writer)
-        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-            told = (
+        except _BROKEN as error:
+            raise ConnectionError(
                 f"rank {peer} cannot be reached at {address} port {port}:"
                 f" {error or type(error).__name__}"
-            )
-            raise PeerLost("setup", -1, time.monotonic() - begun, told) from error
+            ) from error
         finally:
             if writer is not None and peer not in self.peers:
                 writer.transport.abort()
@@ -242,24 +240,15 @@ class _Post:
         assert task is not None
         self._strangers.add(task)
         try:
-            peer = await asyncio.wait_for(
-                answer(reader, writer, key, self.rank, self.world_size), HANDSHAKE_S
-            )
+            proof = answer(reader, writer, key, self.rank, self.world_size)
+            peer = await asyncio.wait_for(proof, HANDSHAKE_S)
             if peer in self.peers:
                 raise Stranger(f"a second rank {peer}")
             self._take(peer, reader, writer)
-        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-            logger.debug(
-                "gradcomp: rank %d sent a connection away: %s",
-                self.rank,
-                error or type(error).__name__,
-            )
-        except (
-            asyncio.CancelledError
-        ):  # all ranks are here; asyncio would log a page for a task that ends by it
-            logger.debug(
-                "gradcomp: rank %d sent a connection away that had proved nothing", self.rank
-            )
+        # cancelled when all ranks are here; asyncio would log a page for a task that ends by it
+        except (*_BROKEN, asyncio.CancelledError) as error:
+            why = str(error) or type(error).__name__
+            logger.debug("gradcomp: rank %d sent a connection away: %s", self.rank, why)
         finally:
             self._strangers.discard(task)
             if writer not in self.peers.values():
@@ -287,7 +276,7 @@ class _Post:
             await writer.drain()
 
     async def _read(self, peer: int, reader: asyncio.StreamReader) -> None:
-        """Read every message of a peer, one at a time, once there is room for it."""
+        """Read every message of a peer, one at a time, once there is memory for it."""
         try:
             while True:
                 (nbytes,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -295,7 +284,7 @@ class _Post:
                 with self.changed:
                     self.incoming.append(found)
                     self.changed.notify_all()
-                await self._fill(reader, nbytes, await found.room)
+                await self._fill(reader, nbytes, await found.memory)
                 with self.changed:
                     found.arrived = True
                     self.changed.notify_all()
@@ -306,20 +295,16 @@ class _Post:
                 self.changed.notify_all()
 
     async def _fill(
-        self, reader: asyncio.StreamReader, nbytes: int, room: memoryview | None
+        self, reader: asyncio.StreamReader, nbytes: int, memory: memoryview | None
     ) -> None:
         at = 0
         while at < nbytes:
             part = await reader.read(min(PART_NBYTES, nbytes - at))
             if not part:
                 raise asyncio.IncompleteReadError(b"", nbytes - at)
-            if room is not None:
-                room[at : at + len(part)] = part
+            if memory is not None:
+                memory[at : at + len(part)] = part
             at += len(part)
-
-
-def _tell(share: Share, card: dict[str, Any]) -> list[dict[str, Any]]:
-    return [json.loads(data) for data in share(json.dumps(card).encode().ljust(CARD_NBYTES))]
 
 
 # ---- the loop, which must not hold a Mailbox -----------------------------------------------------

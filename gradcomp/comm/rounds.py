@@ -1,4 +1,4 @@
-"""What a collective costs: bytes of a rank, and messages that follow each other."""
+"""What a collective costs: bytes that a rank sends, and messages that follow each other."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import hashlib
 import logging
 import secrets
 import struct
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradcomp.comm import torch_private as private
-from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.base import Channel, Communicator, Counts, Message, Work, first_line
 from gradcomp.comm.gloo import Groups
 from gradcomp.comm.mailbox import Mailbox
-from gradcomp.comm.meeting import meet, see_off, setup_timeout_s
-from gradcomp.errors import PeerLost, PeerMismatch
+from gradcomp.comm.store import meet, setup_timeout_s, wait_until_read
+from gradcomp.errors import PeerMismatch, peers_answer
 
 logger = logging.getLogger("gradcomp")
 
@@ -49,9 +48,8 @@ def _store(members: tuple[int, ...], what: str) -> Any:
     """
     meetings = _meetings.setdefault(dist.group.WORLD, Counter())
     meetings[members, what] += 1
-    digest = hashlib.blake2b(
-        f"{'_'.join(map(str, members))}/{what}".encode(), digest_size=16
-    ).hexdigest()
+    key = f"{'_'.join(map(str, members))}/{what}"
+    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     return private.store_at(f"gradcomp/{digest}/{meetings[members, what]}")
 
 
@@ -111,9 +109,8 @@ class TorchCommunicator(Communicator):
         if parent is None or dist.get_rank(parent) < 0:
             raise ValueError("this process is not a member of the process group")
         own_s = private.group_timeout_s(parent)
-        self._join(
-            tuple(dist.get_process_group_ranks(parent)), own_s if timeout_s is None else timeout_s
-        )
+        members = tuple(dist.get_process_group_ranks(parent))
+        self._join(members, own_s if timeout_s is None else timeout_s)
         if self.rank == 0 < self.world_size - 1 and own_s > PATIENCE * self.timeout_s:
             _warn(self.timeout_s, own_s)
 
@@ -126,19 +123,15 @@ class TorchCommunicator(Communicator):
         what, seconds = "called register, or made its communicator", setup_timeout_s(timeout_s)
         mine = _CARD.pack(timeout_s, secrets.token_bytes(8))
         everyone = meet(store, self.rank, self.world_size, mine, seconds, what)
+        first_s = _CARD.unpack(everyone[0])[0]
         for rank, theirs in enumerate(everyone):
-            first_s, theirs_s = _CARD.unpack(everyone[0])[0], _CARD.unpack(theirs)[0]
+            theirs_s = _CARD.unpack(theirs)[0]
             if theirs_s != first_s:
-                see_off(store)
+                wait_until_read(store)
                 raise PeerMismatch("timeout_s", rank, first_s, theirs_s)
         prefix = hashlib.blake2b(b"".join(everyone), digest_size=16).hexdigest()
-        self._groups = Groups(
-            private.store_below(store, prefix),
-            self.rank,
-            self.world_size,
-            timeout_s,
-            dist.group.WORLD,
-        )
+        inner = private.store_below(store, prefix)
+        self._groups = Groups(inner, self.rank, self.world_size, timeout_s, dist.group.WORLD)
         self._end = weakref.finalize(self, self._groups.drop)
         if self.world_size > 1:
             self._groups.connect(Channel.FIRST)
@@ -149,54 +142,35 @@ class TorchCommunicator(Communicator):
         comm._join(members, timeout_s)
         return comm
 
-    def start_max(self, values: Tensor, channel: Channel) -> Work:
-        return self._groups.start(channel, lambda group: private.start_max(group, values), values)
+    def _start_max(self, values: Tensor, channel: Channel) -> Work:
+        begin = functools.partial(private.start_max, values=values)
+        return self._groups.start(channel, begin, values)
 
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_nbytes: Sequence[int],
-        recv: Tensor,
-        recv_nbytes: Sequence[int],
-        channel: Channel,
+    def _start_all_to_all(
+        self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
         counts = list(recv_nbytes), list(send_nbytes)
-        return self._groups.start(
-            channel, lambda group: private.start_all_to_all(group, recv, send, *counts), send, recv
-        )
+        begin = functools.partial(private.start_all_to_all, recv=recv, send=send, counts=counts)
+        return self._groups.start(channel, begin, send, recv)
 
-    def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
-        return self._groups.start(
-            channel, lambda group: private.start_all_gather(group, recv, send), send, recv
-        )
+    def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
+        begin = functools.partial(private.start_all_gather, recv=recv, send=send)
+        return self._groups.start(channel, begin, send, recv)
 
     def subset(self, ranks: Sequence[int], timeout_s: float) -> TorchCommunicator:
         return TorchCommunicator._of(tuple(self.members[rank] for rank in ranks), timeout_s)
 
-    def duplicate(self, timeout_s: float | None = None) -> TorchCommunicator:
-        return TorchCommunicator._of(
-            self.members, self.timeout_s if timeout_s is None else timeout_s
-        )
-
     def start_send(self, message: Tensor, to: int) -> Work:
-        """As `Communicator.start_send`; the first message, sent or received, connects all ranks
-        (a collective call).
-        """
+        """As `Communicator.start_send`; the first message connects all ranks (collective)."""
         self.check_peer(to)
         return self._mail().start_send(message, to)
 
-    def receive(
-        self, timeout_s: float, source: int | None = None, *, max_nbytes: int
-    ) -> tuple[int, Tensor]:
-        """As `Communicator.receive`; the first message, sent or received, connects all ranks (a
-        collective call).
-        """
+    def receive(self, timeout_s: float, source: int | None = None, *, max_nbytes: int) -> Message:
+        """As `Communicator.receive`; the first message connects all ranks (collective)."""
         return self._mail().receive(timeout_s, source, max_nbytes)
 
     def abort(self, reason: str = "") -> None:
-        """End every wait on this communicator within about a second, here and on the peers,
-        which are told `reason`.
-        """
+        """End every wait on this communicator, here and on peers, within about a second."""
         self._groups.give_up(reason)
         if self._mailbox is not None:
             self._mailbox.close()
@@ -210,22 +184,12 @@ class TorchCommunicator(Communicator):
 
     def _mail(self) -> Mailbox:
         if self._mailbox is None:
-            begun = time.monotonic()
-            try:
-                self._mailbox = Mailbox(
-                    self.rank,
-                    self.world_size,
-                    lambda card: self.all_gather_bytes(card, self.timeout_s),
-                    self.timeout_s,
-                )
-            except (TimeoutError, ConnectionError) as error:
-                raise PeerLost(
-                    "setup", -1, time.monotonic() - begun, f"not every rank takes part: {error}"
-                ) from error
+            share = functools.partial(self.all_gather_bytes, timeout_s=self.timeout_s)
+            self._mailbox = Mailbox(self.rank, self.world_size, share, self.timeout_s)
         return self._mailbox
 
 
-# ---- groups of ranks that have none yet ----------------------------------------------------------
+# ---- torch.distributed, for modules that do not import it ----------------------------------------
 
 
 def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
@@ -244,7 +208,7 @@ def open_store(host: str, port: int, *, serves: bool, timeout_s: float) -> Any:
             host, port, None, serves, timedelta(seconds=timeout_s), wait_for_workers=False
         )
     except (RuntimeError, OSError) as error:
-        raise ConnectionError(str(error).splitlines()[0]) from error
+        raise ConnectionError(first_line(error)) from error
 
 
 def open_group(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
@@ -282,7 +246,7 @@ def read_checkpoint(checkpoint_id: str, wanted: Callable[[str], bool]) -> dict[s
     here alone and not as a collective.
 
     Raises:
-        ValueError: no such checkpoint.
+        ValueError: the folder has no checkpoint.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -297,11 +261,9 @@ def read_checkpoint(checkpoint_id: str, wanted: Callable[[str], bool]) -> dict[s
     out: dict[str, Any] = {}
     for key, one in known.items():
         if wanted(key):
-            out[key] = (
-                torch.empty(one.size, dtype=one.properties.dtype)
-                if isinstance(one, TensorStorageMetadata)
-                else None
-            )
+            out[key] = None
+            if isinstance(one, TensorStorageMetadata):
+                out[key] = torch.empty(one.size, dtype=one.properties.dtype)
     load(out, checkpoint_id=checkpoint_id, no_dist=True)
     return out
 
@@ -323,9 +285,7 @@ def default_communicator() -> TorchCommunicator:
 def reduce_scatter(
     output: Tensor, given: Tensor, process_group: dist.ProcessGroup, op: Any
 ) -> None:
-    """Write this rank's part of what `op` makes of all ranks' ``(N * k,)`` to ``(k,)``, as torch
-    does.
-    """
+    """Write this rank's part ``(k,)`` of what `op` makes of all ranks' ``(N * k,)``."""
     dist.reduce_scatter_tensor(output, given, op=op, group=process_group)
 
 
@@ -335,9 +295,7 @@ def all_gather(output: Tensor, given: Tensor, process_group: dist.ProcessGroup) 
 
 
 def gather_object(mine: Any) -> list[Any] | None:
-    """Return the objects of all ranks of the default process group on rank 0, None on the others,
-    as torch does.
-    """
+    """Return the objects of all ranks on rank 0, None on the others, as torch does."""
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, everyone)
     return everyone
@@ -370,25 +328,19 @@ def same_ranks(
     parent = process_group if process_group is not None else dist.group.WORLD
     members = tuple(dist.get_process_group_ranks(parent))
     native = isinstance(comm, TorchCommunicator) and comm.members == members
-    here, seconds, kind = (
-        members.index(dist.get_rank()),
-        setup_timeout_s(timeout_s),
-        type(comm).__name__,
-    )
-    store = None
+    here, seconds = members.index(dist.get_rank()), setup_timeout_s(timeout_s)
+    kind = type(comm).__name__
 
-    def gather(mine: bytes, what: str) -> list[bytes]:
-        nonlocal store
+    def gather(mine: bytes, what: str) -> tuple[Any, list[bytes]]:
         store = _store(members, what)
-        return meet(store, here, len(members), mine, seconds, what)
+        return store, meet(store, here, len(members), mine, seconds, what)
 
-    everyone = [
-        _RANK.unpack(r)
-        for r in gather(_RANK.pack(comm.rank, comm.world_size, native), "registered this model")
-    ]
+    card = _RANK.pack(comm.rank, comm.world_size, native)
+    store, cards = gather(card, "registered this model")
+    everyone = [_RANK.unpack(theirs) for theirs in cards]
     for rank, (theirs, size, _) in enumerate(everyone):
         if (theirs, size) != (rank, len(members)):
-            see_off(store)
+            wait_until_read(store)
             raise ValueError(
                 f"comm has other ranks than the process group: rank {rank} of {len(members)} of the"
                 f" process group is rank {theirs} of {size} of the communicator (here a {kind});"
@@ -397,13 +349,11 @@ def same_ranks(
             )
     if all(made_of_it for _, _, made_of_it in everyone):
         return
-    begun = time.monotonic()
-    try:
+    with peers_answer("setup"):
         identity = comm.identity(timeout_s)
-    except (TimeoutError, ConnectionError) as error:
-        raise PeerLost("setup", -1, time.monotonic() - begun, str(error)) from error
-    if len(set(gather(identity, "compared its communicator"))) > 1:
-        see_off(store)
+    store, identities = gather(identity, "compared its communicator")
+    if len(set(identities)) > 1:
+        wait_until_read(store)
         raise ValueError(
             f"comm (here a {kind}) has ranks that the process group does not have: give it the same"
             " ranks"

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradcomp.comm.channels import end_job
-from gradcomp.comm.mpi import load
+from gradcomp.comm.mpi_channels import end_job
 from gradcomp.doctor.options import parse
 from gradcomp.doctor.report import show
 from gradcomp.doctor.session import Me, examine, say
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found["silent"]:  # do not wait for that rank in what ends the process
         sys.stdout.flush()
         if me.over == "mpi":
-            end_job(load())
+            end_job()
         os._exit(status)
     return status
 

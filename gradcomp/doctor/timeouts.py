@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from gradcomp.comm.meeting import SETUP_VARIABLE, setup_timeout_s
+from gradcomp.comm.store import SETUP_VARIABLE, setup_timeout_s
 from gradcomp.comm.torch_private import default_timeout_s
 from gradcomp.doctor.judge import Finding, note, wrong
 

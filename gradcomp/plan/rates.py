@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.codecs import Codec
-from gradcomp.comm.base import Channel, Communicator, Work
+from gradcomp.comm.base import Channel, Communicator, Counts, Work
 from gradcomp.exchange.bucket import BucketExchange
 from gradcomp.exchange.second import owners_feed_back
 from gradcomp.exchange.sizing import BucketPlan, Strategy
@@ -361,21 +361,16 @@ class _Echo(Communicator):
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
-    def start_max(self, values: Tensor, channel: Channel) -> Work:
+    def _start_max(self, values: Tensor, channel: Channel) -> Work:
         return _Done()
 
-    def start_all_to_all(
-        self,
-        send: Tensor,
-        send_nbytes: Sequence[int],
-        recv: Tensor,
-        recv_nbytes: Sequence[int],
-        channel: Channel,
+    def _start_all_to_all(
+        self, send: Tensor, send_nbytes: Counts, recv: Tensor, recv_nbytes: Counts, channel: Channel
     ) -> Work:
         recv.view(self.world_size, -1).copy_(send[: send_nbytes[0]])
         return _Done()
 
-    def start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
+    def _start_all_gather(self, send: Tensor, recv: Tensor, channel: Channel) -> Work:
         recv.view(self.world_size, -1).copy_(send)
         return _Done()
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from _held import settled
 from _ranks import run_local
 
 import gradcomp
@@ -15,56 +16,48 @@ from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator
 pytestmark = pytest.mark.timed
 
 NBYTES, BITS_PER_S = 10_000, 1e6  # 80 ms
+FIRST, SECOND = Channel.FIRST, Channel.SECOND
 
 
-def gather(comm, late_s, latency_s):
+def one_rank(world=2, **options):
+    return LinkCommunicator(LocalCommunicator.group(world)[0], **options)
+
+
+def start(comm, channel, nbytes=10, value=0):
+    """Begin to gather; return the work and where the bytes go."""
+    send = torch.full((nbytes,), value, dtype=torch.uint8)
+    recv = torch.empty(comm.world_size * nbytes, dtype=torch.uint8)
+    return comm.start_all_gather(send, recv, channel), recv
+
+
+def gather(comm, late_s, latency_s, channels):
+    """Return the seconds until each of some collectives, started at once, has ended."""
     link = LinkCommunicator(comm, bits_per_s=BITS_PER_S, latency_s=latency_s)
-    send = torch.full((NBYTES,), comm.rank, dtype=torch.uint8)
-    recv = torch.empty(comm.world_size * NBYTES, dtype=torch.uint8)
-    begun = time.monotonic()
-    time.sleep(late_s[comm.rank])
-    link.start_all_gather(send, recv, Channel.FIRST).wait(30)
+    begun, seconds = time.monotonic(), []
+    time.sleep(late_s * comm.rank)
+    under_way = [start(link, c, NBYTES, comm.rank + 10 * k) for k, c in enumerate(channels)]
+    for number, (work, recv) in enumerate(under_way):
+        work.wait(30)
+        seconds.append(time.monotonic() - begun)
+        found = recv.view(comm.world_size, NBYTES).unique(dim=1).flatten().tolist()
+        assert found == [10 * number + rank for rank in range(comm.world_size)]
     link.close()
-    return (
-        time.monotonic() - begun,
-        recv.view(comm.world_size, NBYTES).unique(dim=1).flatten().tolist(),
-    )
+    return seconds
 
 
-@pytest.mark.parametrize(("world", "latency_s"), [(2, 0.0), (3, 0.05)])
-def test_a_collective_takes_as_long_as_its_link(world, latency_s):
-    wanted = (world - 1) * (8 * NBYTES / BITS_PER_S + latency_s)
-    for seconds, ranks in run_local(world, gather, [0.0] * world, latency_s):
-        assert ranks == list(range(world))
-        assert wanted <= seconds < wanted + 0.5
-
-
-def test_a_late_rank_delays_its_peers_once():
-    times = run_local(2, gather, [0.0, 0.3], 0.0)
-    for seconds, _ in times:
-        assert 0.38 <= seconds < 0.9
-
-
-def two_at_once(comm):
-    link = LinkCommunicator(comm, bits_per_s=BITS_PER_S)
-    tensors = [torch.full((NBYTES,), comm.rank + 10 * i, dtype=torch.uint8) for i in range(2)]
-    recvs = [torch.empty(2 * NBYTES, dtype=torch.uint8) for _ in range(2)]
-    begun = time.monotonic()
-    works = [
-        link.start_all_gather(t, r, c)
-        for t, r, c in zip(tensors, recvs, (Channel.FIRST, Channel.SECOND), strict=True)
-    ]
-    works[0].wait(30)
-    first = time.monotonic() - begun
-    works[1].wait(30)
-    link.close()
-    return first, time.monotonic() - begun, [r[-1].item() for r in recvs]
-
-
-def test_two_channels_share_the_link():
-    for first, second, last in run_local(2, two_at_once):
-        assert 0.08 <= first < 0.16 <= second < 0.6
-        assert last == [1, 11]
+@pytest.mark.parametrize(
+    ("world", "late_s", "latency_s", "channels", "wanted"),
+    [
+        (2, 0, 0.0, [FIRST], [0.08]),
+        (3, 0, 0.05, [FIRST], [0.26]),
+        (2, 0.3, 0.0, [FIRST], [0.38]),  # rank 1 is late: its peer is delayed once
+        (2, 0, 0.0, [FIRST, SECOND], [0.08, 0.16]),  # channels share the link
+    ],
+)
+def test_collectives_take_as_long_as_their_link(world, late_s, latency_s, channels, wanted):
+    for seconds in run_local(world, gather, late_s, latency_s, channels):
+        for took, least in zip(seconds, wanted, strict=True):
+            assert least <= took < least + 0.5
 
 
 def average(comm, slow):
@@ -78,31 +71,58 @@ def test_averages_are_those_of_the_communicator_beneath():
     assert torch.equal(run_local(3, average, True)[0], run_local(3, average, False)[0])
 
 
+def talk(comm):
+    """A message takes as long as its bytes."""
+    link, begun = LinkCommunicator(comm, bits_per_s=BITS_PER_S), time.monotonic()
+    if comm.rank:
+        link.start_send(torch.zeros(NBYTES, dtype=torch.uint8), 0).wait(20)
+        return True
+    sender, message = link.receive(20, max_nbytes=NBYTES)
+    return sender == 1 and message.numel() == NBYTES and time.monotonic() - begun >= 0.08
+
+
+def test_messages_go_over_the_link():
+    assert run_local(2, talk) == [True, True]
+
+
+def slow_outside(comm):
+    """Two nodes of two ranks: what stays on a node takes no time, what crosses goes over the one
+    link of the rank.
+    """
+    link = LinkCommunicator(comm, bits_per_s=1e5)  # 1,000 bytes: 80 ms
+    home, seconds = comm.rank // 2, []
+    inside = link.node_subset([2 * home, 2 * home + 1], 20)
+    across = link.subset([comm.rank % 2, comm.rank % 2 + 2], 20)
+    for comms, nbytes in (
+        ([inside], 1_000_000),
+        ([across], 1000),
+        ([across, across.duplicate()], 1000),
+    ):
+        begun = time.monotonic()
+        for work, _ in [start(c, FIRST, nbytes) for c in comms]:
+            work.wait(20)
+        seconds.append(time.monotonic() - begun)
+    return seconds
+
+
+def test_a_link_slows_what_leaves_the_node():
+    for inside, across, two in run_local(4, slow_outside):
+        assert inside < 15  # 80 s over the link
+        assert across >= 0.08 and two >= 0.16
+
+
 def test_a_silent_peer_times_out():
-    comms = LocalCommunicator.group(2)
-    recv = torch.empty(20, dtype=torch.uint8)
-    work = LinkCommunicator(comms[0], bits_per_s=1e9).start_all_gather(
-        recv[:10], recv, Channel.FIRST
-    )
-    with pytest.raises(TimeoutError):
-        work.wait(0.2)
-    for bits_per_s in (1.0, 5e-324):
-        work = LinkCommunicator(comms[0], bits_per_s=bits_per_s).start_all_gather(
-            recv[:10], recv, Channel.SECOND
-        )
-        with pytest.raises(TimeoutError, match="not sent"):
-            work.wait(0.1)
-        assert not work.is_done()
+    for bits_per_s, why in ((1e9, "no answer"), (1.0, "not sent"), (5e-324, "not sent")):
+        work, _ = start(one_rank(bits_per_s=bits_per_s), FIRST)
+        with pytest.raises(TimeoutError, match=why):
+            work.wait(0.2)
+        assert bits_per_s > 1 or not work.is_done()
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
 def test_closing_ends_what_is_under_way(end):
-    link = LinkCommunicator(LocalCommunicator.group(2)[0], bits_per_s=1.0)
-    recv = torch.empty(20, dtype=torch.uint8)
-    works = [
-        link.start_all_gather(recv[:10], recv, channel)
-        for channel in (Channel.FIRST, Channel.FIRST, Channel.SECOND)
-    ]
+    link = one_rank(bits_per_s=1.0)
+    works = [start(link, channel)[0] for channel in (FIRST, FIRST, SECOND)]
     threading.Timer(0.2, getattr(link, end)).start()
     begun = time.monotonic()
     for work in works:
@@ -111,20 +131,30 @@ def test_closing_ends_what_is_under_way(end):
         assert work.is_done()
     assert time.monotonic() - begun < 30
     with pytest.raises(ConnectionError, match="closed"):
-        link.start_all_gather(recv[:10], recv, Channel.FIRST)
+        start(link, FIRST)
     link.close()
+
+
+def test_a_link_that_is_dropped_ends_its_threads():
+    before = set(threading.enumerate())  # those of earlier tests may end meanwhile
+
+    def own():
+        return len(set(threading.enumerate()) - before)
+
+    link = one_rank(1, bits_per_s=1e9)
+    assert link.all_gather_bytes(b"x", 5) == [b"x"]
+    assert own() == 1
+    del link
+    assert settled(own, 0) == 0
 
 
 def test_no_process_waits_for_a_slow_link():
     code = """if True:
         import torch
         from gradcomp.comm import Channel, LinkCommunicator, LocalCommunicator
-        comm = LocalCommunicator.group(2)[0]
-        recv = torch.empty(20, dtype=torch.uint8)
-        link = LinkCommunicator(comm, bits_per_s=0.1)
-        work = link.start_all_gather(recv[:10], recv, Channel.FIRST)
+        link = LinkCommunicator(LocalCommunicator.group(2)[0], bits_per_s=0.1)
         try:
-            work.wait(0.1)
+            link.all_gather_bytes(b"x", 0.1)
         except TimeoutError:
             print("not sent")
     """
@@ -134,15 +164,12 @@ def test_no_process_waits_for_a_slow_link():
     assert done.stdout == "not sent\n", done.stderr
 
 
-def test_what_the_communicator_beneath_refuses_is_told_to_who_waits(monkeypatch):
-    comm = LocalCommunicator.group(2)[0]
-
+def test_what_the_communicator_beneath_refuses_is_raised_where_one_waits(monkeypatch):
     def refuse(*_):
         raise RuntimeError("connection reset")
 
-    monkeypatch.setattr(comm, "start_all_gather", refuse)
-    recv = torch.empty(20, dtype=torch.uint8)
-    work = LinkCommunicator(comm, bits_per_s=1e9).start_all_gather(recv[:10], recv, Channel.FIRST)
+    monkeypatch.setattr(LocalCommunicator, "_start_all_gather", refuse)
+    work, _ = start(one_rank(bits_per_s=1e9), FIRST)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection reset"):
             work.wait(10)
@@ -150,15 +177,19 @@ def test_what_the_communicator_beneath_refuses_is_told_to_who_waits(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "kind"),
     [
-        ({"bits_per_s": 0}, "bits_per_s"),
-        ({"bits_per_s": -1e9}, "bits_per_s"),
-        ({"bits_per_s": float("nan")}, "bits_per_s"),
-        ({"bits_per_s": 1e9, "latency_s": -1}, "latency_s"),
-        ({"bits_per_s": 1e9, "latency_s": float("inf")}, "latency_s"),
+        ({"bits_per_s": 0}, ValueError),
+        ({"bits_per_s": -1e9}, ValueError),
+        ({"bits_per_s": float("nan")}, ValueError),
+        ({"bits_per_s": "10mbit"}, TypeError),
+        ({"bits_per_s": 1e9, "latency_s": -1}, ValueError),
+        ({"bits_per_s": 1e9, "latency_s": float("inf")}, ValueError),
+        ({"bits_per_s": 1e9, "latency_s": True}, TypeError),
     ],
 )
-def test_links_that_cannot_be(options, text):
-    with pytest.raises(ValueError, match=text):
-        LinkCommunicator(LocalCommunicator.group(1)[0], **options)
+def test_links_that_cannot_be(options, kind):
+    with pytest.raises(kind, match=[*options][-1]):
+        one_rank(**options)
+    with pytest.raises(TypeError, match="must be a communicator"):
+        LinkCommunicator("gloo", bits_per_s=1e9)

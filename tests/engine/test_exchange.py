@@ -87,7 +87,7 @@ def test_feedback_on_one_rank_only_is_a_mismatch(over):
 def other_scales(comm):
     """Rank 1's scale round goes wrong: it encodes with a scale of its own."""
     if comm.rank == 1:
-        start_max = comm.start_max
+        start_max = comm._start_max
 
         def start_max_and_double(values, channel):
             work = start_max(values, channel)
@@ -100,7 +100,7 @@ def other_scales(comm):
             work.wait = wait_and_double
             return work
 
-        comm.start_max = start_max_and_double
+        comm._start_max = start_max_and_double
     with pytest.raises(PeerMismatch, match="scale"):
         gradcomp.all_reduce(torch.randn(100), "terngrad", comm)
 

@@ -172,7 +172,7 @@ def wire_bytes(codec, exchange):
     """Count what really goes into the collectives, behind stats' back."""
     comm, counted = TorchCommunicator(timeout_s=60), [0]
     rank, world = comm.rank, comm.world_size
-    to_all, gather = comm.start_all_to_all, comm.start_all_gather
+    to_all, gather = comm._start_all_to_all, comm._start_all_gather
 
     def start_all_to_all(send, send_nbytes, recv, recv_nbytes, channel):
         assert sum(send_nbytes) == send.numel() and sum(recv_nbytes) == recv.numel()
@@ -183,7 +183,7 @@ def wire_bytes(codec, exchange):
         counted[0] += (world - 1) * send.numel()
         return gather(send, recv, channel)
 
-    comm.start_all_to_all, comm.start_all_gather = start_all_to_all, start_all_gather
+    comm._start_all_to_all, comm._start_all_gather = start_all_to_all, start_all_gather
     net = copy.deepcopy(MODEL)
     averager = GradientAverager(net.named_parameters(), codec, comm, exchange=exchange)
     train(net, averager, rank, 2)

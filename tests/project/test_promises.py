@@ -412,7 +412,7 @@ BREAKS = [
     Break(
         "no false alarm: a collective that ends just after a wait did taken for a failure",
         late_ends_are_failures,
-        "comm/test_channels.py::test_a_collective_that_ends_just_after_a_wait_did_is_no_failure",
+        "comm/test_torchdist.py::test_a_collective_that_ends_just_after_a_wait_did_is_no_failure",
     ),
     Break(
         "5 nothing lost: residuals keyed by place in the bucket",

@@ -219,7 +219,10 @@ def mpi_environment():
 def test_folders():
     """Return what a program needs in its environment to import what this process's tests are."""
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path.startswith(tests))}
+    paths = [path for path in sys.path if path.startswith(tests)]
+    # and another copy of gradcomp than the installed one, where this process imports that
+    paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Failure:
@@ -260,7 +263,7 @@ def serve(pipe, rank, directory):
                     dist.destroy_process_group()
         except BaseException:
             result = Failure(f"rank {rank}:\n{traceback.format_exc()}")
-        mpi = sys.modules.get("gradcomp.comm.channels")
+        mpi = sys.modules.get("gradcomp.comm.mpi_channels")
         pipe.send((result, bool(mpi and mpi.unanswered), cpu_s() - began))
 
 

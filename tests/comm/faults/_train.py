@@ -1,14 +1,19 @@
-"""A rank of a training run that dies or freezes in the middle; started by test_faults.py.
+"""A rank of a training run that loses a peer at step 3; started by test_faults.py.
 
-Usage: _train.py STORE RANK WORLD FAULT TIMEOUT_S. The last rank does FAULT ("die" or "freeze")
-inside step 3's backward; the others print what they caught and after how many seconds, and let it
-end them. RANK "mpi": started by mpirun, and gradients go by MPI.
+Usage: _train.py PORT RANK WORLD HOW TIMEOUT_S. Rank 0 hosts the store, as without torchrun. RANK
+"mpi": started by mpirun, and gradients go by MPI. Who prints PeerLost lets it end the program. HOW:
+
+- "die", "freeze": the last rank is killed or stopped inside the backward pass;
+- "return", "raise", "killed": rank 1's program ends before the step, by itself, by an exception, or
+  killed;
+- "host": rank 0 is stopped before the step, and the others end by themselves, slowly.
 """
 
 import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,32 +23,57 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradcomp
 import gradcomp.ddp
 
+STEP = 3
 
-def main(store, rank, world, fault, timeout_s):
+
+class Slow:
+    """An object that is deleted while the interpreter finalizes, and takes its time."""
+
+    def __del__(self, print=print, sleep=time.sleep):
+        print("finalizing", flush=True)
+        sleep(3)
+
+
+def send_self(number):
+    os.kill(os.getpid(), number)
+
+
+def main(port, rank, world, how, timeout_s):
     torch.set_num_threads(1)
     comm = gradcomp.comm.MpiCommunicator() if rank == "mpi" else None
     rank = comm.rank if comm else int(rank)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    store = dist.TCPStore(
+        "127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    if how == "host" and rank:
+        sys.modules["slow"] = Slow()
     model = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(10)]), bucket_cap_mb=0.01)
-    codec = "onebit" if fault == "die" else "terngrad"
+    codec = "terngrad" if how == "freeze" else "onebit"
     state = gradcomp.ddp.register(model, codec, comm=comm, min_numel=0, timeout_s=timeout_s)
     step = 0
 
     def strike(grad):
-        if step == 3 and rank == world - 1:
-            os.kill(os.getpid(), signal.SIGKILL if fault == "die" else signal.SIGSTOP)
+        if step == STEP and rank == world - 1 and how in ("die", "freeze"):
+            send_self(signal.SIGKILL if how == "die" else signal.SIGSTOP)
 
     model.module[4].weight.register_hook(strike)
     for step in range(6):
+        if step == STEP and (rank, how) == (0, "host"):
+            send_self(signal.SIGSTOP)
+        if step == STEP and (rank, how) == (1, "killed"):
+            send_self(signal.SIGKILL)
+        if step == STEP and (rank, how) == (1, "raise"):
+            raise LookupError("no more data")
+        if step == STEP and (rank, how) == (1, "return"):
+            return
         begun = time.monotonic()
         try:
             model(torch.randn(4, 64)).sum().backward()
         except gradcomp.PeerLost as error:
             print(f"time={time.time():.1f}", flush=True)
-            print(
-                f"PeerLost step={step} phase={error.phase} seconds={time.monotonic() - begun:.1f}",
-                flush=True,
-            )
+            took = f"{time.monotonic() - begun:.1f}"
+            print(f"PeerLost step={step} seconds={took} {error}", flush=True)
             try:
                 model(torch.randn(4, 64))
             except gradcomp.PeerLost:
@@ -54,4 +84,4 @@ def main(store, rank, world, fault, timeout_s):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))

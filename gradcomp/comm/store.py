@@ -3,7 +3,7 @@ get and check).
 
 A meeting is a small all_gather that waits by asking again and again, so that it ends in time
 whoever is missing, says who that is, and leaves no collective behind that a late rank could run
-into. A note tells the peers that this rank has given up or closed its communicator.
+into. A note says that a rank has given up or closed its communicator.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gradcomp.comm.base import gave_up
+from gradcomp.comm.base import first_line, gave_up, lost_in_setup
 from gradcomp.comm.torch_private import leave_store, limit_store, store_is_gone
-from gradcomp.errors import PeerLost
 
 SETUP_VARIABLE = "GRADCOMP_SETUP_TIMEOUT_S"
 # longest wait for the other ranks to make their communicators, unless the variable says otherwise
 SETUP_S = 60.0
 LONGEST_PAUSE_S = 0.05
 LOOK_EVERY_S = 1.0
-TELL_S = 2.0  # longest wait until a note stands in the store
+WRITE_S = 2.0  # longest wait until a note stands in the store
 LATE_S = 0.2  # a store that takes longer is not waited for again
 REASON_LENGTH = 500
 CLOSED = "closed its communicator, or its program ended, while other ranks were waiting for it"
@@ -39,7 +38,7 @@ def setup_timeout_s(timeout_s: float) -> float:
     `timeout_s`.
 
     Raises:
-        ValueError: GRADCOMP_SETUP_TIMEOUT_S is no positive number.
+        ValueError: GRADCOMP_SETUP_TIMEOUT_S is not a positive number.
     """
     text = os.environ.get(SETUP_VARIABLE)
     try:
@@ -63,7 +62,7 @@ def meet(
     """Return every rank's `mine`. Collective over the ranks of `store`, which serves one meeting.
 
     All ranks get the answer, or all get an error: who comes after somebody has given up fails at
-    once. Who leaves because of the answer calls `see_off` before.
+    once. Who leaves because of the answer calls `wait_until_read` before.
 
     Args:
         what: what a rank that is missing has not done ("called register").
@@ -74,10 +73,10 @@ def meet(
         PeerLost: phase "setup"; a rank is missing, or the store does not answer.
     """
     begun = looked = time.monotonic()
+    keys = [f"rank{r}" for r in range(world_size)]
     try:
-        store.set(f"rank{rank}", mine)
-        count = store.add("count", 1)
-        if count == world_size:
+        store.set(keys[rank], mine)
+        if store.add("count", 1) == world_size:
             store.set("end", b"all")
         pause = 0.0005
         while not store.check(["end"]):
@@ -93,37 +92,31 @@ def meet(
             pause = min(1.5 * pause, LONGEST_PAUSE_S)
         end = bytes(store.get("end"))
         if end == b"all":
-            found = [bytes(store.get(f"rank{r}")) for r in range(world_size)]
+            found = [bytes(store.get(key)) for key in keys]
             if store.add("read", 1) == world_size:
-                for key in ("count", "end", *(f"rank{r}" for r in range(world_size)), "read"):
+                for key in ("count", "end", *keys, "read"):
                     store.delete_key(key)
             return found
-        missing = [r for r in range(world_size) if not store.check([f"rank{r}"])]
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
     except RuntimeError as error:
-        text = (str(error) or type(error).__name__).splitlines()[0]
-        raise PeerLost("setup", -1, time.monotonic() - begun, _unanswered(text)) from error
-    late = (
-        f"rank {end.decode()} gave up waiting before this rank came"
-        if int(end) != rank and not missing
-        else ""
-    )
-    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-    verb = "have" if len(missing) > 1 else "has"
-    raise PeerLost("setup", -1, time.monotonic() - begun, late or f"{who} {verb} not {what}")
+        why = (
+            "the ranks' store does not answer: the process that hosts it (rank 0, or the launcher)"
+            f" has ended; read its output [{first_line(error)}]"
+        )
+        raise lost_in_setup(begun, why) from error
+    if int(end) != rank and not missing:
+        why = f"rank {end.decode()} gave up waiting before this rank came"
+    else:
+        ranks, have = ("ranks", "have") if len(missing) > 1 else ("rank", "has")
+        why = f"{ranks} {', '.join(map(str, missing))} {have} not {what}"
+    raise lost_in_setup(begun, why)
 
 
-def _unanswered(text: str) -> str:
-    return (
-        "the ranks' store does not answer: the process that hosts it (rank 0, or the launcher) has"
-        f" ended; read its output [{text}]"
-    )
-
-
-def see_off(store: Any) -> None:
-    """Wait until every rank has the answer of a meeting, for TELL_S at most: the store may go
+def wait_until_read(store: Any) -> None:
+    """Wait until every rank has the answer of a meeting, for WRITE_S at most: the store may go
     with the process that hosts it.
     """
-    deadline = time.monotonic() + TELL_S
+    deadline = time.monotonic() + WRITE_S
     with contextlib.suppress(RuntimeError):  # it has gone
         while store.check(["read"]) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -133,31 +126,27 @@ class Notes:
     """Why a rank takes part no more, for its peers to find in a store.
 
     A store whose host is frozen blocks whoever asks it, so threads of their own ask, and nobody
-    waits for them for long. No such thread outlives the interpreter (`_end_asking`).
+    waits for them for long. No such thread outlives the interpreter (`_end_calls`).
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank = store, rank
         # a garbage collector may close a communicator in the middle of anything
         self._lock = threading.RLock()
-        self._looking: dict[str, _Asking] = {}
+        self._reading: dict[str, _Call] = {}
         self._found: dict[str, tuple[int, str]] = {}
-        self._told = False
+        self._written = False
 
-    def tell(self, reason: str) -> None:
-        """Leave a note that this rank has given up, unless it has left one, or another rank has."""
+    def give_up(self, reason: str) -> None:
+        """Leave a note that this rank has given up, unless it or another rank has left one."""
         self._leave("note", reason[:REASON_LENGTH])
 
     def close(self) -> None:
-        """Leave a note that this rank has closed its communicator, unless it has left one, or
-        another rank has.
-        """
+        """Leave a note that this rank has closed, unless it or another rank has left one."""
         self._leave("closed", "")
 
     def look(self, patience_s: float) -> tuple[int, str] | None:
-        """Return (rank, what it did) of a peer that has given up, None if nothing is known after
-        `patience_s`.
-        """
+        """Return (rank, what it did) of a peer that has given up; None if unknown in time."""
         found = self._find("note", patience_s)
         return None if found is None else (found[0], gave_up(found[1]))
 
@@ -170,22 +159,21 @@ class Notes:
 
     def _leave(self, key: str, reason: str) -> None:
         with self._lock:
-            left, self._told = self._told, True
+            left, self._written = self._written, True
         # torch logs a page for each write to one that is
         if not left and not store_is_gone(self._store):
-            _Asking(self._store, lambda: self._write(key, reason)).join(
-                0.0 if _is_silent() else TELL_S
-            )
+            call = _Call(self._store, lambda: self._write(key, reason))
+            call.join(0.0 if _is_silent() else WRITE_S)
 
     def _find(self, key: str, patience_s: float) -> tuple[int, str] | None:
         with self._lock:
-            looking = self._looking.get(key)
-            if key not in self._found and (looking is None or looking.ended):
-                if looking is None and _is_silent():
+            reading = self._reading.get(key)
+            if key not in self._found and (reading is None or reading.ended):
+                if reading is None and _is_silent():
                     return None
-                looking = self._looking[key] = _Asking(self._store, lambda: self._read(key))
-        if looking is not None:
-            looking.join(0.0 if looking.is_late() else patience_s)
+                reading = self._reading[key] = _Call(self._store, lambda: self._read(key))
+        if reading is not None:
+            reading.join(0.0 if reading.is_late() else patience_s)
         return self._found.get(key)
 
     def _write(self, key: str, reason: str) -> None:
@@ -199,7 +187,7 @@ class Notes:
                 self._found[key] = int(rank), str(reason)
 
 
-class _Asking:
+class _Call:
     """A call of a store in a thread of its own.
 
     The thread is one of `_thread`: starting one of `threading` takes a lock, which a garbage
@@ -212,12 +200,12 @@ class _Asking:
         self.ended = False
         self._end = _thread.allocate_lock()
         self._end.acquire()
-        _asking.add(self)
+        _calls.add(self)
         try:
             _thread.start_new_thread(self._run, ())
         except RuntimeError:  # the interpreter ends: from Python 3.12 on it starts no thread then
             if not _is_silent():
-                limit_store(self.store, TELL_S)
+                limit_store(self.store, WRITE_S)
                 self._run()
 
     def _run(self) -> None:
@@ -227,7 +215,7 @@ class _Asking:
             pass
         finally:
             self.ended = True
-            _asking.discard(self)
+            _calls.discard(self)
             self._end.release()
 
     def is_late(self) -> bool:
@@ -240,26 +228,26 @@ class _Asking:
             self._end.release()
 
 
-_asking: set[_Asking] = set()  # calls under way
+_calls: set[_Call] = set()  # under way
 
 
 def _is_silent() -> bool:
     """Whether a store does not answer."""
-    return any(one.is_late() for one in list(_asking))
+    return any(call.is_late() for call in list(_calls))
 
 
-def _end_asking() -> None:
+def _end_calls() -> None:
     """Let no thread be in a call of a store when the interpreter ends.
 
     One that came back from it while the interpreter finalizes would end the process by SIGABRT
     (before Python 3.14): it is stopped in the middle of C++ that lets no exception out.
     """
-    deadline = time.monotonic() + TELL_S
-    for one in list(_asking):
-        one.join(max(0.0, deadline - time.monotonic()))
-    for one in list(_asking):
-        leave_store(one.store)
-        one.join(TELL_S)
+    deadline = time.monotonic() + WRITE_S
+    for call in list(_calls):
+        call.join(max(0.0, deadline - time.monotonic()))
+    for call in list(_calls):
+        leave_store(call.store)
+        call.join(WRITE_S)
 
 
-weakref.finalize(Notes, _end_asking)  # made first, so called after those of all communicators
+weakref.finalize(Notes, _end_calls)  # made first, so called after those of all communicators

@@ -1,0 +1,342 @@
+"""What an MpiCommunicator is made of: duplicated communicators, who may call MPI, patience, and how
+a program ends.
+
+Waits poll, so that a silent peer ends in an error and not in a hang: first spinning, since an
+answer over shared memory is near, then sleeping, since peers may need the core. A rank that gives
+up says so on a communicator of its own, which every wait looks at. Channels are kept, as an
+attribute of the MPI communicator they were made from, for the next MpiCommunicator: freeing them is
+collective, and ranks may close theirs, or drop them, at different times.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp.comm.base import Channel, lost_in_setup
+
+T = TypeVar("T")
+
+SPIN_S = 0.0005  # poll without sleeping for so long
+# longest sleep between two polls: large messages move on only while somebody polls
+MAX_PAUSE_S = 0.0002
+MAIN_THREAD_ONLY = (
+    "MPI was initialised for calls from the main thread only, which overlapped exchanges cannot"
+    " keep to: set mpi4py.rc.thread_level = 'serialized' (or 'multiple') before mpi4py.MPI is"
+    " imported"
+)
+OFFERS = 16  # free channels that a rank tells the others of: ranks may have freed different ones
+TAGS = 32767  # for messages; every MPI has one more
+LEAVING = -1
+REASON_NBYTES = 300
+_WORD = struct.Struct("<i")
+# for mpirun to pass on what a rank has printed, which MPICH's drops when the job is aborted
+FORWARD_S = 0.3
+# at the end of a program that lost a peer, longest wait for the others to end as well
+LEAVE_S = 30.0
+
+
+# ---- who may call MPI ----------------------------------------------------------------------------
+
+_here = threading.local()
+# its thread starts when it is first needed
+_one_thread = ThreadPoolExecutor(1, "gradcomp-mpi", lambda: setattr(_here, "calls_mpi", True))
+
+
+def mpi() -> Any:
+    """Return mpi4py's MPI module, which somebody has imported; None where nobody has."""
+    return sys.modules.get("mpi4py.MPI")
+
+
+@functools.cache
+def thread_level() -> str:
+    """Return from where MPI may be called: "multiple" (any thread), "serialized" (one thread of
+    ours), or "main" (the main thread).
+    """
+    levels = {mpi().THREAD_MULTIPLE: "multiple", mpi().THREAD_SERIALIZED: "serialized"}
+    return levels.get(mpi().Query_thread(), "main")
+
+
+def call(function: Callable[[], T]) -> T:
+    """Call MPI where it may be called.
+
+    Raises:
+        RuntimeError: it may be called from the main thread only, and this is another one.
+    """
+    level = thread_level()
+    if level == "serialized" and not getattr(_here, "calls_mpi", False):
+        return _one_thread.submit(function).result()
+    if level == "main" and not mpi().Is_thread_main():
+        raise RuntimeError(MAIN_THREAD_ONLY)
+    return function()
+
+
+class Pause:
+    """Spins for a while, then sleeps ever longer."""
+
+    def __init__(self) -> None:
+        self._spin_until = time.monotonic() + SPIN_S
+        self._sleep_s = 0.00002
+
+    def __call__(self) -> None:
+        if time.monotonic() < self._spin_until:
+            os.sched_yield()
+        else:
+            time.sleep(self._sleep_s)
+            self._sleep_s = min(2 * self._sleep_s, MAX_PAUSE_S)
+
+
+# ---- channels ------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Arriving:
+    """A message that has been matched and is on its way."""
+
+    sender: int
+    message: Tensor
+    request: Any
+    done: bool = False
+
+
+@dataclass(eq=False)
+class Channels:
+    """The duplicated communicators of one `MpiCommunicator`, and what is known of its peers."""
+
+    by_channel: dict[Channel, Any]
+    point: Any  # messages from rank to rank
+    news: Any  # "I give up"
+    serial: int  # number of its making, the same on every rank
+    # peers that have given up: for whose sake, and why
+    gone: dict[int, tuple[int, str]] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)  # peers that have come to their end
+    broken: bool = False
+    uses: int = 0  # how many MpiCommunicators have had these channels; tells their messages apart
+    # requests with what MPI reads or writes
+    pending: dict[int, tuple[Any, object]] = field(default_factory=dict)
+    arriving: list[Arriving] = field(default_factory=list)  # messages that have been matched
+    sent: list[Any] = field(default_factory=list)  # news and their requests
+
+    @property
+    def tag(self) -> int:
+        return self.uses % TAGS
+
+    def read_news(self) -> None:
+        """Take note of the peers that have given up or come to their end."""
+        status, byte = mpi().Status(), mpi().BYTE
+        while (found := call(lambda: self.news.Improbe(status=status))) is not None:
+            note = np.zeros(status.Get_count(byte), np.uint8)
+            call(functools.partial(found.Recv, [note, byte]))
+            (word,) = _WORD.unpack_from(note.data)
+            if word == LEAVING:
+                self.left.add(status.Get_source())
+            else:
+                reason = note[_WORD.size :].tobytes().decode(errors="replace")
+                self.gone[status.Get_source()] = (word, reason)
+
+    def send_news(self, word: int, reason: str = "") -> None:
+        """Send every peer the rank for whose sake this one gives up, and why, or LEAVING."""
+        note = np.frombuffer(_WORD.pack(word) + reason.encode()[:REASON_NBYTES], np.uint8)
+        others = [rank for rank in range(self.news.Get_size()) if rank != self.news.Get_rank()]
+        self.sent += [note, *(self.news.Isend([note, mpi().BYTE], rank) for rank in others)]
+
+    def match(self) -> None:
+        """Begin to receive what peers have sent. A message that is too long comes as well:
+        truncating one that has been matched corrupts Open MPI's memory.
+        """
+        status, byte, source = mpi().Status(), mpi().BYTE, mpi().ANY_SOURCE
+        while (found := call(lambda: self.point.Improbe(source, self.tag, status))) is not None:
+            message = torch.empty(status.Get_count(byte), dtype=torch.uint8)
+            request = call(functools.partial(found.Irecv, [message.numpy(), byte]))
+            self.arriving.append(Arriving(status.Get_source(), message, request))
+
+    def arrived(self, source: int | None) -> Arriving | None:
+        """Return the first message that is here, in the order in which each rank sent its own."""
+        waiting: set[int] = set()
+        for found in self.arriving:
+            found.done = found.done or bool(call(found.request.Test))
+            if found.done and found.sender not in waiting and source in (None, found.sender):
+                self.arriving.remove(found)
+                return found
+            waiting.add(found.sender)
+        return None
+
+    def forget(self) -> list[Any]:
+        """Forget requests and messages; return those that have not ended."""
+        left: list[Any] = [kept for kept in self.pending.values() if not call(kept[0].Test)]
+        left += [
+            (a.request, a.message) for a in self.arriving if not (a.done or call(a.request.Test))
+        ]
+        self.pending.clear()
+        self.arriving.clear()
+        return left
+
+
+@dataclass(eq=False)
+class Parent:
+    """What is kept with an MPI communicator: channels that are free, and how many were made."""
+
+    free: list[Channels] = field(default_factory=list)
+    # by communicators that nobody closed; a finalizer adds them
+    dropped: list[Channels] = field(default_factory=list)
+    made: int = 0
+    subsets: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    # some rank did not take part in making channels: what it does now would match the wrong call
+    spoiled: bool = False
+
+    def take_channels(self, comm: Any, timeout_s: float) -> Channels:
+        """Return channels that are free on every rank, or make some. Collective over `comm`.
+
+        Raises:
+            PeerLost: a rank did not take part within `timeout_s`, now or earlier.
+        """
+        if self.spoiled:
+            why = "an earlier MpiCommunicator here was not made on every rank"
+            raise lost_in_setup(time.monotonic(), why)
+        with free_lock:
+            while self.dropped:
+                self.give_back(self.dropped.pop())
+            offered = sorted(channels.serial for channels in self.free)[-OFFERS:]
+        mine, everyone = np.zeros(OFFERS, np.int64), np.zeros((comm.Get_size(), OFFERS), np.int64)
+        mine[: len(offered)] = offered
+        self._wait([call(lambda: comm.Iallgather(mine, everyone))], [mine, everyone], timeout_s)
+        common = set(offered).intersection(*everyone.tolist())
+        if common:
+            with free_lock:
+                free = next(channels for channels in self.free if channels.serial == max(common))
+                self.free.remove(free)
+            free.uses += 1
+            return free
+        copies = call(lambda: [comm.Idup() for _ in range(len(Channel) + 2)])
+        self._wait([request for _, request in copies], copies, timeout_s)
+        comms = [copy for copy, _ in copies]
+        for copy in comms:
+            copy.Set_errhandler(mpi().ERRORS_RETURN)
+        self.made += 1
+        by_channel = dict(zip(Channel, comms, strict=False))
+        channels = Channels(by_channel, comms[-2], comms[-1], self.made)
+        _made.append(channels)
+        return channels
+
+    def give_back(self, channels: Channels) -> None:
+        """Have channels that nobody uses any more serve again, unless something on them has not
+        ended. Holds `free_lock`.
+        """
+        if left := channels.forget():
+            unanswered.append(left)
+        elif not channels.broken and not channels.gone:
+            self.free.append(channels)
+
+    def make_subset(self, comm: Any, members: Sequence[int], timeout_s: float) -> Any:
+        """Return an MPI communicator of some ranks, which have met. Collective over these.
+
+        MPI has no call for this that does not block: should a rank end just now, the thread that
+        waits is left behind where threads may call MPI.
+
+        Raises:
+            PeerLost: a rank did not take part within `timeout_s`.
+        """
+        group = comm.Get_group().Incl(list(members))
+        make = functools.partial(comm.Create_group, group, members[0])
+        if thread_level() != "multiple":
+            return call(make)
+        begun, found = time.monotonic(), []
+        thread = threading.Thread(
+            target=lambda: found.append(make()), name="gradcomp-subset", daemon=True
+        )
+        thread.start()
+        thread.join(timeout_s)
+        if not found:
+            unanswered.append(thread)
+            self.spoiled = True
+            why = f"not every rank of {list(members)} made its communicator"
+            raise lost_in_setup(begun, why)
+        return found[0]
+
+    def _wait(self, requests: list[Any], kept: object, timeout_s: float) -> None:
+        """Wait for what every rank has to take part in."""
+        begun, pause = time.monotonic(), Pause()
+        while not call(lambda: mpi().Request.Testall(requests)):
+            if time.monotonic() - begun > timeout_s:
+                unanswered.append((requests, kept))
+                self.spoiled = True
+                raise lost_in_setup(begun, "not every rank made its MpiCommunicator")
+            pause()
+
+
+_keyval: int | None = None
+free_lock = threading.Lock()
+
+
+def kept_with(comm: Any) -> Parent:
+    """Return what is kept with an MPI communicator; it goes when the communicator goes."""
+    global _keyval
+    if _keyval is None:
+        _keyval = mpi().Comm.Create_keyval()
+    parent = comm.Get_attr(_keyval)
+    if parent is None:
+        parent = Parent()
+        comm.Set_attr(_keyval, parent)
+    return parent  # type: ignore[no-any-return]
+
+
+# ---- the end of a program that lost a peer -------------------------------------------------------
+
+_made: list[Channels] = []
+# what no peer will complete, with its buffers: MPI may use them until the process ends
+unanswered: list[Any] = []
+
+
+@atexit.register
+def _leave() -> None:
+    """After a lost peer, end the job instead of waiting in MPI_Finalize, once the other ranks are
+    at their end, too.
+
+    A rank that has heard of trouble says when it is; one that has not (it may be in MPI_Finalize
+    already) says nothing, so the wait ends after LEAVE_S.
+    """
+    if mpi() is None or mpi().Is_finalized():
+        return
+    _here.calls_mpi = True  # the thread of ours has ended
+    for channels in _made:
+        channels.read_news()
+    trouble = [channels for channels in _made if channels.broken or channels.gone]
+    for channels in trouble:
+        channels.send_news(LEAVING)
+        unanswered.extend(kept for kept in channels.pending.values() if not kept[0].Test())
+    if not unanswered:
+        return
+    # of an exception that nobody caught: others are not to go on without this rank
+    died = hasattr(sys, "last_value")
+    pause, deadline = Pause(), time.monotonic() + (0 if died else LEAVE_S)
+    while (
+        any(len(channels.left) < channels.news.Get_size() - 1 for channels in trouble)
+        and time.monotonic() < deadline
+    ):
+        for channels in trouble:
+            channels.read_news()
+        pause()
+    end_job()
+
+
+def end_job() -> NoReturn:
+    """End every rank of the job by MPI_Abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(FORWARD_S)
+    mpi().COMM_WORLD.Abort(1)
+    time.sleep(5)  # MPICH's returns, and the process is ended a little later
+    os._exit(1)

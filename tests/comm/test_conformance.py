@@ -1,0 +1,426 @@
+"""What every transport must do, written once: a new transport adds one row to the `over` fixture
+(tests/conftest.py).
+"""
+
+import threading
+import time
+
+import pytest
+import torch
+from _ranks import run_local
+
+import gradcomp
+from gradcomp.comm import Channel, Communicator, LocalCommunicator, RankGone
+
+WAIT_S = 20
+
+
+def filled(nbytes, value):
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+def send(comm, to, nbytes=1, value=0):
+    comm.start_send(filled(nbytes, value), to).wait(WAIT_S)
+
+
+def end(comm):
+    """Wait for all ranks: where messages go over TCP, a rank that closes is a rank that is gone."""
+    comm.all_gather_bytes(b"end", WAIT_S)
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+def collectives(comm, n):
+    """Every operation on a channel of its own, all under way at once, started in an order that
+    differs between ranks.
+    """
+    me, ranks = comm.rank, range(comm.world_size)
+
+    def values(rank):  # the largest comes from another rank at each place
+        return (torch.arange(n, dtype=torch.int32) * 7 + 11 * rank) % 13 - 6
+
+    def run(sender, to):  # of 0 to 2n + 2 bytes
+        return filled(n * (sender + 2 * to) % (2 * n + 3), 16 * sender + to)
+
+    largest, everyone = values(me), torch.empty(n * len(ranks), dtype=torch.uint8)
+    out, into = [run(me, to) for to in ranks], [run(sender, me) for sender in ranks]
+    received = torch.empty(sum(map(len, into)), dtype=torch.uint8)
+    starts = [
+        lambda: comm.start_max(largest, Channel.SCALE),
+        lambda: comm.start_all_to_all(
+            torch.cat(out), [*map(len, out)], received, [*map(len, into)], Channel.FIRST
+        ),
+        lambda: comm.start_all_gather(filled(n, me), everyone, Channel.SECOND),
+    ]
+    works = [starts[(me + k) % 3]() for k in range(3)]
+    assert comm.all_gather_bytes(b"%d" % me, WAIT_S) == [b"%d" % rank for rank in ranks]
+    for work in reversed(works):
+        work.wait(WAIT_S)
+        assert comm.world_size == 1 or isinstance(comm, LocalCommunicator) or work.is_done()
+    assert torch.equal(largest, torch.stack([values(rank) for rank in ranks]).amax(0))
+    assert torch.equal(received, torch.cat(into))
+    assert torch.equal(everyone, torch.cat([filled(n, rank) for rank in ranks]))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [0, 1, 7, 5001])
+def test_collectives_of_any_length(over, world, n):
+    over(world, collectives, n)
+
+
+def many_at_once(comm):
+    """Far more collectives are under way than any exchange starts; they end in any order."""
+    works = []
+    for number in range(60):
+        recv = filled(comm.world_size, 0)
+        send = filled(1, 4 * number + comm.rank)
+        works.append((comm.start_all_gather(send, recv, Channel(number % 3)), recv, number))
+    for work, recv, number in reversed(works):
+        work.wait(WAIT_S)
+        assert recv.tolist() == [4 * number + rank for rank in range(comm.world_size)]
+
+
+def test_many_collectives_are_under_way_at_once(over):
+    over(3, many_at_once)
+
+
+def other_communicators(comm):
+    """A duplicate and a subset have channels of their own: what is under way on one does not move
+    the others; closing one closes no other.
+    """
+    other = comm.duplicate(timeout_s=30)
+    recvs = [torch.zeros(3, dtype=torch.uint8) for _ in range(2)]
+    order = [(comm, 0), (other, 1)] if comm.rank else [(other, 1), (comm, 0)]
+    works = [
+        c.start_all_gather(filled(1, comm.rank + 10 * k), recvs[k], Channel.FIRST) for c, k in order
+    ]
+    for work in works:
+        work.wait(WAIT_S)
+    assert [r.tolist() for r in recvs] == [[0, 1, 2], [10, 11, 12]] and other.timeout_s in (30, 300)
+    other.all_gather_bytes(b"x", WAIT_S)
+    for _ in range(2):
+        other.close()
+    with pytest.raises((RuntimeError, ConnectionError), match="closed"):
+        other.all_gather_bytes(b"x", WAIT_S, Channel.FIRST)
+    if comm.rank != 1:
+        pair = comm.subset([2, 0], WAIT_S)  # in this order
+        assert pair.rank == (comm.rank == 0)
+        assert pair.all_gather_bytes(b"%d" % comm.rank, WAIT_S, Channel.FIRST) == [b"2", b"0"]
+        pair.close()
+    assert len({*comm.all_gather_bytes(comm.identity(WAIT_S), WAIT_S)}) == 1
+    return comm.identity(WAIT_S)
+
+
+def test_a_duplicate_and_a_subset_have_channels_of_their_own(over):
+    first, second = over(3, other_communicators), over(3, other_communicators)
+    assert len({*first}) == len({*second}) == 1 and first[0] != second[0]
+
+
+def lost(comm):
+    """Rank 1 is silent on a duplicate, and gives up on this one: the others hear of it long before
+    their patience ends.
+    """
+    other, last = (comm.duplicate(timeout_s=30) for _ in range(2))
+    if comm.rank == 1:
+        for source in (0, 2):
+            comm.receive(60, source, max_nbytes=1)
+        comm.abort("UnsupportedTensor: the gradient of 'w' is sparse")
+        last.all_gather_bytes(b"end", 60)
+        return None
+    recvs = [filled(3, 0) for _ in range(3)]
+    with pytest.raises(TimeoutError, match="answer"):
+        other.start_all_gather(filled(1, 0), recvs[0], Channel.FIRST).wait(0.3)
+    works = [
+        comm.start_all_gather(filled(1, 0), recvs[c], c) for c in (Channel.FIRST, Channel.SECOND)
+    ]
+    send(comm, 1)
+    begun, found = time.monotonic(), set()
+    for work in works:
+        with pytest.raises(RankGone) as error:
+            work.wait(60)
+        found.add((error.value.rank, str(error.value)))
+    seconds = time.monotonic() - begun
+    last.all_gather_bytes(b"end", 60)
+    return found, seconds
+
+
+def test_a_rank_that_is_silent_or_gives_up(over):
+    """What it said was lost: peers waited for their whole timeout."""
+    why = "rank 1 gave up because of UnsupportedTensor: the gradient of 'w' is sparse"
+    for found, seconds in over(3, lost)[::2]:
+        assert found == {(1, why)} and seconds < 25
+
+
+# ---- who holds the channels ----------------------------------------------------------------------
+
+
+def layers(rank):
+    torch.manual_seed(rank)
+    found = [(f"layer{i}", torch.nn.Parameter(torch.zeros(40, 40))) for i in range(3)]
+    for _, p in found:
+        p.grad = torch.randn(40, 40)
+    return found
+
+
+def two_users(comm):
+    """all_reduce while an exchange that rotate() began is under way."""
+    averager = gradcomp.GradientAverager(
+        layers(comm.rank), "terngrad", comm, bucket_cap_mb=0.01, min_numel=0
+    )
+    averager.rotate()
+    x, y = (torch.full((64,), float(comm.rank)) for _ in range(2))
+    begun = time.monotonic()
+    refusal = r"all_reduce\(key=7\).*the averaging of 3.*duplicate\(\)"
+    with pytest.raises(gradcomp.GradcompError, match=refusal):
+        gradcomp.all_reduce(x, gradcomp.Identity(), comm, key=7, timeout_s=20)
+    with pytest.raises(gradcomp.GradcompError, match="a collective cannot start"):
+        comm.all_gather_bytes(b"x", WAIT_S, Channel.FIRST)
+    at_once = time.monotonic() - begun
+    end(comm)  # control is free
+    other = comm.duplicate()
+    gradcomp.all_reduce(x, gradcomp.Identity(), other, key=7, timeout_s=20)
+    averager.flush()
+    gradcomp.all_reduce(y, gradcomp.Identity(), comm, key=7, timeout_s=20)
+    averager.close()
+    other.close()
+    return at_once < 15, x[0].item(), y[0].item()
+
+
+def test_a_second_user_of_a_communicator_is_refused_at_once(over):
+    assert over(2, two_users) == [(True, 0.5, 0.5)] * 2
+
+
+def test_a_lease_is_claimed_once_and_given_back():
+    comm = LocalCommunicator.group(1)[0]
+    first, second = comm.lease("the first"), comm.lease("the second")
+    for _ in range(2):
+        first.claim()
+    with pytest.raises(
+        gradcomp.GradcompError, match="the second cannot start .* while the first has"
+    ):
+        second.claim()
+    second.release()
+    with pytest.raises(gradcomp.GradcompError), second:
+        pass
+    first.release()
+    with second:
+        with pytest.raises(gradcomp.GradcompError):
+            first.claim()
+        with pytest.raises(gradcomp.GradcompError, match="a collective cannot start"):
+            first.all_gather_bytes(b"x", 5, Channel.SCALE)
+        second.all_gather_bytes(b"x", 5, Channel.SCALE)
+    first.claim()
+    del first  # a user that is gone holds nothing
+    second.claim()
+
+
+def test_of_users_that_claim_at_once_one_is_lucky():
+    comm, claimed, refused = LocalCommunicator.group(1)[0], [], []
+    barrier = threading.Barrier(8)
+
+    def claim(number):
+        lease = comm.lease(f"user {number}")
+        barrier.wait()
+        try:
+            lease.claim()
+            claimed.append(lease)
+        except gradcomp.GradcompError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claimed) == 1 and len(refused) == 7
+    assert all(f"while {claimed[0].user} has an exchange" in text for text in refused)
+
+
+def test_a_transport_that_goes_round_the_claims_is_refused():
+    """A subclass that was written for `start_max` itself would have been called without a check."""
+    with pytest.raises(
+        TypeError, match=r"Mine must define _start_max\(\) instead of start_max\(\)"
+    ):
+        type("Mine", (Communicator,), {"start_max": lambda self, values, channel: None})
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def ping(comm, sizes):
+    """Every rank sends rank 0 a message of each size; rank 0 sends the sum of its bytes back."""
+    if comm.rank:
+        for size in sizes:
+            send(comm, 0, size, comm.rank)
+        found = [int(comm.receive(20, 0, max_nbytes=8)[1].view(torch.int64)) for _ in sizes]
+    else:
+        found, works = {rank: [] for rank in range(1, comm.world_size)}, []
+        for _ in range((comm.world_size - 1) * len(sizes)):
+            sender, message = comm.receive(20, max_nbytes=max(sizes))
+            found[sender].append(message.numel())
+            total = message.sum(dtype=torch.int64).view(1).view(torch.uint8)
+            works.append(comm.start_send(total, sender))
+        for work in works:
+            work.wait(WAIT_S)
+    end(comm)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_messages_arrive_whole_and_in_order_from_any_rank(over, world):
+    sizes = [0, 1, 7, 100_000, 5_000_001, 3]
+    got, *answers = over(world, ping, sizes)
+    assert got == {rank: sizes for rank in range(1, world)}
+    assert answers == [[rank * size for size in sizes] for rank in range(1, world)]
+
+
+def from_one(comm):
+    """Rank 0 asks for rank 2's message first, though rank 1's came before it."""
+    if comm.rank == 1:
+        for to in (2, 0):
+            send(comm, to, value=1)
+    if comm.rank == 2:
+        comm.receive(20, 1, max_nbytes=1)
+        time.sleep(0.3)
+        send(comm, 0, value=2)
+    found = [comm.receive(20, source, max_nbytes=1) for source in (2, 1) if comm.rank == 0]
+    end(comm)
+    return [(sender, int(message)) for sender, message in found]
+
+
+def test_a_source_can_be_chosen(over):
+    assert over(3, from_one)[0] == [(2, 2), (1, 1)]
+
+
+def refusals(comm):
+    """Messages that are too long are dropped, and the next one arrives; none goes nowhere."""
+    for to in (comm.rank, -1, comm.world_size):
+        with pytest.raises(ValueError, match=f"cannot send to rank {to}"):
+            send(comm, to)
+    if comm.rank:
+        for size in (100, 5_000_000, 10):
+            send(comm, 0, size)
+        comm.receive(20, 0, max_nbytes=0)
+        return None
+    for limit in (99, 4_999_999):
+        with pytest.raises(ValueError, match=f"rank 1 sent .* at most {limit}"):
+            comm.receive(20, max_nbytes=limit)
+    sender, message = comm.receive(20, max_nbytes=10)
+    send(comm, 1, 0)
+    return sender, message.numel()
+
+
+def test_a_message_that_is_too_long_is_dropped_and_the_next_one_arrives(over):
+    assert over(2, refusals)[0] == (1, 10)
+
+
+def silence(comm):
+    send(comm, 1 - comm.rank)
+    comm.receive(20, max_nbytes=1)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match="no message from any rank"):
+        comm.receive(0.3, max_nbytes=1)
+    took = time.monotonic() - begun
+    end(comm)
+    send(comm, 1 - comm.rank, value=1)
+    return 0.2 < took < 20, int(comm.receive(20, max_nbytes=1)[1])
+
+
+def test_silence_is_a_timeout_and_can_be_waited_out(over):
+    assert over(2, silence) == [(True, 1)] * 2
+
+
+def one_goes(comm):
+    """Rank 2 gives up: the others hear of it once, and go on with each other. Each ends only when
+    both have heard.
+    """
+    comm.all_gather_bytes(b"begin", 20)
+    if comm.rank == 2:
+        for to in (0, 1):
+            send(comm, to)
+        comm.abort()
+        return None
+    assert comm.receive(20, 2, max_nbytes=1)[0] == 2
+    other = 1 - comm.rank
+    send(comm, other)
+    heard = []
+    # two messages of the other, the second of which says that it has heard, and the end of rank 2
+    while len(heard) < 3:
+        try:
+            heard.append(str(comm.receive(10, max_nbytes=1)[0]))
+        except RankGone as error:
+            heard.append(f"gone {error.rank}")
+            send(comm, other)
+    with pytest.raises(RankGone):
+        comm.receive(5, 2, max_nbytes=1)
+    with pytest.raises(RankGone):
+        for _ in range(100):  # what was sent before the news has come is lost
+            comm.start_send(filled(1, 0), 2).wait(5)
+    return sorted(heard)
+
+
+def test_a_rank_that_gives_up_is_reported_once_and_the_others_go_on(over):
+    assert over(3, one_goes)[:2] == [["1", "1", "gone 2"], ["0", "0", "gone 2"]]
+
+
+def in_pieces(comm):
+    """Rank 0 waits in slices far shorter than the message takes; a short one of another rank
+    gets through meanwhile.
+    """
+    got = {}
+    if comm.rank:
+        size = 60_000_000 if comm.rank == 1 else 5
+        comm.start_send(filled(size, comm.rank), 0).wait(60)
+    while comm.rank == 0 and len(got) < 2:
+        try:
+            sender, message = comm.receive(0.0005, max_nbytes=60_000_000)
+            got[sender] = (message.numel(), bool((message == sender).all()))
+        except TimeoutError:
+            continue
+    comm.all_gather_bytes(b"end", 60)
+    return got
+
+
+def test_a_long_message_arrives_over_many_short_waits(over):
+    assert over(3, in_pieces)[0] == {1: (60_000_000, True), 2: (5, True)}
+
+
+def leave_one_behind(comm):
+    """A message that nobody receives does not reach the next communicator."""
+    other, found = 1 - comm.rank, []
+    for value, extra in ((0, comm.rank), (7, False)):
+        inner = comm.subset([0, 1], WAIT_S)
+        send(inner, other, 2, value)
+        found.append(inner.receive(20, max_nbytes=10)[1].tolist())
+        if extra:
+            send(inner, other, 3, 1)
+        end(inner)
+        inner.close()
+    return found
+
+
+def test_what_nobody_received_does_not_reach_the_next_communicator(over):
+    assert over(2, leave_one_behind) == [[[0, 0], [7, 7]]] * 2
+
+
+def test_a_local_group_has_at_least_one_rank():
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        LocalCommunicator.group(0)
+
+
+def unlike(comm):
+    """Ranks that start other collectives, or send other lengths, hear of it."""
+    if comm.rank:
+        works = [comm.start_max(torch.zeros(2, dtype=torch.int32), Channel.FIRST)]
+    else:
+        works = [comm.start_all_gather(filled(1, 0), filled(2, 0), Channel.FIRST)]
+    n = 1 + comm.rank
+    works.append(comm.start_all_gather(filled(n, 0), filled(2 * n, 0), Channel.SECOND))
+    for work, why in zip(works, ("different collectives", "bytes, .* expected"), strict=True):
+        with pytest.raises(ConnectionError, match=why):
+            work.wait(WAIT_S)
+
+
+def test_unlike_collectives_of_threads_are_refused():
+    run_local(2, unlike)

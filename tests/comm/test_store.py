@@ -1,0 +1,158 @@
+"""Meetings and notes of ranks in a store."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from gradcomp.launch.ports import free_port
+
+from gradcomp.comm.store import Notes, meet, setup_timeout_s
+from gradcomp.errors import PeerLost
+
+
+def at_once(*functions):
+    """Call every function in a thread of its own; return what they returned or raised."""
+    results = [None] * len(functions)
+
+    def work(number, function):
+        try:
+            results[number] = function()
+        except Exception as error:
+            results[number] = error
+
+    threads = [
+        threading.Thread(target=work, args=item, daemon=True) for item in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def test_a_meeting_gives_everyone_the_records_and_leaves_nothing_behind():
+    """So the ranks of a process group that is made again over the same store do not find answers
+    of before.
+    """
+    store = dist.HashStore()
+    for records in ([b"0", b"1", b"2"], [b"3", b"4", b"5"]):
+        ranks = [
+            lambda r=r, mine=mine: meet(store, r, 3, mine, 20, "") for r, mine in enumerate(records)
+        ]
+        assert at_once(*ranks) == [records] * 3
+    assert store.num_keys() == 0
+
+
+def test_a_meeting_names_who_is_missing_and_who_comes_later_fails_at_once():
+    store = dist.HashStore()
+
+    def first_to_give_up():
+        while not store.check(["rank2"]):
+            time.sleep(0.001)
+        return meet(store, 0, 4, b"", 0.2, "called register")
+
+    waiting = at_once(first_to_give_up, lambda: meet(store, 2, 4, b"", 20, "called register"))
+    for error in waiting:
+        assert isinstance(error, PeerLost) and error.phase == "setup"
+        assert error.detail == "ranks 1, 3 have not called register"
+    begun = time.monotonic()
+    (late,) = at_once(lambda: meet(store, 3, 4, b"", 20, "called register"))
+    assert isinstance(late, PeerLost) and "rank 1 has not called register" in str(late)
+    (last,) = at_once(lambda: meet(store, 1, 4, b"", 20, "called register"))
+    assert isinstance(last, PeerLost) and "gave up waiting before this rank came" in str(last)
+    assert time.monotonic() - begun < 15
+
+
+def test_a_store_that_does_not_answer_is_a_lost_peer():
+    class Gone:
+        def set(self, key, value):
+            raise RuntimeError("Connection reset by peer\nat TCPStore.cpp")
+
+    with pytest.raises(
+        PeerLost, match="store does not answer: .*; read its output .Connection reset by peer.$"
+    ):
+        meet(Gone(), 0, 2, b"", 1, "come")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [(None, (60, 5)), ("600", (600, 5)), *((bad, None) for bad in ("0", "-1", "soon", "nan"))],
+)
+def test_the_setup_timeout_is_a_positive_number_and_bounded(text, wanted, monkeypatch):
+    monkeypatch.delenv("GRADCOMP_SETUP_TIMEOUT_S", raising=False)
+    if text is not None:
+        monkeypatch.setenv("GRADCOMP_SETUP_TIMEOUT_S", text)
+    if wanted is None:
+        with pytest.raises(ValueError, match=f"GRADCOMP_SETUP_TIMEOUT_S.*{text}"):
+            setup_timeout_s(300)
+    else:
+        assert (setup_timeout_s(1800), setup_timeout_s(5)) == wanted
+
+
+def test_the_first_note_stays():
+    store = dist.HashStore()
+    notes = [Notes(store, rank) for rank in range(3)]
+    assert notes[0].look(5) is None
+    notes[1].give_up("out of memory")
+    notes[2].give_up("lost rank 1")
+    assert notes[0].look(5) == (1, "gave up because of out of memory") == notes[2].look(5)
+    assert notes[1].look(5) is None
+
+
+def test_a_store_that_blocks_holds_nobody_up():
+    class Blocked:
+        calls = 0
+
+        def check(self, keys):
+            Blocked.calls += 1
+            answers.wait(60)
+
+        def add(self, key, value):
+            raise RuntimeError("gone")
+
+    notes, answers = Notes(Blocked(), 0), threading.Event()
+    begun = time.monotonic()
+    assert notes.look(0.05) is None and notes.look(0.05) is None
+    notes.give_up("anything")
+    assert time.monotonic() - begun < 20
+    assert Blocked.calls == 1
+    answers.set()
+
+
+LEAVES = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from gradcomp import PeerMismatch
+from gradcomp.comm import TorchCommunicator
+
+rank = int(sys.argv[1])
+store = dist.TCPStore(
+    "127.0.0.1", int(sys.argv[2]), None, rank == 0, timedelta(seconds=60), wait_for_workers=False
+)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+if rank == 0:
+    time.sleep(1)  # the other one waits, and looks every 50 ms
+try:
+    TorchCommunicator(timeout_s=20 + rank)
+except PeerMismatch as error:
+    print(error.field, error.rank, error.expected, error.got, flush=True)
+os._exit(0)  # with the store
+"""
+
+
+@pytest.mark.slow
+def test_a_mismatch_is_read_before_the_store_goes():
+    """The rank that hosts the store left with it as soon as it knew: PeerLost on the other one."""
+    command = [sys.executable, "-c", LEAVES]
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen([*command, rank, port], stdout=subprocess.PIPE, text=True) for rank in "01"
+    ]
+    assert [process.communicate(timeout=90)[0] for process in ranks] == [
+        "timeout_s 1 20.0 21.0\n"
+    ] * 2
