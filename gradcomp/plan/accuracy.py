@@ -18,21 +18,19 @@ from gradcomp.codecs import Block, Codec, Identity, OneBit, Ternary, TernGrad
 from gradcomp.codecs.feedback import FeedbackCodec
 
 ENOUGH_SEEDS = 3  # a figure of fewer is shown and decides nothing
-# about the deviation over three seeds
-TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}
+TOLERANCES: Mapping[str, float] = {"nats": 0.02, "points": 0.3}  # deviations over three seeds
 FAMILIES: Mapping[str, str] = {
     "adam": "Adam and its relatives",
     "sgd": "SGD",
     "onebitadam": "OneBitAdam",
 }
 OWN_WARM_UP = ("onebitadam",)  # families of optimizers that bring the warm start themselves
-# What residuals keep from step to step (`FeedbackCodec`), where less than all loses less:
-# docs/explanation/accuracy.md.
+# Share of the residuals that is kept from step to step (`FeedbackCodec`), where less than all
+# loses less: docs/explanation/accuracy.md.
 DECAYS: Mapping[str, float] = {"adam": 0.25}
-# optimizers that divide by second moments, by what is in the names of their classes
+# Parts of class names: of optimizers that divide by second moments, and of such that do something
+# else with most gradients, or exchange momentum instead.
 SECOND_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta", "adafactor")
-# such names of optimizers that do something else with most gradients, or whose momentum travels
-# instead
 OTHERS = ("muon", "onebit", "zeroone")
 
 
@@ -44,7 +42,7 @@ class Training:
         family: a key of `FAMILIES`.
         optimizer: the class it was measured with.
         who, what: the model, and more about it.
-        world_size, steps, seeds: as they say.
+        world_size, steps, seeds: how many ranks, steps and seeds.
         fp32: mean over the seeds: held-out loss in nats, or test accuracy in percent.
         unit: of a loss: "nats", or "points" of test error, which are those of accuracy lost.
         source: the page that has it.
@@ -76,7 +74,7 @@ class Measured:
     Attributes:
         training: what was trained.
         codec: as it was measured.
-        bits: a value and phase, scales included, after a warm start.
+        bits: per value and phase, scales included, after a warm start.
         got: what the training ended at, in the same unit as its `fp32`.
         precondition: whether with ``precondition=True``.
         start: share of the steps that were averaged in fp32, or by `start_codec`, first
@@ -84,8 +82,7 @@ class Measured:
         start_codec: of these steps; None: fp32.
         every: inner steps from one exchange to the next (`gradcomp.DiLoCo`); 1: gradients, every
             step.
-        doubt: what speaks against it in a training that has too few seeds to decide by; "" for
-            nothing.
+        doubt: why a figure decides nothing although it has seeds enough; "" for no reason.
     """
 
     training: Training
@@ -105,55 +102,56 @@ class Measured:
         return more if self.training.unit == "nats" else -more
 
     @property
+    def figure(self) -> str:
+        """The loss as a number."""
+        return f"{self.loss:+.3f}" if self.training.unit == "nats" else f"{self.loss:+.2f}"
+
+    @property
     def cost(self) -> str:
-        """The loss as it is printed: more is worse."""
+        """The loss with its unit: more is worse."""
         return f"{self.figure} {'nats' if self.training.unit == 'nats' else 'points of test error'}"
 
     @property
-    def figure(self) -> str:
-        """The number of `cost`."""
-        return f"{self.loss:+.3f}" if self.training.unit == "nats" else f"{self.loss:+.2f}"
+    def price(self) -> str:
+        """The loss with its unit and the options that it was measured with."""
+        return f"{self.cost} with {self.given()}" if self.given() else self.cost
 
     @property
     def counts(self) -> bool:
         """Whether it may decide: seeds enough, and nothing speaks against it."""
         return self.training.seeds >= ENOUGH_SEEDS and not self.doubt
 
-    @property
-    def way(self) -> tuple[object, ...]:
-        """What rows have in common that measure the same on several trainings."""
-        return (
-            self.training.family,
-            self.codec.name,
-            self.phase_of(self.codec),
-            self.precondition,
-            self.start,
-            self.every,
-        )
-
     def phase_of(self, codec: Codec) -> str:
         """Return the second phase of a codec among as many ranks as were measured."""
         return codec.resolved_second_phase(self.training.world_size)
 
+    def is_of(self, family: str | None, codec: Codec, phase: str, every: int = 1) -> bool:
+        """Whether it is of a family of optimizers and of such a codec, exchanged so often."""
+        mine = (self.training.family, self.codec.name, self.codec.rotates, self.every)
+        wanted = (family, codec.name, codec.rotates, every)
+        return mine == wanted and self.phase_of(self.codec) == phase
+
     def excess(self, tolerances: Mapping[str, float] = TOLERANCES) -> float:
         """Return the loss over what is tolerated in its unit: at most 1 is within it."""
         limit = tolerances[self.training.unit]
-        return (
-            self.loss / limit if limit else math.copysign(math.inf, self.loss) if self.loss else 0.0
-        )
+        if limit:
+            return self.loss / limit
+        return math.copysign(math.inf, self.loss) if self.loss else 0.0
 
     def given(self, *, start: bool = True) -> str:
-        """Return the options in words, "" for none; with the warm start unless `start` is false."""
+        """Return the options as they are written, "" for none; without those of the warm start if
+        `start` is false.
+        """
         words = ["precondition=True"] if self.precondition else []
-        words += [f"sync_every={self.every}"] if self.every > 1 else []
+        if self.every > 1:
+            words.append(f"sync_every={self.every}")
         if self.start and start:
             share = Fraction(self.start).limit_denominator(20)
             times = f" * {share.numerator}" if share.numerator > 1 else ""
             name = "freeze_step" if self.training.family in OWN_WARM_UP else "start_step"
             words.append(f"{name}=steps{times} // {share.denominator}")
-            words += (
-                [f"start_codec={written(self.start_codec)}"] if self.start_codec is not None else []
-            )
+            if self.start_codec is not None:
+                words.append(f"start_codec={written(self.start_codec)}")
         return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
@@ -163,86 +161,46 @@ class Measured:
 # it, and was not measured on more; one epoch at a constant rate (docs/howto/benchmarks.md), in
 # which ternary lost 0.8 points under SGD, with a deviation of 0.6 by seed, and 0.9 under SplitSGD,
 # which is in no family therefore.
-_GPT = Training(
-    "adam",
-    "AdamW",
-    "a byte GPT",
-    " of 0.87 M parameters on prose",
-    4,
-    2000,
-    3,
-    1.3428,
-    "nats",
-    "docs/explanation/accuracy.md",
-)
+ACCURACY, BENCHMARKS = "docs/explanation/accuracy.md", "docs/howto/benchmarks.md"
+PROSE, CODE = (f" of 0.87 M parameters on {text}" for text in ("prose", "source code"))
+_GPT = Training("adam", "AdamW", "a byte GPT", PROSE, 4, 2000, 3, 1.3428, "nats", ACCURACY)
 _GPT_SKETCH = replace(_GPT, seeds=1, fp32=1.344)
 _GPT_SHORT = replace(_GPT, steps=600, seeds=1, fp32=2.055)
 # short runs of 8 sequences a worker, which end on the slope where attention is learnt, at AdamW's
 # usual rate
 _GPT_600 = replace(_GPT, steps=600, fp32=1.7746)
-_GPT_CODE = replace(_GPT_600, what=" of 0.87 M parameters on source code", fp32=1.7840)
+_GPT_CODE = replace(_GPT_600, what=CODE, fp32=1.7840)
 _GPT_SEED_0 = replace(_GPT, seeds=1, fp32=1.3438)
 # of the same fp32: that of AdamW at the same rate
 _GPT_MOMENTUM = replace(_GPT, family="onebitadam", optimizer="OneBitAdam")
-_FASHION = Training(
-    "sgd",
-    "SGD",
-    "LeNet",
-    " on Fashion-MNIST",
-    2,
-    600,
-    3,
-    88.12,
-    "points",
-    "docs/howto/benchmarks.md",
-)
-_MNIST = replace(_FASHION, what=" on MNIST", fp32=98.79)
-_FASHION_NOW = replace(_FASHION, seeds=9, fp32=88.12)
-_FASHION_5 = replace(_FASHION, seeds=5, fp32=88.18, source="docs/explanation/accuracy.md")
-_FASHION_COSINE = replace(
-    _FASHION,
-    what=" on Fashion-MNIST, a falling rate",
-    fp32=86.84,
-    source="docs/explanation/accuracy.md",
-)
-_FASHION_8 = replace(
-    _FASHION,
-    world_size=8,
-    steps=1000,
-    fp32=89.46,
-    what=" on Fashion-MNIST, 8 ranks",
-    source="docs/explanation/accuracy.md",
-)
-_CIFAR = replace(
-    _FASHION,
-    who="a small ResNet",
-    what=" on CIFAR-10",
-    steps=1000,
-    fp32=57.76,
-    source="docs/explanation/accuracy.md",
-)
-_DIGITS = replace(
-    _FASHION,
-    what=" on scikit-learn's digits",
-    steps=250,
-    fp32=97.63,
-    source="docs/explanation/codecs.md",
-)
-_PERCEPTRON = Training(  # at the largest of three rates, 0.1, which fp32 stands
-    "sgd",
-    "SGD",
-    "a perceptron",
-    " 128-256-10",
-    2,
-    200,
-    3,
-    0.9473,
-    "nats",
-    "docs/explanation/accuracy.md",
+# at the largest of three rates, 0.1, which fp32 stands
+_PERCEPTRON = Training(
+    "sgd", "SGD", "a perceptron", " 128-256-10", 2, 200, 3, 0.9473, "nats", ACCURACY
 )
 _PERCEPTRON_4 = replace(_PERCEPTRON, world_size=4, fp32=0.3469)  # at fp32's best of five rates
+FASHION = " on Fashion-MNIST"
+_FASHION = Training("sgd", "SGD", "LeNet", FASHION, 2, 600, 3, 88.12, "points", BENCHMARKS)
+_MNIST = replace(_FASHION, what=" on MNIST", fp32=98.79)
+_FASHION_NOW = replace(_FASHION, seeds=9)
+_FASHION_5 = replace(_FASHION, seeds=5, fp32=88.18, source=ACCURACY)
+_FASHION_COSINE = replace(_FASHION_5, seeds=3, what=f"{FASHION}, a falling rate", fp32=86.84)
+_FASHION_8 = replace(
+    _FASHION_5, seeds=3, what=f"{FASHION}, 8 ranks", fp32=89.46, world_size=8, steps=1000
+)
+_CIFAR = replace(
+    _FASHION_5, seeds=3, who="a small ResNet", what=" on CIFAR-10", fp32=57.76, steps=1000
+)
+_DIGITS = replace(
+    _MNIST,
+    what=" on scikit-learn's digits",
+    fp32=97.63,
+    steps=250,
+    source="docs/explanation/codecs.md",
+)
 _LARGE_RATES = "a perceptron diverges with it at a learning rate at which fp32 trains"
 _SHORT_RUNS = "runs of 600 steps lose more with it than with Block(4) (one seed)"
+_SIXTH: dict[str, Any] = {"precondition": True, "start": 1 / 6, "start_codec": Block(4)}
+_RARE: dict[str, Any] = {"start": 1 / 10, "every": 30}
 TABLE = (
     Measured(_GPT, Block(8), 8.2, 1.3424),
     Measured(_GPT, Block(4), 4.2, 1.3440),
@@ -254,16 +212,14 @@ TABLE = (
     Measured(_GPT_600, Ternary(), 2.4, 1.8233, precondition=True),
     Measured(_GPT_CODE, Ternary(), 2.4, 1.8360, precondition=True),
     Measured(_GPT, Block(2), 2.2, 1.3700, precondition=True),
-    Measured(_GPT, OneBit(), 1.4, 1.4153, precondition=True, start=1 / 6, start_codec=Block(4)),
-    Measured(
-        _GPT_MOMENTUM, OneBit(), 1.4, 1.3091, precondition=True, start=1 / 6, start_codec=Block(4)
-    ),
+    Measured(_GPT, OneBit(), 1.4, 1.4153, **_SIXTH),
+    Measured(_GPT_MOMENTUM, OneBit(), 1.4, 1.3091, **_SIXTH),
     Measured(_GPT_SKETCH, Block(2), 2.0, 1.437),
     Measured(_GPT_SHORT, OneBit(), 1.0, 2.468),
-    Measured(_GPT, Identity(), 32.0, 1.3925, start=1 / 10, every=30),
-    Measured(_GPT, TernGrad(), 2.0, 1.3719, start=1 / 10, every=30),
-    Measured(_GPT, OneBit(rotate=True), 1.6, 1.3719, start=1 / 10, every=30),
-    Measured(_GPT_SEED_0, OneBit(), 1.0, 1.5896, start=1 / 10, every=30),
+    Measured(_GPT, Identity(), 32.0, 1.3925, **_RARE),
+    Measured(_GPT, TernGrad(), 2.0, 1.3719, **_RARE),
+    Measured(_GPT, OneBit(rotate=True), 1.6, 1.3719, **_RARE),
+    Measured(_GPT_SEED_0, OneBit(), 1.0, 1.5896, **_RARE),
     Measured(_PERCEPTRON, Ternary(), 2.1, 0.9660),
     Measured(_PERCEPTRON_4, Ternary(), 2.1, 0.3488),
     Measured(_PERCEPTRON, TernGrad(), 2.0, 8.4572),
@@ -286,25 +242,23 @@ TABLE = (
 
 
 def decayed(codec: Codec, optimizer: Any) -> Codec:
-    """Return a codec whose residual decay is left to the optimizer with the one that was measured
-    for it, 1 without one.
+    """Return a codec whose residual decay is open with the decay that was measured for the
+    optimizer, 1 if none was.
 
     Args:
         codec: any.
         optimizer: read for its class; None: not known.
     """
-    if (
-        not isinstance(codec, FeedbackCodec)
-        or not codec.error_feedback
-        or codec.residual_decay is not None
-    ):
+    if not isinstance(codec, FeedbackCodec):
+        return codec
+    if not codec.error_feedback or codec.residual_decay is not None:
         return codec
     family = None if optimizer is None else family_of(optimizer)
-    return codec.with_decay(DECAYS.get(family, 1.0) if family is not None else 1.0)
+    return codec.with_decay(DECAYS.get(family or "", 1.0))
 
 
 def written(codec: Codec) -> str:
-    """Return a codec as one would write it, options at their defaults left out."""
+    """Return a codec as it is written in code, options at their defaults left out."""
     words = [str(codec.bits)] if isinstance(codec, Block) else []
     group = getattr(codec, "group", None)
     words += [f"group={group}"] if isinstance(group, int) else []
@@ -314,7 +268,7 @@ def written(codec: Codec) -> str:
 
 
 def family_of(optimizer: Any) -> str | None:
-    """Return the family of an optimizer by the names of its class and of those it is made from;
+    """Return the family of an optimizer by the names of its class and of that class's bases;
     None: not in the table.
 
     Raises:
@@ -331,7 +285,7 @@ def family_of_name(name: str) -> str | None:
     """Return the family of an optimizer that is called `name`, in any case; None: not in the table.
 
     Raises:
-        ValueError: this is no name of an optimizer.
+        ValueError: not a name.
     """
     if not name.isidentifier():
         raise ValueError(f"optimizer must be a name such as adamw, sgd or lamb, got {name!r}")
@@ -355,13 +309,14 @@ def ways(
     tolerances: Mapping[str, float] = TOLERANCES,
     every: int = 1,
 ) -> list[Measured]:
-    """Return for every way of exchanging every so many steps that was measured in a family its
-    worst row, of those with seeds enough if any.
+    """Return the worst row of every codec with its options that was measured in a family and
+    exchanged every so many steps; a row that counts stands before one that does not.
     """
     found: dict[tuple[object, ...], list[Measured]] = {}
     for row in table:
         if row.training.family == family and row.every == every:
-            found.setdefault(row.way, []).append(row)
+            way = (row.codec.name, row.phase_of(row.codec), row.precondition, row.start)
+            found.setdefault(way, []).append(row)
     return [
         max(rows, key=lambda row: (row.counts, row.excess(tolerances))) for rows in found.values()
     ]
@@ -374,33 +329,22 @@ def expected(
     tolerances: Mapping[str, float] = TOLERANCES,
     every: int = 1,
 ) -> Measured | None:
-    """Return what the best way measured of a codec, exchanged every so many steps, costs in a
-    family of optimizers; None: not measured.
+    """Return what a codec, exchanged every so many steps, costs in a family of optimizers with the
+    best options measured; None: not measured.
 
     A codec with another second phase is another codec; without one it is compared as one whose
     payloads are gathered, which is quantized no more than once. Other options are taken to be
     alike.
     """
     phase = codec.resolved_second_phase(1)
-    found = [
-        row
-        for row in ways(family, table, tolerances, every)
-        if row.codec.name == codec.name
-        and row.codec.rotates == codec.rotates
-        and row.phase_of(row.codec) == phase
-    ]
+    rows = ways(family, table, tolerances, every)
+    found = [row for row in rows if row.is_of(family, codec, phase, every)]
     return min(found, key=lambda row: (not row.counts, row.excess(tolerances)), default=None)
 
 
-def within(
-    family: str | None,
-    table: Sequence[Measured] = TABLE,
-    tolerances: Mapping[str, float] = TOLERANCES,
-) -> list[Measured]:
-    """Return the ways whose measured loss is tolerated, fewest bits first, then what needs least
+def within(family: str | None, table: Sequence[Measured] = TABLE) -> list[Measured]:
+    """Return the rows of `ways` whose loss is tolerated, fewest bits first, then what needs least
     computing; figures of too few seeds do not count.
     """
-    found = [
-        row for row in ways(family, table, tolerances) if row.counts and row.excess(tolerances) <= 1
-    ]
+    found = [row for row in ways(family, table) if row.counts and row.excess() <= 1]
     return sorted(found, key=lambda row: (row.bits, row.precondition))

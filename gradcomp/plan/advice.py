@@ -1,5 +1,5 @@
-"""What the doors do with the table of `gradcomp.plan.accuracy`: ``codec="auto"``, and a warning
-where a codec is known to lose.
+"""What the entry points do with the table of `gradcomp.plan.accuracy`: ``codec="auto"``, and a
+warning where a codec is known to lose.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gradcomp.codecs import Block, Codec, resolve
 from gradcomp.engine.buckets import Source
 from gradcomp.engine.options import Changes, Options
 from gradcomp.payload.order import storage_shape
-from gradcomp.payload.parameters import THIN_GROUP_NUMEL, describe_parameters
+from gradcomp.payload.parameters import THIN_GROUP_NUMEL, Parameter, describe_parameters
 from gradcomp.plan.accuracy import OWN_WARM_UP, TABLE, Measured, decayed, family_of, within, written
 
 AUTO = "auto"
@@ -30,84 +30,65 @@ def settle(
     world_size: int,
     table: Sequence[Measured] = TABLE,
 ) -> tuple[Codec, Options, str]:
-    """Return codec, options and what `describe` is to say of them: as they are given, or for "auto"
-    chosen.
+    """Return codec, options and what `describe` says of them: those given, or for "auto" those that
+    are chosen.
 
-    A residual decay that nobody named is the one that was measured for the optimizer
+    A residual decay that was not given is the one that was measured for the optimizer
     (`gradcomp.plan.accuracy.decayed`).
 
     The choice depends on the optimizer's class, the options, the tensors' shapes and the number of
-    ranks alone, so that all ranks make the same. It is the way with the fewest bits whose measured
-    loss is tolerated, with the second phase that so many ranks have, and that goes with what the
-    user gave; what the user gave counts. A way with a warm start is none: the number of steps is
+    ranks alone, so that all ranks make the same. It is the codec with the fewest bits whose
+    measured loss is tolerated, with the second phase that so many ranks have. Explicit options win:
+    what needs others is not chosen. Nor is what needs a warm start, because the number of steps is
     not known here.
 
     Args:
         codec: a codec, a name, or "auto".
-        options, changes: as the user gave them; a momentum that travels is added (`Options.under`).
+        options, changes: as the user gave them; an optimizer that exchanges its momentum adds that
+            (`Options.under`).
         optimizer: read for its class; None: not known.
         sources: the tensors.
-        world_size: ranks; what travels between nodes does so among as many as ``nodes=`` says.
+        world_size: ranks; between nodes those of ``nodes=`` count.
         table: of what was measured.
 
     Raises:
-        TypeError: an option that there is not; an optimizer's class or name in place of an
-            optimizer.
-        ValueError: an option out of its range, or that does not go with the optimizer.
+        TypeError: an unknown option; an optimizer's class or name in place of an optimizer.
+        ValueError: an option out of its range, or that the optimizer does not allow.
     """
     family = None if optimizer is None else family_of(optimizer)
     mine = Options.of(options, **changes).under(optimizer)
     if mine.start_codec is not None:
         mine = Options.of(mine, start_codec=decayed(resolve(mine.start_codec), optimizer))
+    name = type(optimizer).__name__
     if not (isinstance(codec, str) and codec == AUTO):
         known = resolve(codec)
         found = decayed(known, optimizer)
-        said = (
-            f"residual_decay={found.decay:g} for {type(optimizer).__name__}"
-            if found.decay != known.decay
-            else ""
-        )
-        return found, mine, said
-    if optimizer is None:
-        best = decayed(_not_thin(FALLBACK, mine, sources), None)
-        return (
-            best,
-            mine,
-            (
-                f"auto: {written(best)}, which is safe for every optimizer; pass optimizer= for"
-                " fewer bytes"
-            ),
-        )
-    given = {
-        f.name
-        for f in fields(Options)
-        if options is not None and getattr(options, f.name) != f.default
-    }
-    name = type(optimizer).__name__
+        changed = found.decay != known.decay
+        return found, mine, f"residual_decay={found.decay:g} for {name}" if changed else ""
+    given = set(changes)
+    if options is not None:
+        given |= {f.name for f in fields(Options) if getattr(options, f.name) != f.default}
     ranks = world_size if mine.nodes is None else len(mine.nodes)
     for row in within(family, table):
         needs_steps = row.start and family not in OWN_WARM_UP
-        chosen = (
-            _with(row, mine, given | changes.keys())
-            if _as_measured(row, ranks) and not needs_steps
-            else None
-        )
+        chosen = _with(row, mine, given) if _as_measured(row, ranks) and not needs_steps else None
         if chosen is not None:
             best = decayed(_not_thin(row.codec, chosen, sources), optimizer)
             # the optimizer's own warm-up included
             how = f" with {row.given()}" if row.given() else ""
-            return (
-                best,
-                chosen,
-                f"auto: {written(best)}{how} for {name}: {row.cost} ({row.training})",
-            )
+            said = f"auto: {written(best)}{how} for {name}: {row.cost} ({row.training})"
+            return best, chosen, said
     best = decayed(_not_thin(FALLBACK, mine, sources), optimizer)
-    why = (
-        "nothing with these options is known to be within tolerance"
-        if family
-        else "this optimizer is not in the table"
-    )
-    return best, mine, f"auto: {written(best)} for {name}: not measured ({why})"
+    if optimizer is None:
+        why = ", which is safe for every optimizer; pass optimizer= for fewer bytes"
+    elif family:
+        why = (
+            f" for {name}: not measured (nothing with these options is known to be within"
+            " tolerance)"
+        )
+    else:
+        why = f" for {name}: not measured (this optimizer is not in the table)"
+    return best, mine, f"auto: {written(best)}{why}"
 
 
 def warning_of(
@@ -117,32 +98,23 @@ def warning_of(
     world_size: int,
     table: Sequence[Measured] = TABLE,
 ) -> str | None:
-    """Return what is to be said of a codec that lost under such an optimizer and loses less with
-    other options, or None.
+    """Return the warning for a codec that lost under such an optimizer and loses less with
+    ``precondition=True``, or None.
     """
+    if options.precondition is not None:
+        return None
     family = None if optimizer is None else family_of(optimizer)
     phase = codec.resolved_second_phase(world_size)
-    rows = [
-        row
-        for row in table
-        if row.training.family == family
-        and row.codec.name == codec.name
-        and row.codec.rotates == codec.rotates
-        and row.phase_of(row.codec) == phase
-        and row.every == 1
-    ]
+    rows = [row for row in table if row.is_of(family, codec, phase)]
     plain = [row for row in rows if not row.precondition and not row.start]
     better = [row for row in rows if row.precondition and row.counts]
-    if options.precondition is not None or not plain or not better:
+    if not plain or not better:
         return None
     worst, best = max(plain, key=Measured.excess), min(better, key=Measured.excess)
     if worst.excess() <= 1 or best.excess() >= worst.excess():
         return None
-    done, safe = (
-        worst.training,
-        next((row for row in within(family, table) if _as_measured(row, world_size)), None),
-    )
-    unit = done.unit
+    done, unit = worst.training, worst.training.unit
+    safe = next((row for row in within(family, table) if _as_measured(row, world_size)), None)
     more = f"; {written(safe.codec)} all but {max(0.0, safe.loss):.3f}" if safe is not None else ""
     return (
         f"{codec!r} under {type(optimizer).__name__} without precondition=True: {done.who} lost"
@@ -161,7 +133,7 @@ def _as_measured(row: Measured, ranks: int) -> bool:
 
 def _with(row: Measured, mine: Options, given: set[str]) -> Options | None:
     """Return the user's options with those of a row; None where they exclude each other, or the
-    row measured others.
+    row was measured with others.
     """
     wanted: Changes = {}
     if row.precondition != (mine.precondition is not None):
@@ -181,17 +153,15 @@ def _not_thin(codec: Codec, options: Options, sources: Sequence[Source]) -> Code
     scales cost more than codes.
     """
     shapes = [(source.name, storage_shape(source.like)) for source in sources]
-    blocks = codec.of_groups(BLOCK)
-    by_rows, by_blocks = (
-        [
-            p
-            for p in describe_parameters(shapes, c.group_numel, options.min_numel, options.exempts)
-            if p.compressed
-        ]
-        for c in (codec, blocks)
-    )
-    rows_are_thin = any(p.group_numel < min(THIN_GROUP_NUMEL, p.numel) for p in by_rows)
-    fewer = sum(-(-p.numel // p.group_numel) for p in by_blocks) < sum(
-        -(-p.numel // p.group_numel) for p in by_rows
-    )
-    return blocks if codec.form.scales_per_group and rows_are_thin and fewer else codec
+
+    def compressed(codec: Codec) -> list[Parameter]:
+        of = describe_parameters(shapes, codec.group_numel, options.min_numel, options.exempts)
+        return [p for p in of if p.compressed]
+
+    def scales(parameters: Sequence[Parameter]) -> int:
+        return sum(-(-p.numel // p.group_numel) for p in parameters)
+
+    rows, blocks = compressed(codec), codec.of_groups(BLOCK)
+    thin = any(p.group_numel < min(THIN_GROUP_NUMEL, p.numel) for p in rows)
+    fewer = thin and scales(compressed(blocks)) < scales(rows)
+    return blocks if codec.form.scales_per_group and fewer else codec

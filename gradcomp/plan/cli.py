@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,17 @@ from gradcomp.payload.form import removal
 from gradcomp.plan.accuracy import TOLERANCES
 from gradcomp.plan.costs import METHODS, LocalSteps, Method
 from gradcomp.plan.links import Node, format_seconds, parse_link, parse_seconds
-from gradcomp.plan.models import find_model, load_shapes
-from gradcomp.plan.predict import Prediction, predict, to_calibrate, ways
+from gradcomp.plan.models import Model, find_model, load_shapes
+from gradcomp.plan.nodes import exact
+from gradcomp.plan.predict import Prediction, recommend, to_calibrate, ways
 from gradcomp.plan.rates import OUTER, Rates, calibrate
-from gradcomp.plan.report import Question, plot, print_prediction, to_dict
-from gradcomp.plan.step import MAX_NODES
+from gradcomp.plan.report import plot, print_prediction, to_dict
+from gradcomp.plan.step import MAX_NODES, Setting
 from gradcomp.plan.tolerance import Tolerance
 from gradcomp.plan.workload import ALONE, Stragglers, Workload
 
 PROGRAM = "python -m gradcomp.plan"
 BACKWARD_AND_FORWARD = 3  # forwards that a forward and a backward cost
-FLOPS = 10e12
-CORES = 2.0
 REPEATS = 3  # measurements of the codecs
 UPDATE_S = 2e-10  # a value: five passes over fp32 memory (SGD with momentum) at 100 GB/s
 DESCRIPTION = """\
@@ -83,7 +81,7 @@ examples:
   what this machine can do, with 2 ranks that measure at once:
     python -m gradcomp.plan --measure --ranks 2
 """
-# Groups of options: name and placeholder (none for a switch), then the help.
+# Groups of options: a title, then lines with name, placeholder (none for a switch) and help.
 OPTIONS = """\
 what is trained
 --model NAME: published model: LeNet, ResNet-50, VGG-16, BERT-base or GPT-2 small (default:
@@ -151,13 +149,53 @@ TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("L", "H", "K", "D", "N"), int),
     **dict.fromkeys(("FILE", "FILE.json"), Path),
 }  # by placeholder; all others are texts
-DEFAULTS = {"ranks_per_node": 1, "jitter": 0.0, "fragments": 1, "delay": 0}
+DEFAULTS = {
+    "model": "resnet50",
+    "minibatch": 256.0,
+    "flops": 10e12,
+    "post_time": "0",
+    "link": "1gbe",
+    "inside": "inf",
+    "nodes": "1:64",
+    "ranks_per_node": 1,
+    "cores": 2.0,
+    "jitter": 0.0,
+    "stragglers": "0:1",
+    "fragments": 1,
+    "delay": 0,
+}
+DEFAULTS_OF_MEASURE = {"model": "lenet", "link": "inf"}
+APART = (  # options of which at most one may be given, and a reason
+    ("--model", "--shapes", ""),
+    ("--frame-time", "--flops", ""),
+    ("--every", "--double-buffering", ": with local steps no halves are exchanged"),
+    ("--measure", "--flops", ": it measures the time; give --frame-time to replace that"),
+)
+TOGETHER = (  # an option, one without which it has no effect, and a remedy
+    ("--tolerance", "--optimizer", ""),
+    ("--tolerance-points", "--optimizer", ""),
+    ("--fragments", "--every", ""),
+    ("--delay", "--every", ""),
+    ("--ranks", "--measure", ", which starts them; to predict that many ranks give --nodes"),
+)
 GONE = {
     "--seed": "has no effect: the slowest of N nodes is computed, not drawn; leave it out",
     "--bucket-cap-mb": "is gone: set bucket_cap_mb of gradcomp.plan.Workload in Python",
     "--validate": "is gone: python -m gradcomp.bench train compares predicted and measured steps",
     "--adagrad": "is gone: --measure prints the seconds of AdaGrad; give them as --post-time",
 }
+
+
+@dataclass(frozen=True)
+class Question:
+    """A command line, understood; without `rates` the codecs are measured here."""
+
+    model: Model
+    setting: Setting
+    nodes: list[int]
+    methods: list[Method]
+    tolerance: Tolerance
+    rates: Rates | None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -168,20 +206,19 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    codecs = ", ".join(dict.fromkeys(m.name.split()[0] for m in METHODS))
+    codecs = ", ".join(dict.fromkeys(m.kind for m in METHODS))
     for text in OPTIONS.format(codecs=codecs, **TOLERANCES).split("\n\n"):
         title, *options = re.split(r"\n(?=--)", text)
         group = parser.add_argument_group(title)
         for option in options:
             head, words = option.split(": ", 1)
             name, *value = head.split(" ")
-            settings: dict[str, Any] = {"action": "store_true"}
+            settings: dict[str, Any] = {"action": "store_true", "default": None}
             if value:
                 settings = {"metavar": value[0], "type": TYPES.get(value[0], str)}
             group.add_argument(name, help=" ".join(words.split()), **settings)
     for name in GONE:
         parser.add_argument(name, nargs="?", const=True, help=argparse.SUPPRESS)
-    parser.set_defaults(**DEFAULTS)
     return parser
 
 
@@ -191,71 +228,62 @@ def understand(args: argparse.Namespace) -> Question:
     Raises:
         ValueError, OSError: what is wrong with it, in one sentence.
     """
-    for name, why in GONE.items():
-        if getattr(args, name[2:].replace("-", "_")) is not None:
-            raise ValueError(f"{name} {why}")
-    if args.model is not None and args.shapes is not None:
-        raise ValueError("--model and --shapes exclude each other")
-    if args.frame_time is not None and args.flops is not None:
-        raise ValueError("--frame-time and --flops exclude each other")
-    model = (
-        load_shapes(args.shapes)
-        if args.shapes is not None
-        else find_model(args.model or ("lenet" if args.measure else "resnet50"))
-    )
-    flops = FLOPS if args.flops is None else args.flops
-    if not 0 < flops < math.inf:
-        raise ValueError(f"--flops must be positive and finite, got {flops!r}")
-    t_frame = (
-        parse_seconds(args.frame_time)
-        if args.frame_time
-        else BACKWARD_AND_FORWARD * model.forward_flops / flops
-    )
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    options = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    for name in options.keys() & GONE:
+        raise ValueError(f"{name} {GONE[name]}")
+    for name, other, why in APART:
+        if options.keys() >= {name, other}:
+            raise ValueError(f"{name} and {other} exclude each other{why}")
+    for name, other, remedy in TOGETHER:
+        if name in options and other not in options:
+            raise ValueError(f"{name} needs {other}{remedy}")
+    if options.get("--ranks", 2) < 2:
+        raise ValueError(f"--ranks must be at least 2, got {args.ranks}")
+    defaults = DEFAULTS | (DEFAULTS_OF_MEASURE if args.measure else {})
+    asked = argparse.Namespace(**vars(args) | defaults | given)
+    if args.inside is not None and asked.ranks_per_node == 1:
+        raise ValueError("--inside needs --ranks-per-node of at least 2")
+    for name in ("flops", "cores"):
+        exact(f"--{name}", getattr(asked, name), positive=True)
+    model = load_shapes(args.shapes) if args.shapes is not None else find_model(asked.model)
+    computed = BACKWARD_AND_FORWARD * model.forward_flops / asked.flops
     workload = Workload(
         model.parameters,
-        256 if args.minibatch is None else args.minibatch,
-        t_frame,
+        asked.minibatch,
+        parse_seconds(args.frame_time) if args.frame_time else computed,
         t_update=parse_seconds(args.update_time) if args.update_time else UPDATE_S * model.numel,
-        t_post=parse_seconds(args.post_time or "0"),
+        t_post=parse_seconds(asked.post_time),
         flops=model.flops,
-        weak=args.weak,
+        weak=bool(args.weak),
     )
     rates = None if args.rates is None else Rates.load(args.rates)
     if rates is not None and args.every is not None and OUTER not in rates.stages:
         raise ValueError(
-            f"--rates {args.rates} says nothing of {OUTER!r}, as files from before --every: leave"
-            " it out, and they are measured here"
+            f"--rates {args.rates} has no rates of {OUTER!r}, because it is older than --every:"
+            " leave it out, and they are measured here"
         )
-    cores = CORES if args.cores is None else args.cores
-    if not 0 < cores < math.inf:
-        raise ValueError(f"--cores must be positive and finite, got {cores!r}")
-    share, factor = parse_stragglers(args.stragglers)
-    limits = {"nats": args.tolerance, "points": args.tolerance_points}
-    for option, limit in (
-        ("--tolerance", args.tolerance),
-        ("--tolerance-points", args.tolerance_points),
-    ):
-        if limit is not None and args.optimizer is None:
-            raise ValueError(f"{option} goes with --optimizer, got {limit!r} without one")
-    if args.inside is not None and args.ranks_per_node == 1:
-        raise ValueError("--inside goes with --ranks-per-node of at least 2")
-    node = Node(args.ranks_per_node, parse_link(args.inside or "inf"))
-    return Question(
-        model,
+    node = Node(asked.ranks_per_node, parse_link(asked.inside))
+    setting = Setting(
         workload,
-        parse_link(args.link or ("inf" if args.measure else "1gbe"), args.latency),
-        parse_nodes(args.nodes or "1:64"),
-        _with_local(args, choose_methods(args.codec, args.exchange, node)),
-        Stragglers(args.jitter, share, factor),
-        rates,
-        cores,
-        args.double_buffering,
-        tolerance=Tolerance(
-            args.optimizer, {unit: limit for unit, limit in limits.items() if limit is not None}
-        ),
-        node=node,
-        by_seconds=args.by_seconds or args.codec is not None,
+        parse_link(asked.link, args.latency),
+        node,
+        cores=asked.cores,
+        double_buffering=bool(args.double_buffering),
+        stragglers=Stragglers(asked.jitter, *parse_stragglers(asked.stragglers)),
     )
+    methods = choose_methods(args.codec, args.exchange, node)
+    if args.every is not None:
+        local = LocalSteps(args.every, asked.fragments, asked.delay)
+        late = [method.after(local) for method in methods]
+        methods += {m.name: m for m in late}.values()  # those of bf16 are fp32's
+    limits = {"nats": args.tolerance, "points": args.tolerance_points}
+    tolerance = Tolerance(
+        args.optimizer,
+        {unit: limit for unit, limit in limits.items() if limit is not None},
+        by_seconds=bool(args.by_seconds) or args.codec is not None,
+    )
+    return Question(model, setting, parse_nodes(asked.nodes), methods, tolerance, rates)
 
 
 def parse_nodes(text: str) -> list[int]:
@@ -277,25 +305,23 @@ def parse_nodes(text: str) -> list[int]:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"--nodes {text!r} is not understood; 1:64 (doubling), 2:10:2 (steps of 2) and 2,4,6"
-            f" are, from 1 to {MAX_NODES}"
+            f"--nodes {text!r} is not understood; write 1:64 (doubling), 2:10:2 (steps of 2) or"
+            f" 2,4,6, from 1 to {MAX_NODES}"
         ) from None
     return found
 
 
-def parse_stragglers(text: str | None) -> tuple[float, float]:
+def parse_stragglers(text: str) -> tuple[float, float]:
     """Return (share, factor) of "0.1:2".
 
     Raises:
         ValueError: not understood.
     """
-    if text is None:
-        return 0.0, 1.0
     try:
         share, factor = (float(part) for part in text.split(":"))
     except ValueError:
         raise ValueError(
-            f"--stragglers {text!r} is not understood; SHARE:FACTOR as in 0.1:2 is"
+            f"--stragglers {text!r} is not understood; write SHARE:FACTOR as in 0.1:2"
         ) from None
     return share, factor
 
@@ -306,100 +332,62 @@ def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE
     Raises:
         ValueError: an unknown name, or nothing left.
     """
-    all_of_them = ways(node)
-    known = [
-        dict.fromkeys(m.name.split()[0] for m in all_of_them),
-        dict.fromkeys(m.exchange for m in all_of_them),
-    ]
-    wanted = [
-        list(k) if text is None else text.split(",")
-        for text, k in zip((codecs, exchanges), known, strict=True)
-    ]
-    for option, names, some in zip(("--codec", "--exchange"), wanted, known, strict=True):
-        for name in names:
-            if name == "hierarchical" and name not in some:
-                raise ValueError("--exchange hierarchical needs --ranks-per-node of at least 2")
-            if name not in some:
-                raise ValueError(
-                    f"{option} {name!r} is unknown; there are"
-                    f" {', '.join(some)}{removal(name) or suggestion(name, some)}"
-                )
-    found = [m for m in all_of_them if m.name.split()[0] in wanted[0] and m.exchange in wanted[1]]
+    found = list(ways(node))
+    for option, text, attribute in (
+        ("--codec", codecs, "kind"),
+        ("--exchange", exchanges, "exchange"),
+    ):
+        known = dict.fromkeys(getattr(m, attribute) for m in ways(node))
+        wanted = [*known] if text is None else text.split(",")
+        for name in wanted:
+            if name == "hierarchical" and name not in known:
+                raise ValueError(f"{option} hierarchical needs --ranks-per-node of at least 2")
+            if name not in known:
+                names = f"{', '.join(known)}{removal(name) or suggestion(name, known)}"
+                raise ValueError(f"{option} {name!r} is unknown; there are {names}")
+        found = [m for m in found if getattr(m, attribute) in wanted]
     if not found:
         raise ValueError(f"no method has both --codec {codecs} and --exchange {exchanges}")
     return found
 
 
-def _with_local(args: argparse.Namespace, chosen: list[Method]) -> list[Method]:
-    """Return the methods, and the same after local steps if these are asked for; those of bf16
-    are fp32's.
-    """
-    if args.every is None:
-        if args.fragments != 1 or args.delay:
-            raise ValueError("--fragments and --delay go with --every")
-        return chosen
-    if args.double_buffering:
-        raise ValueError(
-            "--every and --double-buffering exclude each other: with local steps no halves are"
-            " exchanged"
-        )
-    local = LocalSteps(args.every, args.fragments, args.delay)
-    return [
-        *chosen,
-        *{one.name: one for one in (method.after(local) for method in chosen)}.values(),
-    ]
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read and check the command line."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    """Read and check the command line; end the program with status 2 where it is wrong."""
+    args = build_parser().parse_args(argv)
     try:
         args.question = understand(args)
-        if args.ranks is not None and not args.measure:
-            raise ValueError(
-                "--ranks needs --measure, which starts them; for predictions of so many ranks say"
-                " --nodes"
-            )
-        if args.ranks is not None and args.ranks < 2:
-            raise ValueError(f"--ranks must be at least 2, got {args.ranks}")
-        if args.measure and args.flops is not None:
-            raise ValueError(
-                "--measure takes forward and backward's time; to replace it give --frame-time, not"
-                " --flops"
-            )
     except (ValueError, OverflowError, OSError) as error:
-        print(f"{parser.prog}: {_said(error)}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(_refuse(error)) from None
     return args
 
 
-def _said(error: Exception) -> str:
-    """Return what is wrong, of a file with its name first."""
-    return (
-        f"{error.filename}: {error.strerror}"
-        if isinstance(error, OSError) and error.filename
-        else str(error)
-    )
+def _refuse(error: Exception) -> int:
+    """Print what is wrong, of a file with its name first; return the exit status."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename:
+        text = f"{error.filename}: {error.strerror}"
+    print(f"{PROGRAM}: {text}", file=sys.stderr)
+    return 2
 
 
 def main(argv: list[str]) -> int:
-    """Run the planner; return 0, or 2 for a command line that cannot be understood."""
-    args = parse(argv)
-    console = Console()
-    if args.measure:
-        try:
-            args.question = measured(args, console)
-        except (ValueError, ProcessExitedException, ProcessRaisedException) as error:
-            print(f"{PROGRAM}: {error}", file=sys.stderr)
-            return 2 if isinstance(error, ValueError) else 1
-        if args.question is None:
-            return 0
+    """Run the planner; return 0, 1 where a rank failed, or 2 for a command line that is refused."""
+    args, console = parse(argv), Console()
     try:
-        return report(args, answer(args.question), console)
+        question = measured(args, console) if args.measure else args.question
+        if question is not None:
+            report(args, question.model, answer(question), console)
     except (ValueError, OverflowError, OSError) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return _refuse(error)
+    except ModuleNotFoundError as error:
+        print(
+            f"{PROGRAM} --plot needs {error.name}: pip install 'gradcomp[bench]'", file=sys.stderr
+        )
         return 2
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def measured(args: argparse.Namespace, console: Console) -> Question | None:
@@ -413,86 +401,68 @@ def measured(args: argparse.Namespace, console: Console) -> Question | None:
     found = importlib.import_module("gradcomp.bench.cluster").measure_here(args.ranks)
     if args.ranks is None and os.environ.get("RANK", "0") != "0":
         return None
-    for line in _measurement(found):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print()
+    console.print(*_measurement(found), "", sep="\n", highlight=False, soft_wrap=True)
     question: Question = args.question
     minibatch = found.batch if args.weak and args.minibatch is None else args.minibatch
     workload = found.workload(question.model, minibatch=minibatch)
     given = {"t_frame": args.frame_time, "t_update": args.update_time, "t_post": args.post_time}
     times: dict[str, Any] = {name: parse_seconds(text) for name, text in given.items() if text}
-    return replace(
-        question,
-        workload=replace(workload, weak=args.weak, **times),
-        nodes=question.nodes if args.nodes else [1, found.ranks],
-        rates=question.rates or found.rates,
+    setting = replace(
+        question.setting,
+        workload=replace(workload, weak=bool(args.weak), **times),
         cores=found.cores if args.cores is None else args.cores,
         transport=found.transport,
     )
-
-
-def answer(question: Question) -> Prediction:
-    """Return the prediction, with a note on stderr while it takes."""
-    rates, repeated = question.rates, list[Rates]()
-    status = Console(stderr=True).status("measuring codecs" if rates is None else "predicting")
-    with status:
-        if rates is None:
-            torch.set_num_threads(1)
-            wanted = to_calibrate(question.methods, question.nodes, question.node)
-            repeated = [calibrate(wanted) for _ in range(REPEATS)]
-            rates = Rates.median(repeated)
-            status.update("predicting")
-        return predict(
-            question.workload,
-            question.link,
-            question.nodes,
-            node=question.node,
-            methods=question.methods,
-            rates=rates,
-            cores=question.cores,
-            double_buffering=question.double_buffering,
-            stragglers=question.stragglers,
-            transport=question.transport,
-            optimizer=question.tolerance.optimizer,
-            tolerances=question.tolerance.limits,
-            by_seconds=question.by_seconds,
-            repeated=repeated,
-        )
-
-
-def report(args: argparse.Namespace, found: Prediction, console: Console) -> int:
-    """Print the prediction and write the files that were asked for."""
-    question: Question = args.question
-    print_prediction(console, question, found)
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps(to_dict(question, found), indent=2) + "\n", encoding="utf-8"
-        )
-    if args.plot is not None:
-        try:
-            plot(question, found, args.plot)
-        except ModuleNotFoundError as error:
-            print(
-                f"{PROGRAM} --plot needs {error.name}: pip install 'gradcomp[bench]'",
-                file=sys.stderr,
-            )
-            return 2
-    return 0
+    return replace(
+        question,
+        setting=setting,
+        nodes=question.nodes if args.nodes else [1, found.ranks],
+        rates=question.rates or found.rates,
+    )
 
 
 def _measurement(found: Any) -> list[str]:
     """Return what the ranks at hand can do (`gradcomp.bench.cluster.Measured`), a line each."""
+    frame, update, post = map(format_seconds, (found.t_frame, found.t_update, found.t_post))
     ranks = f"{found.ranks} ranks at once, {found.cores:g} cores each"
-    lenet = (
-        f"LeNet: {format_seconds(found.t_frame)} a sample ({found.forward_share:.0%} of it forward)"
-    )
-    post = f"AdaGrad {format_seconds(found.t_post)} over all ranks together (--post-time)"
+    lenet = f"LeNet: {frame} a sample ({found.forward_share:.0%} of it forward), update {update}"
     lines = [
         f"{ranks}, {found.batch} samples a rank and step",
-        f"{lenet}, update {format_seconds(found.t_update)}, {post}",
+        f"{lenet}, AdaGrad {post} over all ranks together (--post-time)",
     ]
     for kind, alpha in found.transport.alpha_s.items():
         beta = found.transport.beta_s[kind]
         rate = "no time a byte" if beta == 0 else f"{1e-9 / beta:.3g} GB/s"
         lines.append(f"{kind}: {format_seconds(alpha)} and {rate}")
     return lines
+
+
+def answer(question: Question) -> Prediction:
+    """Return the prediction, with a note on stderr while it is made."""
+    rates, repeated, nodes = question.rates, list[Rates](), question.nodes
+    with Console(stderr=True).status(
+        "measuring codecs" if rates is None else "predicting"
+    ) as status:
+        if rates is None:
+            torch.set_num_threads(1)
+            wanted = to_calibrate(question.methods, nodes, question.setting.node)
+            repeated = [calibrate(wanted) for _ in range(REPEATS)]
+            rates = Rates.median(repeated)
+            status.update("predicting")
+        setting = replace(question.setting, rates=rates)
+        return recommend(setting, nodes, question.methods, question.tolerance, repeated)
+
+
+def report(args: argparse.Namespace, model: Model, found: Prediction, console: Console) -> None:
+    """Print the prediction and write the files that were asked for.
+
+    Raises:
+        OSError, ValueError: a file that cannot be written, or a suffix that is unknown.
+        ModuleNotFoundError: no matplotlib.
+    """
+    print_prediction(console, model, found)
+    if args.json is not None:
+        text = json.dumps(to_dict(model, found), indent=2)
+        args.json.write_text(f"{text}\n", encoding="utf-8")
+    if args.plot is not None:
+        plot(model, found, args.plot)

@@ -1,4 +1,4 @@
-"""Links between nodes, and how people write them: "1gbit", "0.1ms", "10gbe"."""
+"""Links between nodes, and how they are written: "1gbit", "0.1ms", "10gbe"."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 from dataclasses import dataclass
 
 from gradcomp.arguments import suggestion
+from gradcomp.plan.nodes import exact, integer
 
-RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+RATE_UNITS = {"Tbit": 1e12, "Gbit": 1e9, "Mbit": 1e6, "kbit": 1e3, "bit": 1.0}
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-NAMED = {
+NAMED = {  # bits per second, seconds of latency
     "wan": (100e6, 10e-3),
     "1gbe": (1e9, 0.1e-3),
     "10gbe": (10e9, 50e-6),
@@ -18,10 +19,6 @@ NAMED = {
     "100gbe": (100e9, 10e-6),
     "infiniband": (200e9, 2e-6),
 }
-UNDERSTOOD = (
-    f"rates like 100mbit, 2.5gbit (units {', '.join(RATE_UNITS)}), inf, or the names"
-    f" {', '.join(NAMED)}"
-)
 _NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?)"
 
 
@@ -34,6 +31,7 @@ class Link:
         latency_s: seconds that a message is under way, whatever its size.
 
     Raises:
+        TypeError: a latency that is not a number.
         ValueError: a rate that is not positive, or a latency that is negative or not finite.
     """
 
@@ -43,8 +41,7 @@ class Link:
     def __post_init__(self) -> None:
         if not self.bits_per_s > 0:
             raise ValueError(f"bits_per_s must be positive, got {self.bits_per_s!r}")
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"latency_s must be at least 0 and finite, got {self.latency_s!r}")
+        exact("latency_s", self.latency_s)
 
     def __str__(self) -> str:
         latency = format_seconds(self.latency_s).replace(".00 ", " ").replace(".0 ", " ")
@@ -53,49 +50,40 @@ class Link:
 
 @dataclass(frozen=True)
 class Node:
-    """What shares one link: a node's ranks, and what joins them.
+    """Ranks that share one link.
 
     Attributes:
-        ranks: of every node, one after the other in the order of ranks.
-        inside: what each of them sends over to ranks of its own node (shared memory, loopback,
-            NVLink).
+        ranks: of every node; consecutive ranks are on one node.
+        inside: link of each rank to the ranks of its own node (shared memory, loopback, NVLink).
 
     Raises:
-        ValueError: not an integer of at least 1.
+        ValueError: `ranks` is not an integer of at least 1.
     """
 
     ranks: int = 1
     inside: Link = Link(math.inf)
 
     def __post_init__(self) -> None:
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or self.ranks < 1:
-            raise ValueError(
-                f"ranks of a node must be an integer of at least 1, got {self.ranks!r}"
-            )
+        integer("ranks of a node", self.ranks, 1)
 
 
 def parse_link(text: str, latency: str | None = None) -> Link:
-    """Return the link that is written as a rate or a name ("1gbit", "10gbe"), its latency by itself
-    ("0.1ms").
-
-    Without `latency` a named link has its own and a rate has none.
+    """Return the link that is written as a rate or a name ("1gbit", "10gbe"), and its latency
+    ("0.1ms"). Without `latency` a named link has its own and a rate has none.
 
     Raises:
-        ValueError: not understood; the message says what is.
+        ValueError: not understood; the message lists what is.
     """
     name = _plain(text)
-    if name in NAMED:
-        rate, own = NAMED[name]
-    else:
-        try:
-            rate, own = parse_rate(text), 0.0
-        except ValueError as error:
-            raise ValueError(f"{error}{suggestion(name, NAMED)}") from None
+    try:
+        rate, own = NAMED[name] if name in NAMED else (parse_rate(text), 0.0)
+    except ValueError as error:
+        raise ValueError(f"{error}{suggestion(name, NAMED)}") from None
     return Link(rate, own if latency is None else parse_seconds(latency))
 
 
 def parse_rate(text: str) -> float:
-    """Return bits a second, of "1gbit", "100 Mbit/s" or "inf".
+    """Return bits per second, of "1gbit", "100 Mbit/s" or "inf".
 
     Raises:
         ValueError: not understood, or not positive.
@@ -104,9 +92,13 @@ def parse_rate(text: str) -> float:
     if plain == "inf":
         return math.inf
     found = re.fullmatch(rf"{_NUMBER}([kmgt]?)(bits?|b)?", plain)
-    if found is None or (not found[2] and not found[3]) or not 0 < float(found[1]) < math.inf:
-        raise ValueError(f"link {text!r} is not understood; {UNDERSTOOD} are")
-    return float(found[1]) * RATE_UNITS[f"{found[2]}bit"]
+    if found is None or not (found[2] or found[3]) or not 0 < float(found[1]) < math.inf:
+        raise ValueError(
+            f"link {text!r} is not understood; write a rate like 100mbit or 2.5gbit (units"
+            f" {', '.join(RATE_UNITS)}), inf, or a name out of {', '.join(NAMED)}"
+        )
+    units = {unit.lower(): bits for unit, bits in RATE_UNITS.items()}
+    return float(found[1]) * units[f"{found[2]}bit"]
 
 
 def parse_seconds(text: str) -> float:
@@ -116,42 +108,35 @@ def parse_seconds(text: str) -> float:
         ValueError: not understood.
     """
     found = re.fullmatch(rf"{_NUMBER}(s|ms|us|µs|ns)?", _plain(text))
-    if (
-        found is None
-        or (found[2] is None and float(found[1]) != 0)
-        or not math.isfinite(float(found[1]))
-    ):
+    number = float(found[1]) if found else math.inf
+    if found is None or not math.isfinite(number) or (found[2] is None and number != 0):
         raise ValueError(
-            f"time {text!r} is not understood; times like 0.1ms, 50us, 2s (units s, ms, us, ns) are"
+            f"time {text!r} is not understood; write a time like 0.1ms, 50us or 2s (units s, ms,"
+            " us, ns)"
         )
-    return float(found[1]) * TIME_UNITS[(found[2] or "s").replace("µ", "u")]
+    return number * TIME_UNITS[(found[2] or "s").replace("µ", "u")]
 
 
 def format_rate(bits_per_s: float) -> str:
     """Return a rate with three digits, as "1 Gbit/s"."""
     if math.isinf(bits_per_s):
         return "an infinitely fast link"
-    unit, prefix = next(
-        ((u, p) for u, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if bits_per_s >= u),
-        (1, ""),
-    )
-    return f"{bits_per_s / unit:.3g} {prefix}bit/s"
+    name, unit = next((i for i in RATE_UNITS.items() if bits_per_s >= i[1]), ("bit", 1.0))
+    return f"{bits_per_s / unit:.3g} {name}/s"
 
 
 def format_rates(least: float, most: float) -> str:
     """Return a range of rates, as "50 to 98 Gbit/s"; one rate where both ends are written alike."""
-    ends = format_rate(least), format_rate(most)
-    if ends[0] == ends[1]:
-        return ends[0]
-    number, unit = ends[0].split(" ", 1)
-    return f"{number if ends[1].endswith(' ' + unit) else ends[0]} to {ends[1]}"
+    first, last = format_rate(least), format_rate(most)
+    number, unit = first.split(" ", 1)
+    return last if first == last else f"{number if last.endswith(f' {unit}') else first} to {last}"
 
 
 def format_seconds(seconds: float) -> str:
     """Return a time with three digits, as "12.3 ms"."""
     if seconds == 0:
         return "0 s"
-    unit, name = next(((u, n) for n, u in TIME_UNITS.items() if seconds >= u), (1e-9, "ns"))
+    name, unit = next((i for i in TIME_UNITS.items() if seconds >= i[1]), ("ns", 1e-9))
     digits = 0 if seconds / unit >= 100 else 1 if seconds / unit >= 10 else 2
     return f"{seconds / unit:.{digits}f} {name}"
 

@@ -1,19 +1,18 @@
-"""Parameter lists and forward FLOPs of published models, by arithmetic: no torchvision, no
-transformers, no weights.
+"""Parameters and forward FLOPs of published models, by arithmetic: no torchvision, no transformers,
+no weights.
 
-A list is ``[(name, shape), ...]`` in the order of the published implementation's
-``named_parameters()``, because the position of a parameter is part of gradcomp's random numbers and
-its shape decides scale groups and shards.
+Parameters are in the order of the published implementation's ``named_parameters()``, because the
+position of a parameter is part of gradcomp's random numbers and its shape decides scale groups and
+shards.
 
-FLOPs are two a multiply-add. A weight matrix or convolution of n values costs 2 n at every position
-it is applied to (an output pixel, a token), attention 4 S H a token and layer for S tokens of width
-H; biases, normalisation, activations and embedding look-ups are left out, and a backward pass costs
-two forwards.
+FLOPs are two per multiply-add. A weight matrix or convolution of n values costs 2 n at every
+position it is applied to (an output pixel, a token), attention 4 S H per token and layer for S
+tokens of width H; biases, normalisation, activations and embedding look-ups are left out, and a
+backward pass costs two forwards.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -21,113 +20,150 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ParameterList = list[tuple[str, tuple[int, ...]]]
+from gradcomp.arguments import suggestion
 
-BERT_TOKENS = (
-    128  # of a sample: the length of most of BERT's pre-training (Devlin et al. 2018, appendix A.2)
-)
+ParameterList = list[tuple[str, tuple[int, ...]]]
+Tensors = list[tuple[str, tuple[int, ...], float]]  # name, shape, forward FLOPs of one sample
+
+BERT_TOKENS = 128  # of a sample: most of BERT's pre-training (Devlin et al. 2018, appendix A.2)
 GPT2_TOKENS = 1024
 HIDDEN = 768  # of both
 
+# ---- published models ----------------------------------------------------------------------------
 
-def lenet() -> ParameterList:
-    """Return the parameters of `gradcomp.bench.models.LeNet`: 1,256,080 values (Wen et al.
-    2017).
+
+def _layer(
+    name: str, *shape: int, at: int = 1, more: float = 0.0, bias: int | None = None
+) -> Tensors:
+    """Return weight and bias of a linear layer or convolution.
+
+    Args:
+        name: of the layer.
+        shape: of the weight.
+        at: positions of a sample that it is applied to.
+        more: FLOPs that are counted with it.
+        bias: values of the bias; None: the weight's first dimension.
     """
+    flops = at * 2.0 * math.prod(shape) + more
+    bias_shape = (shape[0] if bias is None else bias,)
+    return [(f"{name}.weight", shape, flops), (f"{name}.bias", bias_shape, 0.0)]
+
+
+def _norm(name: str, width: int) -> Tensors:
+    return [(f"{name}.weight", (width,), 0.0), (f"{name}.bias", (width,), 0.0)]
+
+
+def _lenet() -> Tensors:
+    """`gradcomp.bench.models.LeNet`: 1,256,080 values (Wen et al. 2017)."""
     return [
-        *_dense("conv1", 20, 1, 5, 5),
-        *_dense("conv2", 50, 20, 5, 5),
-        *_dense("fc1", 500, 2450),
-        *_dense("fc2", 10, 500),
+        *_layer("conv1", 20, 1, 5, 5, at=28 * 28),
+        *_layer("conv2", 50, 20, 5, 5, at=14 * 14),
+        *_layer("fc1", 500, 2450),
+        *_layer("fc2", 10, 500),
     ]
 
 
-def resnet50() -> ParameterList:
-    """Return the parameters of torchvision's ``resnet50``: 25,557,032 values (He et al. 2015)."""
-    out: ParameterList = [("conv1.weight", (64, 3, 7, 7)), *_norm("bn1", 64)]
-    channels = 64
+def _resnet50() -> Tensors:
+    """torchvision's ``resnet50``: 25,557,032 values (He et al. 2015). It halves the resolution in
+    the 3x3 convolution of a stage's first block.
+    """
+    out, channels = [*_layer("conv1", 64, 3, 7, 7, at=112 * 112)[:1], *_norm("bn1", 64)], 64
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
+        expanded, side = 4 * width, 56 >> (stage - 1)
         for block in range(blocks):
             prefix = f"layer{stage}.{block}"
-            expanded = 4 * width
-            shapes = ((width, channels, 1, 1), (width, width, 3, 3), (expanded, width, 1, 1))
-            for index, shape in enumerate(shapes, start=1):
-                out += [
-                    (f"{prefix}.conv{index}.weight", shape),
-                    *_norm(f"{prefix}.bn{index}", shape[0]),
-                ]
+            before = 2 * side if block == 0 and stage > 1 else side
+            for index, (sides, shape) in enumerate(
+                (
+                    (before, (width, channels, 1, 1)),
+                    (side, (width, width, 3, 3)),
+                    (side, (expanded, width, 1, 1)),
+                ),
+                start=1,
+            ):
+                out += _layer(f"{prefix}.conv{index}", *shape, at=sides**2)[:1]  # without a bias
+                out += _norm(f"{prefix}.bn{index}", shape[0])
             if block == 0:
-                out += [(f"{prefix}.downsample.0.weight", (expanded, channels, 1, 1))]
+                out += _layer(f"{prefix}.downsample.0", expanded, channels, 1, 1, at=side**2)[:1]
                 out += _norm(f"{prefix}.downsample.1", expanded)
             channels = expanded
-    return out + _dense("fc", 1000, 2048)
+    return out + _layer("fc", 1000, 2048)
 
 
-def vgg16() -> ParameterList:
-    """Return the parameters of torchvision's ``vgg16``: 138,357,544 values (Simonyan and
-    Zisserman 2014).
+def _vgg16() -> Tensors:
+    """torchvision's ``vgg16``: 138,357,544 values (Simonyan and Zisserman 2014). Pools halve images
+    of 224 x 224 between the groups of convolutions.
     """
-    out: ParameterList = []
-    channels = 3
-    indices = (0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28)
-    widths = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-    for index, width in zip(indices, widths, strict=True):
-        out += _dense(f"features.{index}", width, channels, 3, 3)
-        channels = width
-    for index, (rows, columns) in ((0, (4096, 25088)), (3, (4096, 4096)), (6, (1000, 4096))):
-        out += _dense(f"classifier.{index}", rows, columns)
+    out, channels, index = Tensors(), 3, 0
+    for pools, widths in enumerate(((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3)):
+        for width in widths:
+            out += _layer(f"features.{index}", width, channels, 3, 3, at=(224 >> pools) ** 2)
+            channels, index = width, index + 2  # a ReLU follows
+        index += 1  # a pool follows
+    for index, rows, columns in ((0, 4096, 25088), (3, 4096, 4096), (6, 1000, 4096)):
+        out += _layer(f"classifier.{index}", rows, columns)
     return out
 
 
-def bert_base() -> ParameterList:
-    """Return the parameters of transformers' ``BertModel`` for bert-base-uncased, pooler
-    included: 109,482,240 values.
-    """
-    hidden, inner = 768, 3072
-    out: ParameterList = [
-        ("embeddings.word_embeddings.weight", (30522, hidden)),
-        ("embeddings.position_embeddings.weight", (512, hidden)),
-        ("embeddings.token_type_embeddings.weight", (2, hidden)),
-        *_norm("embeddings.LayerNorm", hidden),
+def _bert_base() -> Tensors:
+    """transformers' ``BertModel`` for bert-base-uncased, pooler included: 109,482,240 values."""
+    inner, tokens = 4 * HIDDEN, BERT_TOKENS
+    out: Tensors = [
+        ("embeddings.word_embeddings.weight", (30522, HIDDEN), 0.0),
+        ("embeddings.position_embeddings.weight", (512, HIDDEN), 0.0),
+        ("embeddings.token_type_embeddings.weight", (2, HIDDEN), 0.0),
+        *_norm("embeddings.LayerNorm", HIDDEN),
     ]
+    attention = 4.0 * tokens**2 * HIDDEN  # scores and their product with the values
     for layer in range(12):
         prefix = f"encoder.layer.{layer}"
         for part in ("query", "key", "value"):
-            out += _dense(f"{prefix}.attention.self.{part}", hidden, hidden)
-        out += _dense(f"{prefix}.attention.output.dense", hidden, hidden)
-        out += _norm(f"{prefix}.attention.output.LayerNorm", hidden)
-        out += _dense(f"{prefix}.intermediate.dense", inner, hidden)
-        out += _dense(f"{prefix}.output.dense", hidden, inner)
-        out += _norm(f"{prefix}.output.LayerNorm", hidden)
-    return out + _dense("pooler.dense", hidden, hidden)
+            out += _layer(f"{prefix}.attention.self.{part}", HIDDEN, HIDDEN, at=tokens)
+        name = f"{prefix}.attention.output"
+        out += _layer(f"{name}.dense", HIDDEN, HIDDEN, at=tokens, more=attention)
+        out += _norm(f"{name}.LayerNorm", HIDDEN)
+        out += _layer(f"{prefix}.intermediate.dense", inner, HIDDEN, at=tokens)
+        out += _layer(f"{prefix}.output.dense", HIDDEN, inner, at=tokens)
+        out += _norm(f"{prefix}.output.LayerNorm", HIDDEN)
+    return out + _layer("pooler.dense", HIDDEN, HIDDEN)
 
 
-def gpt2_small() -> ParameterList:
-    """Return the parameters of transformers' ``GPT2LMHeadModel`` for gpt2, tied head counted once:
-    124,439,808 values.
+def _gpt2_small() -> Tensors:
+    """transformers' ``GPT2LMHeadModel`` for gpt2, tied head counted once: 124,439,808 values.
 
     Its linear layers keep their weights as (inputs, outputs), as the published checkpoint does.
     """
-    hidden = 768
-    out: ParameterList = [("wte.weight", (50257, hidden)), ("wpe.weight", (1024, hidden))]
+    tokens, attention = GPT2_TOKENS, 4.0 * GPT2_TOKENS**2 * HIDDEN
+    head = _layer("wte", 50257, HIDDEN, at=tokens)[:1]
+    out: Tensors = [*head, ("wpe.weight", (1024, HIDDEN), 0.0)]
     for layer in range(12):
         prefix = f"h.{layer}"
-        out += _norm(f"{prefix}.ln_1", hidden)
-        out += _transposed(f"{prefix}.attn.c_attn", hidden, 3 * hidden)
-        out += _transposed(f"{prefix}.attn.c_proj", hidden, hidden)
-        out += _norm(f"{prefix}.ln_2", hidden)
-        out += _transposed(f"{prefix}.mlp.c_fc", hidden, 4 * hidden)
-        out += _transposed(f"{prefix}.mlp.c_proj", 4 * hidden, hidden)
-    return out + _norm("ln_f", hidden)
+        out += _norm(f"{prefix}.ln_1", HIDDEN)
+        for name, inputs, outputs, more in (
+            ("attn.c_attn", HIDDEN, 3 * HIDDEN, 0.0),
+            ("attn.c_proj", HIDDEN, HIDDEN, attention),
+            ("mlp.c_fc", HIDDEN, 4 * HIDDEN, 0.0),
+            ("mlp.c_proj", 4 * HIDDEN, HIDDEN, 0.0),
+        ):
+            out += _norm(f"{prefix}.ln_2", HIDDEN) if name == "mlp.c_fc" else []
+            out += _layer(f"{prefix}.{name}", inputs, outputs, at=tokens, more=more, bias=outputs)
+    return out + _norm("ln_f", HIDDEN)
 
 
-MODELS: dict[str, Callable[[], ParameterList]] = {
-    "LeNet": lenet,
-    "ResNet-50": resnet50,
-    "VGG-16": vgg16,
-    "BERT-base": bert_base,
-    "GPT-2 small": gpt2_small,
+_PUBLISHED: dict[str, tuple[Callable[[], Tensors], str]] = {  # tensors, and what a sample is
+    "LeNet": (_lenet, "image of 28 x 28"),
+    "ResNet-50": (_resnet50, "image of 224 x 224"),
+    "VGG-16": (_vgg16, "image of 224 x 224"),
+    "BERT-base": (_bert_base, f"sequence of {BERT_TOKENS} tokens"),
+    "GPT-2 small": (_gpt2_small, f"sequence of {GPT2_TOKENS} tokens"),
 }
+MODELS: dict[str, Callable[[], ParameterList]] = {
+    name: lambda make=make: [(n, shape) for n, shape, _ in make()]  # type: ignore[misc]
+    for name, (make, _) in _PUBLISHED.items()
+}
+lenet = MODELS["LeNet"]
+
+# ---- what the planner knows of a model -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -158,30 +194,23 @@ class Model:
 
 
 def find_model(name: str) -> Model:
-    """Return a published model; case, spaces, dots and dashes in its name do not matter, nor does a
-    missing end.
+    """Return a published model; case, spaces, dots and dashes in its name do not matter, and its
+    end may be missing.
 
     Raises:
         ValueError: no such model, or several.
     """
-    wanted = _plain(name)
-    hits = [n for n in MODELS if _plain(n) == wanted] or [
-        n for n in MODELS if wanted and _plain(n).startswith(wanted)
-    ]
+    plain = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in _PUBLISHED}
+    wanted = re.sub(r"[^a-z0-9]", "", name.lower())
+    hits = [wanted] if wanted in plain else [k for k in plain if wanted and k.startswith(wanted)]
     if len(hits) != 1:
-        near = difflib.get_close_matches(wanted, [_plain(n) for n in MODELS], n=1)
-        hint = "".join(f"; did you mean {n}?" for n in MODELS if _plain(n) in near)
-        raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)}{hint}")
-    parameters = MODELS[hits[0]]()
-    positions, sample = _WORK[hits[0]]
-    flops = tuple(positions(n) * 2.0 * math.prod(s) if len(s) > 1 else 0.0 for n, s in parameters)
-    extra = _ATTENTION.get(hits[0])
-    if extra is not None:
-        ending, each = extra
-        flops = tuple(
-            f + each * n.endswith(ending) for f, (n, _) in zip(flops, parameters, strict=True)
-        )
-    return Model(hits[0], tuple(parameters), flops, sample)
+        names = ", ".join(_PUBLISHED)
+        raise ValueError(f"unknown model {name!r}; there are {names}{suggestion(name, _PUBLISHED)}")
+    known = plain[hits[0]]
+    make, sample = _PUBLISHED[known]
+    tensors = make()
+    parameters = tuple((name, shape) for name, shape, _ in tensors)
+    return Model(known, parameters, tuple(flops for *_, flops in tensors), sample)
 
 
 def own_model(
@@ -192,32 +221,31 @@ def own_model(
     Args:
         name: for tables.
         parameters: (name, shape) in the order of ``named_parameters()``.
-        forward_flops: of one sample; None: two a value. Shared out in proportion to the values of a
-            parameter.
+        forward_flops: of one sample, shared out in proportion to the values of a parameter; None:
+            two per value.
 
     Raises:
-        ValueError: no parameters, an entry that is no (name, shape), a dimension that is no
+        ValueError: no parameters, an entry that is not (name, shape), a dimension that is not a
             positive integer, FLOPs that are not positive.
     """
     listed: ParameterList = []
     for entry in parameters:
         if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], str)):
             raise ValueError(f"shapes must be a list of [name, [dimensions]], got {entry!r}")
-        shape = entry[1]
+        key, shape = entry
         if not isinstance(shape, (list, tuple)) or not all(type(d) is int and d > 0 for d in shape):
             raise ValueError(
-                f"the shape of {entry[0]!r} must be a list of positive integers, got {shape!r}"
+                f"the shape of {key!r} must be a list of positive integers, got {shape!r}"
             )
-        listed.append((entry[0], tuple(shape)))
+        listed.append((key, tuple(shape)))
     if not listed:
         raise ValueError("shapes must name at least one parameter, got none")
     numel = total_numel(listed)
     flops = 2.0 * numel if forward_flops is None else forward_flops
     if not 0 < flops < math.inf:
         raise ValueError(f"forward_flops must be positive and finite, got {forward_flops!r}")
-    return Model(
-        name, tuple(listed), tuple(flops * math.prod(s) / numel for _, s in listed), "sample"
-    )
+    each = tuple(flops * math.prod(shape) / numel for _, shape in listed)
+    return Model(name, tuple(listed), each, "sample")
 
 
 def load_shapes(path: Path) -> Model:
@@ -232,79 +260,11 @@ def load_shapes(path: Path) -> Model:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, list):
-        raise ValueError(  # noqa: TRY004
-            f"{path} must hold a list of [name, [dimensions]], got {type(found).__name__}"
-        )
+        kind = type(found).__name__
+        raise ValueError(f"{path} must hold a list of [name, [dimensions]], got {kind}")  # noqa: TRY004
     return own_model(path.stem, found)
 
 
 def total_numel(parameters: Sequence[tuple[str, tuple[int, ...]]]) -> int:
     """Return the number of values in a parameter list."""
     return sum(math.prod(shape) for _, shape in parameters)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-# ---- positions a sample: how often a weight is applied -------------------------------------------
-
-
-def _lenet_positions(name: str) -> int:
-    return {"conv1.weight": 28 * 28, "conv2.weight": 14 * 14}.get(name, 1)
-
-
-def _resnet50_positions(name: str) -> int:
-    """224 x 224 images; torchvision halves the resolution in the 3x3 convolution of a stage's
-    first block.
-    """
-    if name == "conv1.weight":
-        return 112 * 112
-    found = re.match(r"layer(\d)\.(\d)\.(conv1)?", name)
-    if found is None:
-        return 1
-    stage, block, first = int(found[1]), int(found[2]), found[3] is not None
-    side = 56 >> (stage - 1)
-    return (2 * side) ** 2 if first and block == 0 and stage > 1 else side**2
-
-
-def _vgg16_positions(name: str) -> int:
-    """224 x 224 images, halved by a pool after features 2, 7, 14, 21 and 28."""
-    found = re.match(r"features\.(\d+)", name)
-    return (224 >> sum(int(found[1]) > pool for pool in (2, 7, 14, 21))) ** 2 if found else 1
-
-
-def _bert_positions(name: str) -> int:
-    return 1 if name.startswith("pooler") else BERT_TOKENS * name.startswith("encoder")
-
-
-def _gpt2_positions(name: str) -> int:
-    return 0 if name == "wpe.weight" else GPT2_TOKENS  # wte is the head too
-
-
-_WORK: dict[str, tuple[Callable[[str], int], str]] = {
-    "LeNet": (_lenet_positions, "image of 28 x 28"),
-    "ResNet-50": (_resnet50_positions, "image of 224 x 224"),
-    "VGG-16": (_vgg16_positions, "image of 224 x 224"),
-    "BERT-base": (_bert_positions, f"sequence of {BERT_TOKENS} tokens"),
-    "GPT-2 small": (_gpt2_positions, f"sequence of {GPT2_TOKENS} tokens"),
-}
-_ATTENTION = {  # scores and their product with the values, on the weights that follow them
-    "BERT-base": ("attention.output.dense.weight", 4.0 * BERT_TOKENS**2 * HIDDEN),
-    "GPT-2 small": ("attn.c_proj.weight", 4.0 * GPT2_TOKENS**2 * HIDDEN),
-}
-
-# ---- pieces of the lists -------------------------------------------------------------------------
-
-
-def _dense(name: str, *shape: int) -> ParameterList:
-    """A weight of ``shape`` and a bias of its first dimension (linear layers and convolutions)."""
-    return [(f"{name}.weight", shape), (f"{name}.bias", shape[:1])]
-
-
-def _transposed(name: str, inputs: int, outputs: int) -> ParameterList:
-    return [(f"{name}.weight", (inputs, outputs)), (f"{name}.bias", (outputs,))]
-
-
-def _norm(name: str, width: int) -> ParameterList:
-    return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]

@@ -34,21 +34,19 @@ def optimal_nodes(
     Args:
         minibatch: N, samples of a step over all nodes together; positive.
         t_frame: T_frm, seconds of forward and backward of one sample on one node; positive.
-        t_post: T_post, seconds of post-processing a gradient (momentum, AdaGrad) that is shared out
-            over the nodes.
-        t_comm_fp32: T_comm, seconds of exchanging one gradient in fp32, whatever the number of
-            nodes.
+        t_post: T_post, seconds of post-processing a gradient (momentum, AdaGrad), shared out over
+            the nodes.
+        t_comm_fp32: T_comm, seconds of exchanging one gradient in fp32, for any number of nodes.
         t_update: T_upd, seconds of a model update, the same on every node.
         compression_ratio: Z, fp32 bytes over bytes sent; positive.
         parallel_post: C, how often `t_post` is spent.
         double_buffering: a minibatch is exchanged in two halves, each while the other one is
-            computed; False: N instead of N/2, as if the whole exchange were hidden behind the
-            computation of a whole minibatch.
+            computed; False: N instead of N/2, as if the computation of a whole minibatch hid the
+            exchange.
 
     Returns:
-        max(1, ceil(K^)); ``math.inf`` where communication never binds, because an exchange takes no
-        longer than an update (t_comm_fp32 / Z <= t_update, so also t_comm_fp32 = 0): then every
-        further node makes a step shorter.
+        max(1, ceil(K^)); ``math.inf`` where an exchange takes no longer than an update
+        (t_comm_fp32 / Z <= t_update): then every further node makes a step shorter.
 
     Raises:
         TypeError: an argument that is not a real number.
@@ -74,12 +72,19 @@ def exact(name: str, value: float, *, positive: bool = False) -> Fraction:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if (
-        not (isinstance(value, Rational) or math.isfinite(value))
-        or value < 0
-        or (positive and value == 0)
-    ):
-        raise ValueError(
-            f"{name} must be {'positive' if positive else 'at least 0'} and finite, got {value!r}"
-        )
+    finite = isinstance(value, Rational) or math.isfinite(value)
+    if not finite or value < 0 or (positive and value == 0):
+        least = "positive" if positive else "at least 0"
+        raise ValueError(f"{name} must be {least} and finite, got {value!r}")
     return Fraction(value) if isinstance(value, (int, float, Fraction)) else Fraction(float(value))
+
+
+def integer(name: str, value: int, least: int) -> int:
+    """Return an argument.
+
+    Raises:
+        ValueError: not an integer, or smaller than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return value

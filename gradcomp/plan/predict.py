@@ -6,22 +6,32 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gradcomp.comm.rounds import ring_bytes
-from gradcomp.plan.costs import FP32_NBYTES, HIERARCHICAL, IDENTITY, METHODS, Method, between
-from gradcomp.plan.links import Link, Node, format_seconds
+from gradcomp.plan.costs import (
+    FP32_NBYTES,
+    HIERARCHICAL,
+    IDENTITY,
+    METHODS,
+    LocalSteps,
+    Method,
+    between,
+    find_method,
+)
+from gradcomp.plan.links import Link, Node, format_rates, format_seconds
 from gradcomp.plan.nodes import optimal_nodes
 from gradcomp.plan.rates import Rates, calibrate
-from gradcomp.plan.step import simulate
-from gradcomp.plan.tolerance import Tolerance
-from gradcomp.plan.words import ENOUGH, accuracy, rare, rarely, sentence
-from gradcomp.plan.workload import ALONE, Simulation, Stragglers, Transport, Workload
+from gradcomp.plan.step import Setting
+from gradcomp.plan.tolerance import OMITS, Tolerance
+from gradcomp.plan.workload import ALONE, EVEN, Simulation, Stragglers, Transport, Workload
 
 FP32 = METHODS[0]
 TIE = 0.01  # methods this close are equally fast
+ENOUGH = 0.05  # a difference in seconds a step that nobody would change a training script for
+WAITS = 2 / 3  # share of a step in exposed exchange from which local steps are mentioned
+RARELY = LocalSteps(30)  # what was measured
 RATE_RANGE = (1e3, 1e15)  # bits a second between which compression may stop paying
 RATE_TOLERANCE = 0.01
 
@@ -31,9 +41,10 @@ class Row:
     """One method on some nodes.
 
     Attributes:
-        method, result: as they say.
-        seconds: a step, over a whole run: with those of the warm start in fp32 that its loss was
-            measured with.
+        method: how gradients are exchanged.
+        result: of one step.
+        seconds: a step, over a whole run: with those of the warm start that its loss was measured
+            with.
     """
 
     method: Method
@@ -57,9 +68,9 @@ class Prediction:
     """What `predict` found.
 
     Attributes:
-        rows: one a node count and method, in this order.
-        crossings: where the fastest method changes, by number of nodes; of those that are
-            permitted.
+        setting: what was simulated.
+        rows: one per node count and method, in this order.
+        crossings: where the fastest of the permitted methods changes, by number of nodes.
         method: the one recommended.
         nodes: the number of nodes recommended: the fewest within 5 % of the shortest step (most
             samples a second in weak scaling).
@@ -70,29 +81,41 @@ class Prediction:
             were not asked for.
         break_even_range: the lowest and the highest such rate with each of `repeated`; None where
             there is no such rate.
-        optimal_nodes: of the seed's formula with the method's compression ratio and double
-            buffering; inf as it says.
+        optimal_nodes: of the formula of Seide et al. with the method's compression ratio and double
+            buffering; may be inf.
         sentence: the recommendation.
-        rates: that the simulations used.
         tolerance: what methods cost in accuracy.
         permitted: names of the methods that may be recommended: those that `tolerance` permits, or
-            all where that is none.
+            all where it permits none.
         repeated: the rates as they were measured one time after the other.
     """
 
+    setting: Setting
     rows: tuple[Row, ...]
     crossings: tuple[Crossing, ...]
     method: Method
     nodes: int
     speedup: float
     break_even_bits_per_s: float | None
+    break_even_range: tuple[float, float] | None
     optimal_nodes: int | float
     sentence: str
-    rates: Rates
-    tolerance: Tolerance = field(default_factory=Tolerance)
-    permitted: tuple[str, ...] = ()
-    repeated: tuple[Rates, ...] = ()
-    break_even_range: tuple[float, float] | None = None
+    tolerance: Tolerance
+    permitted: tuple[str, ...]
+    repeated: tuple[Rates, ...]
+
+    @property
+    def rates(self) -> Rates:
+        """The rates that the simulations used."""
+        return self.setting.rates
+
+    @property
+    def by_nodes(self) -> dict[int, list[Row]]:
+        """The rows of every number of nodes."""
+        out: dict[int, list[Row]] = {}
+        for row in self.rows:
+            out.setdefault(row.result.nodes, []).append(row)
+        return out
 
     def result(self, method: str, nodes: int) -> Simulation:
         """Return one method's simulation on so many nodes.
@@ -137,138 +160,74 @@ def predict(
         optimizer: name of the optimizer, such as "adamw" or "sgd": codecs that were measured to
             lose more under it than is tolerated, or were not measured, are not recommended
             (`gradcomp.plan.tolerance`).
-        tolerances: the most that may be lost, by unit: "nats" (0.01 unless given), "points" of
+        tolerances: the most that may be lost, by unit: "nats" (0.02 unless given), "points" of
             accuracy (0.3).
         by_seconds: without an optimizer, let seconds alone decide; False: recommend only what loses
             nothing under any optimizer. None: True where `methods` are given.
         repeated: `rates` as they were measured several times, for `break_even_range`.
 
     Raises:
+        TypeError: a tolerance or `cores` that is not a number.
         ValueError: no nodes, no methods, an unknown optimizer, a tolerance that is negative or not
             finite, or as of `gradcomp.plan.simulate`.
     """
-    tolerance = Tolerance(
-        optimizer,
-        tolerances or {},
-        by_seconds=methods is not None if by_seconds is None else by_seconds,
+    for name, given in (("nodes", nodes), ("methods", methods)):
+        if given is not None and not len(given):
+            raise ValueError(f"{name} must name at least one, got {given!r}")
+    chosen = list(ways(node) if methods is None else methods)
+    by_seconds = methods is not None if by_seconds is None else by_seconds
+    tolerance = Tolerance(optimizer, tolerances or {}, by_seconds)
+    found = calibrate(to_calibrate(chosen, nodes, node)) if rates is None else rates
+    setting = Setting(
+        workload, link, node, found, cores, double_buffering, stragglers or EVEN, transport
     )
-    counts, chosen = sorted(set(nodes)), list(ways(node) if methods is None else methods)
-    if not counts:
-        raise ValueError(f"nodes must name at least one number of nodes, got {nodes!r}")
-    if not chosen:
-        raise ValueError(f"methods must name at least one, got {methods!r}")
-    found = calibrate(to_calibrate(chosen, counts, node)) if rates is None else rates
-    cache: dict[tuple[str, int], Simulation] = {}
+    return recommend(setting, nodes, chosen, tolerance, repeated)
 
-    def run(method: Method, n: int, over: Link = link, rates: Rates = found) -> Simulation:
-        return simulate(
-            workload,
-            method,
-            n,
-            over,
-            node=node,
-            rates=rates,
-            cores=cores,
-            double_buffering=double_buffering,
-            stragglers=stragglers,
-            transport=transport,
-        )
 
-    def seconds(method: Method, n: int) -> float:
-        if (method.name, n) not in cache:
-            cache[method.name, n] = run(method, n)
-        return cache[method.name, n].seconds
-
-    for n in counts:
-        for method in chosen:
-            cache[method.name, n] = run(method, n)
-    permitted = [m for m in chosen if tolerance.permits(m)] or chosen
-
-    def over_run(method: Method, n: int) -> float:
-        """Seconds a step over a whole run, its warm start included."""
-        start, first = tolerance.start(method, chosen)
-        return (
-            (1 - start) * seconds(method, n) + start * seconds(first or FP32, n)
-            if start
-            else seconds(method, n)
-        )
-
-    rows = tuple(Row(m, cache[m.name, n], over_run(m, n)) for n in counts for m in chosen)
-    crossings = _crossings(permitted, [n for n in counts if n > 1], over_run)
-    best = _best_nodes(workload, counts, permitted, over_run)
-    method = _choose(permitted, best, over_run)
-    plain = next((m for m in chosen if m.codec is None and not m.value_nbytes < FP32_NBYTES), None)
-    took = over_run(method, best)
-    speedup = seconds(plain, best) / took if plain and took else 1.0
-    others = [m for m in permitted if m is not plain]
-
-    def at_rate(method: Method, rate: float, rates: Rates = found) -> float:
-        return run(method, best, Link(rate, link.latency_s), rates=rates).seconds
-
-    even = _break_even(others, plain, best, at_rate)
-    evens = None
+def recommend(
+    setting: Setting,
+    nodes: Sequence[int],
+    methods: Sequence[Method],
+    tolerance: Tolerance,
+    repeated: Sequence[Rates] = (),
+) -> Prediction:
+    """Return what `predict` finds for methods and numbers of nodes, at least one of each."""
+    counts, them = sorted(set(nodes)), _Comparison(setting, methods, tolerance)
+    rows = tuple(Row(m, them.result(m, n), them.seconds(m, n)) for n in counts for m in methods)
+    best = them.best_nodes(counts)
+    method, result = them.choose(best), them.result(them.choose(best), best)
+    took = them.seconds(method, best)
+    speedup = them.result(them.plain, best).seconds / took if them.plain and took else 1.0
+    even, span = them.break_even(best, setting.rates), None
     if even is not None and 0 < even < math.inf:
-        likely = sorted(others, key=lambda m: at_rate(m, even))
-        again = [_break_even(likely, plain, best, partial(at_rate, rates=one)) for one in repeated]
-        found_rates = [even, *(rate for rate in again if rate)]
-        evens = min(found_rates), max(found_rates)
-    ratio = _ratio(workload, cache[method.name, best], double_buffering)
-    optimum = _formula(
-        workload,
-        link,
-        ratio,
-        (
-            transport.seconds("all_reduce", ring_bytes(workload.numel, best * node.ranks))
-            if transport
-            else 0
-        ),
-    )
-    where = (
-        "over these ranks"
-        if transport is not None and math.isinf(link.bits_per_s)
-        else f"over {link}"
-    )
-    text = sentence(
-        workload.weak,
-        where,
-        method,
-        best,
-        speedup,
-        evens,
-        optimum,
-        cache[method.name, best],
-        plain,
-        counts,
-    )
-    text += accuracy(
-        tolerance, method, [m for m in chosen if m not in permitted], best, counts, over_run
-    )
-    if best > 1 and not double_buffering and not any(m.local is not None for m in chosen):
-        late = rare(best, node)
-        cache[late.name, best] = run(late, best)
-        text += rarely(tolerance, late, cache[method.name, best], took, over_run(late, best))
-    if not any(tolerance.permits(m) for m in chosen):
-        under = f" under {optimizer}" if optimizer is not None else ""
+        again = (them.break_even(best, rates) for rates in repeated)
+        evens = [even, *(rate for rate in again if rate)]
+        span = min(evens), max(evens)
+    optimum = _formula(setting, setting.ratio(result), result.ranks)
+    text = _sentence(them, method, result, counts, speedup, span, optimum)
+    text += _accuracy(them, method, best, counts) + _rarely(them, method, best)
+    if not any(map(tolerance.permits, methods)):
+        under = f" under {tolerance.optimizer}" if tolerance.optimizer is not None else ""
         text = f"Nothing here is known to keep the accuracy{under}; by seconds alone: {text}"
-    if best > 1 and not workload.weak and (alone := seconds(method, 1)) <= seconds(method, best):
-        text = (
-            f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: {text}"
-        )
-    names = tuple(m.name for m in permitted)
+    if best > 1 and not setting.workload.weak:
+        alone = them.result(method, 1).seconds
+        if alone <= result.seconds:
+            once = format_seconds(alone)
+            text = f"Do not distribute: one node alone takes {once} a step. Else: {text}"
     return Prediction(
+        setting,
         rows,
-        crossings,
+        them.crossings([n for n in counts if n > 1]),
         method,
         best,
         speedup,
         even,
+        span,
         optimum,
         text,
-        found,
         tolerance,
-        names,
+        tuple(m.name for m in them.permitted),
         tuple(repeated),
-        evens,
     )
 
 
@@ -283,121 +242,216 @@ def to_calibrate(
     """Return the methods whose rates simulations of `methods` on so many nodes need, and of what
     may be mentioned beside them.
     """
-    everything = (*methods, *(rare(n, node) for n in counts))
-    flat = [m for m in everything if m.exchange != "hierarchical"]
-    mixed = [
-        (m, between(m.each_step, n))
-        for m in everything
-        if m.exchange == "hierarchical"
-        for n in counts
-    ]
-    others = [flat_one.after(m.local) if m.local is not None else flat_one for m, flat_one in mixed]
-    return list({m.name: m for m in (*flat, *others, *([IDENTITY] if others else []))}.values())
+    found: dict[str, Method] = {}
+    for method in (*methods, *(rare(n, node) for n in counts)):
+        wanted = [method]
+        if method.exchange == "hierarchical":  # inside nodes, and between so many
+            flat = [between(method.each_step, n) for n in counts]
+            wanted = [m if method.local is None else m.after(method.local) for m in flat]
+            wanted.append(IDENTITY)
+        found |= {m.name: m for m in wanted}
+    return list(found.values())
 
 
-def fastest(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
-    """Return the fastest method; of equally fast ones the first."""
-    limit = (1 + TIE) * min(seconds(m, n) for m in methods)
-    return next(m for m in methods if seconds(m, n) <= limit)
-
-
-def _choose(methods: Sequence[Method], n: int, seconds: Callable[[Method, int], float]) -> Method:
-    """Return the fastest method, or the first one that is hardly slower: methods stand in order
-    of what they change.
+def rare(n: int, node: Node) -> Method:
+    """Return what is mentioned where the network takes two thirds of every step: the default
+    exchange of ternary codes, after H local steps.
     """
-    limit = (1 + ENOUGH) * seconds(fastest(methods, n, seconds), n)
-    lossless = [m for m in methods if m.keeps_loss]
-    for method in lossless:
-        if seconds(method, n) <= limit:
-            return method
-    return fastest(methods, n, seconds)
+    method = find_method("terngrad hierarchical")
+    return (method if node.ranks > 1 else between(method, n)).after(RARELY)
 
 
-def _best_nodes(
-    workload: Workload,
-    counts: Sequence[int],
-    methods: Sequence[Method],
-    seconds: Callable[[Method, int], float],
-) -> int:
-    """Return the fewest nodes that train, with the best method, nearly as fast as any number."""
+class _Comparison:
+    """Seconds a step of methods on numbers of nodes; each is simulated when first asked for.
 
-    def pace(n: int) -> float:
-        return min(seconds(m, n) for m in methods) / (n if workload.weak else 1)
-
-    shortest = min(pace(n) for n in counts)
-    return next(n for n in counts if pace(n) <= (1 + ENOUGH) * shortest)
-
-
-def _crossings(
-    methods: Sequence[Method], counts: Sequence[int], seconds: Callable[[Method, int], float]
-) -> tuple[Crossing, ...]:
-    """Return where the fastest method changes; between two counts by halving, as if none came
-    back there.
+    Attributes:
+        permitted: the methods that may be recommended, in order of what they change.
+        plain: DDP's own exchange of fp32; None: not among the methods.
     """
-    out = []
-    for start, end in itertools.pairwise(counts):
-        low, last = start, fastest(methods, end, seconds)
-        while (before := fastest(methods, low, seconds)) is not last:
-            high = end
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (
-                    (middle, high) if fastest(methods, middle, seconds) is before else (low, middle)
-                )
-            out.append(Crossing(high, before.name, fastest(methods, high, seconds).name))
-            low = high
-    return tuple(out)
+
+    def __init__(self, setting: Setting, methods: Sequence[Method], tolerance: Tolerance) -> None:
+        self.setting, self.methods, self.tolerance = setting, methods, tolerance
+        self.permitted = [m for m in methods if tolerance.permits(m)] or list(methods)
+        fp32 = (m for m in methods if m.codec is None and m.value_nbytes == FP32_NBYTES)
+        self.plain = next(fp32, None)
+        self._results: dict[tuple[str, int], Simulation] = {}
+
+    def result(self, method: Method, n: int) -> Simulation:
+        key = method.name, n
+        if key not in self._results:
+            self._results[key] = self.setting.simulate(method, n)
+        return self._results[key]
+
+    def seconds(self, method: Method, n: int) -> float:
+        """Return seconds a step over a whole run, its warm start included."""
+        start, first = self.tolerance.start(method, self.methods)
+        own = self.result(method, n).seconds
+        return (1 - start) * own + start * self.result(first or FP32, n).seconds if start else own
+
+    def fastest(self, n: int) -> Method:
+        """Return the fastest permitted method; of equally fast ones the first."""
+        limit = (1 + TIE) * min(self.seconds(m, n) for m in self.permitted)
+        return next(m for m in self.permitted if self.seconds(m, n) <= limit)
+
+    def choose(self, n: int) -> Method:
+        """Return the fastest method, or the first one without a codec that is hardly slower."""
+        fastest = self.fastest(n)
+        limit = (1 + ENOUGH) * self.seconds(fastest, n)
+        close = (m for m in self.permitted if m.keeps_loss and self.seconds(m, n) <= limit)
+        return next(close, fastest)
+
+    def best_nodes(self, counts: Sequence[int]) -> int:
+        """Return the fewest nodes whose best method trains nearly as fast as any number."""
+        weak = self.setting.workload.weak
+        pace = {
+            n: min(self.seconds(m, n) for m in self.permitted) / (n if weak else 1) for n in counts
+        }
+        return next(n for n in counts if pace[n] <= (1 + ENOUGH) * min(pace.values()))
+
+    def crossings(self, counts: Sequence[int]) -> tuple[Crossing, ...]:
+        """Return where the fastest method changes; between two counts by halving, as if none came
+        back there.
+        """
+        out = []
+        for low, end in itertools.pairwise(counts):
+            while (before := self.fastest(low)) is not self.fastest(end):
+                high = end
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    same = self.fastest(middle) is before
+                    low, high = (middle, high) if same else (low, middle)
+                out.append(Crossing(high, before.name, self.fastest(high).name))
+                low = high
+        return tuple(out)
+
+    def break_even(self, n: int, rates: Rates) -> float | None:
+        """Return the link rate above which no permitted method saves more than 5 % of the seconds
+        of a step with fp32.
+        """
+        plain, others = self.plain, [m for m in self.permitted if m is not self.plain]
+        if plain is None or not others or n == 1:
+            return None
+
+        def pays(rate: float) -> bool:
+            link = Link(rate, self.setting.link.latency_s)
+            setting = replace(self.setting, link=link, rates=rates)
+            limit = setting.simulate(plain, n).seconds / (1 + ENOUGH)
+            return any(setting.simulate(m, n).seconds < limit for m in others)
+
+        low, high = RATE_RANGE
+        if pays(high):
+            return math.inf
+        if not pays(low):
+            return 0.0
+        while high / low > 1 + RATE_TOLERANCE:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if pays(middle) else (low, middle)
+        return math.sqrt(low * high)
 
 
-def _break_even(
-    others: Sequence[Method],
-    plain: Method | None,
-    n: int,
-    seconds: Callable[[Method, float], float],
-) -> float | None:
-    """Return the link rate above which no other method saves more than 5 % of the seconds of a
-    step with fp32.
-    """
-    if plain is None or not others or n == 1:
-        return None
-
-    def pays(rate: float) -> bool:
-        limit = seconds(plain, rate) / (1 + ENOUGH)
-        return any(seconds(m, rate) < limit for m in others)
-
-    low, high = RATE_RANGE
-    if pays(high):
-        return math.inf
-    if not pays(low):
-        return 0.0
-    while high / low > 1 + RATE_TOLERANCE:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return math.sqrt(low * high)
-
-
-def _ratio(workload: Workload, result: Simulation, double_buffering: bool) -> float:
-    """Return the compression ratio of a method: bytes of an fp32 ring over bytes sent."""
-    if result.sent_nbytes == 0:
-        return 1.0
-    return (
-        ring_bytes(workload.numel, result.ranks)
-        * (2 if double_buffering else 1)
-        / result.sent_nbytes
+def _formula(setting: Setting, ratio: float, ranks: int) -> int | float:
+    """Return the number of nodes of the formula; collectives as measured count as those of fp32."""
+    work, transport = setting.workload, setting.transport
+    if work.weak:
+        return math.inf  # a step computes as much on any number of nodes
+    if work.t_frame == 0:
+        return 1
+    measured = transport.seconds("all_reduce", ring_bytes(work.numel, ranks)) if transport else 0
+    return optimal_nodes(
+        minibatch=work.minibatch,
+        t_frame=work.t_frame,
+        t_post=work.t_post,
+        t_comm_fp32=8 * FP32_NBYTES * work.numel / setting.link.bits_per_s + measured,
+        t_update=work.t_update,
+        compression_ratio=ratio,
+        parallel_post=work.parallel_post,
     )
 
 
-def _formula(workload: Workload, link: Link, ratio: float, t_transport: float) -> int | float:
-    if workload.weak:
-        return math.inf  # a step computes as much on any number of nodes
-    if workload.t_frame == 0:
-        return 1
-    return optimal_nodes(
-        minibatch=workload.minibatch,
-        t_frame=workload.t_frame,
-        t_post=workload.t_post,
-        t_comm_fp32=8 * FP32_NBYTES * workload.numel / link.bits_per_s + t_transport,
-        t_update=workload.t_update,
-        compression_ratio=ratio,
-        parallel_post=workload.parallel_post,
+# ---- the recommendation in words -----------------------------------------------------------------
+
+
+def _sentence(
+    them: _Comparison,
+    method: Method,
+    result: Simulation,
+    counts: Sequence[int],
+    speedup: float,
+    span: tuple[float, float] | None,
+    optimum: float,
+) -> str:
+    """Return the recommendation by seconds; `span` is the range of rates at which compression stops
+    paying, None if there is none.
+    """
+    setting, n, took = them.setting, result.nodes, format_seconds(result.seconds)
+    where = "over these ranks" if setting.as_measured else f"over {setting.link}"
+    if n == 1:
+        return (
+            f"Do not compress and do not distribute: {where} no more nodes are faster than one"
+            f" ({took} a step)."
+        )
+    largest = ", the largest number asked for," if n == counts[-1] and len(counts) > 1 else ""
+    train = f"{where}, train on {n} nodes ({took} a step){largest}"
+    times = f"{speedup:.2g} times as fast as fp32" if them.plain is not None else ""
+    if method.compresses or method.local is not None:
+        verb = "Compress" if method.local is None else "Exchange rarely"
+        text = f"{verb}: {train} with {method.name}{times and f', {times}'}."
+        if span is not None:
+            what = "compression" if method.compresses else "exchanging rarely"
+            text += f" Above {format_rates(*span)} {what} stops paying there."
+    elif method.value_nbytes < FP32_NBYTES:
+        text = (
+            f"Do not compress: {train} with {method.name}, {times or 'without a codec'}; codecs"
+            " gain less than 5 % more."
+        )
+    else:
+        text = f"Do not compress: {train} in {method.name}; nothing else gains 5 %."
+        if span is not None:
+            text += f" Below {format_rates(*span)} compression would pay there."
+    if setting.workload.weak or method.local is not None:
+        return text
+    bound = "sets no bound" if math.isinf(optimum) else f"gives {optimum} node{'s' * (optimum > 1)}"
+    return f"{text} With double buffering the formula of Seide et al. {bound} for {method.name}."
+
+
+def _accuracy(them: _Comparison, method: Method, n: int, counts: Sequence[int]) -> str:
+    """Return what is said of accuracy: of the method recommended, and of the fastest way of every
+    codec that is left out.
+
+    A codec is compared on the `n` nodes that are recommended; where that is one node, on the best
+    of `counts`.
+    """
+    tolerance, left_out = them.tolerance, [m for m in them.methods if m not in them.permitted]
+    if tolerance.optimizer is None and not tolerance.by_seconds:
+        return f" {OMITS}" if left_out else ""
+    text, said, own = tolerance.of(method) if n > 1 else "", set(), them.seconds(method, n)
+    took = {m: min(them.seconds(m, k) for k in (counts if n == 1 else [n])) for m in left_out}
+    for other in sorted(left_out, key=took.__getitem__):
+        if other.kind not in said and took[other] * (1 + ENOUGH) < own:
+            said.add(other.kind)
+            text += tolerance.against(other, own / took[other])
+    return text
+
+
+def _rarely(them: _Comparison, method: Method, n: int) -> str:
+    """Return what local steps would do, where the recommended method waits for the network for most
+    of its time; "" where it does not, or local steps were asked for.
+    """
+    local = any(m.local is not None for m in them.methods)
+    if n == 1 or them.setting.double_buffering or local:
+        return ""
+    late, result = rare(n, them.setting.node), them.result(method, n)
+    if result.exposed_seconds <= WAITS * result.seconds:
+        return ""
+    own, instead = them.seconds(method, n), them.seconds(late, n)
+    if instead * (1 + ENOUGH) >= own:
+        return ""
+    named = dict.fromkeys(
+        f"{row.price} ({row.training})" for row in them.tolerance.costs(late).values() if row
+    )
+    costs = f"cost {', '.join(named)}" if named else "cost an accuracy that was not measured"
+    return (
+        f" The network takes {result.exposed_seconds / result.seconds:.0%} of that step: local"
+        f" steps (--every {RARELY.every}, gradcomp.DiLoCo) with terngrad would take"
+        f" {format_seconds(instead)} a step, {own / instead:.2g} times as fast, and {costs}."
     )

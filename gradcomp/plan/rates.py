@@ -2,29 +2,24 @@
 exchange.
 
 A stage's seconds are fixed + per_payload * N + per_value * (values that pass) + per_owned_value *
-(values the rank owns):
+(values the rank owns). Values that pass:
 
-=============  ==========================  ================================
-==============================
-stage          statistics, encode          owner                             decode
-=============  ==========================  ================================
-==============================
-all_gather     the bucket's                those of N - 1 payloads: checks   those of N payloads
-reduce_scatter the bucket's                those owned, of N payloads        the bucket's
-=============  ==========================  ================================
-==============================
+==============  ===================  =====================  ==================
+stage           statistics, encode   owner                  decode
+==============  ===================  =====================  ==================
+all_gather      the bucket's         of N - 1 payloads      of N payloads
+reduce_scatter  the bucket's         owned, of N payloads   the bucket's
+==============  ===================  =====================  ==================
 """
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,16 +36,17 @@ from gradcomp.memory.residuals import Feedback
 from gradcomp.optim import SplitSGD
 from gradcomp.payload.ownership import ByElements
 from gradcomp.payload.pieces import Slot
-from gradcomp.plan.costs import METHODS, Method, find_method
+from gradcomp.plan.costs import FP32_NBYTES, METHODS, Method, find_method
+from gradcomp.plan.nodes import exact
 
 STAGES = ("statistics", "encode", "owner", "decode")
 CAST_STAGES = ("cast", "uncast")
-OUTER = (  # a method of its own: what an exchange after local steps takes beside that of its codec
-    "outer step"
-)
+OUTER = "outer step"  # stands beside the methods: what an exchange after local steps takes besides
 SIZES = (1 << 13, 1 << 20)  # elements
 WORLD_SIZES = (2, 8)
 REPEATS = 5
+
+Features = tuple[float, float, float, float]  # 1, N, values that pass, values owned
 
 
 @dataclass(frozen=True)
@@ -64,23 +60,12 @@ class StageRate:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not 0 <= value < math.inf
-            ):
-                raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+            exact(name, value)
 
-    def seconds(self, features: Sequence[float]) -> float:
+    def seconds(self, features: Features) -> float:
         """Return the seconds for (1, N, values that pass, values owned)."""
-        return sum(
-            rate * count
-            for rate, count in zip(
-                (self.fixed_s, self.per_payload_s, self.per_value_s, self.per_owned_value_s),
-                features,
-                strict=True,
-            )
-        )
+        rates = (self.fixed_s, self.per_payload_s, self.per_value_s, self.per_owned_value_s)
+        return sum(rate * count for rate, count in zip(rates, features, strict=True))
 
 
 @dataclass(frozen=True)
@@ -88,8 +73,8 @@ class Rates:
     """CPU seconds of the stages of every method.
 
     Attributes:
-        stages: by method name, then by stage; a method that is missing costs as another way of its
-            codec does, or nothing.
+        stages: by method name, then by stage; a method that is missing costs as another exchange of
+            its codec does, or nothing.
     """
 
     stages: Mapping[str, Mapping[str, StageRate]] = field(default_factory=dict)
@@ -105,52 +90,42 @@ class Rates:
             numel: values of the bucket.
             owned: values of it that the rank owns.
         """
-        mine = self.stages.get(method.name) or self._alike(method)
-        names = STAGES if method.codec is not None else CAST_STAGES
+        rates = self.stages.get(method.name) or self._alike(method)
         return tuple(
-            mine.get(n, StageRate()).seconds(_features(method, n, world_size, numel, owned))
-            for n in names
+            rates.get(stage, StageRate()).seconds(
+                _features(method, stage, world_size, numel, owned)
+            )
+            for stage in _stages_of(method)
         )
 
     def outer_seconds(self, numel: int) -> float:
         """Return the seconds of forming so many values' pseudo-gradients and of applying their
         average.
         """
-        return (
-            self.stages.get(OUTER, {})
-            .get("apply", StageRate())
-            .seconds((1.0, 0.0, float(numel), 0.0))
-        )
+        rate = self.stages.get(OUTER, {}).get("apply", StageRate())
+        return rate.seconds(_per_value(numel))
 
     def _alike(self, method: Method) -> Mapping[str, StageRate]:
-        """Return the rates of another way of the same codec: those of files older than a method."""
-        kind = method.codec.name if method.codec is not None else None
-        alike = [
-            m
-            for m in METHODS
-            if m.codec is not None and m.codec.name == kind and m.exchange == method.exchange
-        ]
-        return next((self.stages[m.name] for m in alike if m.name in self.stages), {})
+        """Return the rates of the same exchange of the same codec with another second phase: files
+        may be older than a method.
+        """
+        for other in METHODS:
+            alike = (other.kind, other.exchange) == (method.kind, method.exchange)
+            if alike and other.codec is not None and other.name in self.stages:
+                return self.stages[other.name]
+        return {}
 
     @staticmethod
     def median(repeated: Sequence[Rates]) -> Rates:
         """Return the median of every rate of several measurements of the same methods."""
-        first = repeated[0].stages
+
+        def middle(method: str, stage: str) -> StageRate:
+            found = [astuple(one.stages[method][stage]) for one in repeated]
+            return StageRate(*(statistics.median(values) for values in zip(*found, strict=True)))
+
+        stages = repeated[0].stages.items()
         return Rates(
-            {
-                method: {
-                    stage: StageRate(
-                        **{
-                            name: statistics.median(
-                                getattr(one.stages[method][stage], name) for one in repeated
-                            )
-                            for name in asdict(rate)
-                        }
-                    )
-                    for stage, rate in stages.items()
-                }
-                for method, stages in first.items()
-            }
+            {method: {one: middle(method, one) for one in found} for method, found in stages}
         )
 
     def to_dict(self) -> dict[str, dict[str, dict[str, float]]]:
@@ -161,7 +136,7 @@ class Rates:
 
     @staticmethod
     def from_dict(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Rates:
-        """Return what `to_dict` has made plain."""
+        """Return the rates that `to_dict` was called on."""
         return Rates(
             {m: {s: StageRate(**rate) for s, rate in stages.items()} for m, stages in found.items()}
         )
@@ -178,17 +153,9 @@ class Rates:
             found = json.loads(path.read_text(encoding="utf-8"))
             found = found.get("rates", found)
             for method, stages in found.items():
-                names = (
-                    ("apply",)
-                    if method == OUTER
-                    else STAGES
-                    if find_method(method).codec is not None
-                    else CAST_STAGES
-                )
-                if unknown := set(stages) - set(names):
-                    raise ValueError(
-                        f"{method} has no stage {min(unknown)!r}, only {', '.join(names)}"
-                    )
+                names = ("apply",) if method == OUTER else _stages_of(find_method(method))
+                for unknown in sorted(set(stages) - set(names)):
+                    raise ValueError(f"{method} has no stage {unknown!r}, only {', '.join(names)}")
             return Rates.from_dict(found)
         except (TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} does not hold rates: {error}") from None
@@ -197,18 +164,25 @@ class Rates:
 FREE = Rates()
 
 
-def _features(method: Method, stage: str, n: int, numel: int, owned: int) -> tuple[float, ...]:
-    passing = float(numel)
+def _stages_of(method: Method) -> tuple[str, ...]:
+    return STAGES if method.codec is not None else CAST_STAGES
+
+
+def _features(method: Method, stage: str, n: int, numel: int, owned: int) -> Features:
+    payloads = 0 if stage in ("statistics", *CAST_STAGES) else n
+    gathers, passing = method.exchange == "all_gather", numel
     if stage == "owner":
-        passing = float((n - 1) * numel) if method.exchange == "all_gather" else float(n * owned)
-    elif stage == "decode" and method.exchange == "all_gather":
-        passing = float(n * numel)
-    return (
-        1.0,
-        0.0 if stage in ("statistics", *CAST_STAGES) else float(n),
-        passing,
-        float(owned) * (stage == "owner"),
-    )
+        passing = (n - 1) * numel if gathers else n * owned
+    elif stage == "decode" and gathers:
+        passing = n * numel
+    return 1.0, float(payloads), float(passing), float(owned) * (stage == "owner")
+
+
+def _per_value(numel: int) -> Features:
+    return 1.0, 0.0, float(numel), 0.0
+
+
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def calibrate(
@@ -228,7 +202,7 @@ def calibrate(
         methods: to measure.
         sizes: elements of a bucket, multiples of 512, so that all ranks own alike pieces.
         world_sizes: ranks, powers of two up to 64.
-        repeats: a median is taken of.
+        repeats: measurements that a median is taken of.
         before: called before every measurement (a barrier, so that ranks of one machine measure at
             once).
 
@@ -240,26 +214,28 @@ def calibrate(
             raise ValueError(f"{name} must be multiples of {unit}, got {values!r}")
     if any(64 % n for n in world_sizes):
         raise ValueError(f"world_sizes must be powers of two up to 64, got {world_sizes!r}")
+
+    def rate(make: Callable[[int], Callable[[], object]]) -> StageRate:
+        """Return the rate of an action that is made for a number of values."""
+        return _fit([(_per_value(numel), _median_s(make(numel), repeats)) for numel in sizes])
+
     out: dict[str, dict[str, StageRate]] = {}
     if any(method.local is not None for method in methods):
-        out[OUTER] = {"apply": _outer_rate(sizes, repeats)}
+        out[OUTER] = {"apply": rate(_outer_step)}
     for method in {m.each_step.name: m.each_step for m in methods}.values():
         if method.codec is None:
-            if method.value_nbytes < 4:
-                out[method.name] = _cast_rates(sizes, repeats)
+            if method.value_nbytes < FP32_NBYTES:
+                out[method.name] = {"cast": rate(_rounding), "uncast": rate(_widening)}
             continue
-        points: dict[str, list[tuple[tuple[float, ...], float]]] = {stage: [] for stage in STAGES}
+        points: dict[str, list[tuple[Features, float]]] = {stage: [] for stage in STAGES}
         for n in world_sizes:
             for numel in sizes:
                 before()
                 seconds = _run_exchange(method, method.codec, numel, n, repeats)
-                owned = (
-                    ByElements(n).numel(numel, 0) if method.exchange == "reduce_scatter" else numel
-                )
-                for stage in STAGES:
-                    points[stage].append(
-                        (_features(method, stage, n, numel, owned), seconds[stage])
-                    )
+                scatters = method.exchange == "reduce_scatter"
+                owned = ByElements(n).numel(numel, 0) if scatters else numel
+                for stage, found in points.items():
+                    found.append((_features(method, stage, n, numel, owned), seconds[stage]))
         out[method.name] = {stage: _fit(found) for stage, found in points.items()}
     return Rates(out)
 
@@ -270,8 +246,7 @@ def _run_exchange(
     """Return the median seconds of every stage of one exchange of rank 0."""
     strategy = Strategy(method.exchange, method.second_phase)
     group = max(1, numel // 64) if codec.whole_groups else numel
-    slot = Slot(0, numel, group, True, 0)
-    plan = BucketPlan(codec, [slot], strategy, n, 0, {0: 0})
+    plan = BucketPlan(codec, [Slot(0, numel, group, True, 0)], strategy, n, 0, {0: 0})
     stats, values = Stats(), torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-3
     kept = {"feedback": Feedback({0: numel})} if codec.error_feedback else {}
     if owners_feed_back(strategy.second_phase, codec):
@@ -289,51 +264,47 @@ def _run_exchange(
     return {s: statistics.median(one[s] for one in seen[1:]) for s in STAGES}
 
 
-def _cast_rates(sizes: Sequence[int], repeats: int) -> dict[str, StageRate]:
-    """Return what rounding to bf16 (divided, as for a mean) and widening back takes."""
-    rounding: list[tuple[tuple[float, ...], float]] = []
-    widening: list[tuple[tuple[float, ...], float]] = []
-    for numel in sizes:
-        values = torch.randn(numel)
-        half = values.bfloat16()
-        actions: list[tuple[list[Any], Callable[[], Tensor]]] = [
-            (rounding, lambda v=values: v.bfloat16().div_(2)),  # type: ignore[misc]
-            (widening, lambda v=values, h=half: v.copy_(h)),  # type: ignore[misc]
-        ]
-        for found, action in actions:
-            seconds = []
-            for _ in range(repeats + 1):
-                begun = time.perf_counter()
-                action()
-                seconds.append(time.perf_counter() - begun)
-            found.append(((1.0, 0.0, float(numel), 0.0), statistics.median(seconds[1:])))
-    return {"cast": _fit(rounding), "uncast": _fit(widening)}
+def _median_s(action: Callable[[], object], repeats: int) -> float:
+    """Return the median seconds of an action, of all times but the first."""
+    seconds = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])
 
 
-def _outer_rate(sizes: Sequence[int], repeats: int) -> StageRate:
-    """Return what it takes to form pseudo-gradients, to copy them into buckets and back, and to
-    apply them with Nesterov momentum.
-    """
-    points: list[tuple[tuple[float, ...], float]] = []
-    for numel in sizes:
-        weight, bucket, seconds = torch.randn(numel), torch.empty(numel), []
-        anchor = torch.nn.Parameter(weight.clone())
-        optimizer = SplitSGD([anchor], lr=0.7, momentum=0.9, nesterov=True)  # as `DiLoCo` has it
-        for _ in range(repeats + 1):
-            begun = time.perf_counter()
-            with torch.no_grad():
-                anchor.grad = anchor - weight
-                bucket.copy_(anchor.grad)
-                anchor.grad.copy_(bucket)
-                HOST.are_finite(anchor.grad)
-                optimizer.step()
-                weight.copy_(anchor)
-            seconds.append(time.perf_counter() - begun)
-        points.append(((1.0, 0.0, float(numel), 0.0), statistics.median(seconds[1:])))
-    return _fit(points)
+def _rounding(numel: int) -> Callable[[], Tensor]:
+    """Round values to bf16 and divide them, as for a mean."""
+    values = torch.randn(numel)
+    return lambda: values.bfloat16().div_(2)
 
 
-def _fit(points: Sequence[tuple[tuple[float, ...], float]]) -> StageRate:
+def _widening(numel: int) -> Callable[[], Tensor]:
+    """Widen bf16 to fp32."""
+    values, half = torch.empty(numel), torch.randn(numel).bfloat16()
+    return lambda: values.copy_(half)
+
+
+def _outer_step(numel: int) -> Callable[[], None]:
+    """Form pseudo-gradients, copy them into buckets and back, and apply them as `DiLoCo` does."""
+    weight, bucket = torch.randn(numel), torch.empty(numel)
+    anchor = torch.nn.Parameter(weight.clone())
+    optimizer = SplitSGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
+
+    @torch.no_grad()
+    def step() -> None:
+        anchor.grad = anchor - weight
+        bucket.copy_(anchor.grad)
+        anchor.grad.copy_(bucket)
+        HOST.are_finite(anchor.grad)
+        optimizer.step()
+        weight.copy_(anchor)
+
+    return step
+
+
+def _fit(points: Sequence[tuple[Features, float]]) -> StageRate:
     """Return the rates with the least relative squares, none of them negative (columns are
     dropped until that is so).
     """
@@ -345,10 +316,8 @@ def _fit(points: Sequence[tuple[tuple[float, ...], float]]) -> StageRate:
         norms = np.linalg.norm(scaled, axis=0)
         found = np.linalg.lstsq(scaled / norms, np.ones(len(points)), rcond=1e-9)[0] / norms
         if (found >= 0).all():
-            rates = [0.0] * rows.shape[1]
-            for column, rate in zip(kept, found.tolist(), strict=True):
-                rates[column] = rate
-            return StageRate(*rates)
+            rates = dict(zip(kept, found.tolist(), strict=True))
+            return StageRate(*(rates.get(column, 0.0) for column in range(rows.shape[1])))
         kept.pop(int(np.argmin(found * norms)))
     return StageRate()
 

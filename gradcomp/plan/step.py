@@ -16,7 +16,7 @@ their own, and bytes move beside them.
 
 All nodes do the same, so one stands for all, and where they differ the slowest one: all others wait
 for it. With double buffering they wait for it half a step later, and may have made up for the time
-by then; so some of each kind of node are looked at.
+by then; so some of each kind of node are scheduled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from statistics import fmean
-from typing import Any
 
+from gradcomp.comm.rounds import ring_bytes
 from gradcomp.plan.costs import (
     IDENTITY,
     Bucket,
@@ -41,14 +41,14 @@ from gradcomp.plan.costs import (
     plan_buckets,
 )
 from gradcomp.plan.links import Link, Node
+from gradcomp.plan.nodes import exact
 from gradcomp.plan.rates import FREE, Rates
-from gradcomp.plan.workload import ALONE, Simulation, Stragglers, Transport, Workload
+from gradcomp.plan.workload import ALONE, EVEN, Simulation, Stragglers, Transport, Workload
 
 BACKWARD_PIECES = 16
 LITTLE = (64, 64)  # a tensor that is compressed and takes no time
 MAX_NODES = 4096
 MAX_STAGES = 4  # threads of a pipeline, so more cores than this have nothing to do for it
-NO_LINK = Link(math.inf)
 MAIN, CODECS, LINK, INSIDE, TRANSPORT = range(5)  # resources
 
 
@@ -66,14 +66,13 @@ class Jobs:
         self._followers: list[list[int]] = []
 
     def add(self, resource: Hashable, seconds: float, *after: int) -> int:
-        """Return the number of a new job that follows the jobs `after`.
-
-        Without a resource, or seconds, it waits for nothing else.
+        """Return the number of a new job that follows the jobs `after`. Without a resource, or
+        seconds, it waits for nothing else.
         """
-        number = len(self._jobs)
         self._jobs.append((resource if seconds > 0 else None, seconds))
         self._left.append(len(after))
         self._followers.append([])
+        number = len(self._jobs) - 1
         for job in after:
             self._followers[job].append(number)
         return number
@@ -119,86 +118,185 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a rank does in a step.
+class Setting:
+    """All but the method and the number of nodes; see the arguments of `simulate`.
 
-    Attributes:
-        slices: the stages of each, in the order in which backward makes them ready; none where
-            nothing is exchanged.
-        pieces: of backward: (share, slices ready after it).
-        forward_share: of computing.
-        update: seconds of a model update.
-        link: of a node.
-        inside: of each rank to ranks of its own node.
-        cores: of a rank.
-        double_buffering: compute a half while the one before is exchanged.
-        transport: comes after the link, one collective at a time. With fewer than two cores the
-            main core does its working part while the link passes the bytes.
+    Raises:
+        TypeError: `cores` is not a number.
+        ValueError: `cores` is not positive and finite.
     """
 
-    slices: Sequence[tuple[Stage, ...]]
-    pieces: Sequence[tuple[float, tuple[int, ...]]]
-    forward_share: float
-    update: float
+    workload: Workload
     link: Link
-    inside: Link = NO_LINK
+    node: Node = ALONE
+    rates: Rates = FREE
     cores: float = 2
     double_buffering: bool = False
+    stragglers: Stragglers = EVEN
     transport: Transport | None = None
 
-    def run(
-        self, compute: Sequence[Sequence[float]], counts: Sequence[int] = (1,)
+    def __post_init__(self) -> None:
+        exact("cores", self.cores, positive=True)
+
+    @property
+    def as_measured(self) -> bool:
+        """Whether measured collectives take the place of a link."""
+        return self.transport is not None and math.isinf(self.link.bits_per_s)
+
+    def ratio(self, result: Simulation) -> float:
+        """Return the compression ratio of a step: bytes of rings of fp32 over bytes sent."""
+        rings = ring_bytes(self.workload.numel, result.ranks) * (1 + self.double_buffering)
+        return rings / result.sent_nbytes if result.sent_nbytes else 1.0
+
+    def simulate(self, method: Method, nodes: int) -> Simulation:
+        """Return what a step of so many nodes takes; errors as of the function `simulate`."""
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= MAX_NODES:
+            raise ValueError(f"nodes must be an integer from 1 to {MAX_NODES}, got {nodes!r}")
+        if method.local is not None:
+            return self._local_steps(method.each_step, method.local, nodes)
+        work, halves, ranks = self.workload, 1 + self.double_buffering, nodes * self.node.ranks
+        buckets = plan_buckets(
+            method,
+            work.parameters,
+            ranks,
+            bucket_cap_mb=work.bucket_cap_mb,
+            node_ranks=self.node.ranks,
+        )
+        compute = work.samples(ranks) * work.t_frame / halves
+        update = work.t_update + work.parallel_post * work.t_post / ranks
+        travels = between(method, nodes)
+        slices = [one for b in buckets for one in slice_work(travels, b, ranks, nodes, self.rates)]
+        factors, counts = self.stragglers.factors(nodes, double_buffering=self.double_buffering)
+        begun, exchanges = self.schedule(
+            slices if ranks > 1 else [],
+            backward_pieces(work, buckets),
+            [[factor * compute for factor in half] for half in factors],
+            update,
+            counts,
+        )
+        # with double buffering the first exchange has no computation before it that hides it
+        first = halves if self.double_buffering else 0
+        steps = (len(factors) - first) / halves
+        seconds, exchange = (begun[-1] - begun[first]) / steps, sum(exchanges[first:]) / steps
+        mean, slowest = self.stragglers.mean(nodes), fmean(max(half) for half in factors[first:])
+        computing = halves * (mean * compute + update)
+        waiting = min(halves * (slowest - mean) * compute, max(0.0, seconds - computing))
+        exposed = max(0.0, seconds - computing - waiting)
+        hidden = max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0
+        sent = sum(b.leaving_nbytes for b in buckets) * halves if nodes > 1 else 0
+        return Simulation(
+            nodes, seconds, computing, waiting, exposed, exchange, hidden, sent, ranks
+        )
+
+    def _local_steps(self, method: Method, local: LocalSteps, nodes: int) -> Simulation:
+        """Return what a step takes where H of them are followed by one exchange, which nothing
+        hides but the steps that it may be late.
+
+        Times of H steps differ less than those of one, by the root of H. With fewer than two cores
+        codecs and the moving of bytes are hidden by no step.
+        """
+        if self.double_buffering:
+            raise ValueError(
+                "double_buffering exchanges halves of a minibatch; with local steps none is"
+                " exchanged"
+            )
+        if local.fragments > len(self.workload.parameters):
+            raise ValueError(
+                f"{local.fragments} fragments of {len(self.workload.parameters)} tensors: a"
+                " fragment has at least one"
+            )
+        h, work, ranks = local.every, self.workload, nodes * self.node.ranks
+        # every rank updates all parameters, and does all of the post-processing
+        update = h * (work.t_update + work.parallel_post * work.t_post)
+        update += self.rates.outer_seconds(work.numel) if ranks > 1 else 0.0
+        whole = replace(work, t_frame=h * work.t_frame, t_post=0.0, t_update=update, overlaps=False)
+        calmer = replace(self.stragglers, jitter=self.stragglers.jitter / math.sqrt(h))
+        rounds = replace(self, workload=whole, stragglers=calmer)
+        found = rounds.simulate(method, nodes)
+        exposed, exchange = found.exposed_seconds, found.exchange_seconds
+        # what an exchange takes however little it carries, once more for each
+        if local.fragments > 1 and ranks > 1:
+            tiny = replace(whole, parameters=(("", LITTLE),), flops=None)
+            each = replace(rounds, workload=tiny).simulate(method, nodes).exposed_seconds
+            more = (local.fragments - 1) * each
+            exposed, exchange = exposed + more, exchange + more
+        if local.delay:
+            busy = 0.0
+            if self.cores < 2:
+                no_link = replace(rounds, link=Link(math.inf))
+                busy = no_link.simulate(method, nodes).exposed_seconds
+            steps = min(h, local.fragments * local.delay)
+            exposed = min(exposed, max(busy, exposed - steps * found.compute_seconds / h))
+        return Simulation(
+            nodes,
+            (found.compute_seconds + found.straggler_seconds + exposed) / h,
+            found.compute_seconds / h,
+            found.straggler_seconds / h,
+            exposed / h,
+            exchange / h,
+            max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0,
+            round(found.sent_nbytes / h),
+            ranks,
+        )
+
+    def schedule(
+        self,
+        slices: Sequence[tuple[Stage, ...]],
+        pieces: Sequence[tuple[float, tuple[int, ...]]],
+        compute: Sequence[Sequence[float]],
+        update: float,
+        counts: Sequence[int] = (1,),
     ) -> tuple[list[float], list[float]]:
         """Return when each half of a step begins, and the end, as means over nodes; and the
         seconds of each exchange on the first one.
 
         Args:
+            slices: stages of each, in the order in which backward makes them ready; none where
+                nothing is exchanged.
+            pieces: of backward: (share, slices ready after it).
             compute: seconds of forward and backward: ``[half][node]``.
+            update: seconds of a model update.
             counts: nodes that each of these stands for.
         """
-        nodes = range(len(compute[0]))
+        nodes, forward_share = range(len(compute[0])), self.workload.forward_share
         threads = min(MAX_STAGES, max(1, int(self.cores) - 1))
         servers = {CODECS: threads, MAIN: 1, LINK: 1, INSIDE: 1}
         jobs = Jobs({(kind, n): k for kind, k in servers.items() for n in nodes} | {TRANSPORT: 1})
         codecs = MAIN if self.cores < 2 else CODECS
-        stage_count = len(self.slices[0]) if self.slices else 0
-        before: list[list[list[int]]] = [[[] for _ in nodes] for _ in range(stage_count)]
-        updated: list[list[int]] = []
-        exchanges: list[tuple[int, list[list[int]]]] = []
+        start = jobs.add(None, 0.0)
+        worked = [[start for _ in nodes] for _ in (slices[0] if slices else [()])]  # [stage][node]
+        updated = [[start for _ in nodes]]  # [half][node]
+        exchanges: list[tuple[int, list[int]]] = []
         for half in compute:
-            forward = [self.forward_share * seconds for seconds in half]
-            at = [jobs.add((MAIN, n), forward[n], *(one[n] for one in updated[-1:])) for n in nodes]
+            forward = [forward_share * seconds for seconds in half]
+            at = [jobs.add((MAIN, n), forward[n], updated[-1][n]) for n in nodes]
             first = None
-            for share, ready in self.pieces:
+            for share, ready in pieces:
                 at = [jobs.add((MAIN, n), share * (half[n] - forward[n]), at[n]) for n in nodes]
-                for stages in (self.slices[number] for number in ready if self.slices):
+                for stages in (slices[number] for number in ready if slices):
                     first = at[0] if first is None else first
                     arrived = [[job] for job in at]
                     for place, stage in enumerate(stages):
-                        worked = [
-                            jobs.add((codecs, n), stage.seconds, *arrived[n], *before[place][n])
+                        worked[place] = [
+                            jobs.add((codecs, n), stage.seconds, *arrived[n], worked[place][n])
                             for n in nodes
                         ]
-                        before[place] = [[job] for job in worked]
-                        arrived = self._exchange(jobs, worked, stage.collective)
+                        arrived = self._exchange(jobs, worked[place], stage.collective)
             if first is not None:
-                exchanges.append((first, before[-1]))
+                exchanges.append((first, worked[-1]))
+            # with double buffering an update applies the exchange of the half before
             due = exchanges[-2:-1] if self.double_buffering else exchanges[-1:]
-            updated.append(
-                [
-                    jobs.add((MAIN, n), self.update, at[n], *(j for _, e in due for j in e[n]))
-                    for n in nodes
-                ]
-            )
+            last = [[at[n], *(exchange[n] for _, exchange in due)] for n in nodes]
+            updated.append([jobs.add((MAIN, n), update, *last[n]) for n in nodes])
         ends = jobs.ends()
-        means = [
+        begun = [
             sum(k * ends[job] for k, job in zip(counts, half, strict=True)) / sum(counts)
             for half in updated
         ]
-        return [0.0, *means], [ends[last[0][0]] - ends[first] for first, last in exchanges]
+        return begun, [ends[last[0]] - ends[first] for first, last in exchanges]
 
     def _exchange(
-        self, jobs: Jobs, worked: list[int], collective: Collective | None
+        self, jobs: Jobs, worked: Sequence[int], collective: Collective | None
     ) -> list[list[int]]:
         """Return for every node the jobs that end a collective, which begins on a node when its
         job of `worked` has ended.
@@ -209,22 +307,20 @@ class Step:
         sent = []
         for kind, nbytes, link in (
             (LINK, collective.leaving_nbytes, self.link),
-            (INSIDE, collective.staying_nbytes, self.inside),
+            (INSIDE, collective.staying_nbytes, self.node.inside),
         ):
-            if nbytes:
-                for n, job in enumerate(worked):
-                    left = jobs.add((kind, n), 8 * nbytes / link.bits_per_s, job)
-                    sent.append(jobs.add(None, collective.rounds * link.latency_s, left))
+            for n, job in enumerate(worked if nbytes else ()):
+                left = jobs.add((kind, n), 8 * nbytes / link.bits_per_s, job)
+                sent.append(jobs.add(None, collective.rounds * link.latency_s, left))
         seconds, working, resource = 0.0, 0.0, None
         if self.transport is not None:
             seconds, working = self.transport.parts(collective.kind, collective.nbytes)
             if self.cores >= 2:
                 seconds, working, resource = seconds + working, 0.0, TRANSPORT
         moved = jobs.add(resource, seconds, *(sent or worked))
-        return [
-            [*one, moved, *([jobs.add((MAIN, n), working, *one)] if working else [])]
-            for n, one in enumerate(out)
-        ]
+        for n, one in enumerate(out):
+            one += [moved, *([jobs.add((MAIN, n), working, *one)] if working else [])]
+        return out
 
 
 def simulate(
@@ -247,7 +343,7 @@ def simulate(
         method: how gradients are exchanged, or its name (`gradcomp.plan.METHODS`).
         nodes: 1 to 4096.
         link: of every node.
-        node: how many ranks share it, and what joins them; one by default.
+        node: how many ranks share it, and what joins them; one rank by default.
         rates: CPU seconds of the codecs; none by default.
         cores: of a rank; seconds of computing and of codecs are what they take on it.
         double_buffering: a step is computed in two halves, each exchanged while the next one is
@@ -256,137 +352,22 @@ def simulate(
         transport: takes time after the link; None: none.
 
     Raises:
+        TypeError: `cores` is not a number.
         ValueError: an argument out of its range, or an unknown method.
     """
     if isinstance(method, str):
         method = find_method(method)
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= MAX_NODES:
-        raise ValueError(f"nodes must be an integer from 1 to {MAX_NODES}, got {nodes!r}")
-    if not 0 < cores < math.inf:
-        raise ValueError(f"cores must be positive and finite, got {cores!r}")
-    stragglers = stragglers or Stragglers()
-    if method.local is not None:
-        if double_buffering:
-            raise ValueError(
-                "double_buffering exchanges halves of a minibatch; with local steps none is"
-                " exchanged"
-            )
-        common: dict[str, Any] = {"node": node, "rates": rates, "cores": cores}
-        return _round(
-            workload, method.each_step, method.local, nodes, link, stragglers, transport, common
-        )
-    halves = 2 if double_buffering else 1
-    ranks = nodes * node.ranks
-    planned = plan_buckets(
-        method,
-        workload.parameters,
-        ranks,
-        bucket_cap_mb=workload.bucket_cap_mb,
-        node_ranks=node.ranks,
+    setting = Setting(
+        workload, link, node, rates, cores, double_buffering, stragglers or EVEN, transport
     )
-    compute = workload.samples(ranks) * workload.t_frame / halves
-    update = workload.t_update + workload.parallel_post * workload.t_post / ranks
-    travels = between(method, nodes)
-    step = Step(
-        [one for b in planned for one in _slice_work(travels, b, ranks, nodes, rates)]
-        if ranks > 1
-        else [],
-        _pieces(workload, planned),
-        workload.forward_share,
-        update,
-        link,
-        node.inside,
-        cores,
-        double_buffering,
-        transport,
-    )
-    # with double buffering the first exchange has no computation before it that hides it
-    first = halves if double_buffering else 0
-    factors, counts = stragglers.factors(nodes, double_buffering=double_buffering)
-    begun, exchanges = step.run([[one * compute for one in half] for half in factors], counts)
-    steps = (len(factors) - first) / halves
-    seconds, exchange = (begun[-1] - begun[first]) / steps, sum(exchanges[first:]) / steps
-    mean, slowest = stragglers.mean(nodes), fmean(max(half) for half in factors[first:])
-    computing = halves * (mean * compute + update)
-    waiting = min(halves * (slowest - mean) * compute, max(0.0, seconds - computing))
-    exposed = max(0.0, seconds - computing - waiting)
-    return Simulation(
-        nodes,
-        seconds,
-        computing,
-        waiting,
-        exposed,
-        exchange,
-        max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0,
-        sum(b.leaving_nbytes for b in planned) * halves if nodes > 1 else 0,
-        ranks,
-    )
+    return setting.simulate(method, nodes)
 
 
-def _round(
-    workload: Workload,
-    method: Method,
-    local: LocalSteps,
-    nodes: int,
-    link: Link,
-    stragglers: Stragglers,
-    transport: Transport | None,
-    common: dict[str, Any],
-) -> Simulation:
-    """Return what a step takes where H of them are followed by one exchange, which nothing hides
-    but the steps that it may be late.
-
-    Times of H steps differ less than those of one, by the root of H. With fewer than two cores
-    codecs and the moving of bytes are hidden by no step.
-    """
-    h, ranks = local.every, nodes * common["node"].ranks
-    outer = common["rates"].outer_seconds(workload.numel) if ranks > 1 else 0.0
-    if local.fragments > len(workload.parameters):
-        raise ValueError(
-            f"{local.fragments} fragments of {len(workload.parameters)} tensors: a fragment has at"
-            " least one"
-        )
-    # nothing is shared out
-    update = h * (workload.t_update + workload.parallel_post * workload.t_post) + outer
-    whole = replace(
-        workload, t_frame=h * workload.t_frame, t_post=0.0, t_update=update, overlaps=False
-    )
-    calmer = replace(stragglers, jitter=stragglers.jitter / math.sqrt(h))
-    found = simulate(whole, method, nodes, link, stragglers=calmer, transport=transport, **common)
-    exposed, exchange = found.exposed_seconds, found.exchange_seconds
-    # what an exchange takes however little it carries, once more for each
-    if local.fragments > 1 and ranks > 1:
-        tiny = replace(whole, parameters=(("", LITTLE),), flops=None)
-        more = (local.fragments - 1) * simulate(
-            tiny, method, nodes, link, stragglers=calmer, transport=transport, **common
-        ).exposed_seconds
-        exposed, exchange = exposed + more, exchange + more
-    if local.delay:
-        busy = 0.0
-        if common["cores"] < 2:
-            busy = simulate(
-                whole, method, nodes, NO_LINK, stragglers=calmer, transport=transport, **common
-            ).exposed_seconds
-        steps = min(h, local.fragments * local.delay)
-        exposed = min(exposed, max(busy, exposed - steps * found.compute_seconds / h))
-    return Simulation(
-        nodes,
-        (found.compute_seconds + found.straggler_seconds + exposed) / h,
-        found.compute_seconds / h,
-        found.straggler_seconds / h,
-        exposed / h,
-        exchange / h,
-        max(0.0, 1 - exposed / exchange) if exchange > 0 else 1.0,
-        round(found.sent_nbytes / h),
-        ranks,
-    )
-
-
-def _slice_work(
+def slice_work(
     method: Method, bucket: Bucket, ranks: int, nodes: int, rates: Rates
 ) -> list[tuple[Stage, ...]]:
     """Return the stages of a bucket, slice by slice; what a hierarchical exchange does inside a
-    node goes with the first and the last.
+    node comes before the first slice and after the last.
     """
     if bucket.between is None:
         return _stages(method, bucket, ranks, rates)
@@ -416,32 +397,32 @@ def _stages(method: Method, bucket: Bucket, ranks: int, rates: Rates) -> list[tu
     count, collectives = bucket.slices, (*bucket.collectives, None)
     whole = rates.stage_seconds(method, ranks, bucket.numel, bucket.owned_numel)
     if count == 1:
-        return [tuple(Stage(s, c) for s, c in zip(whole, collectives, strict=True))]
+        return [tuple(map(Stage, whole, collectives))]
     part = rates.stage_seconds(method, ranks, bucket.numel // count, bucket.owned_numel // count)
-    out = []
+    nothing, out = Stage(0.0, None), []
     for number in range(count):
-        first, last = number == 0, number == count - 1
-        stages = [Stage(whole[0], collectives[0]) if first else Stage(0.0, None)]
-        for place, (seconds, each) in enumerate(zip(part[1:], collectives[1:], strict=True)):
-            if place and bucket.whole_second:
-                stages.append(Stage(whole[place + 1], each) if last else Stage(0.0, None))
+        stages = [Stage(whole[0], collectives[0]) if number == 0 else nothing]
+        for place, collective in enumerate(collectives[1:], start=1):
+            if place == 1 or not bucket.whole_second:
+                stages.append(Stage(part[place], collective and collective.part(count)))
             else:
-                stages.append(Stage(seconds, each and each.part(count)))
+                last = number == count - 1
+                stages.append(Stage(whole[place], collective) if last else nothing)
         out.append(tuple(stages))
     return out
 
 
-def _pieces(workload: Workload, buckets: Sequence[Bucket]) -> list[tuple[float, tuple[int, ...]]]:
+def backward_pieces(
+    workload: Workload, buckets: Sequence[Bucket]
+) -> list[tuple[float, tuple[int, ...]]]:
     """Return backward's pieces: (its share of backward, the slices that are ready after it)."""
     ends = list(accumulate(b.slices for b in buckets))
     if not workload.overlaps:
-        last = (1 / BACKWARD_PIECES, tuple(range(ends[-1] if ends else 0)))
-        return [*[(1 / BACKWARD_PIECES, ())] * (BACKWARD_PIECES - 1), last]
+        pieces = [(1 / BACKWARD_PIECES, ())] * (BACKWARD_PIECES - 1)
+        return [*pieces, (1 / BACKWARD_PIECES, tuple(range(ends[-1] if ends else 0)))]
     out: list[tuple[float, tuple[int, ...]]] = []
     for bucket, end, share in zip(buckets, ends, workload.shares(buckets), strict=True):
         count = max(1, math.ceil(share * BACKWARD_PIECES))
-        out += [
-            *[(share / count, ())] * (count - 1),
-            (share / count, tuple(range(end - bucket.slices, end))),
-        ]
+        out += [(share / count, ())] * (count - 1)
+        out.append((share / count, tuple(range(end - bucket.slices, end))))
     return out

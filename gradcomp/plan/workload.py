@@ -43,8 +43,8 @@ class Workload:
             (`GradientAverager`).
 
     Raises:
-        TypeError: a number that is none.
-        ValueError: one out of its range, named with its value.
+        TypeError: not a number.
+        ValueError: a number out of its range, named with its value.
     """
 
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
@@ -70,10 +70,8 @@ class Workload:
         if exact("forward_share", self.forward_share) > 1:
             raise ValueError(f"forward_share must be in [0, 1], got {self.forward_share!r}")
         if self.flops is not None and len(self.flops) != len(self.parameters):
-            raise ValueError(
-                f"flops must have one entry a parameter ({len(self.parameters)}), got"
-                f" {len(self.flops)}"
-            )
+            entries = f"one entry per parameter ({len(self.parameters)})"
+            raise ValueError(f"flops must have {entries}, got {len(self.flops)}")
         for value in self.flops or ():
             exact("flops", value)
         if self.bucket_cap_mb is not None:
@@ -85,21 +83,18 @@ class Workload:
         return sum(math.prod(shape) for _, shape in self.parameters)
 
     def samples(self, ranks: int) -> float:
-        """Return the samples of a step on one rank; not rounded, as in the formula of
-        `gradcomp.plan.nodes`.
-        """
+        """Return the samples of a step on one rank; not rounded, as in `optimal_nodes`."""
         return self.minibatch if self.weak else self.minibatch / ranks
 
     def shares(self, buckets: Sequence[Bucket]) -> list[float]:
         """Return the share of backward that each bucket waits for after the one before."""
-        weights: Sequence[float] = [float(math.prod(s)) for _, s in self.parameters]
+        weights: Sequence[float] = [float(math.prod(shape)) for _, shape in self.parameters]
         if self.flops is not None and any(self.flops):
             weights = self.flops
         total = sum(weights)
-        return [
-            sum(weights[i] for i in b.parameters) / total if total else 1 / len(buckets)
-            for b in buckets
-        ]
+        if not total:
+            return [1 / len(buckets)] * len(buckets)
+        return [sum(weights[i] for i in bucket.parameters) / total for bucket in buckets]
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,7 @@ class Stragglers:
         return self.jitter > 0 or (self.slow_share > 0 and self.slow_factor > 1)
 
     def mean(self, nodes: int) -> float:
-        """Return how much longer than others a node computes, on average."""
+        """Return how much longer than a fast node a node computes, on average."""
         return 1 + (self.slow_factor - 1) * round(self.slow_share * nodes) / nodes
 
     def factors(
@@ -150,28 +145,59 @@ class Stragglers:
         groups = [(n, f) for n, f in ((slow, self.slow_factor), (nodes - slow, 1.0)) if n]
         if not self.jitter:
             groups = groups if double_buffering else groups[:1]
-            return [[f for _, f in groups]] * (4 if double_buffering else 1), [n for n, _ in groups]
-        normal = statistics.NormalDist(0.0, self.jitter)
-
-        def likely(count: int, nodes: int) -> list[float]:
-            """Equally likely factors of the slowest of some nodes, whose mean is 1 for one node."""
-            shares = [((k + 0.5) / count) ** (1 / nodes) for k in range(count)]
-            return [math.exp(normal.inv_cdf(share) - self.jitter**2 / 2) for share in shares]
-
+            same = [[factor for _, factor in groups]] * (4 if double_buffering else 1)
+            return same, [n for n, _ in groups]
         if double_buffering:
             drawn, shuffled = [], random.Random(0)
             for factor in (f for n, f in groups for _ in range(min(n, DRAWN))):
-                halves = likely(DRAWN_HALVES, 1)
-                shuffled.shuffle(halves)
-                drawn.append([factor * one / statistics.fmean(halves) for one in halves])
-            return [list(half) for half in zip(*(one[-2:] + one for one in drawn), strict=True)], [
-                1
-            ] * len(drawn)
-        each = [[f * one for one in likely(QUANTILES, n)] for n, f in groups]
+                times = self._likely(DRAWN_HALVES, 1)
+                shuffled.shuffle(times)
+                drawn.append([factor * one / statistics.fmean(times) for one in times])
+            # the last two halves come first, too: a run that goes on begins with what they leave
+            halves = [
+                list(half) for half in zip(*(node[-2:] + node for node in drawn), strict=True)
+            ]
+            return halves, [1] * len(drawn)
+        each = [[f * one for one in self._likely(QUANTILES, n)] for n, f in groups]
         found = sorted(max(pair) for pair in itertools.product(*each))
         part = len(found) // LIKELY
-        means = [statistics.fmean(found[k * part : (k + 1) * part]) for k in range(LIKELY)]
-        return [[mean] for mean in means], [nodes]
+        return [[statistics.fmean(found[k * part : (k + 1) * part])] for k in range(LIKELY)], [
+            nodes
+        ]
+
+    def _likely(self, count: int, nodes: int) -> list[float]:
+        """Return equally likely factors of the slowest of some nodes; of one node the mean is 1."""
+        normal = statistics.NormalDist(0.0, self.jitter)
+        shares = [((k + 0.5) / count) ** (1 / nodes) for k in range(count)]
+        return [math.exp(normal.inv_cdf(share) - self.jitter**2 / 2) for share in shares]
+
+
+EVEN = Stragglers()
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What moves the bytes once the link has let them pass: measured seconds of each kind of
+    collective.
+
+    Attributes:
+        alpha_s: seconds per collective, by kind.
+        beta_s: seconds per byte sent, by kind.
+    """
+
+    alpha_s: dict[str, float] = field(default_factory=dict)
+    beta_s: dict[str, float] = field(default_factory=dict)
+
+    def seconds(self, kind: str, nbytes: int) -> float:
+        """Return the seconds of one collective."""
+        return sum(self.parts(kind, nbytes))
+
+    def parts(self, kind: str, nbytes: int) -> tuple[float, float]:
+        """Return the seconds of one collective that are waiting, and those that are moving and
+        adding bytes. Sums of bf16 that were not measured take what those of fp32 do.
+        """
+        kind = kind if kind in self.beta_s else kind.removesuffix("_bf16")
+        return self.alpha_s.get(kind, 0.0), self.beta_s.get(kind, 0.0) * nbytes
 
 
 @dataclass(frozen=True)
@@ -201,30 +227,3 @@ class Simulation:
     hidden_share: float
     sent_nbytes: int
     ranks: int
-
-
-@dataclass(frozen=True)
-class Transport:
-    """What moves the bytes once the link has let them pass: measured seconds of each kind of
-    collective.
-
-    Attributes:
-        alpha_s: seconds a collective, by kind.
-        beta_s: seconds a byte sent, by kind.
-    """
-
-    alpha_s: dict[str, float] = field(default_factory=dict)
-    beta_s: dict[str, float] = field(default_factory=dict)
-
-    def seconds(self, kind: str, nbytes: int) -> float:
-        """Return the seconds of one collective."""
-        return sum(self.parts(kind, nbytes))
-
-    def parts(self, kind: str, nbytes: int) -> tuple[float, float]:
-        """Return the seconds of one collective that are waiting, and those that are moving and
-        adding bytes.
-
-        One of bf16 that was not measured takes what one of fp32 does for its bytes.
-        """
-        kind = kind if kind in self.beta_s else kind.removesuffix("_bf16")
-        return self.alpha_s.get(kind, 0.0), self.beta_s.get(kind, 0.0) * nbytes
