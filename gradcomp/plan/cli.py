@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,30 +49,14 @@ Times are written like 0.1ms or 50us, rates like 100mbit or 10gbit; named links 
 their own (wan, 1gbe, 10gbe, 25gbe, 100gbe, infiniband).
 """
 EXAMPLES = """\
-examples:
+examples (docs/howto/plan.md has more):
   VGG-16 on machines that compute 10 TFLOP/s, 1 Gbit/s Ethernet:
     python -m gradcomp.plan --model vgg16 --link 1gbit --latency 0.1ms --nodes 1:64
 
-  the same with a measured 12 ms a sample and 30 ms an update (time your own training step on one
-  node for these):
-    python -m gradcomp.plan --model vgg16 --link 1gbe --nodes 1:64 --frame-time 12ms \\
-      --update-time 30ms
-
-  your own model, from [[name, [dimensions]], ...]; a tenth of the nodes twice as slow, 5 % of
-  jitter:
-    python -m gradcomp.plan --shapes shapes.json --link 10gbe --nodes 2,4,8 --jitter 0.05 \\
-      --stragglers 0.1:2
-
-  only 1-bit against fp32, exchanged in halves as Seide et al. did, with a picture:
-    python -m gradcomp.plan --model bert --link 10gbe --nodes 1:256 --codec fp32,onebit \\
-      --double-buffering --plot plan.png
-
-  recommend only what keeps within 0.02 nats of fp32 under AdamW, as far as that was measured:
-    python -m gradcomp.plan --model gpt2 --link 1gbe --nodes 1:16 --optimizer adamw
-
-  nodes of 8 ranks that share a link of 25 Gbit/s: is averaging inside nodes first worth it?
-    python -m gradcomp.plan --model bert --link 25gbe --nodes 1:16 --ranks-per-node 8 \\
-      --inside 100gbit
+  your own model, with times that you measured on one node, trained with AdamW; jitter of 5 %,
+  and a tenth of the nodes twice as slow:
+    python -m gradcomp.plan --shapes shapes.json --frame-time 12ms --update-time 30ms \\
+      --optimizer adamw --link 10gbe --nodes 2,4,8 --jitter 0.05 --stragglers 0.1:2
 
   machines in different buildings: 30 local steps, then an exchange that may be 5 steps late
     python -m gradcomp.plan --model gpt2 --link 100mbit --latency 10ms --nodes 2:8 \\
@@ -351,58 +335,43 @@ def choose_methods(codecs: str | None, exchanges: str | None, node: Node = ALONE
     return found
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read and check the command line; end the program with status 2 where it is wrong."""
-    args = build_parser().parse_args(argv)
-    try:
-        args.question = understand(args)
-    except (ValueError, OverflowError, OSError) as error:
-        raise SystemExit(_refuse(error)) from None
-    return args
-
-
-def _refuse(error: Exception) -> int:
-    """Print what is wrong, of a file with its name first; return the exit status."""
-    text = str(error)
-    if isinstance(error, OSError) and error.filename:
-        text = f"{error.filename}: {error.strerror}"
-    print(f"{PROGRAM}: {text}", file=sys.stderr)
-    return 2
-
-
 def main(argv: list[str]) -> int:
     """Run the planner; return 0, 1 where a rank failed, or 2 for a command line that is refused."""
-    args, console = parse(argv), Console()
+    args, console = build_parser().parse_args(argv), Console()
     try:
-        question = measured(args, console) if args.measure else args.question
-        if question is not None:
-            report(args, question.model, answer(question), console)
-    except (ValueError, OverflowError, OSError) as error:
-        return _refuse(error)
+        question = understand(args)
+        if args.measure:
+            found = importlib.import_module("gradcomp.bench.cluster").measure_here(args.ranks)
+            if args.ranks is None and os.environ.get("RANK", "0") != "0":
+                return 0  # rank 0 answers
+            console.print(*_measurement(found), "", sep="\n", highlight=False, soft_wrap=True)
+            question = measured(question, args, found)
+        report(args, question.model, answer(question), console)
+    except OSError as error:
+        return _refuse(f": {error.filename}: {error.strerror}" if error.filename else f": {error}")
+    except (ValueError, OverflowError) as error:
+        return _refuse(f": {error}")
     except ModuleNotFoundError as error:
-        print(
-            f"{PROGRAM} --plot needs {error.name}: pip install 'gradcomp[bench]'", file=sys.stderr
-        )
-        return 2
+        return _refuse(f" needs {error.name}: pip install 'gradcomp[bench]'")
     except (ProcessExitedException, ProcessRaisedException) as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        _refuse(f": {error}")
         return 1
     return 0
 
 
-def measured(args: argparse.Namespace, console: Console) -> Question | None:
-    """Measure the ranks at hand; return the question with what was found, on rank 0.
+def _refuse(text: str) -> int:
+    print(f"{PROGRAM}{text}", file=sys.stderr)
+    return 2
 
-    Raises:
-        ValueError: no ranks at hand.
-        torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException:
-            a rank did not end well.
+
+def measured(question: Question, args: argparse.Namespace, found: Any) -> Question:
+    """Return the question with what the ranks at hand measured in place of defaults.
+
+    Args:
+        question: of the command line.
+        args: the options that were given.
+        found: a `gradcomp.bench.cluster.Measured`.
     """
-    found = importlib.import_module("gradcomp.bench.cluster").measure_here(args.ranks)
-    if args.ranks is None and os.environ.get("RANK", "0") != "0":
-        return None
-    console.print(*_measurement(found), "", sep="\n", highlight=False, soft_wrap=True)
-    question: Question = args.question
     minibatch = found.batch if args.weak and args.minibatch is None else args.minibatch
     workload = found.workload(question.model, minibatch=minibatch)
     given = {"t_frame": args.frame_time, "t_update": args.update_time, "t_post": args.post_time}
@@ -413,12 +382,8 @@ def measured(args: argparse.Namespace, console: Console) -> Question | None:
         cores=found.cores if args.cores is None else args.cores,
         transport=found.transport,
     )
-    return replace(
-        question,
-        setting=setting,
-        nodes=question.nodes if args.nodes else [1, found.ranks],
-        rates=question.rates or found.rates,
-    )
+    nodes, rates = question.nodes if args.nodes else [1, found.ranks], question.rates or found.rates
+    return replace(question, setting=setting, nodes=nodes, rates=rates)
 
 
 def _measurement(found: Any) -> list[str]:
@@ -440,9 +405,8 @@ def _measurement(found: Any) -> list[str]:
 def answer(question: Question) -> Prediction:
     """Return the prediction, with a note on stderr while it is made."""
     rates, repeated, nodes = question.rates, list[Rates](), question.nodes
-    with Console(stderr=True).status(
-        "measuring codecs" if rates is None else "predicting"
-    ) as status:
+    note = "measuring codecs" if rates is None else "predicting"
+    with Console(stderr=True).status(note) as status:
         if rates is None:
             torch.set_num_threads(1)
             wanted = to_calibrate(question.methods, nodes, question.setting.node)

@@ -99,44 +99,34 @@ def test_losses_stand_beside_the_seconds(ask, words, chosen, columns, block2):
     assert (left_out in shown) == (not words)
 
 
+HOSTS = "--model lenet --nodes 2,4 --codec fp32,terngrad --ranks-per-node 4 --inside 10gbit"
+
+
 @pytest.mark.parametrize(
     ("words", "columns", "shows"),
     [
         # it said that no more nodes are faster than one, below a table in which they were
         (
-            "--model resnet50 --link 1gbe --nodes 1:4 --codec terngrad,fp32 --optimizer adamw",
+            "--codec terngrad,fp32 --optimizer adamw --nodes 1:4",
             100,
-            [
-                "no more nodes are faster than one",
-                r"terngrad requantize would be [\d.]+ times as fast a step and was not measured",
-            ],
-        ),
-        # a column with losses in two units says which
-        (
-            "--model lenet --nodes 1:2 --codec terngrad,onebit,fp32 --optimizer sgd",
-            100,
-            [r"terngrad all_gather +\+7\.510 nats ", r"onebit all_gather +\+1\.95 points "],
-        ),
-        # no cell of a table is cut
-        (
-            "--model vgg16 --nodes 1:64",
-            40,
-            [rf"onebit reduce_scatter +{re.escape(ONEBIT)} +\+1\.95 points +2\.40 s"],
+            "no more nodes are faster than",
         ),
         (
-            "--model lenet --nodes 2,4 --codec fp32,terngrad --ranks-per-node 4 --inside 10gbit",
+            "--codec terngrad,fp32 --optimizer adamw --nodes 1:4",
             100,
-            ["terngrad hierarchical", "; 4 ranks a node, 10 Gbit/s, 0 s inside"],
+            r"terngrad requantize would be [\d.]+ times as fast a step and was not measured under",
         ),
-        ("--model lenet --nodes 4096 --ranks-per-node 8", 100, ["on 4096 nodes"]),
-        ("--model lenet --nodes 2 --double-buffering", 100, ["; double buffering"]),
+        # a column with losses in two units says which; no cell is cut
+        ("--optimizer sgd --nodes 1:2", 100, r"terngrad all_gather +\+7\.510 nats "),
+        ("--by-seconds --nodes 1:64", 40, r"onebit all_gather .* \+1\.95 points( +[\d.]+ m?s){7}"),
+        (HOSTS, 100, "terngrad hierarchical"),
+        (HOSTS, 100, "; 4 ranks a node, 10 Gbit/s, 0 s inside"),
+        ("--model lenet --nodes 2 --double-buffering", 100, "; double buffering"),
     ],
 )
 def test_what_is_shown(ask, words, columns, shows):
     shown, _ = ask(words, columns=columns)
-    assert "\u2026" not in shown
-    for one in shows:
-        assert re.search(one, shown), one
+    assert re.search(shows, shown) and "\u2026" not in shown, shown
     assert ("hierarchical" in shown) == ("--ranks-per-node" in words)
 
 
@@ -231,25 +221,16 @@ def test_node_counts(text, expected):
         ("--jitter -1", "jitter must be in [0, 10]"),
         ("--stragglers 0.1", "--stragglers '0.1' is not understood; write SHARE:FACTOR"),
         ("--stragglers 2:2", "slow_share must be in"),
-        (
-            "--codec zip",
-            "--codec 'zip' is unknown; there are fp32, bf16, terngrad, ternary, onebit",
-        ),
+        ("--codec zip", "--codec 'zip' is unknown; there are fp32, bf16, terngrad, ternary"),
         ("--codec fp32,onebitt", "did you mean onebit?"),
         ("--codec topk", "--codec 'topk' is unknown"),
         ("--exchange mail", "--exchange 'mail' is unknown; there are all_reduce"),
         ("--exchange hierarchical", "needs --ranks-per-node"),
         ("--codec fp32 --exchange all_gather", "no method has both"),
-        (
-            "--optimizer adamv",
-            "'adamv' is unknown; did you mean adam or adamw? choose one of adam,",
-        ),
+        ("--optimizer adamv", "is unknown; did you mean adam or adamw? choose one of adam,"),
         ("--optimizer adam/w", "must be a name such as adamw, sgd or lamb, got 'adam/w'"),
         ("--optimizer sgd --tolerance -1", "in nats must be at least 0 and finite, got -1.0"),
-        (
-            "--optimizer sgd --tolerance-points inf",
-            "in points must be at least 0 and finite, got inf",
-        ),
+        ("--optimizer sgd --tolerance-points inf", "in points must be at least 0 and finite, got"),
         ("--tolerance 0.1", "--tolerance needs --optimizer"),
         ("--tolerance-points 1", "--tolerance-points needs --optimizer"),
         ("--every 0", "every must be an integer of at least 1, got 0"),
@@ -294,7 +275,13 @@ def test_bad_input_as_a_program_has_no_traceback(module):
 def test_help_teaches():
     out = run("--help")
     assert out.returncode == 0
-    for word in ("examples:", "--link 1gbit", "infiniband", "--measure --ranks 2", "default: 0.02"):
+    for word in (
+        "examples (docs/",
+        "--link 1gbit",
+        "infiniband",
+        "--measure --ranks 2",
+        "default: 0.02",
+    ):
         assert word in out.stdout
 
 

@@ -1,7 +1,8 @@
 """What the planner recommends, and what it says of accuracy and of local steps."""
 
 import math
-from dataclasses import asdict
+import re
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -63,58 +64,33 @@ def test_a_slow_link_asks_for_compression():
         found.result("fp32", 3)
 
 
+FEW, WEAK = replace(WORK, minibatch=4), replace(WORK, minibatch=64, weak=True)
+ANY = {"nodes": [1, 2, 4]}
+EVERY_30 = METHODS[0].after(LocalSteps(30))
+
+
 @pytest.mark.parametrize(
-    ("options", "method", "nodes", "words"),
+    ("options", "method", "nodes", "says"),
     [
-        # a fast link asks for nothing
-        (
-            {"link": 1e12, "nodes": [2, 4, 8], "work": Workload(BIG, 1024, 1e-2, 2e-3)},
-            "fp32",
-            8,
-            ["Do not compress", "would pay"],
-        ),
-        # one node may be best, or fewer nodes than asked for
-        (
-            {"link": 1e6, "nodes": [1, 2, 4], "work": Workload(BIG, 4, 1e-3, 2e-3)},
-            "fp32",
-            1,
-            ["do not distribute"],
-        ),
-        # weak scaling has no formula
-        (
-            {"nodes": [1, 2, 4], "work": Workload(BIG, 64, 1e-3, weak=True), "by_seconds": True},
-            "onebit reduce_scatter",
-            4,
-            ["Compress", "Above"],
-        ),
-        # rare exchanges of fp32 are no compression
-        (
-            {"link": 1e6, "methods": [METHODS[0], METHODS[0].after(LocalSteps(30))]},
-            "identity every 30",
-            4,
-            ["Exchange rarely", "exchanging rarely stops paying"],
-        ),
+        ({"link": 1e12, "work": replace(WORK, t_frame=1e-2)}, "fp32", 4, "Do not .* would pay"),
+        ({"link": 1e6, "work": FEW, **ANY}, "fp32", 1, "do not distribute: .*faster than one"),
+        ({"work": WEAK, "by_seconds": True, **ANY}, "onebit reduce_scatter", 4, "Compress.*Above"),
+        ({"link": 1e6, "methods": [METHODS[0], EVERY_30]}, EVERY_30.name, 4, "rarely stops paying"),
         # nothing is said of codecs where none pays
-        ({"optimizer": "adamw", "link": 1e13}, "fp32", 4, ["Do not compress"]),
-        (
-            {"optimizer": "adamw", "methods": named("onebit")},
-            "onebit reduce_scatter",
-            4,
-            ["Nothing here is known to keep the accuracy under adamw; by seconds alone: Compress"],
-        ),
+        ({"optimizer": "adamw", "link": 1e13}, "fp32", 4, "Do not compress"),
     ],
 )
-def test_recommendations(options, method, nodes, words):
+def test_recommendations(options, method, nodes, says):
     found = ask(**options)
     assert (found.method.name, found.nodes) == (method, nodes)
-    assert all(one in found.sentence for one in words), found.sentence
-    if found.setting.workload.weak:
+    assert re.search(says, found.sentence), found.sentence
+    if found.setting.workload.weak:  # weak scaling has no formula
         assert found.optimal_nodes == math.inf and "formula" not in found.sentence
         assert "distribute" not in found.sentence
     if method == "fp32":
         assert "not recommended" not in found.sentence and " costs " not in found.sentence
-    if "Exchange rarely" in words:
-        assert "compression" not in found.sentence
+    if method == EVERY_30.name:
+        assert "Exchange rarely" in found.sentence and "compression" not in found.sentence
 
 
 def test_measured_collectives_take_the_place_of_a_link():
@@ -127,10 +103,9 @@ def test_measured_collectives_take_the_place_of_a_link():
 
 
 def test_fewer_nodes_than_asked_for_may_be_best():
-    work, link = Workload(BIG, 4, 1e-3, 2e-3), Link(1e6, 1e-4)
-    found = ask(link=1e6, nodes=[2, 4], work=work)
-    alone = format_seconds(simulate(work, found.method, 1, link, rates=RATES).seconds)
-    start = f"Do not distribute: one node alone takes {alone} a step. Else: "
+    found = ask(link=1e6, nodes=[2, 4], work=FEW)
+    alone = simulate(FEW, found.method, 1, Link(1e6, 1e-4), rates=RATES).seconds
+    start = f"Do not distribute: one node alone takes {format_seconds(alone)} a step. Else: "
     assert found.sentence.startswith(start)
 
 
@@ -263,21 +238,6 @@ def test_tolerances_of_points(points, nats, onebit):
     found = ask("sgd", tolerances={"points": points, "nats": nats})
     assert (found.method.kind == "onebit") is onebit
     assert onebit or found.method.kind not in ("ternary", "terngrad")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optimizer": ""}, "optimizer must be a name such as adamw, sgd or lamb, got ''"),
-        ({"optimizer": "adam w"}, "got 'adam w'"),
-        ({"tolerances": {"nats": -1}}, "tolerance in nats must be at least 0 and finite, got -1"),
-        ({"tolerances": {"points": math.nan}}, "tolerance in points must be .* got nan"),
-        ({"tolerances": {"bits": 1}}, "tolerances are in nats and points, got 'bits'"),
-    ],
-)
-def test_bad_tolerances_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ask(**settings)
 
 
 # ---- local steps ---------------------------------------------------------------------------------
