@@ -206,12 +206,16 @@ def test_the_slowest_of_many_nodes_is_waited_for(jitter, nodes):
         (Workload(ONE, 32, 1e-3, weak=True), [0.032] * 3),
         (Workload(ONE, 32, 1e-3), [0.032, 0.008, 0.0005]),
         (Workload((("w", (0, 10)), ("v", (0,))), 64, 1e-3), [0.064, 0.016, 0.001]),  # no values
-        (Workload(ONE, 64, 1e-3, flops=(0.0,)), [0.064, 0.016, 0.001]),  # as without any
     ],
 )
 def test_the_work_of_a_node(work, seconds):
     found = [simulate(work, "onebit reduce_scatter", n, FAST).seconds for n in (1, 4, 64)]
     assert found == pytest.approx(seconds)
+
+
+def test_flops_that_are_all_zero_say_nothing():
+    zero, none = (Workload(MANY, 64, 1e-3, flops=flops) for flops in ((0.0,) * len(MANY), None))
+    assert simulate(zero, "fp32", 4, Link(1e9)) == simulate(none, "fp32", 4, Link(1e9))
 
 
 # ---- rates and slices ----------------------------------------------------------------------------
