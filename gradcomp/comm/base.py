@@ -134,7 +134,7 @@ class Communicator(ABC):
     `_start_all_to_all`, `_start_all_gather` and `close`; the public `start_...` methods check who
     has claimed the channels, and call them. `subset`, `start_send`, `receive`, `abort` and
     `Work.is_done` are needed for hierarchical exchanges, a parameter server, and errors that name a
-    rank. A row in the `over` fixture of tests/conftest.py runs tests/comm/test_conformance.py over
+    rank. A row in the `over` fixture of tests/conftest.py runs tests/comm/test_transports.py over
     it.
 
     Attributes:
