@@ -364,7 +364,7 @@ def test_a_rank_whose_status_is_lost_with_its_server_is_ended_all_the_same():
         (["--workload", "lenett"], "no workload named 'lenett'"),
         (["--workload", "random:5"], "at least 1024"),
         (["--workload", "gpt-1m", "--data", "/nonexistent"], "no prose.txt"),
-        (["--link", "fast"], "rates like 100mbit"),
+        (["--link", "fast"], "a rate like 100mbit"),
         (["--hosts", "1"], "--hosts takes 0 or numbers of at least 2"),
         (["--hosts", "0", "2"], "--hosts takes 0 or numbers of at least 2"),
         (["--steps", "3"], "--steps at least 5"),
