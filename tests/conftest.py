@@ -122,6 +122,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="whole tables on every transport, not on the first alone",
     )
+    parser.addoption(
+        "--write-golden",
+        action="store_true",
+        help="write tests/vectors/golden.json as the code is now, instead of comparing with it",
+    )
 
 
 def params(item):

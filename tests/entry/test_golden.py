@@ -1,0 +1,350 @@
+"""Every byte that is exchanged, every average, weight and state, as recorded in golden.json: what
+must not move when the code behind it does. Gradients are given, not computed, so that no digest
+depends on BLAS.
+
+After a change of bytes that is meant (and stands in CHANGELOG under "Wire format"):
+``python -m pytest tests/entry/test_golden.py -p no:xdist --write-golden``.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from _golden import Recorder, bytes_of, digest_of, tensors_in
+from _ranks import run_local
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradcomp
+import gradcomp.ddp
+import gradcomp.fsdp
+from gradcomp import Block, Feedback, GradientAverager, OneBit, Ternary, TernGrad
+from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad
+from gradcomp.optim import OneBitAdam, SplitAdamW, SplitSGD, split_parameters
+
+GOLDEN = Path(__file__).parents[1] / "vectors" / "golden.json"
+STEPS = 4
+SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,), "rows": (7, 129)}
+LIMITS = {"min_numel": 6, "timeout_s": 20}
+NODES = {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]}
+
+
+def gradient(shape, step, rank, tag, dtype=torch.float32):
+    """Return values in (-1, 1), most of them small, the same bits on every machine."""
+    generator = torch.Generator().manual_seed(7919 * step + 31 * rank + 1013 * tag)
+    drawn = torch.randint(-(1 << 15) + 1, 1 << 15, shape, generator=generator) / (1 << 15)
+    return (drawn * drawn * drawn).to(dtype)
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are what `forward` is given."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        for tag, (name, shape) in enumerate(SHAPES.items()):
+            setattr(self, name, nn.Parameter(gradient(shape, 0, 0, 50 + tag, dtype)))
+
+    def forward(self, step, rank):
+        loss = 0.0
+        for tag, name in enumerate(SHAPES):
+            p = getattr(self, name)
+            loss = loss + (p * gradient(SHAPES[name], step, rank, tag, p.dtype)).float().sum()
+        return loss
+
+
+class Blocks(nn.Module):
+    """Two of them, for FSDP2."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Given(), Given()
+        self.extra = nn.Parameter(torch.ones(33))
+
+    def forward(self, step, rank):
+        mine = (self.extra * gradient((33,), step, rank, 30)).sum()
+        return self.first(step, rank) + self.second(step, rank + 100) + mine
+
+
+def outcome(averages, weights, state):
+    """Return digests of what one rank has in the end."""
+    return {
+        "averages": digest_of(*averages),
+        "weights": digest_of(*map(bytes_of, weights)),
+        "state": digest_of(*tensors_in(state)),
+    }
+
+
+# ---- trainings: one rank of each -----------------------------------------------------------------
+
+
+class Scale:
+    """Stands for a loss scaler."""
+
+    def __init__(self):
+        self.value = 8.0
+
+    def get_scale(self):
+        return self.value
+
+
+def averager(comm, codec, *, dtype=torch.float32, bad=None, discard=None, delayed=False, **options):
+    """`bad`: position in the flat gradients of a NaN of rank 1 in step 2. `discard`: a step."""
+    model = Given(dtype)
+    optimizer = options.get("optimizer")
+    if optimizer is not None:
+        options["optimizer"] = optimizer = optimizer(model.parameters())
+    scaler = options["grad_scaler"] = Scale() if options.pop("scaled", False) else None
+    run = GradientAverager(model, codec, comm, **LIMITS | options)
+    averages = []
+    for step in range(STEPS):
+        if scaler:
+            scaler.value = [8.0, 4.0, 4.0, 16.0][step]
+        for tag, (name, shape) in enumerate(SHAPES.items()):
+            p = getattr(model, name)
+            p.grad = gradient(shape, step, comm.rank, tag, dtype) * (scaler.value if scaler else 1)
+        if bad is not None and (comm.rank, step) == (1, 2):
+            getattr(model, bad[0]).grad.view(-1)[bad[1]] = float("nan")
+        run.rotate() if delayed else run.average()
+        averages += [bytes_of(p.grad) for p in model.parameters() if p.grad is not None]
+        if discard == step:
+            run.discard_step()
+        if optimizer is not None:
+            optimizer.step()
+    if delayed:
+        run.flush()
+    state = run.state_dict()
+    run.close()
+    return outcome(averages, model.parameters(), state)
+
+
+def resharded(comm, codec, **options):
+    """The states of three ranks go on with two."""
+    states = run_local(3, partial(held, codec=codec, **options))
+    model = Given()
+    run = GradientAverager(model, codec, comm, **LIMITS | options)
+    run.load_state_dict(states)
+    averages = []
+    for step in range(STEPS, STEPS + 2):
+        for tag, (name, shape) in enumerate(SHAPES.items()):
+            getattr(model, name).grad = gradient(shape, step, comm.rank, tag)
+        run.average()
+        averages += [bytes_of(p.grad) for p in model.parameters()]
+    state = run.state_dict()
+    run.close()
+    return outcome(averages, [], state)
+
+
+def held(comm, codec, **options):
+    model = Given()
+    run = GradientAverager(model, codec, comm, **LIMITS | options)
+    for step in range(STEPS):
+        for tag, (name, shape) in enumerate(SHAPES.items()):
+            getattr(model, name).grad = gradient(shape, step, comm.rank, tag)
+        run.average()
+    state = run.state_dict()
+    run.close()
+    return state
+
+
+def all_reduce(comm, codec, *, feedback=True, exchange="auto"):
+    kept = Feedback({0: 40 * 33, 1: 1111}) if feedback else None
+    averages = []
+    for step in range(STEPS):
+        for key, name in enumerate(("w", "v")):
+            values = gradient(SHAPES[name], step, comm.rank, key)
+            options = {"feedback": kept, "exchange": exchange, "timeout_s": 20}
+            averages.append(bytes_of(gradcomp.all_reduce(values, codec, comm, key=key, **options)))
+    return outcome(averages, [], [kept.residual(key) for key in (0, 1)] if kept else [])
+
+
+def local_steps(comm, codec, *, kind=gradcomp.DiLoCo, sync_every=2, **options):
+    model = Given()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    run = kind(model, optimizer, codec, comm, sync_every=sync_every, **LIMITS | options)
+    for step in range(3 * sync_every + 1):
+        for tag, (name, shape) in enumerate(SHAPES.items()):
+            getattr(model, name).grad = gradient(shape, step, comm.rank, tag)
+        optimizer.step()
+        run.step()
+    weights, state = [p.detach().clone() for p in model.parameters()], run.state_dict()
+    run.close()
+    return outcome([], weights, state)
+
+
+def ddp(codec, *, optimizer=None, dtype=torch.float32, bucket_cap_mb=25.0, **options):
+    model = Given(dtype)
+    if optimizer is not None:
+        split_parameters(model)
+        options["optimizer"] = optimizer = optimizer(model.parameters())
+    wrapped = DDP(model, bucket_cap_mb=bucket_cap_mb)
+    run = gradcomp.ddp.register(wrapped, codec, **LIMITS | options)
+    averages = []
+    for step in range(STEPS):
+        wrapped.zero_grad()
+        wrapped(step, dist.get_rank()).backward()
+        if optimizer is not None:
+            optimizer.step()
+        else:
+            averages += [bytes_of(p.grad) for p in model.parameters()]
+    state = run.state_dict()
+    run.close()
+    return outcome(averages, list(model.parameters()), state)
+
+
+def fsdp(codec, *, frozen="", **options):
+    model = Blocks()
+    for name, p in model.named_parameters():
+        p.requires_grad_(not frozen or frozen not in name)
+    fully_shard(model.first)
+    fully_shard(model.second)
+    fully_shard(model)
+    run = gradcomp.fsdp.compress(model, codec, **LIMITS | options)
+    averages = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(step, dist.get_rank()).backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        averages += [bytes_of(p.grad) for p in trained]
+        with torch.no_grad():
+            for p in trained:
+                p.sub_(p.grad, alpha=0.125)
+    state = run.state_dict()
+    run.close()
+    return outcome(averages, list(model.parameters()), state)
+
+
+# ---- rows: (training, number of ranks, codec, options) -------------------------------------------
+
+CODECS = {
+    "identity": "identity",
+    "bfloat16": "bfloat16",
+    "ternary": Ternary(residual_decay=1.0),
+    "ternary decays": Ternary(residual_decay=0.25),
+    "ternary tensor": Ternary(group="tensor", residual_decay=0.5),
+    "ternary forgets": Ternary(error_feedback=False),
+    "terngrad": TernGrad(),
+    "terngrad own": TernGrad(scale="own"),
+    "terngrad rows": TernGrad(group="row"),
+    "terngrad requantize": TernGrad(second_phase="requantize"),
+    "terngrad bf16": TernGrad(second_phase="bf16"),
+    "terngrad fp32": TernGrad(second_phase="fp32"),
+    "onebit": OneBit(residual_decay=1.0),
+    "onebit decays": OneBit(residual_decay=0.25),
+    "onebit 33": OneBit(group=33, residual_decay=1.0),
+    "onebit rotated": OneBit(rotate=True, residual_decay=1.0),
+    "block2": Block(2, residual_decay=1.0),
+    "block4": Block(4, residual_decay=1.0),
+    "block4 decays": Block(4, residual_decay=0.5),
+    "block8": Block(8, residual_decay=1.0),
+}
+EXCHANGES = ("all_gather", "reduce_scatter")
+FEW = ("ternary decays", "terngrad", "onebit", "block4")
+GATHERS_ONLY = {"terngrad own", "onebit rotated"}
+SCATTERS_ONLY = {"terngrad requantize", "terngrad bf16", "terngrad fp32"}
+SLICED = {"slice_numel": 1024}
+ROWS = {}
+
+
+def row(name, training, world_size, codec, **options):
+    assert name not in ROWS
+    ROWS[name] = training, world_size, codec, options
+
+
+for codec, made in CODECS.items():
+    for exchange in EXCHANGES:
+        if codec not in (GATHERS_ONLY if exchange == "reduce_scatter" else SCATTERS_ONLY):
+            row(f"{codec}, {exchange}", averager, 3, made, exchange=exchange)
+for codec in FEW:
+    made = CODECS[codec]
+    row(f"{codec}, one rank", averager, 1, made)
+    row(f"{codec}, 8 ranks", averager, 8, made, exchange="reduce_scatter")
+    row(f"{codec}, bf16", averager, 2, made, dtype=torch.bfloat16)
+    row(f"{codec}, fp16", averager, 3, made, dtype=torch.float16, exchange="reduce_scatter")
+    row(f"{codec}, slices", averager, 3, made, exchange="reduce_scatter", **SLICED)
+    row(f"{codec}, nodes", averager, 4, made, **NODES)
+    row(f"{codec}, delayed", averager, 2, made, delayed=True)
+    row(f"{codec}, all_reduce", all_reduce, 3, made, feedback=codec != "terngrad")
+    row(f"{codec}, local steps", local_steps, 3, made)
+    row(f"{codec}, ddp", ddp, 3, made)
+    row(f"{codec}, fsdp", fsdp, 2, made)
+for name in ("all_gather", "reduce_scatter"):
+    way = {"exchange": name}
+    row(f"precondition, {name}", averager, 3, Ternary(), precondition=True, **way)
+    row(f"precondition, slices, {name}", averager, 3, Block(2), precondition=True, **SLICED, **way)
+    row(f"warm start, {name}", averager, 3, OneBit(), start_step=2, **way)
+    row(f"local adagrad, {name}", averager, 3, OneBit(), transform=LocalAdagrad(), **way)
+    row(f"buckets, {name}", averager, 3, Ternary(), bucket_cap_mb=0.004, **way)
+    row(f"resharded, {name}", resharded, 2, OneBit(), **way)
+row("precondition, bf16", averager, 3, Ternary(), precondition=True, dtype=torch.bfloat16)
+row("precondition, nodes", averager, 4, Block(2), precondition=True, **NODES)
+row("warm start, packed", averager, 3, OneBit(), start_step=2, start_codec=Block(4))
+row("aggregate adagrad", averager, 3, OneBit(), transform=AggregateAdagrad())
+row("1-bit adam", averager, 3, OneBit(), optimizer=partial(OneBitAdam, lr=0.01, freeze_step=2))
+row("not finite, first slice", averager, 3, Ternary(), bad=("w", 3), **SLICED)
+row("not finite, last slice", averager, 3, OneBit(), bad=("v", 1100), **SLICED)
+row("not finite, excluded tensor", averager, 2, Ternary(), bad=("b", 2))
+row("not finite, transactional", averager, 2, Ternary(), bad=("v", 7), transactional=True)
+row("discarded", averager, 3, OneBit(), discard=2)
+row("loss scale", averager, 3, OneBit(), scaled=True)
+row("local steps, fragments", local_steps, 2, Ternary(), fragments=2)
+row("local steps, fragments, delay", local_steps, 2, OneBit(), fragments=2, delay=1, sync_every=4)
+row("local steps, owners", local_steps, 3, OneBit(), shard_outer=True)
+row("local steps, warm start", local_steps, 2, OneBit(), start_step=2, start_codec=Ternary())
+row("local sgd", local_steps, 2, Ternary(), kind=gradcomp.LocalSGD)
+row("ddp, buckets", ddp, 2, Ternary(), bucket_cap_mb=0.004)
+row("ddp, precondition", ddp, 2, Ternary(), precondition=True, exchange="reduce_scatter")
+row("ddp, nodes", ddp, 4, OneBit(), **NODES)
+row("ddp, fused sgd", ddp, 2, Ternary(), optimizer=partial(SplitSGD, lr=0.125, momentum=0.5))
+row("ddp, fused adamw", ddp, 3, TernGrad(), optimizer=partial(SplitAdamW, lr=0.01))
+row("fsdp, 3 ranks", fsdp, 3, OneBit())
+row("fsdp, frozen", fsdp, 2, TernGrad(), frozen="first.v")
+row("fsdp, bf16 residuals", fsdp, 2, OneBit(), residuals="bf16")
+row("fsdp, weights", fsdp, 2, Ternary(error_feedback=False), weights="block8")
+row("fsdp, kept weights", fsdp, 3, TernGrad(), weights="block4", keep_weights=True)
+
+
+def recorded(training, *args, **options):
+    """Return what this process sends, and what its rank ends with."""
+    torch.set_num_threads(1)
+    with Recorder() as recorder:
+        ends = training(*args, **options)
+    return recorder.found(), ends
+
+
+def train(gloo, training, world_size, codec, options):
+    if training in (ddp, fsdp):
+        found = gloo(world_size, partial(recorded, training, codec, **options))
+        messages, ends = sorted(one for sent, _ in found for one in sent), [one for _, one in found]
+    else:
+        work = partial(training, codec=codec, **options)
+        messages, ends = recorded(run_local, world_size, work)
+    return {
+        "messages": len(messages),
+        "bytes": sum(nbytes for _, nbytes in messages),
+        "digest": digest_of(messages),
+        "ranks": ends,
+    }
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_nothing_that_is_sent_or_computed_has_changed(gloo, name, request):
+    found = train(gloo, *ROWS[name])
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    if request.config.getoption("--write-golden"):
+        golden = {one: golden[one] for one in ROWS if one in golden} | {name: found}
+        text = ",\n".join(f"{json.dumps(one)}: {json.dumps(golden[one])}" for one in sorted(golden))
+        GOLDEN.write_text(f"{{\n{text}\n}}\n")
+    assert found == golden[name]
+
+
+def test_the_file_has_the_rows_of_this_table():
+    assert sorted(json.loads(GOLDEN.read_text())) == sorted(ROWS)
+
+
+def test_two_runs_send_the_same(gloo):
+    name = "local steps, fragments, delay"
+    assert train(gloo, *ROWS[name]) == train(gloo, *ROWS[name])
