@@ -10,8 +10,6 @@ import torch
 from _ranks import run_local
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import codec as ref
-from reference import payload as ref_payload
 
 import gradcomp
 from gradcomp import (
@@ -31,116 +29,23 @@ from gradcomp.payload import wire
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def flat(x):
-    return (
-        x.reshape(-1).view(torch.uint16).numpy()
-        if x.dtype == torch.bfloat16
-        else x.reshape(-1).numpy()
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", ["tensor", "row", 24])
-def test_payloads_are_the_references(tier, dtype, group):
-    torch.manual_seed(1)
-    x = torch.randn(13, 77).to(dtype)
-    key = RngKey(seed=5, rank=2, step=9, parameter=4, stream=1)
-    codec = TernGrad(group=group, seed=5)
-    size = codec.group_numel((13, 77))
-    scales = ref.ternary_scales(flat(x), ref.Piece(1001, size), 2.5)
-    assert codec.encode(x, key=key).numpy().tobytes() == ref_payload.encode_ternary(
-        flat(x), scales, size, ref.Key(5, 2, 9, 4, 1)
-    )
-    residual = torch.randn(1001)
-    wanted, left = ref_payload.encode_onebit(
-        flat(x), residual.numpy().copy(), size, ref.Key(0, 0, 9, 0, 0)
-    )
-    got = OneBit(group=group).encode(x, residual=residual, key=RngKey(step=9))
-    assert got.numpy().tobytes() == wanted
-    assert residual.numpy().tobytes() == left.tobytes()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_identity_round_trip(dtype):
-    x = torch.randn(100).to(dtype)
-    assert torch.equal(Identity().decode(Identity().encode(x)), x.float())
-
-
-@given(
-    numel=st.integers(0, 3000),
-    group=st.one_of(st.just("tensor"), st.integers(1, 700)),
-    seed=st.integers(0, 2**32 - 1),
-    magnitude=st.sampled_from([1e-42, 1e-30, 1.0, 1e30]),
-)
-def test_ternary_decodes_to_scale_times_sign(numel, group, seed, magnitude):
-    x = (
-        torch.from_numpy(np.random.default_rng(seed).standard_normal(numel).astype(np.float32))
-        * magnitude
-    )
-    codec = TernGrad(group=group, clip_sigma=None, seed=seed)
-    payload = codec.encode(x)
-    groups = math.ceil(numel / codec.group_numel((numel,)))
-    assert payload.numel() == codec.payload_nbytes(numel, groups)
-    decoded = codec.decode(payload)
-    size = codec.group_numel((numel,))
-    for first in range(0, numel, size):
-        part, whole = decoded[first : first + size], x[first : first + size]
-        assert set(part.abs().tolist()) <= {0.0, whole.abs().max().item()}
-        assert torch.all((part == 0) | (part.sign() == whole.sign()))
-
-
-@given(
-    numel=st.integers(0, 3000),
-    group=st.one_of(st.just("tensor"), st.integers(1, 700)),
-    seed=st.integers(0, 1000),
-)
-def test_onebit_conserves_exactly(numel, group, seed):
-    """Promise 5: r' = fl(fl(g + r) - q), element by element."""
-    rng = np.random.default_rng(seed)
-    gradient = torch.from_numpy(rng.standard_normal(numel).astype(np.float32))
-    residual = torch.from_numpy(rng.standard_normal(numel).astype(np.float32))
-    old, codec = residual.clone(), OneBit(group=group)
-    decoded = codec.decode(codec.encode(gradient, residual=residual))
-    assert torch.equal(residual, (gradient + old) - decoded)
-
-
-def test_onebit_means_of_a_known_vector():
-    """GRACE's decoder turns this into [760, 760, 765, 765]."""
-    codec = OneBit()
-    assert codec.decode(codec.encode(torch.tensor([-1.0, -3.0, 2.0, 4.0]))).tolist() == [
-        -2,
-        -2,
-        3,
-        3,
-    ]
-
-
 @given(
     bits=st.sampled_from([2, 4, 8]),
-    numel=st.integers(0, 3000),
-    group=st.one_of(st.just("tensor"), st.integers(1, 700)),
+    numel=st.integers(1, 3000),
+    group=st.integers(1, 700),
     seed=st.integers(0, 1000),
 )
-def test_block_conserves_exactly(bits, numel, group, seed):
-    """Promise 5 again; and what is left is at most half a step, but for 2 bits' outermost codes."""
-    rng = np.random.default_rng(seed)
-    gradient = torch.from_numpy(rng.standard_normal(numel).astype(np.float32))
-    residual = torch.from_numpy(rng.standard_normal(numel).astype(np.float32))
-    old, codec = residual.clone(), Block(bits, group=group)
-    payload = codec.encode(gradient, residual=residual)
-    decoded = codec.decode(payload)
-    assert torch.equal(residual, (gradient + old) - decoded)
-    assert payload.numel() == codec.payload_nbytes(
-        numel, math.ceil(numel / codec.group_numel((numel,)))
-    )
-    size = codec.group_numel((numel,))
-    for first in range(0, numel, size):
-        x, left = (gradient + old)[first : first + size], residual[first : first + size]
+def test_blocks_leave_at_most_half_a_step(bits, numel, group, seed):
+    """But for the outermost codes of 2 bits."""
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    left = torch.zeros(numel)
+    Block(bits, group=group).encode(x, residual=left)
+    for part, rest in zip(x.split(group), left.abs().split(group), strict=True):
         if bits == 2:
-            step = 0.9957 * x.double().square().mean().sqrt()
-            assert (left.abs()[x.abs() < 2 * step] <= 0.5001 * step).all()
+            step = 0.9957 * part.double().square().mean().sqrt()
+            assert (rest[part.abs() < 2 * step] <= 0.5001 * step).all()
         else:
-            assert left.abs().max() <= 0.5001 * x.abs().max() / (7 if bits == 4 else 127)
+            assert rest.max() <= 0.5001 * part.abs().max() / (7 if bits == 4 else 127)
 
 
 def test_block_of_a_known_vector():
@@ -153,34 +58,6 @@ def test_block_of_a_known_vector():
     )
     x = torch.tensor([-14.0, 0.0, 2.9, 7.1, -0.9])
     assert Block(4).decode(Block(4).encode(x)).tolist() == [-14, 0, 2, 8, 0]
-
-
-@pytest.mark.parametrize("codec", [OneBit(), Block(2), Block(4), Block(8)], ids=lambda c: c.name)
-def test_untouched_rows_stay_exact(codec):
-    gradient, residual = torch.randn(4, 32), torch.randn(4, 32)
-    gradient[2] = 0
-    old = residual.clone()
-    decoded = codec.decode(codec.encode(gradient, residual=residual.view(-1))).view(4, 32)
-    assert torch.equal(decoded[2], torch.zeros(32)) and torch.equal(residual[2], old[2])
-    assert not torch.equal(residual[1], old[1])
-
-
-@pytest.mark.parametrize("scale", ["shared", "own"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_groups_without_deviation_are_kept(tier, dtype, scale):
-    """Rows of one element, and constant gradients, decoded to zeros: such a weight never
-    trained.
-    """
-    thin = torch.randn(4096, 1, generator=torch.Generator().manual_seed(1)).to(dtype)
-    codec = TernGrad(group="row", scale=scale)
-    assert torch.equal(codec.decode(codec.encode(thin)), thin.flatten().float())
-    for group, x in (
-        (64, torch.full((640,), -0.1)),
-        ("tensor", torch.full((70_000,), 5.81)),
-        ("tensor", torch.ones(1)),
-    ):
-        codec, x = TernGrad(group=group, scale=scale), x.to(dtype)
-        assert torch.equal(codec.decode(codec.encode(x)), x.float())
 
 
 def test_encoding_again_without_a_key_warns_once(monkeypatch):
@@ -204,63 +81,6 @@ def test_encoding_again_without_a_key_warns_once(monkeypatch):
     ranks = [codec.decode(codec.encode(x, scale=1.0, key=RngKey(rank=r))) for r in range(8)]
     assert codec.decode(first).std() > 0.45
     assert sum(ranks).div(8).std() < 0.17
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize(
-    "codec",
-    [TernGrad(), OneBit(), OneBit(group="tensor"), Block(2), Block(4, group="tensor")],
-)
-def test_not_finite_decodes_to_nan_and_leaves_residuals(codec, bad):
-    x = torch.randn(5000)
-    x[4999] = bad
-    residual = torch.randn(5000) if codec.error_feedback else None
-    old = residual.clone() if residual is not None else None
-    decoded = codec.decode(codec.encode(x, residual=residual))
-    assert torch.isnan(decoded).all()
-    assert residual is None or torch.equal(residual, old)
-
-
-@pytest.mark.parametrize("value", [3.3e38, float("nan"), float("inf")])
-@pytest.mark.parametrize(
-    "codec",
-    [OneBit(group=100), Block(2, group=100), Block(8, group=100)],
-    ids=lambda c: c.name,
-)
-def test_sums_that_are_not_finite_take_nothing_from_residuals(tier, codec, value):
-    """`x` is finite, its sum with the residual is not: the payload is flagged, and no group
-    loses what it did not send.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x, residual = torch.randn(3000, generator=generator), torch.randn(3000, generator=generator)
-    x[2500] = 3.3e38
-    residual[2500] = value
-    before = residual.clone()
-    assert torch.isnan(codec.decode(codec.encode(x, residual=residual))).all()
-    assert residual.numpy().tobytes() == before.numpy().tobytes()
-    residual[2500] = 0.0
-    assert not torch.isnan(codec.decode(codec.encode(torch.ones(3000), residual=residual))).any()
-
-
-@pytest.mark.parametrize(
-    "codec",
-    [TernGrad(group=64), OneBit(group=64), Block(4, group=64), Identity()],
-    ids=lambda c: c.name,
-)
-def test_encode_into_memory_of_the_callers(codec):
-    x, key = torch.randn(1000), RngKey(step=3)
-    groups = 16 if codec.name != "identity" else 1
-    out = torch.full((codec.payload_nbytes(1000, groups) + 16,), 0xA5, dtype=torch.uint8)
-    room = out[8:-8]
-    got = codec.encode(x, key=key, out=room)
-    assert got.data_ptr() == room.data_ptr()
-    assert torch.equal(room, codec.encode(x, key=key))
-    assert (out[:8] == 0xA5).all() and (out[-8:] == 0xA5).all()
-    with pytest.raises(ValueError, match=str(room.numel() + 1)):
-        codec.encode(x, key=key, out=out[: room.numel() + 1])
-    for bad in (torch.zeros(room.numel()), room.view(1, -1), out[::2]):
-        with pytest.raises(UnsupportedTensor, match="out"):
-            codec.encode(x, key=key, out=bad)
 
 
 def test_encoding_with_a_residual_allocates_no_plane():
@@ -290,29 +110,6 @@ def test_signs_decode_to_one_and_lose_nothing(tier, dtype):
         sent, given = sent + q, given + x.float()
     assert residual.abs().max() < 3
     assert (sent - given).abs().max() < 3  # of a sum of about 40: what was not sent yet
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize(
-    "codec",
-    [TernGrad(), TernGrad(group=1000), OneBit(group=512), OneBit(group=100_003), Identity()],
-)
-def test_threads_change_no_bit(codec, threads):
-    torch.manual_seed(0)
-    x, residual = torch.randn(3_200_005), torch.randn(3_200_005)
-    kept = {"residual": residual.clone()} if codec.error_feedback else {}
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        wanted, wanted_kept = codec.encode(x, **kept), {k: v.clone() for k, v in kept.items()}
-        torch.set_num_threads(threads)
-        kept = {"residual": residual.clone()} if codec.error_feedback else {}
-        got = codec.encode(x, **kept)
-        assert torch.equal(got, wanted)
-        assert all(torch.equal(kept[k], wanted_kept[k]) for k in kept)
-        assert torch.equal(codec.decode(got), codec.decode(wanted))
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_flush_to_zero_in_the_callers_thread_changes_no_bit():

@@ -381,19 +381,6 @@ def test_onebit_example() -> None:
     assert payload[-1] == 0b1100
 
 
-@pytest.mark.parametrize("group", [1, 5, 8, 25, 300])
-@pytest.mark.parametrize("name", ["normal_f32", "normal_bf16", "normal_f16"])
-def test_onebit_loses_nothing(name: str, group: int) -> None:
-    """Conservation: the new residual is fl(fl(g + r) - q), bit for bit, over several steps."""
-    x = generate.INPUTS[name][:300]
-    residual = generate.INPUTS["residual_f32"][:300]
-    for _ in range(4):
-        payload, left = ref_payload.encode_onebit(x, residual, group, KEY)
-        g = ref.to_float32(x)
-        assert bits(left) == bits((g + residual) - ref_payload.decode(payload))
-        residual = left
-
-
 def test_onebit_means_minimise_the_residual() -> None:
     """The mean of each class is the mean of its members, to fp32: residuals of a class cancel."""
     x = random_f32(1000)
@@ -440,137 +427,37 @@ def test_float_average_adds_in_payload_order() -> None:
 
 
 # ---- payloads ------------------------------------------------------------------------------------
-def payloads() -> dict[str, tuple[bytes, int]]:
-    """One valid payload of every codec, with its world size; the codes of 9 elements leave
-    padding everywhere.
-    """
-    x = random_f32(9)
-    ternary = [ref_payload.encode_ternary(x, f32(1, 2), 5, KEY._replace(rank=r)) for r in range(2)]
-    return {
-        "identity": (ref_payload.encode_values(x, ref_payload.IDENTITY, KEY), 1),
-        "bf16": (ref_payload.encode_values(x, ref_payload.BF16_VALUES, KEY), 1),
-        "ternary": (ternary[0], 1),
-        "onebit": (ref_payload.encode_onebit(x, None, 5, KEY)[0], 1),
-        "block2": (ref_payload.encode_block(x, None, 5, KEY, 6)[0], 1),
-        "block4": (ref_payload.encode_block(x, None, 5, KEY, 7)[0], 1),
-        "block8": (ref_payload.encode_block(x, None, 5, KEY, 8)[0], 1),
-        "lanes": (ref_payload.encode_lanes(ternary, KEY._replace(stream=1)), 2),
-    }
-
-
-def seal(payload: bytes) -> bytes:
-    """Put the right checksum on changed bytes."""
-    crc = ref_payload.crc32c(payload[32:], ref_payload.crc32c(payload[:28]))
-    return payload[:28] + struct.pack("<I", crc) + payload[32:]
-
-
 def test_header_is_laid_out_as_drawn() -> None:
-    payload, _ = payloads()["ternary"]
+    payload = ref_payload.encode_ternary(random_f32(9), f32(1, 2), 5, KEY)
     assert len(payload) == 32 + 2 * 4 + 3
     assert payload[:4] == b"GCMP"
     assert list(payload[4:8]) == [2, ref_payload.TERNARY, ref.F32, 0]
     assert struct.unpack_from("<5I", payload, 8) == (9, 5, 2, KEY.step, KEY.stream)
-    assert seal(payload) == payload
+    crc = ref_payload.crc32c(payload[32:], ref_payload.crc32c(payload[:28]))
+    assert payload[28:32] == struct.pack("<I", crc)
     assert struct.unpack_from("<2f", payload, 32) == (1, 2)
 
 
-@pytest.mark.parametrize("name", list(payloads()))
-def test_every_prefix_extension_and_bit_flip_is_refused(name: str) -> None:
-    payload, world = payloads()[name]
-    ref_payload.decode(payload, world)
-    for n in range(len(payload)):
-        with pytest.raises(ValueError, match="^(truncated|crc):"):
-            ref_payload.decode(payload[:n], world)
-    with pytest.raises(ValueError, match="^crc:"):
-        ref_payload.decode(payload + b"\0", world)
-    for bit in range(8 * len(payload)):
-        bad = bytearray(payload)
-        bad[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(ValueError, match="^(magic|version|crc):"):
-            ref_payload.decode(bytes(bad), world)
-
-
-U32 = "<I"
-# check, payload, offset, bytes put there (then sealed again)
-FAULTS: list[tuple[str, str, int, bytes]] = [
-    ("magic", "ternary", 0, b"PMCG"),
-    ("version", "ternary", 4, b"\x01"),
-    ("codec", "ternary", 5, b"\x00"),
-    ("codec", "ternary", 5, b"\x0a"),
-    ("dtype", "ternary", 6, b"\x03"),
-    ("flags", "ternary", 7, b"\x04"),
-    ("flags", "ternary", 7, b"\x80"),
-    ("group_numel", "ternary", 7, b"\x02"),  # segmented with a regular group
-    ("group_numel", "ternary", 12, struct.pack(U32, 0)),  # irregular, but not segmented
-    ("group_numel", "identity", 12, struct.pack(U32, 5)),
-    ("group_numel", "bf16", 12, struct.pack(U32, 10)),
-    ("segmented", "ternary", 7, b"\x02" + struct.pack("<II", 9, 0)),
-    ("scale_count", "ternary", 16, struct.pack(U32, 1)),
-    ("scale_count", "onebit", 16, struct.pack(U32, 2)),
-    ("scale_count", "identity", 16, struct.pack(U32, 1)),
-    ("scale_count", "ternary", 12, struct.pack(U32, 2)),  # five groups, two scales
-    ("truncated", "ternary", 8, struct.pack("<III", 17, 10, 2)),
-    ("truncated", "identity", 8, struct.pack("<II", 0xFFFFF000, 0xFFFFF000)),
-    ("numel", "identity", 8, struct.pack("<II", 0xFFFFF001, 0xFFFFF001)),
-    ("trailing", "ternary", 8, struct.pack("<III", 8, 5, 2)),
-    ("stream", "ternary", 24, struct.pack(U32, 0x80000000)),
-    ("scale", "ternary", 32, struct.pack("<f", -1.0)),
-    ("scale", "ternary", 32, struct.pack("<f", -0.0)),
-    ("scale", "ternary", 36, struct.pack("<f", math.inf)),
-    ("scale", "onebit", 44, struct.pack("<f", math.nan)),
-    ("scale", "lanes", 32, struct.pack("<f", -1.0)),
-    ("code", "ternary", 40, b"\xff"),
-    ("code", "ternary", 42, b"\x57"),
-    ("padding", "ternary", 42, b"\x95"),
-    ("padding", "onebit", 49, b"\x02"),
-    ("lane", "lanes", 40, b"\x05"),
-    ("padding", "lanes", 43, b"\x80"),
-]
-
-
-@pytest.mark.parametrize(("check", "name", "offset", "patch"), FAULTS)
-def test_every_rejection_has_its_name(check: str, name: str, offset: int, patch: bytes) -> None:
-    payload, world = payloads()[name]
-    bad = seal(payload[:offset] + patch + payload[offset + len(patch) :])
-    with pytest.raises(ValueError, match=f"^{check}:"):
-        ref_payload.decode(bad, world)
-
-
-def test_every_rejection_is_documented() -> None:
-    document = (Path(__file__).parents[2] / "docs" / "reference" / "wire-format.md").read_text()
-    for check in {fault[0] for fault in FAULTS} | {"crc", "numel", "step"}:
-        assert f"| `{check}` |" in document
-
-
-def test_onebit_takes_scales_of_either_sign() -> None:
-    payload, _ = ref_payload.encode_onebit(f32(-1, 1), None, 2, KEY)
-    assert struct.unpack_from("<2f", payload, 32) == (-1, 1)
-    ref_payload.decode(payload)
-
-
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_a_nonfinite_value_is_flagged_and_decodes_to_nan_everywhere(bad: float) -> None:
-    x = f32(1, bad, 3, 4, 5)
-    scales = ref.ternary_scales(x, ref.Piece(5, 2))
-    for payload in (
-        ref_payload.encode_values(x, ref_payload.IDENTITY, KEY),
-        ref_payload.encode_values(x, ref_payload.BF16_VALUES, KEY),
-        ref_payload.encode_ternary(x, scales, 2, KEY),
-        ref_payload.encode_onebit(x, None, 2, KEY)[0],
-    ):
-        assert np.isnan(ref_payload.decode(payload)).all()
-    shared = [ref_payload.encode_ternary(v, scales, 2, KEY) for v in (f32(1, 2, 3, 4, 5), x)]
+def test_lanes_of_a_payload_that_is_not_finite_decode_to_nan(bad: float) -> None:
+    inputs = f32(1, 2, 3, 4, 5), f32(1, bad, 3, 4, 5)
+    scales = ref.ternary_scales(inputs[1], ref.Piece(5, 2))
+    shared = [ref_payload.encode_ternary(x, scales, 2, KEY) for x in inputs]
     assert np.isnan(ref_payload.decode(ref_payload.encode_lanes(shared, KEY), 2)).all()
 
 
-def test_empty_tensor_is_a_header() -> None:
-    x = f32()
-    made = [
-        ref_payload.encode_values(x, ref_payload.IDENTITY, KEY),
-        ref_payload.encode_ternary(x, f32(), 25, KEY),
-    ]
-    made.append(ref_payload.encode_onebit(x, None, 25, KEY)[0])
-    for payload in made:
-        assert len(payload) == 32
-        assert ref_payload.unpack_payload(payload)[0].group_numel == 1
-        assert len(ref_payload.decode(payload)) == 0
+@pytest.mark.parametrize(
+    ("check", "offset", "patch"),
+    [
+        ("scale", 32, struct.pack("<f", -1.0)),
+        ("lane", 40, b"\x05"),
+        ("padding", 43, b"\x80"),
+    ],
+)
+def test_lanes_that_are_not_written_are_refused(check: str, offset: int, patch: bytes) -> None:
+    parts = [ref_payload.encode_ternary(random_f32(9), f32(1, 2), 5, KEY) for _ in range(2)]
+    lanes = ref_payload.encode_lanes(parts, KEY)
+    bad = bytearray(lanes[:offset] + patch + lanes[offset + len(patch) :])
+    bad[28:32] = struct.pack("<I", ref_payload.crc32c(bad[32:], ref_payload.crc32c(bad[:28])))
+    with pytest.raises(ValueError, match=f"^{check}:"):
+        ref_payload.decode(bytes(bad), 2)

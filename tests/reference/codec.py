@@ -118,17 +118,29 @@ def deep_draws(elements: Ints, key: Key) -> NDArray[np.uint32]:
 
 # ---- sums and scales -----------------------------------------------------------------------------
 @np.errstate(all="ignore")
+def sum_in_lanes(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Add `(rows, lanes, ...)` row by row, then lane j and the lane half their number behind it,
+    until one is left.
+    """
+    lanes = np.zeros(rows.shape[1:])
+    for row in rows:
+        lanes = lanes + row
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    total: NDArray[np.float64] = lanes[0]
+    return total
+
+
+def padded(x: NDArray[np.float64], numel: int) -> NDArray[np.float64]:
+    """Append zeros up to a multiple of `numel`; a lane is never -0.0, so these change no sum."""
+    rest = np.zeros((-len(x) % numel, *x.shape[1:]))
+    return np.concatenate([x, rest])
+
+
 def lane_sums(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """Sum every 512 of a group: element i to lane i % 16, then lanes j and j + 8, 4, 2, 1."""
-    padded = np.zeros(-(-len(x) // BLOCK_NUMEL) * BLOCK_NUMEL)
-    padded[: len(x)] = x  # a lane is never -0.0, so adding +0.0 changes nothing
-    rows = padded.reshape(-1, BLOCK_NUMEL // SUM_LANES, SUM_LANES)
-    lanes = np.zeros((len(rows), SUM_LANES))
-    for i in range(BLOCK_NUMEL // SUM_LANES):
-        lanes = lanes + rows[:, i]
-    for k in (8, 4, 2, 1):
-        lanes = lanes[:, :k] + lanes[:, k:]
-    return lanes[:, 0]
+    blocks = padded(x, BLOCK_NUMEL).reshape(-1, BLOCK_NUMEL // SUM_LANES, SUM_LANES)
+    return sum_in_lanes(np.moveaxis(blocks, 0, -1))
 
 
 def ordered_sum(blocks: Array) -> float:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reference.codec import SUM_LANES, padded, sum_in_lanes
+
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
-SUM_LANES = 16  # as in a block of sums
 TRUNCATE, NEAREST = "truncate", "nearest"
 
 
@@ -153,14 +154,8 @@ def norm(x: Floats) -> float:
     total = 0.0
     for start in range(0, len(x), NORM_NUMEL):
         part = x[start : start + NORM_NUMEL].astype(np.float64)
-        padded = np.zeros(-(-len(part) // SUM_LANES) * SUM_LANES)
-        padded[: len(part)] = part * part
-        lanes = np.zeros(SUM_LANES)
-        for row in padded.reshape(-1, SUM_LANES):
-            lanes += row
-        while len(lanes) > 1:
-            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-        total += float(lanes[0])
+        rows = padded(part * part, SUM_LANES).reshape(-1, SUM_LANES)
+        total += float(sum_in_lanes(rows))
     return float(np.sqrt(total))
 
 

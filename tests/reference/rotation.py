@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.codec import Key, philox4x32_10
+from reference.codec import Key, padded, philox4x32_10, sum_in_lanes
 
 WINDOW, ROUNDS = 1024, 2
 Values = NDArray[np.float32]
@@ -73,16 +73,9 @@ def unbias(x: Values, group_numel: int, first: int) -> Values:
     for run in runs(len(x), group_numel, first):
         values = out[run].astype(np.float64)
         above = values > 0
-        wide = np.zeros((-(-len(values) // 8) * 8, 3))
-        wide[: len(values)] = np.stack(
-            [np.where(above, values, 0.0), np.where(above, 0.0, values), values * values], 1
-        )
-        lanes = np.zeros((8, 3))
-        for row in wide.reshape(-1, 8, 3):
-            lanes = lanes + row
-        for width in (4, 2, 1):
-            lanes = lanes[:width] + lanes[width : 2 * width]
-        plus, minus, squares = lanes[0]
+        addends = [np.where(above, values, 0.0), np.where(above, 0.0, values), values * values]
+        rows = padded(np.stack(addends, 1), 8).reshape(-1, 8, 3)
+        plus, minus, squares = sum_in_lanes(rows)
         count = int(above.sum())
         explained = plus * plus / count if count else 0.0
         if count < len(values):

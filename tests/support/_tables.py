@@ -24,76 +24,23 @@ SEGMENT = np.dtype(
     + [(name, "<u4") for name in ("start", "numel", "group_numel", "parameter")]
 )
 # Around the sizes at which a vector loop, a byte, a Philox superblock, a block sum or a stage ends.
-LENGTHS = [
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
-    511,
-    512,
-    513,
-]
+LENGTHS = [*range(6), *(n + d for n in (8, 16, 32, 64, 128, 256, 512) for d in (-1, 0, 1))]
 LONG = [1023, 1024, 1025, 2000, 4095, 4096, 4097, 5000, 8200]
 GROUPS = [1, 5, 8, 25, 64, 512, 4096, 5000]
+# fmt: off
 SPECIAL = np.array(
     [
-        0,
-        0x80000000,
-        1,
-        0x80000001,
-        0x007FFFFF,
-        0x00800000,
-        0x3F800000,
-        0xBF800000,
-        0x3F7FFFFF,
-        0x3F800001,
-        0x7F7FFFFF,
-    ]
-    + [
-        0xFF7FFFFF,
-        0x477FE000,
-        0x477FF000,
-        0x38800000,
-        0x387FFFFF,
-        0x33000000,
-        0x3F808000,
-        0x3F818000,
-        0x7F7F8000,
+        0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x3F800000, 0xBF800000, 0x3F7FFFFF,
+        0x3F800001, 0x7F7FFFFF, 0xFF7FFFFF, 0x477FE000, 0x477FF000, 0x38800000, 0x387FFFFF,
+        0x33000000, 0x3F808000, 0x3F818000, 0x7F7F8000,
     ],
     np.uint32,
 ).view(np.float32)
 KINDS = [
-    "normal",
-    "normal",
-    "tiny",
-    "huge",
-    "zeros",
-    "sparse",
-    "constant",
-    "special",
-    "nonfinite",
+    "normal", "normal", "tiny", "huge", "zeros", "sparse", "constant", "special", "nonfinite",
     "bits",
 ]
+# fmt: on
 
 
 class Piece(NamedTuple):
@@ -164,20 +111,21 @@ class Table:
     def code_nbytes(self, i: int) -> int:
         return -(-self.pieces[i].numel * self.bits // 8)
 
+    def _slice(self, field: str, i: int, count: int) -> slice:
+        first = int(self.rows[field][i])
+        return slice(first, first + count)
+
     def data(self, i: int) -> slice:
-        return slice(int(self.rows["data"][i]), int(self.rows["data"][i]) + self.pieces[i].numel)
+        return self._slice("data", i, self.pieces[i].numel)
 
     def plane(self, i: int) -> slice:
-        return slice(
-            int(self.rows["residual"][i]), int(self.rows["residual"][i]) + self.pieces[i].numel
-        )
+        return self._slice("residual", i, self.pieces[i].numel)
 
     def codes(self, i: int) -> slice:
-        return slice(int(self.rows["codes"][i]), int(self.rows["codes"][i]) + self.code_nbytes(i))
+        return self._slice("codes", i, self.code_nbytes(i))
 
     def scales(self, i: int) -> slice:
-        first = int(self.rows["scales"][i])
-        return slice(first, first + 4 * self.per_group * len(self.pieces[i].ref.groups()))
+        return self._slice("scales", i, 4 * self.per_group * len(self.pieces[i].ref.groups()))
 
     def put_scales(self, payload: Any, i: int, scales: Any) -> None:
         payload[self.scales(i)] = np.frombuffer(np.asarray(scales, "<f4").tobytes(), np.uint8)
@@ -191,12 +139,8 @@ def guarded(numel: int, dtype: Any = np.uint8, misalign: int = 0) -> Any:
     with guards behind.
     """
     size = np.dtype(dtype).itemsize
-    memory = np.full((numel + misalign) * size + 64, GUARD, np.uint8)
-    return (
-        memory[misalign * size :]
-        .view(np.uint8)[: (len(memory) - misalign * size) // size * size]
-        .view(dtype)
-    )
+    rest = np.full((numel + misalign) * size + 64, GUARD, np.uint8)[misalign * size :]
+    return rest[: len(rest) // size * size].view(dtype)
 
 
 def pointer(array: Any, ctype: str = "void *") -> Any:

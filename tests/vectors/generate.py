@@ -25,48 +25,19 @@ from reference import payload as ref_payload
 
 HERE = Path(__file__).parent
 NAMES = ("rng", "crc32c", "ternary", "nearest", "onebit", "block", "identity", "lanes")
+# around the sizes at which a byte, a vector loop, a superblock of draws or a block of sums ends
 LENGTHS = (
-    0,
-    1,
-    3,
-    4,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    511,
-    512,
-    513,
-    1000,
-    1025,
+    *(0, 1, 3, 4, 5),
+    *(n + d for n in (8, 16, 32, 64, 128, 512) for d in (-1, 0, 1)),
+    *(1000, 1025),
 )
 KEY = {"seed": 1, "rank": 2, "step": 3, "parameter": 4, "stream": 0}
+KEY_FIELDS = ("seed", "rank", "step", "parameter", "stream")
+ZERO_KEY = dict.fromkeys(KEY_FIELDS, 0)
 KEYS = (
-    {"seed": 0, "rank": 0, "step": 0, "parameter": 0, "stream": 0},
-    {
-        "seed": 0xFFFFFFFF,
-        "rank": 0xFFFFFFFF,
-        "step": 0xFFFFFFFF,
-        "parameter": 0xFFFFFFFF,
-        "stream": 0x7FFFFFFF,
-    },
-    {"seed": 0, "rank": 1, "step": 0, "parameter": 0, "stream": 0},
-    {"seed": 1, "rank": 0, "step": 0, "parameter": 0, "stream": 0},
-    {"seed": 0, "rank": 0, "step": 1, "parameter": 0, "stream": 0},
-    {"seed": 0, "rank": 0, "step": 0, "parameter": 1, "stream": 0},
-    {"seed": 0, "rank": 0, "step": 0, "parameter": 0, "stream": 1},
+    ZERO_KEY,
+    {**dict.fromkeys(KEY_FIELDS, 0xFFFFFFFF), "stream": 0x7FFFFFFF},
+    *({**ZERO_KEY, field: 1} for field in ("rank", "seed", "step", "parameter", "stream")),
 )
 Case = dict[str, Any]
 
@@ -91,33 +62,16 @@ def make_inputs() -> dict[str, Any]:
     spread = words.sum(axis=1) / 2**32 - 2.0  # about normal, deviation 0.58
     normal = spread.astype(np.float32)
     normal[[7, 40, 600]] = np.float32(-0.0)
+    # fmt: off
     special = np.array(
         [
-            0.0,
-            -0.0,
-            1.0,
-            -1.0,
-            1e-45,
-            -1e-45,
-            1.1754942e-38,
-            -1.1754944e-38,
-            3.4028235e38,
-            -3.4028235e38,
-            1e-30,
-            -1e-20,
-            65504.0,
-            65520.0,
-            -65536.0,
-            0.33333334,
-            1.00390625,
-            1.01171875,
-            2.9802322e-08,
-            5.9604645e-08,
-            6.1e-05,
-            1e38,
+            0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1.1754942e-38, -1.1754944e-38, 3.4028235e38,
+            -3.4028235e38, 1e-30, -1e-20, 65504.0, 65520.0, -65536.0, 0.33333334, 1.00390625,
+            1.01171875, 2.9802322e-08, 5.9604645e-08, 6.1e-05, 1e38,
         ],
         np.float32,
     )
+    # fmt: on
     return {
         "normal_f32": normal,
         "normal_bf16": ref.from_float32(normal, ref.BF16),
@@ -154,16 +108,27 @@ def cut(name: str, first: int = 0, numel: int | None = None, **more: Any) -> Cas
     }
 
 
+def residual_of(case: Case) -> Any:
+    """Return the residual that a case begins with, None for none."""
+    return None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
+
+
+def with_feedback(cases: list[Case], encode: Any, **defaults: Any) -> Case:
+    """Encode cases: `encode` takes values, residual, group, key and what of a case `defaults`
+    names.
+    """
+    for case in cases:
+        more = {name: case.get(name, value) for name, value in defaults.items()}
+        of = take(case), residual_of(case), case["group_numel"], key_of(case)
+        payload, left = encode(*of, **more)
+        decoded = ref_payload.decode(payload)
+        case.update(payload=payload.hex(), residual_crc=crc(left), decoded_crc=crc(decoded))
+    return {"payloads": cases}
+
+
 # ---- one builder a file --------------------------------------------------------------------------
 def build_rng() -> Case:
-    counters = [
-        (0, 0, 0, 0),
-        (1, 0, 0, 0),
-        (0, 1, 0, 0),
-        (0, 0, 1, 0),
-        (0, 0, 0, 1),
-        (0xFFFFFFFF,) * 4,
-    ]
+    counters = [(0,) * 4, *map(tuple, np.eye(4, dtype=int).tolist()), (0xFFFFFFFF,) * 4]
     blocks = [
         {"counter": c, "key": k}
         for c in counters
@@ -186,233 +151,110 @@ def build_crc32c() -> Case:
     return {"cases": [{"data": d.hex(), "crc": ref_payload.crc32c(d)} for d in data]}
 
 
+SOURCES = ("normal_f32", "normal_bf16", "normal_f16")
+CORNERS = ("special_f32", "zero_f32", "blocks_f32")
+RESIDUALS = (None, "residual_f32")
+
+
 def build_ternary() -> Case:
-    cases = [
-        cut("normal_f32", 0, n, group_numel=max(n, 1), clip_sigma=2.5, key=KEY) for n in LENGTHS
-    ]
-    for name, n, group in itertools.product(
-        ("normal_f32", "normal_bf16", "normal_f16"), (65, 513, 1030), (8, 25, 512)
-    ):
-        cases.append(cut(name, 0, n, group_numel=group, clip_sigma=2.5, key=KEY))
-    for name, sigma in itertools.product(("normal_bf16", "normal_f16"), (2.5, 1.0, -1.0)):
+    clipped = {"clip_sigma": 2.5, "key": KEY}
+    cases = [cut("normal_f32", 0, n, group_numel=max(n, 1), **clipped) for n in LENGTHS]
+    for name, n, group in itertools.product(SOURCES, (65, 513, 1030), (8, 25, 512)):
+        cases.append(cut(name, 0, n, group_numel=group, **clipped))
+    for name, sigma in itertools.product(SOURCES[1:], (2.5, 1.0, -1.0)):
         cases.append(cut(name, 1, 129, group_numel=129, clip_sigma=sigma, key=KEY))
     cases += [cut("normal_f32", 0, 100, group_numel=100, clip_sigma=2.5, key=key) for key in KEYS]
-    cases += [
-        cut("special_f32", group_numel=g, clip_sigma=s, key=KEY)
-        for g in (1, 5, 22)
-        for s in (-1.0, 2.5)
-    ]
-    cases += [
-        cut(name, group_numel=25, clip_sigma=-1.0, key=KEY) for name in ("zero_f32", "blocks_f32")
-    ]
-    cases += [
-        cut(name, group_numel=64, clip_sigma=2.5, key=KEY)
-        for name in ("with_inf_f32", "with_nan_f16")
-    ]
-    for bits in (
-        0x00000000,
-        0x00000001,
-        0x00400000,
-        0x3F000000,
-        0x3E99999A,
-        0x42C80000,
-        0x7F7FFFFF,
-    ):
-        for name, group in (("normal_f32", 200), ("special_f32", 8), ("normal_f16", 97)):
-            case = cut(name, 0, min(200, len(INPUTS[name])), group_numel=group, key=KEY)
-            count = -(-case["numel"] // group)
-            cases.append({**case, "scales": hexed(np.full(count, bits, "<u4"))})
+    for group, sigma in itertools.product((1, 5, 22), (-1.0, 2.5)):
+        cases.append(cut("special_f32", group_numel=group, clip_sigma=sigma, key=KEY))
+    for name in CORNERS[1:]:
+        cases.append(cut(name, group_numel=25, clip_sigma=-1.0, key=KEY))
+    for name in ("with_inf_f32", "with_nan_f16"):
+        cases.append(cut(name, group_numel=64, **clipped))
+    given = (0, 1, 0x00400000, 0x3F000000, 0x3E99999A, 0x42C80000, 0x7F7FFFFF)  # scales
+    inputs = (("normal_f32", 200), ("special_f32", 8), ("normal_f16", 97))
+    for bits, (name, group) in itertools.product(given, inputs):
+        case = cut(name, 0, min(200, len(INPUTS[name])), group_numel=group, key=KEY)
+        count = -(-case["numel"] // group)
+        cases.append({**case, "scales": hexed(np.full(count, bits, "<u4"))})
     for case in cases:
-        x = take(case)
+        x, group = take(case), case["group_numel"]
         if "scales" in case:
             scales = np.frombuffer(bytes.fromhex(case["scales"]), "<f4")
         else:
-            scales = ref.ternary_scales(
-                x, ref.Piece(len(x), case["group_numel"]), case["clip_sigma"]
-            )
-        payload = ref_payload.encode_ternary(x, scales, case["group_numel"], key_of(case))
+            scales = ref.ternary_scales(x, ref.Piece(len(x), group), case["clip_sigma"])
+        payload = ref_payload.encode_ternary(x, scales, group, key_of(case))
         case.update(payload=payload.hex(), decoded_crc=crc(ref_payload.decode(payload)))
+    starts = ((8, 130, 64), (600, 100, 200), (4000, 96, 32), (2**32 - 136, 135, 1000), (24, 17, 25))
     pieces = [
         cut("normal_f32", 5, n, start=start, group_numel=group, key=KEY)
-        for start, n, group in (
-            (8, 130, 64),
-            (600, 100, 200),
-            (4000, 96, 32),
-            (2**32 - 136, 135, 1000),
-            (24, 17, 25),
-        )
+        for start, n, group in starts
     ]
     for case in pieces:
         piece = ref.Piece(case["numel"], case["group_numel"], case["start"])
         scales = np.array([1.5, 0.75, 2.0, 0.0], np.float32)[: len(piece.groups())]
-        case.update(
-            scales=hexed(scales),
-            codes=hexed(ref.ternary_encode(take(case), scales, piece, key_of(case))),
-        )
+        codes = ref.ternary_encode(take(case), scales, piece, key_of(case))
+        case.update(scales=hexed(scales), codes=hexed(codes))
     return {"payloads": cases, "pieces": pieces}
 
 
 def build_onebit() -> Case:
     cases = [
         cut("normal_f32", 0, n, group_numel=max(n, 1), residual=residual, key=KEY)
-        for n in LENGTHS
-        for residual in (None, "residual_f32")
+        for n, residual in itertools.product(LENGTHS, RESIDUALS)
     ]
-    for name, n, group in itertools.product(
-        ("normal_f32", "normal_bf16", "normal_f16"), (65, 513, 1030), (8, 25, 512)
-    ):
-        cases.append(cut(name, 0, n, group_numel=group, residual="residual_f32", key=KEY))
-    for name in ("special_f32", "zero_f32", "blocks_f32"):
-        for group, residual in itertools.product((1, 5, 25), (None, "residual_f32")):
-            cases.append(cut(name, group_numel=group, residual=residual, key=KEY))
-    signs = [
-        ("normal_f32", 65, 8),
-        ("normal_bf16", 513, 512),
-        ("normal_f16", 97, 25),
-        ("zero_f32", 25, 5),
-    ]
-    cases += [
-        cut(n, 0, k, group_numel=g, residual="residual_f32", key=KEY, means=[-1, 1])
-        for n, k, g in signs
-    ]
-    for name, n, group in (
-        ("normal_f32", 129, 25),
-        ("normal_bf16", 97, 97),
-        ("blocks_f32", 200, 25),
-    ):
-        cases.append(
-            cut(name, 0, n, group_numel=group, residual="residual_f32", key=KEY, decay=0.25)
-        )
-    for case in cases:
-        residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
-        means = tuple(case.get("means") or ()) or None
-        of = take(case), residual, case["group_numel"], key_of(case)
-        payload, left = ref_payload.encode_onebit(*of, means, case.get("decay", 1.0))
-        case.update(
-            payload=payload.hex(),
-            residual_crc=crc(left),
-            decoded_crc=crc(ref_payload.decode(payload)),
-        )
-    return {"payloads": cases}
+    owed: Case = {"residual": "residual_f32", "key": KEY}
+    for name, n, group in itertools.product(SOURCES, (65, 513, 1030), (8, 25, 512)):
+        cases.append(cut(name, 0, n, group_numel=group, **owed))
+    for name, group, residual in itertools.product(CORNERS, (1, 5, 25), RESIDUALS):
+        cases.append(cut(name, group_numel=group, residual=residual, key=KEY))
+    signs = zip((*SOURCES, "zero_f32"), (65, 513, 97, 25), (8, 512, 25, 5), strict=True)
+    cases += [cut(name, 0, n, group_numel=g, **owed, means=[-1, 1]) for name, n, g in signs]
+    decayed = (("normal_f32", 129, 25), ("normal_bf16", 97, 97), ("blocks_f32", 200, 25))
+    cases += [cut(name, 0, n, group_numel=g, **owed, decay=0.25) for name, n, g in decayed]
+    return with_feedback(cases, ref_payload.encode_onebit, means=None, decay=1.0)
 
 
 def build_nearest() -> Case:
     """Ternary codes rounded to the nearest level."""
+    owed: Case = {"residual": "residual_f32", "key": KEY}
     cases = [
-        cut(
-            "normal_f32",
-            0,
-            n,
-            group_numel=max(n, 1),
-            residual="residual_f32",
-            key=KEY,
-            step=1.8,
-            decay=0.25,
-        )
+        cut("normal_f32", 0, n, group_numel=max(n, 1), **owed, step=1.8, decay=0.25)
         for n in LENGTHS[:19]
     ]
-    for (name, n), group, step in itertools.product(
-        (("normal_f32", 515), ("normal_bf16", 65), ("normal_f16", 200)), (25, 512), (1.8, 3.0)
-    ):
-        cases.append(
-            cut(
-                name,
-                0,
-                n,
-                group_numel=group,
-                residual="residual_f32",
-                key=KEY,
-                step=step,
-                decay=1.0,
-            )
-        )
-    for name, residual, group in itertools.product(
-        ("special_f32", "zero_f32", "blocks_f32"), (None, "residual_f32"), (7,)
-    ):
-        for step in (1.8, 1e30):
-            cases.append(
-                cut(name, group_numel=group, residual=residual, key=KEY, step=step, decay=0.25)
-            )
-    for case in cases:
-        residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
-        of = take(case), residual, case["group_numel"], key_of(case)
-        payload, left = ref_payload.encode_nearest(*of, case["step"], case["decay"])
-        case.update(
-            payload=payload.hex(),
-            residual_crc=crc(left),
-            decoded_crc=crc(ref_payload.decode(payload)),
-        )
-    return {"payloads": cases}
+    lengths = zip(SOURCES, (515, 65, 200), strict=True)
+    for (name, n), group, step in itertools.product(lengths, (25, 512), (1.8, 3.0)):
+        cases.append(cut(name, 0, n, group_numel=group, **owed, step=step, decay=1.0))
+    for name, residual, step in itertools.product(CORNERS, RESIDUALS, (1.8, 1e30)):
+        cases.append(cut(name, group_numel=7, residual=residual, key=KEY, step=step, decay=0.25))
+    return with_feedback(cases, ref_payload.encode_nearest, step=1.8, decay=1.0)
 
 
 def build_block() -> Case:
+    owed: Case = {"residual": "residual_f32", "key": KEY}
     cases: list[Case] = []
     for codec, n in itertools.product(ref_payload.BLOCKS, LENGTHS[:19]):
-        cases.append(
-            cut(
-                "normal_f32",
-                0,
-                n,
-                codec=codec,
-                group_numel=max(n, 1),
-                residual="residual_f32",
-                key=KEY,
-            )
-        )
+        cases.append(cut("normal_f32", 0, n, codec=codec, group_numel=max(n, 1), **owed))
     for codec, group in itertools.product(ref_payload.BLOCKS, (7, 25, 512)):
-        for name, n in (("normal_f32", 1030), ("normal_bf16", 65), ("normal_f16", 200)):
-            cases.append(
-                cut(name, 0, n, codec=codec, group_numel=group, residual="residual_f32", key=KEY)
-            )
-        for name, residual in itertools.product(
-            ("special_f32", "zero_f32", "blocks_f32"), (None, "residual_f32")
-        ):
+        for name, n in zip(SOURCES, (1030, 65, 200), strict=True):
+            cases.append(cut(name, 0, n, codec=codec, group_numel=group, **owed))
+        for name, residual in itertools.product(CORNERS, RESIDUALS):
             cases.append(cut(name, codec=codec, group_numel=group, residual=residual, key=KEY))
-    for codec, (name, n) in itertools.product(
-        ref_payload.BLOCKS, (("normal_f32", 129), ("blocks_f32", 200))
-    ):
-        cases.append(
-            cut(
-                name,
-                0,
-                n,
-                codec=codec,
-                group_numel=25,
-                residual="residual_f32",
-                key=KEY,
-                decay=0.25,
-            )
-        )
-    for case in cases:
-        residual = None if case["residual"] is None else INPUTS[case["residual"]][: case["numel"]]
-        of = take(case), residual, case["group_numel"], key_of(case), case["codec"]
-        payload, left = ref_payload.encode_block(*of, case.get("decay", 1.0))
-        case.update(
-            payload=payload.hex(),
-            residual_crc=crc(left),
-            decoded_crc=crc(ref_payload.decode(payload)),
-        )
-    return {"payloads": cases}
+    decayed = (("normal_f32", 129), ("blocks_f32", 200))
+    for codec, (name, n) in itertools.product(ref_payload.BLOCKS, decayed):
+        cases.append(cut(name, 0, n, codec=codec, group_numel=25, **owed, decay=0.25))
+    return with_feedback(cases, ref_payload.encode_block, codec=0, decay=1.0)
 
 
 def build_identity() -> Case:
+    kinds = ref_payload.IDENTITY, ref_payload.BF16_VALUES
     cases = [
-        cut("normal_f32", 0, n, codec=c, key=KEY)
-        for n in LENGTHS[:16]
-        for c in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
+        cut("normal_f32", 0, n, codec=codec, key=KEY)
+        for n, codec in itertools.product(LENGTHS[:16], kinds)
     ]
-    for name, codec in itertools.product(
-        ("normal_bf16", "normal_f16"), (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
-    ):
+    for name, codec in itertools.product(SOURCES[1:], kinds):
         cases += [cut(name, 2, n, codec=codec, key=KEY) for n in (1, 9, 65)]
-    cases += [
-        cut("special_f32", codec=codec, key=KEY)
-        for codec in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
-    ]
-    cases += [
-        cut("with_inf_f32", 60, 10, codec=codec, key=KEY)
-        for codec in (ref_payload.IDENTITY, ref_payload.BF16_VALUES)
-    ]
+    cases += [cut("special_f32", codec=codec, key=KEY) for codec in kinds]
+    cases += [cut("with_inf_f32", 60, 10, codec=codec, key=KEY) for codec in kinds]
     for case in cases:
         payload = ref_payload.encode_values(take(case), case["codec"], key_of(case))
         case.update(payload=payload.hex(), decoded_crc=crc(ref_payload.decode(payload)))

@@ -1,0 +1,278 @@
+"""The codes of the kernel tests: what the reference makes of each, and how C is called for it.
+
+A new code is a row in `FAMILIES`, and a branch of `encoded`, `average` and `call_encode` where it
+differs from the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from _tables import (
+    ARRAY_DTYPES,
+    KINDS,
+    SPECIAL,
+    Piece,
+    Table,
+    canonical,
+    ffi,
+    guarded,
+    lib,
+    pointer,
+    pointers,
+    values,
+)
+from reference import codec as ref
+
+NULL = ffi.NULL
+KEY = ref.Key()
+WORLDS = [1, 2, 3, 4, 7, 8, 15, 16, 31, 32, 63, 64, 127, 128, 1000, 16384, 32767]
+
+
+# ---- the codes -----------------------------------------------------------------------------------
+class Code(NamedTuple):
+    """A way to write values.
+
+    Attributes:
+        name: of the kernels: ``gc_NAME_encode``.
+        bits, per_group: of an element; scales of a group.
+        top: the largest code that an encoder writes.
+        forbidden: a code that fits into the bits and that no encoder writes; -1: there is none.
+        option: what its kernels take to tell codes of one name apart.
+    """
+
+    name: str
+    bits: int
+    per_group: int
+    top: int = 0
+    forbidden: int = -1
+    option: tuple[float, ...] = ()
+
+    @property
+    def decoder(self) -> str:
+        return "ternary" if self.name == "nearest" else self.name
+
+    @property
+    def feeds_back(self) -> bool:
+        return self.name in ("onebit", "block", "nearest")
+
+
+def lanes(world: int) -> Code:
+    bits = ref.lane_bits(world)
+    above = 2 * world + 1
+    return Code("lanes", bits, 1, 2 * world, above if above < 1 << bits else -1, (world, bits))
+
+
+TERNARY, ONEBIT = Code("ternary", 2, 1, 2, 3), Code("onebit", 1, 2, 1)
+NEAREST = [Code("nearest", 2, 1, 2, 3, (step,)) for step in (1.8, 0.3, 1e30)]
+BLOCKS = [
+    Code("block", 2, 1, 3, -1, (2,)),
+    Code("block", 4, 1, 14, 15, (4,)),
+    Code("block", 8, 1, 254, 255, (8,)),
+]
+VALUES = [Code("values", 32, 0, option=(ref.F32,)), Code("values", 16, 0, option=(ref.BF16,))]
+FAMILIES = {
+    "ternary": [TERNARY],
+    "nearest": NEAREST,
+    "onebit": [ONEBIT],
+    "block": BLOCKS,
+    "values": VALUES,
+    "lanes": [lanes(world) for world in WORLDS],
+}
+
+
+def code_of(family: str, rng: np.random.Generator) -> Code:
+    return FAMILIES[family][int(rng.integers(len(FAMILIES[family])))]
+
+
+@np.errstate(all="ignore")
+def encoded(
+    code: Code,
+    x: Any,
+    piece: ref.Piece,
+    *,
+    scales: Any,
+    key: ref.Key,
+    before: Any,
+    means: Any,
+    decay: float,
+) -> tuple[Any, Any, Any, bool]:
+    """Return what the reference writes: scales, codes, new residual, whether a value is not
+    finite. `scales`, `key`: given to ternary codes; the rest to codes with error feedback.
+    """
+    seen = ref.to_float32(x) if before is None else ref.to_float32(x) + before
+    left = seen
+    if code.name == "ternary":
+        codes = ref.ternary_encode(x, scales, piece, key)
+    elif code.name == "onebit":
+        scales, codes, left = ref.onebit_encode(x, piece, before, means, decay)
+    elif code.name == "block":
+        scales, codes, left = ref.block_encode(x, piece, code.bits, before, decay)
+    elif code.name == "nearest":
+        scales, codes, left = ref.nearest_encode(x, piece, code.option[0], before, decay)
+    else:
+        narrow = ref.from_float32(seen, int(code.option[0]))
+        codes, seen = np.frombuffer(narrow.tobytes(), np.uint8), ref.to_float32(narrow)
+    return canonical(scales).ravel(), codes, canonical(left), not np.isfinite(seen).all()
+
+
+def average(code: Code, codes: list[Any], scales: list[Any], piece: ref.Piece, shared: bool) -> Any:
+    """Return what the reference decodes of several payloads."""
+    if code.decoder == "ternary":
+        return ref.ternary_sum_decode(codes, scales, piece, shared)
+    if code.name == "lanes":
+        return ref.lanes_decode(codes[0], scales[0], piece, int(code.option[0]))
+    if code.name == "onebit":
+        decoded = [ref.onebit_decode(c, s, piece) for c, s in zip(codes, scales, strict=True)]
+    elif code.name == "block":
+        decoded = [
+            ref.block_decode(c, s, piece, code.bits) for c, s in zip(codes, scales, strict=True)
+        ]
+    else:
+        kind = ARRAY_DTYPES[code.option[0]]
+        decoded = [ref.to_float32(c.copy().view(kind)) for c in codes]
+    return ref.float_average(decoded)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+def flag() -> Any:
+    return ffi.new("uint32_t *")
+
+
+def check(status: int) -> None:
+    assert ffi.string(lib.gc_status_name(status)) == b"GC_OK"
+
+
+def c_key(key: ref.Key) -> Any:
+    return ffi.new("gc_rng_key *", (key.seed, key.rank, key.step, key.stream))[0]
+
+
+def call_encode(
+    code: Code,
+    source: Any,
+    dtype: int,
+    rows: Any,
+    count: int,
+    payload: Any,
+    seen: Any,
+    *,
+    planes: tuple[Any, Any, Any] = (NULL, NULL, NULL),
+    decay: float = 1.0,
+    dropped: Any = NULL,
+    means: Any = None,
+    key: ref.Key = KEY,
+) -> int:
+    """Call an encoder and return its status; `planes` are those of old, new and kept residuals."""
+    more: tuple[Any, ...] = code.option
+    if code.feeds_back:
+        more = (*more, *planes, decay, dropped)
+    if code.name == "onebit":
+        more = (*more, NULL if means is None else ffi.new("float[2]", means))
+    last = (c_key(key), seen) if code.name == "ternary" else (seen,)
+    function = getattr(lib, f"gc_{code.name}_encode")
+    return int(function(source, dtype, rows, count, *more, payload, *last))
+
+
+def call_decode(
+    code: Code,
+    payloads: Any,
+    payload_count: int,
+    rows: Any,
+    count: int,
+    out: Any,
+    dtype: int,
+    flags: int,
+    seen: Any,
+    shared: bool = False,
+) -> int:
+    """Call a decoder and return its status."""
+    last = rows, count, out, dtype, flags, seen
+    if code.name == "lanes":
+        return int(lib.gc_lanes_decode(payloads[0], *code.option, *last))
+    option = (shared,) if code.decoder == "ternary" else code.option
+    function = getattr(lib, f"gc_{code.decoder}_sum_decode")
+    return int(function(payloads, payload_count, *option, *last))
+
+
+def call_validate(code: Code, payload: Any, rows: Any, count: int) -> int:
+    """Call a validator and return its status."""
+    option = () if code.decoder == "ternary" else code.option
+    return int(getattr(lib, f"gc_{code.decoder}_validate")(payload, *option, rows, count))
+
+
+def encode(code: Code, table: Table, tensor: Any, dtype: int, payload: Any, **more: Any) -> bool:
+    """Encode a table; return whether a value was not finite."""
+    seen = flag()
+    into = pointer(payload, "uint8_t *")
+    rows = table.pointer, len(table.pieces)
+    check(call_encode(code, pointer(tensor), dtype, *rows, into, seen, **more))
+    return bool(seen[0])
+
+
+def decode(
+    code: Code,
+    table: Table,
+    payloads: list[Any],
+    out: Any,
+    dtype: int = ref.F32,
+    flags: int = 0,
+    shared: bool = False,
+) -> bool:
+    """Decode the average of payloads; return whether a value is not finite."""
+    seen = flag()
+    rows = table.pointer, len(table.pieces), pointer(out), dtype, flags, seen
+    check(call_decode(code, pointers(payloads), len(payloads), *rows, shared))
+    return bool(seen[0])
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+def tensor_of(table: Table, kind: str, dtype: int, rng: np.random.Generator) -> Any:
+    """Return a source tensor that starts anywhere in memory."""
+    tensor = guarded(table.tensor_numel, ARRAY_DTYPES[dtype], int(rng.integers(0, 8)))
+    for i in range(len(table.pieces)):
+        tensor[table.data(i)] = values(kind, table.pieces[i].numel, dtype, rng)
+    return tensor
+
+
+def random_codes(code: Code, numel: int, rng: np.random.Generator) -> Any:
+    """Return packed codes that an encoder could have written."""
+    if code.name == "values":
+        x = values(str(rng.choice(KINDS)), numel, int(code.option[0]), rng)
+        return np.frombuffer(x.tobytes(), np.uint8)
+    return ref.pack_bits(rng.integers(0, code.top + 1, numel), code.bits, padding_of(code))
+
+
+def padding_of(code: Code) -> int:
+    return int(code.decoder == "ternary")
+
+
+def random_scales(count: int, rng: np.random.Generator, *, signed: bool) -> Any:
+    scales = np.where(
+        rng.random(count) < 0.2, rng.choice(np.abs(SPECIAL), count), rng.random(count) * 3
+    )
+    return (scales * rng.choice([-1, 1], count) if signed else scales).astype(np.float32)
+
+
+def random_payload(code: Code, table: Table, rng: np.random.Generator) -> Any:
+    payload = guarded(table.payload_nbytes, misalign=int(rng.integers(0, 8)))
+    for i, piece in enumerate(table.pieces):
+        payload[table.codes(i)] = random_codes(code, piece.numel, rng)
+        count = table.per_group * len(piece.ref.groups())
+        signed = code.name in ("onebit", "block")
+        table.put_scales(payload, i, random_scales(count, rng, signed=signed))
+    return payload
+
+
+def table_of(code: Code, parts: list[Piece], seed: int | np.random.Generator = 0) -> Table:
+    return Table(parts, code.bits, code.per_group, np.random.default_rng(seed))
+
+
+def one_piece(
+    code: Code, x: Any, *, start: int = 0, group: int = 0, parameter: int = 0
+) -> tuple[Table, Any]:
+    """Return a table of one piece (one group unless said), and a source tensor that holds it."""
+    table = table_of(code, [Piece(start, len(x), group or len(x), parameter)])
+    tensor = guarded(table.tensor_numel, x.dtype)
+    tensor[table.data(0)] = x
+    return table, tensor
