@@ -96,6 +96,21 @@ WRONG_OPTIONS = {
         TypeError,
         "transform must be a gradcomp.Transform, got str",
     ),
+    "precondition": (
+        {"precondition": "yes"},
+        TypeError,
+        "precondition must be True, False or a gradcomp.Precondition, got str",
+    ),
+    "two units": (
+        {"precondition": True, "transform": AggregateAdagrad()},
+        ValueError,
+        "AggregateAdagrad",
+    ),
+    "slice_numel": (
+        {"slice_numel": 63},
+        ValueError,
+        "slice_numel must be None or an integer of at least 64, got 63",
+    ),
     "by nodes": (
         {"transform": AggregateAdagrad(), "exchange": "hierarchical"},
         ValueError,

@@ -310,37 +310,3 @@ def test_between_nodes_averages_are_unbiased_too():
     )
     assert len({bits for _, bits in many}) == 1
     assert many[0][0] < 0.4 * few[0][0] and many[0][0] < 0.12, (few[0][0], many[0][0])
-
-
-def local_steps(comm):
-    torch.manual_seed(comm.rank)
-    model = nn.Linear(64, 64, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    saved, out = None, []
-    for again in (False, True):
-        with torch.no_grad():
-            model.weight.fill_(1.0)
-        with gradcomp.DiLoCo(
-            model, optimizer, CODEC, comm.duplicate(60.0), sync_every=2, min_numel=0
-        ) as local:
-            if again:
-                local.load_state_dict(saved)
-                local.restore()
-            for step in range(4 if again else 0, 8):
-                if step == 4 and not again:
-                    saved = local.state_dict()
-                x = torch.randn(
-                    8, 64, generator=torch.Generator().manual_seed(10 * step + comm.rank)
-                )
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
-        out.append(model.weight.detach().clone())
-    return torch.equal(*out), out[0].numpy().tobytes()
-
-
-def test_local_steps_go_on_bit_for_bit():
-    results = run_local(3, local_steps)
-    assert all(same for same, _ in results) and len({bits for _, bits in results}) == 1

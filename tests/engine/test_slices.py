@@ -24,7 +24,6 @@ from gradcomp.exchange.interface import run_stages
 from gradcomp.exchange.sizing import BucketPlan, Strategy, choose
 from gradcomp.exchange.slices import SLICE_NUMEL, WHOLE, Slicing, cut, cuts_groups
 from gradcomp.exchange.stats import Stats
-from gradcomp.onebit_sgd import AggregateAdagrad
 from gradcomp.payload.pieces import Slot, whole_pieces
 
 CODECS = {
@@ -100,59 +99,6 @@ def test_slices_change_no_bit(name, exchange, world):
                 assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
             else:
                 assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"precondition": True},
-        {"exchange": "hierarchical", "nodes": [[0, 1], [2, 3]]},
-        {"transform": AggregateAdagrad()},
-        {"transactional": True},
-        {"quality_every": 2},
-        {"start_step": 1},
-        {"start_step": 2, "start_codec": "block4"},
-    ],
-    ids=str,
-)
-def test_an_averager_gives_the_same_with_slices(options, dtype):
-    """Through the pipeline of an averager, with whatever is on, and its state is the same, too."""
-
-    def work(comm, slice_numel):
-        named = [
-            (f"w{i}", torch.nn.Parameter(torch.zeros(s, dtype=dtype)))
-            for i, s in enumerate([(256, 64), (9,), (64, 100)])
-        ]
-        averager = GradientAverager(
-            named, OneBit(), comm, timeout_s=30, slice_numel=slice_numel, **options
-        )
-        for step in range(4):
-            for index, (_, p) in enumerate(named):
-                p.grad = torch.randn(
-                    p.shape,
-                    generator=torch.Generator().manual_seed(1000 * step + 10 * comm.rank + index),
-                ).to(dtype)
-            averager.average()
-        state, sent = averager.state_dict(), averager.stats.bytes_sent
-        averager.close()
-        return [p.grad for _, p in named], state, sent
-
-    whole, sliced = run_local(4, work, None), run_local(4, work, 3000)
-    for mine, other in zip(whole, sliced, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine[0], other[0], strict=True))
-        for part in ("residual", "owner_residual", "transform_state", "second_moment"):
-            a, b = (state.get(part) or {} for state in (mine[1], other[1]))
-            assert a.keys() == b.keys()
-            for name, values in a.items():
-                pairs = (
-                    zip(values.values(), b[name].values(), strict=True)
-                    if isinstance(values, dict)
-                    else [(values, b[name])]
-                )
-                assert all(torch.equal(x, y) for x, y in pairs)
-        assert mine[2] < other[2] < 1.2 * mine[2]  # headers
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "reduce_scatter"])
@@ -322,23 +268,6 @@ def test_run_stages_overlaps_slices():
         assert s == 0 or order.index((n, s - 1)) < order.index((n, s))
         assert n == 0 or order.index((n - 1, s)) < order.index((n, s))
     assert order.index((1, 1)) < order.index((0, 2)) and order.index((2, 1)) < order.index((1, 2))
-
-
-def test_ranks_with_other_slices_are_a_mismatch():
-    def work(comm):
-        p = torch.nn.Parameter(torch.zeros(64, 64))
-        averager = GradientAverager(
-            [("w", p)], OneBit(), comm, slice_numel=512 << comm.rank, timeout_s=20
-        )
-        p.grad = torch.ones_like(p)
-        try:
-            averager.average()
-        except PeerMismatch as error:
-            return error.field
-        finally:
-            averager.close()
-
-    assert run_local(2, work) == ["slice_numel"] * 2
 
 
 @pytest.mark.parametrize("value", [0, -1, 63, 1.5, True, "1m"])

@@ -7,7 +7,7 @@ import torch
 from _ranks import run_local
 from torch import nn
 
-from gradcomp import Block, GradientAverager, OneBit, PeerMismatch, Ternary
+from gradcomp import Block, GradientAverager, OneBit, PeerMismatch, Ternary, TernGrad
 from gradcomp.onebit_sgd import AggregateAdagrad, LocalAdagrad
 
 SHAPES = {"w": (40, 33), "b": (5,), "v": (1111,), "one": (1,)}
@@ -29,7 +29,11 @@ STAGES = {
         {"start_step": 2, "start_codec": Block(8)},
     ),
     "rotate": ((OneBit(rotate=True), 3, {}), {"min_numel": 7}),
-    "nodes": ((OneBit(), 4, NODES), {"min_numel": 7}),
+    "nodes": ((OneBit(), 4, NODES), {"nodes": [[0, 2], [1, 3]]}),
+    "nodes-ternary": (
+        (TernGrad(second_phase="requantize"), 4, {**NODES, "start_step": 1}),
+        {"nodes": [[0, 2], [1, 3]]},
+    ),
 }
 each_stage = pytest.mark.parametrize("stage", STAGES)
 
@@ -45,10 +49,12 @@ class Scaler:
 class Run:
     """An averager and what it was given."""
 
-    def __init__(self, comm, stage, **changes):
+    def __init__(self, comm, stage, dtype=torch.float32, **changes):
         (codec, _, options), _ = STAGES[stage]
         self.rank = comm.rank
-        self.named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        self.named = {
+            name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()
+        }
         options = {"min_numel": 6, "timeout_s": 20, **options, **changes}
         self.averager = GradientAverager(self.named.items(), codec, comm, **options)
 
@@ -56,7 +62,7 @@ class Run:
         """Return the averages of a step; with `bad`, rank 1 has a NaN among its gradients."""
         for name, p in self.named.items():
             generator = torch.Generator().manual_seed(7919 * number + 31 * self.rank + len(name))
-            p.grad = torch.randn(p.shape, generator=generator) * scale
+            p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
         if bad and self.rank == 1:
             self.named["v"].grad[7] = float("nan")
         self.averager.average()
@@ -76,22 +82,38 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+WAYS = [
+    {},
+    {"bucket_cap_mb": 0.004},
+    {"slice_numel": 300, "quality_every": 2},
+    {"slice_numel": 300, "transactional": True},
+]
+
+
 @each_stage
-def test_all_ranks_have_the_same_averages_whatever_the_buckets(stage):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_ranks_have_the_same_averages_whatever_the_buckets_and_slices(stage, dtype):
     def work(comm, stage):
-        runs = [Run(comm, stage, bucket_cap_mb=cap) for cap in (25, 0.004)]
-        return [[run.step(step) for step in range(4)] for run in runs]
+        runs = [Run(comm, stage, dtype, **way) for way in WAYS]
+        found = [[run.step(step) for step in range(4)] for run in runs]
+        sent = [run.averager.stats.bytes_sent for run in runs]
+        assert all(same(runs[0].held(), run.held()) for run in runs)
+        assert sent[0] < sent[2], "slices have headers of their own"
+        return found
 
     whole, *others = over_ranks(stage, work)
     for step, wanted in enumerate(whole[0]):
-        assert all(same(wanted, runs[i][step]) for runs in (whole, *others) for i in range(2))
+        assert all(same(wanted, run[step]) for runs in (whole, *others) for run in runs)
 
 
 @each_stage
 @pytest.mark.parametrize("transactional", [False, True])
 def test_a_value_that_is_not_finite_leaves_no_trace(stage, transactional):
+    """Of a whole step nothing stays, in whatever bucket the value is; else, of its bucket."""
+
     def work(comm, stage):
-        run = Run(comm, stage, transactional=transactional)
+        cap = 0.004 if transactional else 25
+        run = Run(comm, stage, transactional=transactional, bucket_cap_mb=cap)
         run.step(0), run.step(1), run.step(2)
         before = run.held()
         spoilt = run.step(3, bad=True)
@@ -115,7 +137,8 @@ def test_a_discarded_step_leaves_no_trace(stage):
         return before, changed, run.held()
 
     for before, changed, after in over_ranks(stage, work):
-        assert same(before, after) and (stage == "rotate" or not same(before, changed))
+        keeps = stage not in ("rotate", "nodes-ternary")  # from one step to the next
+        assert same(before, after) and same(before, changed) != keeps
 
 
 @each_stage
@@ -137,7 +160,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(stage, middle, tmp_path):
         assert all(same(a, b) for a, b in zip(whole, resumed, strict=True)) and same(held, again)
 
 
-@pytest.mark.parametrize("stage", ["aggregate", "local", "precondition", "precondition-nodes"])
+@pytest.mark.parametrize(
+    "stage", ["aggregate", "local", "precondition", "precondition-nodes", "nodes"]
+)
 def test_a_state_of_other_options_is_refused_and_changes_nothing(stage):
     def work(comm, stage):
         other = Run(comm, stage, **STAGES[stage][1])
@@ -177,9 +202,8 @@ def test_ranks_with_other_options_are_a_mismatch(stage):
     changes = STAGES[stage][1]
 
     def work(comm, stage):
-        run = Run(comm, stage, **(changes if comm.rank == 1 else {}))
-        with pytest.raises(PeerMismatch) as caught:
-            run.step(0)
+        with pytest.raises(PeerMismatch) as caught:  # of nodes already when averagers are made
+            Run(comm, stage, **(changes if comm.rank == 1 else {})).step(0)
         return caught.value.field, caught.value.rank
 
     field = "start_step" if "start_step" in changes else next(iter(changes))

@@ -83,25 +83,6 @@ def over_gloo(codec):
     return with_averager(TorchCommunicator(timeout_s=60), codec, 25)
 
 
-def ddp_and_averager(codec):
-    net = DDP(copy.deepcopy(MODEL))
-    state = gradcomp.ddp.register(net, codec, min_numel=0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
-        x, y = batch(step, dist.get_rank())
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
-    state.close()
-    return bits(net), over_gloo(codec)[0]
-
-
-@pytest.mark.parametrize("codec", [TernGrad(), OneBit()], ids=["terngrad", "onebit"])
-def test_averager_and_ddp_are_the_same_run(gloo, codec):
-    for hook, averager in gloo(2, ddp_and_averager, codec):
-        assert hook == averager
-
-
 def missing(comm):
     net = copy.deepcopy(MODEL)
     averager = GradientAverager(net.named_parameters(), Identity(), comm, min_numel=0)

@@ -17,8 +17,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gradcomp
 import gradcomp.ddp
 import gradcomp.fsdp
-from gradcomp import DiLoCo, Feedback, GradcompError, GradientAverager, LocalSGD, NotFinite
+from gradcomp import (
+    DiLoCo,
+    Feedback,
+    GradcompError,
+    GradientAverager,
+    LocalSGD,
+    NotFinite,
+    OneBit,
+)
 from gradcomp.comm import TorchCommunicator
+from gradcomp.exchange.stats import Stats
 from gradcomp.onebit_sgd import DoubleBuffer
 
 TIMEOUT_S = 20
@@ -28,6 +37,14 @@ def loss_of(model, step, rank):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x, y = torch.randn(8, 40, generator=generator), torch.randint(10, (8,), generator=generator)
     return nn.functional.cross_entropy(model(x), y)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 10))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 class Entry:
@@ -41,8 +58,8 @@ class Entry:
         torch.manual_seed(0)
         torch.set_num_threads(1)
         self.rank = dist.get_rank()
-        self.model = self.wrap(nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 10)))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.model = self.wrap(layers())
+        self.optimizer = sgd(self.model)
         self.opened = self.open(codec, min_numel=0, timeout_s=TIMEOUT_S, **options)
 
     def wrap(self, model):
@@ -117,7 +134,7 @@ class AllReduce(Entry):
 
 
 class Fsdp(Entry):
-    exchange = None
+    exchange = "auto"
 
     def wrap(self, model):
         return fully_shard(model)
@@ -193,7 +210,7 @@ def test_ranks_hold_the_same_bits(gloo, name, codec):
 
 
 def resumed(entry, codec, middle):
-    run = entry(codec, **({"exchange": entry.exchange} if entry.exchange else {}))
+    run = entry(codec, exchange=entry.exchange)
     for step in range(middle):
         run.step(step)
     saved = run.save()
@@ -201,7 +218,7 @@ def resumed(entry, codec, middle):
         run.step(step)
     whole = run.weights()
     run.close()
-    again = entry(codec, **({"exchange": entry.exchange} if entry.exchange else {}))
+    again = entry(codec, exchange=entry.exchange)
     again.load(saved)
     for step in range(middle, middle + 3):
         again.step(step)
@@ -210,10 +227,24 @@ def resumed(entry, codec, middle):
     return found == whole
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*CODECS, OneBit(rotate=True)], ids=str)
 @pytest.mark.parametrize("name", RESUME)
 def test_a_resumed_run_is_the_uninterrupted_one(gloo, name, codec):
     assert gloo(2, resumed, ENTRIES[name], codec, 3) == [True] * 2
+
+
+def with_tensors(state, change):
+    """Return a nested state with every tensor changed."""
+    if isinstance(state, dict):
+        return {key: with_tensors(value, change) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [with_tensors(value, change) for value in state]
+    return change(state) if isinstance(state, torch.Tensor) else state
+
+
+def changed(**changes):
+    """Return a function that puts other values into a state, or None where it has no such key."""
+    return lambda state: dict(state, **changes) if changes.keys() <= state.keys() else None
 
 
 FOREIGN = [
@@ -225,13 +256,22 @@ FOREIGN = [
     {"version": 99},
     lambda state: {k: v for k, v in state.items() if k != min(state)},
     lambda state: dict.fromkeys(state),
-    lambda state: dict(state, rank=5) if "rank" in state else None,  # another rank's
+    lambda state: with_tensors(state, lambda t: torch.full_like(t, float("nan"))),
+    lambda state: with_tensors(state, lambda t: t.double()),
+    lambda state: with_tensors(state, lambda t: torch.cat([t.flatten(), t.flatten()])),
+    lambda state: with_tensors(state, lambda t: [1]),
+    changed(rank=5),  # another rank's
+    *(changed(step=step) for step in ("7", -5, 2.9)),
+    *(changed(loss_scale=scale) for scale in (float("nan"), 0.0)),
+    changed(residual=[1]),
+    changed(owner_residual=None),
+    changed(owner_residual={1: 2}),
 ]
 
 
 def misled(entry):
     """Return which foreign states were taken, and whether the run is what it was before them."""
-    run = entry("onebit")
+    run = entry("onebit", exchange=entry.exchange)
     for step in range(2):
         run.step(step)
     good, taken = run.save(), []
@@ -242,7 +282,7 @@ def misled(entry):
             taken.append(number)
         except ValueError as error:
             assert str(error)
-    again = entry("onebit")
+    again = entry("onebit", exchange=entry.exchange)
     again.load(good)
     for one in (run, again):
         for step in range(2, 4):
@@ -356,10 +396,41 @@ def test_bytes_are_counted_and_fewer_than_fp32(gloo, name):
             assert sent > 0 and received > 0 and baseline / sent > least, (codec, baseline / sent)
 
 
+def alone(entry):
+    """Train on one rank; return the weights, the same without gradcomp, and the bytes sent."""
+    run, plain = entry("ternary"), Entry.__new__(Entry)
+    for step in range(3):
+        run.step(step)
+    found, sent = run.weights(), getattr(run.opened, "stats", Stats()).bytes_sent
+    run.close()
+    torch.manual_seed(0)
+    plain.rank = 0
+    plain.model = layers()
+    plain.optimizer = sgd(plain.model)
+    for step in range(3):
+        plain.step(step)
+    return found, plain.weights(), sent
+
+
 @pytest.mark.parametrize("name", ENTRIES)
 def test_one_rank_sends_nothing_and_trains(gloo, name):
-    (found,) = gloo(1, trained, ENTRIES[name], "ternary", 2)
-    assert found
+    ((found, plain, sent),) = gloo(1, alone, ENTRIES[name])
+    assert sent == 0
+    assert found == plain or name in ("diloco", "local_sgd", "double_buffer")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_ddp_and_the_averager_are_the_same_run(gloo, codec):
+    assert (
+        len(
+            {
+                run
+                for name in ("ddp", "averager")
+                for run in gloo(2, trained, ENTRIES[name], codec, 4)
+            }
+        )
+        == 1
+    )
 
 
 def closed_twice(entry):

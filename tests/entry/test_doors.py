@@ -686,6 +686,11 @@ HASH = re.compile(r"\d{12,}|[0-9a-f]{16,}")
             ("AggregateAdagrad(eps=1e-05", "AggregateAdagrad(eps=1e-06"),
         ),
         (({"transactional": True}, {}), "transactional", ("1", "0")),
+        (
+            ({"exchange": "all_gather"}, {"exchange": "reduce_scatter"}),
+            "exchange",
+            ("all_gather", "reduce_scatter"),
+        ),
     ],
 )
 def test_a_mismatch_shows_what_each_rank_has(options, field, words):
@@ -707,10 +712,18 @@ def test_a_mismatch_shows_what_each_rank_has(options, field, words):
         assert words[1] in second and not HASH.search(text), text
 
 
-def test_a_mismatch_of_buckets_shows_their_tensors():
+@pytest.mark.parametrize("what", ["buckets", "model"])
+def test_a_mismatch_of_buckets_shows_their_tensors(what):
+    """Without DDP's own checks of the model."""
+
     def buckets(comm):
-        options = {"bucket_cap_mb": 0.001 if comm.rank else 25, "timeout_s": 20}
-        return told(GradientAverager(copy.deepcopy(MODEL), "terngrad", comm, **options).average)
+        options = {"bucket_cap_mb": 25, "timeout_s": 20}
+        model = copy.deepcopy(MODEL)
+        if comm.rank and what == "buckets":
+            options["bucket_cap_mb"] = 0.001
+        elif comm.rank:
+            model = model[:3]
+        return told(GradientAverager(model, "terngrad", comm, **options).average)
 
     for field, _, text in run_local(2, buckets):
         assert field == "numel" and not HASH.search(text), text
