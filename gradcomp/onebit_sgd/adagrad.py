@@ -17,7 +17,6 @@ References:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,21 +27,22 @@ from torch import Tensor
 from gradcomp.memory.transform import Transform
 
 
-def _check(name: str, value: float, *, positive: bool = False) -> float:
-    """Return a number as float; ValueError unless it is finite and not negative (or positive)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-    rounded = float(np.float32(value)) if value <= 3e38 else math.inf
-    if rounded == math.inf or (positive and rounded == 0):
+def _check(name: str, value: Any, *, above_0: bool = False, below: float = 3e38) -> float:
+    """Return a number as float; ValueError unless it is at least 0 (or above) and below `below`, in
+    float32.
+    """
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not known or not 0 <= value < below or (above_0 and np.float32(value) == 0):
+        least = "above 0" if above_0 else "of at least 0"
         raise ValueError(
-            f"{name} must be {'positive' if positive else 'finite'} in float32, got {value!r}"
+            f"{name} must be a number {least} and below {below:g} in float32, got {value!r}"
         )
     return float(value)
 
 
 class _Adagrad(Transform):
     def __init__(self, *, eps: float = 1e-10, initial_accumulator_value: float = 0.0) -> None:
-        self.eps = _check("eps", eps, positive=True)
+        self.eps = _check("eps", eps, above_0=True)
         self.initial = _check("initial_accumulator_value", initial_accumulator_value)
 
     def apply(self, values: Tensor, old: Tensor, new: Tensor) -> None:
@@ -112,15 +112,14 @@ class MomentumAdagrad(torch.optim.Optimizer):
         eps: float = 1e-10,
         initial_accumulator_value: float = 0.0,
     ) -> None:
-        if not _check("momentum", momentum) < 1:
-            raise ValueError(f"momentum must be below 1, got {momentum!r}")
-        initial = _check("initial_accumulator_value", initial_accumulator_value)
         defaults = {
             "lr": _check("lr", lr),
-            "momentum": float(momentum),
+            "momentum": _check("momentum", momentum, below=1.0),
             "weight_decay": _check("weight_decay", weight_decay),
-            "eps": _check("eps", eps, positive=True),
-            "initial_accumulator_value": initial,
+            "eps": _check("eps", eps, above_0=True),
+            "initial_accumulator_value": _check(
+                "initial_accumulator_value", initial_accumulator_value
+            ),
         }
         super().__init__(params, defaults)
 
@@ -166,9 +165,9 @@ class MomentumAdagrad(torch.optim.Optimizer):
             grad = grad.add(p, alpha=group["weight_decay"])
         state = self.state[p]
         if not state:
-            initial, kind = group["initial_accumulator_value"], torch.float32
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=kind)
-            state["sum"] = torch.full_like(p, initial, dtype=kind)
+            initial = group["initial_accumulator_value"]
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=torch.float32)
+            state["sum"] = torch.full_like(p, initial, dtype=torch.float32)
         smoothed = state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
         root = state["sum"].addcmul_(smoothed, smoothed).sqrt().add_(group["eps"])
         p.addcdiv_(smoothed, root, value=-group["lr"])

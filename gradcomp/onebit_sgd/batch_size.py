@@ -24,11 +24,10 @@ from gradcomp.comm.base import Channel, Communicator
 from gradcomp.engine.agree import agree_on_words
 from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import gather
-from gradcomp.onebit_sgd.rollback import Checkpoint
+from gradcomp.onebit_sgd.rollback import rolled_back
 
 Train = Callable[[int, int], Iterable[float | Tensor]]
 _RESULT = struct.Struct("<dqd")  # sum of losses, steps, seconds
-_HEADING = ("", "minibatch", "criterion", "of best", "lr factor", "steps", "seconds")
 
 
 @dataclass(frozen=True)
@@ -69,24 +68,18 @@ class BatchSizeChoice:
         """The trial of the choice."""
         return next(t for t in self.trials if t.minibatch == self.minibatch)
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the heading and the rows of a table; the row of the choice begins with ``*``."""
+    def __str__(self) -> str:
+        """Return a table; the row of the choice begins with ``*``."""
         best = min((t.criterion for t in self.trials if math.isfinite(t.criterion)), default=0.0)
-
-        def row(t: BatchSizeTrial) -> tuple[str, ...]:
+        lines = ["   minibatch   criterion    of best  lr factor     steps    seconds"]
+        for t in self.trials:
             known = best and math.isfinite(t.criterion)
             more = f"{100 * (t.criterion - best) / abs(best):+.2f} %" if known else "-"
-            mark = "*" if t.minibatch == self.minibatch else ""
-            numbers = f"{t.lr_factor:.3f}", str(t.steps), f"{t.seconds:.1f}"
-            return mark, str(t.minibatch), f"{t.criterion:.6g}", more, *numbers
-
-        return [_HEADING, *map(row, self.trials)]
-
-    def __str__(self) -> str:
-        """Return the table."""
-        rows = self.rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+            mark = "*" if t.minibatch == self.minibatch else " "
+            lines.append(
+                f"{mark}  {t.minibatch:9d}  {t.criterion:10.6g}  {more:>9}  {t.lr_factor:9.3f}"
+                f"  {t.steps:8d}  {t.seconds:9.1f}"
+            )
         within = f"the largest within {100 * self.margin:g} % of the best"
         return "\n".join([*lines, f"minibatch {self.minibatch}: {within}"])
 
@@ -111,14 +104,12 @@ def find_batch_size(
     timeout_s: float = 300.0,
 ) -> BatchSizeChoice:
     """Try minibatch sizes around `current`, each from where training stands, and return the largest
-    that trains as well. Collective: every rank calls it with the same arguments and gets the same
-    choice.
+    that trains as well. Collective: every rank calls it with the same arguments.
 
-    Every trial trains on the same `samples` samples and is rolled back afterwards, bit for bit:
-    parameters, buffers, optimizer, `state`, random numbers. Its criterion is the mean of the losses
-    that `train` yielded, first within a rank, then over the ranks in rank order, in float64. The
-    choice is the largest minibatch whose criterion is at most the best one's plus `margin` times
-    its absolute value. A size with a loss of NaN or Inf, on any rank, is never chosen::
+    Every trial trains on the same samples and is rolled back, bit for bit. Its criterion is the
+    mean of the losses that `train` yielded, first within a rank, then over the ranks in rank order,
+    in float64. The choice is the largest minibatch whose criterion is at most the best one's plus
+    `margin` times its absolute value; never one with a loss of NaN or Inf on any rank::
 
         def train(minibatch, samples):
             for inputs, targets in batches(samples, minibatch // world_size):
@@ -129,48 +120,46 @@ def find_batch_size(
         )
 
     Args:
-        train: called with a minibatch (of all ranks together) and `samples`; trains on that share
-            of the data, from its start in every call, and yields each step's training loss.
+        train: called with a minibatch (of all ranks together) and `samples`; trains on that much
+            data, from its start in every call, and yields each step's training loss.
         model: what `train` trains, in DDP or not.
         optimizer: of its parameters, torch's or split.
         samples: of all ranks together, in each trial: at least 2 of the largest minibatch.
         current: the minibatch now, of all ranks together.
         state: what else is rolled back, one object or a sequence, with ``state_dict()`` and
-            ``load_state_dict``: `CompressionState`, `GradientAverager`, `DoubleBuffer`, a scaler, a
-            scheduler that `train` steps.
-        comm: the ranks; torch.distributed's default group when None, or one rank where it is not
-            initialised. No exchange may be under way on it outside `train`. It is not closed.
+            ``load_state_dict``: `CompressionState`, `DoubleBuffer`, a scaler, a scheduler.
+        comm: the ranks, not closed; torch.distributed's default group when None, or one rank where
+            it is not initialised. No exchange may be under way on it outside `train`.
         smallest, largest: bounds of the sizes tried; None: those of `factor`.
         multiple: sizes other than `current` are multiples of it, and of the number of ranks.
         step: ratio of one size to the size before.
         factor: the largest change from `current`, up or down.
         margin: by how much a criterion may exceed the best, relative to it.
-        per_sample_lr: keep the learning rate per sample, for losses that are means: every group's
-            ``lr`` is multiplied by minibatch / `current` in a trial, and in the end for the choice.
-            False: leave learning rates alone.
+        per_sample_lr: multiply every group's ``lr`` by minibatch / `current` in a trial, and in the
+            end for the choice: for losses that are means this keeps the rate per sample.
         progress: print a line for each trial, on stderr of rank 0.
         timeout_s: seconds to wait for another rank.
 
     Returns:
-        The choice, and every trial. Nothing has changed except the learning rates, counters of
-        bytes and seconds, and gradients, which are None.
+        The choice, and every trial. Only learning rates, counters of bytes and seconds, and
+        gradients (now None) have changed.
 
     Raises:
-        ValueError: an argument out of its range; too few `samples`; no size within the bounds; a
-            `train` that yields nothing on some rank. On every rank.
-        PeerMismatch: ranks called with different arguments, on every rank.
-        GradcompError: every trial had NaN or Inf, on every rank.
+        ValueError: on every rank: an argument out of its range; too few `samples`; no size within
+            the bounds; a `train` that yields nothing on some rank.
+        PeerMismatch: on every rank: the arguments differ.
+        GradcompError: on every rank: every trial had NaN or Inf.
         PeerLost: a rank did not answer, for instance because its `train` raised.
         Exception: what `train` raises, after rolling back.
     """
     own = comm if comm is not None else _default()
-    whole = {"samples": samples, "current": current, "multiple": multiple}
+    counts = {"samples": samples, "current": current, "multiple": multiple}
     bounds = {"smallest": smallest, "largest": largest}
     numbers = {"step": step, "factor": factor, "margin": margin}
-    words = {**whole, **bounds, **numbers, "per_sample_lr": per_sample_lr}
+    arguments = counts | bounds | numbers | {"per_sample_lr": per_sample_lr}
     called, channel = "find_batch_size", Channel.CONTROL
-    agree_on_words(own, words, timeout_s, "batch_size", called=called, channel=channel)
-    for name, value in (whole | {k: v for k, v in bounds.items() if v is not None}).items():
+    agree_on_words(own, arguments, timeout_s, "batch_size", called=called, channel=channel)
+    for name, value in (counts | {k: v for k, v in bounds.items() if v is not None}).items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     for (name, number), least in zip(numbers.items(), (1.01, 1.0, 0.0), strict=True):
@@ -184,24 +173,18 @@ def find_batch_size(
             f" {sizes[-1]}, take {2 * sizes[-1]}"
         )
     others = state if isinstance(state, (list, tuple)) else [] if state is None else [state]
-    checkpoint = Checkpoint(model, optimizer, others)
     trials = []
     for size in sizes:
         scale = size / current if per_sample_lr else 1.0
-        with checkpoint:
+        with rolled_back(model, optimizer, others):
             _scale_lr(optimizer, scale)
-            begun = time.perf_counter()
-            total, steps = _run(train, size, samples)
-            seconds = time.perf_counter() - begun
-        mine = _RESULT.pack(total, steps, seconds)
+            mine = _RESULT.pack(*_run(train, size, samples))
         found = gather(own, mine, "batch_size", timeout_s, called=called)
-        trials.append(_merge(size, scale, [_RESULT.unpack(data) for data in found]))
+        trial = _merge(size, scale, [_RESULT.unpack(data) for data in found])
+        trials.append(trial)
         if progress and own.rank == 0:
-            print(
-                f"minibatch {size}: criterion {trials[-1].criterion:.6g}, {trials[-1].steps} steps"
-                f" in {trials[-1].seconds:.1f} s",
-                file=sys.stderr,
-            )
+            line = f"minibatch {size}: criterion {trial.criterion:.6g}, {trial.steps} steps"
+            print(f"{line} in {trial.seconds:.1f} s", file=sys.stderr)
     choice = BatchSizeChoice(_choose(trials, margin), tuple(trials), margin)
     _scale_lr(optimizer, choice.trial.lr_factor)
     return choice
@@ -251,9 +234,10 @@ def _scale_lr(optimizer: torch.optim.Optimizer, scale: float) -> None:
             group["lr"] *= scale
 
 
-def _run(train: Train, size: int, samples: int) -> tuple[float, int]:
-    """Run one trial; return the sum of its losses and its steps."""
-    total, steps, losses = 0.0, 0, train(size, samples)
+def _run(train: Train, size: int, samples: int) -> tuple[float, int, float]:
+    """Run one trial; return the sum of its losses, its steps and seconds."""
+    begun, total, steps = time.perf_counter(), 0.0, 0
+    losses = train(size, samples)
     if not isinstance(losses, Iterable):
         raise TypeError(f"train must yield the loss of each step, got {type(losses).__name__}")
     try:
@@ -262,7 +246,7 @@ def _run(train: Train, size: int, samples: int) -> tuple[float, int]:
             steps += 1
     finally:  # a generator's own clean-up belongs before the roll-back
         getattr(losses, "close", lambda: None)()
-    return total, steps
+    return total, steps, time.perf_counter() - begun
 
 
 def _merge(size: int, scale: float, everyone: Sequence[tuple[Any, ...]]) -> BatchSizeTrial:

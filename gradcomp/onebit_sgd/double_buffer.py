@@ -23,23 +23,22 @@ from gradcomp.averager import GradientAverager
 from gradcomp.codecs import Codec
 from gradcomp.comm.base import Communicator
 from gradcomp.engine.options import Changes, Options, spell_out
-from gradcomp.errors import GradcompError, peers_answer
+from gradcomp.errors import GradcompError
 from gradcomp.exchange.agree import gather
 from gradcomp.exchange.stats import Stats
 from gradcomp.memory.momentum import Momentum
+from gradcomp.onebit_sgd.groups import Options as GroupOptions
 from gradcomp.onebit_sgd.groups import apply_options, read_options
 from gradcomp.onebit_sgd.halves import cut
 from gradcomp.onebit_sgd.report import OverlapComparison, OverlapReport
-from gradcomp.onebit_sgd.rollback import Checkpoint
+from gradcomp.onebit_sgd.rollback import rolled_back
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("gradcomp")
 STATE_VERSION = 1
-# of each way that `compare` times, in turns: the faster one counts, since other programs only ever
-# slow one down
-ROUNDS = 2
+ROUNDS = 2  # of each way in `compare`; the faster one counts: other programs only slow one down
 
 
 class DoubleBuffer:
@@ -54,16 +53,14 @@ class DoubleBuffer:
         print(buffer.report())
 
     A half's loss is weighted by its share of the minibatch, so the two updates of plain SGD sum to
-    the minibatch's, and a learning rate keeps its meaning per sample. What an optimizer counts in
-    updates (momentum, the moments of Adam, weight decay) it counts in halves; those that divide by
-    the gradient's size (Adam, LAMB) make two full steps a minibatch. An update is made with the
-    options, such as the learning rate, that the optimizer's groups had when its gradients were sent
-    off.
+    the minibatch's. An optimizer counts updates (for momentum, moments, weight decay) in halves;
+    one that divides by the gradient's size (Adam, LAMB) makes two full steps a minibatch. An update
+    uses the options, such as the learning rate, that the optimizer's groups had when its gradients
+    were sent off.
 
     Before an evaluation (a forward of `model` while it is not ``training``), a `state_dict` and
-    `close` the buffer drains: it waits for the last exchange and applies it. That needs no
-    collective, so one rank may evaluate alone: the others apply the same averages a half later.
-    With one rank updates are late by a half as well, so that runs can be compared.
+    `close` the buffer drains: it waits for the last exchange and applies it. That is no collective,
+    so one rank may evaluate alone. With one rank updates are late by a half as well.
 
     Args:
         model: a plain module, float32, bfloat16 or float16 parameters on the CPU, equal on all
@@ -126,7 +123,7 @@ class DoubleBuffer:
         )
         self._engine = self._averager._engine
         self._stepping = self._failed = self._closed = False
-        self._sent: list[dict[str, Any]] = []  # the groups' options of the exchange under way
+        self._sent: GroupOptions = []  # the groups' options of the exchange under way
         self._minibatches = 0
         self._update_s = self._compute_s = 0.0
         try:
@@ -147,8 +144,8 @@ class DoubleBuffer:
             loss_fn: called with each half of `batch` in turn; returns the mean loss of its samples,
                 a tensor of one element.
             batch: tensors whose first dimension counts samples, None, and tuples, lists and
-                dictionaries of these; halves are views, of an odd number the first has one more.
-                With `whole_steps` anything, passed on as it is.
+                dictionaries of these; of an odd number the first half has one more. With
+                `whole_steps` anything, passed on as it is.
 
         Returns:
             The mean loss of the minibatch on this rank, detached; the halves were computed on
@@ -201,9 +198,7 @@ class DoubleBuffer:
             raise ValueError(f"count must be an integer of at least 0, got {count!r}")
         self.drain()
         mine = struct.pack("<q", count)
-        comm, timeout_s = self._engine.comm, self._engine.timeout_s
-        everyone = gather(comm, mine, "most", timeout_s, called="most()")
-        return int(max(struct.unpack("<q", data)[0] for data in everyone))
+        return int(max(struct.unpack("<q", data)[0] for data in self._gather("most", mine)))
 
     def drain(self) -> bool:
         """Wait for the exchange under way and apply it; return whether there was one.
@@ -224,26 +219,17 @@ class DoubleBuffer:
     def report(self) -> OverlapReport:
         """Return the seconds of this rank's exchanges, updates and computing so far."""
         exchanges, exchange_s, waited_s, codec_s, copy_s = self._counters()
-        return OverlapReport(
-            whole_steps=self._whole_steps,
-            minibatches=self._minibatches,
-            exchanges=exchanges,
-            exchange_s=exchange_s,
-            waited_s=waited_s,
-            codec_s=codec_s,
-            update_s=self._update_s + copy_s,
-            compute_s=self._compute_s,
-        )
+        seconds = exchange_s, waited_s, codec_s, self._update_s + copy_s, self._compute_s
+        return OverlapReport(self._whole_steps, self._minibatches, exchanges, *seconds)
 
     def compare(
         self, loss_fn: Callable[..., Tensor], *batch: Any, steps: int = 5
     ) -> OverlapComparison:
-        """Time minibatches like this one with double buffering and without, and put everything
-        back. Collective.
+        """Time about ``4 * steps`` minibatches like this one, with double buffering and without,
+        and put everything back. Collective.
 
-        It takes the time of about ``4 * steps`` minibatches, and memory for one more copy of
-        weights and state. `stats` counts its exchanges, `report` does not. Before `start_step`
-        exchanges are fp32.
+        It takes memory for one more copy of weights and state. `stats` counts its exchanges,
+        `report` does not. Before `start_step` exchanges are fp32.
 
         Args:
             loss_fn, batch: as of `step`.
@@ -256,7 +242,6 @@ class DoubleBuffer:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be an integer of at least 1, got {steps!r}")
         self._check_open()
-        checkpoint = Checkpoint(self._model, self._optimizer, [self])
 
         def plain() -> None:
             self._model.zero_grad()
@@ -264,28 +249,30 @@ class DoubleBuffer:
             self._guarded(self._averager.average)
             self._optimizer.step()
 
-        counted, best = self._counters(), [float("inf"), float("inf")]
-        own = self._minibatches, self._update_s, self._compute_s
+        def overlapped() -> None:
+            self.step(loss_fn, *batch)
+
+        def seconds(way: Callable[[], None], count: int) -> float:
+            begun = time.perf_counter()
+            for _ in range(count):
+                way()
+            self.drain()
+            return (time.perf_counter() - begun) / count
+
+        own, counted = (self._minibatches, self._update_s, self._compute_s), self._counters()
+        ways = plain, overlapped
         try:
-            with checkpoint:
-                plain()  # buffers are made
-                self.step(loss_fn, *batch)
-                self.drain()
-                for way in (0, 1) * ROUNDS:
-                    begun = time.perf_counter()
-                    for _ in range(steps):
-                        self.step(loss_fn, *batch) if way else plain()
-                    self.drain()
-                    best[way] = min(best[way], (time.perf_counter() - begun) / steps)
+            with rolled_back(self._model, self._optimizer, [self]):
+                for way in ways:
+                    seconds(way, 1)  # makes buffers
+                rounds = [[seconds(way, steps) for way in ways] for _ in range(ROUNDS)]
         finally:
             self._minibatches, self._update_s, self._compute_s = own
             if self._averager.rotation is not None:
                 self._averager.rotation.set_counters(counted)
-        mine, comm = struct.pack("<dd", *best), self._engine.comm
-        with peers_answer("compare", called="compare()"):
-            everyone = comm.all_gather_bytes(mine, self._engine.timeout_s)
-        pairs = [struct.unpack("<dd", theirs) for theirs in everyone]
-        return OverlapComparison(max(p for p, _ in pairs), max(o for _, o in pairs))
+        mine = struct.pack("<dd", *map(min, zip(*rounds, strict=True)))
+        everyone = [struct.unpack("<dd", theirs) for theirs in self._gather("compare", mine)]
+        return OverlapComparison(*map(max, zip(*everyone, strict=True)))
 
     @property
     def minibatches(self) -> int:
@@ -405,7 +392,7 @@ class DoubleBuffer:
         if handed:
             self._update(before)
 
-    def _update(self, options: list[dict[str, Any]]) -> None:
+    def _update(self, options: GroupOptions) -> None:
         """Step the optimizer with the options of when the gradients were sent off."""
         begun = time.perf_counter()
         with apply_options(self._optimizer, options):
@@ -422,6 +409,11 @@ class DoubleBuffer:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("gradcomp: this buffer is closed")
+
+    def _gather(self, phase: str, mine: bytes) -> list[bytes]:
+        """Return what every rank gives in the call of this name."""
+        comm, timeout_s = self._engine.comm, self._engine.timeout_s
+        return gather(comm, mine, phase, timeout_s, called=f"{phase}()")
 
     def _counters(self) -> tuple[Any, ...]:
         rotation = self._averager.rotation

@@ -12,11 +12,10 @@ class OverlapReport:
 
     Attributes:
         whole_steps: whether whole minibatches are exchanged, not halves.
-        minibatches: steps taken.
-        exchanges: exchanges finished.
+        minibatches, exchanges: steps taken, and exchanges finished.
         exchange_s: seconds from an exchange's first bucket to its last.
-        waited_s: the part of `exchange_s` in which this rank was blocked.
-        codec_s: the part of `exchange_s` in which codecs worked.
+        waited_s, codec_s: the parts of `exchange_s` in which this rank was blocked, and in which
+            codecs worked.
         update_s: seconds in ``optimizer.step()`` and in copying gradients to buckets and back.
         compute_s: seconds in forward and backward.
     """
@@ -39,9 +38,11 @@ class OverlapReport:
         """Return one sentence."""
         if not self.exchange_s:
             return "nothing was exchanged"
+        seconds = self.exchange_s
+        duration = f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
         return (
-            f"hidden {100 * self.hidden:.0f} % of {_duration(self.exchange_s)} in"
-            f" {self.exchanges} exchanges; compare() measures whether that pays"
+            f"hidden {100 * self.hidden:.0f} % of {duration} in {self.exchanges} exchanges;"
+            " compare() measures whether that pays"
         )
 
 
@@ -70,7 +71,3 @@ class OverlapComparison:
             f" {1e3 * self.overlapped_s:.1f} ms a minibatch with it, {1e3 * self.plain_s:.1f} ms"
             " without"
         )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

@@ -529,9 +529,9 @@ def test_progress_is_a_line_for_each_trial_on_stderr(capsys, progress):
 def test_the_table_in_plain_text():
     trials = (BatchSizeTrial(64, 2.0, 0.5, 10, 1.25), BatchSizeTrial(128, math.nan, 1.0, 5, 0.5))
     assert str(BatchSizeChoice(64, trials, 0.01)).splitlines() == [
-        "   minibatch  criterion  of best  lr factor  steps  seconds",
-        "*         64          2  +0.00 %      0.500     10      1.2",
-        "         128        nan        -      1.000      5      0.5",
+        "   minibatch   criterion    of best  lr factor     steps    seconds",
+        "*         64           2    +0.00 %      0.500        10        1.2",
+        "         128         nan          -      1.000         5        0.5",
         "minibatch 64: the largest within 1 % of the best",
     ]
 
