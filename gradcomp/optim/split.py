@@ -230,11 +230,9 @@ def split_parameters(
 
     Args:
         model: float32 or bfloat16 parameters on the CPU.
-        predicate: predicate(name, parameter) says which fp32 parameters to split; the others stay
-            fp32. All by default; layers that want fp32 inputs (norms in fp32, say) are kept out
-            with it.
-        rounding: "truncate": the model sees the first 16 bits of each weight; "nearest": the weight
-            rounded to bfloat16 (halves away from zero). Both keep all 32 bits.
+        predicate: predicate(name, parameter) says which fp32 parameters to split (all by default);
+            the others stay fp32, as norms may have to.
+        rounding: as in `split`. Both keep all 32 bits.
 
     Returns:
         The parameters, split or not, as an optimizer takes them.
@@ -303,16 +301,15 @@ def _owner_of(value: Any, optimizers: Any, name: str) -> Any:
 
 
 def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
-    """Return the model's state dict with every split weight joined to fp32.
+    """Return the model's state dict with every split weight joined to fp32: what a plain fp32
+    model loads.
+
+    Joined weights are new tensors (tied ones one tensor under each name), everything else is shared
+    with the model as in ``model.state_dict()``.
 
     Args:
         model: what the optimizer trains; wrapped in DistributedDataParallel or not.
         optimizer: the split optimizer that trains it, or a sequence of them.
-
-    Returns:
-        A dictionary that a plain fp32 model loads. Joined weights are new tensors, everything else
-        is shared with the model as in ``model.state_dict()``. Tied weights are one tensor under
-        each of their names.
 
     Raises:
         ValueError: a bfloat16 parameter that none of the optimizers has.
@@ -321,12 +318,12 @@ def fp32_state_dict(model: nn.Module, optimizer: Any) -> OrderedDict[str, Any]:
     joined: dict[int, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         owner = _owner_of(value, optimizer, name)
-        if owner is not None:
-            if id(value) not in joined:
-                joined[id(value)] = owner.fp32(value)
-            out[name] = joined[id(value)]
-        else:
+        if owner is None:
             out[name] = value.detach() if isinstance(value, Tensor) else value
+            continue
+        if id(value) not in joined:
+            joined[id(value)] = owner.fp32(value)
+        out[name] = joined[id(value)]
     return out
 
 

@@ -124,8 +124,7 @@ class SplitAdagrad(SplitOptimizer):
     """Adagrad on weights split into bf16 and trail. Memory per weight: 8 bytes.
 
     Args:
-        params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
-        lr: learning rate, a number or a tensor of one element.
+        params, lr: as in `SplitSGD`, and so are the errors.
         lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
 
     Raises:
@@ -195,13 +194,8 @@ class SplitAdamW(_Adam):
     One step from the same state is within 1 ulp of ``torch.optim.AdamW(foreach=False)``.
 
     Args:
-        params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
-        lr: learning rate, a number or a tensor of one element.
+        params, lr: as in `SplitSGD`, and so are the errors.
         betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
-
-    Raises:
-        ValueError: an option out of its range.
-        UnsupportedTensor: parameters of another dtype.
     """
 
     kind = Kind.ADAMW
@@ -232,17 +226,12 @@ class SplitLAMB(_Adam):
     parameter, and w = w - lr * (||w|| / ||u||) * u; the ratio is 1 where either norm is 0.
 
     Args:
-        params: parameters, groups, or what `split_parameters` returned; float32 and bfloat16.
-        lr: learning rate, a number or a tensor of one element.
+        params, lr: as in `SplitSGD`, and so are the errors.
         betas, eps, weight_decay: as in Adam.
         variant: "lamb", as published; "nvlamb": all gradients of this optimizer are first divided
             by max(1, g), g their common L2 norm. It takes no gradients straight from payloads,
             since that norm needs them twice.
         maximize: go up instead of down.
-
-    Raises:
-        ValueError: an option out of its range.
-        UnsupportedTensor: parameters of another dtype.
     """
 
     kind = Kind.LAMB_START
